@@ -26,8 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from temper_engine_api.conformance.findings import from_json, to_json
-from temper_engine_api.conformance.groups import GROUPS
+from temper_engine_api.conformance.results import GROUPS, from_json, to_json
 from temper_engine_api.layout import Layout, plain_layout
 from temper_engine_api.registry import conformance_layouts
 from tools.held_before import held_in
@@ -316,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else (run.name for run, code in zip(order, codes, strict=True) if code in (0, 1, 5))
     )
     found = join_parts(chosen.out, runs, finished=set(ended))
-    report = [sys.executable, "-m", "temper_engine_api.conformance.side_by_side", *map(str, found)]
+    report = [sys.executable, "-m", "temper_engine_api.conformance.report", *map(str, found)]
     if found:
         codes.append(
             subprocess.run(

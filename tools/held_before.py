@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from temper_engine_api.conformance.findings import Finding, Outcome, from_json
+from temper_engine_api.conformance.results import Finding, Outcome, from_json
 
 
 def held_in(paths: Iterable[Path]) -> dict[str, Finding]:

@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from temper_engine_api.conformance.findings import Finding, Findings, Outcome, from_json, to_json
-from temper_engine_api.conformance.groups import GROUPS
+from temper_engine_api.conformance.results import (
+    GROUPS,
+    Finding,
+    Findings,
+    Outcome,
+    from_json,
+    to_json,
+)
 from tools.conformance_report import begun_in, join_parts, main, on_gpus, runs_of
 
 

@@ -34,7 +34,7 @@ def test_every_way_to_reach_a_guest_is_seen(source: str) -> None:
         ("temper_engine_fsdp.mesh", "import torch.distributed"),
         ("temper_engine_api.checkpoint.transaction", "import torch.distributed"),
         (
-            "temper_engine_api.conformance.fleet",
+            "temper_engine_api.conformance.harness.rank_pool",
             "import torch.distributed, peft, transformers, pytest",
         ),
         ("temper_engine_fsdp.training.lora_adapter", "from peft import LoraConfig"),

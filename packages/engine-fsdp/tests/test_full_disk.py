@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from temper_engine_api.checkpoint import complete_steps
-from temper_engine_api.conformance.fleet import Fleet
-from temper_engine_api.conformance.models import QWEN2_GROUPED
-from temper_engine_api.conformance.rank import TRAINS, Rank, Recipe
-from temper_engine_api.conformance.reference import Reference
+from temper_engine_api.conformance.harness.rank import TRAINS, Rank, Recipe
+from temper_engine_api.conformance.harness.rank_pool import Fleet
+from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
+from temper_engine_api.conformance.oracle.oracle_cache import Reference
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.layout import Layout
 from temper_engine_api.specs import OptimizerSpec

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.conformance.simple_objectives import LikelihoodProbe
+from temper_engine_api.conformance.inputs.probes import LikelihoodProbe
 from temper_engine_api.objective import Answers, Query
 from temper_engine_api.specs import OptimizerSpec, PrecisionSpec, ResidencySpec
 from temper_engine_fsdp.config import FSDPConfig

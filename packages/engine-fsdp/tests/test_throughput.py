@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.conformance.simple_objectives import LikelihoodProbe
+from temper_engine_api.conformance.inputs.probes import LikelihoodProbe
 from temper_engine_api.specs import LoraSpec, ModelSpec, Scalar
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_fsdp.model import packed_attention

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from temper_engine_api.batch import from_sequences
-from temper_engine_api.conformance.simple_objectives import LikelihoodProbe
+from temper_engine_api.conformance.inputs.probes import LikelihoodProbe
 from temper_engine_api.errors import CollectiveTimeoutError
 from temper_engine_api.specs import ModelSpec, PrecisionSpec
 from temper_engine_fsdp.config import FSDPConfig

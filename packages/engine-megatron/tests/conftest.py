@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
-from temper_engine_api.conformance.fleet import Fleet
-from temper_engine_api.conformance.reference import Reference
+from temper_engine_api.conformance.harness.rank_pool import Fleet
+from temper_engine_api.conformance.oracle.oracle_cache import Reference
 from temper_engine_api.specs import LoraSpec, ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.engine import MegatronEngine

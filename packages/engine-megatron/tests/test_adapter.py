@@ -8,12 +8,20 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from temper_engine_api.conformance.checkpoint_jobs import load_and_train, train, train_and_save
-from temper_engine_api.conformance.measure import WHOLE, share_of, state_of, update_once, weights_of
-from temper_engine_api.conformance.models import QWEN2_GROUPED
-from temper_engine_api.conformance.rank import TRAINS
-from temper_engine_api.conformance.simple_objectives import LikelihoodProbe
-from temper_engine_api.conformance.tolerances import assert_all_equal, assert_same_state
+from temper_engine_api.conformance.harness.measurements import (
+    WHOLE,
+    load_and_train,
+    share_of,
+    state_of,
+    train,
+    train_and_save,
+    update_once,
+    weights_of,
+)
+from temper_engine_api.conformance.harness.rank import TRAINS
+from temper_engine_api.conformance.harness.tolerances import assert_all_equal, assert_same_state
+from temper_engine_api.conformance.inputs.probes import LikelihoodProbe
+from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError
 from temper_engine_api.registry import conformance_layouts
 from temper_engine_api.specs import LoraSpec, ModelSpec

@@ -7,13 +7,18 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from temper_engine_api.conformance.checkpoint_jobs import load_and_train, train, train_and_save
-from temper_engine_api.conformance.measure import SPLITS, WHOLE, measure_update, share_of, state_of
-from temper_engine_api.conformance.models import QWEN2_TIED
-from temper_engine_api.conformance.oracle_adapter import TinyAdapter, save_adapter
-from temper_engine_api.conformance.probes import TokenProbe
-from temper_engine_api.conformance.rank import TRAINS
-from temper_engine_api.conformance.tolerances import (
+from temper_engine_api.conformance.harness.measurements import (
+    SPLITS,
+    WHOLE,
+    load_and_train,
+    measure_update,
+    share_of,
+    state_of,
+    train,
+    train_and_save,
+)
+from temper_engine_api.conformance.harness.rank import TRAINS
+from temper_engine_api.conformance.harness.tolerances import (
     GRADIENT,
     LOSS,
     UPDATE,
@@ -21,6 +26,9 @@ from temper_engine_api.conformance.tolerances import (
     assert_close,
     assert_same_state,
 )
+from temper_engine_api.conformance.inputs.probes import TokenProbe
+from temper_engine_api.conformance.inputs.tiny_adapters import TinyAdapter, save_adapter
+from temper_engine_api.conformance.inputs.tiny_models import QWEN2_TIED
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.layout import Layout, plain_layout
 from temper_engine_api.objective import Query

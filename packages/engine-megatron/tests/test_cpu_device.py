@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from temper_engine_api.conformance.models import QWEN2_GROUPED
+from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.layout import plain_layout
 from temper_engine_megatron import cpu_device
 from temper_engine_megatron.cpu_device import megatron_on_cpu

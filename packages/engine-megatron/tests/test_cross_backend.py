@@ -5,12 +5,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from temper_engine_api.checkpoint.saved_state import COUNT, FIRST, SavedState
-from temper_engine_api.conformance.checkpoint_jobs import load_and_train, train, train_and_save
-from temper_engine_api.conformance.measure import Update, merged, state_of
-from temper_engine_api.conformance.models import QWEN2_GROUPED, QWEN2_TIED, VALUE
-from temper_engine_api.conformance.oracle_adapter import TinyAdapter
-from temper_engine_api.conformance.rank import TRAINS
-from temper_engine_api.conformance.tolerances import (
+from temper_engine_api.conformance.harness.measurements import (
+    Update,
+    load_and_train,
+    merged,
+    state_of,
+    train,
+    train_and_save,
+)
+from temper_engine_api.conformance.harness.rank import TRAINS
+from temper_engine_api.conformance.harness.tolerances import (
     LOSS,
     LOSS_TERMS,
     UPDATE,
@@ -18,6 +22,8 @@ from temper_engine_api.conformance.tolerances import (
     assert_close,
     assert_same_state,
 )
+from temper_engine_api.conformance.inputs.tiny_adapters import TinyAdapter
+from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, QWEN2_TIED, VALUE
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.layout import plain_layout
 from temper_engine_api.registry import conformance_layouts

@@ -9,11 +9,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from temper_engine_api.conformance.checkpoint_jobs import load_and_train, train, train_and_save
-from temper_engine_api.conformance.measure import state_of
-from temper_engine_api.conformance.models import QWEN2_GROUPED, QWEN2_UNTIED
-from temper_engine_api.conformance.rank import TRAINS
-from temper_engine_api.conformance.tolerances import assert_same_state
+from temper_engine_api.conformance.harness.measurements import (
+    load_and_train,
+    state_of,
+    train,
+    train_and_save,
+)
+from temper_engine_api.conformance.harness.rank import TRAINS
+from temper_engine_api.conformance.harness.tolerances import assert_same_state
+from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, QWEN2_UNTIED
 from temper_engine_api.layout import Layout
 from temper_engine_api.registry import conformance_layouts
 from temper_engine_megatron import persistence

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from temper_engine_api.conformance.measure import WHOLE, share_of, update_once
-from temper_engine_api.conformance.oracle import OracleEngine
-from temper_engine_api.conformance.rank import READ_GRADIENTS
-from temper_engine_api.conformance.simple_objectives import LikelihoodProbe
-from temper_engine_api.conformance.tolerances import GRADIENT, assert_all_close
+from temper_engine_api.conformance.harness.measurements import WHOLE, share_of, update_once
+from temper_engine_api.conformance.harness.rank import READ_GRADIENTS
+from temper_engine_api.conformance.harness.tolerances import GRADIENT, assert_all_close
+from temper_engine_api.conformance.inputs.probes import LikelihoodProbe
+from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.objective import Query
 from temper_engine_api.specs import EngineConfig, ModelSpec, PrecisionSpec, ResidencySpec

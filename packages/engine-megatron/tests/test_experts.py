@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from temper_engine_api.batch import concatenate
-from temper_engine_api.conformance.measure import (
+from temper_engine_api.conformance.harness.engine_under_test import Subject
+from temper_engine_api.conformance.harness.measurements import (
     Split,
     measure_outputs,
     measure_update,
@@ -20,11 +21,8 @@ from temper_engine_api.conformance.measure import (
     update_once,
     weights_of,
 )
-from temper_engine_api.conformance.models import QWEN2_GROUPED, TinyModel
-from temper_engine_api.conformance.probes import TokenProbe
-from temper_engine_api.conformance.rank import TRAINS
-from temper_engine_api.conformance.subject import Subject
-from temper_engine_api.conformance.tolerances import (
+from temper_engine_api.conformance.harness.rank import TRAINS
+from temper_engine_api.conformance.harness.tolerances import (
     BF16,
     GRADIENT,
     LOGPROB,
@@ -34,6 +32,8 @@ from temper_engine_api.conformance.tolerances import (
     assert_all_equal,
     assert_close,
 )
+from temper_engine_api.conformance.inputs.probes import TokenProbe
+from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, TinyModel
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.layout import Layout
 from temper_engine_api.objective import Aggregation, LossTerms, Objective, Query

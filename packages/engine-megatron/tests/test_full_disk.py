@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from temper_engine_api.checkpoint import complete_steps
-from temper_engine_api.conformance.checkpoint_jobs import train
-from temper_engine_api.conformance.models import QWEN2_GROUPED
-from temper_engine_api.conformance.rank import TRAINS
+from temper_engine_api.conformance.harness.measurements import train
+from temper_engine_api.conformance.harness.rank import TRAINS
+from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.registry import conformance_layouts
 from temper_engine_megatron import persistence

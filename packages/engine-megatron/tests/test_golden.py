@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from temper_engine_api.batch import from_sequences
-from temper_engine_api.conformance.fleet import Fleet
-from temper_engine_api.conformance.rank import Rank
+from temper_engine_api.conformance.harness.rank import Rank
+from temper_engine_api.conformance.harness.rank_pool import Fleet
 from temper_engine_api.registry import conformance_layouts
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
 from temper_engine_megatron.config import MegatronConfig

@@ -2,8 +2,8 @@
 
 import pytest
 
-from temper_engine_api.conformance.models import QWEN2_GROUPED
-from temper_engine_api.conformance.subject import Subject
+from temper_engine_api.conformance.harness.engine_under_test import Subject
+from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.layout import Layout
 from temper_engine_megatron.engine import MegatronEngine

@@ -5,10 +5,15 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig
 
-from temper_engine_api.conformance.measure import measure_update, weights_of
-from temper_engine_api.conformance.models import QWEN3, TinyModel
-from temper_engine_api.conformance.probes import TokenProbe
-from temper_engine_api.conformance.tolerances import GRADIENT, LOSS, assert_all_close, assert_close
+from temper_engine_api.conformance.harness.measurements import measure_update, weights_of
+from temper_engine_api.conformance.harness.tolerances import (
+    GRADIENT,
+    LOSS,
+    assert_all_close,
+    assert_close,
+)
+from temper_engine_api.conformance.inputs.probes import TokenProbe
+from temper_engine_api.conformance.inputs.tiny_models import QWEN3, TinyModel
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.registry import conformance_layouts
 from temper_engine_api.specs import LoraSpec

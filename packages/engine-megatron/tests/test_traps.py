@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from temper_engine_api.conformance.measure import (
+from temper_engine_api.conformance.harness.engine_under_test import Subject
+from temper_engine_api.conformance.harness.measurements import (
     WHOLE,
     Split,
     measure_outputs,
@@ -22,11 +23,8 @@ from temper_engine_api.conformance.measure import (
     update_once,
     weights_of,
 )
-from temper_engine_api.conformance.models import QWEN2_GROUPED, QWEN2_TIED, QWEN2_UNTIED
-from temper_engine_api.conformance.probes import TokenProbe
-from temper_engine_api.conformance.rank import TRAINS, Recipe
-from temper_engine_api.conformance.subject import Subject
-from temper_engine_api.conformance.tolerances import (
+from temper_engine_api.conformance.harness.rank import TRAINS, Recipe
+from temper_engine_api.conformance.harness.tolerances import (
     GRADIENT,
     LOGPROB,
     LOSS,
@@ -35,6 +33,8 @@ from temper_engine_api.conformance.tolerances import (
     assert_all_equal,
     assert_close,
 )
+from temper_engine_api.conformance.inputs.probes import TokenProbe
+from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, QWEN2_TIED, QWEN2_UNTIED
 from temper_engine_api.layout import plain_layout
 from temper_engine_api.objective import Query
 from temper_engine_api.registry import conformance_layouts

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from temper_engine_api.conformance.fleet import Fleet
-from temper_engine_api.conformance.reference import Reference
+from temper_engine_api.conformance.harness.rank_pool import Fleet
+from temper_engine_api.conformance.oracle.oracle_cache import Reference
 
 # Rank processes import the broken engines by name; they start with this session's path.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from temper_engine_api.capabilities import Capability
-from temper_engine_api.conformance.oracle import OracleEngine
+from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine
 from temper_engine_api.topology import Axis, Topology
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from temper_engine_api.conformance.extra import KIT
-from temper_engine_api.conformance.fleet import Fleet
+from temper_engine_api.conformance import KIT
+from temper_engine_api.conformance.harness.rank_pool import Fleet
+from temper_engine_api.conformance.oracle.oracle_cache import Reference
 from temper_engine_api.conformance.plugin import LENT
-from temper_engine_api.conformance.reference import Reference
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Kit:
                     "no:timeout",
                     "-q",
                 ),
-                *("--tb=short", "--pyargs", *([f"{KIT}.{law}" for law in laws] or [KIT])),
+                *("--tb=short", "--pyargs", *([f"{KIT}.tests.{law}" for law in laws] or [KIT])),
                 *("--engine", engine, *where, *arguments),
             ],
             plugins=[found, _Lender(self.lent)],

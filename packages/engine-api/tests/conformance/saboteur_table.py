@@ -15,8 +15,8 @@ import saboteurs_of_replicas as replicas
 import saboteurs_of_state as state
 from kit_runner import Kit, Lent
 
-from temper_engine_api.conformance.fleet import Fleet
-from temper_engine_api.conformance.reference import Reference
+from temper_engine_api.conformance.harness.rank_pool import Fleet
+from temper_engine_api.conformance.oracle.oracle_cache import Reference
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "benchmarks" / "saboteurs.md"
 HEAD = """# Who catches a broken engine

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from data_parallel_oracle import DataParallelOracle
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.conformance.oracle_answers import answers_of_sequence, join_answers
+from temper_engine_api.conformance.oracle.oracle_head import answers_of_sequence, join_answers
 from temper_engine_api.metrics import Metric
 from temper_engine_api.objective import Answers, Query
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from temper_engine_api.conformance.fleet import Fleet, RankFailureError
-from temper_engine_api.conformance.rank_process import Reply, _pickled
+from temper_engine_api.conformance.harness.rank_pool import Fleet, RankFailureError
+from temper_engine_api.conformance.harness.rank_process import Reply, _pickled
 from temper_engine_api.layout import plain_layout
 
 ANY_ENGINE = "temper_engine_api.engine:BaseEngine"

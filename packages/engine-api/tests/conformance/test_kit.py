@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from temper_engine_api.conformance.extra import KIT
-from temper_engine_api.conformance.oracle import OracleEngine
+from temper_engine_api.conformance import KIT
+from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine
 
 ORACLE = "temper_engine_api.conformance.oracle:OracleEngine"
 LAW = "test_update::test_clip_is_applied"

@@ -7,8 +7,8 @@ from importlib.metadata import EntryPoint
 import pytest
 import staged_oracle
 
-from temper_engine_api.conformance.findings import from_json, joined
-from temper_engine_api.conformance.naming import layouts_of
+from temper_engine_api.conformance.harness.engine_lookup import layouts_of
+from temper_engine_api.conformance.results import from_json, joined
 from temper_engine_api.errors import ConfigError, EngineNotFoundError
 from temper_engine_api.layout import Layout
 
@@ -109,7 +109,7 @@ def test_findings_of_several_runs_stand_side_by_side(kit, tmp_path):
             engine, "--findings", files[-1], laws=[LAW], layouts=layouts, status=pytest.ExitCode.OK
         )
     report = tmp_path / "report.md"
-    command = [sys.executable, "-m", "temper_engine_api.conformance.side_by_side"]
+    command = [sys.executable, "-m", "temper_engine_api.conformance.report"]
     subprocess.run([*command, *files, "--report", str(report)], check=True)
     text = report.read_text()
     assert f"# Conformance of `{ORACLE}` and `{STAGED}`" in text

@@ -3,11 +3,10 @@
 import torch
 from torch.nn import functional
 
-from temper_engine_api.conformance.measure import WHOLE, share_of, update_once
-from temper_engine_api.conformance.models import QWEN2_GROUPED, REWARD, VALUE
-from temper_engine_api.conformance.probes import TokenProbe
-from temper_engine_api.conformance.rank import Rank
-from temper_engine_api.conformance.simple_objectives import LikelihoodProbe
+from temper_engine_api.conformance.harness.measurements import WHOLE, share_of, update_once
+from temper_engine_api.conformance.harness.rank import Rank
+from temper_engine_api.conformance.inputs.probes import LikelihoodProbe, TokenProbe
+from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, REWARD, VALUE
 from temper_engine_api.objective import Query
 from temper_engine_api.specs import OptimizerSpec
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from temper_engine_api.batch import from_sequences
-from temper_engine_api.conformance.probes import (
+from temper_engine_api.conformance.inputs.probes import (
     BatchStatisticProbe,
     PairProbe,
     SequenceProbe,

@@ -10,7 +10,7 @@ from data_parallel_oracle import DataParallelOracle
 from saboteur_table import PAGE, SABOTEURS
 from staged_oracle import StagedOracle
 
-from temper_engine_api.conformance.oracle import OracleEngine
+from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine
 
 
 @pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda saboteur: saboteur.engine.__name__)

@@ -16,10 +16,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from temper_engine_api.conformance.batches import ragged_batch, with_training_columns
-from temper_engine_api.conformance.checkpoint_jobs import train
-from temper_engine_api.conformance.measure import Update
-from temper_engine_api.conformance.rank import Rank, Recipe
+from temper_engine_api.conformance.harness.measurements import Update, train
+from temper_engine_api.conformance.harness.rank import Rank, Recipe
+from temper_engine_api.conformance.inputs.batches import ragged_batch, with_training_columns
 from temper_engine_api.weights import TrainingState
 from temper_legacy_shim.checkpoints.temper import read_training_state
 

@@ -16,8 +16,8 @@ import megatron_saves
 from test_megatron import CONFIG
 from test_megatron_genuine import MIXTURE
 
-from temper_engine_api.conformance.fleet import Fleet
-from temper_engine_api.conformance.rank import TRAINS, Recipe
+from temper_engine_api.conformance.harness.rank import TRAINS, Recipe
+from temper_engine_api.conformance.harness.rank_pool import Fleet
 from temper_engine_api.layout import Layout
 from temper_legacy_shim.checkpoints import open_checkpoint
 from temper_legacy_shim.checkpoints.temper import resumable, training_state

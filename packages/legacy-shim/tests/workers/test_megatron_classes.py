@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core", reason="the Megatron classes need temper-en
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # after the skip
 
-from temper_engine_api.conformance.fleet import Fleet
+from temper_engine_api.conformance.harness.rank_pool import Fleet
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import BatchError, CapabilityError, ConfigError
 from temper_engine_api.layout import Layout

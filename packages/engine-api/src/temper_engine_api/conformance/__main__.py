@@ -2,7 +2,7 @@
 
 import sys
 
-from temper_engine_api.conformance.extra import KIT, PLUGIN, missing_extra
+from temper_engine_api.conformance import KIT, PLUGIN, missing_extra
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from temper_engine_api.conformance.extra import KIT, PLUGIN, missing_extra
+from temper_engine_api.conformance import KIT, PLUGIN, missing_extra
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config, args: Sequence[str]) -> None:

@@ -7,27 +7,33 @@ from typing import Protocol, cast
 import pytest
 
 from temper_engine_api.capabilities import Capability
-from temper_engine_api.conformance.findings import Finding, Findings, Outcome, to_json, versions_of
-from temper_engine_api.conformance.fleet import Fleet
-from temper_engine_api.conformance.groups import GROUPS
-from temper_engine_api.conformance.naming import engine_named
-from temper_engine_api.conformance.reference import Reference
-from temper_engine_api.conformance.report import render, summary_of
-from temper_engine_api.conformance.settings import (
+from temper_engine_api.conformance.harness.engine_lookup import engine_named
+from temper_engine_api.conformance.harness.engine_under_test import Subject
+from temper_engine_api.conformance.harness.rank_pool import Fleet
+from temper_engine_api.conformance.harness.tolerances import computing_in
+from temper_engine_api.conformance.options import (
     ExpectedFailure,
     Settings,
     add_options,
     read_settings,
 )
-from temper_engine_api.conformance.subject import Subject
-from temper_engine_api.conformance.tolerances import computing_in
+from temper_engine_api.conformance.oracle.oracle_cache import Reference
+from temper_engine_api.conformance.report import render, summary_of
+from temper_engine_api.conformance.results import (
+    GROUPS,
+    Finding,
+    Findings,
+    Outcome,
+    to_json,
+    versions_of,
+)
 from temper_engine_api.layout import Layout
 
 LENT = "temper-conformance-lent"
 """Name of a plugin that lends what is costly to start; the kit's own tests run the kit many times in one process."""
 SETTINGS = pytest.StashKey[Settings]()
 FINDINGS = pytest.StashKey[Findings]()
-_KIT = Path(__file__).parent
+_KIT = Path(__file__).parent / "tests"
 
 
 class Lender(Protocol):

@@ -1,10 +1,12 @@
 """What runs of the kit found, for people: a matrix of groups by layout, for one engine or several side by side."""
 
+import argparse
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
-from temper_engine_api.conformance.findings import Findings, Outcome
-from temper_engine_api.conformance.groups import GROUPS
+from temper_engine_api.conformance.results import GROUPS, Findings, Outcome, from_json, joined
 
 
 def summary_of(findings: Findings) -> Iterator[str]:
@@ -90,3 +92,26 @@ def _cell(findings: Findings, group: str, layout: str) -> str:
 def _list_of(title: str, entries: Iterable[str]) -> list[str]:
     entries = list(entries)
     return ["", f"## {title}", "", *(f"* {entry}" for entry in entries)] if entries else []
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the report; 2 where a file holds no findings, else 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m temper_engine_api.conformance.report", description=__doc__
+    )
+    parser.add_argument("findings", nargs="+", type=Path, help="what --findings wrote")
+    parser.add_argument("--report", required=True, type=Path, help="markdown file to write")
+    chosen = parser.parse_args(arguments)
+    runs: list[Findings] = []
+    for path in chosen.findings:
+        try:
+            runs.append(from_json(path.read_text()))
+        except (OSError, ValueError) as error:
+            sys.stderr.write(f"{path}: {error}\n")
+            return 2
+    chosen.report.write_text(render(joined(runs)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

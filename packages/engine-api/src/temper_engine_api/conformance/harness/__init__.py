@@ -1,0 +1,1 @@
+"""Rank processes, measurements and comparisons shared by the conformance tests."""

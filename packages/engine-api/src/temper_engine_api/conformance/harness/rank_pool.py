@@ -1,0 +1,243 @@
+"""Rank processes, started once and kept for the whole session; they serve every layout by joining another process group.
+
+A job is a module-level function; every rank runs it with the same arguments. A rank that raises, dies or hangs is told apart by name;
+after a failure the process group is made anew, and after a death or a hang the processes are.
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from temper_engine_api.conformance.harness.rank import Job, P, T
+from temper_engine_api.conformance.harness.rank_process import Leave, Reply, Request, serve
+from temper_engine_api.layout import Layout
+from temper_engine_api.training_specs import Compute
+
+JOB_TIMEOUT_S = 120.0
+"""Longest a job may take on any rank; the first one waits for the imports of the engine as well."""
+GRACE_S = 5.0
+"""How long the other ranks may go on after one has raised."""
+
+EXIT_S = 2.0
+"""How long a rank may take to leave its process group and exit."""
+
+
+class RankFailureError(AssertionError):
+    """A rank raised, died or hung; the message names rank and job. It is the law's failure, so it is an AssertionError."""
+
+
+class Fleet:
+    """A pool of rank processes."""
+
+    def __init__(
+        self,
+        num_processes: int,
+        *,
+        folder: Path,
+        device: Literal["cpu", "cuda"] = "cpu",
+        compute: Compute = "fp32",
+        job_timeout_s: float = JOB_TIMEOUT_S,
+    ) -> None:
+        self._num_processes = num_processes
+        self._folder = folder
+        self.device: Literal["cpu", "cuda"] = device
+        """Where engines compute."""
+        self.compute: Compute = compute
+        """In what, where a recipe does not say."""
+        self.job_timeout_s = job_timeout_s
+        self._members: list[tuple[BaseProcess, Connection]] = []
+        self._num_groups = 0
+        self._rendezvous: dict[str, str] = {}
+        self._in_group = 0
+
+    def run(
+        self, job: Job[P, T], *, engine: str, layout: Layout, arguments: dict[str, object]
+    ) -> list[T]:
+        """Run a job on as many of the first ranks as the layout has.
+
+        Args:
+            job: importable by its module and name.
+            engine: name or ``module:Class``.
+            layout: of at most as many ranks as there are processes.
+            arguments: of the job, by name; they travel by pickle.
+
+        Returns:
+            What each rank returned, in rank order.
+
+        Raises:
+            RankFailureError: a rank raised, died or hung.
+        """
+        __tracebackhide__ = True
+        if not self._members:
+            self._start()
+        name = f"{job.__module__}:{job.__qualname__}"
+        if layout.name not in self._rendezvous:
+            self._leave()
+        request = Request(
+            engine=engine,
+            layout=layout,
+            rendezvous=self._rendezvous_of(layout),
+            device=self.device,
+            compute=self.compute,
+            job=name,
+            arguments=arguments,
+        )
+        self._in_group = layout.world_size
+        replies = self._ask(request, name, self._members[: layout.world_size])
+        return [reply.value for reply in replies]  # type: ignore[misc]  # T, as the job returned it
+
+    def close(self) -> None:
+        """End every process."""
+        for _, connection in self._members:
+            connection.close()
+        for process, _ in self._members:
+            process.join(timeout=EXIT_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._members, self._rendezvous, self._in_group = [], {}, 0
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for index in range(self._num_processes):
+            ours, theirs = context.Pipe()
+            # cuBLAS computes the same bits twice only with a workspace of fixed size, and reads the setting once. Ranks hash differently,
+            # as they do elsewhere, so that a collective inside a loop over a set always meets the wrong one.
+            with _environment(
+                OMP_NUM_THREADS="1",
+                CUBLAS_WORKSPACE_CONFIG=":4096:8",
+                PYTHONHASHSEED=str(index + 1),
+            ):
+                process = context.Process(
+                    target=serve,
+                    args=(theirs,),
+                    kwargs={"index": index, "stack_file": str(self._stack_file(index))},
+                    name=f"conformance-rank-{index}",
+                    daemon=True,
+                )
+                process.start()
+            theirs.close()
+            self._members.append((process, ours))
+
+    def _ask(
+        self, request: Request | Leave, name: str, members: Sequence[tuple[BaseProcess, Connection]]
+    ) -> list[Reply]:
+        __tracebackhide__ = True
+        message = pickle.dumps(request)
+        for index, (process, connection) in enumerate(members):
+            try:
+                connection.send_bytes(message)
+            except BrokenPipeError:
+                self._give_up(
+                    f"rank {index} was already dead (exit code {process.exitcode}) before {name} began."
+                )
+        replies = self._collect(name, members)
+        troubles = [
+            f"rank {i} raised in {name}:\n{r.trouble}"
+            for i, r in enumerate(replies)
+            if r.trouble is not None
+        ]
+        if troubles:
+            self._rendezvous.clear()
+            raise RankFailureError("\n".join(troubles))
+        return replies
+
+    def _leave(self) -> None:
+        """All ranks of the last process group at once, also those that the next one does not have."""
+        __tracebackhide__ = True
+        members, self._in_group = self._members[: self._in_group], 0
+        if members:
+            self._ask(Leave(), "leaving the process group", members)
+
+    def _rendezvous_of(self, layout: Layout) -> str:
+        """One process group at a time: asking for another layout leaves the one before, and closes its engines."""
+        if layout.name not in self._rendezvous:
+            self._num_groups += 1
+            self._rendezvous = {
+                layout.name: str(self._folder / f"rendezvous-{os.getpid()}-{self._num_groups}")
+            }
+        return self._rendezvous[layout.name]
+
+    def _collect(self, job: str, members: Sequence[tuple[BaseProcess, Connection]]) -> list[Reply]:
+        replies: dict[int, Reply] = {}
+        deadline = time.monotonic() + self.job_timeout_s
+        while len(replies) < len(members):
+            open_ends = {
+                connection: i for i, (_, connection) in enumerate(members) if i not in replies
+            }
+            ready = wait(list(open_ends), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._explain_silence(job, members, replies)
+            for end in ready:
+                index = next(i for connection, i in open_ends.items() if connection is end)
+                reply = self._receive(job, index)
+                replies[index] = reply
+                if reply.trouble is not None:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return [replies[i] for i in range(len(members))]
+
+    def _receive(self, job: str, index: int) -> Reply:
+        process, connection = self._members[index]
+        try:
+            # Both ends are ours: the other one is a process that this one started.
+            reply: Reply = pickle.loads(connection.recv_bytes())  # noqa: S301
+        except (EOFError, ConnectionResetError):
+            process.join(timeout=EXIT_S)
+            self._give_up(f"rank {index} died in {job} with exit code {process.exitcode}.")
+        return reply
+
+    def _explain_silence(
+        self, job: str, members: Sequence[tuple[BaseProcess, Connection]], replies: dict[int, Reply]
+    ) -> None:
+        lines = [
+            f"rank {i} raised in {job}:\n{r.trouble}"
+            for i, r in replies.items()
+            if r.trouble is not None
+        ]
+        for index in sorted(set(range(len(members))) - set(replies)):
+            after = (
+                "after another rank had raised" if lines else f"within {self.job_timeout_s:.0f} s"
+            )
+            lines.append(
+                f"rank {index} did not answer {job} {after}; it stands at:\n{self._stack_of(index)}"
+            )
+        self._give_up("\n".join(lines))
+
+    def _stack_of(self, index: int) -> str:
+        process = self._members[index][0]
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        return self._stack_file(index).read_text() or "(no stack)"
+
+    def _stack_file(self, index: int) -> Path:
+        return self._folder / f"stack-of-rank-{index}"
+
+    def _give_up(self, sentence: str) -> NoReturn:
+        for process, _ in self._members:
+            process.kill()
+        self.close()
+        raise RankFailureError(f"{sentence}\nThe rank processes are started anew for the next law.")
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """For processes that start inside: they inherit it."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ |= variables
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

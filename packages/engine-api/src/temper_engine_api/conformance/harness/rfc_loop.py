@@ -1,0 +1,150 @@
+"""The training loop of the engine RFC, as users write it, and the functions that it takes.
+
+Each data-parallel rank brings its own rows of a padded mini-batch; nothing here knows which engine runs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.conformance.harness.measurements import state_of
+from temper_engine_api.conformance.harness.rank import Rank, Recipe
+from temper_engine_api.engine import (
+    Context,
+    PostprocessFn,
+    Predictions,
+    PreprocessFn,
+    RawBatch,
+    RfcLoss,
+)
+from temper_engine_api.objective import Objective
+from temper_engine_api.padding import to_padded
+from temper_engine_api.topology import Axis
+from temper_engine_api.weights import TrainingState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopResult:
+    """What the loop saw on one rank."""
+
+    dp: Axis
+    """Which of how many data-parallel ranks."""
+    losses: list[float]
+    """As returned, one per mini-batch."""
+    grad_norms: list[float]
+    """As returned."""
+    rates: list[float]
+    """As returned by ``lr_scheduler_step``."""
+    num_hook_calls: object
+    """What both hooks counted in the context, training and evaluation together."""
+    seen: Tensor | None
+    """[T] predictions of the first mini-batch in training; None where the rank returns none."""
+    evaluated: Tensor | None
+    """[T] predictions of the last, forward only."""
+    state: Mapping[str, TrainingState]
+    """At the end, on rank 0."""
+
+
+def preprocess_fn(batch: RawBatch, ctx: Context) -> tuple[RawBatch, Context]:
+    """Count the call."""
+    return batch, _counted(ctx)
+
+
+def postprocess_fn(predictions: Predictions, ctx: Context) -> tuple[Predictions, Context]:
+    """Count the call, and turn log-probs into costs: the loss sees what this returns."""
+    return {"cost": -predictions["logprob"]}, _counted(ctx)
+
+
+def _counted(ctx: Context) -> Context:
+    assert ctx is not None
+    calls = ctx["calls"]
+    assert isinstance(calls, int)
+    return {**ctx, "calls": calls + 1}
+
+
+def mean_cost(
+    data: SequenceBatch, predictions: Predictions, ctx: Context
+) -> tuple[Tensor, Context]:
+    """The mean over this call's trained tokens: each rank's own."""
+    return predictions["cost"][data.loss_mask].mean(), ctx
+
+
+@dataclass(frozen=True, slots=True)
+class MeanOfRankMeans:
+    """What ``mean_cost`` comes to over ranks with every n-th row each, for one rank that has all rows."""
+
+    num_ranks: int
+    """n."""
+
+    def __call__(
+        self, data: SequenceBatch, predictions: Predictions, ctx: Context
+    ) -> tuple[Tensor, Context]:
+        """The mean of the ranks' means."""
+        row = data.sequence_index % self.num_ranks
+        means = [
+            predictions["cost"][data.loss_mask & (row == rank)].mean()
+            for rank in range(self.num_ranks)
+        ]
+        return torch.stack(means).mean(), ctx
+
+
+def rfc_loop(
+    rank: Rank,
+    *,
+    recipe: Recipe,
+    batches: list[SequenceBatch],
+    loss_fn: Objective | RfcLoss,
+    preprocess_fn: PreprocessFn | None = None,
+    postprocess_fn: PostprocessFn | None = None,
+) -> LoopResult:
+    """The loop; every data-parallel rank takes every n-th row, as a padded mapping."""
+    engine = rank.engine(recipe)
+    dp = engine.topology.dp
+    train_loader = [
+        to_padded(batch.select(range(dp.rank, batch.num_sequences, dp.size))) for batch in batches
+    ]
+    hooks = _Hooks(preprocess_fn=preprocess_fn, postprocess_fn=postprocess_fn)
+    ctx: Context = {"calls": 0}
+    losses, grad_norms, rates, seen = [], [], [], []
+
+    engine.set_loss_fn(loss_fn)
+    for batch in train_loader:
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            preds, loss, ctx = engine.forward_backward_step(batch, ctx, forward_only=False, **hooks)
+        grad_norm = engine.optimizer_step()
+        current_lr = engine.lr_scheduler_step()
+        assert isinstance(loss, Tensor)
+        losses.append(float(loss))
+        grad_norms.append(grad_norm)
+        rates.append(current_lr)
+        seen.append(preds)
+    with engine.eval_mode():
+        evaluated, ctx = engine.forward_backward_step(
+            train_loader[-1], ctx, forward_only=True, **hooks
+        )
+
+    assert ctx is not None
+    return LoopResult(
+        dp=dp,
+        losses=losses,
+        grad_norms=grad_norms,
+        rates=rates,
+        num_hook_calls=ctx["calls"],
+        seen=_only_column(seen[0]),
+        evaluated=_only_column(evaluated),
+        state=state_of(engine),
+    )
+
+
+class _Hooks(TypedDict):
+    preprocess_fn: PreprocessFn | None
+    postprocess_fn: PostprocessFn | None
+
+
+def _only_column(predictions: Predictions | None) -> Tensor | None:
+    return None if predictions is None else next(iter(predictions.values())).cpu()

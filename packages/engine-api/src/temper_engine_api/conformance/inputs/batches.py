@@ -1,0 +1,106 @@
+"""Seeded mini-batches that are as uneven as real ones, with every column that a probe reads.
+
+Prompts and responses of many lengths, masks with holes, one sequence that trains nothing, pairs that share an atom and a group, and a
+temperature of its own for every sequence.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from temper_engine_api.batch import SequenceBatch, from_sequences
+from temper_engine_api.conformance.inputs.tiny_models import VOCABULARY
+from temper_engine_api.objective import LOGPROB_AT_IDS
+
+NUM_GIVEN_IDS = 3
+_RESPONSE_LENGTHS = (14, 1, 7, 3, 11, 2, 5, 9)
+_TEMPERATURES = (1.0, 0.7, 1.3, 2.0)
+MASKED_SEQUENCE = 5
+"""The sequence of a ragged batch that trains nothing, if it has so many."""
+_RATIO_CLIPS = (-math.log(0.8), -math.log(1.3))
+"""Where TokenProbe's clips begin, as old log-probs above the model's."""
+_VALUE_CLIPS = (-0.2, 0.2)
+"""Where ValueProbe's clip begins, as old values above the model's."""
+_CLEARANCE = 0.15
+"""No token is nearer to where a clip begins; in bf16 the log-probs of the kit's models are up to 0.12 off."""
+
+
+def ragged_batch(*, num_sequences: int = 8, seed: int = 0) -> SequenceBatch:
+    """Tokens, masks, ids and temperatures; sequences 2 i and 2 i + 1 are a pair."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens, masks = [], []
+    for b in range(num_sequences):
+        prompt, response = (
+            2 + (3 * b + seed) % 4,
+            _RESPONSE_LENGTHS[(b + seed) % len(_RESPONSE_LENGTHS)],
+        )
+        tokens.append(torch.randint(VOCABULARY, (prompt + response,), generator=draw))
+        mask = torch.rand(prompt + response, generator=draw) > 0.15
+        mask[:prompt] = False
+        mask[prompt] = True
+        masks.append(mask & (b != MASKED_SEQUENCE))
+    return from_sequences(
+        tokens,
+        loss_masks=masks,
+        sample_ids=[100 + b for b in range(num_sequences)],
+        group_ids=[b // 2 for b in range(num_sequences)],
+        atom_ids=[b // 2 for b in range(num_sequences)],
+        temperature=[_TEMPERATURES[b % len(_TEMPERATURES)] for b in range(num_sequences)],
+    )
+
+
+def with_training_columns(
+    batch: SequenceBatch, *, logprobs: Tensor, values: Tensor | None = None, seed: int = 0
+) -> SequenceBatch:
+    """The batch with every column that a probe reads, near enough to the policy that clips bite on some tokens and not on others.
+
+    Args:
+        batch: without columns.
+        logprobs: [T] of the model that will be trained.
+        values: [T] of the value model that will be trained; None where there is none.
+        seed: of the noise.
+    """
+    draw = torch.Generator().manual_seed(1000 + seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    tokens, sequences = batch.num_tokens, batch.num_sequences
+    near_values = torch.zeros(tokens) if values is None else values
+    columns = {
+        "old_logprobs": logprobs + _clear_of(0.3 * noise(tokens), _RATIO_CLIPS),
+        "ref_logprobs": logprobs + 0.3 * noise(tokens),
+        "advantages": noise(tokens),
+        "weights": torch.rand(tokens, generator=draw) + 0.5,
+        "old_values": near_values + _clear_of(0.3 * noise(tokens), _VALUE_CLIPS),
+        "returns": near_values + noise(tokens),
+        LOGPROB_AT_IDS: torch.randint(VOCABULARY, (tokens, NUM_GIVEN_IDS), generator=draw),
+        "teacher_logprobs": torch.log_softmax(noise(tokens, NUM_GIVEN_IDS + 1), dim=-1)[
+            :, :NUM_GIVEN_IDS
+        ],
+    }
+    first_of_pair = torch.arange(sequences) % 2 == 0
+    return batch.with_columns(
+        columns,
+        {"is_chosen": first_of_pair, "sequence_advantages": noise(sequences) + 0.5 * first_of_pair},
+    )
+
+
+def _clear_of(noise: Tensor, boundaries: Sequence[float]) -> Tensor:
+    """Moved away from where a clip begins, further than bf16 rounds: there a loss has two slopes, and rounding would choose."""
+    for boundary in boundaries:
+        distance = noise - boundary
+        noise = torch.where(
+            distance.abs() < _CLEARANCE,
+            boundary + torch.where(distance < 0, -_CLEARANCE, _CLEARANCE),
+            noise,
+        )
+    return noise
+
+
+def without_training(batch: SequenceBatch) -> SequenceBatch:
+    """The same batch with nothing trained."""
+    return replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))

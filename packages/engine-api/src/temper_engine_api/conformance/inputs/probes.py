@@ -1,0 +1,330 @@
+"""Six objectives, one of each kind that an engine can meet, which carry every invariance law.
+
+They read what any trainer's objectives read: per-token and per-sequence columns, pairs, answers at given ids, statistics of the whole
+mini-batch, values. B sequences, T tokens, K given ids.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.metrics import Metric, weighted_mean
+from temper_engine_api.objective import (
+    LOGPROB_AT_IDS,
+    Aggregation,
+    AggregationMode,
+    Answers,
+    LossTerms,
+    Objective,
+    Query,
+    register_objective,
+)
+from temper_engine_api.reduction import sequence_sum
+
+_PER_SEQUENCE = Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_MEAN)
+_PER_GROUP = Aggregation(mode=AggregationMode.GROUP_MEAN)
+
+
+@register_objective("probe_token")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenProbe(Objective):
+    """Clipped PPO with weights per token and, where asked, an entropy bonus.
+
+    loss_t = -w_t min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t) - c H_t, with r_t = exp(logprobs_t - old_logprobs_t).
+
+    Source: Schulman et al. 2017, arXiv:1707.06347, equation 7; asymmetric clip: Yu et al. 2025, arXiv:2503.14476.
+    """
+
+    clip_low: float = 0.2
+    """Largest fall of the ratio below 1 that still has a gradient."""
+    clip_high: float = 0.3
+    """Largest rise of the ratio above 1 that still has a gradient."""
+    entropy_coefficient: float = 0.0
+    """c; above 0 the entropy is asked for, with gradient."""
+    aggregation: Aggregation = field(default_factory=Aggregation)
+    """How its terms are reduced."""
+
+    @property
+    @override
+    def needs(self) -> frozenset[Query]:
+        return frozenset(
+            {Query.LOGPROB, Query.ENTROPY} if self.entropy_coefficient else {Query.LOGPROB}
+        )
+
+    @property
+    @override
+    def columns(self) -> frozenset[str]:
+        return frozenset({"old_logprobs", "advantages", "weights"})
+
+    @override
+    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+        ratio = torch.exp(answers[Query.LOGPROB] - batch.columns["old_logprobs"])
+        advantages = batch.columns["advantages"]
+        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        loss = -torch.minimum(ratio * advantages, clipped * advantages)
+        if self.entropy_coefficient:
+            loss = loss - self.entropy_coefficient * answers[Query.ENTROPY]
+        metrics = {"ratio": weighted_mean(ratio, batch.loss_mask.float())}
+        return LossTerms(loss=loss, weight=batch.columns["weights"], metrics=metrics)
+
+
+@register_objective("probe_sequence")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceProbe(Objective):
+    """GSPO: the ratio of a sequence is the geometric mean of its tokens' ratios.
+
+    Source: Zheng et al. 2025, arXiv:2507.18071, equations 5 and 7.
+    """
+
+    clip: float = 0.1
+    """Largest distance of the ratio from 1 that still has a gradient."""
+    aggregation: Aggregation = field(default_factory=lambda: _PER_SEQUENCE)
+    """How its terms are reduced."""
+
+    @property
+    @override
+    def needs(self) -> frozenset[Query]:
+        return frozenset({Query.LOGPROB})
+
+    @property
+    @override
+    def columns(self) -> frozenset[str]:
+        return frozenset({"old_logprobs", "sequence_advantages"})
+
+    @override
+    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+        log_ratio = torch.where(
+            batch.loss_mask, answers[Query.LOGPROB] - batch.columns["old_logprobs"], 0.0
+        )
+        trained = sequence_sum(batch.loss_mask.float(), batch).clamp(min=1.0)
+        ratio = torch.exp(sequence_sum(log_ratio, batch) / trained)
+        advantages = batch.sequence_columns["sequence_advantages"]
+        clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
+        return LossTerms(
+            loss=-torch.minimum(ratio * advantages, clipped * advantages), level="sequence"
+        )
+
+
+@register_objective("probe_pair")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairProbe(Objective):
+    """DPO: sequences that share an atom are one pair; each of its members carries half of the pair's loss.
+
+    loss = -log sigmoid(beta (sum log(pi / ref) of the chosen one - sum log(pi / ref) of the rejected one)).
+
+    Source: Rafailov et al. 2023, arXiv:2305.18290, equation 7.
+    """
+
+    beta: float = 0.5
+    """Strength of the pull towards the reference."""
+    aggregation: Aggregation = field(default_factory=lambda: _PER_GROUP)
+    """How its terms are reduced."""
+
+    @property
+    @override
+    def needs(self) -> frozenset[Query]:
+        return frozenset({Query.LOGPROB})
+
+    @property
+    @override
+    def columns(self) -> frozenset[str]:
+        return frozenset({"ref_logprobs", "is_chosen"})
+
+    @override
+    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+        log_ratio = torch.where(
+            batch.loss_mask, answers[Query.LOGPROB] - batch.columns["ref_logprobs"], 0.0
+        )
+        sign = torch.where(batch.sequence_columns["is_chosen"], 1.0, -1.0)
+        atoms, pair_of = torch.unique(batch.atom_ids, return_inverse=True)
+        margin = log_ratio.new_zeros(atoms.shape[0]).index_add(
+            0, pair_of, sign * sequence_sum(log_ratio, batch)
+        )
+        loss = -torch.nn.functional.logsigmoid(self.beta * margin)
+        return LossTerms(loss=0.5 * loss[pair_of], level="sequence")
+
+
+@register_objective("probe_topk")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopKProbe(Objective):
+    """Distillation: forward KL to a teacher on given ids, without the rest of the vocabulary.
+
+    loss_t = sum_k q_k (log q_k - log p(id_k)), with the teacher's q.
+
+    Source: Hinton et al. 2015, arXiv:1503.02531; on K ids as in Gu et al. 2023, arXiv:2306.08543, section 2.
+    """
+
+    aggregation: Aggregation = field(default_factory=Aggregation)
+    """How its terms are reduced."""
+
+    @property
+    @override
+    def needs(self) -> frozenset[Query]:
+        return frozenset({Query.LOGPROB_AT})
+
+    @property
+    @override
+    def columns(self) -> frozenset[str]:
+        return frozenset({LOGPROB_AT_IDS, "teacher_logprobs"})
+
+    @override
+    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+        teacher = batch.columns["teacher_logprobs"]
+        return LossTerms(loss=(teacher.exp() * (teacher - answers[Query.LOGPROB_AT])).sum(-1))
+
+
+@register_objective("probe_batch_statistic")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchStatisticProbe(Objective):
+    """Clip-Cov: a random share of the tokens whose covariance of log-prob and advantage is large has no gradient.
+
+    The covariance is taken over all trained tokens of the mini-batch, so a micro-batch alone could not know it.
+
+    Source: Cui et al. 2025, arXiv:2505.22617, equations 8 to 10.
+    """
+
+    lower: float = 0.0
+    """Covariance above which a token may be chosen."""
+    share: float = 0.3
+    """Of the trained tokens, how many are chosen at most."""
+    aggregation: Aggregation = field(default_factory=Aggregation)
+    """How its terms are reduced."""
+
+    @property
+    @override
+    def needs(self) -> frozenset[Query]:
+        return frozenset({Query.LOGPROB})
+
+    @property
+    @override
+    def columns(self) -> frozenset[str]:
+        return frozenset({"old_logprobs", "advantages", "is_kept"})
+
+    @override
+    def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
+        logprobs, advantages = (
+            batch.columns["old_logprobs"].double(),
+            batch.columns["advantages"].double(),
+        )
+        mask = batch.loss_mask
+        if not bool(mask.any()):
+            return {"is_kept": torch.ones(batch.num_tokens)}
+        covariance = (logprobs - logprobs[mask].mean()) * (advantages - advantages[mask].mean())
+        lots = torch.where(mask & (covariance > self.lower), _lots(batch, seed=seed), math.inf)
+        num_chosen = min(int(self.share * int(mask.sum())), int(lots.isfinite().sum()))
+        is_kept = torch.ones(batch.num_tokens)
+        is_kept[lots.argsort(stable=True)[:num_chosen]] = 0.0
+        return {"is_kept": is_kept}
+
+    @override
+    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+        ratio = torch.exp(answers[Query.LOGPROB] - batch.columns["old_logprobs"])
+        return LossTerms(loss=-ratio * batch.columns["advantages"], weight=batch.columns["is_kept"])
+
+
+@register_objective("probe_value")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueProbe(Objective):
+    """Clipped value loss: 0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2).
+
+    Source: Schulman et al. 2017, arXiv:1707.06347 (its reference implementation); Engstrom et al. 2020, arXiv:2005.12729, section 3.
+    """
+
+    clip: float = 0.2
+    """eps."""
+    aggregation: Aggregation = field(default_factory=Aggregation)
+    """How its terms are reduced."""
+
+    @property
+    @override
+    def needs(self) -> frozenset[Query]:
+        return frozenset({Query.VALUE})
+
+    @property
+    @override
+    def columns(self) -> frozenset[str]:
+        return frozenset({"old_values", "returns"})
+
+    @override
+    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+        values, old_values = answers[Query.VALUE], batch.columns["old_values"]
+        clipped = torch.clamp(values, old_values - self.clip, old_values + self.clip)
+        returns = batch.columns["returns"]
+        return LossTerms(
+            loss=0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
+        )
+
+
+PROBES: tuple[Objective, ...] = (
+    TokenProbe(),
+    SequenceProbe(),
+    PairProbe(),
+    TopKProbe(),
+    BatchStatisticProbe(),
+    ValueProbe(),
+)
+
+
+def _lots(batch: SequenceBatch, *, seed: int) -> Tensor:
+    """[T] float64 in [0, 1): a pure function of (seed, sample id, position), whatever the order of the samples.
+
+    A multiply-and-shift hash in wrapping 64-bit integers.
+    """
+    starts = batch.sequence_starts.long()[:-1]
+    position = torch.arange(batch.num_tokens) - starts[batch.sequence_index]
+    key = batch.sample_ids[batch.sequence_index] * 1_000_003 + position * 8_191 + seed
+    for factor in (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85):
+        key = key * factor
+        key = key ^ (key >> 29)
+    return (key & ((1 << 52) - 1)).double() / (1 << 52)
+
+
+WITNESS_PREFIX = "saw "
+"""Of the metrics that say which micro-batches an objective saw."""
+
+
+@register_objective("probe_likelihood")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LikelihoodProbe(Objective):
+    """Supervised fine-tuning: loss_t = -logprobs_t."""
+
+    aggregation: Aggregation = field(default_factory=Aggregation)
+    """How its terms are reduced."""
+
+    @property
+    @override
+    def needs(self) -> frozenset[Query]:
+        return frozenset({Query.LOGPROB})
+
+    @override
+    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+        return LossTerms(loss=-answers[Query.LOGPROB])
+
+
+@register_objective("probe_plan_witness")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanWitness(Objective):
+    """The same loss; every micro-batch that it sees becomes a metric named after the samples in it."""
+
+    aggregation: Aggregation = field(default_factory=Aggregation)
+    """How its terms are reduced."""
+
+    @property
+    @override
+    def needs(self) -> frozenset[Query]:
+        return frozenset({Query.LOGPROB})
+
+    @override
+    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+        seen = Metric(value=1.0, reduction="sum")
+        return LossTerms(loss=-answers[Query.LOGPROB], metrics={witness_of(batch.sample_ids): seen})
+
+
+def witness_of(sample_ids: Tensor) -> str:
+    """Name of the metric of a micro-batch with these samples, in this order."""
+    return WITNESS_PREFIX + ",".join(str(sample) for sample in sample_ids.tolist())

@@ -1,0 +1,131 @@
+"""The oracle's side of every comparison, in the test's own process: models, batches, and what the oracle makes of them, computed once."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.conformance.harness.measurements import (
+    Update,
+    measure_outputs,
+    measure_update,
+)
+from temper_engine_api.conformance.harness.rank import Job, P, Rank, Recipe, T
+from temper_engine_api.conformance.inputs.batches import ragged_batch, with_training_columns
+from temper_engine_api.conformance.inputs.tiny_adapters import TinyAdapter, write_adapter
+from temper_engine_api.conformance.inputs.tiny_models import (
+    QWEN2_GROUPED,
+    VALUE,
+    TinyModel,
+    with_experts,
+    write_model,
+)
+from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine, load_model
+from temper_engine_api.objective import Objective, Query
+from temper_engine_api.specs import LoraSpec
+
+AROUND_EXPERTS = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""What every adapter takes in of a mixture; all linear layers of a dense model."""
+
+
+@dataclass
+class Reference:
+    """Caches by what was asked; nothing in it depends on the engine under test."""
+
+    folder: Path
+    """Where models are written."""
+    has_experts: bool = False
+    """Whether every model gets a mixture of experts in its layers."""
+    rank: Rank = field(default_factory=lambda: Rank(OracleEngine))
+    """Holds the oracle."""
+    _batches: dict[tuple[str, int, int], SequenceBatch] = field(default_factory=dict)
+    _updates: dict[tuple[Recipe, str, int], tuple[Update, SequenceBatch]] = field(
+        default_factory=dict
+    )
+    """With the batch, so that no other one takes its identity."""
+
+    def recipe(self, model: TinyModel, **fields: Any) -> Recipe:
+        """A recipe for one of the tiny models; fields are those of Recipe."""
+        return Recipe(
+            model_path=str(self.directory_of(model)), model_type=model.model_type, **fields
+        )
+
+    def directory_of(self, model: TinyModel, *, seed: int = 0) -> Path:
+        """Where one of the tiny models lies, written when it is first asked for."""
+        return write_model(
+            with_experts(model) if self.has_experts else model, folder=self.folder, seed=seed
+        )
+
+    def with_experts(self) -> "Reference":
+        """Of the same laws with mixtures of experts, in a folder of its own."""
+        folder = self.folder / "experts"
+        folder.mkdir(exist_ok=True)
+        return Reference(folder=folder, has_experts=True)
+
+    def adapter_recipe(
+        self, adapter: TinyAdapter, *, seed: int = 0, dropout: float = 0.0, **fields: Any
+    ) -> Recipe:
+        """A recipe that goes on from one of the tiny adapters; fields are those of Recipe."""
+        if self.has_experts:
+            adapter = replace(
+                adapter, fields={"target_modules": list(AROUND_EXPERTS), **adapter.fields}
+            )
+        bare = self.recipe(adapter.model, **fields)
+        path = write_adapter(
+            adapter,
+            load_model(bare.config_for(OracleEngine, device="cpu", layout_fields={})),
+            folder=self.folder,
+            seed=seed + adapter.seed,
+        )
+        return replace(bare, lora=LoraSpec(path=str(path), dropout=dropout))
+
+    def fresh_adapter(self, *, rank: int) -> LoraSpec:
+        """Beside all linear layers, or those around experts."""
+        return LoraSpec(
+            rank=rank,
+            alpha=2.0 * rank,
+            target_modules=AROUND_EXPERTS if self.has_experts else "all-linear",
+        )
+
+    def batch(
+        self, *, num_sequences: int = 8, seed: int = 0, model: TinyModel = QWEN2_GROUPED
+    ) -> SequenceBatch:
+        """A ragged mini-batch whose old log-probs and values are near those of the model and of the value model."""
+        key = (model.name, num_sequences, seed)
+        if key not in self._batches:
+            bare = ragged_batch(num_sequences=num_sequences, seed=seed)
+            self._batches[key] = with_training_columns(
+                bare,
+                logprobs=self.outputs(self.recipe(model), bare, Query.LOGPROB),
+                values=self.outputs(self.recipe(VALUE), bare, Query.VALUE),
+                seed=seed,
+            )
+        return self._batches[key]
+
+    def outputs(self, recipe: Recipe, batch: SequenceBatch, query: Query) -> Tensor:
+        """One column of a forward pass."""
+        return measure_outputs(self.rank, recipe=recipe, batch=batch, queries=[query]).columns[
+            query
+        ]
+
+    def update(self, recipe: Recipe, objective: Objective, batch: SequenceBatch) -> Update:
+        """One update over the whole mini-batch in one micro-batch."""
+        key = (recipe, repr(objective), id(batch))
+        if key not in self._updates:
+            update = measure_update(self.rank, recipe=recipe, objective=objective, batch=batch)
+            self._updates[key] = update, batch
+        return self._updates[key][0]
+
+    def run(self, job: Job[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Any job on the oracle."""
+        try:
+            return job(self.rank, *args, **kwargs)
+        finally:
+            self.rank.close_passing()
+
+
+def model_for(objective: Objective) -> TinyModel:
+    """A model with the head that an objective asks."""
+    return VALUE if Query.VALUE in objective.needs else QWEN2_GROUPED

@@ -1,0 +1,363 @@
+"""The oracle: an engine in plain torch, float32, one process, one sequence at a time, written to be read.
+
+It is what other engines are compared with, so nothing here is fast, packed, chunked, sharded or fused. Given a whole mini-batch it is
+also the reference for any number of data-parallel ranks: a plan for one rank gives the gradients that many must add up to.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
+
+from temper_engine_api.batch import PackedBatch, SequenceBatch
+from temper_engine_api.capabilities import Capability
+from temper_engine_api.conformance.inputs.tiny_adapters import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    save_adapter,
+)
+from temper_engine_api.conformance.oracle.oracle_adapter import OracleAdapter
+from temper_engine_api.conformance.oracle.oracle_head import answers_of_sequence, join_answers
+from temper_engine_api.engine import BaseEngine, MicroLoss, ObjectT
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.objective import Answers, Query
+from temper_engine_api.specs import EngineConfig, OptimizerSpec
+from temper_engine_api.topology import Topology
+from temper_engine_api.weights import (
+    NamedWeight,
+    TrainingState,
+    WeightEntry,
+    check_complete,
+    check_saved,
+)
+
+STATE_FILE, ADAPTER_FOLDER = "oracle.pt", "adapter"
+
+
+class OracleEngine(BaseEngine):
+    """Every method the shortest way that is right."""
+
+    config_class: ClassVar[type[EngineConfig]] = EngineConfig
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(
+        {
+            Capability.LANGUAGE_MODEL,
+            Capability.VALUE_MODEL,
+            Capability.REWARD_MODEL,
+            Capability.LOGPROB_AT,
+            Capability.ADAPTER,
+            Capability.ADAPTER_ON_EXPERTS,
+            Capability.PORTABLE_STATE,
+        }
+    )
+
+    def _build(self) -> Topology:
+        self.model = load_model(self.config)
+        self.adapter = (
+            OracleAdapter(self.model, self.config.lora) if self.config.lora.is_on else None
+        )
+        self.first_moments = {name: torch.zeros_like(p) for name, p in self.parameters().items()}
+        self.second_moments = {name: torch.zeros_like(p) for name, p in self.parameters().items()}
+        self.update_counts = dict.fromkeys(self.parameters(), 0)
+        return Topology()
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What is trained: by Hugging Face name, a tied head once, under the name of the embedding; an adapter's by their PEFT names."""
+        return (
+            dict(self.model.named_parameters())
+            if self.adapter is None
+            else self.adapter.parameters()
+        )
+
+    def _run_schedule(
+        self,
+        batch: PackedBatch,
+        *,
+        queries: frozenset[Query],
+        micro_loss: MicroLoss | None,
+        forward_only: bool,
+        reduce_gradients: bool,
+    ) -> list[Answers] | None:
+        is_training = micro_loss is not None and not forward_only
+        results = []
+        with torch.set_grad_enabled(not forward_only):
+            for micro in batch.micro_batches():
+                answers = self._answer(micro, queries=queries, only_trained=is_training)
+                if micro_loss is not None:
+                    loss = micro_loss(answers, micro)
+                    if is_training:
+                        loss.backward()
+                results.append(answers.detach())
+        return results
+
+    def _answer(
+        self, micro: SequenceBatch, *, queries: frozenset[Query], only_trained: bool
+    ) -> Answers:
+        """One sequence after the other, each alone."""
+        with self._autocast():
+            parts = [
+                answers_of_sequence(self.model, micro.select([b]), queries=queries)
+                for b in range(micro.num_sequences)
+            ]
+        return join_answers(parts, mask=micro.loss_mask if only_trained else None)
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.config.precision.compute == "bf16":
+            return torch.autocast("cpu", dtype=torch.bfloat16)
+        return nullcontext()
+
+    def _reduce_pending_gradients(self) -> None:
+        """One process: local gradients are the global ones."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """What backward has added up so far, zeros where nothing arrived."""
+        return {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in self.parameters().items()
+        }
+
+    def _apply_gradients(self, *, lr: float) -> float:
+        assert self.config.optimizer is not None
+        gradients = self.gradients()
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+        if not math.isfinite(norm):
+            return norm
+        limit = self.config.optimizer.clip_grad_norm
+        scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+        with torch.no_grad():
+            for name, parameter in self.parameters().items():
+                self._adamw(
+                    name, parameter, gradients[name] * scale, lr=lr, spec=self.config.optimizer
+                )
+        return norm
+
+    def _adamw(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        gradient: Tensor,
+        *,
+        lr: float,
+        spec: OptimizerSpec,
+    ) -> None:
+        """AdamW, algorithm 2 of Loshchilov & Hutter 2019, arXiv:1711.05101; vectors are decayed only where the spec says so."""
+        beta1, beta2 = spec.betas
+        self.update_counts[name] += 1
+        t = self.update_counts[name]
+        m = beta1 * self.first_moments[name] + (1 - beta1) * gradient
+        v = beta2 * self.second_moments[name] + (1 - beta2) * gradient.square()
+        self.first_moments[name], self.second_moments[name] = m, v
+        m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
+        if parameter.ndim >= 2 or spec.decays_vectors:
+            parameter.mul_(1 - lr * spec.weight_decay)
+        parameter.sub_(lr * m_hat / (v_hat.sqrt() + spec.eps))
+
+    def _zero_gradients(self) -> None:
+        for parameter in self.parameters().values():
+            parameter.grad = None
+
+    @contextmanager
+    def _resident(self, mode: Literal["train", "eval", "update"]) -> Iterator[None]:
+        """Everything is always in host memory; only the module's mode changes."""
+        was_training = self.model.training
+        if mode != "update":
+            self.model.train(mode == "train")
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
+
+    def _iterate_weights(self) -> Iterator[NamedWeight]:
+        weights = self.parameters().items() if self.adapter is None else self.adapter.merged()
+        for name, tensor in by_names_in_files(weights):
+            yield NamedWeight(name=name, tensor=tensor.detach().clone())
+
+    def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
+        targets = _by_file(
+            self.parameters() if self.adapter is None else self.adapter.base_parameters()
+        )
+        arrived = list(stream)
+        check_complete(
+            [_entry(name, p) for name, p in targets.items()],
+            [_entry(name, tensor) for name, tensor in arrived],
+        )
+        with torch.no_grad():
+            for name, tensor in arrived:
+                targets[name].copy_(tensor)
+
+    def _adapter_off(self) -> AbstractContextManager[None]:
+        assert self.adapter is not None, "the base class refuses it"
+        return self.adapter.disabled()
+
+    def _export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
+        assert self.adapter is not None, "the base class refuses it"
+        return self.adapter.export()
+
+    def _load_adapter(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+        assert self.adapter is not None, "the base class refuses it"
+        self.adapter.load(config, tensors)
+
+    def _entries(self) -> list[WeightEntry]:
+        return [_entry(name, parameter) for name, parameter in self.parameters().items()]
+
+    def _iterate_state(self) -> Iterator[TrainingState]:
+        masters, firsts, seconds = (
+            _by_file(kind) for kind in (self.parameters(), self.first_moments, self.second_moments)
+        )
+        counts = self._counts_by_file()
+        for name, master in masters.items():
+            yield TrainingState(
+                name=name,
+                master=master.detach().clone(),
+                first_moment=firsts[name].clone(),
+                second_moment=seconds[name].clone(),
+                update_count=counts[name],
+            )
+
+    def _counts_by_file(self) -> dict[str, int]:
+        return {
+            name: self.update_counts[owner]
+            for owner, p in self.parameters().items()
+            for name in names_in_files(owner, p)
+        }
+
+    def _load_state(self, stream: Iterable[TrainingState]) -> None:
+        arrived = list(stream)
+        masters, firsts, seconds = (
+            _by_file(kind) for kind in (self.parameters(), self.first_moments, self.second_moments)
+        )
+        check_complete(
+            [_entry(name, p) for name, p in masters.items()],
+            [_entry(state.name, state.master) for state in arrived],
+        )
+        counts = {state.name: state.update_count for state in arrived}
+        with torch.no_grad():
+            for state in arrived:
+                masters[state.name].copy_(state.master)
+                firsts[state.name].copy_(state.first_moment)
+                seconds[state.name].copy_(state.second_moment)
+        self.update_counts = {
+            owner: counts[names_in_files(owner, p)[0]] for owner, p in self.parameters().items()
+        }
+
+    def _write_state(self, directory: str) -> list[str]:
+        state = {
+            "masters": {name: p.detach() for name, p in self.parameters().items()},
+            "first_moments": self.first_moments,
+            "second_moments": self.second_moments,
+            "update_counts": self.update_counts,
+            "random": torch.get_rng_state(),
+        }
+        torch.save(state, Path(directory) / STATE_FILE)
+        if self.adapter is None:
+            return [STATE_FILE]
+        save_adapter(*self.adapter.export(), folder=Path(directory) / ADAPTER_FOLDER)
+        return [STATE_FILE, *(f"{ADAPTER_FOLDER}/{name}" for name in (CONFIG_FILE, WEIGHTS_FILE))]
+
+    def _read_state(self, directory: str) -> None:
+        state = torch.load(Path(directory) / STATE_FILE, weights_only=True)
+        self._check_saved(state["masters"], directory=directory)
+        with torch.no_grad():
+            for name, parameter in self.parameters().items():
+                parameter.copy_(state["masters"][name])
+        self.first_moments, self.second_moments = state["first_moments"], state["second_moments"]
+        self.update_counts = state["update_counts"]
+        torch.set_rng_state(state["random"])
+
+    def _check_saved(self, masters: Mapping[str, Tensor], *, directory: str) -> None:
+        """Refuse another model's before anything changes."""
+        check_saved(
+            self._entries(),
+            [_entry(name, tensor) for name, tensor in masters.items()],
+            directory=directory,
+        )
+
+    def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
+        return value
+
+    def _gather_objects(self, item: ObjectT) -> list[ObjectT]:
+        return [item]
+
+    def to(
+        self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
+    ) -> None:
+        """Its device is the CPU: there is nowhere else to go."""
+
+    def close(self) -> None:
+        """Drop the model and the moments."""
+        del self.model
+        self.first_moments, self.second_moments, self.update_counts = {}, {}, {}
+
+
+def load_model(config: EngineConfig) -> PreTrainedModel:
+    """The transformers model of a configuration, float32, eager attention, with the head of its model type.
+
+    Raises:
+        ConfigError: trust_remote_code was asked for.
+    """
+    spec = config.model
+    if spec.trust_remote_code:
+        raise ConfigError(
+            "model.trust_remote_code is True, but the oracle runs no foreign code: set it to False."
+        )
+    auto = (
+        AutoModelForCausalLM
+        if spec.model_type == "language_model"
+        else AutoModelForTokenClassification
+    )
+    head: Mapping[str, int] = {} if spec.model_type == "language_model" else {"num_labels": 1}
+    torch.manual_seed(spec.seed)
+    if spec.path is not None:
+        model: PreTrainedModel = auto.from_pretrained(
+            spec.path,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            local_files_only=True,
+            **head,
+        )
+    else:
+        settings = dict(spec.architecture)
+        hf_config = AutoConfig.for_model(settings.pop("model_type"), **settings, **head)
+        model = auto.from_config(hf_config, dtype=torch.float32, attn_implementation="eager")
+    model.eval()
+    return model
+
+
+def _by_file(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return dict(by_names_in_files(tensors.items()))
+
+
+def _entry(name: str, tensor: Tensor) -> WeightEntry:
+    return WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+
+
+def by_names_in_files(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by their names in files; a joined one as views of its parts, so that writing into those fills it."""
+    for name, tensor in tensors:
+        layer, _, kind = name.rpartition(".experts.")
+        if kind not in _PARTS:
+            yield name, tensor
+            continue
+        for number, expert in enumerate(tensor.detach()):
+            for part_name, part in zip(_PARTS[kind], expert.chunk(len(_PARTS[kind])), strict=True):
+                yield f"{layer}.experts.{number}.{part_name}.weight", part
+
+
+def names_in_files(name: str, tensor: Tensor) -> list[str]:
+    """Of the parts of one tensor."""
+    return [part_name for part_name, _ in by_names_in_files([(name, tensor)])]

@@ -1,0 +1,401 @@
+"""Laws: an adapter is trained alone, leaves the base as it is, and is worth the same in PEFT, merged, and after a resume."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.capabilities import Capability
+from temper_engine_api.conformance.harness.engine_under_test import Subject
+from temper_engine_api.conformance.harness.measurements import (
+    SPLITS,
+    WHOLE,
+    Update,
+    load_and_train,
+    measure_outputs,
+    measure_update,
+    merged,
+    share_of,
+    train,
+    train_and_save,
+    weights_of,
+)
+from temper_engine_api.conformance.harness.rank import TRAINS, Rank, Recipe
+from temper_engine_api.conformance.harness.tolerances import (
+    GRADIENT,
+    LOGPROB,
+    LOSS,
+    LOSS_TERMS,
+    assert_all_close,
+    assert_all_equal,
+    assert_close,
+    assert_same_state,
+)
+from temper_engine_api.conformance.inputs.probes import TokenProbe, ValueProbe
+from temper_engine_api.conformance.inputs.tiny_adapters import (
+    TinyAdapter,
+    read_adapter,
+    save_adapter,
+)
+from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, QWEN2_UNTIED, VALUE
+from temper_engine_api.conformance.oracle.oracle_cache import Reference
+from temper_engine_api.engine import BaseEngine
+from temper_engine_api.errors import ConfigError, EngineStateError, WeightError
+from temper_engine_api.objective import Query
+from temper_engine_api.outputs import Outputs
+from temper_engine_api.specs import LoraSpec, ScheduleSpec
+
+pytestmark = pytest.mark.claims(Capability.ADAPTER)
+
+PLAIN = TinyAdapter(name="plain", model=QWEN2_GROUPED)
+ATTENTION = TinyAdapter(
+    name="attention-rslora",
+    model=QWEN2_GROUPED,
+    fields={"target_modules": ["q_proj", "v_proj"], "use_rslora": True},
+)
+DORA = TinyAdapter(name="dora", model=QWEN2_GROUPED, fields={"use_dora": True}, seed=1)
+HEAD = TinyAdapter(
+    name="with-head",
+    model=QWEN2_UNTIED,
+    fields={"modules_to_save": ["lm_head"], "exclude_modules": ["lm_head"]},
+)
+ADAPTERS = (PLAIN, ATTENTION, DORA, HEAD)
+VALUE_ADAPTER = TinyAdapter(
+    name="value", model=VALUE, fields={"modules_to_save": ["score"], "exclude_modules": ["score"]}
+)
+
+every_adapter = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
+
+
+@every_adapter
+def test_gradient_equals_the_oracle_with_the_same_adapter(
+    subject: Subject, reference: Reference, adapter: TinyAdapter
+) -> None:
+    recipe, batch = reference.adapter_recipe(adapter), reference.batch(model=adapter.model)
+    expected = reference.update(recipe, TokenProbe(), batch)
+    assert all(name.startswith("base_model.model.") for name in expected.gradients), (
+        "the oracle trains more than its adapter"
+    )
+    for split in (WHOLE, SPLITS[1]):
+        updates = subject.run(
+            measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=split
+        )
+        assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
+        assert_close(
+            merged(updates)["loss"],
+            merged([expected])["loss"],
+            LOSS,
+            what="loss",
+            at_least=LOSS_TERMS,
+        )
+        assert_close(updates[0].grad_norm, expected.grad_norm, LOSS, what="gradient norm")
+
+
+@pytest.mark.claims(Capability.VALUE_MODEL)
+def test_a_value_head_is_trained_beside_its_adapter(subject: Subject, reference: Reference) -> None:
+    recipe, batch = reference.adapter_recipe(VALUE_ADAPTER), reference.batch()
+    expected = reference.update(recipe, ValueProbe(), batch)
+    assert "base_model.model.score.weight" in expected.gradients
+    updates = subject.run(measure_update, recipe=recipe, objective=ValueProbe(), batch=batch)
+    assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
+
+
+def test_a_fresh_adapter_changes_nothing(subject: Subject, reference: Reference) -> None:
+    recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
+    fresh = replace(recipe, lora=reference.fresh_adapter(rank=4))
+    expected = reference.outputs(recipe, batch, Query.LOGPROB)
+    outputs = subject.run(measure_outputs, recipe=fresh, batch=batch, queries=[Query.LOGPROB])[0]
+    assert_close(outputs.columns[Query.LOGPROB], expected, LOGPROB, what="log-probs")
+
+
+@every_adapter
+def test_a_continued_adapter_comes_out_again_bit_for_bit(
+    subject: Subject, reference: Reference, adapter: TinyAdapter
+) -> None:
+    recipe = reference.adapter_recipe(adapter)
+    _, on_disk = read_adapter(Path(str(recipe.lora.path)))
+    for _, tensors in subject.run(kept_adapter, recipe=recipe):
+        assert_all_equal(tensors, on_disk, what="adapter")
+
+
+def kept_adapter(rank: Rank, *, recipe: Recipe) -> tuple[dict[str, object], dict[str, Tensor]]:
+    """As exported on every rank."""
+    config, tensors = rank.kept_engine(recipe).export_adapter()
+    return dict(config), dict(tensors)
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, "Trained"]:
+    """By engine and adapter."""
+    return {}
+
+
+@pytest.fixture
+def trained(
+    request: pytest.FixtureRequest,
+    subject: Subject,
+    reference: Reference,
+    adapter: TinyAdapter,
+    seen: dict[str, "Trained"],
+) -> "Trained":
+    """One engine serves three laws; their parameters, which name it, are the same."""
+    key = request.node.callspec.id
+    if key not in seen:
+        recipe, batch = (
+            reference.adapter_recipe(adapter, optimizer=TRAINS),
+            reference.batch(model=adapter.model),
+        )
+        seen[key] = subject.run(train_and_tell, recipe=recipe, batches=[batch])[0]
+    return seen[key]
+
+
+@every_adapter
+def test_adapter_loads_in_peft_with_same_logits(
+    trained: "Trained", reference: Reference, adapter: TinyAdapter, tmp_path: Path
+) -> None:
+    # The oracle loads the directory with PeftModel.from_pretrained.
+    recipe, batch = (
+        reference.adapter_recipe(adapter, optimizer=TRAINS),
+        reference.batch(model=adapter.model),
+    )
+    folder = save_adapter(*trained.adapter, folder=tmp_path / "adapter")
+    expected = reference.outputs(
+        replace(recipe, lora=LoraSpec(path=str(folder))), batch, Query.LOGPROB
+    )
+    assert_close(trained.logprobs, expected, LOGPROB, what="log-probs")
+
+
+@every_adapter
+def test_merged_weights_give_same_logits_in_transformers(
+    trained: "Trained", reference: Reference, adapter: TinyAdapter, tmp_path: Path
+) -> None:
+    recipe, batch = (
+        reference.adapter_recipe(adapter, optimizer=TRAINS),
+        reference.batch(model=adapter.model),
+    )
+    shutil.copy(Path(recipe.model_path) / "config.json", tmp_path)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in trained.weights.items()},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    expected = reference.outputs(
+        replace(recipe, model_path=str(tmp_path), lora=LoraSpec()), batch, Query.LOGPROB
+    )
+    assert_close(trained.logprobs, expected, LOGPROB, what="log-probs")
+
+
+@every_adapter
+def test_disabled_adapter_is_the_base(
+    trained: "Trained", reference: Reference, adapter: TinyAdapter
+) -> None:
+    recipe, batch = (
+        reference.adapter_recipe(adapter, optimizer=TRAINS),
+        reference.batch(model=adapter.model),
+    )
+    base = reference.outputs(replace(recipe, lora=LoraSpec()), batch, Query.LOGPROB)
+    assert_close(trained.disabled_before, base, LOGPROB, what="log-probs without the adapter")
+    assert trained.disabled_after.equal(trained.disabled_before), (
+        "training an adapter changed the base"
+    )
+    assert float((trained.logprobs - base).abs().max()) > 0.01, "the adapter does nothing"
+    assert trained.logprobs_again.equal(trained.logprobs), (
+        "the adapter did not come back after adapter_disabled()"
+    )
+
+
+class Trained:
+    """An engine with an adapter, after some updates."""
+
+    def __init__(self, engine: BaseEngine, *, batches: list[SequenceBatch]) -> None:
+        whole = batches[0]
+        with engine.adapter_disabled():
+            self.disabled_before = logprobs_of(engine, whole)
+        train(engine, batches)
+        self.logprobs = logprobs_of(engine, whole)
+        with engine.adapter_disabled():
+            self.disabled_after = logprobs_of(engine, whole)
+        self.logprobs_again = logprobs_of(engine, whole)
+        self.adapter = engine.export_adapter()
+        self.weights = weights_of(engine)
+
+
+def logprobs_of(engine: BaseEngine, batch: SequenceBatch) -> Tensor:
+    """[T] in the order of the batch."""
+    with engine.eval_mode():
+        result = engine.forward_backward_batch(
+            share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[Query.LOGPROB]
+        )
+    return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids).columns[
+        Query.LOGPROB
+    ]
+
+
+def train_and_tell(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch]) -> Trained:
+    """In an engine of its own."""
+    return Trained(rank.engine(recipe), batches=batches)
+
+
+def test_an_adapter_checkpoint_resumes_bitwise(
+    subject: Subject, reference: Reference, tmp_path: Path
+) -> None:
+    schedule = ScheduleSpec(kind="cosine", warmup_steps=1, total_steps=6)
+    recipe = reference.adapter_recipe(PLAIN, optimizer=TRAINS, schedule=schedule)
+    batches = [reference.batch(seed=seed) for seed in range(3)]
+    whole = subject.run(train_whole, recipe=recipe, batches=batches)[0]
+    subject.run(train_and_save, recipe=recipe, batches=batches[:2], folder=tmp_path, step=2)
+    resumed = subject.run(load_and_train, recipe=recipe, batches=batches[2:], folder=tmp_path)[0]
+    assert_same_state(resumed[0].state, whole[2].state)
+    assert (resumed[0].grad_norm, resumed[0].next_lr) == (whole[2].grad_norm, whole[2].next_lr)
+
+
+def train_whole(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch]) -> list[Update]:
+    """Without a stop."""
+    return train(rank.engine(recipe), batches)
+
+
+def test_a_checkpoint_holds_the_adapter_for_peft_and_no_base(
+    subject: Subject, reference: Reference, tmp_path: Path
+) -> None:
+    recipe = reference.adapter_recipe(ATTENTION, optimizer=TRAINS)
+    step = Path(
+        subject.run(
+            train_and_save, recipe=recipe, batches=[reference.batch()], folder=tmp_path, step=1
+        )[0]
+    )
+    state = subject.run(train_whole, recipe=recipe, batches=[reference.batch()])[0][0].state
+    _, tensors = read_adapter(step / "engine" / "adapter")
+    assert_all_equal(tensors, {name: entry.master for name, entry in state.items()}, what="adapter")
+    row = (
+        load_file(Path(recipe.model_path) / "model.safetensors")["model.embed_tokens.weight"][7]
+        .numpy()
+        .tobytes()
+    )
+    holders = [path.name for path in step.rglob("*") if path.is_file() and row in path.read_bytes()]
+    assert not holders, (
+        f"{', '.join(holders)} holds weights of the base, which training leaves as they are"
+    )
+
+
+def test_a_loaded_adapter_is_the_one_that_is_used(subject: Subject, reference: Reference) -> None:
+    recipe, batch = reference.adapter_recipe(PLAIN), reference.batch()
+    other = reference.adapter_recipe(PLAIN, seed=1)
+    content = read_adapter(Path(str(other.lora.path)))
+    outputs = subject.run(outputs_with_adapter, recipe=recipe, content=content, batch=batch)[0]
+    assert_close(
+        outputs.columns[Query.LOGPROB],
+        reference.outputs(other, batch, Query.LOGPROB),
+        LOGPROB,
+        what="log-probs",
+    )
+
+
+def outputs_with_adapter(
+    rank: Rank,
+    *,
+    recipe: Recipe,
+    content: tuple[dict[str, object], dict[str, Tensor]],
+    batch: SequenceBatch,
+) -> Outputs:
+    """Loaded over the one that the engine started with."""
+    engine = rank.engine(recipe)
+    engine.load_adapter(*content)
+    with engine.eval_mode():
+        result = engine.forward_backward_batch(
+            share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[Query.LOGPROB]
+        )
+    return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids)
+
+
+def test_a_wrong_adapter_is_refused_and_nothing_changes(
+    subject: Subject, reference: Reference
+) -> None:
+    recipe = reference.adapter_recipe(PLAIN)
+    subject.run(load_wrong_adapters, recipe=recipe)
+
+
+def load_wrong_adapters(rank: Rank, *, recipe: Recipe) -> None:
+    """A tensor too few, one too many, one of another shape, another scale."""
+    engine = rank.kept_engine(recipe)
+    config, before = engine.export_adapter()
+    name = next(iter(before))
+    altered = {key: tensor + 1 for key, tensor in before.items()}
+    wrong = [
+        {key: tensor for key, tensor in altered.items() if key != name},
+        {**altered, "base_model.model.unknown.lora_A.weight": altered[name]},
+        {**altered, name: altered[name][:1]},
+    ]
+    for tensors in wrong:
+        with pytest.raises(WeightError):
+            engine.load_adapter(config, tensors)
+    with pytest.raises(ConfigError, match="lora_alpha"):
+        engine.load_adapter({**config, "lora_alpha": 7}, altered)
+    assert_all_equal(dict(engine.export_adapter()[1]), dict(before), what="adapter")
+
+
+def test_dropout_of_an_adapter_is_for_training_only(subject: Subject, reference: Reference) -> None:
+    recipe, batch = reference.adapter_recipe(PLAIN, dropout=0.5), reference.batch()
+    sentences = set(subject.run(refusal_of_dropout, recipe=recipe))
+    assert len(sentences) == 1, "ranks disagree"
+    if sentence := sentences.pop():
+        # A layout may rule it out, if it says by the name of its own setting which of the two to leave.
+        assert "lora.dropout" in sentence, sentence
+        assert any(name in sentence for name in subject.layout.fields), sentence
+        return
+    first, second = (
+        subject.run(measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB])[0]
+        for _ in range(2)
+    )
+    assert first.columns[Query.LOGPROB].equal(second.columns[Query.LOGPROB])
+    without = reference.outputs(reference.adapter_recipe(PLAIN), batch, Query.LOGPROB)
+    assert_close(first.columns[Query.LOGPROB], without, LOGPROB, what="log-probs")
+
+
+def refusal_of_dropout(rank: Rank, *, recipe: Recipe) -> str:
+    """The sentence, or nothing where the engine was built."""
+    try:
+        rank.kept_engine(recipe)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_backward_pass_without_the_adapter_is_refused(
+    subject: Subject, reference: Reference
+) -> None:
+    subject.run(
+        train_the_reference, recipe=reference.adapter_recipe(PLAIN), batch=reference.batch()
+    )
+
+
+def train_the_reference(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> None:
+    """Inside ``adapter_disabled``; outside it works."""
+    engine = rank.kept_engine(recipe)
+    engine.set_loss_fn(TokenProbe())
+    share = share_of(engine, batch, split=WHOLE)
+    with engine.train_mode():
+        with engine.adapter_disabled(), pytest.raises(EngineStateError, match="adapter_disabled"):
+            engine.forward_backward_batch(share, forward_only=False)
+        engine.forward_backward_batch(share, forward_only=False)
+    assert engine.optimizer_step() > 0
+
+
+def test_adapter_calls_without_an_adapter_are_refused(
+    subject: Subject, reference: Reference
+) -> None:
+    subject.run(call_without_adapter, recipe=reference.recipe(QWEN2_GROUPED))
+
+
+def call_without_adapter(rank: Rank, *, recipe: Recipe) -> None:
+    """Of an engine that could have one."""
+    engine = rank.kept_engine(recipe)
+    with pytest.raises(EngineStateError, match="no adapter"), engine.adapter_disabled():
+        pass
+    with pytest.raises(EngineStateError, match="no adapter"):
+        engine.export_adapter()
+    with pytest.raises(EngineStateError, match="no adapter"):
+        engine.load_adapter({}, {})

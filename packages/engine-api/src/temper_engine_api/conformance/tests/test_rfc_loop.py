@@ -1,0 +1,126 @@
+"""Laws: the RFC's training loop runs as users write it, with a callable and with an objective, on padded rows of each rank's own."""
+
+import torch
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.conformance.harness.engine_under_test import Subject
+from temper_engine_api.conformance.harness.rank import TRAINS, Rank, Recipe
+from temper_engine_api.conformance.harness.rfc_loop import (
+    LoopResult,
+    MeanOfRankMeans,
+    mean_cost,
+    postprocess_fn,
+    preprocess_fn,
+    rfc_loop,
+)
+from temper_engine_api.conformance.harness.tolerances import (
+    GRADIENT,
+    LOGPROB,
+    LOSS,
+    LOSS_TERMS,
+    UPDATE,
+    assert_all_close,
+    assert_close,
+)
+from temper_engine_api.conformance.inputs.probes import TokenProbe
+from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
+from temper_engine_api.conformance.oracle.oracle_cache import Reference
+from temper_engine_api.objective import Query
+from temper_engine_api.specs import ScheduleSpec
+
+FALLING = ScheduleSpec(kind="linear", total_steps=8)
+
+
+def test_rfc_loop_with_a_callable(subject: Subject, reference: Reference) -> None:
+    recipe = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, schedule=FALLING)
+    batches = [reference.batch(seed=seed) for seed in range(3)]
+    results = subject.run(
+        rfc_loop,
+        recipe=recipe,
+        batches=batches,
+        loss_fn=mean_cost,
+        preprocess_fn=preprocess_fn,
+        postprocess_fn=postprocess_fn,
+    )
+    expected = reference.run(
+        rfc_loop,
+        recipe=recipe,
+        batches=batches,
+        loss_fn=MeanOfRankMeans(results[0].dp.size),
+        preprocess_fn=preprocess_fn,
+        postprocess_fn=postprocess_fn,
+    )
+    assert_same_loop(results, expected)
+    # Two hooks in each of three training calls and in one evaluation; the second one runs where there are predictions.
+    assert {result.num_hook_calls for result in results if result.evaluated is not None} == {8}
+
+
+def test_rfc_loop_with_an_objective(subject: Subject, reference: Reference) -> None:
+    # Rows lie on other ranks than a plan would put them, and the loss is the same: the denominators are those of the whole mini-batch.
+    recipe = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, schedule=FALLING)
+    batches = [reference.batch(seed=seed) for seed in range(3)]
+    results = subject.run(rfc_loop, recipe=recipe, batches=batches, loss_fn=TokenProbe())
+    assert_same_loop(
+        results, reference.run(rfc_loop, recipe=recipe, batches=batches, loss_fn=TokenProbe())
+    )
+
+
+def assert_same_loop(results: list[LoopResult], expected: LoopResult) -> None:
+    """Losses and norms on every rank, and the weights at the end."""
+    for result in results:
+        for loss, want in zip(result.losses, expected.losses, strict=True):
+            assert_close(loss, want, LOSS, what="loss", at_least=LOSS_TERMS)
+        for norm, want in zip(result.grad_norms, expected.grad_norms, strict=True):
+            assert_close(norm, want, UPDATE, what="gradient norm")
+        assert result.rates == expected.rates
+    masters = [
+        {name: entry.master for name, entry in each.state.items()}
+        for each in (results[0], expected)
+    ]
+    assert_all_close(masters[0], masters[1], UPDATE, what="weights")
+
+
+def test_rfc_predictions_are_detached_columns_of_the_call(
+    subject: Subject, reference: Reference
+) -> None:
+    recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
+    logprobs = reference.outputs(recipe, batch, Query.LOGPROB)
+    results = subject.run(rfc_loop, recipe=recipe, batches=[batch], loss_fn=TokenProbe())
+    for result in results:
+        rows = range(result.dp.rank, batch.num_sequences, result.dp.size)
+        mine = batch.with_columns({"expected": logprobs}).select(rows)
+        if result.seen is None or result.evaluated is None:
+            continue
+        assert not result.seen.requires_grad
+        assert_close(
+            result.evaluated, mine.columns["expected"], LOGPROB, what="predictions, forward only"
+        )
+        trained = torch.where(mine.loss_mask, mine.columns["expected"], 0.0)
+        assert_close(result.seen, trained, LOGPROB, what="predictions in training")
+
+
+def test_two_rfc_calls_add_up(subject: Subject, reference: Reference) -> None:
+    # Calls before a step add up: the same call twice doubles the gradient.
+    recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
+    once, twice = (
+        subject.run(gradients_of_rfc_calls, recipe=recipe, batch=batch, num_calls=n)[0]
+        for n in (1, 2)
+    )
+    assert_all_close(
+        twice, {name: 2 * gradient for name, gradient in once.items()}, GRADIENT, what="gradient"
+    )
+
+
+def gradients_of_rfc_calls(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch, num_calls: int
+) -> dict[str, torch.Tensor]:
+    """Of a callable, called so many times before the step."""
+    engine = rank.kept_engine(recipe)
+    engine.set_loss_fn(mean_cost)
+    dp = engine.topology.dp
+    rows = batch.select(range(dp.rank, batch.num_sequences, dp.size))
+    with engine.train_mode():
+        for _ in range(num_calls):
+            engine.forward_backward_step(rows, {"calls": 0}, postprocess_fn=postprocess_fn)
+    engine.optimizer_step()
+    return {entry.name: entry.first_moment.cpu() for entry in engine.export_state()}
