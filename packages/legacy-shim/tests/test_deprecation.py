@@ -15,7 +15,7 @@ import temper_legacy_shim.workers  # noqa: F401  # its classes fill RECORDS
 from temper_legacy_shim import deprecation
 from temper_legacy_shim.deprecation import RECORDS, Deprecation, LegacyWorkerWarning, deprecated_class
 
-RECORD = Deprecation(what="old.Thing", since="0.1", removed_in="0.3", instead="new.place:Thing", how="pass it a config")
+RECORD = Deprecation(what="old.Thing", since="0.2", removed_in="0.4", instead="new.place:Thing", how="pass it a config")
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_old() -> type:
-    @deprecated_class(since="0.1", removed_in="0.3", instead="collections:OrderedDict", how="call it")
+    @deprecated_class(since="0.2", removed_in="0.4", instead="collections:OrderedDict", how="call it")
     class Old:
         def __init__(self, value: int) -> None:
             self.value = value
@@ -36,7 +36,7 @@ def make_old() -> type:
 
 def test_the_sentence_says_what_since_until_instead_and_how() -> None:
     assert RECORD.sentence() == (
-        "old.Thing is deprecated since temper-legacy-shim 0.1 and will be removed in 0.3: use new.place.Thing instead; pass it a config."
+        "old.Thing is deprecated since temper-legacy-shim 0.2 and will be removed in 0.4: use new.place.Thing instead; pass it a config."
     )
 
 
@@ -61,7 +61,7 @@ def test_the_warning_names_the_callers_line_and_comes_once_a_place() -> None:
 def test_python_shows_the_warning_by_default_wherever_the_caller_is(tmp_path: Path) -> None:
     (tmp_path / "library.py").write_text(
         "from temper_legacy_shim.deprecation import Deprecation, warn_caller\n"
-        "def go():\n    warn_caller(Deprecation(what='old.Thing', since='0.1', removed_in='0.3', instead='a:B', how='call it'))\n"
+        "def go():\n    warn_caller(Deprecation(what='old.Thing', since='0.2', removed_in='0.4', instead='a:B', how='call it'))\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     command = [sys.executable, "-c", "import library; library.go(); library.go()"]
@@ -77,7 +77,7 @@ def test_a_subclass_of_the_users_warns_too_and_a_deprecated_subclass_once() -> N
         def __init__(self) -> None:
             super().__init__(1)
 
-    @deprecated_class(since="0.1", removed_in="0.3", instead="collections:OrderedDict", how="call it")
+    @deprecated_class(since="0.2", removed_in="0.4", instead="collections:OrderedDict", how="call it")
     class Newer(old):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__(2)
