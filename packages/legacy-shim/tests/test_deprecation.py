@@ -40,7 +40,7 @@ def test_the_sentence_says_what_since_until_instead_and_how() -> None:
     )
 
 
-@pytest.mark.parametrize(("release", "overdue"), [("0.1.0", False), ("0.2.9", False), ("0.3.0", True), ("0.3.0rc1", True), ("1.0", True)])
+@pytest.mark.parametrize(("release", "overdue"), [("0.1.0", False), ("0.3.9", False), ("0.4.0", True), ("0.4.0rc1", True), ("1.0", True)])
 def test_a_record_is_overdue_from_the_release_that_promised_its_removal(release: str, overdue: bool) -> None:
     assert RECORD.is_overdue(release) is overdue
 
