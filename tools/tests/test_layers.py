@@ -1,10 +1,18 @@
 """The import rules that import-linter cannot express."""
 
+import itertools
 from pathlib import Path
 
 import pytest
 
-from tools.layers import SHIM_WITH_TORCH, complaints, main
+from tools.layers import (
+    SHIM_WITH_TORCH,
+    complaints,
+    cycle_complaints,
+    find_cycles,
+    import_graph,
+    main,
+)
 from tools.needs import NEEDS_EXTRA
 
 
@@ -125,6 +133,45 @@ def test_the_command_fails_on_a_bad_tree_and_names_the_line(
     (package / "__init__.py").write_text('"""The trainer."""\n\nimport peft\n')
     assert main([str(tmp_path)]) == 1
     assert "temper_trainer:3 imports peft" in capsys.readouterr().out
+
+
+def test_imports_in_functions_and_for_type_checkers_close_a_cycle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "cyclic_example"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "one.py").write_text("def late():\n    from cyclic_example.two import a\n")
+    (package / "two.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from cyclic_example import one\n"
+    )
+    (package / "three.py").write_text("import cyclic_example.one\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (sentence,) = cycle_complaints(import_graph(["cyclic_example"]), [])
+    assert sentence.startswith("import cycle: cyclic_example.")
+    assert "three" not in sentence
+
+
+def test_every_cycle_is_found() -> None:
+    graph = {"a": ["b"], "b": ["c"], "c": ["a", "d"], "d": ["e"], "e": ["d"], "f": ["a"]}
+    cycles = find_cycles(graph)
+    assert sorted(sorted(cycle[1:]) for cycle in cycles) == [["a", "b", "c"], ["d", "e"]]
+    assert all(
+        importer in graph and imported in graph[importer]
+        for cycle in cycles
+        for importer, imported in itertools.pairwise(cycle)
+    )
+
+
+def test_a_cycle_inside_an_exempt_package_is_allowed_and_one_that_leaves_it_is_not() -> None:
+    assert cycle_complaints({"old.a": ["old.b"], "old.b": ["old.a"]}, ["old"]) == []
+    (sentence,) = cycle_complaints({"old.a": ["new.b"], "new.b": ["old.a"]}, [])
+    assert sentence.startswith("import cycle: ")
+
+
+def test_an_exemption_without_a_cycle_has_to_go() -> None:
+    (sentence,) = cycle_complaints({"old.a": ["old.b"], "old.b": []}, ["old"])
+    assert sentence.startswith("old has no import cycle: delete its line")
 
 
 def test_a_folder_without_packages_is_not_a_pass(tmp_path: Path) -> None:
