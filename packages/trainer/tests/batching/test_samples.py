@@ -1,5 +1,3 @@
-"""From rollouts and demonstrations to samples; the loss mask is made here."""
-
 from dataclasses import replace
 
 import pytest
@@ -10,11 +8,11 @@ from temper_trainer.batching.samples import demonstrations_to_samples, to_sample
 from temper_trainer.types import Completion, Demonstration, FinishReason, Prompt, Rollout, Turn
 
 
-def prompt_of(*tokens: int) -> Prompt:
+def make_prompt(*tokens: int) -> Prompt:
     return Prompt(prompt_id=0, text="", tokens=tokens, answer="")
 
 
-def rollout_of(
+def make_rollout(
     prompt: tuple[int, ...],
     completion: tuple[int, ...],
     logprobs: tuple[float, ...],
@@ -30,7 +28,7 @@ def rollout_of(
         weight_version=1,
     )
     return Rollout(
-        prompt=prompt_of(*prompt),
+        prompt=make_prompt(*prompt),
         completion=made,
         text="",
         reward=1.0,
@@ -39,10 +37,10 @@ def rollout_of(
     )
 
 
-def test_prompt_and_completion_lie_end_to_end_and_only_the_completion_is_trained() -> None:
+def test_prompt_and_completion_are_concatenated_and_only_the_completion_is_trained() -> None:
     rollouts = [
-        rollout_of((1, 2), (3,), (-0.5,), sample=4, group=9),
-        rollout_of((5,), (6, 7), (-0.1, -0.2), sample=2, group=8),
+        make_rollout((1, 2), (3,), (-0.5,), sample=4, group=9),
+        make_rollout((5,), (6, 7), (-0.1, -0.2), sample=2, group=8),
     ]
     samples = to_samples(rollouts, temperature=0.7)
     assert samples.tokens.tolist() == [1, 2, 3, 5, 6, 7]
@@ -55,17 +53,17 @@ def test_prompt_and_completion_lie_end_to_end_and_only_the_completion_is_trained
     assert samples.temperature.tolist() == pytest.approx([0.7, 0.7])
 
 
-def test_each_sample_is_an_atom_of_its_own() -> None:
+def test_each_sample_has_its_own_atom() -> None:
     samples = to_samples(
-        [rollout_of((1,), (2,), (-1.0,), sample=i, group=0) for i in range(3)], temperature=1.0
+        [make_rollout((1,), (2,), (-1.0,), sample=i, group=0) for i in range(3)], temperature=1.0
     )
     assert len(set(samples.atom_ids.tolist())) == 3
 
 
-def test_the_first_completion_token_of_a_demonstration_is_trained_and_no_prompt_token() -> None:
+def test_all_completion_tokens_of_a_demonstration_and_no_prompt_tokens_are_trained() -> None:
     demonstrations = [
-        Demonstration(prompt=prompt_of(1, 2, 3), tokens=(4, 5)),
-        Demonstration(prompt=prompt_of(6), tokens=(7,)),
+        Demonstration(prompt=make_prompt(1, 2, 3), tokens=(4, 5)),
+        Demonstration(prompt=make_prompt(6), tokens=(7,)),
     ]
     samples = demonstrations_to_samples(demonstrations)
     assert samples.tokens[samples.loss_mask].tolist() == [4, 5, 7]
@@ -77,41 +75,41 @@ def test_the_first_completion_token_of_a_demonstration_is_trained_and_no_prompt_
     ("rollouts", "temperature", "sentence"),
     [
         ([], 1.0, "no rollout"),
-        ([rollout_of((1,), (2,), (-1.0,), sample=0, group=0)], 0.0, "sampling.temperature"),
-        ([rollout_of((1,), (2,), (-1.0,), sample=0, group=0)] * 2, 1.0, "must be unique"),
+        ([make_rollout((1,), (2,), (-1.0,), sample=0, group=0)], 0.0, "sampling.temperature"),
+        ([make_rollout((1,), (2,), (-1.0,), sample=0, group=0)] * 2, 1.0, "must be unique"),
         (
-            [rollout_of((1,), (2, 3), (-1.0,), sample=7, group=0)],
+            [make_rollout((1,), (2, 3), (-1.0,), sample=7, group=0)],
             1.0,
             "sample 7 has 2 completion tokens but 1 rollout_logprobs",
         ),
     ],
 )
-def test_rollouts_that_cannot_be_trained_on_are_refused(
+def test_invalid_rollouts_are_refused(
     rollouts: list[Rollout], temperature: float, sentence: str
 ) -> None:
     with pytest.raises(BatchError, match=sentence):
         to_samples(rollouts, temperature=temperature)
 
 
-def test_a_demonstration_without_completion_is_refused_by_its_number() -> None:
+def test_demonstration_without_completion_is_refused_with_its_index() -> None:
     with pytest.raises(BatchError, match="demonstration 1"):
         demonstrations_to_samples(
             [
-                Demonstration(prompt=prompt_of(1), tokens=(2,)),
-                Demonstration(prompt=prompt_of(1), tokens=()),
+                Demonstration(prompt=make_prompt(1), tokens=(2,)),
+                Demonstration(prompt=make_prompt(1), tokens=()),
             ]
         )
 
 
 def test_columns_are_float32_and_tokens_int64() -> None:
-    samples = to_samples([rollout_of((1,), (2,), (-1.0,), sample=0, group=0)], temperature=1)
+    samples = to_samples([make_rollout((1,), (2,), (-1.0,), sample=0, group=0)], temperature=1)
     assert (samples.columns["rollout_logprobs"].dtype, samples.tokens.dtype) == (
         torch.float32,
         torch.int64,
     )
 
 
-def test_what_an_environment_says_is_not_trained_and_turns_are_counted_from_the_end() -> None:
+def test_observations_are_not_trained_and_turns_are_counted_from_the_end() -> None:
     second = Completion(
         request_id=1,
         tokens=(6, 7),
@@ -120,7 +118,7 @@ def test_what_an_environment_says_is_not_trained_and_turns_are_counted_from_the_
         weight_version=1,
     )
     rollout = replace(
-        rollout_of((1, 2), (3,), (-0.3,), sample=0, group=0),
+        make_rollout((1, 2), (3,), (-0.3,), sample=0, group=0),
         turns=(Turn(observation=(4, 5), completion=second),),
     )
     samples = to_samples([rollout], temperature=1.0)

@@ -1,1 +1,1 @@
-"""From rollouts to what workers train on: samples, the step's plan, and each rank's packed share."""
+"""Batching: rollouts become samples, and samples become the packed batches of each rank."""

@@ -1,4 +1,7 @@
-"""Rollouts and demonstrations as one batch of token sequences. The loss mask is made here, once, and nowhere else."""
+"""Turn rollouts, demonstrations and preference pairs into one batch of token sequences.
+
+The loss mask of every task is made here and nowhere else.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,61 +14,96 @@ from temper_engine_api.errors import BatchError
 from temper_trainer.types import IS_CHOSEN, Completion, Demonstration, Pair, Rollout
 
 TURNS_AFTER = "turns_after"
-"""Name of the [T] float32 column of how many completions of a rollout come after the token's own."""
+"""[T] float32 column: the number of completions of the rollout after the token's own."""
 
 
 def to_samples(rollouts: Sequence[Rollout], *, temperature: float) -> SequenceBatch:
-    """One sample per rollout, prompt and completions end to end; every token of a completion is trained, none of the prompt and none of
-    what an environment said between two completions.
+    """Make one sample per rollout: prompt, completions and observations concatenated.
+
+    The tokens of completions are trained. Those of the prompt, and what an environment returned
+    between two completions, are not.
 
     Args:
-        rollouts: at least one, each with a sample_id of its own; those whose reward failed are already left out.
-        temperature: the sampler's, above 0; the engine divides logits by the same.
+        rollouts: At least one rollout, each with a unique sample_id.
+        temperature: The sampler's temperature, above 0. The engine divides logits by it, so that
+            log-probs of sampler and engine describe the same distribution.
 
     Returns:
-        [B] samples in the rollouts' order, with the columns ``rollout_logprobs`` [T] float32, 0 where nothing is trained, and, where a
-        rollout has several turns, ``turns_after`` [T] float32: completions of the rollout after the token's own.
+        [B] samples in the order of the rollouts, with column ``rollout_logprobs`` [T] float32 (0 at
+        untrained tokens), and with ``turns_after`` [T] float32 if a rollout has several turns.
 
     Raises:
-        BatchError: no rollout, a repeated sample_id, a temperature of 0, or as many log-probs as there should not be.
+        BatchError: If there is no rollout, a sample_id is repeated, the temperature is not above 0,
+            or a completion does not have one log-prob per token.
+
+    Example:
+        >>> from temper_trainer.types import FinishReason, Prompt
+        >>> completion = Completion(
+        ...     request_id=0,
+        ...     tokens=(8, 9),
+        ...     rollout_logprobs=(-0.5, -0.25),
+        ...     finish_reason=FinishReason.END_TOKEN,
+        ...     weight_version=1,
+        ... )
+        >>> rollout = Rollout(
+        ...     prompt=Prompt(prompt_id=0, text="1+1=", tokens=(5, 6, 7), answer="2"),
+        ...     completion=completion,
+        ...     text="2",
+        ...     reward=1.0,
+        ...     group_id=0,
+        ...     sample_id=0,
+        ... )
+        >>> samples = to_samples([rollout], temperature=1.0)
+        >>> samples.tokens.tolist()
+        [5, 6, 7, 8, 9]
+        >>> samples.loss_mask.tolist()
+        [False, False, False, True, True]
+        >>> samples.columns["rollout_logprobs"].tolist()
+        [0.0, 0.0, 0.0, -0.5, -0.25]
     """
     if not rollouts:
         raise BatchError(
-            "there is no rollout to train on: every reward of this step failed, or no prompt was given."
+            "there is no rollout to train on: all rewards of this step failed, or there was no "
+            "prompt. Check the reward function and the training data."
         )
     if temperature <= 0:
         raise BatchError(
-            f"temperature is {temperature}, but log-probs for training need it above 0: set sampling.temperature."
+            f"sampling.temperature is {temperature}, but training divides logits by it: set it "
+            "above 0."
         )
     ids = [rollout.sample_id for rollout in rollouts]
     if len(set(ids)) < len(ids):
         raise BatchError(
-            f"sample_ids must be unique in a step, but {len(ids)} rollouts share {len(set(ids))}."
+            f"sample_ids must be unique in a step, but {len(ids)} rollouts have only "
+            f"{len(set(ids))} different ones."
         )
     for rollout in rollouts:
         for completion in rollout.completions:
             num_tokens, num_logprobs = len(completion.tokens), len(completion.rollout_logprobs)
             if num_tokens != num_logprobs:
                 raise BatchError(
-                    f"sample {rollout.sample_id} has {num_tokens} completion tokens but {num_logprobs} rollout_logprobs: the sampler must "
-                    "return one per token."
+                    f"sample {rollout.sample_id} has {num_tokens} completion tokens but "
+                    f"{num_logprobs} rollout_logprobs: the sampler must return one per token."
                 )
-    by_rollout = [_parts(rollout) for rollout in rollouts]
+    segments = [_split_segments(rollout) for rollout in rollouts]
     columns = {
         "rollout_logprobs": [
-            torch.tensor([x for part in parts for x in part.logprobs]) for parts in by_rollout
+            torch.tensor([x for segment in sample for x in segment.logprobs]) for sample in segments
         ]
     }
     if any(rollout.turns for rollout in rollouts):
         columns[TURNS_AFTER] = [
-            torch.tensor([float(part.turns_after) for part in parts for _ in part.tokens])
-            for parts in by_rollout
+            torch.tensor([float(segment.turns_after) for segment in sample for _ in segment.tokens])
+            for sample in segments
         ]
     return from_sequences(
-        [torch.tensor([token for part in parts for token in part.tokens]) for parts in by_rollout],
+        [
+            torch.tensor([token for segment in sample for token in segment.tokens])
+            for sample in segments
+        ],
         loss_masks=[
-            torch.tensor([part.is_trained for part in parts for _ in part.tokens])
-            for parts in by_rollout
+            torch.tensor([segment.is_trained for segment in sample for _ in segment.tokens])
+            for sample in segments
         ],
         sample_ids=ids,
         group_ids=[rollout.group_id for rollout in rollouts],
@@ -75,8 +113,8 @@ def to_samples(rollouts: Sequence[Rollout], *, temperature: float) -> SequenceBa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """A stretch of a sample that one side said."""
+class _Segment:
+    """Consecutive tokens of a sample that are either all trained or all untrained."""
 
     tokens: tuple[int, ...]
     is_trained: bool
@@ -84,28 +122,28 @@ class _Part:
     turns_after: int
 
 
-def _parts(rollout: Rollout) -> list[_Part]:
-    last = len(rollout.turns)
-    parts = [
-        _said(rollout.prompt.tokens, turns_after=last),
-        _written(rollout.completion, turns_after=last),
+def _split_segments(rollout: Rollout) -> list[_Segment]:
+    num_turns = len(rollout.turns)
+    segments = [
+        _untrained(rollout.prompt.tokens, turns_after=num_turns),
+        _trained(rollout.completion, turns_after=num_turns),
     ]
     for i, turn in enumerate(rollout.turns, start=1):
-        parts += [
-            _said(turn.observation, turns_after=last - i),
-            _written(turn.completion, turns_after=last - i),
+        segments += [
+            _untrained(turn.observation, turns_after=num_turns - i),
+            _trained(turn.completion, turns_after=num_turns - i),
         ]
-    return parts
+    return segments
 
 
-def _said(tokens: tuple[int, ...], *, turns_after: int) -> _Part:
-    return _Part(
+def _untrained(tokens: tuple[int, ...], *, turns_after: int) -> _Segment:
+    return _Segment(
         tokens=tokens, is_trained=False, logprobs=(0.0,) * len(tokens), turns_after=turns_after
     )
 
 
-def _written(completion: Completion, *, turns_after: int) -> _Part:
-    return _Part(
+def _trained(completion: Completion, *, turns_after: int) -> _Segment:
+    return _Segment(
         tokens=completion.tokens,
         is_trained=True,
         logprobs=completion.rollout_logprobs,
@@ -114,49 +152,53 @@ def _written(completion: Completion, *, turns_after: int) -> _Part:
 
 
 def demonstrations_to_samples(demonstrations: Sequence[Demonstration]) -> SequenceBatch:
-    """One sample per demonstration, numbered by its place; every token of the completion is trained, the first included.
+    """Make one sample per demonstration, with its index as sample_id.
 
-    The mask is aligned with what is predicted: the first completion token, predicted at the last prompt token, is True.
+    The loss mask is aligned with the label: it is True for the first completion token, which the
+    model predicts at the last prompt token.
 
     Raises:
-        BatchError: no demonstration, or one without completion tokens.
+        BatchError: If there is no demonstration, or one without completion tokens.
     """
     if not demonstrations:
-        raise BatchError("there is no demonstration to train on.")
+        raise BatchError("there is no demonstration to train on: check the training data.")
     for i, demonstration in enumerate(demonstrations):
         if not demonstration.tokens:
             raise BatchError(
-                f"demonstration {i} (prompt {demonstration.prompt.prompt_id}) has no completion tokens to imitate."
+                f"demonstration {i} (prompt {demonstration.prompt.prompt_id}) has no completion "
+                "tokens to train on: remove it or add a completion."
             )
-    pairs = [(d.prompt.tokens, d.tokens) for d in demonstrations]
     return from_sequences(
-        [torch.tensor(prompt + completion) for prompt, completion in pairs],
-        loss_masks=[_demonstrated(demonstration) for demonstration in demonstrations],
+        [torch.tensor(each.prompt.tokens + each.tokens) for each in demonstrations],
+        loss_masks=[_make_loss_mask(demonstration) for demonstration in demonstrations],
     )
 
 
 def pairs_to_samples(pairs: Sequence[Pair]) -> SequenceBatch:
-    """Two samples per pair, chosen and rejected, which share atom and group, so that they stay in one micro-batch.
+    """Make two consecutive samples per pair: the chosen and the rejected demonstration.
+
+    Both have the same group and atom, so that they stay in one micro-batch, where a preference loss
+    compares them.
 
     Returns:
-        [2 * pairs] samples with the sequence column ``is_chosen`` [B] bool.
+        [2 * len(pairs)] samples with sequence column ``is_chosen`` [B] bool.
 
     Raises:
-        BatchError: as demonstrations_to_samples.
+        BatchError: See `demonstrations_to_samples`.
     """
-    flat = demonstrations_to_samples(
+    samples = demonstrations_to_samples(
         [each for pair in pairs for each in (pair.chosen, pair.rejected)]
     )
-    place = torch.arange(flat.num_sequences)
+    index = torch.arange(samples.num_sequences)
     return replace(
-        flat,
-        group_ids=place // 2,
-        atom_ids=place // 2,
-        sequence_columns={IS_CHOSEN: place % 2 == 0},
+        samples,
+        group_ids=index // 2,
+        atom_ids=index // 2,
+        sequence_columns={IS_CHOSEN: index % 2 == 0},
     )
 
 
-def _demonstrated(demonstration: Demonstration) -> Tensor:
-    """[L] bool: every token of the completion, or those of it that are said to be trained."""
-    trained = demonstration.loss_mask or (True,) * len(demonstration.tokens)
-    return torch.tensor((False,) * len(demonstration.prompt.tokens) + trained)
+def _make_loss_mask(demonstration: Demonstration) -> Tensor:
+    """Return the [L] bool loss mask of prompt and completion."""
+    completion = demonstration.loss_mask or (True,) * len(demonstration.tokens)
+    return torch.tensor((False,) * len(demonstration.prompt.tokens) + completion)

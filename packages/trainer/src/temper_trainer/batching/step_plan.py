@@ -1,129 +1,158 @@
-"""Which sample goes to which mini-batch, rank and micro-batch of a step, for every role, and each denominator.
+"""Assign the samples of a step to mini-batches, and for each role to ranks and micro-batches.
 
-Membership of mini-batches is shared by all roles; ranks and micro-batches are planned per role. The arithmetic is the contract's
-(``temper_engine_api.plan``); here is what a step adds: several passes, several roles, one seed.
+All roles use the same mini-batches; ranks and micro-batches are planned per role. Cutting one
+mini-batch is the arithmetic of ``temper_engine_api.plan``. This module adds what a step needs:
+several passes, several roles, and leaving out samples without an advantage.
 """
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from temper_engine_api.batch import Denominators, SequenceBatch
-from temper_engine_api.plan import MiniBatchPlan, plan_mini_batch, split_mini_batches
-from temper_engine_api.reduction import count_denominators
+import torch
+from torch import Tensor
+
+from temper_engine_api.batch import Denominators, PackedBatch, SequenceBatch
+from temper_engine_api.errors import BatchError
+from temper_engine_api.objective import LOGPROB_AT_IDS, Objective, Query
+from temper_engine_api.plan import (
+    MiniBatchPlan,
+    RankPlan,
+    pack_rank,
+    plan_mini_batch,
+    split_mini_batches,
+)
+from temper_engine_api.plan import describe as describe_mini_batch
+from temper_engine_api.reduction import count_denominators, sequence_sum
 from temper_engine_api.topology import PlanConstraints, Topology
 from temper_trainer.config.algorithm import BatchingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleLayout:
-    """What of a role's topology its plan depends on; equal layouts get the same plan."""
+    """The properties of a role's topology that its plan depends on."""
 
     dp_size: int = 1
-    """Data-parallel ranks."""
+    """Number of data-parallel ranks."""
     constraints: PlanConstraints = field(default_factory=PlanConstraints)
-    """Of the engine's layout."""
+    """Restrictions of the engine on micro-batches."""
+
+    @classmethod
+    def from_topology(cls, topology: Topology) -> "RoleLayout":
+        """Return the layout of a topology."""
+        return cls(dp_size=topology.dp.size, constraints=topology.plan_constraints)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """The samples of one update, and how each role runs them."""
+    """The samples of one optimizer update, and the plan of each role for them."""
 
     indices: tuple[int, ...]
-    """Into the step's samples, ascending."""
+    """Ascending indices into the samples of the step."""
     denominators: Denominators
-    """Counted over all of them, after all masking."""
+    """Counts over all samples of the mini-batch, by which losses are divided."""
     plans: Mapping[str, MiniBatchPlan]
-    """By role; indices of a plan point into ``indices``."""
+    """Plan by role. Its indices point into ``indices``, not into the samples of the step."""
     seed: int
-    """Of the objective's ``prepare``."""
+    """Passed to ``Objective.prepare``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Every update of a step, in order."""
+    """All optimizer updates of a step, in order.
+
+    Example:
+        Four samples in two groups, two mini-batches, one rank with at most 8 tokens per
+        micro-batch. Groups are assigned at random to mini-batches, but never split:
+
+        >>> import torch
+        >>> from temper_engine_api.batch import from_sequences
+        >>> samples = from_sequences(
+        ...     [torch.arange(n) for n in (3, 4, 5, 6)],
+        ...     loss_masks=[torch.arange(n) >= 1 for n in (3, 4, 5, 6)],
+        ...     group_ids=[0, 0, 1, 1],
+        ... )
+        >>> config = BatchingConfig(num_mini_batches=2, max_tokens=8)
+        >>> plan = plan_step(samples, config, layouts={"actor": RoleLayout()}, seed=0)
+        >>> [mini_batch.indices for mini_batch in plan.mini_batches]
+        [(2, 3), (0, 1)]
+        >>> plan.mini_batches[1].denominators
+        Denominators(tokens=5, sequences=2, groups=1)
+        >>> [rank.micro_batches for rank in plan.mini_batches[1].plans["actor"].ranks]
+        [((0, 1),)]
+    """
 
     mini_batches: tuple[MiniBatch, ...]
-    """num_passes x num_mini_batches, less where there are fewer groups; those of one pass hold every sample once."""
+    """``num_passes * num_mini_batches`` mini-batches; fewer if there are fewer groups."""
     num_passes: int
-    """Passes over the samples."""
+    """Number of passes over the samples; each pass contains every sample once."""
 
     @property
     def first_pass(self) -> tuple[MiniBatch, ...]:
-        """Every sample once."""
+        """The mini-batches of the first pass, which together contain every sample once.
+
+        The forward passes for old and reference log-probs and for values use them. Equal
+        micro-batches give bitwise equal results, so the ratio of the first update is exactly 1.
+        """
         return self.mini_batches[: len(self.mini_batches) // self.num_passes]
-
-
-def layout_of(topology: Topology) -> RoleLayout:
-    """What a plan depends on."""
-    return RoleLayout(dp_size=topology.dp.size, constraints=topology.plan_constraints)
 
 
 def plan_step(
     samples: SequenceBatch,
     config: BatchingConfig,
     *,
-    topologies: Mapping[str, RoleLayout],
+    layouts: Mapping[str, RoleLayout],
     seed: int,
 ) -> StepPlan:
-    """The step's plan: a pure function of lengths, groups, layouts and the seed.
+    """Plan all updates of a step.
 
     Args:
-        samples: the step's; their loss mask must be final.
-        config: numbers of passes and mini-batches, cap of a micro-batch.
-        topologies: layout by role.
-        seed: a step's own; every pass deals the groups anew.
+        samples: Samples of the step. Their loss mask must be final, because it determines the
+            denominators.
+        config: Number of passes and mini-batches, and the token limit of a micro-batch.
+        layouts: Layout by role. Roles with equal layouts get the same plan object.
+        seed: Seed of the step; each pass distributes the groups differently.
 
     Raises:
-        PlanError: a sample is longer than the cap; names the keys.
+        PlanError: If a sample exceeds the token limit; names the configuration keys.
     """
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     mini_batches = [
-        _plan_members(
+        _plan_mini_batch(
             samples,
-            members,
+            indices,
             max_tokens=config.max_tokens,
-            topologies=topologies,
-            seed=draw.getrandbits(63),
+            layouts=layouts,
+            seed=rng.getrandbits(63),
         )
         for _ in range(config.num_passes)
-        for members in _split(samples, config, seed=draw.getrandbits(63))
+        for indices in _split_samples(samples, config, seed=rng.getrandbits(63))
     ]
     return StepPlan(mini_batches=tuple(mini_batches), num_passes=config.num_passes)
 
 
-def plan_forward(plan: StepPlan) -> tuple[MiniBatch, ...]:
-    """The passes for old log-probs, reference and values: the mini-batches of the first pass, with their very split.
-
-    The same micro-batches give the same kernels the same numbers, so the ratio of the first update is exactly 1.
-    """
-    return plan.first_pass
-
-
-def _split(samples: SequenceBatch, config: BatchingConfig, *, seed: int) -> list[list[int]]:
-    """Members of each mini-batch of one pass.
-
-    A step whose rewards failed for whole groups may hold fewer groups than mini-batches: it makes that many fewer updates, and a run goes
-    on; ``batch/updates`` shows it.
-    """
+def _split_samples(samples: SequenceBatch, config: BatchingConfig, *, seed: int) -> list[list[int]]:
+    """Return the indices of each mini-batch of one pass."""
     groups, atoms = samples.group_ids.tolist(), samples.atom_ids.tolist()
     if config.num_mini_batches == 1:
         return [list(range(samples.num_sequences))]
+    # If the rewards of some groups failed, there may be fewer groups than mini-batches. The step
+    # then makes fewer updates instead of ending the run; `batch/updates` reports it.
     count = min(config.num_mini_batches, len(set(groups)))
     return split_mini_batches(groups, num_mini_batches=count, seed=seed, atom_ids=atoms)
 
 
-def _plan_members(
+def _plan_mini_batch(
     samples: SequenceBatch,
-    members: list[int],
+    indices: list[int],
     *,
     max_tokens: int,
-    topologies: Mapping[str, RoleLayout],
+    layouts: Mapping[str, RoleLayout],
     seed: int,
 ) -> MiniBatch:
-    chosen = samples.select(members)
-    lengths, atoms = chosen.lengths.tolist(), chosen.atom_ids.tolist()
-    by_layout = {
+    selected = samples.select(indices)
+    lengths, atoms = selected.lengths.tolist(), selected.atom_ids.tolist()
+    plan_by_layout = {
         layout: plan_mini_batch(
             lengths,
             dp_size=layout.dp_size,
@@ -131,11 +160,174 @@ def _plan_members(
             atom_ids=atoms,
             constraints=layout.constraints,
         )
-        for layout in set(topologies.values())
+        for layout in set(layouts.values())
     }
     return MiniBatch(
-        indices=tuple(members),
-        denominators=count_denominators(chosen),
-        plans={role: by_layout[layout] for role, layout in topologies.items()},
+        indices=tuple(indices),
+        denominators=count_denominators(selected),
+        plans={role: plan_by_layout[layout] for role, layout in layouts.items()},
         seed=seed,
     )
+
+
+def find_zero_advantage_samples(samples: SequenceBatch) -> Tensor:
+    """Return a [B] bool mask of samples whose advantages are all zero.
+
+    These are the samples of groups in which all completions have the same reward.
+    """
+    return sequence_sum((samples.columns["advantages"] != 0).float(), samples) == 0
+
+
+def drop_zero_advantage_samples(
+    plan: StepPlan, samples: SequenceBatch, *, role: str, layout: RoleLayout, max_tokens: int
+) -> StepPlan:
+    """Return the plan without zero-advantage samples in the micro-batches of one role.
+
+    The denominators still count these samples, so the gradient does not change. That holds only if
+    every term of the objective has the advantage as a factor, and if no earlier forward pass used
+    the same micro-batches.
+    """
+    is_zero = find_zero_advantage_samples(samples)
+    lengths: list[int] = samples.lengths.tolist()
+    atoms: list[int] = samples.atom_ids.tolist()
+
+    def plan_without(mini_batch: MiniBatch) -> MiniBatch:
+        # A mini-batch with only zero-advantage samples keeps its first one: the update must still
+        # happen, because it decays the optimizer's moments and advances the schedule.
+        is_kept = ~is_zero[torch.tensor(mini_batch.indices)]
+        positions = torch.nonzero(is_kept)[:, 0].tolist() or [0]
+        kept = [mini_batch.indices[i] for i in positions]
+        smaller = plan_mini_batch(
+            [lengths[i] for i in kept],
+            dp_size=layout.dp_size,
+            max_tokens=max_tokens,
+            atom_ids=[atoms[i] for i in kept],
+            constraints=layout.constraints,
+        )
+        role_plan = _map_indices(smaller, positions)
+        return replace(mini_batch, plans={**mini_batch.plans, role: role_plan})
+
+    return replace(
+        plan, mini_batches=tuple(plan_without(mini_batch) for mini_batch in plan.mini_batches)
+    )
+
+
+def _map_indices(plan: MiniBatchPlan, positions: list[int]) -> MiniBatchPlan:
+    """Translate the indices of a plan over selected samples back to those of the mini-batch."""
+    ranks = [
+        RankPlan(
+            micro_batches=tuple(tuple(positions[i] for i in micro) for micro in rank.micro_batches)
+        )
+        for rank in plan.ranks
+    ]
+    return MiniBatchPlan(ranks=tuple(ranks))
+
+
+def pack_mini_batch(
+    samples: SequenceBatch, mini_batch: MiniBatch, role: str, *, objective: Objective | None = None
+) -> list[PackedBatch]:
+    """Return the packed batch of each data-parallel rank of a role.
+
+    With an objective, this calls ``Objective.prepare`` once for the full mini-batch and sends the
+    workers only the columns that the objective reads. Without an objective (a forward pass), the
+    workers get no columns.
+
+    Args:
+        samples: Samples of the step, with every column that the objective reads.
+        mini_batch: A mini-batch of the plan of the step.
+        role: Role whose plan is used.
+        objective: Objective that the role trains with.
+
+    Raises:
+        BatchError: If a column that the objective reads is missing.
+    """
+    selected = samples.select(mini_batch.indices)
+    # On the driver and before the split over ranks, so that `prepare` can compute statistics over
+    # the mini-batch that no single rank could.
+    prepared = {} if objective is None else dict(objective.prepare(selected, seed=mini_batch.seed))
+    required = frozenset[str]() if objective is None else objective.columns
+    if objective is not None and Query.LOGPROB_AT in objective.needs:
+        required |= {LOGPROB_AT_IDS}
+    missing = (
+        required - selected.columns.keys() - selected.sequence_columns.keys() - prepared.keys()
+    )
+    if missing:
+        assert objective is not None
+        raise BatchError(
+            f"objective {objective.name!r} reads columns that the samples lack: "
+            f"{', '.join(sorted(missing))}."
+        )
+    columns = {name: column for name, column in selected.columns.items() if name in required}
+    trimmed = replace(
+        selected,
+        columns=columns | prepared,
+        sequence_columns={
+            name: column for name, column in selected.sequence_columns.items() if name in required
+        },
+    )
+    plan = mini_batch.plans[role]
+    return [
+        pack_rank(trimmed, plan=plan, rank=rank, denominators=mini_batch.denominators)
+        for rank in range(len(plan.ranks))
+    ]
+
+
+def measure_plan(plan: StepPlan, samples: SequenceBatch, *, role: str) -> dict[str, float]:
+    """Return the ``batch/*`` metrics of a step for one role.
+
+    Returns:
+        ``batch/tokens`` and ``batch/trained_tokens``: tokens of one pass. ``batch/updates``:
+        mini-batches of all passes. ``batch/micro_batches``: micro-batches of each rank in one
+        pass. ``batch/dummy_share``: fraction of micro-batches that contain only a dummy token.
+        ``batch/imbalance``: tokens of the fullest rank over those of the average rank, minus 1;
+        the maximum over mini-batches.
+    """
+    lengths: list[int] = samples.lengths.tolist()
+    plans = [mini_batch.plans[role] for mini_batch in plan.first_pass]
+    micro_batches = [micro for p in plans for rank in p.ranks for micro in rank.micro_batches]
+    return {
+        "batch/tokens": float(samples.num_tokens),
+        "batch/trained_tokens": float(samples.loss_mask.sum()),
+        "batch/updates": float(len(plan.mini_batches)),
+        "batch/micro_batches": float(sum(p.num_micro_batches for p in plans)),
+        "batch/dummy_share": sum(not micro for micro in micro_batches) / len(micro_batches),
+        "batch/imbalance": max(
+            _imbalance(mini_batch, role_plan, lengths)
+            for mini_batch, role_plan in zip(plan.first_pass, plans, strict=True)
+        ),
+    }
+
+
+def _imbalance(mini_batch: MiniBatch, plan: MiniBatchPlan, lengths: list[int]) -> float:
+    tokens = [
+        sum(lengths[mini_batch.indices[i]] for micro in rank.micro_batches for i in micro)
+        for rank in plan.ranks
+    ]
+    return max(tokens) * len(tokens) / sum(tokens) - 1.0
+
+
+def describe_plan(plan: StepPlan, samples: SequenceBatch) -> str:
+    """Return the sizes of a step as text; printed at the first step.
+
+    It lists the number of updates, the denominators of the first one, and a table of the ranks for
+    each distinct plan.
+    """
+    lengths: list[int] = samples.lengths.tolist()
+    first = plan.mini_batches[0]
+    first_lengths = [lengths[i] for i in first.indices]
+    counts = first.denominators
+    passes = f"{plan.num_passes} passes of {len(plan.first_pass)} mini-batches"
+    sizes = f"{samples.num_sequences} samples of {samples.num_tokens} tokens"
+    trained = f"{counts.tokens} trained tokens of {sum(first_lengths)}"
+    lines = [
+        f"{sizes}; {len(plan.mini_batches)} updates ({passes})",
+        f"first update: {trained}, {counts.sequences} sequences, {counts.groups} groups",
+    ]
+    # Roles with equal layouts have the same plan object: see `plan_step`.
+    roles_by_plan: dict[int, list[str]] = {}
+    for role, role_plan in first.plans.items():
+        roles_by_plan.setdefault(id(role_plan), []).append(role)
+    for roles in roles_by_plan.values():
+        table = describe_mini_batch(first.plans[roles[0]], first_lengths)
+        lines += [f"{', '.join(roles)}:", table]
+    return "\n".join(lines)

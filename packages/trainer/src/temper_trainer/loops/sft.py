@@ -13,9 +13,8 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.objective import Objective, Query
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.algorithms.objectives import sft_objective
-from temper_trainer.batching.packing import pack
 from temper_trainer.batching.samples import demonstrations_to_samples, pairs_to_samples
-from temper_trainer.batching.step_plan import layout_of, plan_step
+from temper_trainer.batching.step_plan import RoleLayout, pack_mini_batch, plan_step
 from temper_trainer.checkpoint.background import Saves
 from temper_trainer.checkpoint.huggingface import write_model_directory
 from temper_trainer.checkpoint.state import TrainerState
@@ -225,8 +224,8 @@ def _sft_update(
     samples = samples_of(examples)
     batching = BatchingConfig(prompts_per_step=len(examples), max_tokens=config.batching.max_tokens)
     seed = derive_seed(config.run.seed, stage.phase, step)
-    layouts = {name: layout_of(group.topology) for name, group in groups.items()}
-    plan = plan_step(samples, batching, topologies=layouts, seed=seed)
+    layouts = {name: RoleLayout.from_topology(group.topology) for name, group in groups.items()}
+    plan = plan_step(samples, batching, layouts=layouts, seed=seed)
     if stage.reference != "none":
         role = "ref" if stage.reference == "ref" else "actor"
         found = forward_pass(
@@ -240,7 +239,8 @@ def _sft_update(
         samples = samples.with_columns({"ref_logprobs": found})
     (mini_batch,) = plan.mini_batches
     result = groups["actor"].update(
-        pack(samples, mini_batch, "actor", objective=stage.objective), is_last_of_step=True
+        pack_mini_batch(samples, mini_batch, "actor", objective=stage.objective),
+        is_last_of_step=True,
     )
     seconds = time.perf_counter() - begin
     return {

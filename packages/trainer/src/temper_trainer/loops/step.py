@@ -23,15 +23,14 @@ from temper_trainer.algorithms.reweight import drawn_again
 from temper_trainer.algorithms.surrogate import CORRECTION_WEIGHTS
 from temper_trainer.algorithms.turns import discounted_by_turn
 from temper_trainer.algorithms.value_loss import ValueObjective, explained_variance
-from temper_trainer.batching.idle import without_idle
-from temper_trainer.batching.packing import pack
-from temper_trainer.batching.report import describe, plan_metrics
 from temper_trainer.batching.samples import TURNS_AFTER, to_samples
 from temper_trainer.batching.step_plan import (
     RoleLayout,
     StepPlan,
-    layout_of,
-    plan_forward,
+    describe_plan,
+    drop_zero_advantage_samples,
+    measure_plan,
+    pack_mini_batch,
     plan_step,
 )
 from temper_trainer.config.run import TrainerConfig
@@ -117,15 +116,15 @@ def train_on(
     """Every update that a step's rollouts give; its metrics, and the controllers of the next step."""
     config = rooms.config
     samples = to_samples(rollouts, temperature=config.sampling.temperature)
-    layouts = {name: layout_of(role.topology) for name, role in rooms.roles.items()}
+    layouts = {name: RoleLayout.from_topology(role.topology) for name, role in rooms.roles.items()}
     plan = plan_step(
         samples,
         config.batching,
-        topologies=layouts,
+        layouts=layouts,
         seed=derive_seed(config.run.seed, "mini-batches", step),
     )
     if step == 1:
-        rooms.log.print_line(describe(plan, samples))
+        rooms.log.print_line(describe_plan(plan, samples))
     with clock.phase("annotate"):
         samples = annotate(rooms, samples, plan)
     samples, teacher_metrics = ask_teachers(rooms, samples, rollouts=rollouts, clock=clock)
@@ -138,7 +137,7 @@ def train_on(
         )
         advantage_metrics = advantage_metrics | drawn
     if can_skip_idle(config):
-        plan = without_idle(
+        plan = drop_zero_advantage_samples(
             plan,
             samples,
             role="actor",
@@ -153,7 +152,7 @@ def train_on(
         controllers = replace(
             controllers, entropy=controllers.entropy.updated(entropy=merged["policy/entropy"])
         )
-    return plan_metrics(
+    return measure_plan(
         plan, samples, role="actor"
     ) | advantage_metrics | teacher_metrics | merged, controllers
 
@@ -178,7 +177,7 @@ def _draw_again(
     own = torch.arange(len(places))
     drawn = replace(samples.select(places), sample_ids=own, atom_ids=own)
     plan = plan_step(
-        drawn, config.batching, topologies=layouts, seed=derive_seed(seed, "mini-batches", step)
+        drawn, config.batching, layouts=layouts, seed=derive_seed(seed, "mini-batches", step)
     )
     return drawn, plan, {"reweight/distinct_share": len(places.unique()) / len(places)}
 
@@ -255,9 +254,9 @@ def forward_pass(
 ) -> Tensor:
     """[T] answers of one role, or of the base of its adapter, over the mini-batches of the first pass."""
     parts = []
-    for mini_batch in plan_forward(plan):
+    for mini_batch in plan.first_pass:
         ids = samples.sample_ids[torch.tensor(mini_batch.indices)]
-        share = pack(samples, mini_batch, role)
+        share = pack_mini_batch(samples, mini_batch, role)
         parts.append(
             group.forward(share, outputs=[query], sample_ids=ids, without_adapter=without_adapter)
         )
@@ -397,7 +396,8 @@ def update_roles(
         for i, mini_batch in enumerate(_counted(plan.mini_batches, name=f"{role} mini-batches")):
             is_last = i == len(plan.mini_batches) - 1
             result = rooms.roles[role].update(
-                pack(samples, mini_batch, role, objective=objective), is_last_of_step=is_last
+                pack_mini_batch(samples, mini_batch, role, objective=objective),
+                is_last_of_step=is_last,
             )
             if i == 0 and "policy/ratio_error_max" in result.metrics:
                 found["policy/first_ratio_error_max"] = result.metrics[
