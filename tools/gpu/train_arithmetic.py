@@ -1,0 +1,170 @@
+"""Train a 0.4B model on generated word problems with `temper-train`, on one GPU without downloads.
+
+    python -m tools.gpu.train_arithmetic --out FOLDER [--runs NAME,...] [--budget-s N] [--rehearse]
+
+Every run is `temper-train experiment=quickstart` in a process of its own with the layers of
+Qwen2.5-0.5B and a vocabulary of words: a warm start on demonstrations of which half are wrong,
+then reinforcement learning (or distillation from the model of the first run) in bf16 with the
+`hf` sampler. Rows of results are appended to FOLDER/rows.jsonl, the metrics of every step to
+FOLDER/NAME.jsonl. Runs that are `ok` in FOLDER/rows.jsonl are skipped, so the same command
+continues an interrupted measurement. `--rehearse` runs a tiny model on a CPU.
+
+Needs the trainer, both engines and their dependencies; Ray and vLLM are not needed.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.gpu.workload import Rows
+
+SHAPE = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+}
+"""Layers of Qwen/Qwen2.5-0.5B."""
+TEACHER = "grpo"
+"""The run whose saved model teaches in `distillation`."""
+RUNS: dict[str, tuple[str, ...]] = {
+    "grpo": (),
+    "ppo": ("algorithm=ppo", "algorithm.group_size=4", "critic.engine.optimizer.lr=3e-5"),
+    "grpo-megatron": ("model_engine=megatron",),
+    "grpo-lora": (
+        "actor.engine.lora.rank=32",
+        "actor.engine.lora.alpha=64",
+        "actor.engine.optimizer.lr=5e-4",
+    ),
+    "grpo-one-step-off": ("loop=one_step_off",),
+    "distillation": ("algorithm=distill", "algorithm.group_size=4"),
+}
+"""Overrides by run, in the order of their importance."""
+TIMES = ("time/step_s", "time/rollout_s", "time/update_s", "time/weight_sync_s")
+SHORTEST_S = 75.0
+"""No run is started with less time left."""
+
+
+def list_overrides(name: str, *, out: Path, rehearse: bool) -> list[str]:
+    """Return the overrides of one run."""
+    architecture = "actor.engine.model.architecture"
+    sizes = [f"{architecture}.{key}={value}" for key, value in SHAPE.items()]
+    size = [
+        *sizes,
+        "actor.engine.device=cuda",
+        "actor.engine.precision.compute=bf16",
+        "actor.engine.optimizer.lr=1e-5",
+        "rollout.dtype=bf16",
+        "warm_start.total_steps=150",
+        "warm_start.batch_size=128",
+        "warm_start.optimizer.lr=2e-4",
+        "run.total_steps=60",
+        "run.eval_every=20",
+        "run.num_threads=8",
+    ]
+    tiny = [
+        "warm_start.total_steps=3",
+        "run.total_steps=2",
+        "run.eval_every=1",
+        "data.eval.max_rows=16",
+    ]
+    teacher = (
+        [f"teachers.first.engine.model.path={out / TEACHER / 'huggingface'}"]
+        if name == "distillation"
+        else []
+    )
+    return [
+        "experiment=quickstart",
+        *(tiny if rehearse else size),
+        f"run.dir={out / name}",
+        "run.save_every=1000",
+        *teacher,
+        *RUNS[name],
+    ]
+
+
+def run(rows: Rows, name: str, *, out: Path, limit_s: float, rehearse: bool) -> None:
+    """Run one training and write its row; a failed run leaves the end of its log in the row."""
+    command = [sys.executable, "-m", "temper_trainer"]
+    command += list_overrides(name, out=out, rehearse=rehearse)
+    start = time.perf_counter()
+    log = out / f"{name}.txt"
+    with log.open("w") as output:
+        try:
+            code: int | str = subprocess.run(
+                command, stdout=output, stderr=subprocess.STDOUT, timeout=limit_s, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = f"stopped after {limit_s:.0f} s"
+    row: dict[str, object] = {
+        "job": name,
+        "ok": code == 0,
+        "exit": code,
+        "wall_s": round(time.perf_counter() - start, 1),
+    }
+    metrics = out / name / "metrics.jsonl"
+    if metrics.exists():
+        shutil.copy(metrics, out / f"{name}.jsonl")
+        row |= summarize(metrics)
+    if code != 0:
+        row["log"] = log.read_text(errors="replace").splitlines()[-25:]
+    rows.add(row)
+
+
+def summarize(metrics: Path) -> dict[str, object]:
+    """Return median times, and rewards and held-out accuracy over the steps of a run."""
+    steps = [json.loads(line) for line in metrics.read_text().splitlines() if line]
+    main = [step for step in steps if step.get("phase") not in ("warm_start", "eval")]
+    row: dict[str, object] = {"steps": len(main)}
+    for key in TIMES:
+        # The first step compiles and allocates.
+        values = [step[key] for step in main[1:] if key in step]
+        if values:
+            row[key] = round(statistics.median(values), 3)
+    for key in sorted({key for step in steps for key in step}):
+        if key.startswith("eval") or key == "reward/mean":
+            row[key] = [round(step[key], 4) for step in steps if key in step]
+    return row
+
+
+def find_finished(out: Path) -> set[str]:
+    """Return the names of runs that ended well in an earlier call."""
+    path = out / "rows.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {row["job"] for row in map(json.loads, lines) if row.get("ok")}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run what is left of the chosen runs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--runs", default=",".join(RUNS))
+    parser.add_argument("--budget-s", type=float, default=560.0)
+    parser.add_argument("--rehearse", action="store_true")
+    chosen = parser.parse_args(arguments)
+    out = chosen.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    deadline = time.monotonic() + chosen.budget_s
+    finished = find_finished(out)
+    rows = Rows(path=out / "rows.jsonl")
+    for name in chosen.runs.split(","):
+        left = deadline - time.monotonic()
+        if name in finished:
+            continue
+        if left < SHORTEST_S and not chosen.rehearse:
+            print(f"{name}: left out, {left:.0f} s are left")
+            continue
+        run(rows, name, out=out, limit_s=left, rehearse=chosen.rehearse)
+
+
+if __name__ == "__main__":
+    main()
