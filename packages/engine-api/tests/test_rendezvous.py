@@ -170,6 +170,25 @@ def test_a_stranger_that_says_nothing_keeps_nobody_waiting_and_is_hung_up_on(
             pass  # the challenge, then the end
 
 
+def test_a_stranger_that_sends_a_byte_now_and_then_is_hung_up_on_when_its_time_is_over(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 1)
+    begin = time.monotonic()
+    with socket.create_connection((server.address, server.port), timeout=0.4) as slow:
+        slow.recv(1024)  # the challenge
+        for byte in b"\0\0\0\xff" + bytes(12):  # the length of an answer, and its first bytes
+            slow.send(bytes([byte]))
+            try:
+                is_hung_up_on = not slow.recv(1024)
+            except TimeoutError:
+                continue
+            break
+    assert is_hung_up_on
+    assert time.monotonic() - begin < 5
+    client_of(server).set("a", "b")
+
+
 def test_strangers_that_use_up_the_open_files_do_not_end_the_store(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

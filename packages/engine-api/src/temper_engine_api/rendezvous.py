@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 TOKEN_VARIABLE = "TEMPER_STORE_TOKEN"
 """Set next to MASTER_ADDR and MASTER_PORT where a `StoreServer` listens there."""
 HANDSHAKE_S = 10.0
-"""How long a client may take to prove that it knows the token."""
+"""Seconds that a client has in total to prove that it knows the token."""
 MAX_HANDSHAKES = 128
 """Clients that may be proving that they know the token at once; more wait in the listener's queue,
 so that strangers use up neither the threads nor the open files of the process."""
@@ -202,7 +202,7 @@ class TokenStore(Store):
             raise EngineStateError(
                 f"{where} has another token: is the port that of another run?"
             ) from error
-        except BlockingIOError as error:  # what a receive that timed out is called
+        except TimeoutError as error:
             raise EngineStateError(
                 f"{where} did not answer within {timeout.total_seconds():.0f} s: its process hangs, "
                 "or others keep it busy. Isolate the network of the run."
@@ -389,27 +389,56 @@ def _authenticated(
     """
     with client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s))
-        connection = Connection(os.dup(client.fileno()))
+        handshake = _Handshake(client, deadline=time.monotonic() + timeout_s)
         try:
             first, second = deliver_challenge, answer_challenge
             if not is_server:
                 first, second = second, first
-            first(connection, key)
-            second(connection, key)
+            # Both use only the two methods that a _Handshake has.
+            first(handshake, key)  # type: ignore[arg-type]
+            second(handshake, key)  # type: ignore[arg-type]
         except AssertionError as error:  # Python 3.11 asserts that a challenge is one
-            connection.close()
             raise AuthenticationError(str(error)) from error
-        except BaseException:
-            connection.close()
-            raise
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(0))
-    return connection
+        client.settimeout(None)
+        return Connection(os.dup(client.fileno()))
 
 
-def _timeval(seconds: float) -> bytes:
-    # 0 would be no limit at all.
-    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+class _Handshake:
+    """Exchange length-prefixed messages over a socket until one deadline.
+
+    A receive timeout of the socket would start again with each byte, so that a stranger who sends
+    one now and then could keep a place among MAX_HANDSHAKES for hours.
+    """
+
+    def __init__(self, client: socket.socket, *, deadline: float) -> None:
+        self._client = client
+        self._deadline = deadline
+
+    def send_bytes(self, data: bytes) -> None:
+        self._limit_next_call()
+        self._client.sendall(struct.pack("!I", len(data)) + data)
+
+    def recv_bytes(self, max_length: int) -> bytes:
+        (length,) = struct.unpack("!I", self._read(4))
+        if length > max_length:
+            raise OSError(f"a message of {length} bytes, expected at most {max_length}")
+        return self._read(length)
+
+    def _read(self, num_bytes: int) -> bytes:
+        data = b""
+        while len(data) < num_bytes:
+            self._limit_next_call()
+            received = self._client.recv(num_bytes - len(data))
+            if not received:
+                raise EOFError
+            data += received
+        return data
+
+    def _limit_next_call(self) -> None:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the handshake took too long")
+        self._client.settimeout(left_s)
 
 
 def _pack(*parts: bytes) -> bytes:
