@@ -2,6 +2,8 @@
 
 import logging
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -113,6 +115,42 @@ def test_without_a_sandbox_processes_of_the_group_end_with_the_program() -> None
     while (is_there := Path(f"/proc/{pid}").exists()) and time.monotonic() < deadline:
         time.sleep(0.01)  # killed, but init may not have taken notice yet
     assert not is_there
+
+
+DRIVER = """
+import sys
+from temper_trainer.environment.sandbox import NoSandbox
+NoSandbox().run(sys.stdin.read(), timeout_s=600.0, memory_mib=256)
+"""
+
+
+def test_without_a_sandbox_a_sleeping_program_and_its_processes_end_with_a_killed_driver(
+    tmp_path: Path,
+) -> None:
+    told = tmp_path / "pids"
+    code = f"""
+import os, subprocess, time
+child = subprocess.Popen(["sleep", "1000"])
+with open({str(told)!r} + ".partial", "w") as file:
+    print(os.getpid(), child.pid, file=file)
+os.rename({str(told)!r} + ".partial", {str(told)!r})
+time.sleep(1000)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, text=True
+    ) as driver:
+        assert driver.stdin is not None
+        driver.stdin.write(code)
+        driver.stdin.close()
+        while not told.exists():
+            assert driver.poll() is None
+            time.sleep(0.05)
+        driver.kill()
+    left = [Path(f"/proc/{pid}") for pid in told.read_text().split()]
+    deadline = time.monotonic() + 10
+    while any(path.exists() for path in left) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [path for path in left if path.exists()] == []
 
 
 def test_without_a_sandbox_the_folder_of_a_program_names_its_owner_and_is_removed(

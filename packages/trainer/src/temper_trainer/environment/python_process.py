@@ -5,8 +5,8 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,9 @@ code = sys.stdin.buffer.read().decode()
 exec(compile(code, "<tool>", "exec"), {"__name__": "__main__"})
 """
 """Lowers the limits NAME=VALUE in its arguments, then runs the program that it reads from stdin."""
+
+_WATCHER = 'read -r _; kill -s KILL -- "-$0"'
+"""Shell program that kills a process group when nobody holds the other end of its input any more."""
 
 _POLL_S = 0.02
 """Longest pause between two looks at a process that is silent."""
@@ -95,6 +98,7 @@ def run_process(
     environment: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
     on_poll: Callable[[], str | None] = lambda: None,
+    has_watcher: bool = False,
 ) -> FinishedProcess:
     """Run a command in a new session and kill what is left of its process group when it ends.
 
@@ -106,6 +110,8 @@ def run_process(
         environment: Its whole environment; empty by default, nothing is inherited.
         pass_fds: File descriptors that it inherits.
         on_poll: Called every few milliseconds; a reason that it returns kills the process.
+        has_watcher: Start a second process that kills the group if this one is killed. Only for a
+            command that does nothing before it has read all of its standard input.
     """
     deadline = time.monotonic() + timeout_s
     process = subprocess.Popen(
@@ -118,7 +124,8 @@ def run_process(
         pass_fds=pass_fds,
         start_new_session=True,
     )
-    with process, closing(_Pipes(process, stdin)) as pipes:
+    watched = _watched(process.pid) if has_watcher else nullcontext()
+    with process, closing(_Pipes(process, stdin)) as pipes, watched:
         killed_for, is_timeout = None, False
         try:
             while process.poll() is None and killed_for is None:
@@ -208,6 +215,27 @@ class _Pipes:
         if not self._input:
             self._selector.unregister(self._stdin.fileno())
             self._stdin.close()
+
+
+@contextmanager
+def _watched(leader: int) -> Iterator[None]:
+    """Kill a process group if this process dies in the body, even by SIGKILL.
+
+    The kernel's own means, PR_SET_PDEATHSIG, would end the leader alone and exists on Linux only.
+    """
+    # In a session of its own, so that Ctrl-C in the terminal does not end it before this process.
+    watcher = subprocess.Popen(
+        ["/bin/sh", "-c", _WATCHER, str(leader)],
+        stdin=subprocess.PIPE,
+        env={},
+        start_new_session=True,
+    )
+    with watcher:
+        try:
+            yield
+        finally:
+            # Before its input is closed: the leader's number may be another process's by then.
+            watcher.kill()
 
 
 def _kill_group(leader: int) -> None:

@@ -58,6 +58,7 @@ class NoSandbox:
                 timeout_s=timeout_s,
                 folder=folder,
                 environment={"HOME": str(folder), "PATH": "/usr/bin:/bin"},
+                has_watcher=True,
             )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
