@@ -18,7 +18,8 @@ from temper_engine_api.checkpoint import (
     set_aside,
     verify,
 )
-from temper_engine_api.checkpoint.layout import partial_directory
+from temper_engine_api.checkpoint.layout import partial_directory, remove_step
+from temper_engine_api.checkpoint.manifest import read_manifest
 from temper_engine_api.errors import ConfigError, IncompleteCheckpointError
 
 SaveStep = Callable[..., Path]
@@ -113,6 +114,95 @@ def test_pruning_deletes_only_what_the_same_run_wrote(save_step: SaveStep, tmp_p
     assert set(leftovers(tmp_path)) == {left[None], left["other"]}
 
 
+def write_half_a_step(root: Path, step: int) -> Path:
+    """Leave what a save that is killed leaves."""
+    staging = begin(root, step, run_id="ours").staging
+    (staging / "engine").mkdir()
+    (staging / "engine" / "0.bin").write_text("half")
+    return staging
+
+
+def test_files_of_a_killed_save_are_deleted_once_its_run_has_listed_them(
+    save_step: SaveStep, tmp_path: Path
+) -> None:
+    save_step(1, run_id="ours")
+    left = write_half_a_step(tmp_path, 2)
+    prune(tmp_path, max_to_keep=1, run_id="ours")
+    assert (left / "engine" / "0.bin").is_file()
+    renamed = set_aside(left, "incomplete")
+    prune(tmp_path, max_to_keep=1, run_id="ours")
+    assert not renamed.exists()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "engine/notes.txt", "engine/0.bin", "folder/link"])
+def test_pruning_keeps_a_killed_save_to_which_a_file_was_added(
+    save_step: SaveStep, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_step(1, run_id="ours")
+    renamed = set_aside(write_half_a_step(tmp_path, 2), "incomplete")
+    added = renamed / name
+    if name == "folder/link":
+        added.parent.mkdir()
+        added.symlink_to(tmp_path)  # a link to a directory is a file of somebody else, too
+    else:
+        added.write_text("mine, not the run's")
+    prune(tmp_path, max_to_keep=1, run_id="ours")
+    assert added.exists()
+    assert (renamed / "engine" / "0.bin").is_file()
+    assert f"{renamed} is kept: {name} is not known to be a file of this run" in caplog.text
+
+
+def test_a_step_of_which_half_was_deleted_is_deleted_later_unless_a_file_was_added(
+    save_step: SaveStep, tmp_path: Path
+) -> None:
+    save_step(3, run_id="ours")
+    halves = []
+    for step in (1, 2):
+        (save_step(step, run_id="ours") / ".temper-partial").write_text("ours")
+        halves.append(tmp_path / f".step_0000000{step}.abc.partial")
+        (tmp_path / f"step_0000000{step}").rename(halves[-1])
+        (halves[-1] / "engine" / "shards" / "0.bin").unlink()
+    (halves[0] / "trainer" / "notes.txt").write_text("mine")
+    prune(tmp_path, max_to_keep=1, run_id="ours")
+    assert [half.exists() for half in halves] == [True, False]
+    assert (halves[0] / "trainer" / "notes.txt").is_file()
+
+
+@pytest.mark.parametrize("num_deleted", range(5))
+def test_a_deletion_that_is_killed_at_any_file_is_finished_by_the_next_one(
+    save_step: SaveStep, tmp_path: Path, num_deleted: int
+) -> None:
+    for step in (1, 2):
+        save_step(step, run_id="ours")
+    ended = subprocess.run(
+        [sys.executable, "-c", DIES_WHILE_PRUNING, str(tmp_path), str(num_deleted)], check=False
+    )
+    assert ended.returncode == 9
+    assert leftovers(tmp_path) != []
+    prune(tmp_path, max_to_keep=1, run_id="ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
+
+
+DIES_WHILE_PRUNING = """
+import os, sys
+from pathlib import Path
+from temper_engine_api.checkpoint import prune
+left = int(sys.argv[2])
+def dying(remove):
+    def counting(path, *arguments, **keywords):
+        global left
+        if left == 0:
+            os._exit(9)
+        left -= 1
+        return remove(path, *arguments, **keywords)
+    return counting
+for name in ("unlink", "rmdir"):
+    setattr(os, name, dying(getattr(os, name)))
+    setattr(Path, name, dying(getattr(Path, name)))
+prune(sys.argv[1], max_to_keep=1, run_id="ours")
+"""
+
+
 def test_permanent_steps_are_kept_beyond_the_newest(save_step: SaveStep, tmp_path: Path) -> None:
     for step in range(1, 8):
         save_step(step)
@@ -152,6 +242,16 @@ def test_a_step_that_another_process_reads_is_kept_until_it_is_done(
         verify(first)
         reader.communicate()
     assert prune(tmp_path, max_to_keep=1) == [1]
+
+
+def test_a_download_is_deleted_while_another_rank_still_holds_its_lock(
+    save_step: SaveStep, tmp_path: Path
+) -> None:
+    first = save_step(1)
+    with reading(first):
+        assert not remove_step(first, read_manifest(first))
+        assert remove_step(first, read_manifest(first), is_read=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_step_that_was_deleted_cannot_be_read(save_step: SaveStep, tmp_path: Path) -> None:

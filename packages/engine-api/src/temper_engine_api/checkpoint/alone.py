@@ -147,7 +147,7 @@ def load_alone(
     )
     with ExitStack() as undo:
         if delete_download and rank == 0:
-            undo.callback(lambda: remove_step(directory, read_manifest(directory)))
+            undo.callback(lambda: remove_step(directory, read_manifest(directory), is_read=True))
         _check_seen(directory / MANIFEST_NAME, gather)
         _together(_attempt(lambda: undo.enter_context(reading(directory))), gather)
         share = (rank, engine.topology.world_size)

@@ -11,12 +11,12 @@ Nothing is remembered: every answer is computed from the disk.
 
 import errno
 import fcntl
+import json
 import logging
 import os
 import re
 import secrets
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Literal
@@ -35,9 +35,13 @@ logger = logging.getLogger(__name__)
 MARKER_NAME = ".temper-partial"
 """File in every directory that is not committed yet. It holds the id of the run that writes it, so
 that only this run deletes it."""
+INVENTORY_NAME = ".temper-files"
+"""File in what a killed save left, with the size and time of each file that was there when its run
+renamed it. Files that are added or changed later are not the run's."""
 STEP_NAME = re.compile(r"step_(\d{8,})")
 """Name of a committed step directory."""
 _PARTIAL = re.compile(r"\.(step_\d{8,})\.[0-9a-f]+\.partial")
+_CONTROL_FILES = frozenset({MARKER_NAME, INVENTORY_NAME, MANIFEST_NAME})
 _INCOMPLETE = re.compile(r"step_\d{8,}\.incomplete-\d+")
 
 
@@ -83,6 +87,8 @@ def set_aside(path: Path, reason: Literal["damaged", "incomplete", "superseded"]
         The new path, ``step_NNNNNNNN.<reason>-<number>``; the number is the first that is free.
     """
     match = _PARTIAL.fullmatch(path.name)
+    if match:
+        _write_inventory(path)
     stem, number = match[1] if match else path.name, 1
     while os.path.lexists(goal := path.with_name(f"{stem}.{reason}-{number}")):
         number += 1
@@ -140,7 +146,8 @@ def prune(
 
     Kept are the newest ``max_to_keep`` steps that pass ``check``, permanent steps, steps that are
     being read, steps of other runs, damaged steps, and directories that hold a file which their
-    manifest does not name.
+    manifest does not name. What a killed save left has no manifest: it is deleted if it holds only
+    files that were there when `set_aside` renamed it.
 
     Args:
         root: folder of step directories. No save may be running in it.
@@ -162,9 +169,8 @@ def prune(
         )
     for left in [*leftovers(root), *_set_aside_partials(root)]:
         if _owner_of(left) == (run_id or ""):
-            logger.info("deleting %s, which was never committed", left)
-            shutil.rmtree(left)
-    manifests = {step: _readable(root, step) for step in complete_steps(root)}
+            _delete_uncommitted(left)
+    manifests = {step: _readable(step_directory(root, step)) for step in complete_steps(root)}
     own = {s: m for s, m in manifests.items() if m is not None and m.info.run_id == run_id}
     if len(own) <= max_to_keep:
         return []
@@ -172,17 +178,37 @@ def prune(
     for step, manifest in sorted(own.items(), reverse=True):
         if num_kept < max_to_keep:
             num_kept += _passes(check or _check_sizes, step_directory(root, step))
-        elif not (keep_every and step % keep_every == 0) and _remove(root, step, manifest):
+        elif not (keep_every and step % keep_every == 0) and remove_step(
+            step_directory(root, step), manifest
+        ):
             deleted.append(step)
     return sorted(deleted)
 
 
-def remove_step(directory: Path, manifest: Manifest) -> None:
-    """Remove a step directory: out of sight in one move, then file by file, so that a crash never leaves half a step."""
-    (directory / MARKER_NAME).write_text(manifest.info.run_id or "")
-    hidden = partial_directory(directory.parent, manifest.step)
-    os.rename(directory, hidden)
-    shutil.rmtree(hidden)
+def remove_step(directory: Path, manifest: Manifest, *, is_read: bool = False) -> bool:
+    """Delete a step unless it is being read or holds other files; return whether it was deleted.
+
+    Args:
+        directory: The step.
+        manifest: What it holds.
+        is_read: Delete it also while it is being read: its readers are ranks that are done with it.
+    """
+    known = {record.path for record in manifest.files} | _CONTROL_FILES
+    if added := _files_below(directory).keys() - known:
+        logger.warning("%s is kept: %s is not ours to delete", directory, min(added))
+        return False
+    # Writable, because NFS gives an exclusive lock only to a file that is open for writing.
+    with open(directory / MANIFEST_NAME, "rb+") as file:
+        if not is_read and _lock(file, fcntl.LOCK_EX) is False:
+            logger.info("%s is kept for now: another process is reading it", directory)
+            return False
+        # Out of sight in one move, so that a crash never leaves half a step under its name.
+        (directory / MARKER_NAME).write_text(manifest.info.run_id or "")
+        hidden = partial_directory(directory.parent, manifest.step)
+        os.rename(directory, hidden)
+    # After the manifest is closed: NFS renames an open file that is deleted, and keeps its folder.
+    _delete_files(hidden, known)
+    return True
 
 
 @contextmanager
@@ -251,37 +277,80 @@ def _owner_of(partial_step: Path) -> str | None:
         return None
 
 
+def _delete_uncommitted(directory: Path) -> None:
+    """Delete what a killed save or deletion left, unless a file in it may be somebody else's."""
+    present, known = _files_below(directory), set(_CONTROL_FILES)
+    if MANIFEST_NAME in present:  # half of a deleted step, or of a save that was killed at its end
+        manifest = _readable(directory)
+        known |= set() if manifest is None else {record.path for record in manifest.files}
+    if INVENTORY_NAME in present:
+        listed = _read_inventory(directory)
+        known |= {path for path, state in listed.items() if present.get(path) == state}
+    if added := present.keys() - known:
+        logger.warning(
+            "%s is kept: %s is not known to be a file of this run", directory, min(added)
+        )
+        return
+    logger.info("deleting %s, which was never committed", directory)
+    _delete_files(directory, known)
+
+
+def _delete_files(directory: Path, files: Iterable[str]) -> None:
+    """Delete these files of a directory, and all directories that are empty then.
+
+    Nothing else is deleted, also if it appears meanwhile: then the last `rmdir` fails. The files
+    that say what may be deleted go last, so that `prune` finishes a deletion that was killed.
+    """
+    for name in sorted(set(files) - _CONTROL_FILES):
+        (directory / name).unlink(missing_ok=True)
+    for folder, _, _ in os.walk(directory, topdown=False):
+        if folder != str(directory):
+            os.rmdir(folder)
+    for name in (INVENTORY_NAME, MANIFEST_NAME, MARKER_NAME):
+        (directory / name).unlink(missing_ok=True)
+    directory.rmdir()
+
+
+def _files_below(directory: Path) -> dict[str, list[int]]:
+    """Return size and modification time of everything below a directory that is no directory."""
+    found = {}
+    for folder, folders, files in os.walk(directory):
+        links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
+        for path in (Path(folder, name) for name in (*files, *links)):
+            state = path.lstat()
+            found[path.relative_to(directory).as_posix()] = [state.st_size, state.st_mtime_ns]
+    return found
+
+
+def _write_inventory(partial: Path) -> None:
+    present = _files_below(partial)
+    try:
+        (partial / INVENTORY_NAME).write_text(json.dumps(present))
+    except OSError as error:  # a full disk must not stop the start that renames it
+        logger.warning("%s will not be deleted: its files cannot be listed (%s)", partial, error)
+        (partial / INVENTORY_NAME).unlink(missing_ok=True)
+
+
 def _set_aside_partials(root: str | Path) -> list[Path]:
     if not Path(root).is_dir():
         return []
     return sorted(path for path in Path(root).iterdir() if _INCOMPLETE.fullmatch(path.name))
 
 
-def _readable(root: str | Path, step: int) -> Manifest | None:
+def _read_inventory(partial: Path) -> Mapping[str, list[int]]:
     try:
-        return read_manifest(step_directory(root, step))
+        found: Mapping[str, list[int]] = json.loads((partial / INVENTORY_NAME).read_text())
+    except ValueError:  # killed while it was written
+        return {}
+    return found
+
+
+def _readable(directory: Path) -> Manifest | None:
+    try:
+        return read_manifest(directory)
     except CheckpointError as error:
-        logger.warning("step %d is left alone: %s", step, error)
+        logger.warning("%s is left alone: %s", directory, error)
         return None
-
-
-def _remove(root: str | Path, step: int, manifest: Manifest) -> bool:
-    """Delete a step unless it is being read or holds other files; return whether it was deleted."""
-    directory = step_directory(root, step)
-    ours = {record.path for record in manifest.files} | {MANIFEST_NAME, MARKER_NAME}
-    present = {
-        path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()
-    }
-    if present - ours:
-        logger.warning("%s is kept: %s is not ours to delete", directory, min(present - ours))
-        return False
-    # Writable, because NFS gives an exclusive lock only to a file that is open for writing.
-    with open(directory / MANIFEST_NAME, "rb+") as file:
-        if _lock(file, fcntl.LOCK_EX) is False:
-            logger.info("%s is kept for now: another process is reading it", directory)
-            return False
-        remove_step(directory, manifest)
-    return True
 
 
 def _folder(path: str | Path) -> Path:

@@ -227,7 +227,9 @@ class Checkpointer:
         # The run folder is locked, so no process is still writing them.
         for path in leftovers(self.root):
             if (path / MARKER_NAME).is_file():
-                self._set_aside(path, "incomplete", cause="its run died while saving it")
+                self._set_aside(
+                    path, "incomplete", cause="its run died while saving or deleting it"
+                )
 
     def _set_aside(
         self,
