@@ -179,7 +179,7 @@ def temper(
     """
     from temper_engine_api.batch import SequenceBatch, from_sequences
     from temper_engine_api.metrics import merge_metrics
-    from temper_engine_api.objective import Query
+    from temper_engine_api.objective import HeadOutput
     from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
     from temper_engine_fsdp.config import FSDPConfig
     from temper_engine_fsdp.engine import FSDPEngine
@@ -197,7 +197,7 @@ def temper(
     )
     engine.init_model()
     engine.set_loss_fn(PolicyObjective() if is_policy else SftObjective())
-    outputs = (Query.LOGPROB, Query.ENTROPY) if is_policy else ()
+    outputs = (HeadOutput.LOGPROB, HeadOutput.ENTROPY) if is_policy else ()
 
     def sequences(batch: Sequence[Example]) -> SequenceBatch:
         columns = {

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import CapabilityError, ConfigError
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model import packed_attention
@@ -132,9 +132,13 @@ def in_a_pack(model: PreTrainedModel, batch: SequenceBatch, *, spec: ModelSpec) 
             make_getter=make_constant_getter,
         ),
     )
-    query = frozenset({Query.LOGPROB})
+    head_output = frozenset({HeadOutput.LOGPROB})
     request = build_head_request(
-        batch, queries=query, with_gradient=frozenset(), trained_only=False, device=CPU
+        batch,
+        requested_outputs=head_output,
+        with_gradient=frozenset(),
+        trained_only=False,
+        device=CPU,
     )
     with torch.no_grad():
         logprobs: Tensor = root(batch, request, PackLayout(LENGTHS, device=CPU))[0]

@@ -22,7 +22,7 @@ from torch.nn.attention._registry import FlashAttentionHandle
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import BaseEngine
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import ModelSpec, OptimizerSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
@@ -193,7 +193,7 @@ def _measure_engine(
     max_tokens = max_tokens_of(row, place)
     batches = batches_of(row, place, num_replicas=num_replicas)
     packs = [engine.shard_data(batch, max_tokens=max_tokens) for batch in batches]
-    updates = [partial(update, engine, pack, (Query.ENTROPY,)) for pack in packs]
+    updates = [partial(update, engine, pack, (HeadOutput.ENTROPY,)) for pack in packs]
     found = measure(row, place, updates)
     if "checkpoint" in row.options:
         found = replace(found, extra={**found.extra, **checkpoint_seconds(place, engine)})

@@ -29,7 +29,7 @@ from torch.multiprocessing.spawn import spawn
 
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.engine import BaseEngine
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
@@ -268,7 +268,7 @@ def megatron_config(
     return replace(base, **LAYOUTS[layout], **changes)  # type: ignore[arg-type]
 
 
-def update(engine: BaseEngine, batch: PackedBatch, outputs: tuple[Query, ...] = ()) -> float:
+def update(engine: BaseEngine, batch: PackedBatch, outputs: tuple[HeadOutput, ...] = ()) -> float:
     """One update that also returns these outputs; the gradient norm."""
     engine.optimizer_zero_grad()
     with engine.train_mode():
@@ -339,7 +339,7 @@ def speed(rows: Rows, rank: int, world_size: int, layout: str) -> None:
             packed = policy_batch(lengths, world_size=engine.topology.dp.size)
             measure(
                 name,
-                lambda e=engine, p=packed: update(e, p, (Query.ENTROPY,)),  # type: ignore[misc]
+                lambda e=engine, p=packed: update(e, p, (HeadOutput.ENTROPY,)),  # type: ignore[misc]
                 lengths=lengths,
                 num_replicas=engine.topology.dp.size,
             )

@@ -20,7 +20,7 @@ from transformers import Qwen2Config
 
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.engine import BaseEngine
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, ResidencySpec, Scalar
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
@@ -65,7 +65,7 @@ def started(config: FSDPConfig) -> FSDPEngine:
     return engine
 
 
-def update(engine: BaseEngine, batch: PackedBatch, outputs: tuple[Query, ...] = ()) -> float:
+def update(engine: BaseEngine, batch: PackedBatch, outputs: tuple[HeadOutput, ...] = ()) -> float:
     """One update that also returns these outputs; the gradient norm."""
     engine.optimizer_zero_grad()
     with engine.train_mode():
@@ -79,12 +79,12 @@ def logprobs(config: FSDPConfig) -> Tensor:
     with engine.eval_mode():
         packed = engine.shard_data(small_batch(), max_tokens=1024)
         result = engine.forward_backward_batch(
-            packed, forward_only=True, outputs=[Query.LOGPROB, Query.ENTROPY]
+            packed, forward_only=True, outputs=[HeadOutput.LOGPROB, HeadOutput.ENTROPY]
         )
     assert result.outputs is not None
-    ordered = result.outputs.in_order_of(small_batch().sample_ids)
+    ordered = result.outputs.reorder(small_batch().sample_ids)
     engine.close()
-    return torch.stack([ordered.columns[Query.LOGPROB], ordered.columns[Query.ENTROPY]])
+    return torch.stack([ordered.columns[HeadOutput.LOGPROB], ordered.columns[HeadOutput.ENTROPY]])
 
 
 def attention(place: Place) -> None:
@@ -344,7 +344,7 @@ def engine_speed(
     }
     engine = started(large_config(scale, shape, **changes))
     packed = engine.shard_data(batch, max_tokens=scale.micro_batch_tokens)
-    once = partial(update, engine, packed, (Query.ENTROPY,))
+    once = partial(update, engine, packed, (HeadOutput.ENTROPY,))
     who = "engine, compiled" if is_compiled else "engine, Liger" if has_liger else "engine, eager"
     who += f", {together} layers at once" if together > 1 else ""
     report_speed(place, once, who=who, shape=shape, batch=batch)

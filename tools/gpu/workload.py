@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from temper_engine_api.batch import Denominators, PackedBatch, SequenceBatch, from_sequences
-from temper_engine_api.objective import Aggregation, Answers, LossTerms, Objective, Query
+from temper_engine_api.objective import Aggregation, HeadOutput, HeadOutputs, LossTerms, Objective
 from temper_engine_api.specs import Scalar
 
 if TYPE_CHECKING:
@@ -115,14 +115,14 @@ class ClippedPolicy(Objective):
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     @property
-    def needs(self) -> frozenset[Query]:
+    def required_outputs(self) -> frozenset[HeadOutput]:
         """Log-probs with gradient."""
-        return frozenset({Query.LOGPROB})
+        return frozenset({HeadOutput.LOGPROB})
 
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         """-min(ratio A, clip(ratio) A)."""
         advantages = batch.columns["advantages"]
-        ratio = torch.exp(answers[Query.LOGPROB] - batch.columns["old_logprobs"])
+        ratio = torch.exp(head_outputs[HeadOutput.LOGPROB] - batch.columns["old_logprobs"])
         return LossTerms(
             loss=-torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.engine import BaseEngine
-from temper_engine_api.objective import Aggregation, Answers, LossTerms, Objective, Query
+from temper_engine_api.objective import Aggregation, HeadOutput, HeadOutputs, LossTerms, Objective
 from temper_engine_api.specs import EngineConfig, ModelSpec, OptimizerSpec, ScheduleSpec
 from temper_engine_api.topology import Axis, Topology
 from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_complete
@@ -85,24 +85,35 @@ class BigramEngine(BaseEngine):
         size = self.meeting.num_ranks
         return Topology(world_size=size, global_rank=self.rank, dp=Axis(size=size, rank=self.rank))
 
-    def _run_schedule(
-        self, batch: PackedBatch, *, queries, micro_loss, forward_only, reduce_gradients
-    ) -> list[Answers]:  # type: ignore[no-untyped-def]
+    def _run_micro_batches(
+        self,
+        batch: PackedBatch,
+        *,
+        requested_outputs,
+        micro_batch_loss,
+        forward_only,
+        reduce_gradients,
+    ) -> list[HeadOutputs]:  # type: ignore[no-untyped-def]
         found = []
         for micro in batch.micro_batches():
             with torch.set_grad_enabled(not forward_only):
-                answers = Answers(columns={query: self._answer(query, micro) for query in queries})
-                if micro_loss is not None:
-                    loss = micro_loss(answers, micro)
+                head_outputs = HeadOutputs(
+                    columns={
+                        head_output: self._compute_outputs(head_output, micro)
+                        for head_output in requested_outputs
+                    }
+                )
+                if micro_batch_loss is not None:
+                    loss = micro_batch_loss(head_outputs, micro)
                     if not forward_only:
                         loss.backward()
-            found.append(answers.detach())
+            found.append(head_outputs.detach())
         if reduce_gradients:
             self._reduce_pending_gradients()
         return found
 
-    def _answer(self, query: Query, micro: SequenceBatch) -> Tensor:
-        assert query is Query.LOGPROB
+    def _compute_outputs(self, head_output: HeadOutput, micro: SequenceBatch) -> Tensor:
+        assert head_output is HeadOutput.LOGPROB
         logits = self.table[micro.tokens.roll(1)] / micro.temperature[micro.sequence_index][:, None]
         picked = logits.log_softmax(-1).gather(1, micro.tokens[:, None])[:, 0]
         first = torch.zeros_like(micro.loss_mask).index_fill(
@@ -205,15 +216,15 @@ class WeightedLogprob(Objective):
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     @property
-    def needs(self) -> frozenset[Query]:
-        return frozenset({Query.LOGPROB})
+    def required_outputs(self) -> frozenset[HeadOutput]:
+        return frozenset({HeadOutput.LOGPROB})
 
     @property
     def columns(self) -> frozenset[str]:
         return frozenset({"advantages"})
 
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
-        return LossTerms(loss=-batch.columns["advantages"] * answers[Query.LOGPROB])
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
+        return LossTerms(loss=-batch.columns["advantages"] * head_outputs[HeadOutput.LOGPROB])
 
 
 def make_batch(lengths: Sequence[int], *, seed: int = 0, **ids: Sequence[int]) -> SequenceBatch:

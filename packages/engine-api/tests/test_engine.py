@@ -23,7 +23,7 @@ from temper_engine_api.errors import (
     WeightError,
 )
 from temper_engine_api.loss_scale import LossScale
-from temper_engine_api.objective import Objective, Query
+from temper_engine_api.objective import HeadOutput, Objective
 from temper_engine_api.padding import to_padded
 from temper_engine_api.specs import (
     EngineConfig,
@@ -122,7 +122,7 @@ def test_a_pass_needs_its_mode(engine: BaseEngine, make_batch: MakeBatch) -> Non
     with engine.eval_mode(), pytest.raises(EngineStateError, match="a backward pass needs"):
         engine.forward_backward_batch(batch, forward_only=False)
     with pytest.raises(EngineStateError, match="a forward pass needs"):
-        engine.forward_backward_batch(batch, forward_only=True, outputs=[Query.LOGPROB])
+        engine.forward_backward_batch(batch, forward_only=True, outputs=[HeadOutput.LOGPROB])
 
 
 def test_ranks_gather_small_objects_in_rank_order(make_engines: MakeEngines) -> None:
@@ -219,7 +219,7 @@ def test_a_forward_pass_between_two_calls_leaves_the_gradients_alone(
     with two.train_mode():
         two.forward_backward_batch(batch, forward_only=False, final=False)
     with two.eval_mode():
-        two.forward_backward_batch(batch, forward_only=True, outputs=[Query.LOGPROB])
+        two.forward_backward_batch(batch, forward_only=True, outputs=[HeadOutput.LOGPROB])
     assert two.optimizer_step() == norm
 
 
@@ -267,8 +267,8 @@ def test_training_without_a_loss_is_an_error(make_batch: MakeBatch, engine: Base
 
 
 def test_needs_beside_an_objective_is_refused(engine: BaseEngine, objective: Objective) -> None:
-    with pytest.raises(ConfigError, match="needs has no effect with an Objective"):
-        engine.set_loss_fn(objective, needs=[Query.ENTROPY])
+    with pytest.raises(ConfigError, match="required_outputs has no effect with an Objective"):
+        engine.set_loss_fn(objective, required_outputs=[HeadOutput.ENTROPY])
 
 
 # Updates that must not happen.
@@ -423,9 +423,11 @@ def test_outputs_come_back_in_the_order_asked_for(
         with engine.eval_mode():
             share = engine.shard_data(whole, max_tokens=6)
             outputs = engine.forward_backward_batch(
-                share, forward_only=True, outputs=[Query.LOGPROB]
+                share, forward_only=True, outputs=[HeadOutput.LOGPROB]
             ).outputs
-        return engine.unshard_outputs(outputs, sample_ids=whole.sample_ids).columns[Query.LOGPROB]
+        return engine.unshard_outputs(outputs, sample_ids=whole.sample_ids).columns[
+            HeadOutput.LOGPROB
+        ]
 
     logprobs = table_of(engines[0]).log_softmax(-1)[whole.tokens.roll(1), whole.tokens]
     logprobs[whole.sequence_starts.long()[:-1]] = 0.0

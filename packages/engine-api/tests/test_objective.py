@@ -5,9 +5,9 @@ import torch
 
 from temper_engine_api.errors import ConfigError, EngineStateError
 from temper_engine_api.objective import (
-    Answers,
+    HeadOutput,
+    HeadOutputs,
     Objective,
-    Query,
     objective_class,
     register_objective,
     registered_objectives,
@@ -50,7 +50,7 @@ def test_a_name_belongs_to_one_class(mine: type[Objective]) -> None:
 
 
 def test_an_answer_that_was_not_asked_for_is_an_error() -> None:
-    answers = Answers(columns={Query.LOGPROB: torch.zeros(2, requires_grad=True)})
-    assert not answers.detach()[Query.LOGPROB].requires_grad
+    head_outputs = HeadOutputs(columns={HeadOutput.LOGPROB: torch.zeros(2, requires_grad=True)})
+    assert not head_outputs.detach()[HeadOutput.LOGPROB].requires_grad
     with pytest.raises(EngineStateError, match=r"the head was not asked for 'entropy'"):
-        _ = answers[Query.ENTROPY]
+        _ = head_outputs[HeadOutput.ENTROPY]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from temper_engine_api.batch import Denominators, SequenceBatch
 from temper_engine_api.errors import BatchError
-from temper_engine_api.objective import Query
-from temper_engine_api.outputs import gather_outputs, outputs_of
+from temper_engine_api.objective import HeadOutput
+from temper_engine_api.outputs import collect_outputs, gather_outputs
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 
 MakeBatch = Callable[..., SequenceBatch]
@@ -27,29 +27,29 @@ def test_outputs_of_a_planned_batch_come_back_in_input_order(
     for rank in range(dp_size):
         packed = pack_rank(batch, plan=plan, rank=rank, denominators=NOTHING)
         columns = {
-            Query.LOGPROB: packed.columns["advantages"],
-            Query.SCORE: packed.sequence_columns["scores"],
+            HeadOutput.LOGPROB: packed.columns["advantages"],
+            HeadOutput.SCORE: packed.sequence_columns["scores"],
         }
-        parts.append(outputs_of(packed, columns))
+        parts.append(collect_outputs(packed, columns))
     whole = gather_outputs([*parts, None], sample_ids=batch.sample_ids)
-    assert torch.equal(whole.columns[Query.LOGPROB], batch.columns["advantages"])
-    assert torch.equal(whole.columns[Query.SCORE], batch.sequence_columns["scores"])
+    assert torch.equal(whole.columns[HeadOutput.LOGPROB], batch.columns["advantages"])
+    assert torch.equal(whole.columns[HeadOutput.SCORE], batch.sequence_columns["scores"])
     assert torch.equal(whole.sequence_starts, batch.sequence_starts.long())
 
 
 def test_dummies_are_dropped(make_batch: MakeBatch) -> None:
     plan = plan_mini_batch([3], dp_size=2, max_tokens=9)
     packed = pack_rank(make_batch([3]), plan=plan, rank=1, denominators=NOTHING)
-    outputs = outputs_of(packed, {Query.LOGPROB: torch.ones(1)})
+    outputs = collect_outputs(packed, {HeadOutput.LOGPROB: torch.ones(1)})
     assert outputs.sample_ids.tolist() == []
-    assert outputs.columns[Query.LOGPROB].shape == (0,)
+    assert outputs.columns[HeadOutput.LOGPROB].shape == (0,)
 
 
 @pytest.mark.parametrize("wanted", [[0, 1], [0, 1, 1], [0, 1, 5], [0, 1, 2, 2]])
 def test_a_missing_or_repeated_id_is_refused(make_batch: MakeBatch, wanted: list[int]) -> None:
-    outputs = outputs_of(make_batch([2, 3, 1]), {Query.LOGPROB: torch.ones(6)})
+    outputs = collect_outputs(make_batch([2, 3, 1]), {HeadOutput.LOGPROB: torch.ones(6)})
     with pytest.raises(BatchError, match="outputs hold 3 sequences with 3 distinct ids"):
-        outputs.in_order_of(torch.tensor(wanted))
+        outputs.reorder(torch.tensor(wanted))
 
 
 def test_no_outputs_at_all_is_an_error() -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import CapabilityError, WeightError
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import ModelSpec, Scalar
 from temper_engine_api.weights import NamedWeight
 from temper_engine_fsdp.config import FSDPConfig
@@ -79,10 +79,10 @@ def test_packed_log_probs_are_those_of_transformers(
     with engine.eval_mode():
         packed = engine.shard_data(batch, max_tokens=64)
         outputs = engine.forward_backward_batch(
-            packed, forward_only=True, outputs=[Query.LOGPROB]
+            packed, forward_only=True, outputs=[HeadOutput.LOGPROB]
         ).outputs
     assert outputs is not None
-    found = outputs.in_order_of(batch.sample_ids).columns[Query.LOGPROB]
+    found = outputs.reorder(batch.sample_ids).columns[HeadOutput.LOGPROB]
     for b in range(batch.num_sequences):
         first, end = int(batch.sequence_starts[b]), int(batch.sequence_starts[b + 1])
         with torch.no_grad():

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import Context
 from temper_engine_api.errors import CapabilityError, ConfigError, EngineStateError, WeightError
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import LoraSpec, ModelSpec, PrecisionSpec, ResidencySpec
 from temper_engine_api.training_specs import Compute
 from temper_engine_api.weights import NamedWeight
@@ -133,15 +133,15 @@ def test_exported_weights_load_in_transformers_with_the_same_logprobs(
     )  # tied: the index of a safetensors file has no head either
     with engine.eval_mode():
         ours = engine.forward_backward_batch(
-            engine.shard_data(batch, max_tokens=64), forward_only=True, outputs=[Query.LOGPROB]
+            engine.shard_data(batch, max_tokens=64), forward_only=True, outputs=[HeadOutput.LOGPROB]
         ).outputs
     assert ours is not None
-    ours = ours.in_order_of(batch.sample_ids)
+    ours = ours.reorder(batch.sample_ids)
     tokens = batch.tokens[:9]  # sample 0, at temperature 1
     with torch.no_grad():
         logits = model(tokens[None]).logits[0]
     theirs = torch.log_softmax(logits, -1)[:-1].gather(1, tokens[1:, None])[:, 0]
-    torch.testing.assert_close(ours.columns[Query.LOGPROB][1:9], theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.columns[HeadOutput.LOGPROB][1:9], theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_a_weight_too_few_changes_nothing(start: Start) -> None:

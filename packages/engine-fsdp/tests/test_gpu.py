@@ -16,7 +16,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.conformance.inputs.probes import LikelihoodProbe
-from temper_engine_api.objective import Answers, Query
+from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.specs import OptimizerSpec, PrecisionSpec, ResidencySpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
@@ -43,10 +43,10 @@ def logprobs(engine: FSDPEngine, batch: SequenceBatch) -> Tensor:
     with engine.eval_mode():
         packed = engine.shard_data(batch, max_tokens=64)
         outputs = engine.forward_backward_batch(
-            packed, forward_only=True, outputs=[Query.LOGPROB]
+            packed, forward_only=True, outputs=[HeadOutput.LOGPROB]
         ).outputs
     assert outputs is not None
-    return outputs.in_order_of(batch.sample_ids).columns[Query.LOGPROB]
+    return outputs.reorder(batch.sample_ids).columns[HeadOutput.LOGPROB]
 
 
 def test_auto_chooses_the_variable_length_kernel_in_bf16() -> None:
@@ -184,16 +184,16 @@ def test_a_training_pass_never_waits_for_the_device(
 ) -> None:
     engine = start()
     packed = engine.shard_data(batch, max_tokens=20)
-    micro_loss = partial(_mean_logprob, denominator=packed.denominators.tokens)
+    micro_batch_loss = partial(_mean_logprob, denominator=packed.denominators.tokens)
     runner = engine._components.runner
-    asked = frozenset({Query.LOGPROB})
+    asked = frozenset({HeadOutput.LOGPROB})
 
     def update() -> None:
         runner.run(
             packed,
-            queries=asked,
+            requested_outputs=asked,
             with_gradient=asked,
-            micro_loss=micro_loss,
+            micro_batch_loss=micro_batch_loss,
             forward_only=False,
             reduce_gradients=True,
         )
@@ -273,5 +273,5 @@ def test_an_engine_trains_alike_with_ligers_layers(
     )
 
 
-def _mean_logprob(answers: Answers, micro: SequenceBatch, *, denominator: int) -> Tensor:
-    return -answers[Query.LOGPROB].sum() / denominator
+def _mean_logprob(head_outputs: HeadOutputs, micro: SequenceBatch, *, denominator: int) -> Tensor:
+    return -head_outputs[HeadOutput.LOGPROB].sum() / denominator

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_fsdp.model.output_head import HeadRequest, build_head_request
 from temper_engine_fsdp.model.sequence_parallel import check_heads
@@ -23,10 +23,10 @@ def ask(*, bounds: tuple[int, int]) -> HeadRequest:
     batch = from_sequences(
         [torch.arange(4), torch.arange(3)], loss_masks=[torch.arange(4) > 0, torch.arange(3) > 0]
     )
-    asked = frozenset({Query.LOGPROB})
+    asked = frozenset({HeadOutput.LOGPROB})
     return build_head_request(
         batch,
-        queries=asked,
+        requested_outputs=asked,
         with_gradient=asked,
         trained_only=False,
         device=torch.device("cpu"),

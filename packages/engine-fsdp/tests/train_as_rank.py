@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _dump_fr_trace_json
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
-from temper_engine_api.objective import Aggregation, Answers, LossTerms, Objective, Query
+from temper_engine_api.objective import Aggregation, HeadOutput, HeadOutputs, LossTerms, Objective
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
 from temper_engine_fsdp.config import FSDPConfig, Strategy
 from temper_engine_fsdp.engine import FSDPEngine
@@ -39,11 +39,11 @@ class NegativeLogprob(Objective):
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     @property
-    def needs(self) -> frozenset[Query]:
-        return frozenset({Query.LOGPROB})
+    def required_outputs(self) -> frozenset[HeadOutput]:
+        return frozenset({HeadOutput.LOGPROB})
 
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
-        return LossTerms(loss=-answers[Query.LOGPROB])
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
+        return LossTerms(loss=-head_outputs[HeadOutput.LOGPROB])
 
 
 def make_batch() -> SequenceBatch:

@@ -31,7 +31,7 @@ from temper_engine_api.conformance.inputs.tiny_adapters import TinyAdapter, save
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_TIED
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.layout import Layout, plain_layout
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_megatron.adapter_experts import joined, part_of
 from temper_engine_megatron.engine import MegatronEngine
@@ -217,22 +217,22 @@ def adapter_after_an_update(rank, *, recipe, batch):
     """Both files' content, and what the engine computes with it."""
     engine = rank.engine(recipe)
     train(engine, [batch])
-    return engine.export_adapter(), answers(engine, batch)
+    return engine.export_adapter(), head_outputs(engine, batch)
 
 
 def logprobs_of(rank, *, recipe, batch):
     """Of a fresh engine."""
-    return answers(rank.engine(recipe), batch)
+    return head_outputs(rank.engine(recipe), batch)
 
 
-def answers(engine, batch):
+def head_outputs(engine, batch):
     """[T] log-probs in the order of the batch."""
     with engine.eval_mode():
         result = engine.forward_backward_batch(
-            share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[Query.LOGPROB]
+            share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[HeadOutput.LOGPROB]
         )
     return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids).columns[
-        Query.LOGPROB
+        HeadOutput.LOGPROB
     ]
 
 

@@ -15,7 +15,7 @@ from temper_engine_api.conformance.harness.tolerances import GRADIENT, assert_al
 from temper_engine_api.conformance.inputs.probes import LikelihoodProbe
 from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import EngineConfig, ModelSpec, PrecisionSpec, ResidencySpec
 from temper_engine_megatron.engine import MegatronEngine
 
@@ -161,10 +161,12 @@ def test_a_critic_begins_at_a_language_model_with_a_new_head(config, start, batc
     with first.eval_mode():
         share = first.shard_data(batch, max_tokens=64)
         values = first.forward_backward_batch(
-            share, forward_only=True, outputs=[Query.VALUE]
+            share, forward_only=True, outputs=[HeadOutput.VALUE]
         ).outputs
     assert values is not None
-    assert int((values.columns[Query.VALUE] != 0).sum()) == batch.num_tokens - batch.num_sequences
+    assert (
+        int((values.columns[HeadOutput.VALUE] != 0).sum()) == batch.num_tokens - batch.num_sequences
+    )
 
 
 def write_language_model(folder, config):
@@ -194,7 +196,7 @@ def test_a_language_model_can_not_answer_values(start, batch):
         pytest.raises(CapabilityError, match="a language_model can't answer value"),
     ):
         engine.forward_backward_batch(
-            engine.shard_data(batch, max_tokens=64), forward_only=True, outputs=[Query.VALUE]
+            engine.shard_data(batch, max_tokens=64), forward_only=True, outputs=[HeadOutput.VALUE]
         )
 
 

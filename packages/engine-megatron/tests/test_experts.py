@@ -36,7 +36,7 @@ from temper_engine_api.conformance.inputs.probes import TokenProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, TinyModel
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.layout import Layout
-from temper_engine_api.objective import Aggregation, LossTerms, Objective, Query
+from temper_engine_api.objective import Aggregation, HeadOutput, LossTerms, Objective
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_engine_api.specs import ModelSpec
@@ -203,11 +203,11 @@ def test_the_gradient_in_bf16_is_that_of_transformers_to_bf16(subject_in, refere
 def test_log_probs_are_those_of_transformers(subject_in, reference, model):
     recipe, batch = reference.recipe(model), reference.batch(model=EXPERTS)
     outputs = subject_in("ep2").run(
-        measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB]
+        measure_outputs, recipe=recipe, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
     )[0]
     assert_close(
-        outputs.columns[Query.LOGPROB],
-        reference.outputs(recipe, batch, Query.LOGPROB),
+        outputs.columns[HeadOutput.LOGPROB],
+        reference.outputs(recipe, batch, HeadOutput.LOGPROB),
         LOGPROB,
         what="log-probs",
     )
@@ -284,11 +284,11 @@ class NothingButBalance(Objective):
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     @property
-    def needs(self):
-        return frozenset({Query.LOGPROB})
+    def required_outputs(self):
+        return frozenset({HeadOutput.LOGPROB})
 
-    def __call__(self, answers, batch):
-        return LossTerms(loss=0.0 * answers[Query.LOGPROB])
+    def __call__(self, head_outputs, batch):
+        return LossTerms(loss=0.0 * head_outputs[HeadOutput.LOGPROB])
 
 
 def router_gradient(rank, *, recipe, batch, repeats, settings):

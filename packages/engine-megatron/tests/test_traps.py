@@ -36,7 +36,7 @@ from temper_engine_api.conformance.harness.tolerances import (
 from temper_engine_api.conformance.inputs.probes import TokenProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, QWEN2_TIED, QWEN2_UNTIED
 from temper_engine_api.layout import plain_layout
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.registry import conformance_layouts
 from temper_engine_megatron.engine import MegatronEngine
 
@@ -70,11 +70,11 @@ def test_split_weights_are_loaded_as_they_are(subject_in, reference, model):
     assert_all_equal(exported, load_file(f"{recipe.model_path}/model.safetensors"), what="weights")
     batch = reference.batch(model=model)
     outputs = subject_in("tp2").run(
-        measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB]
+        measure_outputs, recipe=recipe, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
     )[0]
     assert_close(
-        outputs.columns[Query.LOGPROB],
-        reference.outputs(recipe, batch, Query.LOGPROB),
+        outputs.columns[HeadOutput.LOGPROB],
+        reference.outputs(recipe, batch, HeadOutput.LOGPROB),
         LOGPROB,
         what="log-probs",
     )
@@ -163,12 +163,12 @@ def test_rotary_angles_are_those_of_the_model(subject_in, reference, tmp_path, r
     bent, plain = saved_with(rope, tmp_path / "bent"), saved_with(PLAIN_ROPE, tmp_path / "plain")
     batch = reference.batch()
     outputs = subject_in("1-rank").run(
-        measure_outputs, recipe=bent, batch=batch, queries=[Query.LOGPROB]
+        measure_outputs, recipe=bent, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
     )[0]
-    expected = reference.outputs(bent, batch, Query.LOGPROB)
-    assert_close(outputs.columns[Query.LOGPROB], expected, LOGPROB, what="log-probs")
+    expected = reference.outputs(bent, batch, HeadOutput.LOGPROB)
+    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, what="log-probs")
     # The same weights with plain angles are seen to answer otherwise.
-    assert (expected - reference.outputs(plain, batch, Query.LOGPROB)).abs().max() > 1e-3
+    assert (expected - reference.outputs(plain, batch, HeadOutput.LOGPROB)).abs().max() > 1e-3
 
 
 def saved_with(rope, folder):

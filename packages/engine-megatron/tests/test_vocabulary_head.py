@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from temper_engine_api.batch import from_sequences
-from temper_engine_megatron.heads import LANGUAGE_QUERIES, Head
+from temper_engine_megatron.heads import LANGUAGE_OUTPUTS, Head
 from temper_engine_megatron.packing import Slicing, local_micro_batch
 from temper_engine_megatron.vocabulary_head import HeadShare, vocabulary_logprob
 
@@ -92,8 +92,10 @@ def test_columns_are_added_up_in_one_order_on_every_rank(group):
         tp=group,
         cp=group,
     )
-    answers = head.answer(torch.randn(7, 8), local, queries=LANGUAGE_QUERIES, trained_only=False)
-    assert list(answers.columns) == sorted(LANGUAGE_QUERIES)
+    head_outputs = head.compute_outputs(
+        torch.randn(7, 8), local, requested_outputs=LANGUAGE_OUTPUTS, trained_only=False
+    )
+    assert list(head_outputs.columns) == sorted(LANGUAGE_OUTPUTS)
 
 
 @pytest.mark.bitwise

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("temper_trainer", reason="needs temper-trainer")
 
 from temper_engine_api.batch import from_sequences
-from temper_engine_api.objective import Answers, Query
+from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_legacy_shim.numerics.policy_losses import PolicyInputs, policy_loss
 from temper_legacy_shim.numerics.settings import PolicyLossSettings
 from temper_trainer.algorithms.advantages import estimate_advantages
@@ -33,7 +33,7 @@ def ours(config: AlgorithmConfig, new: torch.Tensor, old: torch.Tensor, advantag
     mask = batch.loss_mask
     batch = replace(batch, columns={"advantages": advantages, "old_logprobs": old})
     leaf = new.clone().requires_grad_()
-    loss = policy_objective(config)(Answers(columns={Query.LOGPROB: leaf}), batch).loss
+    loss = policy_objective(config)(HeadOutputs(columns={HeadOutput.LOGPROB: leaf}), batch).loss
     mean = loss[mask].sum() / mask.sum()
     (gradient,) = torch.autograd.grad(mean, leaf)
     return float(mean.detach()), gradient

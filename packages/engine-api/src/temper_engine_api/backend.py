@@ -10,14 +10,14 @@ from torch import Tensor
 from temper_engine_api.batch import PackedBatch, SequenceBatch
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.errors import ConfigError, EngineStateError
-from temper_engine_api.hooks import RfcLoss
+from temper_engine_api.hooks import LossFn
 from temper_engine_api.metrics import Metric
-from temper_engine_api.objective import Answers, Objective, Query
+from temper_engine_api.objective import HeadOutput, HeadOutputs, Objective
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import NamedWeight, TrainingState
 
-MicroLoss = Callable[[Answers, SequenceBatch], Tensor]
+MicroBatchLoss = Callable[[HeadOutputs, SequenceBatch], Tensor]
 """The scalar of one micro-batch, to be differentiated as it is; parts add up over micro-batches and data-parallel ranks."""
 
 
@@ -40,8 +40,8 @@ class EngineBackend(ABC):
         self.config = config
         self._topology: Topology | None = None
         self._objective: Objective | None = None
-        self._rfc_loss: RfcLoss | None = None
-        self._rfc_needs: frozenset[Query] = frozenset()
+        self._loss_fn: LossFn | None = None
+        self._loss_fn_outputs: frozenset[HeadOutput] = frozenset()
         self._mode: Literal["train", "eval"] | None = None
         self._is_adapter_disabled = False
 
@@ -50,22 +50,22 @@ class EngineBackend(ABC):
         """Build or load model, head, optimiser; join the process group or make one."""
 
     @abstractmethod
-    def _run_schedule(
+    def _run_micro_batches(
         self,
         batch: PackedBatch,
         *,
-        queries: frozenset[Query],
-        micro_loss: MicroLoss | None,
+        requested_outputs: frozenset[HeadOutput],
+        micro_batch_loss: MicroBatchLoss | None,
         forward_only: bool,
         reduce_gradients: bool,
-    ) -> list[Answers] | None:
+    ) -> list[HeadOutputs] | None:
         """Run the micro-batches of a plan through the model, and back where ``forward_only`` is False.
 
         Args:
             batch: this rank's share, on any device.
-            queries: what the head is asked. With ``micro_loss`` and not ``forward_only``, only trained positions need an answer;
+            queries: what the head is asked. With ``micro_batch_loss`` and not ``forward_only``, only trained positions need an answer;
                 otherwise every position that has a predecessor.
-            micro_loss: None, or the scalar to differentiate (or, with ``forward_only``, to evaluate) for each micro-batch.
+            micro_batch_loss: None, or the scalar to differentiate (or, with ``forward_only``, to evaluate) for each micro-batch.
             forward_only: no gradients, no dropout, no graph kept.
             reduce_gradients: reduce across ranks together with the last micro-batch; otherwise gradients stay local and add up.
 
@@ -74,7 +74,7 @@ class EngineBackend(ABC):
             lets those out that ``topology.returns_outputs`` names.
         """
 
-    def _telemetry(self) -> Mapping[str, Metric]:
+    def _collect_metrics(self) -> Mapping[str, Metric]:
         """What an engine has to say about itself after a call, such as ``memory/allocated_gib``; logged beside the objective's metrics.
 
         A mapping that waits for a device when it is read, and not before, keeps the host ahead of it.

@@ -15,7 +15,7 @@ class Capability(StrEnum):
     FULL_LOGITS = "full_logits"
     """RFC hooks may ask for full logits."""
     LOGPROB_AT = "logprob_at"
-    """Answers ``Query.LOGPROB_AT``."""
+    """Answers ``HeadOutput.LOGPROB_AT``."""
     ADAPTER = "adapter"
     """LoRA adapters: ``adapter_disabled``, ``export_adapter``, ``load_adapter``."""
     ADAPTER_ON_EXPERTS = "adapter_on_experts"

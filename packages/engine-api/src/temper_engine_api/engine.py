@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 
 from temper_engine_api import checkpoint
-from temper_engine_api.backend import MicroLoss, ObjectT
+from temper_engine_api.backend import MicroBatchLoss, ObjectT
 from temper_engine_api.batch import Denominators, PackedBatch, SequenceBatch, concatenate
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.errors import CapabilityError, ConfigError, EngineStateError
 from temper_engine_api.hooks import (
-    DEFAULT_QUERY,
+    DEFAULT_OUTPUT,
     Context,
     HookedStep,
+    LossFn,
     PostprocessFn,
     Predictions,
     PreprocessFn,
     RawBatch,
-    RfcLoss,
 )
 from temper_engine_api.metrics import LateMetrics, Metric, merge_metrics, settle_metrics
-from temper_engine_api.objective import Answers, LossTerms, Objective, Query
-from temper_engine_api.outputs import Outputs, StepResult, gather_outputs, outputs_of
+from temper_engine_api.objective import HeadOutput, HeadOutputs, LossTerms, Objective
+from temper_engine_api.outputs import ForwardOutputs, StepResult, collect_outputs, gather_outputs
 from temper_engine_api.padding import from_padded
 from temper_engine_api.plan import pack_rank, plan_mini_batch, plan_single_micro_batch
 from temper_engine_api.reduction import count_denominators, reduce_loss
@@ -42,13 +42,13 @@ __all__ = [
     "BaseEngine",
     "Context",
     "Gradients",
-    "MicroLoss",
+    "LossFn",
+    "MicroBatchLoss",
     "ObjectT",
     "PostprocessFn",
     "Predictions",
     "PreprocessFn",
     "RawBatch",
-    "RfcLoss",
     "UpdateReport",
 ]
 
@@ -90,7 +90,7 @@ class BaseEngine(UpdateCycle):
             )
 
     def set_loss_fn(
-        self, loss: Objective | RfcLoss, *, needs: Collection[Query] | None = None
+        self, loss: Objective | LossFn, *, required_outputs: Collection[HeadOutput] | None = None
     ) -> None:
         """An Objective, or an RFC callable together with what it wants predicted.
 
@@ -100,15 +100,17 @@ class BaseEngine(UpdateCycle):
             needs: for an RFC callable; by default log-probs of a language model, values of a value model, scores of a reward model.
         """
         if isinstance(loss, Objective):
-            if needs is not None:
+            if required_outputs is not None:
                 raise ConfigError(
-                    "needs has no effect with an Objective, which declares its own: remove it."
+                    "required_outputs has no effect with an Objective, which declares its own: remove it."
                 )
-            self._objective, self._rfc_loss = loss, None
+            self._objective, self._loss_fn = loss, None
             return
-        self._objective, self._rfc_loss = None, loss
-        self._rfc_needs = frozenset(
-            {DEFAULT_QUERY[self.config.model.model_type]} if needs is None else needs
+        self._objective, self._loss_fn = None, loss
+        self._loss_fn_outputs = frozenset(
+            {DEFAULT_OUTPUT[self.config.model.model_type]}
+            if required_outputs is None
+            else required_outputs
         )
 
     @contextmanager
@@ -128,7 +130,7 @@ class BaseEngine(UpdateCycle):
         batch: PackedBatch,
         *,
         forward_only: bool,
-        outputs: Collection[Query] = (),
+        outputs: Collection[HeadOutput] = (),
         final: bool = True,
     ) -> StepResult:
         """This rank's share of one mini-batch, in the micro-batches its plan says.
@@ -146,28 +148,31 @@ class BaseEngine(UpdateCycle):
         asked = frozenset(outputs)
         metrics: list[Mapping[str, Metric]] = []
         if forward_only and asked:
-            micro_loss, queries = None, asked
+            micro_batch_loss, requested_outputs = None, asked
         else:
             objective = self._require_objective(batch)
-            queries = objective.needs | asked
-            micro_loss = _objective_loss(
+            requested_outputs = objective.required_outputs | asked
+            micro_batch_loss = _objective_loss(
                 objective, denominators=batch.denominators, metrics=metrics
             )
         if not forward_only:
             self._note_training(batch, final=final)
-        answers = self._run_schedule(
+        head_outputs = self._run_micro_batches(
             batch,
-            queries=queries,
-            micro_loss=micro_loss,
+            requested_outputs=requested_outputs,
+            micro_batch_loss=micro_batch_loss,
             forward_only=forward_only,
             reduce_gradients=final and not forward_only,
         )
-        metrics.append(self._telemetry())
+        metrics.append(self._collect_metrics())
         settled = LateMetrics(lambda: settle_metrics(merge_metrics(metrics)))
-        if answers is None or not asked or not self.topology.returns_outputs:
+        if head_outputs is None or not asked or not self.topology.returns_outputs:
             return StepResult(outputs=None, metrics=settled)
-        columns = {query: torch.cat([answer[query] for answer in answers]) for query in asked}
-        return StepResult(outputs=outputs_of(batch, columns), metrics=settled)
+        columns = {
+            head_output: torch.cat([part[head_output] for part in head_outputs])
+            for head_output in asked
+        }
+        return StepResult(outputs=collect_outputs(batch, columns), metrics=settled)
 
     @overload
     def forward_backward_step(
@@ -211,7 +216,7 @@ class BaseEngine(UpdateCycle):
         if preprocess_fn is not None:
             batch, ctx = preprocess_fn(batch, ctx)
         packed = self._as_single_micro_batch(batch)
-        loss = self._rfc_loss if self._objective is None else self._objective
+        loss = self._loss_fn if self._objective is None else self._objective
         step = HookedStep(
             loss, packed=packed, ctx=ctx, postprocess=postprocess_fn, dp_size=self.topology.dp.size
         )
@@ -221,16 +226,16 @@ class BaseEngine(UpdateCycle):
                     "no loss function is set: call set_loss_fn() before training."
                 )
             self._note_training(packed, final=False)
-        answers = self._run_schedule(
+        head_outputs = self._run_micro_batches(
             packed,
-            queries=self._hooked_queries(),
-            micro_loss=None if forward_only else step.loss,
+            requested_outputs=self._hook_outputs(),
+            micro_batch_loss=None if forward_only else step.loss,
             forward_only=forward_only,
             reduce_gradients=False,
         )
-        returns_outputs = answers is not None and self.topology.returns_outputs
+        returns_outputs = head_outputs is not None and self.topology.returns_outputs
         if forward_only:
-            predictions = step.predictions_of(answers)
+            predictions = step.finish_forward(head_outputs)
             return (predictions if returns_outputs else None), step.ctx
         value = self._sum_over_data_parallel(step.total)
         return (step.predictions if returns_outputs else None), value, step.ctx
@@ -277,7 +282,9 @@ class BaseEngine(UpdateCycle):
         order = sorted(place) if sample_ids is None else sample_ids.tolist()
         return whole.select([place[i] for i in order])
 
-    def unshard_outputs(self, outputs: Outputs | None, *, sample_ids: Tensor) -> Outputs:
+    def unshard_outputs(
+        self, outputs: ForwardOutputs | None, *, sample_ids: Tensor
+    ) -> ForwardOutputs:
         """Outputs of all ranks in the order of these ids [B], on every rank."""
         return gather_outputs(self._gather_objects(outputs), sample_ids=sample_ids)
 
@@ -539,10 +546,10 @@ class BaseEngine(UpdateCycle):
             )
         return self._objective
 
-    def _hooked_queries(self) -> frozenset[Query]:
+    def _hook_outputs(self) -> frozenset[HeadOutput]:
         if self._objective is not None:
-            return self._objective.needs
-        return self._rfc_needs or frozenset({DEFAULT_QUERY[self.config.model.model_type]})
+            return self._objective.required_outputs
+        return self._loss_fn_outputs or frozenset({DEFAULT_OUTPUT[self.config.model.model_type]})
 
     def _as_single_micro_batch(self, batch: RawBatch) -> PackedBatch:
         if isinstance(batch, Mapping):
@@ -577,9 +584,9 @@ def _needed_by_precision(precision: PrecisionSpec) -> set[Capability]:
 
 def _objective_loss(
     objective: Objective, *, denominators: Denominators, metrics: list[Mapping[str, Metric]]
-) -> MicroLoss:
-    def loss_of(answers: Answers, micro: SequenceBatch) -> Tensor:
-        terms: LossTerms = objective(answers, micro)
+) -> MicroBatchLoss:
+    def loss_of(head_outputs: HeadOutputs, micro: SequenceBatch) -> Tensor:
+        terms: LossTerms = objective(head_outputs, micro)
         loss = reduce_loss(
             terms, micro, denominators=denominators, aggregation=objective.aggregation
         )

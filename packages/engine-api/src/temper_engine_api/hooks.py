@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch
-from temper_engine_api.objective import Answers, Objective, Query
+from temper_engine_api.objective import HeadOutput, HeadOutputs, Objective
 from temper_engine_api.reduction import reduce_loss
 from temper_engine_api.specs import ModelType
 
@@ -16,17 +16,17 @@ Predictions = Mapping[str, Tensor]
 """Columns by the value of their query, in the layout of the packed batch."""
 RawBatch = PackedBatch | SequenceBatch | Mapping[str, Tensor]
 """What the RFC's loop may pass: a batch, or a padded mapping (see ``padding.from_padded``)."""
-RfcLoss = Callable[[SequenceBatch, Predictions, Context], tuple[Tensor, Context]]
+LossFn = Callable[[SequenceBatch, Predictions, Context], tuple[Tensor, Context]]
 """loss_fn(data, predictions, ctx) -> (scalar, ctx); the scalar is this call's mean and is averaged over data-parallel ranks."""
 PreprocessFn = Callable[[RawBatch, Context], tuple[RawBatch, Context]]
 """Runs before the model."""
 PostprocessFn = Callable[[Predictions, Context], tuple[Predictions, Context]]
 """Runs between the model and the loss; its predictions are what the loss sees."""
 
-DEFAULT_QUERY: Mapping[ModelType, Query] = {
-    "language_model": Query.LOGPROB,
-    "value_model": Query.VALUE,
-    "reward_model": Query.SCORE,
+DEFAULT_OUTPUT: Mapping[ModelType, HeadOutput] = {
+    "language_model": HeadOutput.LOGPROB,
+    "value_model": HeadOutput.VALUE,
+    "reward_model": HeadOutput.SCORE,
 }
 """What an RFC callable wants predicted when it does not say."""
 
@@ -36,7 +36,7 @@ class HookedStep:
 
     def __init__(
         self,
-        loss: Objective | RfcLoss | None,
+        loss: Objective | LossFn | None,
         *,
         packed: PackedBatch,
         ctx: Context,
@@ -51,17 +51,19 @@ class HookedStep:
         self._postprocess = postprocess
         self._dp_size = dp_size
 
-    def loss(self, answers: Answers, micro: SequenceBatch) -> Tensor:
+    def loss(self, head_outputs: HeadOutputs, micro: SequenceBatch) -> Tensor:
         """The scalar to differentiate for one micro-batch; a dummy that pads a schedule has a zero one."""
         if bool(micro.is_dummy.all()):
-            return torch.stack([column.sum() for column in answers.columns.values()]).sum() * 0.0
+            return (
+                torch.stack([column.sum() for column in head_outputs.columns.values()]).sum() * 0.0
+            )
         predictions: Predictions = {
-            query.value: column for query, column in answers.columns.items()
+            head_output.value: column for head_output, column in head_outputs.columns.items()
         }
         if self._postprocess is not None:
             predictions, self.ctx = self._postprocess(predictions, self.ctx)
         if isinstance(self._loss, Objective):
-            terms = self._loss(answers, micro)
+            terms = self._loss(head_outputs, micro)
             loss = reduce_loss(
                 terms,
                 micro,
@@ -76,12 +78,12 @@ class HookedStep:
         self.total = self.total + loss.detach().to(self.total.device)
         return loss
 
-    def predictions_of(self, answers: list[Answers] | None) -> Predictions | None:
+    def finish_forward(self, head_outputs: list[HeadOutputs] | None) -> Predictions | None:
         """Detached predictions of a forward pass, through the postprocess hook."""
-        if answers is None:
+        if head_outputs is None:
             return None
         predictions: Predictions = {
-            query.value: column for query, column in answers[0].columns.items()
+            head_output.value: column for head_output, column in head_outputs[0].columns.items()
         }
         if self._postprocess is not None:
             predictions, self.ctx = self._postprocess(predictions, self.ctx)

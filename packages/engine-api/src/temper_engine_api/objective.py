@@ -18,10 +18,10 @@ from temper_engine_api.errors import ConfigError, EngineStateError
 from temper_engine_api.metrics import Metric
 
 LOGPROB_AT_IDS = "logprob_at_ids"
-"""Name of the [T, K] int64 column that ``Query.LOGPROB_AT`` reads its token ids from."""
+"""Name of the [T, K] int64 column that ``HeadOutput.LOGPROB_AT`` reads its token ids from."""
 
 
-class Query(StrEnum):
+class HeadOutput(StrEnum):
     """What a head can be asked. Answers are float32 whatever the compute dtype, in the layout of the batch's columns."""
 
     LOGPROB = "logprob"
@@ -39,30 +39,32 @@ class Query(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
+class HeadOutputs:
     """A head's answers for one micro-batch; whole sequences, also under sequence and context parallel.
 
     Positions that nobody asked for (the first of a sequence; untrained ones during training) hold 0 and carry no gradient.
     """
 
-    columns: Mapping[Query, Tensor]
+    columns: Mapping[HeadOutput, Tensor]
     """[T], [T, K] or [B] float32 by query."""
 
-    def __getitem__(self, query: Query) -> Tensor:
+    def __getitem__(self, head_output: HeadOutput) -> Tensor:
         """The answer to a query.
 
         Raises:
             EngineStateError: it was not asked.
         """
-        if query not in self.columns:
+        if head_output not in self.columns:
             raise EngineStateError(
-                f"the head was not asked for {query.value!r}: name it in the objective's needs, or in outputs."
+                f"the head was not asked for {head_output.value!r}: name it in the objective's required_outputs, or in outputs."
             )
-        return self.columns[query]
+        return self.columns[head_output]
 
-    def detach(self) -> "Answers":
+    def detach(self) -> "HeadOutputs":
         """The same numbers without their graph."""
-        return Answers(columns={query: column.detach() for query, column in self.columns.items()})
+        return HeadOutputs(
+            columns={head_output: column.detach() for head_output, column in self.columns.items()}
+        )
 
 
 class AggregationMode(StrEnum):
@@ -124,7 +126,7 @@ class Objective(ABC):
 
     @property
     @abstractmethod
-    def needs(self) -> frozenset[Query]:
+    def required_outputs(self) -> frozenset[HeadOutput]:
         """What the head is asked with gradient."""
 
     @property
@@ -140,7 +142,7 @@ class Objective(ABC):
         return {}
 
     @abstractmethod
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         """Losses and weights of one micro-batch of whole sequences."""
 
 

@@ -142,7 +142,7 @@ class UpdateCycle(EngineBackend):
                 "this engine was configured without an optimiser (optimizer: null) and can't train."
             )
         self._gradients = Gradients.FINAL if final else Gradients.PENDING
-        self._trains_something |= self._rfc_loss is not None or not batch.denominators.is_empty
+        self._trains_something |= self._loss_fn is not None or not batch.denominators.is_empty
         self._pending_sample_ids.append(batch.sample_ids)
 
     def _report_update(self, norm: float) -> None:

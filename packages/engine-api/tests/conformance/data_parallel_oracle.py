@@ -29,17 +29,19 @@ class DataParallelOracle(OracleEngine):
         size, rank = dist.get_world_size(), dist.get_rank()
         return Topology(world_size=size, global_rank=rank, dp=Axis(size=size, rank=rank))
 
-    def _run_schedule(self, batch, *, queries, micro_loss, forward_only, reduce_gradients):
-        answers = super()._run_schedule(
+    def _run_micro_batches(
+        self, batch, *, requested_outputs, micro_batch_loss, forward_only, reduce_gradients
+    ):
+        head_outputs = super()._run_micro_batches(
             batch,
-            queries=queries,
-            micro_loss=micro_loss,
+            requested_outputs=requested_outputs,
+            micro_batch_loss=micro_batch_loss,
             forward_only=forward_only,
             reduce_gradients=reduce_gradients,
         )
         if reduce_gradients:
             self._reduce_pending_gradients()
-        return answers
+        return head_outputs
 
     def _reduce_pending_gradients(self):
         for name, gradient in self.gradients().items():

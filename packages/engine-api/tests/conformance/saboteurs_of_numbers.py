@@ -7,9 +7,9 @@ import torch.distributed as dist
 from data_parallel_oracle import DataParallelOracle
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.conformance.oracle.oracle_head import answers_of_sequence, join_answers
+from temper_engine_api.conformance.oracle.oracle_head import compute_sequence_outputs, join_outputs
 from temper_engine_api.metrics import Metric
-from temper_engine_api.objective import Answers, Query
+from temper_engine_api.objective import HeadOutput, HeadOutputs
 
 
 class _OtherBatch(DataParallelOracle):
@@ -18,8 +18,8 @@ class _OtherBatch(DataParallelOracle):
     def _spoilt(self, batch):
         raise NotImplementedError
 
-    def _run_schedule(self, batch, **arguments):
-        return super()._run_schedule(self._spoilt(batch), **arguments)
+    def _run_micro_batches(self, batch, **arguments):
+        return super()._run_micro_batches(self._spoilt(batch), **arguments)
 
 
 class _OtherLoss(DataParallelOracle):
@@ -28,11 +28,13 @@ class _OtherLoss(DataParallelOracle):
     def _factor(self, batch, micro):
         raise NotImplementedError
 
-    def _run_schedule(self, batch, *, micro_loss, **arguments):
-        def spoilt(answers, micro):
-            return micro_loss(answers, micro) * self._factor(batch, micro)
+    def _run_micro_batches(self, batch, *, micro_batch_loss, **arguments):
+        def spoilt(head_outputs, micro):
+            return micro_batch_loss(head_outputs, micro) * self._factor(batch, micro)
 
-        return super()._run_schedule(batch, micro_loss=micro_loss and spoilt, **arguments)
+        return super()._run_micro_batches(
+            batch, micro_batch_loss=micro_batch_loss and spoilt, **arguments
+        )
 
 
 class _OtherAnswers(DataParallelOracle):
@@ -41,9 +43,11 @@ class _OtherAnswers(DataParallelOracle):
     def _spoilt(self, columns, micro):
         raise NotImplementedError
 
-    def _answer(self, micro, *, queries, only_trained):
-        answers = super()._answer(micro, queries=queries, only_trained=only_trained)
-        return Answers(columns=self._spoilt(dict(answers.columns), micro))
+    def _compute_outputs(self, micro, *, requested_outputs, only_trained):
+        head_outputs = super()._compute_outputs(
+            micro, requested_outputs=requested_outputs, only_trained=only_trained
+        )
+        return HeadOutputs(columns=self._spoilt(dict(head_outputs.columns), micro))
 
 
 class MeanPerMicroBatch(_OtherLoss):
@@ -82,13 +86,13 @@ class ReducesTwice(DataParallelOracle):
 class FinalisesEveryCall(DataParallelOracle):
     """Sums gradients over ranks at the end of every call, those of an earlier call of the same update once more."""
 
-    def _run_schedule(self, batch, *, reduce_gradients, forward_only, **arguments):
-        answers = super()._run_schedule(
+    def _run_micro_batches(self, batch, *, reduce_gradients, forward_only, **arguments):
+        head_outputs = super()._run_micro_batches(
             batch, reduce_gradients=False, forward_only=forward_only, **arguments
         )
         if not forward_only:
             super()._reduce_pending_gradients()
-        return answers
+        return head_outputs
 
     def _reduce_pending_gradients(self):
         """Nothing: every call has done it."""
@@ -97,11 +101,11 @@ class FinalisesEveryCall(DataParallelOracle):
 class NeverReducesPending(DataParallelOracle):
     """Leaves gradients of calls that were not final where they are."""
 
-    def _run_schedule(self, batch, *, reduce_gradients, **arguments):
-        answers = super()._run_schedule(batch, reduce_gradients=False, **arguments)
+    def _run_micro_batches(self, batch, *, reduce_gradients, **arguments):
+        head_outputs = super()._run_micro_batches(batch, reduce_gradients=False, **arguments)
         if reduce_gradients:
             super()._reduce_pending_gradients()
-        return answers
+        return head_outputs
 
     def _reduce_pending_gradients(self):
         """Nothing."""
@@ -117,26 +121,26 @@ class ForgetsTemperature(_OtherBatch):
 class TempersLogProbs(_OtherAnswers):
     """Divides log-probs by the temperature, instead of logits."""
 
-    def _answer(self, micro, *, queries, only_trained):
+    def _compute_outputs(self, micro, *, requested_outputs, only_trained):
         plain = replace(micro, temperature=torch.ones_like(micro.temperature))
         columns = dict(
             super(_OtherAnswers, self)
-            ._answer(plain, queries=queries, only_trained=only_trained)
+            ._compute_outputs(plain, requested_outputs=requested_outputs, only_trained=only_trained)
             .columns
         )
-        if Query.LOGPROB in columns:
-            columns[Query.LOGPROB] = (
-                columns[Query.LOGPROB] / micro.temperature[micro.sequence_index]
+        if HeadOutput.LOGPROB in columns:
+            columns[HeadOutput.LOGPROB] = (
+                columns[HeadOutput.LOGPROB] / micro.temperature[micro.sequence_index]
             )
-        return Answers(columns=columns)
+        return HeadOutputs(columns=columns)
 
 
 class ShiftsLabels(_OtherAnswers):
     """Gives each token the log-prob of the one before."""
 
     def _spoilt(self, columns, micro):
-        if Query.LOGPROB in columns:
-            columns[Query.LOGPROB] = columns[Query.LOGPROB].roll(1)
+        if HeadOutput.LOGPROB in columns:
+            columns[HeadOutput.LOGPROB] = columns[HeadOutput.LOGPROB].roll(1)
         return columns
 
 
@@ -174,7 +178,7 @@ class IgnoresPositions(_OtherBatch):
 class LeaksAcrossSequences(DataParallelOracle):
     """Attention of a sequence sees those before it in the pack."""
 
-    def _answer(self, micro, *, queries, only_trained):
+    def _compute_outputs(self, micro, *, requested_outputs, only_trained):
         parts = []
         for b in range(micro.num_sequences):
             first, last = micro.sequence_starts[b : b + 2].tolist()
@@ -190,37 +194,43 @@ class LeaksAcrossSequences(DataParallelOracle):
                 columns=columns,
                 position_ids=micro.positions()[:last],
             )
-            answers = answers_of_sequence(self.model, seen, queries=queries)
+            head_outputs = compute_sequence_outputs(
+                self.model, seen, requested_outputs=requested_outputs
+            )
             own = {
-                query: column if query is Query.SCORE else column[first:]
-                for query, column in answers.items()
+                head_output: column if head_output is HeadOutput.SCORE else column[first:]
+                for head_output, column in head_outputs.items()
             }
-            for query in own.keys() - {Query.SCORE}:
-                own[query] = torch.cat([torch.zeros_like(own[query][:1]), own[query][1:]])
+            for head_output in own.keys() - {HeadOutput.SCORE}:
+                own[head_output] = torch.cat(
+                    [torch.zeros_like(own[head_output][:1]), own[head_output][1:]]
+                )
             parts.append(own)
-        return join_answers(parts, mask=micro.loss_mask if only_trained else None)
+        return join_outputs(parts, mask=micro.loss_mask if only_trained else None)
 
 
 class AnswersUntrained(DataParallelOracle):
     """Answers every position in training, also those that nothing trains."""
 
-    def _answer(self, micro, *, queries, only_trained):
-        return super()._answer(micro, queries=queries, only_trained=False)
+    def _compute_outputs(self, micro, *, requested_outputs, only_trained):
+        return super()._compute_outputs(
+            micro, requested_outputs=requested_outputs, only_trained=False
+        )
 
 
 class RoundsLogProbs(_OtherAnswers):
     """Log-probs in bf16."""
 
     def _spoilt(self, columns, micro):
-        return {query: column.bfloat16().float() for query, column in columns.items()}
+        return {head_output: column.bfloat16().float() for head_output, column in columns.items()}
 
 
 class EntropySpoilsLogProbs(_OtherAnswers):
     """Computing the entropy overwrites what the log-probs are read from."""
 
     def _spoilt(self, columns, micro):
-        if Query.ENTROPY in columns and Query.LOGPROB in columns:
-            columns[Query.LOGPROB] = columns[Query.LOGPROB] * 0.99
+        if HeadOutput.ENTROPY in columns and HeadOutput.LOGPROB in columns:
+            columns[HeadOutput.LOGPROB] = columns[HeadOutput.LOGPROB] * 0.99
         return columns
 
 
@@ -228,35 +238,43 @@ class IsRandomInEval(_OtherAnswers):
     """Keeps a little dropout when it should not."""
 
     def _spoilt(self, columns, micro):
-        return {query: column * (1 + 1e-3 * torch.rand(())) for query, column in columns.items()}
+        return {
+            head_output: column * (1 + 1e-3 * torch.rand(()))
+            for head_output, column in columns.items()
+        }
 
 
 class ValueSeesItsToken(_OtherAnswers):
     """The value at t is that of the state after tokens[t]."""
 
-    def _answer(self, micro, *, queries, only_trained):
-        if Query.VALUE not in queries:
-            return super(_OtherAnswers, self)._answer(
-                micro, queries=queries, only_trained=only_trained
+    def _compute_outputs(self, micro, *, requested_outputs, only_trained):
+        if HeadOutput.VALUE not in requested_outputs:
+            return super(_OtherAnswers, self)._compute_outputs(
+                micro, requested_outputs=requested_outputs, only_trained=only_trained
             )
-        values = super(_OtherAnswers, self)._answer(
-            micro, queries=queries | {Query.SCORE}, only_trained=False
+        values = super(_OtherAnswers, self)._compute_outputs(
+            micro, requested_outputs=requested_outputs | {HeadOutput.SCORE}, only_trained=False
         )
-        column = values[Query.VALUE].roll(-1)
-        column = column.index_copy(0, micro.sequence_starts[1:].long() - 1, values[Query.SCORE])
+        column = values[HeadOutput.VALUE].roll(-1)
+        column = column.index_copy(
+            0, micro.sequence_starts[1:].long() - 1, values[HeadOutput.SCORE]
+        )
         if only_trained:
             column = torch.where(micro.loss_mask, column, 0.0)
-        return Answers(
-            columns={query: column if query is Query.VALUE else values[query] for query in queries}
+        return HeadOutputs(
+            columns={
+                head_output: column if head_output is HeadOutput.VALUE else values[head_output]
+                for head_output in requested_outputs
+            }
         )
 
 
 class MergesMicroBatches(DataParallelOracle):
     """Runs everything at once: the plan seemed wasteful."""
 
-    def _run_schedule(self, batch, **arguments):
+    def _run_micro_batches(self, batch, **arguments):
         ends = torch.tensor([0, batch.num_sequences], dtype=torch.int32)
-        return super()._run_schedule(replace(batch, micro_batch_starts=ends), **arguments)
+        return super()._run_micro_batches(replace(batch, micro_batch_starts=ends), **arguments)
 
 
 class LosesOrder(DataParallelOracle):

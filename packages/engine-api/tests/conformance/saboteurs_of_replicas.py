@@ -17,11 +17,13 @@ class _OtherMicroLoss(StagedOracle):
     def _factor(self, batch, micro):
         raise NotImplementedError
 
-    def _run_schedule(self, batch, *, micro_loss, **arguments):
-        def spoilt(answers, micro):
-            return micro_loss(answers, micro) * self._factor(batch, micro)
+    def _run_micro_batches(self, batch, *, micro_batch_loss, **arguments):
+        def spoilt(head_outputs, micro):
+            return micro_batch_loss(head_outputs, micro) * self._factor(batch, micro)
 
-        return super()._run_schedule(batch, micro_loss=micro_loss and spoilt, **arguments)
+        return super()._run_micro_batches(
+            batch, micro_batch_loss=micro_batch_loss and spoilt, **arguments
+        )
 
 
 class DividesByMicroBatchesTwice(_OtherMicroLoss):

@@ -328,8 +328,8 @@ class SavesTheBase(DataParallelOracle):
 class DropsInEval(DataParallelOracle):
     """Dropout of the adapter acts in evaluation too."""
 
-    def _run_schedule(self, batch, **options):
+    def _run_micro_batches(self, batch, **options):
         for module in self.model.modules():
             if isinstance(module, torch.nn.Dropout):
                 module.train()
-        return super()._run_schedule(batch, **options)
+        return super()._run_micro_batches(batch, **options)

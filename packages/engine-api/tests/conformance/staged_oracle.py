@@ -10,7 +10,7 @@ import torch
 from data_parallel_oracle import DataParallelOracle
 
 from temper_engine_api.layout import Layout
-from temper_engine_api.objective import Answers, Query
+from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Axis, Topology
 
@@ -47,25 +47,29 @@ class StagedOracle(DataParallelOracle):
             returns_outputs=self.is_last and context == 0,
         )
 
-    def _run_schedule(self, batch, *, reduce_gradients, **arguments):
-        answers = None
+    def _run_micro_batches(self, batch, *, reduce_gradients, **arguments):
+        head_outputs = None
         if self.is_last:
-            answers = super()._run_schedule(batch, reduce_gradients=False, **arguments)
+            head_outputs = super()._run_micro_batches(batch, reduce_gradients=False, **arguments)
         if reduce_gradients:
             self._reduce_pending_gradients()
-        return answers
+        return head_outputs
 
-    def _answer(self, micro, **arguments):
+    def _compute_outputs(self, micro, **arguments):
         """Values of all tokens; gradients of this rank's."""
         cp, (num_tokens,) = self.topology.cp, micro.tokens.shape
         mine = torch.arange(num_tokens) * cp.size // num_tokens == cp.rank
-        columns = dict(super()._answer(micro, **arguments).columns)
-        for query, column in columns.items():
-            is_mine = mine[micro.sequence_starts[1:].long() - 1] if query is Query.SCORE else mine
-            columns[query] = torch.where(
+        columns = dict(super()._compute_outputs(micro, **arguments).columns)
+        for head_output, column in columns.items():
+            is_mine = (
+                mine[micro.sequence_starts[1:].long() - 1]
+                if head_output is HeadOutput.SCORE
+                else mine
+            )
+            columns[head_output] = torch.where(
                 is_mine if column.ndim == 1 else is_mine[:, None], column, column.detach()
             )
-        return Answers(columns=columns)
+        return HeadOutputs(columns=columns)
 
     def _sum_over_data_parallel(self, value):
         return super()._sum_over_data_parallel(

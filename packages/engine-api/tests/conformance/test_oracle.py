@@ -7,7 +7,7 @@ from temper_engine_api.conformance.harness.measurements import WHOLE, share_of, 
 from temper_engine_api.conformance.harness.rank import Rank
 from temper_engine_api.conformance.inputs.probes import LikelihoodProbe, TokenProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, REWARD, VALUE
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import OptimizerSpec
 
 
@@ -38,7 +38,7 @@ def test_its_logprobs_are_minus_the_cross_entropy_of_a_padded_batch(lent):
         [torch.zeros(batch.num_sequences, 1), -costs.view(batch.num_sequences, -1)], dim=1
     )
     expected = rows[mask.bool()]
-    actual = reference.outputs(recipe, batch, Query.LOGPROB)
+    actual = reference.outputs(recipe, batch, HeadOutput.LOGPROB)
     assert torch.allclose(actual, expected, atol=3e-6)
     assert not torch.allclose(actual, expected.roll(1), atol=1e-1)
 
@@ -52,7 +52,7 @@ def test_its_entropy_is_that_of_a_categorical_distribution(lent):
         logits=logits / batch.temperature[:, None, None]
     ).entropy()
     expected = torch.cat([torch.zeros(batch.num_sequences, 1), entropy[:, :-1]], dim=1)[mask.bool()]
-    assert torch.allclose(reference.outputs(recipe, batch, Query.ENTROPY), expected, atol=3e-6)
+    assert torch.allclose(reference.outputs(recipe, batch, HeadOutput.ENTROPY), expected, atol=3e-6)
 
 
 def test_its_gradient_is_that_of_the_padded_mean_cross_entropy(lent):
@@ -102,7 +102,7 @@ def test_its_updates_are_those_of_torchs_adamw(lent):
 def test_its_values_are_those_of_the_token_classifier_one_step_earlier(lent):
     reference, batch = lent.reference, lent.reference.batch()
     engine = reference.rank.kept_engine(reference.recipe(VALUE))
-    values = reference.outputs(reference.recipe(VALUE), batch, Query.VALUE)
+    values = reference.outputs(reference.recipe(VALUE), batch, HeadOutput.VALUE)
     first, last = batch.sequence_starts[:2].tolist()
     with torch.no_grad():
         scores = engine.model(input_ids=batch.tokens[None, first:last]).logits[0, :, 0]
@@ -113,7 +113,7 @@ def test_its_values_are_those_of_the_token_classifier_one_step_earlier(lent):
 def test_its_scores_are_those_of_the_last_token(lent):
     reference, batch = lent.reference, lent.reference.batch()
     engine = reference.rank.kept_engine(reference.recipe(REWARD))
-    scores = reference.outputs(reference.recipe(REWARD), batch, Query.SCORE)
+    scores = reference.outputs(reference.recipe(REWARD), batch, HeadOutput.SCORE)
     first, last = batch.sequence_starts[2:4].tolist()
     with torch.no_grad():
         expected = engine.model(input_ids=batch.tokens[None, first:last]).logits[0, -1, 0]

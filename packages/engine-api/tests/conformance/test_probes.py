@@ -14,7 +14,12 @@ from temper_engine_api.conformance.inputs.probes import (
     TopKProbe,
     ValueProbe,
 )
-from temper_engine_api.objective import LOGPROB_AT_IDS, Answers, Query, registered_objectives
+from temper_engine_api.objective import (
+    LOGPROB_AT_IDS,
+    HeadOutput,
+    HeadOutputs,
+    registered_objectives,
+)
 
 
 def pair(columns=None, sequence_columns=None):
@@ -37,8 +42,8 @@ def pair(columns=None, sequence_columns=None):
     )
 
 
-def answering(query, column):
-    return Answers(columns={query: torch.tensor(column)})
+def head_outputs_with(head_output, column):
+    return HeadOutputs(columns={head_output: torch.tensor(column)})
 
 
 def test_token_probe_clips_on_both_sides():
@@ -50,7 +55,9 @@ def test_token_probe_clips_on_both_sides():
             "weights": [1.0, 1.0, 1.0, 3.0],
         },
     )
-    terms = TokenProbe()(answering(Query.LOGPROB, [0.0, math.log(1.5), 0.0, math.log(0.5)]), batch)
+    terms = TokenProbe()(
+        head_outputs_with(HeadOutput.LOGPROB, [0.0, math.log(1.5), 0.0, math.log(0.5)]), batch
+    )
     assert terms.loss[batch.loss_mask].tolist() == pytest.approx([-2.6, 0.8])
     assert terms.weight[batch.loss_mask].tolist() == [1.0, 3.0]
     assert terms.metrics["ratio"].result == pytest.approx(1.0)
@@ -58,18 +65,21 @@ def test_token_probe_clips_on_both_sides():
 
 def test_token_probe_asks_for_entropy_where_it_pays_for_it():
     batch = pair({"old_logprobs": [0.0] * 4, "advantages": [0.0] * 4, "weights": [1.0] * 4})
-    answers = Answers(
-        columns={Query.LOGPROB: torch.zeros(4), Query.ENTROPY: torch.tensor([0.0, 2.0, 0.0, 4.0])}
+    head_outputs = HeadOutputs(
+        columns={
+            HeadOutput.LOGPROB: torch.zeros(4),
+            HeadOutput.ENTROPY: torch.tensor([0.0, 2.0, 0.0, 4.0]),
+        }
     )
     probe = TokenProbe(entropy_coefficient=0.5)
-    assert probe.needs == {Query.LOGPROB, Query.ENTROPY}
-    assert probe(answers, batch).loss[batch.loss_mask].tolist() == [-1.0, -2.0]
+    assert probe.required_outputs == {HeadOutput.LOGPROB, HeadOutput.ENTROPY}
+    assert probe(head_outputs, batch).loss[batch.loss_mask].tolist() == [-1.0, -2.0]
 
 
 def test_sequence_probe_takes_the_geometric_mean():
     # Trained log-ratios 0.05 and 0.2: ratios e^0.05 = 1.0513 and e^0.2 = 1.2214, clipped to 1.1 where that is the smaller term.
     batch = pair({"old_logprobs": [0.0] * 4}, {"sequence_advantages": [1.0, 1.0]})
-    terms = SequenceProbe()(answering(Query.LOGPROB, [9.0, 0.05, 9.0, 0.2]), batch)
+    terms = SequenceProbe()(head_outputs_with(HeadOutput.LOGPROB, [9.0, 0.05, 9.0, 0.2]), batch)
     assert terms.level == "sequence"
     assert terms.loss.tolist() == pytest.approx([-math.exp(0.05), -1.1])
 
@@ -77,25 +87,30 @@ def test_sequence_probe_takes_the_geometric_mean():
 def test_pair_probe_halves_the_loss_of_a_pair():
     # Margin: 0.5 * ((-1 + 3) - (-2 + 2)) = 1; -log sigmoid(1) = 0.3133, half for each.
     batch = pair({"ref_logprobs": [0.0, -3.0, 0.0, -2.0]}, {"is_chosen": [True, False]})
-    terms = PairProbe(beta=0.5)(answering(Query.LOGPROB, [0.0, -1.0, 0.0, -2.0]), batch)
+    terms = PairProbe(beta=0.5)(
+        head_outputs_with(HeadOutput.LOGPROB, [0.0, -1.0, 0.0, -2.0]), batch
+    )
     assert terms.loss.tolist() == pytest.approx([0.5 * math.log(1 + math.exp(-1))] * 2)
 
 
 def test_topk_probe_is_zero_where_the_teacher_agrees():
     teacher = [[math.log(0.5), math.log(0.25)]] * 4
     batch = pair({LOGPROB_AT_IDS: [[0, 1]] * 4, "teacher_logprobs": teacher})
-    assert TopKProbe()(answering(Query.LOGPROB_AT, teacher), batch).loss.tolist() == [0.0] * 4
+    assert (
+        TopKProbe()(head_outputs_with(HeadOutput.LOGPROB_AT, teacher), batch).loss.tolist()
+        == [0.0] * 4
+    )
     # A student with log-probs 1 lower everywhere: (0.5 + 0.25) * 1.
     lower = [[a - 1.0, b - 1.0] for a, b in teacher]
-    assert TopKProbe()(answering(Query.LOGPROB_AT, lower), batch).loss.tolist() == pytest.approx(
-        [0.75] * 4
-    )
+    assert TopKProbe()(
+        head_outputs_with(HeadOutput.LOGPROB_AT, lower), batch
+    ).loss.tolist() == pytest.approx([0.75] * 4)
 
 
 def test_value_probe_takes_the_worse_of_two():
     # V = 1, old 0, eps 0.2, R = 1: unclipped 0, clipped (0.2 - 1)^2 / 2 = 0.32. V = 0.1, R = 1.1: both are 0.5.
     batch = pair({"old_values": [0.0] * 4, "returns": [0.0, 1.0, 0.0, 1.1]})
-    terms = ValueProbe()(answering(Query.VALUE, [0.0, 1.0, 0.0, 0.1]), batch)
+    terms = ValueProbe()(head_outputs_with(HeadOutput.VALUE, [0.0, 1.0, 0.0, 0.1]), batch)
     assert terms.loss[batch.loss_mask].tolist() == pytest.approx([0.32, 0.5])
 
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.loss_scale import LossScale
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model import packed_attention
 from temper_engine_fsdp.model.huggingface_model import build_model
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from temper_engine_fsdp.training.lora_adapter import LoraAdapter
 
 _DUMMY_QUERIES = {
-    "language_model": Query.LOGPROB,
-    "value_model": Query.VALUE,
-    "reward_model": Query.SCORE,
+    "language_model": HeadOutput.LOGPROB,
+    "value_model": HeadOutput.VALUE,
+    "reward_model": HeadOutput.SCORE,
 }
 
 
@@ -206,7 +206,7 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
             sharded,
             device=device,
             needs_buckets=kernel == packed_attention.SDPA_VARLEN,
-            dummy_query=_DUMMY_QUERIES[config.model.model_type],
+            dummy_output=_DUMMY_QUERIES[config.model.model_type],
             loss_scale=loss_scale,
             tracer=tracer,
             sequence_group=SequenceGroup(data_groups.sequence_parallel)

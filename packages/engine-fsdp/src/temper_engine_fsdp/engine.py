@@ -14,10 +14,10 @@ from torch import Tensor
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.checkpoint.saved_state import SavedState, holds_files
-from temper_engine_api.engine import BaseEngine, MicroLoss
+from temper_engine_api.engine import BaseEngine, MicroBatchLoss
 from temper_engine_api.errors import EngineStateError
 from temper_engine_api.metrics import Metric
-from temper_engine_api.objective import Answers, Query
+from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Axis, PlanConstraints, Topology
 from temper_engine_api.weights import NamedWeight, TrainingState, check_saved
@@ -137,16 +137,18 @@ class FSDPEngine(BaseEngine):
                 stack.enter_context(numerics.use_deterministic_algorithms())
             yield
 
-    def _run_schedule(
+    def _run_micro_batches(
         self,
         batch: PackedBatch,
         *,
-        queries: frozenset[Query],
-        micro_loss: MicroLoss | None,
+        requested_outputs: frozenset[HeadOutput],
+        micro_batch_loss: MicroBatchLoss | None,
         forward_only: bool,
         reduce_gradients: bool,
-    ) -> list[Answers] | None:
-        with_gradient = self._rfc_needs if self._objective is None else self._objective.needs
+    ) -> list[HeadOutputs] | None:
+        with_gradient = (
+            self._loss_fn_outputs if self._objective is None else self._objective.required_outputs
+        )
         self._components.throughput.start(
             None if forward_only else batch.lengths[~batch.is_dummy].tolist()
         )
@@ -154,18 +156,18 @@ class FSDPEngine(BaseEngine):
             self._components.tracer.stage("a forward call" if forward_only else "a training call"),
             self._numerics(),
         ):
-            answers = self._components.runner.run(
+            head_outputs = self._components.runner.run(
                 batch,
-                queries=queries,
+                requested_outputs=requested_outputs,
                 with_gradient=with_gradient,
-                micro_loss=micro_loss,
+                micro_batch_loss=micro_batch_loss,
                 forward_only=forward_only,
                 reduce_gradients=reduce_gradients,
             )
         # Sequence-parallel ranks have the same outputs; the first one returns them.
-        return answers if self.topology.returns_outputs else None
+        return head_outputs if self.topology.returns_outputs else None
 
-    def _telemetry(self) -> Mapping[str, Metric]:
+    def _collect_metrics(self) -> Mapping[str, Metric]:
         memory, speed = (
             memory_metrics(self._components.membership.device),
             self._components.throughput.stop(),

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.capabilities import Capability
-from temper_engine_api.engine import BaseEngine, MicroLoss
+from temper_engine_api.engine import BaseEngine, MicroBatchLoss
 from temper_engine_api.errors import EngineStateError
 from temper_engine_api.metrics import Metric
-from temper_engine_api.objective import Answers, Query
+from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import NamedWeight, TrainingState
@@ -106,26 +106,29 @@ class MegatronEngine(BaseEngine):
     def _numerics(self) -> AbstractContextManager[None]:
         return numerics.deterministic() if self.config.deterministic else nullcontext()
 
-    def _run_schedule(
+    def _run_micro_batches(
         self,
         batch: PackedBatch,
         *,
-        queries: frozenset[Query],
-        micro_loss: MicroLoss | None,
+        requested_outputs: frozenset[HeadOutput],
+        micro_batch_loss: MicroBatchLoss | None,
         forward_only: bool,
         reduce_gradients: bool,
-    ) -> list[Answers] | None:
+    ) -> list[HeadOutputs] | None:
         runner = self._parts.runner
         with self._numerics():
-            answers = runner.run(
-                batch, queries=queries, micro_loss=micro_loss, forward_only=forward_only
+            head_outputs = runner.run(
+                batch,
+                requested_outputs=requested_outputs,
+                micro_batch_loss=micro_batch_loss,
+                forward_only=forward_only,
             )
             if reduce_gradients:
                 runner.reduce()
         self._router_losses = {} if forward_only else runner.take_router_losses()
-        return answers
+        return head_outputs
 
-    def _telemetry(self) -> Mapping[str, Metric]:
+    def _collect_metrics(self) -> Mapping[str, Metric]:
         return {
             f"router/{name}": Metric(value=value, reduction="sum")
             for name, value in self._router_losses.items()

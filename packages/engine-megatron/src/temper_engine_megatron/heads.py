@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError, CapabilityError
-from temper_engine_api.objective import LOGPROB_AT_IDS, Answers, Query
+from temper_engine_api.objective import LOGPROB_AT_IDS, HeadOutput, HeadOutputs
 from temper_engine_megatron.adapter_model import TrainedHead
 from temper_engine_megatron.collectives import sum_of_parts
 from temper_engine_megatron.packing import LocalMicroBatch
 from temper_engine_megatron.vocabulary_head import HeadShare, vocabulary_logprob
 
-LANGUAGE_QUERIES = frozenset(
-    {Query.LOGPROB, Query.ENTROPY, Query.LOGPROB_AT, Query.LOGSUMEXP_TERMS}
+LANGUAGE_OUTPUTS = frozenset(
+    {HeadOutput.LOGPROB, HeadOutput.ENTROPY, HeadOutput.LOGPROB_AT, HeadOutput.LOGSUMEXP_TERMS}
 )
 
 
@@ -32,7 +32,7 @@ class Head:
     """[V / ranks, D] rows of the output embedding, or [1, D] of a scalar head."""
     bias: nn.Parameter | None
     """[1] of a scalar head."""
-    scalar: Query | None
+    scalar: HeadOutput | None
     """VALUE or SCORE; None for a language model."""
     vocabulary: int
     """V, without padding."""
@@ -63,27 +63,27 @@ class Head:
             self.bias if self.trained is None or self.trained.switch.is_off else self.trained.bias
         )
 
-    def check(self, queries: frozenset[Query]) -> None:
+    def check(self, requested_outputs: frozenset[HeadOutput]) -> None:
         """Refuse what this head can't answer.
 
         Raises:
             CapabilityError: naming the queries.
         """
-        allowed = LANGUAGE_QUERIES if self.scalar is None else frozenset({self.scalar})
-        if others := queries - allowed:
+        allowed = LANGUAGE_OUTPUTS if self.scalar is None else frozenset({self.scalar})
+        if others := requested_outputs - allowed:
             kind = "language_model" if self.scalar is None else f"{self.scalar.value}_model"
             raise CapabilityError(
                 f"a {kind} can't answer {', '.join(sorted(others))}; it answers {', '.join(sorted(allowed))}."
             )
 
-    def answer(
+    def compute_outputs(
         self,
         hidden: Tensor,
         local: LocalMicroBatch,
         *,
-        queries: frozenset[Query],
+        requested_outputs: frozenset[HeadOutput],
         trained_only: bool,
-    ) -> Answers:
+    ) -> HeadOutputs:
         """Answers about the whole micro-batch, the same on every rank of the last stage. Collective over them.
 
         Args:
@@ -93,8 +93,8 @@ class Head:
             trained_only: only trained positions need an answer; else all that have a predecessor.
         """
         whole = local.whole
-        if self.scalar is Query.SCORE:
-            columns = {Query.SCORE: self._scores(hidden, local)}
+        if self.scalar is HeadOutput.SCORE:
+            columns = {HeadOutput.SCORE: self._scores(hidden, local)}
         else:
             wanted = whole.loss_mask if trained_only else _has_predecessor(whole)
             at = torch.nonzero(wanted)[:, 0]
@@ -102,21 +102,29 @@ class Head:
             at = at[place >= 0]
             rows = hidden.index_select(0, place[place >= 0])
             found = (
-                self._language(rows, whole, at, queries)
+                self._language(rows, whole, at, requested_outputs)
                 if self.scalar is None
-                else {Query.VALUE: self._scalars(rows)}
+                else {HeadOutput.VALUE: self._scalars(rows)}
             )
             columns = {
-                query: _place(found[query], at=at, size=whole.num_tokens) for query in queries
+                head_output: _place(found[head_output], at=at, size=whole.num_tokens)
+                for head_output in requested_outputs
             }
         # Sorted: sets differ in order between processes, and every rank must add up the same column.
-        return Answers(
-            columns={query: sum_of_parts(columns[query], self.cp) for query in sorted(columns)}
+        return HeadOutputs(
+            columns={
+                head_output: sum_of_parts(columns[head_output], self.cp)
+                for head_output in sorted(columns)
+            }
         )
 
     def _language(
-        self, rows: Tensor, whole: SequenceBatch, at: Tensor, queries: frozenset[Query]
-    ) -> Mapping[Query, Tensor]:
+        self,
+        rows: Tensor,
+        whole: SequenceBatch,
+        at: Tensor,
+        requested_outputs: frozenset[HeadOutput],
+    ) -> Mapping[HeadOutput, Tensor]:
         weight = self._weight
         held = weight.shape[0]
         first = self.tp.rank() * held
@@ -125,22 +133,22 @@ class Head:
             weight,
             whole.tokens[at],
             temperature=whole.temperature.float()[whole.sequence_index[at]],
-            ids=_ids_of(whole)[at] if Query.LOGPROB_AT in queries else None,
+            ids=_ids_of(whole)[at] if HeadOutput.LOGPROB_AT in requested_outputs else None,
             share=HeadShare(
                 group=self.tp,
                 first=first,
                 size=max(0, min(held, self.vocabulary - first)),
                 chunk=self.chunk,
-                wants_entropy=Query.ENTROPY in queries,
+                wants_entropy=HeadOutput.ENTROPY in requested_outputs,
                 is_compiled=self.is_compiled,
                 fills_chunks=self.fills_chunks,
             ),
         )
         return {
-            Query.LOGPROB: columns.logprob,
-            Query.ENTROPY: columns.entropy,
-            Query.LOGSUMEXP_TERMS: columns.logsumexp,
-            Query.LOGPROB_AT: columns.logprob_at,
+            HeadOutput.LOGPROB: columns.logprob,
+            HeadOutput.ENTROPY: columns.entropy,
+            HeadOutput.LOGSUMEXP_TERMS: columns.logsumexp,
+            HeadOutput.LOGPROB_AT: columns.logprob_at,
         }
 
     def _scores(self, hidden: Tensor, local: LocalMicroBatch) -> Tensor:

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from temper_engine_api.errors import CapabilityError, ConfigError
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_megatron.adapter_model import AdapterSite, TrainedHead
 from temper_engine_megatron.attention import AttentionLayout, RowLayout
 from temper_engine_megatron.bridge_compat import Translation
@@ -43,7 +43,7 @@ _RECOMPUTE: Mapping[str, dict[str, object]] = {
         "recompute_num_layers": 1,
     },
 }
-SCALAR_QUERIES = {"value_model": Query.VALUE, "reward_model": Query.SCORE}
+SCALAR_OUTPUTS = {"value_model": HeadOutput.VALUE, "reward_model": HeadOutput.SCORE}
 
 
 class PackedGPTModel(GPTModel):
@@ -461,7 +461,7 @@ def _head_of(
 ) -> Head | None:
     if not last.post_process:
         return None
-    scalar = SCALAR_QUERIES.get(config.model.model_type)
+    scalar = SCALAR_OUTPUTS.get(config.model.model_type)
     is_shared = scalar is None and last.share_embeddings_and_output_weights
     return Head(
         projection=last.shared_embedding_or_output_weight()

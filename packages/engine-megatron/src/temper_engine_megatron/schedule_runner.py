@@ -16,8 +16,8 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from temper_engine_api.batch import PackedBatch
-from temper_engine_api.engine import MicroLoss
-from temper_engine_api.objective import Answers, Query
+from temper_engine_api.engine import MicroBatchLoss
+from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_megatron.cpu_device import megatron_on_cpu
 from temper_engine_megatron.experts import BALANCE, Z_LOSS, take_losses
 from temper_engine_megatron.groups import Membership
@@ -31,8 +31,8 @@ from temper_engine_megatron.packing import LocalMicroBatch, Slicing, local_micro
 class _Pass:
     """What one call asks of every micro-batch."""
 
-    queries: frozenset[Query]
-    micro_loss: MicroLoss | None
+    requested_outputs: frozenset[HeadOutput]
+    micro_batch_loss: MicroBatchLoss | None
     forward_only: bool
 
 
@@ -57,14 +57,18 @@ class ScheduleRunner:
         self,
         batch: PackedBatch,
         *,
-        queries: frozenset[Query],
-        micro_loss: MicroLoss | None,
+        requested_outputs: frozenset[HeadOutput],
+        micro_batch_loss: MicroBatchLoss | None,
         forward_only: bool,
-    ) -> list[Answers] | None:
+    ) -> list[HeadOutputs] | None:
         """Detached answers of each micro-batch on the last stage, None elsewhere."""
-        asked = _Pass(queries=queries, micro_loss=micro_loss, forward_only=forward_only)
+        asked = _Pass(
+            requested_outputs=requested_outputs,
+            micro_batch_loss=micro_batch_loss,
+            forward_only=forward_only,
+        )
         if self._chunks.head is not None:
-            self._chunks.head.check(queries)
+            self._chunks.head.check(requested_outputs)
         trained_tokens = batch.denominators.tokens
         prepared = [
             local_micro_batch(micro, self._slicing, trained_tokens=trained_tokens)
@@ -73,10 +77,12 @@ class ScheduleRunner:
         if not forward_only:
             self.has_local_gradients = True
         with self._mode(trains=not forward_only), megatron_on_cpu():
-            found = self._run_schedule(prepared, asked)
+            found = self._run_micro_batches(prepared, asked)
         return found if self._membership.is_last_stage else None
 
-    def _run_schedule(self, prepared: list[LocalMicroBatch], asked: _Pass) -> list[Answers]:
+    def _run_micro_batches(
+        self, prepared: list[LocalMicroBatch], asked: _Pass
+    ) -> list[HeadOutputs]:
         chunks = list(self._chunks.wrapped)
 
         def forward_step(
@@ -93,7 +99,7 @@ class ScheduleRunner:
 
         iterators = [iter(prepared) for _ in chunks]
         schedule = get_forward_backward_func()
-        answers: list[Answers] = schedule(
+        head_outputs: list[HeadOutputs] = schedule(
             forward_step_func=forward_step,
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=chunks if len(chunks) > 1 else chunks[0],
@@ -103,25 +109,27 @@ class ScheduleRunner:
             micro_batch_size=1,
             forward_only=asked.forward_only,
         )
-        return answers
+        return head_outputs
 
     def _finish(
         self, output: Tensor, local: LocalMicroBatch, asked: _Pass
-    ) -> tuple[Tensor, Tensor, Answers]:
+    ) -> tuple[Tensor, Tensor, HeadOutputs]:
         """The scalar to differentiate, no number of tokens, and the answers: what a schedule wants of the last stage."""
         head = self._head
         if self._chunks.settings.sequence_parallel:
             # Every rank goes on with all tokens and sums gradients where it splits matrices, so each takes back its own rows.
             output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False)
         hidden = output.flatten(0, 1)
-        is_training = asked.micro_loss is not None and not asked.forward_only
-        answers = head.answer(hidden, local, queries=asked.queries, trained_only=is_training)
-        if asked.micro_loss is None:
+        is_training = asked.micro_batch_loss is not None and not asked.forward_only
+        head_outputs = head.compute_outputs(
+            hidden, local, requested_outputs=asked.requested_outputs, trained_only=is_training
+        )
+        if asked.micro_batch_loss is None:
             loss = hidden.new_zeros((), dtype=torch.float32)
         else:
             # An empty sum: a loss that ignores every answer still sends gradients of zero to the stages before.
-            loss = asked.micro_loss(answers, local.whole) + hidden[:0].float().sum()
-        return loss, torch.zeros((), dtype=torch.int), answers.detach()
+            loss = asked.micro_batch_loss(head_outputs, local.whole) + hidden[:0].float().sum()
+        return loss, torch.zeros((), dtype=torch.int), head_outputs.detach()
 
     @property
     def _head(self) -> Head:

@@ -10,7 +10,7 @@ from golden_traces import GOLDEN, assert_close, core_calls, core_inputs, json_of
 from torch import Tensor
 
 from temper_engine_api.batch import Denominators, SequenceBatch, from_sequences
-from temper_engine_api.objective import Aggregation, AggregationMode, Answers, LossTerms, Query
+from temper_engine_api.objective import Aggregation, AggregationMode, HeadOutput, HeadOutputs, LossTerms
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.gae import generalised_advantage
@@ -152,7 +152,7 @@ def test_the_clipped_policy_loss_and_its_gradient_agree(call: str) -> None:
     objective = PolicyObjective(clip_low=low, clip_high=high, dual_clip=config["clip_ratio_c"], aggregation=MODES[case["loss_agg_mode"]])
     samples = samples_of(mask, advantages=column(case["advantages"]), old_logprobs=column(case["old_log_prob"]))
     logprobs = samples_of(mask, x=column(case["log_prob"])).columns["x"].clone().requires_grad_()
-    terms = objective(Answers(columns={Query.LOGPROB: logprobs}), samples)
+    terms = objective(HeadOutputs(columns={HeadOutput.LOGPROB: logprobs}), samples)
     loss = reduce_loss(terms, samples, denominators=count_denominators(samples), aggregation=objective.aggregation)
     loss.backward()
     assert_close(loss.detach(), old("policy_loss_vanilla", f"{call}.loss"))
@@ -166,7 +166,7 @@ def test_the_value_loss_agrees(call: str) -> None:
     samples = samples_of(mask, returns=column(case["returns"]), values=column(case["values"]))
     values = samples_of(mask, x=column(case["vpreds"])).columns["x"]
     objective = ValueObjective(clip=case["cliprange_value"], aggregation=MODES[case["loss_agg_mode"]])
-    terms = objective(Answers(columns={Query.VALUE: values}), samples)
+    terms = objective(HeadOutputs(columns={HeadOutput.VALUE: values}), samples)
     loss = reduce_loss(terms, samples, denominators=count_denominators(samples), aggregation=objective.aggregation)
     assert_close(loss, old("value_loss", f"{call}.loss"))
 

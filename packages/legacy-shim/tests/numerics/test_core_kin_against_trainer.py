@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_core_against_trainer import CORE, MODES, case_of, column, grid, old, samples_of, unbiased
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.objective import Answers, Query
+from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.cispo import CispoObjective
@@ -54,7 +54,7 @@ def samples_for(group: str, call: str) -> SequenceBatch:
 def computed(objective: SurrogateObjective, samples: SequenceBatch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """Loss, and its gradient [B, width]."""
     leaf = logprobs.clone().requires_grad_()
-    terms = objective(Answers(columns={Query.LOGPROB: leaf}), samples)
+    terms = objective(HeadOutputs(columns={HeadOutput.LOGPROB: leaf}), samples)
     loss = reduce_loss(terms, samples, denominators=count_denominators(samples), aggregation=objective.aggregation)
     loss.backward()
     assert leaf.grad is not None

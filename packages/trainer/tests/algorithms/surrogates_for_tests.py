@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
-from temper_engine_api.objective import Answers, Objective, Query
+from temper_engine_api.objective import HeadOutput, HeadOutputs, Objective
 from temper_engine_api.reduction import count_denominators, reduce_loss
 
 
@@ -23,29 +23,31 @@ def batch_of(*sequences: dict[str, list[float]]) -> SequenceBatch:
     return from_sequences([torch.arange(n) for n in lengths], loss_masks=masks, columns=columns)
 
 
-def answers_of(*logprobs: list[float]) -> Answers:
+def answers_of(*logprobs: list[float]) -> HeadOutputs:
     whole = [x for sequence in logprobs for x in (0.0, *sequence)]
-    return Answers(
+    return HeadOutputs(
         columns={
-            Query.LOGPROB: torch.tensor(whole, requires_grad=True),
-            Query.ENTROPY: torch.full((len(whole),), 0.5),
+            HeadOutput.LOGPROB: torch.tensor(whole, requires_grad=True),
+            HeadOutput.ENTROPY: torch.full((len(whole),), 0.5),
         }
     )
 
 
-def losses(objective: Objective, answers: Answers, batch: SequenceBatch) -> list[float]:
+def losses(objective: Objective, head_outputs: HeadOutputs, batch: SequenceBatch) -> list[float]:
     """At the trained tokens."""
     prepared = batch.with_columns(objective.prepare(batch, seed=1))
-    found: list[float] = objective(answers, prepared).loss[batch.loss_mask].tolist()
+    found: list[float] = objective(head_outputs, prepared).loss[batch.loss_mask].tolist()
     return found
 
 
-def gradient(objective: Objective, answers: Answers, batch: SequenceBatch) -> Sequence[float]:
+def gradient(
+    objective: Objective, head_outputs: HeadOutputs, batch: SequenceBatch
+) -> Sequence[float]:
     """Of the reduced loss, by the log-probs of the trained tokens."""
     prepared = batch.with_columns(objective.prepare(batch, seed=1))
-    terms = objective(answers, prepared)
+    terms = objective(head_outputs, prepared)
     loss = reduce_loss(
         terms, prepared, denominators=count_denominators(batch), aggregation=objective.aggregation
     )
-    found: Tensor = torch.autograd.grad(loss, answers[Query.LOGPROB])[0]
+    found: Tensor = torch.autograd.grad(loss, head_outputs[HeadOutput.LOGPROB])[0]
     return found[batch.loss_mask].tolist()

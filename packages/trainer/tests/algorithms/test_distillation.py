@@ -7,7 +7,7 @@ import torch
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.objective import LOGPROB_AT_IDS, Aggregation, Answers, Query
+from temper_engine_api.objective import LOGPROB_AT_IDS, Aggregation, HeadOutput, HeadOutputs
 from temper_trainer.algorithms.combined import CombinedObjective
 from temper_trainer.algorithms.distillation import ReverseKlObjective, TopKObjective, teacher_reward
 from temper_trainer.algorithms.policy_loss import PolicyObjective
@@ -28,9 +28,11 @@ def top_k_batch(teacher: list[list[float]], *, weights: list[float]) -> Sequence
     )
 
 
-def asked(rows: list[list[float]]) -> Answers:
-    return Answers(
-        columns={Query.LOGPROB_AT: torch.tensor([[0.0] * len(rows[0]), *rows], requires_grad=True)}
+def asked(rows: list[list[float]]) -> HeadOutputs:
+    return HeadOutputs(
+        columns={
+            HeadOutput.LOGPROB_AT: torch.tensor([[0.0] * len(rows[0]), *rows], requires_grad=True)
+        }
     )
 
 
@@ -48,10 +50,10 @@ def test_forward_kl_over_named_tokens_and_the_rest() -> None:
 def test_without_the_rest_only_named_tokens_count_and_missing_ones_do_not() -> None:
     # 0.5 (ln 0.5 - ln 0.25) = 0.346574; the second token was not named.
     batch = top_k_batch([[LOG(0.5), -math.inf]], weights=[1.0])
-    answers = asked([[LOG(0.25), LOG(0.5)]])
-    loss = TopKObjective(tail=False)(answers, batch).loss
+    head_outputs = asked([[LOG(0.25), LOG(0.5)]])
+    loss = TopKObjective(tail=False)(head_outputs, batch).loss
     assert float(loss[1].detach()) == pytest.approx(0.346574, abs=1e-5)
-    (gradient,) = torch.autograd.grad(loss.sum(), answers[Query.LOGPROB_AT])
+    (gradient,) = torch.autograd.grad(loss.sum(), head_outputs[HeadOutput.LOGPROB_AT])
     assert gradient.tolist() == [[0.0, 0.0], [pytest.approx(-0.5), 0.0]]
 
 
@@ -82,16 +84,16 @@ def reverse_batch(teacher: list[float], weights: list[float]) -> SequenceBatch:
 
 def test_reverse_kl_by_k2_pulls_to_the_teacher_and_is_clamped() -> None:
     # d = log q - log p = -1 and 2: d^2 / 2 = 0.5 and 2, the latter clamped to 1.5; the third has no teacher.
-    answers = Answers(
-        columns={Query.LOGPROB: torch.tensor([0.0, -1.0, -3.0, -1.0], requires_grad=True)}
+    head_outputs = HeadOutputs(
+        columns={HeadOutput.LOGPROB: torch.tensor([0.0, -1.0, -3.0, -1.0], requires_grad=True)}
     )
     terms = ReverseKlObjective(clamp=1.5)(
-        answers, reverse_batch([-2.0, -1.0, math.nan], [1.0, 1.0, 0.0])
+        head_outputs, reverse_batch([-2.0, -1.0, math.nan], [1.0, 1.0, 0.0])
     )
     assert terms.loss.tolist() == pytest.approx([0.0, 0.5, 1.5, 0.0])
     assert terms.metrics["distill/clamped_share"].result == pytest.approx(0.5)
     assert terms.metrics["distill/taught_share"].result == pytest.approx(2 / 3)
-    (gradient,) = torch.autograd.grad(terms.loss.sum(), answers[Query.LOGPROB])
+    (gradient,) = torch.autograd.grad(terms.loss.sum(), head_outputs[HeadOutput.LOGPROB])
     assert gradient.tolist() == pytest.approx([0.0, 1.0, 0.0, 0.0]), (
         "log p is above log q by 1: push it down"
     )
@@ -120,8 +122,8 @@ def test_a_distillation_is_added_to_the_policys_loss() -> None:
     objective = CombinedObjective(
         parts=(PolicyObjective(), ReverseKlObjective()), coefs=(1.0, 0.5), aggregation=Aggregation()
     )
-    answers = Answers(columns={Query.LOGPROB: torch.tensor([0.0, -1.0])})
-    assert float(objective(answers, batch).loss[1].detach()) == pytest.approx(-1.75)
+    head_outputs = HeadOutputs(columns={HeadOutput.LOGPROB: torch.tensor([0.0, -1.0])})
+    assert float(objective(head_outputs, batch).loss[1].detach()) == pytest.approx(-1.75)
     assert objective.columns >= {"advantages", "teacher_logprobs"}
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
-from temper_engine_api.objective import Answers, Query
+from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.objectives import (
     needs_old_logprobs,
@@ -48,7 +48,7 @@ def test_every_aggregation_by_hand(
         three_sequences(),
         policy_objective(AlgorithmConfig(aggregation=mode, horizon=horizon)),
     )
-    terms = objective(Answers(columns={Query.LOGPROB: torch.full((9,), -1.0)}), batch)
+    terms = objective(HeadOutputs(columns={HeadOutput.LOGPROB: torch.full((9,), -1.0)}), batch)
     loss = reduce_loss(
         terms, batch, denominators=count_denominators(batch), aggregation=objective.aggregation
     )

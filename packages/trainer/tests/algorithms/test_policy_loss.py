@@ -8,7 +8,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.objective import Answers, LossTerms, Query
+from temper_engine_api.objective import HeadOutput, HeadOutputs, LossTerms
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.policy_loss import PolicyObjective
 
@@ -22,22 +22,22 @@ def batch_of(**columns: list[float]) -> SequenceBatch:
     )
 
 
-def answers_of(logprobs: list[float], **others: list[float]) -> Answers:
-    columns = {Query.LOGPROB: torch.tensor([0.0, *logprobs], requires_grad=True)}
-    return Answers(
+def answers_of(logprobs: list[float], **others: list[float]) -> HeadOutputs:
+    columns = {HeadOutput.LOGPROB: torch.tensor([0.0, *logprobs], requires_grad=True)}
+    return HeadOutputs(
         columns=columns
-        | {Query(name): torch.tensor([0.0, *column]) for name, column in others.items()}
+        | {HeadOutput(name): torch.tensor([0.0, *column]) for name, column in others.items()}
     )
 
 
-def gradient(objective: PolicyObjective, answers: Answers, batch: SequenceBatch) -> Tensor:
+def gradient(objective: PolicyObjective, head_outputs: HeadOutputs, batch: SequenceBatch) -> Tensor:
     loss = reduce_loss(
-        objective(answers, batch),
+        objective(head_outputs, batch),
         batch,
         denominators=count_denominators(batch),
         aggregation=objective.aggregation,
     )
-    return torch.autograd.grad(loss, answers[Query.LOGPROB])[0]
+    return torch.autograd.grad(loss, head_outputs[HeadOutput.LOGPROB])[0]
 
 
 def trained(terms: LossTerms) -> list[float]:
@@ -99,8 +99,11 @@ def test_old_is_current_reports_the_mismatch_and_no_ratio_that_nobody_measured()
 
 
 def test_the_entropy_is_asked_for_only_where_it_has_a_weight() -> None:
-    assert PolicyObjective().needs == {Query.LOGPROB}
-    assert PolicyObjective(entropy_coef=0.01).needs == {Query.LOGPROB, Query.ENTROPY}
+    assert PolicyObjective().required_outputs == {HeadOutput.LOGPROB}
+    assert PolicyObjective(entropy_coef=0.01).required_outputs == {
+        HeadOutput.LOGPROB,
+        HeadOutput.ENTROPY,
+    }
 
 
 def test_the_entropy_bonus_lowers_the_loss() -> None:
@@ -128,18 +131,18 @@ def test_nan_at_untrained_positions_reaches_neither_loss_nor_gradient_nor_metric
     # batch_of puts NaN into every column at the prompt's position.
     batch = batch_of(advantages=[1.0], old_logprobs=[-1.0], ref_logprobs=[-2.0])
     objective = PolicyObjective(kl_coef=0.1, entropy_coef=0.1, dual_clip=3.0)
-    answers = answers_of([-1.1], entropy=[1.0])
-    assert bool(gradient(objective, answers, batch).isfinite().all())
+    head_outputs = answers_of([-1.1], entropy=[1.0])
+    assert bool(gradient(objective, head_outputs, batch).isfinite().all())
     assert all(
-        math.isfinite(metric.result) for metric in objective(answers, batch).metrics.values()
+        math.isfinite(metric.result) for metric in objective(head_outputs, batch).metrics.values()
     )
 
 
 def test_a_ratio_beyond_float32_stays_finite() -> None:
     batch = batch_of(advantages=[0.0, -1.0], old_logprobs=[-500.0, -500.0])
-    answers = answers_of([0.0, 0.0])
-    assert bool(PolicyObjective()(answers, batch).loss.isfinite().all())
-    assert bool(gradient(PolicyObjective(), answers, batch).isfinite().all())
+    head_outputs = answers_of([0.0, 0.0])
+    assert bool(PolicyObjective()(head_outputs, batch).loss.isfinite().all())
+    assert bool(gradient(PolicyObjective(), head_outputs, batch).isfinite().all())
 
 
 def test_an_all_masked_batch_has_zero_loss_and_zero_gradient() -> None:

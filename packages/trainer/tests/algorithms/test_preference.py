@@ -8,7 +8,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.objective import Aggregation, Answers, Objective, Query
+from temper_engine_api.objective import Aggregation, HeadOutput, HeadOutputs, Objective
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.preference import DpoObjective, RewardModelObjective
 
@@ -29,10 +29,10 @@ def pair() -> SequenceBatch:
     )
 
 
-def loss_of(objective: Objective, answers: Answers) -> Tensor:
+def loss_of(objective: Objective, head_outputs: HeadOutputs) -> Tensor:
     batch = pair()
     return reduce_loss(
-        objective(answers, batch),
+        objective(head_outputs, batch),
         batch,
         denominators=count_denominators(batch),
         aggregation=objective.aggregation,
@@ -55,18 +55,18 @@ def loss_of(objective: Objective, answers: Answers) -> Tensor:
     ],
 )
 def test_losses_of_a_pair(objective: DpoObjective, expected: float) -> None:
-    assert float(loss_of(objective, Answers(columns={Query.LOGPROB: LOGPROBS}))) == pytest.approx(
-        expected, abs=1e-6
-    )
+    assert float(
+        loss_of(objective, HeadOutputs(columns={HeadOutput.LOGPROB: LOGPROBS}))
+    ) == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_reward_models_loss_of_a_pair() -> None:
     # s = 1.5 and 0.5: ln(1 + e^-1) = 0.313262, plus 0.1 * (1.5 + 0.5)^2 = 0.4.
-    answers = Answers(columns={Query.SCORE: torch.tensor([1.5, 0.5])})
-    assert float(loss_of(RewardModelObjective(center_coef=0.1), answers)) == pytest.approx(
+    head_outputs = HeadOutputs(columns={HeadOutput.SCORE: torch.tensor([1.5, 0.5])})
+    assert float(loss_of(RewardModelObjective(center_coef=0.1), head_outputs)) == pytest.approx(
         0.713262, abs=1e-6
     )
-    assert RewardModelObjective()(answers, pair()).metrics["preference/accuracy"].result == 1.0
+    assert RewardModelObjective()(head_outputs, pair()).metrics["preference/accuracy"].result == 1.0
 
 
 def test_a_loss_of_pairs_is_a_mean_over_pairs() -> None:

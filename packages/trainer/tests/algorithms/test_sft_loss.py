@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from temper_engine_api.batch import from_sequences
-from temper_engine_api.objective import Answers, Query
+from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.sft_loss import SftObjective
 
@@ -14,11 +14,11 @@ def test_the_loss_is_the_mean_over_all_trained_tokens_not_over_sequences() -> No
     batch = from_sequences(
         [torch.arange(3), torch.arange(4)], loss_masks=[torch.arange(3) >= 2, torch.arange(4) >= 1]
     )
-    answers = Answers(
-        columns={Query.LOGPROB: torch.tensor([0.0, -9.0, -1.0, 0.0, -2.0, -3.0, -4.0])}
+    head_outputs = HeadOutputs(
+        columns={HeadOutput.LOGPROB: torch.tensor([0.0, -9.0, -1.0, 0.0, -2.0, -3.0, -4.0])}
     )
     objective = SftObjective()
-    terms = objective(answers, batch)
+    terms = objective(head_outputs, batch)
     loss = reduce_loss(
         terms, batch, denominators=count_denominators(batch), aggregation=objective.aggregation
     )

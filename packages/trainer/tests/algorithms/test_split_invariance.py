@@ -15,9 +15,9 @@ from temper_engine_api.objective import (
     LOGPROB_AT_IDS,
     Aggregation,
     AggregationMode,
-    Answers,
+    HeadOutput,
+    HeadOutputs,
     Objective,
-    Query,
     registered_objectives,
 )
 from temper_engine_api.plan import pack_rank, plan_mini_batch
@@ -119,19 +119,19 @@ def run(
     return gradient, merge_metrics(metrics)
 
 
-def answers_of(theta: Tensor, micro: SequenceBatch) -> Answers:
+def answers_of(theta: Tensor, micro: SequenceBatch) -> HeadOutputs:
     columns = {
         q: micro.columns[f"base_{q.value}"] + micro.columns["features"] @ theta
-        for q in (Query.LOGPROB, Query.ENTROPY, Query.VALUE)
+        for q in (HeadOutput.LOGPROB, HeadOutput.ENTROPY, HeadOutput.VALUE)
     }
-    answers = {q: torch.where(micro.loss_mask, column, 0.0) for q, column in columns.items()}
+    head_outputs = {q: torch.where(micro.loss_mask, column, 0.0) for q, column in columns.items()}
     named = micro.columns["base_top"] + 0.5 * (micro.columns["features"] @ theta)[:, None]
     scores = sequence_sum(micro.columns["base_value"] + micro.columns["features"] @ theta, micro)
-    return Answers(
+    return HeadOutputs(
         columns={
-            **answers,
-            Query.SCORE: scores,
-            Query.LOGPROB_AT: torch.where(micro.loss_mask[:, None], named, 0.0),
+            **head_outputs,
+            HeadOutput.SCORE: scores,
+            HeadOutput.LOGPROB_AT: torch.where(micro.loss_mask[:, None], named, 0.0),
         }
     )
 

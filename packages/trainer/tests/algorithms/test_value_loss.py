@@ -7,7 +7,7 @@ import torch
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.metrics import merge_metrics
-from temper_engine_api.objective import Answers, Query
+from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.value_loss import ValueObjective, explained_variance
 
@@ -22,8 +22,8 @@ def batch_of(returns: list[float], values: list[float] | None = None) -> Sequenc
     )
 
 
-def answers_of(values: list[float]) -> Answers:
-    return Answers(columns={Query.VALUE: torch.tensor([5.0, *values], requires_grad=True)})
+def answers_of(values: list[float]) -> HeadOutputs:
+    return HeadOutputs(columns={HeadOutput.VALUE: torch.tensor([5.0, *values], requires_grad=True)})
 
 
 def test_the_loss_is_half_the_squared_distance_to_the_return() -> None:
@@ -46,19 +46,19 @@ def test_old_values_are_read_only_where_there_is_a_clip() -> None:
 
 
 def test_the_prompt_is_not_trained_and_nan_there_does_not_leak() -> None:
-    objective, batch, answers = (
+    objective, batch, head_outputs = (
         ValueObjective(clip=0.2),
         batch_of([1.0, 2.0], [0.5, 0.5]),
         answers_of([0.5, 0.5]),
     )
     loss = reduce_loss(
-        objective(answers, batch),
+        objective(head_outputs, batch),
         batch,
         denominators=count_denominators(batch),
         aggregation=objective.aggregation,
     )
     # d/dV of (V - R)^2 / 2, mean over 2 tokens: (0.5 - 1) / 2 and (0.5 - 2) / 2.
-    (found,) = torch.autograd.grad(loss, answers[Query.VALUE])
+    (found,) = torch.autograd.grad(loss, head_outputs[HeadOutput.VALUE])
     assert found.tolist() == pytest.approx([0.0, -0.25, -0.75])
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import BatchError
-from temper_engine_api.objective import Aggregation, Answers, LossTerms, Objective, Query
+from temper_engine_api.objective import Aggregation, HeadOutput, HeadOutputs, LossTerms, Objective
 from temper_trainer.batching.step_plan import MiniBatch, RoleLayout, pack_mini_batch, plan_step
 from temper_trainer.config.algorithm import BatchingConfig
 
@@ -21,8 +21,8 @@ class Centered(Objective):
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     @property
-    def needs(self) -> frozenset[Query]:
-        return frozenset({Query.LOGPROB})
+    def required_outputs(self) -> frozenset[HeadOutput]:
+        return frozenset({HeadOutput.LOGPROB})
 
     @property
     def columns(self) -> frozenset[str]:
@@ -34,8 +34,8 @@ class Centered(Objective):
             "seed": torch.full((batch.num_tokens,), seed % 1000),
         }
 
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
-        return LossTerms(loss=answers[Query.LOGPROB] * batch.columns["centered"])
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
+        return LossTerms(loss=head_outputs[HeadOutput.LOGPROB] * batch.columns["centered"])
 
 
 def samples_with_weight() -> SequenceBatch:

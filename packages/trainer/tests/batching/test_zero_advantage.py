@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
-from temper_engine_api.objective import Answers, Query
+from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import reduce_loss
 from temper_trainer.algorithms.policy_loss import PolicyObjective
 from temper_trainer.batching.step_plan import (
@@ -44,7 +44,7 @@ def update(samples: SequenceBatch, plan: StepPlan) -> tuple[Tensor, Tensor, list
     for part in pack_mini_batch(samples, plan.mini_batches[0], "actor", objective=objective):
         for micro in part.micro_batches():
             logprobs = micro.columns["old_logprobs"] + theta * micro.tokens
-            terms = objective(Answers(columns={Query.LOGPROB: logprobs}), micro)
+            terms = objective(HeadOutputs(columns={HeadOutput.LOGPROB: logprobs}), micro)
             loss = loss + reduce_loss(
                 terms, micro, denominators=part.denominators, aggregation=objective.aggregation
             )

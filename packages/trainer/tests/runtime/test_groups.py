@@ -11,7 +11,7 @@ import torch
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.errors import CapabilityError, EngineStateError
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_engine_api.specs import ModelSpec
@@ -92,11 +92,11 @@ def engine_logprobs() -> torch.Tensor:
     engine.init_model()
     with engine.eval_mode():
         found = engine.forward_backward_batch(
-            SHARE, forward_only=True, outputs=(Query.LOGPROB,)
+            SHARE, forward_only=True, outputs=(HeadOutput.LOGPROB,)
         ).outputs
     engine.close()
     assert found is not None
-    return found.in_order_of(SAMPLES.sample_ids).columns[Query.LOGPROB]
+    return found.reorder(SAMPLES.sample_ids).columns[HeadOutput.LOGPROB]
 
 
 def test_nobody_else_can_take_the_port_at_which_rank_0_is_met() -> None:
@@ -122,9 +122,9 @@ class TestWorkerGroup:
         self, group: WorkerGroup, engine_logprobs: torch.Tensor
     ) -> None:
         backwards = SAMPLES.sample_ids.flip(0)
-        answered = group.forward([SHARE], outputs=(Query.LOGPROB,), sample_ids=backwards).columns[
-            Query.LOGPROB
-        ]
+        answered = group.forward(
+            [SHARE], outputs=(HeadOutput.LOGPROB,), sample_ids=backwards
+        ).columns[HeadOutput.LOGPROB]
         assert torch.equal(answered, torch.cat(engine_logprobs.split(LENGTHS)[::-1]))
 
     def test_an_error_of_a_worker_comes_through_as_it_is(self, group: WorkerGroup) -> None:

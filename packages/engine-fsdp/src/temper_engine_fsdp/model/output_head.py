@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError, CapabilityError
-from temper_engine_api.objective import LOGPROB_AT_IDS, Query
+from temper_engine_api.objective import LOGPROB_AT_IDS, HeadOutput
 from temper_engine_fsdp.model.token_logprobs import chunked_logprobs, full_logprobs
 from temper_engine_fsdp.runtime.host_device import to_device
 
-LANGUAGE_QUERIES = frozenset(
-    {Query.LOGPROB, Query.ENTROPY, Query.LOGPROB_AT, Query.LOGSUMEXP_TERMS}
+LANGUAGE_OUTPUTS = frozenset(
+    {HeadOutput.LOGPROB, HeadOutput.ENTROPY, HeadOutput.LOGPROB_AT, HeadOutput.LOGSUMEXP_TERMS}
 )
 
 LinearGetter = Callable[[], nn.Linear]
@@ -33,9 +33,9 @@ An adapter may have a trained copy of it, and may be disabled.
 class HeadRequest:
     """Requested outputs for one micro-batch, built on the host to avoid a device sync."""
 
-    queries: frozenset[Query]
+    requested_outputs: frozenset[HeadOutput]
     """Columns to compute for this micro-batch."""
-    with_gradient: frozenset[Query]
+    with_gradient: frozenset[HeadOutput]
     """Columns that the loss differentiates."""
     positions: Tensor
     """[N] int64, tokens whose output this rank computes; never the first of a sequence."""
@@ -50,8 +50,8 @@ class HeadRequest:
 def build_head_request(
     batch: SequenceBatch,
     *,
-    queries: Collection[Query],
-    with_gradient: Collection[Query],
+    requested_outputs: Collection[HeadOutput],
+    with_gradient: Collection[HeadOutput],
     trained_only: bool,
     device: torch.device,
     bounds: tuple[int, int] | None = None,
@@ -60,7 +60,7 @@ def build_head_request(
 
     Args:
         batch: Micro-batch on the CPU.
-        queries: Requested columns.
+        requested_outputs: Columns to compute.
         with_gradient: Columns that the loss differentiates.
         trained_only: Request trained tokens only.
         device: Device of the model.
@@ -77,7 +77,7 @@ def build_head_request(
         # The output of a token belongs to the rank with the hidden state before it.
         positions = positions[(positions > first) & (positions <= end)]
     return HeadRequest(
-        queries=frozenset(queries),
+        requested_outputs=frozenset(requested_outputs),
         with_gradient=frozenset(with_gradient),
         positions=to_device(positions, device),
         score_sequences=to_device(torch.nonzero((last >= first) & (last < end))[:, 0], device),
@@ -91,7 +91,7 @@ class Head(Protocol):
 
     def __call__(
         self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest
-    ) -> Mapping[Query, Tensor]:
+    ) -> Mapping[HeadOutput, Tensor]:
         """Compute columns by query from hidden states [T, D] in the compute dtype."""
 
 
@@ -113,11 +113,15 @@ class LanguageHead:
 
     def __call__(
         self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest
-    ) -> Mapping[Query, Tensor]:
+    ) -> Mapping[HeadOutput, Tensor]:
         """See Head."""
-        _check_queries(request.queries, allowed=LANGUAGE_QUERIES, head="language_model")
+        _check_requested(request.requested_outputs, allowed=LANGUAGE_OUTPUTS, head="language_model")
         at = request.positions
-        ids = _requested_ids(batch)[at] if Query.LOGPROB_AT in request.queries else None
+        ids = (
+            _requested_ids(batch)[at]
+            if HeadOutput.LOGPROB_AT in request.requested_outputs
+            else None
+        )
         compute_logprobs = (
             partial(full_logprobs, is_compiled=self._is_compiled)
             if self._keeps_logits
@@ -131,45 +135,49 @@ class LanguageHead:
             if request.is_unit_temperature
             else batch.temperature[batch.sequence_index[at]],
             ids=ids,
-            needs_entropy=Query.ENTROPY in request.queries,
-            entropy_has_gradient=Query.ENTROPY in request.with_gradient,
+            needs_entropy=HeadOutput.ENTROPY in request.requested_outputs,
+            entropy_has_gradient=HeadOutput.ENTROPY in request.with_gradient,
         )
         by_query = {
-            Query.LOGPROB: columns.logprob,
-            Query.ENTROPY: columns.entropy,
-            Query.LOGSUMEXP_TERMS: columns.logsumexp,
-            Query.LOGPROB_AT: columns.logprob_at,
+            HeadOutput.LOGPROB: columns.logprob,
+            HeadOutput.ENTROPY: columns.entropy,
+            HeadOutput.LOGSUMEXP_TERMS: columns.logsumexp,
+            HeadOutput.LOGPROB_AT: columns.logprob_at,
         }
         return {
-            query: _scatter(by_query[query], at=at, size=batch.num_tokens)
-            for query in sorted(request.queries)
+            head_output: _scatter(by_query[head_output], at=at, size=batch.num_tokens)
+            for head_output in sorted(request.requested_outputs)
         }
 
 
 class ScalarHead:
     """Head with a single output, computed in float32."""
 
-    def __init__(self, linear: LinearGetter, *, query: Query) -> None:
+    def __init__(self, linear: LinearGetter, *, head_output: HeadOutput) -> None:
         self._linear = linear
-        self._query = query
+        self._head_output = head_output
 
     def __call__(
         self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest
-    ) -> Mapping[Query, Tensor]:
+    ) -> Mapping[HeadOutput, Tensor]:
         """See Head."""
-        _check_queries(
-            request.queries, allowed=frozenset({self._query}), head=f"{self._query.value}_model"
+        _check_requested(
+            request.requested_outputs,
+            allowed=frozenset({self._head_output}),
+            head=f"{self._head_output.value}_model",
         )
-        if self._query == Query.SCORE:
+        if self._head_output == HeadOutput.SCORE:
             last = batch.sequence_starts[1:].long().index_select(0, request.score_sequences) - 1
             scores = self._project(hidden.index_select(0, last - request.first_position))
             return {
-                Query.SCORE: _scatter(scores, at=request.score_sequences, size=batch.num_sequences)
+                HeadOutput.SCORE: _scatter(
+                    scores, at=request.score_sequences, size=batch.num_sequences
+                )
             }
         numbers = self._project(
             hidden.index_select(0, request.positions - 1 - request.first_position)
         )
-        return {self._query: _scatter(numbers, at=request.positions, size=batch.num_tokens)}
+        return {self._head_output: _scatter(numbers, at=request.positions, size=batch.num_tokens)}
 
     def _project(self, hidden: Tensor) -> Tensor:
         linear = self._linear()
@@ -193,8 +201,10 @@ def _requested_ids(batch: SequenceBatch) -> Tensor:
     return batch.columns[LOGPROB_AT_IDS]
 
 
-def _check_queries(queries: frozenset[Query], *, allowed: frozenset[Query], head: str) -> None:
-    if others := queries - allowed:
+def _check_requested(
+    requested_outputs: frozenset[HeadOutput], *, allowed: frozenset[HeadOutput], head: str
+) -> None:
+    if others := requested_outputs - allowed:
         raise CapabilityError(
             f"a {head} cannot compute {', '.join(sorted(others))}: request only "
             f"{', '.join(sorted(allowed))}."

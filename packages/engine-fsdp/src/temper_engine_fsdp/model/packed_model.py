@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import CapabilityError, ConfigError
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model.activation_checkpointing import maybe_offload_activations
 from temper_engine_fsdp.model.output_head import (
@@ -83,14 +83,17 @@ class PackedModel(nn.Module):
         if self._window is not None:
             self._check_window(packing)
         hidden: Tensor = output.last_hidden_state[0]
-        answers = self._head(hidden, batch, request)
+        head_outputs = self._head(hidden, batch, request)
         if packing.sequence_group is not None:
             # Sorted, since set order differs between ranks and the sums must match.
-            answers = {
-                query: packing.sequence_group.sum_outputs(answers[query])
-                for query in sorted(answers)
+            head_outputs = {
+                head_output: packing.sequence_group.sum_outputs(head_outputs[head_output])
+                for head_output in sorted(head_outputs)
             }
-        return (*(answers[query] for query in sorted(request.queries)), hidden[:0].float().sum())
+        return (
+            *(head_outputs[head_output] for head_output in sorted(request.requested_outputs)),
+            hidden[:0].float().sum(),
+        )
 
     def _check_attention(self, packing: PackLayout) -> None:
         """Check after the first pass that all layers used the registered attention.
@@ -178,7 +181,9 @@ def build_head(
             keeps_logits=config.head_keeps_logits,
             is_compiled=config.compile_layers,
         )
-    return ScalarHead(linear, query=Query.VALUE if kind == "value_model" else Query.SCORE)
+    return ScalarHead(
+        linear, head_output=HeadOutput.VALUE if kind == "value_model" else HeadOutput.SCORE
+    )
 
 
 def make_constant_getter(module: nn.Module) -> Callable[[], nn.Module]:

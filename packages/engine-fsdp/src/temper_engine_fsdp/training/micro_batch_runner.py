@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
-from temper_engine_api.engine import MicroLoss
+from temper_engine_api.engine import MicroBatchLoss
 from temper_engine_api.loss_scale import LossScale
-from temper_engine_api.objective import Answers, Query
+from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_fsdp.model.output_head import build_head_request
 from temper_engine_fsdp.model.packed_attention import PackLayout
 from temper_engine_fsdp.model.sequence_parallel import SequenceGroup
@@ -31,7 +31,7 @@ class MicroBatchRunner:
         *,
         device: torch.device,
         needs_buckets: bool,
-        dummy_query: Query,
+        dummy_output: HeadOutput,
         loss_scale: LossScale,
         tracer: CollectiveTracer,
         sequence_group: SequenceGroup | None,
@@ -40,7 +40,7 @@ class MicroBatchRunner:
         self._sequence_group = sequence_group
         self._sharded = sharded
         self._loss_scale = loss_scale
-        self._dummy_query = dummy_query
+        self._dummy_output = dummy_output
         self._device = device
         self._needs_buckets = needs_buckets
         self.has_unreduced_gradients = False
@@ -50,13 +50,13 @@ class MicroBatchRunner:
         self,
         batch: PackedBatch,
         *,
-        queries: frozenset[Query],
-        with_gradient: frozenset[Query],
-        micro_loss: MicroLoss | None,
+        requested_outputs: frozenset[HeadOutput],
+        with_gradient: frozenset[HeadOutput],
+        micro_batch_loss: MicroBatchLoss | None,
         forward_only: bool,
         reduce_gradients: bool,
-    ) -> list[Answers]:
-        """Return the detached outputs of each micro-batch; see `BaseEngine._run_schedule`."""
+    ) -> list[HeadOutputs]:
+        """Return the detached outputs of each micro-batch; see `BaseEngine._run_micro_batches`."""
         # The layout is computed on the host: reading it from the device would sync.
         micro_batches = list(batch.to("cpu").micro_batches())
         outputs = []
@@ -70,12 +70,12 @@ class MicroBatchRunner:
                 ):
                     columns, zero_loss, on_device = self._forward(
                         micro,
-                        queries=queries,
+                        requested_outputs=requested_outputs,
                         with_gradient=with_gradient,
-                        trained_only=micro_loss is not None and not forward_only,
+                        trained_only=micro_batch_loss is not None and not forward_only,
                     )
-                    if micro_loss is not None:
-                        loss = micro_loss(columns, on_device)
+                    if micro_batch_loss is not None:
+                        loss = micro_batch_loss(columns, on_device)
                         if not forward_only:
                             # The factor includes the loss scale of fp16 and FSDP1's averaging.
                             (loss * self._factor + zero_loss).backward()
@@ -97,7 +97,7 @@ class MicroBatchRunner:
         Runs a dummy pass over a single token with a loss of zero, because FSDP reduces gradients
         only in a backward pass.
         """
-        query = self._dummy_query
+        head_output = self._dummy_output
         micro = from_sequences(
             [torch.zeros(1, dtype=torch.int64)], loss_masks=[torch.zeros(1, dtype=torch.bool)]
         )
@@ -107,8 +107,8 @@ class MicroBatchRunner:
             with self._micro_batch_context(trains=True, reduces=True, is_last=True):
                 _, zero_loss, _ = self._forward(
                     micro,
-                    queries=frozenset({query}),
-                    with_gradient=frozenset({query}),
+                    requested_outputs=frozenset({head_output}),
+                    with_gradient=frozenset({head_output}),
                     trained_only=True,
                 )
                 zero_loss.backward()
@@ -118,14 +118,14 @@ class MicroBatchRunner:
         self,
         micro: SequenceBatch,
         *,
-        queries: frozenset[Query],
-        with_gradient: frozenset[Query],
+        requested_outputs: frozenset[HeadOutput],
+        with_gradient: frozenset[HeadOutput],
         trained_only: bool,
-    ) -> tuple[Answers, Tensor, SequenceBatch]:
+    ) -> tuple[HeadOutputs, Tensor, SequenceBatch]:
         # Built from the CPU batch, so that no index is read back from the device.
         request = build_head_request(
             micro,
-            queries=queries,
+            requested_outputs=requested_outputs,
             with_gradient=with_gradient,
             trained_only=trained_only,
             device=self._device,
@@ -146,7 +146,7 @@ class MicroBatchRunner:
             # Connect every output to the graph, even if the loss ignores it.
             zero_loss = zero_loss + column[:0].sum()
         return (
-            Answers(columns=dict(zip(sorted(queries), columns, strict=True))),
+            HeadOutputs(columns=dict(zip(sorted(requested_outputs), columns, strict=True))),
             zero_loss,
             on_device,
         )

@@ -8,8 +8,8 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import BatchError, ConfigError
-from temper_engine_api.objective import Query
-from temper_engine_api.outputs import Outputs
+from temper_engine_api.objective import HeadOutput
+from temper_engine_api.outputs import ForwardOutputs
 from temper_engine_api.plan import MiniBatchPlan, RankPlan, pack_rank
 from temper_engine_api.reduction import count_denominators
 from temper_legacy_shim.data_proto import DataProto
@@ -19,9 +19,9 @@ from temper_legacy_shim.workers.rows import read_rows, row_lengths
 from temper_legacy_shim.workers.updates import scheduled
 
 
-def answer(
-    engine: BaseEngine, data: DataProto, *, queries: Sequence[Query], temperature: float, micro_batches: Sequence[list[int]]
-) -> Mapping[Query, Tensor]:
+def compute_outputs(
+    engine: BaseEngine, data: DataProto, *, requested_outputs: Sequence[HeadOutput], temperature: float, micro_batches: Sequence[list[int]]
+) -> Mapping[HeadOutput, Tensor]:
     """[B, W] by query, on the CPU; tokens of the response only, 0 at padding."""
     rows = read_rows(data, temperature=temperature)
     packed = pack_rank(
@@ -31,10 +31,10 @@ def answer(
         denominators=count_denominators(rows.sequences),
     )
     with engine.eval_mode():
-        result = engine.forward_backward_batch(packed, forward_only=True, outputs=queries)
-    outputs: Outputs = from_replica(engine, result.outputs)
-    ordered = outputs.in_order_of(rows.sequences.sample_ids)
-    return {query: rows.grid(ordered.columns[query]) for query in queries}
+        result = engine.forward_backward_batch(packed, forward_only=True, outputs=requested_outputs)
+    outputs: ForwardOutputs = from_replica(engine, result.outputs)
+    ordered = outputs.reorder(rows.sequences.sample_ids)
+    return {head_output: rows.grid(ordered.columns[head_output]) for head_output in requested_outputs}
 
 
 def single_forward(micro_batch: Mapping[str, Tensor], *, temperature: float, trained_by: str) -> DataProto:

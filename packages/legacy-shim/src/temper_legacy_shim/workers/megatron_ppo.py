@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import BaseEngine, Context, Predictions
 from temper_engine_api.errors import BatchError, CapabilityError, ConfigError
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.numerics.kl_loss import kl_penalty
 from temper_legacy_shim.numerics.masked import aggregate
@@ -23,7 +23,7 @@ from temper_legacy_shim.numerics.policy_losses import PolicyInputs, policy_loss
 from temper_legacy_shim.numerics.rollout_correction import mismatch
 from temper_legacy_shim.numerics.value_losses import value_loss
 from temper_legacy_shim.workers.engines import Adopted, adopt
-from temper_legacy_shim.workers.forward import answer, empty_batch, forward_split
+from temper_legacy_shim.workers.forward import compute_outputs, empty_batch, forward_split
 from temper_legacy_shim.workers.megatron_configs import adopted_config
 from temper_legacy_shim.workers.objective_updates import update_actor_with_objective, update_critic_with_objective
 from temper_legacy_shim.workers.on_engine import Numerics, OnEngine, column_of, needed_column
@@ -165,7 +165,7 @@ class MegatronActor(_OnMegatron, PPOActor):
 
     def _loss(self, micro: MicroBatch, predictions: Predictions, *, metrics: dict[str, float], totals: dict[str, float]) -> Tensor:
         settings = self.settings
-        logprobs = micro.rows.grid(predictions[Query.LOGPROB.value])
+        logprobs = micro.rows.grid(predictions[HeadOutput.LOGPROB.value])
         inputs: PolicyInputs = self._inputs(micro, logprobs)
         loss, found = policy_loss(self.loss_settings.loss_mode)(inputs, self.loss_settings)
         metrics.update(found)
@@ -174,7 +174,7 @@ class MegatronActor(_OnMegatron, PPOActor):
             metrics.update(mismatch(logprobs.detach(), rollout_logprobs=sampled, mask=inputs.mask))
         metrics["actor/pg_loss"] = float(loss.detach())
         if self._needs_entropy:
-            entropy = micro.rows.grid(predictions[Query.ENTROPY.value])
+            entropy = micro.rows.grid(predictions[HeadOutput.ENTROPY.value])
             loss = loss - settings.entropy_coeff * aggregate(entropy, inputs.mask, settings.loss_agg_mode)
         if settings.use_kl_loss:
             kl = kl_penalty(logprobs, needed_column(micro.data, "ref_log_prob", like=logprobs), kind=settings.kl_loss_type)
@@ -198,7 +198,9 @@ class MegatronCritic(_OnMegatron, PPOCritic):
         asked = data.select(batch_keys=list(_INPUTS), non_tensor_batch_keys=[])
         micro_batches = forward_split(data, ranks_per_sequence=self.ranks_per_sequence)
         with self._adopted.weights_of_module():
-            return answer(self.engine, asked, queries=[Query.VALUE], temperature=1.0, micro_batches=micro_batches)[Query.VALUE]
+            return compute_outputs(self.engine, asked, requested_outputs=[HeadOutput.VALUE], temperature=1.0, micro_batches=micro_batches)[
+                HeadOutput.VALUE
+            ]
 
     def make_minibatch_iterator(self, data: DataProto) -> Iterable[DataProto]:
         """Mini-batches of every pass, as ``update_critic`` takes them."""
@@ -227,7 +229,7 @@ class MegatronCritic(_OnMegatron, PPOCritic):
         found: dict[str, float] = {}
 
         def loss_of(_: SequenceBatch, predictions: Predictions, ctx: Context) -> tuple[Tensor, Context]:
-            values = rows.grid(predictions[Query.VALUE.value])
+            values = rows.grid(predictions[HeadOutput.VALUE.value])
             width = values.shape[1]
             loss, numbers = value_loss(
                 values,
@@ -241,6 +243,6 @@ class MegatronCritic(_OnMegatron, PPOCritic):
             found["critic/vf_loss"] = float(loss.detach())
             return loss * scale, ctx
 
-        self.engine.set_loss_fn(loss_of, needs={Query.VALUE})
+        self.engine.set_loss_fn(loss_of, required_outputs={HeadOutput.VALUE})
         self.engine.forward_backward_step(empty_batch(rows.sequences) if is_empty else rows.sequences)
         append_metrics(metrics, found)

@@ -10,7 +10,7 @@ from typing_extensions import deprecated
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import BaseEngine, Context, Predictions
 from temper_engine_api.errors import BatchError
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import deprecated_class
 from temper_legacy_shim.numerics.kl_loss import kl_penalty
@@ -18,7 +18,7 @@ from temper_legacy_shim.numerics.masked import aggregate
 from temper_legacy_shim.numerics.policy_losses import PolicyInputs, policy_loss
 from temper_legacy_shim.numerics.rollout_correction import mismatch
 from temper_legacy_shim.numerics.settings import PolicyLossSettings
-from temper_legacy_shim.workers.forward import answer, empty_batch, forward_split, refuse_own_forward, single_forward
+from temper_legacy_shim.workers.forward import compute_outputs, empty_batch, forward_split, refuse_own_forward, single_forward
 from temper_legacy_shim.workers.objective_updates import update_actor_with_objective
 from temper_legacy_shim.workers.on_engine import Numerics, OnEngine, column_of, needed_column
 from temper_legacy_shim.workers.rows import Rows, read_rows
@@ -109,20 +109,26 @@ class PPOActor(OnEngine):
         temperature = temperature_of(data)
         micro_batches = forward_split(data, ranks_per_sequence=self.ranks_per_sequence)
         with self._adopted.weights_of_module():
-            queries = [Query.LOGPROB, Query.ENTROPY] if calculate_entropy else [Query.LOGPROB]
+            requested_outputs = [HeadOutput.LOGPROB, HeadOutput.ENTROPY] if calculate_entropy else [HeadOutput.LOGPROB]
             squares = self.settings.calculate_sum_pi_squared
-            queries += [Query.LOGSUMEXP_TERMS] if squares else []
-            found = answer(self.engine, data, queries=queries, temperature=temperature, micro_batches=micro_batches)
-            outputs = {"log_probs": found[Query.LOGPROB]}
+            requested_outputs += [HeadOutput.LOGSUMEXP_TERMS] if squares else []
+            found = compute_outputs(
+                self.engine, data, requested_outputs=requested_outputs, temperature=temperature, micro_batches=micro_batches
+            )
+            outputs = {"log_probs": found[HeadOutput.LOGPROB]}
             if calculate_entropy:
-                outputs["entropys"] = found[Query.ENTROPY]
+                outputs["entropys"] = found[HeadOutput.ENTROPY]
             if squares:
                 # sum pi^2 = exp(log sum e^2z - 2 log sum e^z), and halving the temperature doubles every logit z.
-                halved = answer(
-                    self.engine, data, queries=[Query.LOGSUMEXP_TERMS], temperature=temperature / 2, micro_batches=micro_batches
+                halved = compute_outputs(
+                    self.engine,
+                    data,
+                    requested_outputs=[HeadOutput.LOGSUMEXP_TERMS],
+                    temperature=temperature / 2,
+                    micro_batches=micro_batches,
                 )
-                squared = (halved[Query.LOGSUMEXP_TERMS] - 2 * found[Query.LOGSUMEXP_TERMS]).exp()
-                outputs["sum_pi_squared"] = squared * (found[Query.LOGSUMEXP_TERMS] != 0)
+                squared = (halved[HeadOutput.LOGSUMEXP_TERMS] - 2 * found[HeadOutput.LOGSUMEXP_TERMS]).exp()
+                outputs["sum_pi_squared"] = squared * (found[HeadOutput.LOGSUMEXP_TERMS] != 0)
         return outputs
 
     def update_policy(self, data: DataProto) -> dict[str, object]:
@@ -168,8 +174,8 @@ class PPOActor(OnEngine):
         def loss_of(_: SequenceBatch, predictions: Predictions, ctx: Context) -> tuple[Tensor, Context]:
             return self._loss(micro, predictions, metrics=found, totals=totals) * micro.scale, ctx
 
-        needs = {Query.LOGPROB, Query.ENTROPY} if self._needs_entropy else {Query.LOGPROB}
-        self.engine.set_loss_fn(loss_of, needs=needs)
+        required_outputs = {HeadOutput.LOGPROB, HeadOutput.ENTROPY} if self._needs_entropy else {HeadOutput.LOGPROB}
+        self.engine.set_loss_fn(loss_of, required_outputs=required_outputs)
         self.engine.forward_backward_step(empty_batch(micro.rows.sequences) if micro.is_empty else micro.rows.sequences)
         append_metrics(metrics, found)
 
@@ -180,7 +186,7 @@ class PPOActor(OnEngine):
 
     def _loss(self, micro: MicroBatch, predictions: Predictions, *, metrics: dict[str, float], totals: dict[str, float]) -> Tensor:
         settings = self.settings
-        logprobs = micro.rows.grid(predictions[Query.LOGPROB.value])
+        logprobs = micro.rows.grid(predictions[HeadOutput.LOGPROB.value])
         inputs = self._inputs(micro, logprobs)
         loss, found = policy_loss(self.loss_settings.loss_mode)(inputs, self.loss_settings)
         metrics.update(found)
@@ -188,7 +194,7 @@ class PPOActor(OnEngine):
         if sampled is not None and self.loss_settings.loss_mode != "bypass_mode":
             metrics.update(mismatch(logprobs.detach(), rollout_logprobs=sampled, mask=inputs.mask))
         if settings.wants_entropy:
-            entropy = aggregate(micro.rows.grid(predictions[Query.ENTROPY.value]), inputs.mask, settings.loss_agg_mode)
+            entropy = aggregate(micro.rows.grid(predictions[HeadOutput.ENTROPY.value]), inputs.mask, settings.loss_agg_mode)
             metrics["actor/entropy"] = float(entropy.detach())
             # The old code subtracted in place, so that pg_loss reports the difference.
             loss = loss - settings.entropy_coeff * entropy if settings.entropy_coeff else loss

@@ -9,11 +9,11 @@ from typing_extensions import deprecated
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.engine import BaseEngine, Context, Predictions
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import deprecated_class
 from temper_legacy_shim.numerics.value_losses import value_loss
-from temper_legacy_shim.workers.forward import answer, empty_batch, forward_split, refuse_own_forward, single_forward
+from temper_legacy_shim.workers.forward import compute_outputs, empty_batch, forward_split, refuse_own_forward, single_forward
 from temper_legacy_shim.workers.objective_updates import update_critic_with_objective
 from temper_legacy_shim.workers.on_engine import Numerics, OnEngine, needed_column
 from temper_legacy_shim.workers.rows import read_rows
@@ -63,8 +63,8 @@ class PPOCritic(OnEngine):
         """
         micro_batches = forward_split(data, ranks_per_sequence=self.ranks_per_sequence)
         with self._adopted.weights_of_module():
-            found = answer(self.engine, data, queries=[Query.VALUE], temperature=1.0, micro_batches=micro_batches)
-        values = found[Query.VALUE]
+            found = compute_outputs(self.engine, data, requested_outputs=[HeadOutput.VALUE], temperature=1.0, micro_batches=micro_batches)
+        values = found[HeadOutput.VALUE]
         assert data.batch is not None
         return values * data.batch.column("response_mask").cpu() if "response_mask" in data.batch else values
 
@@ -109,7 +109,7 @@ class PPOCritic(OnEngine):
         losses = [0.0]
 
         def loss_of(_: SequenceBatch, predictions: Predictions, ctx: Context) -> tuple[Tensor, Context]:
-            values = rows.grid(predictions[Query.VALUE.value])
+            values = rows.grid(predictions[HeadOutput.VALUE.value])
             loss, numbers = value_loss(
                 values,
                 returns=needed_column(part, "returns", like=values),
@@ -122,7 +122,7 @@ class PPOCritic(OnEngine):
             losses.append(float(loss.detach()))
             return loss * scale, ctx
 
-        self.engine.set_loss_fn(loss_of, needs={Query.VALUE})
+        self.engine.set_loss_fn(loss_of, required_outputs={HeadOutput.VALUE})
         self.engine.forward_backward_step(empty_batch(rows.sequences) if is_empty else rows.sequences)
         append_metrics(metrics, found)
         return losses[-1]

@@ -18,8 +18,8 @@ from temper_engine_api.batch import PackedBatch
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.metrics import Metric, weighted_mean
-from temper_engine_api.objective import AggregationMode, Objective, Query
-from temper_engine_api.outputs import Outputs, StepResult
+from temper_engine_api.objective import AggregationMode, HeadOutput, Objective
+from temper_engine_api.outputs import ForwardOutputs, StepResult
 from temper_engine_api.specs import EngineConfig, OptimizerSpec
 from temper_engine_api.topology import Topology
 from temper_engine_fsdp.config import FSDPConfig
@@ -77,12 +77,12 @@ class DeprecatedTrainingWorker(TrainingWorker):
         self._settings = _old_settings(objective)
         self._objective = objective
 
-    def forward(self, part: PackedBatch, outputs: Collection[Query], without_adapter: bool = False) -> StepResult:
+    def forward(self, part: PackedBatch, outputs: Collection[HeadOutput], without_adapter: bool = False) -> StepResult:
         """Log-probs of a policy, values of a critic, through the old methods."""
         if without_adapter:
             raise CapabilityError("a deprecated worker can't disable its adapter: set algorithm.kl_reference to ref.")
         wanted = frozenset(outputs)
-        offered = {Query.VALUE} if self._role == "critic" else {Query.LOGPROB}
+        offered = {HeadOutput.VALUE} if self._role == "critic" else {HeadOutput.LOGPROB}
         if wanted != offered:
             raise CapabilityError(f"a deprecated {self._role} answers {sorted(offered)}, but was asked for {sorted(wanted)}.")
         padded = pad_part(part, whole_rows=True)
@@ -94,12 +94,12 @@ class DeprecatedTrainingWorker(TrainingWorker):
             grid = _tensor(cast("ActorRolloutRefWorker", self._worker).compute_ref_log_prob(data), "ref_log_prob")
         else:
             grid = _tensor(cast("ActorRolloutRefWorker", self._worker).compute_log_prob(data), "old_log_probs")
-        (query,) = offered
+        (head_output,) = offered
         return StepResult(
-            outputs=Outputs(
+            outputs=ForwardOutputs(
                 sample_ids=padded.kept.sample_ids.clone(),
                 sequence_starts=padded.kept.sequence_starts.long(),
-                columns={query: padded.tokens_of(grid)},
+                columns={head_output: padded.tokens_of(grid)},
             )
         )
 

@@ -11,10 +11,10 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.metrics import Metric
 from temper_engine_api.objective import (
     Aggregation,
-    Answers,
+    HeadOutput,
+    HeadOutputs,
     LossTerms,
     Objective,
-    Query,
     register_objective,
 )
 
@@ -42,9 +42,9 @@ class CombinedObjective(Objective):
             )
 
     @property
-    def needs(self) -> frozenset[Query]:
+    def required_outputs(self) -> frozenset[HeadOutput]:
         """What any part asks."""
-        return frozenset().union(*(part.needs for part in self.parts))
+        return frozenset().union(*(part.required_outputs for part in self.parts))
 
     @property
     def columns(self) -> frozenset[str]:
@@ -59,12 +59,12 @@ class CombinedObjective(Objective):
             for name, column in part.prepare(batch, seed=seed).items()
         }
 
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         """[T] losses of one micro-batch."""
         total = torch.zeros(batch.num_tokens, device=batch.tokens.device)
         metrics: dict[str, Metric] = {}
         for part, coef in zip(self.parts, self.coefs, strict=True):
-            terms = part(answers, batch)
+            terms = part(head_outputs, batch)
             if terms.level != "token":
                 raise ConfigError(
                     f"objective {part.name!r} returns one loss per sequence, and can't be combined with losses per token."

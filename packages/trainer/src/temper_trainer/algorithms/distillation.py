@@ -12,10 +12,10 @@ from temper_engine_api.metrics import Metric, weighted_mean
 from temper_engine_api.objective import (
     LOGPROB_AT_IDS,
     Aggregation,
-    Answers,
+    HeadOutput,
+    HeadOutputs,
     LossTerms,
     Objective,
-    Query,
     register_objective,
 )
 from temper_trainer.algorithms.kl import KlEstimator, estimate_kl
@@ -49,19 +49,19 @@ class ReverseKlObjective(Objective):
             )
 
     @property
-    def needs(self) -> frozenset[Query]:
+    def required_outputs(self) -> frozenset[HeadOutput]:
         """Log-probs."""
-        return frozenset({Query.LOGPROB})
+        return frozenset({HeadOutput.LOGPROB})
 
     @property
     def columns(self) -> frozenset[str]:
         """The teacher's log-probs and weights."""
         return frozenset({"teacher_logprobs", "teacher_weights"})
 
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         """[T] losses of one micro-batch."""
         mask = batch.loss_mask & (batch.columns["teacher_weights"] > 0)
-        logprobs = torch.where(mask, answers[Query.LOGPROB], 0.0)
+        logprobs = torch.where(mask, head_outputs[HeadOutput.LOGPROB], 0.0)
         teacher = torch.where(mask, batch.columns["teacher_logprobs"], 0.0)
         kl = estimate_kl(logprobs, ref_logprobs=teacher, estimator=self.estimator)
         gap = (logprobs - teacher).detach()
@@ -98,21 +98,21 @@ class TopKObjective(Objective):
     """How the losses become one number."""
 
     @property
-    def needs(self) -> frozenset[Query]:
+    def required_outputs(self) -> frozenset[HeadOutput]:
         """Log-probs of the named tokens."""
-        return frozenset({Query.LOGPROB_AT})
+        return frozenset({HeadOutput.LOGPROB_AT})
 
     @property
     def columns(self) -> frozenset[str]:
         """The named tokens, the teacher's log-probs of them, and its weights."""
         return frozenset({LOGPROB_AT_IDS, "teacher_top_logprobs", "teacher_weights"})
 
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         """[T] losses of one micro-batch."""
         mask = batch.loss_mask & (batch.columns["teacher_weights"] > 0)
         is_named = mask[:, None] & batch.columns["teacher_top_logprobs"].isfinite()
         # Masked before any arithmetic: where() afterwards would still send 0 * NaN into the gradient.
-        ours = torch.where(is_named, answers[Query.LOGPROB_AT], 0.0)
+        ours = torch.where(is_named, head_outputs[HeadOutput.LOGPROB_AT], 0.0)
         theirs = torch.where(is_named, batch.columns["teacher_top_logprobs"], 0.0)
         terms = torch.where(is_named, self._terms(theirs, ours), 0.0).sum(-1)
         mass = torch.where(is_named, theirs.exp(), 0.0).sum(-1)

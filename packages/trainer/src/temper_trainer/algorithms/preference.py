@@ -12,10 +12,10 @@ from temper_engine_api.metrics import weighted_mean
 from temper_engine_api.objective import (
     Aggregation,
     AggregationMode,
-    Answers,
+    HeadOutput,
+    HeadOutputs,
     LossTerms,
     Objective,
-    Query,
     register_objective,
 )
 from temper_engine_api.reduction import sequence_sum
@@ -66,19 +66,19 @@ class DpoObjective(Objective):
             )
 
     @property
-    def needs(self) -> frozenset[Query]:
+    def required_outputs(self) -> frozenset[HeadOutput]:
         """Log-probs."""
-        return frozenset({Query.LOGPROB})
+        return frozenset({HeadOutput.LOGPROB})
 
     @property
     def columns(self) -> frozenset[str]:
         """is_chosen, and the reference's log-probs where there is one."""
         return frozenset({IS_CHOSEN, "ref_logprobs"} if self.has_reference else {IS_CHOSEN})
 
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         """[B] losses of one micro-batch of whole pairs."""
         mask = batch.loss_mask
-        logprobs = torch.where(mask, answers[Query.LOGPROB], 0.0)
+        logprobs = torch.where(mask, head_outputs[HeadOutput.LOGPROB], 0.0)
         reference = (
             torch.where(mask, batch.columns["ref_logprobs"], 0.0)
             if self.has_reference
@@ -132,18 +132,18 @@ class RewardModelObjective(Objective):
     """group_mean: over pairs."""
 
     @property
-    def needs(self) -> frozenset[Query]:
+    def required_outputs(self) -> frozenset[HeadOutput]:
         """Scores."""
-        return frozenset({Query.SCORE})
+        return frozenset({HeadOutput.SCORE})
 
     @property
     def columns(self) -> frozenset[str]:
         """is_chosen."""
         return frozenset({IS_CHOSEN})
 
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         """[B] losses of one micro-batch of whole pairs."""
-        scores, is_chosen = answers[Query.SCORE], batch.sequence_columns[IS_CHOSEN]
+        scores, is_chosen = head_outputs[HeadOutput.SCORE], batch.sequence_columns[IS_CHOSEN]
         margin = pair_difference(scores, batch)
         log_sigmoid = torch.nn.functional.logsigmoid
         loss = -(1.0 - self.label_smoothing) * log_sigmoid(

@@ -8,10 +8,10 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.metrics import weighted_mean
 from temper_engine_api.objective import (
     Aggregation,
-    Answers,
+    HeadOutput,
+    HeadOutputs,
     LossTerms,
     Objective,
-    Query,
     register_objective,
 )
 
@@ -25,11 +25,11 @@ class SftObjective(Objective):
     """How the losses become one number."""
 
     @property
-    def needs(self) -> frozenset[Query]:
+    def required_outputs(self) -> frozenset[HeadOutput]:
         """Log-probs."""
-        return frozenset({Query.LOGPROB})
+        return frozenset({HeadOutput.LOGPROB})
 
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         """[T] losses of one micro-batch."""
-        loss = -torch.where(batch.loss_mask, answers[Query.LOGPROB], 0.0)
+        loss = -torch.where(batch.loss_mask, head_outputs[HeadOutput.LOGPROB], 0.0)
         return LossTerms(loss=loss, metrics={"sft/nll": weighted_mean(loss, batch.loss_mask)})

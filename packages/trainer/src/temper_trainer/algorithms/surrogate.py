@@ -10,7 +10,7 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.metrics import Metric, weighted_mean
-from temper_engine_api.objective import Aggregation, Answers, LossTerms, Objective, Query
+from temper_engine_api.objective import Aggregation, HeadOutput, HeadOutputs, LossTerms, Objective
 from temper_engine_api.reduction import sequence_sum
 from temper_trainer.algorithms.kl import MAX_LOG_RATIO, KlEstimator, estimate_kl
 from temper_trainer.algorithms.mismatch import mismatch_metrics
@@ -75,12 +75,12 @@ class SurrogateObjective(Objective):
         return {}
 
     @property
-    def needs(self) -> frozenset[Query]:
+    def required_outputs(self) -> frozenset[HeadOutput]:
         """Log-probs, and the entropy where it has a weight or is watched."""
         return frozenset(
-            {Query.LOGPROB, Query.ENTROPY}
+            {HeadOutput.LOGPROB, HeadOutput.ENTROPY}
             if self.entropy_coef or self.watches_entropy
-            else {Query.LOGPROB}
+            else {HeadOutput.LOGPROB}
         )
 
     @property
@@ -90,11 +90,11 @@ class SurrogateObjective(Objective):
         read |= self.prepared_columns | ({"ref_logprobs"} if self.kl_coef else set())
         return frozenset(read | {CORRECTION_WEIGHTS} if self.is_corrected else read)
 
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         """[T] losses of one micro-batch."""
         mask = batch.loss_mask
         # Masked before any arithmetic: where() afterwards would still send 0 * NaN into the gradient.
-        logprobs = torch.where(mask, answers[Query.LOGPROB], 0.0)
+        logprobs = torch.where(mask, head_outputs[HeadOutput.LOGPROB], 0.0)
         advantages = torch.where(mask, batch.columns["advantages"], 0.0)
         old = (
             logprobs.detach()
@@ -115,8 +115,8 @@ class SurrogateObjective(Objective):
             else _ratio_metrics(log_ratio.detach(), mask)
             | self.held_metrics(log_ratio.detach(), advantages=advantages, batch=batch)
         )
-        if Query.ENTROPY in self.needs:
-            entropy = torch.where(mask, answers[Query.ENTROPY], 0.0)
+        if HeadOutput.ENTROPY in self.required_outputs:
+            entropy = torch.where(mask, head_outputs[HeadOutput.ENTROPY], 0.0)
             loss = loss - self.entropy_coef * entropy if self.entropy_coef else loss
             metrics["policy/entropy"] = weighted_mean(entropy, mask)
         if self.kl_coef:

@@ -11,10 +11,10 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.metrics import Metric, weighted_mean
 from temper_engine_api.objective import (
     Aggregation,
-    Answers,
+    HeadOutput,
+    HeadOutputs,
     LossTerms,
     Objective,
-    Query,
     register_objective,
 )
 
@@ -36,19 +36,19 @@ class ValueObjective(Objective):
     """How the losses become one number."""
 
     @property
-    def needs(self) -> frozenset[Query]:
+    def required_outputs(self) -> frozenset[HeadOutput]:
         """Values."""
-        return frozenset({Query.VALUE})
+        return frozenset({HeadOutput.VALUE})
 
     @property
     def columns(self) -> frozenset[str]:
         """returns; values (before this step's first update) where there is a clip."""
         return frozenset({"returns"} if self.clip is None else {"returns", "values"})
 
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         """[T] losses of one micro-batch."""
         mask = batch.loss_mask
-        values = torch.where(mask, answers[Query.VALUE], 0.0)
+        values = torch.where(mask, head_outputs[HeadOutput.VALUE], 0.0)
         returns = torch.where(mask, batch.columns["returns"], 0.0)
         error = (values - returns).square()
         metrics = _variance_pieces(values.detach(), returns=returns, mask=mask)

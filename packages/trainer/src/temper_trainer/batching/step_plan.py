@@ -14,7 +14,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import Denominators, PackedBatch, SequenceBatch
 from temper_engine_api.errors import BatchError
-from temper_engine_api.objective import LOGPROB_AT_IDS, Objective, Query
+from temper_engine_api.objective import LOGPROB_AT_IDS, HeadOutput, Objective
 from temper_engine_api.plan import (
     MiniBatchPlan,
     RankPlan,
@@ -246,7 +246,7 @@ def pack_mini_batch(
     # the mini-batch that no single rank could.
     prepared = {} if objective is None else dict(objective.prepare(selected, seed=mini_batch.seed))
     required = frozenset[str]() if objective is None else objective.columns
-    if objective is not None and Query.LOGPROB_AT in objective.needs:
+    if objective is not None and HeadOutput.LOGPROB_AT in objective.required_outputs:
         required |= {LOGPROB_AT_IDS}
     missing = (
         required - selected.columns.keys() - selected.sequence_columns.keys() - prepared.keys()

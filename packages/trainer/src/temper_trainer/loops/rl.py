@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.errors import TemperError
-from temper_engine_api.objective import Objective, Query
+from temper_engine_api.objective import HeadOutput, Objective
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_trainer.algorithms.objectives import (
@@ -383,8 +383,8 @@ def _canary(config: TrainerConfig, actor: WorkerGroup, *, prompt: Prompt) -> Can
     ]
 
     def engine_logprobs() -> list[float]:
-        outputs = actor.forward(parts, outputs=[Query.LOGPROB], sample_ids=batch.sample_ids)
-        found: list[float] = outputs.columns[Query.LOGPROB][1:].tolist()
+        outputs = actor.forward(parts, outputs=[HeadOutput.LOGPROB], sample_ids=batch.sample_ids)
+        found: list[float] = outputs.columns[HeadOutput.LOGPROB][1:].tolist()
         return found
 
     return Canary(

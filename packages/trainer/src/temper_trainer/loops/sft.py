@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.objective import Objective, Query
+from temper_engine_api.objective import HeadOutput, Objective
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.algorithms.objectives import sft_objective
 from temper_trainer.batching.samples import demonstrations_to_samples, pairs_to_samples
@@ -233,7 +233,7 @@ def _sft_update(
             samples,
             plan,
             role=role,
-            query=Query.LOGPROB,
+            head_output=HeadOutput.LOGPROB,
             without_adapter=role == "actor",
         )
         samples = samples.with_columns({"ref_logprobs": found})

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.metrics import Metric, merge_metrics
-from temper_engine_api.objective import Objective, Query
+from temper_engine_api.objective import HeadOutput, Objective
 from temper_engine_api.outputs import gather_outputs
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.correction import rollout_correction
@@ -186,15 +186,21 @@ def annotate(rooms: Rooms, samples: SequenceBatch, plan: StepPlan) -> SequenceBa
     """Add old_logprobs, ref_logprobs and values, each by the micro-batches that the update will use."""
     algorithm, columns = rooms.config.algorithm, {}
     if measures_old_logprobs(rooms.config):
-        columns["old_logprobs"] = _forward(rooms, samples, plan, role="actor", query=Query.LOGPROB)
+        columns["old_logprobs"] = _forward(
+            rooms, samples, plan, role="actor", head_output=HeadOutput.LOGPROB
+        )
     if "ref" in rooms.roles:
-        columns["ref_logprobs"] = _forward(rooms, samples, plan, role="ref", query=Query.LOGPROB)
+        columns["ref_logprobs"] = _forward(
+            rooms, samples, plan, role="ref", head_output=HeadOutput.LOGPROB
+        )
     if algorithm.kl_reference == "disabled_adapter":
         columns["ref_logprobs"] = _forward(
-            rooms, samples, plan, role="actor", query=Query.LOGPROB, without_adapter=True
+            rooms, samples, plan, role="actor", head_output=HeadOutput.LOGPROB, without_adapter=True
         )
     if algorithm.advantage == "gae":
-        columns["values"] = _forward(rooms, samples, plan, role="critic", query=Query.VALUE)
+        columns["values"] = _forward(
+            rooms, samples, plan, role="critic", head_output=HeadOutput.VALUE
+        )
     return samples.with_columns(columns)
 
 
@@ -235,11 +241,16 @@ def _forward(
     plan: StepPlan,
     *,
     role: str,
-    query: Query,
+    head_output: HeadOutput,
     without_adapter: bool = False,
 ) -> Tensor:
     return forward_pass(
-        rooms.roles[role], samples, plan, role=role, query=query, without_adapter=without_adapter
+        rooms.roles[role],
+        samples,
+        plan,
+        role=role,
+        head_output=head_output,
+        without_adapter=without_adapter,
     )
 
 
@@ -249,7 +260,7 @@ def forward_pass(
     plan: StepPlan,
     *,
     role: str,
-    query: Query,
+    head_output: HeadOutput,
     without_adapter: bool = False,
 ) -> Tensor:
     """[T] answers of one role, or of the base of its adapter, over the mini-batches of the first pass."""
@@ -258,9 +269,11 @@ def forward_pass(
         ids = samples.sample_ids[torch.tensor(mini_batch.indices)]
         share = pack_mini_batch(samples, mini_batch, role)
         parts.append(
-            group.forward(share, outputs=[query], sample_ids=ids, without_adapter=without_adapter)
+            group.forward(
+                share, outputs=[head_output], sample_ids=ids, without_adapter=without_adapter
+            )
         )
-    return gather_outputs(parts, sample_ids=samples.sample_ids).columns[query]
+    return gather_outputs(parts, sample_ids=samples.sample_ids).columns[head_output]
 
 
 def add_advantages(

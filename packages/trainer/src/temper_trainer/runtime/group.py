@@ -13,8 +13,8 @@ from temper_engine_api.capabilities import Capability
 from temper_engine_api.checkpoint import PartReport
 from temper_engine_api.errors import EngineStateError, TemperError
 from temper_engine_api.metrics import Metric, merge_metrics
-from temper_engine_api.objective import Objective, Query
-from temper_engine_api.outputs import Outputs, gather_outputs
+from temper_engine_api.objective import HeadOutput, Objective
+from temper_engine_api.outputs import ForwardOutputs, gather_outputs
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 from temper_trainer.runtime.worker import TrainingWorker, UpdateResult, call_worker, open_worker
@@ -89,10 +89,10 @@ class WorkerGroup(ABC):
         self,
         parts: Sequence[PackedBatch],
         *,
-        outputs: Collection[Query],
+        outputs: Collection[HeadOutput],
         sample_ids: Tensor,
         without_adapter: bool = False,
-    ) -> Outputs:
+    ) -> ForwardOutputs:
         """Answers of one mini-batch in the order of ``sample_ids`` [B].
 
         Args:

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_trainer.config.run import TrainerConfig
@@ -50,8 +50,8 @@ class EngineRewardModel:
             pack_rank(batch, plan=plan, rank=rank, denominators=denominators)
             for rank in range(group.dp_size)
         ]
-        outputs = group.forward(parts, outputs=[Query.SCORE], sample_ids=batch.sample_ids)
-        found: list[float] = outputs.columns[Query.SCORE].tolist()
+        outputs = group.forward(parts, outputs=[HeadOutput.SCORE], sample_ids=batch.sample_ids)
+        found: list[float] = outputs.columns[HeadOutput.SCORE].tolist()
         return found
 
     def close(self) -> None:

@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from temper_engine_api.batch import PackedBatch, from_sequences
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.objective import LOGPROB_AT_IDS, Query
-from temper_engine_api.outputs import Outputs
+from temper_engine_api.objective import LOGPROB_AT_IDS, HeadOutput
+from temper_engine_api.outputs import ForwardOutputs
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_engine_api.specs import EngineConfig
@@ -144,12 +144,12 @@ def judge_tokens(
     Engines answer log-probs of given ids, so the likeliest are found by asking for all of them, one micro-batch after the other:
     [tokens of a micro-batch, vocab_size] float32 are held at once.
     """
-    found: list[tuple[Outputs, Tensor, Tensor]] = []
+    found: list[tuple[ForwardOutputs, Tensor, Tensor]] = []
     for i, micro in enumerate(part.micro_batches()):
-        columns, queries = {}, [Query.LOGPROB]
+        columns, requested_outputs = {}, [HeadOutput.LOGPROB]
         if top_k:
             columns[LOGPROB_AT_IDS] = torch.arange(vocab_size).expand(micro.num_tokens, vocab_size)
-            queries.append(Query.LOGPROB_AT)
+            requested_outputs.append(HeadOutput.LOGPROB_AT)
         single = PackedBatch(
             tokens=micro.tokens,
             sequence_starts=micro.sequence_starts,
@@ -162,22 +162,26 @@ def judge_tokens(
             micro_batch_starts=torch.tensor([0, micro.num_sequences], dtype=torch.int32),
             denominators=part.denominators,
         )
-        outputs = worker.forward(single, queries).outputs
+        outputs = worker.forward(single, requested_outputs).outputs
         if outputs is None:
             continue
         assert i == len(found)
         ids, logs = torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, 0)
         if top_k:
-            logs, ids = outputs.columns[Query.LOGPROB_AT].topk(min(top_k, vocab_size), dim=-1)
+            logs, ids = outputs.columns[HeadOutput.LOGPROB_AT].topk(min(top_k, vocab_size), dim=-1)
         found.append(
-            (replace(outputs, columns={Query.LOGPROB: outputs.columns[Query.LOGPROB]}), ids, logs)
+            (
+                replace(outputs, columns={HeadOutput.LOGPROB: outputs.columns[HeadOutput.LOGPROB]}),
+                ids,
+                logs,
+            )
         )
     if not found:
         return None
     return JudgedTokens(
         sample_ids=torch.cat([outputs.sample_ids for outputs, _, _ in found]),
         lengths=torch.cat([outputs.sequence_starts.diff() for outputs, _, _ in found]),
-        logprobs=torch.cat([outputs.columns[Query.LOGPROB] for outputs, _, _ in found]),
+        logprobs=torch.cat([outputs.columns[HeadOutput.LOGPROB] for outputs, _, _ in found]),
         top_ids=torch.cat([ids for _, ids, _ in found]),
         top_logprobs=torch.cat([logs for _, _, logs in found]),
     )

@@ -15,7 +15,7 @@ from temper_engine_api.capabilities import Capability
 from temper_engine_api.checkpoint import PartReport
 from temper_engine_api.engine import BaseEngine, UpdateReport
 from temper_engine_api.metrics import Metric
-from temper_engine_api.objective import Objective, Query
+from temper_engine_api.objective import HeadOutput, Objective
 from temper_engine_api.outputs import StepResult
 from temper_engine_api.registry import engine_class
 from temper_engine_api.specs import EngineConfig
@@ -59,7 +59,7 @@ class TrainingWorker:
         self._engine.set_loss_fn(objective)
 
     def forward(
-        self, part: PackedBatch, outputs: Collection[Query], without_adapter: bool = False
+        self, part: PackedBatch, outputs: Collection[HeadOutput], without_adapter: bool = False
     ) -> StepResult:
         """Answers without gradients, in input order; None as outputs where this rank returns none."""
         base_alone = self._engine.adapter_disabled() if without_adapter else nullcontext()

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from my_engine.answers import answers_from_logits
 from my_engine.config import MyConfig
+from my_engine.head_outputs import compute_outputs
 from temper_engine_api.batch import PackedBatch, SequenceBatch
 from temper_engine_api.capabilities import Capability
-from temper_engine_api.engine import BaseEngine, MicroLoss, ObjectT
+from temper_engine_api.engine import BaseEngine, MicroBatchLoss, ObjectT
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.objective import Answers, Query
+from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.specs import EngineConfig, ModelSpec
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import (
@@ -55,31 +55,33 @@ class MyEngine(BaseEngine):
             )
         return Topology()
 
-    def _run_schedule(
+    def _run_micro_batches(
         self,
         batch: PackedBatch,
         *,
-        queries: frozenset[Query],
-        micro_loss: MicroLoss | None,
+        requested_outputs: frozenset[HeadOutput],
+        micro_batch_loss: MicroBatchLoss | None,
         forward_only: bool,
         reduce_gradients: bool,
-    ) -> list[Answers] | None:
+    ) -> list[HeadOutputs] | None:
         """Run the micro-batches of the plan as they are given; gradients add up, nothing is divided here."""
         results = []
-        is_training = micro_loss is not None and not forward_only
+        is_training = micro_batch_loss is not None and not forward_only
         with torch.set_grad_enabled(not forward_only):
             for micro in batch.micro_batches():
-                answers = self._answer(micro, queries=queries, only_trained=is_training)
-                if micro_loss is not None:
-                    loss = micro_loss(answers, micro)
+                head_outputs = self._compute_outputs(
+                    micro, requested_outputs=requested_outputs, only_trained=is_training
+                )
+                if micro_batch_loss is not None:
+                    loss = micro_batch_loss(head_outputs, micro)
                     if is_training:
                         loss.backward()
-                results.append(answers.detach())
+                results.append(head_outputs.detach())
         return results
 
-    def _answer(
-        self, micro: SequenceBatch, *, queries: frozenset[Query], only_trained: bool
-    ) -> Answers:
+    def _compute_outputs(
+        self, micro: SequenceBatch, *, requested_outputs: frozenset[HeadOutput], only_trained: bool
+    ) -> HeadOutputs:
         parts = []
         with torch.autocast(
             "cpu", dtype=torch.bfloat16, enabled=self.config.precision.compute == "bf16"
@@ -92,15 +94,18 @@ class MyEngine(BaseEngine):
                     attention_mask=torch.ones_like(sequence.tokens)[None],
                     use_cache=False,
                 ).logits[0]
-                parts.append(answers_from_logits(logits, sequence, queries=queries))
-        columns = {query: torch.cat([part[query] for part in parts]) for query in queries}
+                parts.append(compute_outputs(logits, sequence, requested_outputs=requested_outputs))
+        columns = {
+            head_output: torch.cat([part[head_output] for part in parts])
+            for head_output in requested_outputs
+        }
         if (
             only_trained
         ):  # cut off, not multiplied by zero: an objective may be infinite where it is not trained
-            for query, column in columns.items():
+            for head_output, column in columns.items():
                 mask = micro.loss_mask if column.ndim == 1 else micro.loss_mask[:, None]
-                columns[query] = torch.where(mask, column, 0.0)
-        return Answers(columns=columns)
+                columns[head_output] = torch.where(mask, column, 0.0)
+        return HeadOutputs(columns=columns)
 
     def _reduce_pending_gradients(self) -> None:
         """With several data-parallel ranks: add up what is still local. Here there is one."""

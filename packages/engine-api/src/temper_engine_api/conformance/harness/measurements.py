@@ -16,8 +16,8 @@ from temper_engine_api.conformance.harness.rank import Rank, Recipe
 from temper_engine_api.conformance.inputs.probes import TokenProbe
 from temper_engine_api.engine import BaseEngine, UpdateReport
 from temper_engine_api.metrics import Metric, merge_metrics
-from temper_engine_api.objective import Objective, Query
-from temper_engine_api.outputs import Outputs
+from temper_engine_api.objective import HeadOutput, Objective
+from temper_engine_api.outputs import ForwardOutputs
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_engine_api.weights import TrainingState
@@ -60,7 +60,7 @@ class Update:
     """What ``lr_scheduler_step`` returned."""
     returns_outputs: bool
     """Whether this rank's metrics and outputs count."""
-    outputs: Outputs | None
+    outputs: ForwardOutputs | None
     """What was asked for, if anything."""
     state: Mapping[str, TrainingState]
     """After the update, by name; on rank 0 only."""
@@ -107,7 +107,7 @@ def update_once(
     engine: BaseEngine,
     shares: Collection[PackedBatch],
     *,
-    outputs: Collection[Query] = (),
+    outputs: Collection[HeadOutput] = (),
     is_final_sent: bool = True,
 ) -> Update:
     """One update from zeroed gradients, one call per share; the last is final unless the step is left to finalise."""
@@ -168,7 +168,7 @@ def measure_update(
     objective: Objective,
     batch: SequenceBatch,
     split: Split = WHOLE,
-    outputs: Collection[Query] = (),
+    outputs: Collection[HeadOutput] = (),
 ) -> Update:
     """One update of a recipe that leaves weights alone; by default it reads gradients."""
     engine = rank.kept_engine(recipe)
@@ -200,14 +200,14 @@ def measure_outputs(
     *,
     recipe: Recipe,
     batch: SequenceBatch,
-    queries: Collection[Query],
+    requested_outputs: Collection[HeadOutput],
     split: Split = WHOLE,
-) -> Outputs:
+) -> ForwardOutputs:
     """A forward pass in ``eval_mode``: the outputs of all ranks in the order of the batch, on every rank."""
     engine = rank.kept_engine(recipe)
     with engine.eval_mode():
         result = engine.forward_backward_batch(
-            share_of(engine, batch, split=split), forward_only=True, outputs=queries
+            share_of(engine, batch, split=split), forward_only=True, outputs=requested_outputs
         )
     return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids)
 

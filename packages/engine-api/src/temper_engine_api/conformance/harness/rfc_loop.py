@@ -15,11 +15,11 @@ from temper_engine_api.conformance.harness.measurements import state_of
 from temper_engine_api.conformance.harness.rank import Rank, Recipe
 from temper_engine_api.engine import (
     Context,
+    LossFn,
     PostprocessFn,
     Predictions,
     PreprocessFn,
     RawBatch,
-    RfcLoss,
 )
 from temper_engine_api.objective import Objective
 from temper_engine_api.padding import to_padded
@@ -97,7 +97,7 @@ def rfc_loop(
     *,
     recipe: Recipe,
     batches: list[SequenceBatch],
-    loss_fn: Objective | RfcLoss,
+    loss_fn: Objective | LossFn,
     preprocess_fn: PreprocessFn | None = None,
     postprocess_fn: PostprocessFn | None = None,
 ) -> LoopResult:

@@ -18,10 +18,10 @@ from temper_engine_api.objective import (
     LOGPROB_AT_IDS,
     Aggregation,
     AggregationMode,
-    Answers,
+    HeadOutput,
+    HeadOutputs,
     LossTerms,
     Objective,
-    Query,
     register_objective,
 )
 from temper_engine_api.reduction import sequence_sum
@@ -51,9 +51,11 @@ class TokenProbe(Objective):
 
     @property
     @override
-    def needs(self) -> frozenset[Query]:
+    def required_outputs(self) -> frozenset[HeadOutput]:
         return frozenset(
-            {Query.LOGPROB, Query.ENTROPY} if self.entropy_coefficient else {Query.LOGPROB}
+            {HeadOutput.LOGPROB, HeadOutput.ENTROPY}
+            if self.entropy_coefficient
+            else {HeadOutput.LOGPROB}
         )
 
     @property
@@ -62,13 +64,13 @@ class TokenProbe(Objective):
         return frozenset({"old_logprobs", "advantages", "weights"})
 
     @override
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
-        ratio = torch.exp(answers[Query.LOGPROB] - batch.columns["old_logprobs"])
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
+        ratio = torch.exp(head_outputs[HeadOutput.LOGPROB] - batch.columns["old_logprobs"])
         advantages = batch.columns["advantages"]
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         loss = -torch.minimum(ratio * advantages, clipped * advantages)
         if self.entropy_coefficient:
-            loss = loss - self.entropy_coefficient * answers[Query.ENTROPY]
+            loss = loss - self.entropy_coefficient * head_outputs[HeadOutput.ENTROPY]
         metrics = {"ratio": weighted_mean(ratio, batch.loss_mask.float())}
         return LossTerms(loss=loss, weight=batch.columns["weights"], metrics=metrics)
 
@@ -88,8 +90,8 @@ class SequenceProbe(Objective):
 
     @property
     @override
-    def needs(self) -> frozenset[Query]:
-        return frozenset({Query.LOGPROB})
+    def required_outputs(self) -> frozenset[HeadOutput]:
+        return frozenset({HeadOutput.LOGPROB})
 
     @property
     @override
@@ -97,9 +99,9 @@ class SequenceProbe(Objective):
         return frozenset({"old_logprobs", "sequence_advantages"})
 
     @override
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         log_ratio = torch.where(
-            batch.loss_mask, answers[Query.LOGPROB] - batch.columns["old_logprobs"], 0.0
+            batch.loss_mask, head_outputs[HeadOutput.LOGPROB] - batch.columns["old_logprobs"], 0.0
         )
         trained = sequence_sum(batch.loss_mask.float(), batch).clamp(min=1.0)
         ratio = torch.exp(sequence_sum(log_ratio, batch) / trained)
@@ -127,8 +129,8 @@ class PairProbe(Objective):
 
     @property
     @override
-    def needs(self) -> frozenset[Query]:
-        return frozenset({Query.LOGPROB})
+    def required_outputs(self) -> frozenset[HeadOutput]:
+        return frozenset({HeadOutput.LOGPROB})
 
     @property
     @override
@@ -136,9 +138,9 @@ class PairProbe(Objective):
         return frozenset({"ref_logprobs", "is_chosen"})
 
     @override
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         log_ratio = torch.where(
-            batch.loss_mask, answers[Query.LOGPROB] - batch.columns["ref_logprobs"], 0.0
+            batch.loss_mask, head_outputs[HeadOutput.LOGPROB] - batch.columns["ref_logprobs"], 0.0
         )
         sign = torch.where(batch.sequence_columns["is_chosen"], 1.0, -1.0)
         atoms, pair_of = torch.unique(batch.atom_ids, return_inverse=True)
@@ -164,8 +166,8 @@ class TopKProbe(Objective):
 
     @property
     @override
-    def needs(self) -> frozenset[Query]:
-        return frozenset({Query.LOGPROB_AT})
+    def required_outputs(self) -> frozenset[HeadOutput]:
+        return frozenset({HeadOutput.LOGPROB_AT})
 
     @property
     @override
@@ -173,9 +175,11 @@ class TopKProbe(Objective):
         return frozenset({LOGPROB_AT_IDS, "teacher_logprobs"})
 
     @override
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         teacher = batch.columns["teacher_logprobs"]
-        return LossTerms(loss=(teacher.exp() * (teacher - answers[Query.LOGPROB_AT])).sum(-1))
+        return LossTerms(
+            loss=(teacher.exp() * (teacher - head_outputs[HeadOutput.LOGPROB_AT])).sum(-1)
+        )
 
 
 @register_objective("probe_batch_statistic")
@@ -197,8 +201,8 @@ class BatchStatisticProbe(Objective):
 
     @property
     @override
-    def needs(self) -> frozenset[Query]:
-        return frozenset({Query.LOGPROB})
+    def required_outputs(self) -> frozenset[HeadOutput]:
+        return frozenset({HeadOutput.LOGPROB})
 
     @property
     @override
@@ -222,8 +226,8 @@ class BatchStatisticProbe(Objective):
         return {"is_kept": is_kept}
 
     @override
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
-        ratio = torch.exp(answers[Query.LOGPROB] - batch.columns["old_logprobs"])
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
+        ratio = torch.exp(head_outputs[HeadOutput.LOGPROB] - batch.columns["old_logprobs"])
         return LossTerms(loss=-ratio * batch.columns["advantages"], weight=batch.columns["is_kept"])
 
 
@@ -242,8 +246,8 @@ class ValueProbe(Objective):
 
     @property
     @override
-    def needs(self) -> frozenset[Query]:
-        return frozenset({Query.VALUE})
+    def required_outputs(self) -> frozenset[HeadOutput]:
+        return frozenset({HeadOutput.VALUE})
 
     @property
     @override
@@ -251,8 +255,8 @@ class ValueProbe(Objective):
         return frozenset({"old_values", "returns"})
 
     @override
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
-        values, old_values = answers[Query.VALUE], batch.columns["old_values"]
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
+        values, old_values = head_outputs[HeadOutput.VALUE], batch.columns["old_values"]
         clipped = torch.clamp(values, old_values - self.clip, old_values + self.clip)
         returns = batch.columns["returns"]
         return LossTerms(
@@ -298,12 +302,12 @@ class LikelihoodProbe(Objective):
 
     @property
     @override
-    def needs(self) -> frozenset[Query]:
-        return frozenset({Query.LOGPROB})
+    def required_outputs(self) -> frozenset[HeadOutput]:
+        return frozenset({HeadOutput.LOGPROB})
 
     @override
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
-        return LossTerms(loss=-answers[Query.LOGPROB])
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
+        return LossTerms(loss=-head_outputs[HeadOutput.LOGPROB])
 
 
 @register_objective("probe_plan_witness")
@@ -316,13 +320,15 @@ class PlanWitness(Objective):
 
     @property
     @override
-    def needs(self) -> frozenset[Query]:
-        return frozenset({Query.LOGPROB})
+    def required_outputs(self) -> frozenset[HeadOutput]:
+        return frozenset({HeadOutput.LOGPROB})
 
     @override
-    def __call__(self, answers: Answers, batch: SequenceBatch) -> LossTerms:
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         seen = Metric(value=1.0, reduction="sum")
-        return LossTerms(loss=-answers[Query.LOGPROB], metrics={witness_of(batch.sample_ids): seen})
+        return LossTerms(
+            loss=-head_outputs[HeadOutput.LOGPROB], metrics={witness_of(batch.sample_ids): seen}
+        )
 
 
 def witness_of(sample_ids: Tensor) -> str:

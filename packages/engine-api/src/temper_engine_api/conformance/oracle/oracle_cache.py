@@ -23,7 +23,7 @@ from temper_engine_api.conformance.inputs.tiny_models import (
     write_model,
 )
 from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine, load_model
-from temper_engine_api.objective import Objective, Query
+from temper_engine_api.objective import HeadOutput, Objective
 from temper_engine_api.specs import LoraSpec
 
 AROUND_EXPERTS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -98,17 +98,17 @@ class Reference:
             bare = ragged_batch(num_sequences=num_sequences, seed=seed)
             self._batches[key] = with_training_columns(
                 bare,
-                logprobs=self.outputs(self.recipe(model), bare, Query.LOGPROB),
-                values=self.outputs(self.recipe(VALUE), bare, Query.VALUE),
+                logprobs=self.outputs(self.recipe(model), bare, HeadOutput.LOGPROB),
+                values=self.outputs(self.recipe(VALUE), bare, HeadOutput.VALUE),
                 seed=seed,
             )
         return self._batches[key]
 
-    def outputs(self, recipe: Recipe, batch: SequenceBatch, query: Query) -> Tensor:
+    def outputs(self, recipe: Recipe, batch: SequenceBatch, head_output: HeadOutput) -> Tensor:
         """One column of a forward pass."""
-        return measure_outputs(self.rank, recipe=recipe, batch=batch, queries=[query]).columns[
-            query
-        ]
+        return measure_outputs(
+            self.rank, recipe=recipe, batch=batch, requested_outputs=[head_output]
+        ).columns[head_output]
 
     def update(self, recipe: Recipe, objective: Objective, batch: SequenceBatch) -> Update:
         """One update over the whole mini-batch in one micro-batch."""
@@ -128,4 +128,4 @@ class Reference:
 
 def model_for(objective: Objective) -> TinyModel:
     """A model with the head that an objective asks."""
-    return VALUE if Query.VALUE in objective.needs else QWEN2_GROUPED
+    return VALUE if HeadOutput.VALUE in objective.required_outputs else QWEN2_GROUPED

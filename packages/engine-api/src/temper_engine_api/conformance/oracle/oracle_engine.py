@@ -27,10 +27,10 @@ from temper_engine_api.conformance.inputs.tiny_adapters import (
     save_adapter,
 )
 from temper_engine_api.conformance.oracle.oracle_adapter import OracleAdapter
-from temper_engine_api.conformance.oracle.oracle_head import answers_of_sequence, join_answers
-from temper_engine_api.engine import BaseEngine, MicroLoss, ObjectT
+from temper_engine_api.conformance.oracle.oracle_head import compute_sequence_outputs, join_outputs
+from temper_engine_api.engine import BaseEngine, MicroBatchLoss, ObjectT
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.objective import Answers, Query
+from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.specs import EngineConfig, OptimizerSpec
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import (
@@ -78,37 +78,41 @@ class OracleEngine(BaseEngine):
             else self.adapter.parameters()
         )
 
-    def _run_schedule(
+    def _run_micro_batches(
         self,
         batch: PackedBatch,
         *,
-        queries: frozenset[Query],
-        micro_loss: MicroLoss | None,
+        requested_outputs: frozenset[HeadOutput],
+        micro_batch_loss: MicroBatchLoss | None,
         forward_only: bool,
         reduce_gradients: bool,
-    ) -> list[Answers] | None:
-        is_training = micro_loss is not None and not forward_only
+    ) -> list[HeadOutputs] | None:
+        is_training = micro_batch_loss is not None and not forward_only
         results = []
         with torch.set_grad_enabled(not forward_only):
             for micro in batch.micro_batches():
-                answers = self._answer(micro, queries=queries, only_trained=is_training)
-                if micro_loss is not None:
-                    loss = micro_loss(answers, micro)
+                head_outputs = self._compute_outputs(
+                    micro, requested_outputs=requested_outputs, only_trained=is_training
+                )
+                if micro_batch_loss is not None:
+                    loss = micro_batch_loss(head_outputs, micro)
                     if is_training:
                         loss.backward()
-                results.append(answers.detach())
+                results.append(head_outputs.detach())
         return results
 
-    def _answer(
-        self, micro: SequenceBatch, *, queries: frozenset[Query], only_trained: bool
-    ) -> Answers:
+    def _compute_outputs(
+        self, micro: SequenceBatch, *, requested_outputs: frozenset[HeadOutput], only_trained: bool
+    ) -> HeadOutputs:
         """One sequence after the other, each alone."""
         with self._autocast():
             parts = [
-                answers_of_sequence(self.model, micro.select([b]), queries=queries)
+                compute_sequence_outputs(
+                    self.model, micro.select([b]), requested_outputs=requested_outputs
+                )
                 for b in range(micro.num_sequences)
             ]
-        return join_answers(parts, mask=micro.loss_mask if only_trained else None)
+        return join_outputs(parts, mask=micro.loss_mask if only_trained else None)
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self.config.precision.compute == "bf16":

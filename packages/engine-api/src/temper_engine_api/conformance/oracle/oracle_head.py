@@ -9,52 +9,58 @@ import torch
 from torch import Tensor, nn
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.objective import LOGPROB_AT_IDS, Answers, Query
+from temper_engine_api.objective import LOGPROB_AT_IDS, HeadOutput, HeadOutputs
 
-HEAD_QUERIES = frozenset({Query.VALUE, Query.SCORE})
+SCALAR_OUTPUTS = frozenset({HeadOutput.VALUE, HeadOutput.SCORE})
 """Answered by a value or reward head; all others by the language-model head."""
 
 
-def answers_of_sequence(
-    model: nn.Module, sequence: SequenceBatch, *, queries: frozenset[Query]
-) -> dict[Query, Tensor]:
+def compute_sequence_outputs(
+    model: nn.Module, sequence: SequenceBatch, *, requested_outputs: frozenset[HeadOutput]
+) -> dict[HeadOutput, Tensor]:
     """Answers for a batch of exactly one sequence; entry 0 of a per-token answer is 0, because nothing predicts the first token."""
-    answers: dict[Query, Tensor] = {}
-    if queries & HEAD_QUERIES:
+    head_outputs: dict[HeadOutput, Tensor] = {}
+    if requested_outputs & SCALAR_OUTPUTS:
         scores = _scores(model, sequence)
-        answers[Query.VALUE] = _shifted(scores[:-1])
-        answers[Query.SCORE] = scores[-1:]
-    if queries - HEAD_QUERIES:
+        head_outputs[HeadOutput.VALUE] = _shifted(scores[:-1])
+        head_outputs[HeadOutput.SCORE] = scores[-1:]
+    if requested_outputs - SCALAR_OUTPUTS:
         logits = _logits(model, sequence) / sequence.temperature.float()
-        answers |= _language_answers(logits, sequence, with_ids=Query.LOGPROB_AT in queries)
-    return {query: answers[query] for query in queries}
+        head_outputs |= _language_outputs(
+            logits, sequence, with_ids=HeadOutput.LOGPROB_AT in requested_outputs
+        )
+    return {head_output: head_outputs[head_output] for head_output in requested_outputs}
 
 
-def join_answers(parts: Sequence[dict[Query, Tensor]], *, mask: Tensor | None) -> Answers:
+def join_outputs(parts: Sequence[dict[HeadOutput, Tensor]], *, mask: Tensor | None) -> HeadOutputs:
     """Answers of sequences laid end to end; per-token entries outside the mask [T], if there is one, become 0 without gradient."""
-    columns = {query: torch.cat([part[query] for part in parts]) for query in parts[0]}
+    columns = {
+        head_output: torch.cat([part[head_output] for part in parts]) for head_output in parts[0]
+    }
     if mask is not None:
-        for query in columns.keys() - {Query.SCORE}:
-            column = columns[query]
-            columns[query] = torch.where(mask if column.ndim == 1 else mask[:, None], column, 0.0)
-    return Answers(columns=columns)
+        for head_output in columns.keys() - {HeadOutput.SCORE}:
+            column = columns[head_output]
+            columns[head_output] = torch.where(
+                mask if column.ndim == 1 else mask[:, None], column, 0.0
+            )
+    return HeadOutputs(columns=columns)
 
 
-def _language_answers(
+def _language_outputs(
     logits: Tensor, sequence: SequenceBatch, *, with_ids: bool
-) -> dict[Query, Tensor]:
+) -> dict[HeadOutput, Tensor]:
     """From tempered logits [L, V]: row t - 1 speaks of token t."""
     log_distribution = torch.log_softmax(logits, dim=-1)[:-1]
     entropy = -(log_distribution.exp() * log_distribution).sum(-1)
-    answers = {
-        Query.LOGPROB: _shifted(log_distribution.gather(1, sequence.tokens[1:, None])[:, 0]),
-        Query.ENTROPY: _shifted(entropy),
-        Query.LOGSUMEXP_TERMS: _shifted(torch.logsumexp(logits, dim=-1)[:-1]),
+    head_outputs = {
+        HeadOutput.LOGPROB: _shifted(log_distribution.gather(1, sequence.tokens[1:, None])[:, 0]),
+        HeadOutput.ENTROPY: _shifted(entropy),
+        HeadOutput.LOGSUMEXP_TERMS: _shifted(torch.logsumexp(logits, dim=-1)[:-1]),
     }
     if with_ids:
         ids = sequence.columns[LOGPROB_AT_IDS]
-        answers[Query.LOGPROB_AT] = _shifted(log_distribution.gather(1, ids[1:]))
-    return answers
+        head_outputs[HeadOutput.LOGPROB_AT] = _shifted(log_distribution.gather(1, ids[1:]))
+    return head_outputs
 
 
 def _shifted(column: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, QWEN
 from temper_engine_api.conformance.oracle.oracle_cache import Reference
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import ConfigError, EngineStateError, WeightError
-from temper_engine_api.objective import Query
-from temper_engine_api.outputs import Outputs
+from temper_engine_api.objective import HeadOutput
+from temper_engine_api.outputs import ForwardOutputs
 from temper_engine_api.specs import LoraSpec, ScheduleSpec
 
 pytestmark = pytest.mark.claims(Capability.ADAPTER)
@@ -107,9 +107,11 @@ def test_a_value_head_is_trained_beside_its_adapter(subject: Subject, reference:
 def test_a_fresh_adapter_changes_nothing(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     fresh = replace(recipe, lora=reference.fresh_adapter(rank=4))
-    expected = reference.outputs(recipe, batch, Query.LOGPROB)
-    outputs = subject.run(measure_outputs, recipe=fresh, batch=batch, queries=[Query.LOGPROB])[0]
-    assert_close(outputs.columns[Query.LOGPROB], expected, LOGPROB, what="log-probs")
+    expected = reference.outputs(recipe, batch, HeadOutput.LOGPROB)
+    outputs = subject.run(
+        measure_outputs, recipe=fresh, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
+    )[0]
+    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, what="log-probs")
 
 
 @every_adapter
@@ -164,7 +166,7 @@ def test_adapter_loads_in_peft_with_same_logits(
     )
     folder = save_adapter(*trained.adapter, folder=tmp_path / "adapter")
     expected = reference.outputs(
-        replace(recipe, lora=LoraSpec(path=str(folder))), batch, Query.LOGPROB
+        replace(recipe, lora=LoraSpec(path=str(folder))), batch, HeadOutput.LOGPROB
     )
     assert_close(trained.logprobs, expected, LOGPROB, what="log-probs")
 
@@ -184,7 +186,7 @@ def test_merged_weights_give_same_logits_in_transformers(
         {"format": "pt"},
     )
     expected = reference.outputs(
-        replace(recipe, model_path=str(tmp_path), lora=LoraSpec()), batch, Query.LOGPROB
+        replace(recipe, model_path=str(tmp_path), lora=LoraSpec()), batch, HeadOutput.LOGPROB
     )
     assert_close(trained.logprobs, expected, LOGPROB, what="log-probs")
 
@@ -197,7 +199,7 @@ def test_disabled_adapter_is_the_base(
         reference.adapter_recipe(adapter, optimizer=TRAINS),
         reference.batch(model=adapter.model),
     )
-    base = reference.outputs(replace(recipe, lora=LoraSpec()), batch, Query.LOGPROB)
+    base = reference.outputs(replace(recipe, lora=LoraSpec()), batch, HeadOutput.LOGPROB)
     assert_close(trained.disabled_before, base, LOGPROB, what="log-probs without the adapter")
     assert trained.disabled_after.equal(trained.disabled_before), (
         "training an adapter changed the base"
@@ -228,10 +230,10 @@ def logprobs_of(engine: BaseEngine, batch: SequenceBatch) -> Tensor:
     """[T] in the order of the batch."""
     with engine.eval_mode():
         result = engine.forward_backward_batch(
-            share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[Query.LOGPROB]
+            share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[HeadOutput.LOGPROB]
         )
     return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids).columns[
-        Query.LOGPROB
+        HeadOutput.LOGPROB
     ]
 
 
@@ -287,8 +289,8 @@ def test_a_loaded_adapter_is_the_one_that_is_used(subject: Subject, reference: R
     content = read_adapter(Path(str(other.lora.path)))
     outputs = subject.run(outputs_with_adapter, recipe=recipe, content=content, batch=batch)[0]
     assert_close(
-        outputs.columns[Query.LOGPROB],
-        reference.outputs(other, batch, Query.LOGPROB),
+        outputs.columns[HeadOutput.LOGPROB],
+        reference.outputs(other, batch, HeadOutput.LOGPROB),
         LOGPROB,
         what="log-probs",
     )
@@ -300,13 +302,13 @@ def outputs_with_adapter(
     recipe: Recipe,
     content: tuple[dict[str, object], dict[str, Tensor]],
     batch: SequenceBatch,
-) -> Outputs:
+) -> ForwardOutputs:
     """Loaded over the one that the engine started with."""
     engine = rank.engine(recipe)
     engine.load_adapter(*content)
     with engine.eval_mode():
         result = engine.forward_backward_batch(
-            share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[Query.LOGPROB]
+            share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[HeadOutput.LOGPROB]
         )
     return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids)
 
@@ -347,12 +349,14 @@ def test_dropout_of_an_adapter_is_for_training_only(subject: Subject, reference:
         assert any(name in sentence for name in subject.layout.fields), sentence
         return
     first, second = (
-        subject.run(measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB])[0]
+        subject.run(
+            measure_outputs, recipe=recipe, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
+        )[0]
         for _ in range(2)
     )
-    assert first.columns[Query.LOGPROB].equal(second.columns[Query.LOGPROB])
-    without = reference.outputs(reference.adapter_recipe(PLAIN), batch, Query.LOGPROB)
-    assert_close(first.columns[Query.LOGPROB], without, LOGPROB, what="log-probs")
+    assert first.columns[HeadOutput.LOGPROB].equal(second.columns[HeadOutput.LOGPROB])
+    without = reference.outputs(reference.adapter_recipe(PLAIN), batch, HeadOutput.LOGPROB)
+    assert_close(first.columns[HeadOutput.LOGPROB], without, LOGPROB, what="log-probs")
 
 
 def refusal_of_dropout(rank: Rank, *, recipe: Recipe) -> str:

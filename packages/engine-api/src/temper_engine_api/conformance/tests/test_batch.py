@@ -34,7 +34,7 @@ from temper_engine_api.conformance.inputs.probes import (
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import Reference
 from temper_engine_api.metrics import Metric
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.name)
@@ -166,12 +166,16 @@ def vars_of(batch: SequenceBatch) -> dict[str, Tensor]:
 def test_output_order_is_restored(subject: Subject, reference: Reference, split: Split) -> None:
     recipe = reference.recipe(QWEN2_GROUPED)
     batch = reference.batch().select([6, 0, 3, 7, 1, 5, 2, 4])
-    expected = reference.outputs(recipe, batch, Query.LOGPROB)
+    expected = reference.outputs(recipe, batch, HeadOutput.LOGPROB)
     for outputs in subject.run(
-        measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB], split=split
+        measure_outputs,
+        recipe=recipe,
+        batch=batch,
+        requested_outputs=[HeadOutput.LOGPROB],
+        split=split,
     ):
         assert outputs.sample_ids.tolist() == batch.sample_ids.tolist()
-        assert_close(outputs.columns[Query.LOGPROB], expected, LOGPROB, what="log-probs")
+        assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, what="log-probs")
 
 
 def test_outputs_of_a_rank_are_in_input_order(subject: Subject, reference: Reference) -> None:
@@ -196,7 +200,9 @@ def outputs_of_rank(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> Orde
     engine = rank.kept_engine(recipe)
     share = share_of(engine, batch, split=Split(name="many", min_micro_batches=6))
     with engine.eval_mode():
-        result = engine.forward_backward_batch(share, forward_only=True, outputs=[Query.LOGPROB])
+        result = engine.forward_backward_batch(
+            share, forward_only=True, outputs=[HeadOutput.LOGPROB]
+        )
     given = None if result.outputs is None else result.outputs.sample_ids.tolist()
     return Order(wanted=share.sample_ids[~share.is_dummy].tolist(), given=given)
 

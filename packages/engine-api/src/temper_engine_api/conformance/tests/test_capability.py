@@ -14,7 +14,7 @@ from temper_engine_api.conformance.inputs.probes import TokenProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, REWARD, VALUE
 from temper_engine_api.conformance.oracle.oracle_cache import Reference
 from temper_engine_api.errors import CapabilityError
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import OptimizerSpec, ResidencySpec
 from temper_engine_api.topology import Topology
 
@@ -100,7 +100,7 @@ def ask_given_ids(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> None:
     engine = rank.kept_engine(recipe)
     with engine.eval_mode(), pytest.raises(CapabilityError, match="logprob_at"):
         engine.forward_backward_batch(
-            share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[Query.LOGPROB_AT]
+            share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[HeadOutput.LOGPROB_AT]
         )
 
 
@@ -143,7 +143,7 @@ def outputs_claimed_and_given(
     engine.set_loss_fn(TokenProbe())
     with engine.eval_mode():
         result = engine.forward_backward_batch(
-            share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[Query.LOGPROB]
+            share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[HeadOutput.LOGPROB]
         )
     return engine.topology.returns_outputs, result.outputs is not None
 

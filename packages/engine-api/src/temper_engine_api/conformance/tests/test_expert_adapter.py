@@ -44,7 +44,7 @@ from temper_engine_api.conformance.tests.test_adapter import (
     train_whole,
 )
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import LoraSpec, ScheduleSpec
 
 pytestmark = [
@@ -102,9 +102,11 @@ def test_gradient_equals_the_oracle_with_the_same_adapter(
 def test_a_fresh_adapter_changes_nothing(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     fresh = replace(recipe, lora=LoraSpec(rank=4, alpha=8.0, target_parameters=BOTH))
-    expected = reference.outputs(recipe, batch, Query.LOGPROB)
-    outputs = subject.run(measure_outputs, recipe=fresh, batch=batch, queries=[Query.LOGPROB])[0]
-    assert_close(outputs.columns[Query.LOGPROB], expected, LOGPROB, what="log-probs")
+    expected = reference.outputs(recipe, batch, HeadOutput.LOGPROB)
+    outputs = subject.run(
+        measure_outputs, recipe=fresh, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
+    )[0]
+    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, what="log-probs")
 
 
 @every_adapter
@@ -154,7 +156,7 @@ def test_adapter_loads_in_peft_with_same_logits(
     )
     folder = save_adapter(*trained.adapter, folder=tmp_path / "adapter")
     expected = reference.outputs(
-        replace(recipe, lora=LoraSpec(path=str(folder))), batch, Query.LOGPROB
+        replace(recipe, lora=LoraSpec(path=str(folder))), batch, HeadOutput.LOGPROB
     )
     assert_close(trained.logprobs, expected, LOGPROB, what="log-probs")
 
@@ -174,7 +176,7 @@ def test_merged_weights_give_same_logits_in_transformers(
         {"format": "pt"},
     )
     expected = reference.outputs(
-        replace(recipe, model_path=str(tmp_path), lora=LoraSpec()), batch, Query.LOGPROB
+        replace(recipe, model_path=str(tmp_path), lora=LoraSpec()), batch, HeadOutput.LOGPROB
     )
     assert_close(trained.logprobs, expected, LOGPROB, what="log-probs")
 
@@ -187,7 +189,7 @@ def test_disabled_adapter_is_the_base(
         reference.adapter_recipe(adapter, optimizer=TRAINS),
         reference.batch(model=adapter.model),
     )
-    base = reference.outputs(replace(recipe, lora=LoraSpec()), batch, Query.LOGPROB)
+    base = reference.outputs(replace(recipe, lora=LoraSpec()), batch, HeadOutput.LOGPROB)
     assert_close(trained.disabled_after, base, LOGPROB, what="log-probs")
     assert trained.logprobs_again.equal(trained.logprobs)
 

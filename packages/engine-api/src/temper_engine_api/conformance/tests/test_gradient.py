@@ -41,13 +41,17 @@ from temper_engine_api.conformance.inputs.tiny_models import (
     TinyModel,
 )
 from temper_engine_api.conformance.oracle.oracle_cache import Reference, model_for
-from temper_engine_api.objective import Aggregation, AggregationMode, Objective, Query
+from temper_engine_api.objective import Aggregation, AggregationMode, HeadOutput, Objective
 
-_CLAIMS = {Query.VALUE: Capability.VALUE_MODEL, Query.LOGPROB_AT: Capability.LOGPROB_AT}
+_CLAIMS = {HeadOutput.VALUE: Capability.VALUE_MODEL, HeadOutput.LOGPROB_AT: Capability.LOGPROB_AT}
 
 
 def _parameter(probe: Objective) -> object:
-    needed = [_CLAIMS[query] for query in sorted(probe.needs) if query in _CLAIMS]
+    needed = [
+        _CLAIMS[head_output]
+        for head_output in sorted(probe.required_outputs)
+        if head_output in _CLAIMS
+    ]
     return pytest.param(probe, id=probe.name, marks=pytest.mark.claims(*needed))
 
 
@@ -186,7 +190,7 @@ def test_sft_loss_is_the_mean_over_all_trained_tokens(
     subject: Subject, reference: Reference
 ) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    logprobs = reference.outputs(recipe, batch, Query.LOGPROB)
+    logprobs = reference.outputs(recipe, batch, HeadOutput.LOGPROB)
     expected = -logprobs[batch.loss_mask].double().mean()
     for split in SPLITS:
         updates = subject.run(
@@ -203,7 +207,7 @@ def test_first_response_token_contributes(subject: Subject, reference: Reference
     only_first[2] = True
     batch = replace(batch, loss_mask=only_first)
     recipe = reference.recipe(QWEN2_GROUPED)
-    expected = -reference.outputs(recipe, batch, Query.LOGPROB)[only_first].sum()
+    expected = -reference.outputs(recipe, batch, HeadOutput.LOGPROB)[only_first].sum()
     updates = subject.run(measure_update, recipe=recipe, objective=LikelihoodProbe(), batch=batch)
     assert_close(merged(updates)["loss"], expected, LOSS, what="loss", at_least=LOSS_TERMS)
 
@@ -259,7 +263,7 @@ def test_metrics_do_not_scale_with_ranks_or_micro_batches(
     subject: Subject, reference: Reference
 ) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    logprobs = reference.outputs(recipe, batch, Query.LOGPROB)
+    logprobs = reference.outputs(recipe, batch, HeadOutput.LOGPROB)
     ratio = (logprobs - batch.columns["old_logprobs"]).exp()[batch.loss_mask].double().mean()
     for split in SPLITS:
         updates = subject.run(

@@ -37,70 +37,89 @@ from temper_engine_api.conformance.inputs.tiny_models import (
     TinyModel,
 )
 from temper_engine_api.conformance.oracle.oracle_cache import Reference
-from temper_engine_api.objective import Query
-from temper_engine_api.outputs import Outputs
+from temper_engine_api.objective import HeadOutput
+from temper_engine_api.outputs import ForwardOutputs
 
-LANGUAGE_QUERIES = (Query.LOGPROB, Query.ENTROPY, Query.LOGSUMEXP_TERMS)
+LANGUAGE_OUTPUTS = (HeadOutput.LOGPROB, HeadOutput.ENTROPY, HeadOutput.LOGSUMEXP_TERMS)
 every_query = pytest.mark.parametrize(
-    "query",
+    "head_output",
     [
-        *LANGUAGE_QUERIES,
-        pytest.param(Query.LOGPROB_AT, marks=pytest.mark.claims(Capability.LOGPROB_AT)),
+        *LANGUAGE_OUTPUTS,
+        pytest.param(HeadOutput.LOGPROB_AT, marks=pytest.mark.claims(Capability.LOGPROB_AT)),
     ],
-    ids=lambda query: query.value,
+    ids=lambda head_output: head_output.value,
 )
 
 
 @every_query
 @pytest.mark.parametrize("model", LANGUAGE_MODELS, ids=lambda model: model.name)
 def test_answers_equal_the_oracle(
-    subject: Subject, reference: Reference, model: TinyModel, query: Query
+    subject: Subject, reference: Reference, model: TinyModel, head_output: HeadOutput
 ) -> None:
     recipe, batch = reference.recipe(model), reference.batch()
-    outputs = subject.run(measure_outputs, recipe=recipe, batch=batch, queries=[query])[0]
+    outputs = subject.run(
+        measure_outputs, recipe=recipe, batch=batch, requested_outputs=[head_output]
+    )[0]
     assert_close(
-        outputs.columns[query], reference.outputs(recipe, batch, query), LOGPROB, what=query.value
+        outputs.columns[head_output],
+        reference.outputs(recipe, batch, head_output),
+        LOGPROB,
+        what=head_output.value,
     )
 
 
-@pytest.mark.parametrize("query", LANGUAGE_QUERIES, ids=lambda query: query.value)
+@pytest.mark.parametrize("head_output", LANGUAGE_OUTPUTS, ids=lambda head_output: head_output.value)
 def test_peaked_distributions_equal_the_oracle(
-    subject: Subject, reference: Reference, query: Query
+    subject: Subject, reference: Reference, head_output: HeadOutput
 ) -> None:
     # Most mass on one token of a prime vocabulary: what is lost beside the block size of a kernel shows.
     recipe, batch = reference.recipe(PEAKED), reference.batch()
-    outputs = subject.run(measure_outputs, recipe=recipe, batch=batch, queries=[query])[0]
+    outputs = subject.run(
+        measure_outputs, recipe=recipe, batch=batch, requested_outputs=[head_output]
+    )[0]
     assert_close(
-        outputs.columns[query],
-        reference.outputs(recipe, batch, query),
+        outputs.columns[head_output],
+        reference.outputs(recipe, batch, head_output),
         PEAKED_LOGPROB,
-        what=query.value,
+        what=head_output.value,
     )
 
 
 def test_packed_equals_alone(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    packed = subject.run(measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB])[0]
+    packed = subject.run(
+        measure_outputs, recipe=recipe, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
+    )[0]
     for b in range(0, batch.num_sequences, 3):
         alone = subject.run(
-            measure_outputs, recipe=recipe, batch=batch.select([b]), queries=[Query.LOGPROB]
+            measure_outputs,
+            recipe=recipe,
+            batch=batch.select([b]),
+            requested_outputs=[HeadOutput.LOGPROB],
         )[0]
         first, last = batch.sequence_starts[b : b + 2].tolist()
-        inside = packed.columns[Query.LOGPROB][first:last]
+        inside = packed.columns[HeadOutput.LOGPROB][first:last]
         assert_close(
-            inside, alone.columns[Query.LOGPROB], LOGPROB, what=f"log-probs of sequence {b}"
+            inside, alone.columns[HeadOutput.LOGPROB], LOGPROB, what=f"log-probs of sequence {b}"
         )
 
 
 def test_answers_are_independent_of_the_split(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    expected = reference.outputs(recipe, batch, Query.LOGPROB)
+    expected = reference.outputs(recipe, batch, HeadOutput.LOGPROB)
     for split in SPLITS:
         outputs = subject.run(
-            measure_outputs, recipe=recipe, batch=batch, queries=[Query.LOGPROB], split=split
+            measure_outputs,
+            recipe=recipe,
+            batch=batch,
+            requested_outputs=[HeadOutput.LOGPROB],
+            split=split,
         )[0]
         assert_close(
-            outputs.columns[Query.LOGPROB], expected, LOGPROB, what=f"log-probs, split {split.name}"
+            outputs.columns[HeadOutput.LOGPROB],
+            expected,
+            LOGPROB,
+            what=f"log-probs, split {split.name}",
         )
 
 
@@ -108,13 +127,19 @@ def test_given_position_ids_are_used(subject: Subject, reference: Reference) -> 
     # Every second position: rotary attention sees only differences, so a shift alone would show nothing.
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     strided = replace(batch, position_ids=2 * batch.positions())
-    expected = reference.outputs(recipe, strided, Query.LOGPROB)
-    assert float((expected - reference.outputs(recipe, batch, Query.LOGPROB)).abs().max()) > 0.1
+    expected = reference.outputs(recipe, strided, HeadOutput.LOGPROB)
+    assert (
+        float((expected - reference.outputs(recipe, batch, HeadOutput.LOGPROB)).abs().max()) > 0.1
+    )
     for split in (WHOLE, DYNAMIC):
         outputs = subject.run(
-            measure_outputs, recipe=recipe, batch=strided, queries=[Query.LOGPROB], split=split
+            measure_outputs,
+            recipe=recipe,
+            batch=strided,
+            requested_outputs=[HeadOutput.LOGPROB],
+            split=split,
         )[0]
-        assert_close(outputs.columns[Query.LOGPROB], expected, LOGPROB, what="log-probs")
+        assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, what="log-probs")
 
 
 def test_temperature_scales_logits_before_log_softmax(
@@ -125,15 +150,15 @@ def test_temperature_scales_logits_before_log_softmax(
     for temperature in (torch.tensor([0.5, 1.0, 2.0, 4.0] * 2), torch.tensor([1, 2, 3, 4] * 2)):
         tempered = replace(batch, temperature=temperature)
         outputs = subject.run(
-            measure_outputs, recipe=recipe, batch=tempered, queries=LANGUAGE_QUERIES
+            measure_outputs, recipe=recipe, batch=tempered, requested_outputs=LANGUAGE_OUTPUTS
         )[0]
-        for query in LANGUAGE_QUERIES:
-            expected = reference.outputs(recipe, tempered, query)
+        for head_output in LANGUAGE_OUTPUTS:
+            expected = reference.outputs(recipe, tempered, head_output)
             assert_close(
-                outputs.columns[query],
+                outputs.columns[head_output],
                 expected,
                 LOGPROB,
-                what=f"{query.value} at {temperature.tolist()}",
+                what=f"{head_output.value} at {temperature.tolist()}",
             )
 
 
@@ -142,10 +167,10 @@ def test_asking_for_entropy_does_not_change_log_probs(
 ) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     alone, together = (
-        subject.run(measure_outputs, recipe=recipe, batch=batch, queries=queries)[0].columns[
-            Query.LOGPROB
-        ]
-        for queries in ([Query.LOGPROB], LANGUAGE_QUERIES)
+        subject.run(
+            measure_outputs, recipe=recipe, batch=batch, requested_outputs=requested_outputs
+        )[0].columns[HeadOutput.LOGPROB]
+        for requested_outputs in ([HeadOutput.LOGPROB], LANGUAGE_OUTPUTS)
     )
     assert_close(together, alone, EXACT, what="log-probs")
 
@@ -154,14 +179,23 @@ def test_asking_for_entropy_does_not_change_log_probs(
 def test_eval_twice_gives_the_same_bits(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     for first, second in subject.run(outputs_twice, recipe=recipe, batch=batch):
-        for query in LANGUAGE_QUERIES:
-            assert_close(second.columns[query], first.columns[query], EXACT, what=query.value)
+        for head_output in LANGUAGE_OUTPUTS:
+            assert_close(
+                second.columns[head_output],
+                first.columns[head_output],
+                EXACT,
+                what=head_output.value,
+            )
 
 
-def outputs_twice(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> tuple[Outputs, Outputs]:
+def outputs_twice(
+    rank: Rank, *, recipe: Recipe, batch: SequenceBatch
+) -> tuple[ForwardOutputs, ForwardOutputs]:
     """One after the other, the random state of the second being where the first left it."""
-    first = measure_outputs(rank, recipe=recipe, batch=batch, queries=LANGUAGE_QUERIES)
-    return first, measure_outputs(rank, recipe=recipe, batch=batch, queries=LANGUAGE_QUERIES)
+    first = measure_outputs(rank, recipe=recipe, batch=batch, requested_outputs=LANGUAGE_OUTPUTS)
+    return first, measure_outputs(
+        rank, recipe=recipe, batch=batch, requested_outputs=LANGUAGE_OUTPUTS
+    )
 
 
 @pytest.mark.bitwise
@@ -186,13 +220,13 @@ def largest_deviation_from_old(
     share = share_of(engine, batch, split=split)
     with engine.eval_mode():
         old = engine.forward_backward_batch(
-            share, forward_only=True, outputs=[Query.LOGPROB]
+            share, forward_only=True, outputs=[HeadOutput.LOGPROB]
         ).outputs
-    seen = update_once(engine, [share], outputs=[Query.LOGPROB]).outputs
+    seen = update_once(engine, [share], outputs=[HeadOutput.LOGPROB]).outputs
     if old is None or seen is None:
         return 0.0
     mask = _mask_without_dummies(share)
-    distance = (seen.columns[Query.LOGPROB] - old.columns[Query.LOGPROB])[mask].abs()
+    distance = (seen.columns[HeadOutput.LOGPROB] - old.columns[HeadOutput.LOGPROB])[mask].abs()
     return float(distance.max()) if distance.numel() else 0.0
 
 
@@ -207,14 +241,14 @@ def test_positions_that_nothing_trains_hold_zero(subject: Subject, reference: Re
         recipe=recipe,
         objective=TokenProbe(),
         batch=batch,
-        outputs=[Query.LOGPROB, Query.ENTROPY],
+        outputs=[HeadOutput.LOGPROB, HeadOutput.ENTROPY],
     )
     parts = [update.outputs for update in updates if update.outputs is not None]
-    for query in (Query.LOGPROB, Query.ENTROPY):
-        column = torch.cat([part.columns[query] for part in parts])
+    for head_output in (HeadOutput.LOGPROB, HeadOutput.ENTROPY):
+        column = torch.cat([part.columns[head_output] for part in parts])
         nonzero = int((column != 0).sum())
         assert nonzero == int(batch.loss_mask.sum()), (
-            f"{nonzero} entries of {query.value} are not 0"
+            f"{nonzero} entries of {head_output.value} are not 0"
         )
 
 
@@ -222,9 +256,11 @@ def test_the_first_token_of_a_sequence_has_no_answer(
     subject: Subject, reference: Reference
 ) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    outputs = subject.run(measure_outputs, recipe=recipe, batch=batch, queries=LANGUAGE_QUERIES)[0]
-    for query in LANGUAGE_QUERIES:
-        assert bool((outputs.columns[query][batch.sequence_starts[:-1].long()] == 0).all())
+    outputs = subject.run(
+        measure_outputs, recipe=recipe, batch=batch, requested_outputs=LANGUAGE_OUTPUTS
+    )[0]
+    for head_output in LANGUAGE_OUTPUTS:
+        assert bool((outputs.columns[head_output][batch.sequence_starts[:-1].long()] == 0).all())
 
 
 def test_one_token_sequences_are_answered(subject: Subject, reference: Reference) -> None:
@@ -241,20 +277,24 @@ def test_one_token_sequences_are_answered(subject: Subject, reference: Reference
         columns={},
         sequence_columns={},
     )
-    outputs: Outputs = subject.run(
-        measure_outputs, recipe=recipe, batch=single, queries=[Query.LOGPROB]
+    outputs: ForwardOutputs = subject.run(
+        measure_outputs, recipe=recipe, batch=single, requested_outputs=[HeadOutput.LOGPROB]
     )[0]
-    assert outputs.columns[Query.LOGPROB].tolist() == [0.0, 0.0]
+    assert outputs.columns[HeadOutput.LOGPROB].tolist() == [0.0, 0.0]
 
 
 def test_answers_are_float32_under_bf16_compute(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED, compute="bf16"), reference.batch()
     exact = reference.recipe(QWEN2_GROUPED)
-    outputs = subject.run(measure_outputs, recipe=recipe, batch=batch, queries=LANGUAGE_QUERIES)[0]
-    for query in LANGUAGE_QUERIES:
-        column = outputs.columns[query]
+    outputs = subject.run(
+        measure_outputs, recipe=recipe, batch=batch, requested_outputs=LANGUAGE_OUTPUTS
+    )[0]
+    for head_output in LANGUAGE_OUTPUTS:
+        column = outputs.columns[head_output]
         assert column.dtype == torch.float32
         assert not torch.equal(column, column.bfloat16().float()), (
-            f"{query.value} was rounded to bf16"
+            f"{head_output.value} was rounded to bf16"
         )
-        assert_close(column, reference.outputs(exact, batch, query), BF16, what=query.value)
+        assert_close(
+            column, reference.outputs(exact, batch, head_output), BF16, what=head_output.value
+        )

@@ -30,7 +30,7 @@ from temper_engine_api.conformance.harness.tolerances import assert_all_equal, a
 from temper_engine_api.conformance.inputs.probes import TokenProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import Reference
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import ResidencySpec
 from temper_engine_api.weights import TrainingState
 
@@ -78,7 +78,7 @@ def everyday(
     for batch in batches:
         share = share_of(engine, batch, split=WHOLE)
         with engine.eval_mode():
-            engine.forward_backward_batch(share, forward_only=True, outputs=[Query.LOGPROB])
+            engine.forward_backward_batch(share, forward_only=True, outputs=[HeadOutput.LOGPROB])
         engine.optimizer_zero_grad()
         for is_final in (False, True):
             with engine.train_mode():
@@ -197,8 +197,8 @@ def test_offloaded_weights_answer_as_well(subject: Subject, reference: Reference
             measure_outputs,
             recipe=reference.recipe(QWEN2_GROUPED, residency=residency),
             batch=batch,
-            queries=[Query.LOGPROB],
-        )[0].columns[Query.LOGPROB]
+            requested_outputs=[HeadOutput.LOGPROB],
+        )[0].columns[HeadOutput.LOGPROB]
         for residency in (ResidencySpec(), EVERYTHING)
     )
     assert torch.equal(stays, leaves)

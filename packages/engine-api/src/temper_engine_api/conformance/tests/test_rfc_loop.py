@@ -25,7 +25,7 @@ from temper_engine_api.conformance.harness.tolerances import (
 from temper_engine_api.conformance.inputs.probes import TokenProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import Reference
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import ScheduleSpec
 
 FALLING = ScheduleSpec(kind="linear", total_steps=8)
@@ -84,7 +84,7 @@ def test_rfc_predictions_are_detached_columns_of_the_call(
     subject: Subject, reference: Reference
 ) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    logprobs = reference.outputs(recipe, batch, Query.LOGPROB)
+    logprobs = reference.outputs(recipe, batch, HeadOutput.LOGPROB)
     results = subject.run(rfc_loop, recipe=recipe, batches=[batch], loss_fn=TokenProbe())
     for result in results:
         rows = range(result.dp.rank, batch.num_sequences, result.dp.size)

@@ -29,7 +29,7 @@ from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import Reference
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import ConfigError, EngineStateError
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 
 
 def test_calls_in_a_meaningless_order_are_refused(subject: Subject, reference: Reference) -> None:
@@ -98,7 +98,7 @@ def test_an_engine_without_optimizer_evaluates_and_refuses_to_train(
     subject: Subject, reference: Reference
 ) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED, optimizer=None), reference.batch()
-    expected = reference.outputs(reference.recipe(QWEN2_GROUPED), batch, Query.LOGPROB)
+    expected = reference.outputs(reference.recipe(QWEN2_GROUPED), batch, HeadOutput.LOGPROB)
     for column in subject.run(evaluate_frozen, recipe=recipe, batch=batch):
         assert_close(column, expected, LOGPROB, what="log-probs")
 
@@ -114,9 +114,11 @@ def evaluate_frozen(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> torc
         engine.optimizer_step()
     assert engine.current_lr == 0.0
     with engine.eval_mode():
-        result = engine.forward_backward_batch(share, forward_only=True, outputs=[Query.LOGPROB])
+        result = engine.forward_backward_batch(
+            share, forward_only=True, outputs=[HeadOutput.LOGPROB]
+        )
     return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids).columns[
-        Query.LOGPROB
+        HeadOutput.LOGPROB
     ]
 
 

@@ -21,19 +21,23 @@ from temper_engine_api.conformance.harness.tolerances import (
 from temper_engine_api.conformance.inputs.probes import ValueProbe
 from temper_engine_api.conformance.inputs.tiny_models import REWARD, VALUE
 from temper_engine_api.conformance.oracle.oracle_cache import Reference
-from temper_engine_api.objective import Query
+from temper_engine_api.objective import HeadOutput
 
 
 @pytest.mark.claims(Capability.VALUE_MODEL)
 def test_values_equal_the_oracle(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(VALUE), reference.batch()
-    expected = reference.outputs(recipe, batch, Query.VALUE)
+    expected = reference.outputs(recipe, batch, HeadOutput.VALUE)
     for split in SPLITS:
         outputs = subject.run(
-            measure_outputs, recipe=recipe, batch=batch, queries=[Query.VALUE], split=split
+            measure_outputs,
+            recipe=recipe,
+            batch=batch,
+            requested_outputs=[HeadOutput.VALUE],
+            split=split,
         )[0]
         assert_close(
-            outputs.columns[Query.VALUE], expected, LOGPROB, what=f"values, split {split.name}"
+            outputs.columns[HeadOutput.VALUE], expected, LOGPROB, what=f"values, split {split.name}"
         )
 
 
@@ -44,9 +48,9 @@ def test_a_value_does_not_see_its_own_token(subject: Subject, reference: Referen
     changed = batch.tokens.clone()
     changed[-1] = (changed[-1] + 1) % 211
     before, after = (
-        subject.run(measure_outputs, recipe=recipe, batch=each, queries=[Query.VALUE])[0].columns[
-            Query.VALUE
-        ]
+        subject.run(
+            measure_outputs, recipe=recipe, batch=each, requested_outputs=[HeadOutput.VALUE]
+        )[0].columns[HeadOutput.VALUE]
         for each in (batch, replace(batch, tokens=changed))
     )
     assert_close(after, before, LOGPROB, what="values")
@@ -69,11 +73,15 @@ def test_value_loss_ignores_prompts(subject: Subject, reference: Reference) -> N
 @pytest.mark.claims(Capability.REWARD_MODEL)
 def test_scores_are_read_at_the_last_token(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(REWARD), reference.batch()
-    expected = reference.outputs(recipe, batch, Query.SCORE)
+    expected = reference.outputs(recipe, batch, HeadOutput.SCORE)
     for split in SPLITS:
         outputs = subject.run(
-            measure_outputs, recipe=recipe, batch=batch, queries=[Query.SCORE], split=split
+            measure_outputs,
+            recipe=recipe,
+            batch=batch,
+            requested_outputs=[HeadOutput.SCORE],
+            split=split,
         )[0]
         assert_close(
-            outputs.columns[Query.SCORE], expected, LOGPROB, what=f"scores, split {split.name}"
+            outputs.columns[HeadOutput.SCORE], expected, LOGPROB, what=f"scores, split {split.name}"
         )

@@ -40,8 +40,8 @@ from temper_engine_api.conformance.inputs.tiny_models import (
 from temper_engine_api.conformance.oracle.oracle_cache import Reference
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import EngineStateError, WeightError
-from temper_engine_api.objective import Query
-from temper_engine_api.outputs import Outputs
+from temper_engine_api.objective import HeadOutput
+from temper_engine_api.outputs import ForwardOutputs
 from temper_engine_api.weights import NamedWeight, TrainingState
 
 MODELS = (
@@ -92,8 +92,8 @@ def test_exported_weights_give_same_logits_in_transformers(
     _, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not loading["unexpected_keys"]
     assert set(loading["missing_keys"]) <= ({"lm_head.weight"} if is_tied(model) else set())
-    expected = reference.outputs(Recipe(model_path=str(folder)), batch, Query.LOGPROB)
-    assert_close(outputs.columns[Query.LOGPROB], expected, LOGPROB, what="log-probs")
+    expected = reference.outputs(Recipe(model_path=str(folder)), batch, HeadOutput.LOGPROB)
+    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, what="log-probs")
 
 
 def is_tied(model: TinyModel) -> bool:
@@ -113,13 +113,15 @@ def write_directory(weights: dict[str, Tensor], *, like: Path, folder: Path) -> 
 
 def weights_and_outputs_after_an_update(
     rank: Rank, *, recipe: Recipe, batch: SequenceBatch
-) -> tuple[dict[str, Tensor], Outputs]:
+) -> tuple[dict[str, Tensor], ForwardOutputs]:
     """What is exported and what the engine itself computes with it."""
     engine = rank.engine(recipe)
     train_once(engine, batch)
     with engine.eval_mode():
         share = share_of(engine, batch, split=WHOLE)
-        result = engine.forward_backward_batch(share, forward_only=True, outputs=[Query.LOGPROB])
+        result = engine.forward_backward_batch(
+            share, forward_only=True, outputs=[HeadOutput.LOGPROB]
+        )
     return weights_of(engine), engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids)
 
 
@@ -151,21 +153,23 @@ def weights_after_loading(
 def test_loaded_weights_are_the_ones_that_are_used(subject: Subject, reference: Reference) -> None:
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     other = reference.directory_of(QWEN2_GROUPED, seed=1)
-    expected = reference.outputs(replace(recipe, model_path=str(other)), batch, Query.LOGPROB)
+    expected = reference.outputs(replace(recipe, model_path=str(other)), batch, HeadOutput.LOGPROB)
     weights = load_file(other / "model.safetensors")
     outputs = subject.run(outputs_after_loading, recipe=recipe, weights=weights, batch=batch)[0]
-    assert_close(outputs.columns[Query.LOGPROB], expected, LOGPROB, what="log-probs")
+    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, what="log-probs")
 
 
 def outputs_after_loading(
     rank: Rank, *, recipe: Recipe, weights: dict[str, Tensor], batch: SequenceBatch
-) -> Outputs:
+) -> ForwardOutputs:
     """In an engine of its own."""
     engine = rank.engine(recipe)
     engine.load_weights(NamedWeight(name, tensor) for name, tensor in weights.items())
     with engine.eval_mode():
         share = share_of(engine, batch, split=WHOLE)
-        result = engine.forward_backward_batch(share, forward_only=True, outputs=[Query.LOGPROB])
+        result = engine.forward_backward_batch(
+            share, forward_only=True, outputs=[HeadOutput.LOGPROB]
+        )
     return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids)
 
 

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.objective import LOGPROB_AT_IDS, Query
+from temper_engine_api.objective import LOGPROB_AT_IDS, HeadOutput
 
 
-def answers_from_logits(
-    logits: Tensor, sequence: SequenceBatch, *, queries: frozenset[Query]
-) -> dict[Query, Tensor]:
+def compute_outputs(
+    logits: Tensor, sequence: SequenceBatch, *, requested_outputs: frozenset[HeadOutput]
+) -> dict[HeadOutput, Tensor]:
     """Every answer that was asked for, float32.
 
     Args:
@@ -21,20 +21,20 @@ def answers_from_logits(
         :-1
     ]  # the last row speaks of a token that is not there
     log_probs = scaled.log_softmax(dim=-1)
-    found: dict[Query, Tensor] = {}
-    for query in queries:
-        match query:
-            case Query.LOGPROB:
+    found: dict[HeadOutput, Tensor] = {}
+    for head_output in requested_outputs:
+        match head_output:
+            case HeadOutput.LOGPROB:
                 column = log_probs.gather(1, sequence.tokens[1:, None]).squeeze(1)
-            case Query.ENTROPY:
+            case HeadOutput.ENTROPY:
                 column = -(log_probs.exp() * log_probs).sum(dim=-1)
-            case Query.LOGSUMEXP_TERMS:
+            case HeadOutput.LOGSUMEXP_TERMS:
                 column = scaled.logsumexp(dim=-1)
-            case Query.LOGPROB_AT:
+            case HeadOutput.LOGPROB_AT:
                 column = log_probs.gather(1, sequence.columns[LOGPROB_AT_IDS][1:])
             case _:
                 raise AssertionError(
-                    f"{query} needs a head that this engine does not claim; the base class refuses it"
+                    f"{head_output} needs a head that this engine does not claim; the base class refuses it"
                 )
-        found[query] = torch.cat([column.new_zeros(1, *column.shape[1:]), column])
+        found[head_output] = torch.cat([column.new_zeros(1, *column.shape[1:]), column])
     return found
