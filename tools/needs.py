@@ -31,10 +31,10 @@ NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
     ),
     "trainer": (
         *(
-            f"temper_trainer.runtime.{module}"
-            for module in ("ray_replica", "ray_runtime", "ray_verification", "ray_workers")
+            f"temper_trainer.runtime.ray.{module}"
+            for module in ("ray_replica", "ray_runtime", "ray_verification", "ray_worker_group")
         ),
-        *(f"temper_trainer.rollout.vllm.{room}" for room in ("engine", "transfer")),
+        *(f"temper_trainer.rollout.vllm.{room}" for room in ("vllm_engine", "weight_transfer")),
     ),
 }
 """Modules, and packages with all that is in them, that only an extra makes importable."""

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from temper_trainer.config_loading import load
-from temper_trainer.rollout.vllm.client import MODULE as SERVER_MODULE
+from temper_trainer.rollout.vllm.server_process import SERVER_MODULE
 from tools.gpu.workload import SHAPES, Rows
 
 

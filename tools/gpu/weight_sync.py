@@ -27,18 +27,18 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.weights import NamedWeight
-from temper_trainer.rollout.channel import Backend, Channel, ChannelSpec
-from temper_trainer.rollout.parcels import (
-    Parcel,
+from temper_trainer.rollout.packed_bucket import (
+    PackedBucket,
     check_digest,
-    cut,
-    digest_of,
-    fill,
-    layout_of,
-    named_weights,
-    open_parcel,
-    write_parcel,
+    compute_digest,
+    open_weight_file,
+    pack_tensors,
+    plan_layout,
+    split_into_buckets,
+    unpack_tensors,
+    write_weight_file,
 )
+from temper_trainer.rollout.weight_channel import Backend, ChannelSpec, WeightChannel
 from tools.gpu.workload import CARDS, SHAPES, Rows
 
 BUCKET_BYTES = 512 << 20
@@ -117,16 +117,16 @@ def _integers(card: Mapping[str, object]) -> dict[str, int]:
     return {name: size for name, size in card.items() if type(size) is int}
 
 
-def keep(held: dict[str, Tensor], data: Tensor, parcel: Parcel) -> None:
+def keep(held: dict[str, Tensor], data: Tensor, parcel: PackedBucket) -> None:
     """What a receiver does with a bucket: copy it into tensors of its own."""
-    for name, tensor in named_weights(data, parcel):
+    for name, tensor in unpack_tensors(data, parcel):
         held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
 
 
 def receive_all(
     rank: int,
     spec: ChannelSpec,
-    parcels: list[Parcel],
+    parcels: list[PackedBucket],
     digests: list[int],
     gpu: int,
     arrived: Barrier,
@@ -135,12 +135,12 @@ def receive_all(
     device = device_of(gpu)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    channel = Channel(spec, rank=rank, device=device)
+    channel = WeightChannel(spec, rank=rank, device=device)
     held: dict[str, Tensor] = {}
     for round_ in range(1 + REPEATS):
         for parcel, digest in zip(parcels, digests, strict=True):
             data = channel.receive(parcel)
-            if round_ == 0 and digest_of(data) != digest:
+            if round_ == 0 and compute_digest(data) != digest:
                 raise SystemExit(
                     f"receiver {rank}: other bytes than were sent, in the bucket from {parcel.entries[0].name} on"
                 )
@@ -156,10 +156,10 @@ def measure_channel(
 ) -> None:
     """One transport to receivers on the given GPUs."""
     device = device_of(0)
-    parts = list(cut(model_weights(shape, device=device), bucket_bytes=BUCKET_BYTES))
+    parts = list(split_into_buckets(model_weights(shape, device=device), bucket_bytes=BUCKET_BYTES))
     parcels = [
-        Parcel(entries=entries, num_bytes=size, digest=None)
-        for entries, size in map(layout_of, parts)
+        PackedBucket(entries=entries, num_bytes=size, digest=None)
+        for entries, size in map(plan_layout, parts)
     ]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -176,8 +176,8 @@ def measure_channel(
     digests = []
     for part, parcel in zip(parts, parcels, strict=True):
         data = torch.zeros(parcel.num_bytes, dtype=torch.uint8, device=device)
-        fill(data, part, parcel.entries)
-        digests.append(digest_of(data))
+        pack_tensors(data, part, parcel.entries)
+        digests.append(compute_digest(data))
     context = multiprocessing.get_context("spawn")
     arrived = context.Barrier(1 + len(gpus))
     receivers = [
@@ -189,13 +189,13 @@ def measure_channel(
     for receiver in receivers:
         receiver.start()
     try:
-        channel = Channel(spec, rank=0, device=device)
+        channel = WeightChannel(spec, rank=0, device=device)
 
         def send() -> None:
             for part, parcel in zip(parts, parcels, strict=True):
-                data = channel.buffer(parcel.num_bytes)
+                data = channel.bucket_buffer(parcel.num_bytes)
                 data.zero_()  # what lies between tensors is compared too
-                fill(data, part, parcel.entries)
+                pack_tensors(data, part, parcel.entries)
                 channel.send(data)
             settle(device)
             arrived.wait(WAIT_S)
@@ -228,7 +228,7 @@ def measure_shared_memory(rows: Rows, shape: str, *, with_digest: bool) -> None:
     """Device to a file in shared memory, mapped, and back to the device."""
     device = device_of(0)
     weights = model_weights(shape, device=device)
-    parts = list(cut(weights, bucket_bytes=BUCKET_BYTES))
+    parts = list(split_into_buckets(weights, bucket_bytes=BUCKET_BYTES))
     held: dict[str, Tensor] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         count = [0]
@@ -236,10 +236,12 @@ def measure_shared_memory(rows: Rows, shape: str, *, with_digest: bool) -> None:
         def send() -> None:
             for part in parts:
                 count[0] += 1
-                parcel = write_parcel(part, Path(folder) / str(count[0]), with_digest=with_digest)
-                data = open_parcel(parcel)
+                parcel = write_weight_file(
+                    part, Path(folder) / str(count[0]), with_digest=with_digest
+                )
+                data = open_weight_file(parcel)
                 check_digest(data, parcel)
-                for name, tensor in named_weights(data, parcel):
+                for name, tensor in unpack_tensors(data, parcel):
                     held.setdefault(name, torch.empty_like(tensor, device=device)).copy_(tensor)
                 Path(str(parcel.path)).unlink()
             settle(device)
@@ -283,7 +285,7 @@ def measure_copies(rows: Rows, shape: str) -> None:
         )
         if not torch.equal(target.to(device), data):
             raise RuntimeError(f"{name} brought other bytes")
-    seconds = timed_min(lambda: digest_of(data), device=device)
+    seconds = timed_min(lambda: compute_digest(data), device=device)
     report(
         rows,
         "checksum",

@@ -73,9 +73,7 @@ def test_configurations_are_read_without_anything_heavy(
 @pytest.mark.nightly  # imports torch and transformers; every day import-linter asks the same of what is written
 def test_ray_vllm_and_hydra_have_one_door_each_in_the_trainer() -> None:
     doors = (
-        "runtime.ray_replica",
-        "runtime.ray_runtime",
-        "runtime.ray_workers",
+        "runtime.ray",
         "rollout.vllm",
         "config_loading",
         "__main__",

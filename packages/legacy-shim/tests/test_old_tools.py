@@ -15,7 +15,7 @@ from temper_legacy_shim.old_tools import HermesTools, load_tools
 from temper_trainer.config.data import TokenizerConfig
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.data.tokenizer import build_tokenizer
-from temper_trainer.environment.opening import environment_maker
+from temper_trainer.environment.environment_factory import make_environment_factory
 from temper_trainer.types import Prompt
 
 TEMPLATE = "{% for m in messages %}({{ m.role }} {{ m.content }}){% endfor %}{% if add_generation_prompt %}(assistant {% endif %}"
@@ -80,7 +80,7 @@ def environment(tokenizer: PreTrainedTokenizerBase, path: str, *, timeout_s: flo
         call_end="</tool_call>",
         tool_timeout_s=timeout_s,
     )
-    made = environment_maker(config, tokenizer=tokenizer)()
+    made = make_environment_factory(config, tokenizer=tokenizer)()
     assert isinstance(made, HermesTools)
     return made
 

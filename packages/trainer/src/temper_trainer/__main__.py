@@ -18,7 +18,7 @@ from temper_trainer.config_loading.help_text import USAGE, help_text
 from temper_trainer.config_loading.outside import check_libraries, check_outside
 from temper_trainer.config_loading.sizes import derived_sizes
 from temper_trainer.run_lock import RunLock
-from temper_trainer.runtime.planned import planned
+from temper_trainer.runtime.planned import describe_plan
 
 EXIT_FAILED = 1
 EXIT_WRONG_CONFIG = 2
@@ -95,7 +95,7 @@ def _act(asked: argparse.Namespace) -> int:
         return 0
     check_outside(loaded.config)
     if asked.check:
-        placement = [f"  {line}" for line in planned(loaded.config)]
+        placement = [f"  {line}" for line in describe_plan(loaded.config)]
         print(
             "\n  ".join(
                 [

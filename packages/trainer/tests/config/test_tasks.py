@@ -6,7 +6,7 @@ import pytest
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config_loading import load
-from temper_trainer.runtime.placement import role_requests
+from temper_trainer.runtime.placement import collect_role_requests
 
 BASE = ("data.train.paths=[train.jsonl]", "actor.engine.model.path=model")
 TEACHER = "teachers.t.engine.model.path=teacher"
@@ -119,7 +119,7 @@ def test_a_teacher_alone_on_its_pool_is_accepted_and_placed_apart() -> None:
     config = load(
         [*BASE, "algorithm=distill", TEACHER, "teachers.t.num_replicas=2", "runtime.kind=ray"]
     ).config
-    pools = {name: request.pool for name, request in role_requests(config).items()}
+    pools = {name: request.pool for name, request in collect_role_requests(config).items()}
     assert pools == {
         "actor": "train",
         "rollout": "train",
@@ -139,7 +139,7 @@ def test_servers_of_a_teacher_may_be_several_and_spread_over_devices() -> None:
             *ON_RAY,
         ]
     ).config
-    requests = role_requests(config)
+    requests = collect_role_requests(config)
     assert [
         (requests[f"teacher.t.{i}"].num_workers, requests[f"teacher.t.{i}"].devices_per_worker)
         for i in range(2)

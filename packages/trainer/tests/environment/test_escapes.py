@@ -18,7 +18,10 @@ from pathlib import Path
 import pytest
 
 from packages.trainer.tests.environment.attempts_for_tests import ATTEMPTS, PRELUDE, Attempt
-from temper_trainer.environment.bubblewrap import unprivileged_command, unprivileged_options
+from temper_trainer.environment.bubblewrap import (
+    build_unprivileged_command,
+    build_unprivileged_options,
+)
 from temper_trainer.environment.python_process import SandboxResult
 from temper_trainer.environment.sandbox import NoSandbox
 
@@ -97,7 +100,13 @@ def run_all(request: pytest.FixtureRequest, needs_bubblewrap: None) -> RunAll:
             sys.base_prefix,
             *(path for path in sys.path if os.path.exists(path)),
         ]
-        command = ["bwrap", *unprivileged_options(paths), "--", *unprivileged_command(), *command]
+        command = [
+            "bwrap",
+            *build_unprivileged_options(paths),
+            "--",
+            *build_unprivileged_command(),
+            *command,
+        ]
 
     def run(codes: Sequence[str], timeout_s: float = 60.0) -> list[SandboxResult]:
         done = subprocess.run(

@@ -17,7 +17,7 @@ from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.environment.bubblewrap import Bubblewrap
 from temper_trainer.environment.protocol import BrokenEnvironmentError
 from temper_trainer.environment.sandbox import NoSandbox, Sandbox, open_sandbox
-from temper_trainer.environment.tools import python_tool
+from temper_trainer.environment.tool_environment import make_python_tool
 
 
 @pytest.fixture(params=["bubblewrap", "none"])
@@ -173,7 +173,7 @@ def test_a_program_cannot_lock_the_files_of_the_interpreter() -> None:
 
 
 def test_the_policy_reads_that_its_time_was_up(sandbox: Sandbox) -> None:
-    tool = python_tool(EnvironmentConfig(name="python", tool_timeout_s=0.5), sandbox)
+    tool = make_python_tool(EnvironmentConfig(name="python", tool_timeout_s=0.5), sandbox)
     assert tool("print('x', flush=True)\nwhile True: pass") == (
         "error: no result within 0.5 s",
         True,

@@ -11,7 +11,7 @@ from temper_trainer.loops import RunResult
 from temper_trainer.loops import step as step_page
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.step import StepResult, rl_step
-from temper_trainer.runtime.group import WorkerError
+from temper_trainer.runtime.worker_group import WorkerError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
 cluster_utils = pytest.importorskip("ray.cluster_utils")

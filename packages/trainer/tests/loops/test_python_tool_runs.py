@@ -29,8 +29,8 @@ import sys
 from pathlib import Path
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.loops import train
-from temper_trainer.rollout.scripted import ScriptedSampler
-from temper_trainer.runtime.opening import InlineRuntime
+from temper_trainer.rollout.scripted_sampler import ScriptedSampler
+from temper_trainer.runtime.runtime_factory import InlineRuntime
 
 def scripted(self, config, *, tokenizer):
     call = tokenizer("<tool>" + PROGRAM + "</tool>", add_special_tokens=False)["input_ids"]

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 from temper_trainer.batching.samples import to_samples
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.environment.opening import environment_maker
+from temper_trainer.environment.environment_factory import make_environment_factory
 from temper_trainer.loops.turns import Conversation, Limits, converse
-from temper_trainer.rollout.scripted import ScriptedSampler
+from temper_trainer.rollout.scripted_sampler import ScriptedSampler
 from temper_trainer.types import Completion, Prompt, Rollout, SamplingRequest
 
 WORDS = ["<eos>", "<unk>", *"0123456789", "+", "-", "*", "=", "#", "\n", " ", "12", "error", ":"]
@@ -58,7 +58,7 @@ def talk(
         sampler,
         [request],
         prompts=[prompt],
-        make=environment_maker(config, tokenizer=tokenizer()),
+        make=make_environment_factory(config, tokenizer=tokenizer()),
         limits=limits,
     )
     return found, sampler, metrics

@@ -16,9 +16,9 @@ from temper_trainer.loops import RunResult, train
 from temper_trainer.loops import step as step_page
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.step import StepResult, rl_step
-from temper_trainer.rollout.vllm.client import ServerProcess
-from temper_trainer.rollout.vllm.sampler import VllmSampler
-from temper_trainer.runtime.ray_replica import RayReplica
+from temper_trainer.rollout.vllm.server_process import ServerProcess
+from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
+from temper_trainer.runtime.ray.ray_replica import RayReplica
 from temper_trainer.runtime.vllm_teacher import VllmTeacher
 
 from .conftest import SMALL

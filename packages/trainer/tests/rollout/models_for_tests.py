@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from temper_engine_api.specs import ModelSpec
 from temper_trainer.config.rollout import RolloutConfig, SamplingConfig
-from temper_trainer.rollout.hf import HfSampler
+from temper_trainer.rollout.hf_sampler import HfSampler
 from temper_trainer.types import SamplingRequest
 
 VOCAB_SIZE = 41

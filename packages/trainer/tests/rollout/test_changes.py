@@ -11,23 +11,23 @@ from torch import Tensor
 
 from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import NamedWeight
-from temper_trainer.rollout import changes as changes_room
-from temper_trainer.rollout.changes import (
-    WHOLE,
-    ChangeBucket,
-    apply_changes,
-    check_buckets,
-    check_result,
-    digest_of_tensors,
-    fill_changes,
-    find_changes,
-    num_sent,
-    open_change_parcel,
-    read_changes,
-    size_of,
-    write_change_parcel,
+from temper_trainer.rollout import weight_delta
+from temper_trainer.rollout.packed_bucket import compute_digest, plan_layout
+from temper_trainer.rollout.weight_delta import (
+    FULL_TENSOR,
+    DeltaBucket,
+    apply_delta,
+    check_delta_buckets,
+    check_updated_bucket,
+    compute_delta,
+    compute_tensors_digest,
+    count_delta_bytes,
+    count_sent_elements,
+    open_delta_file,
+    pack_delta,
+    unpack_delta,
+    write_delta_file,
 )
-from temper_trainer.rollout.parcels import digest_of, layout_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 
@@ -37,16 +37,16 @@ def bits(tensor: Tensor) -> list[int]:
 
 
 def carried(
-    held: list[Tensor], now: list[Tensor], *, max_share: float = 0.25
+    held: list[Tensor], now: list[Tensor], *, max_changed_fraction: float = 0.25
 ) -> tuple[tuple[int, ...], Tensor]:
     """Changes found, as bytes, and written into ``held``."""
     part = [NamedWeight(f"w{i}", tensor) for i, tensor in enumerate(now)]
-    entries, _ = layout_of(part)
-    found = find_changes(part, held, max_share=max_share)
+    entries, _ = plan_layout(part)
+    found = compute_delta(part, held, max_changed_fraction=max_changed_fraction)
     counts = tuple(change.count for change in found)
-    data = torch.full((size_of(entries, counts),), 7, dtype=torch.uint8)
-    fill_changes(data, found, entries)
-    apply_changes(held, data, entries, counts)
+    data = torch.full((count_delta_bytes(entries, counts),), 7, dtype=torch.uint8)
+    pack_delta(data, found, entries)
+    apply_delta(held, data, entries, counts)
     return counts, data
 
 
@@ -55,10 +55,14 @@ def carried(
     dtype=st.sampled_from(DTYPES),
     shapes=st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=4),
     share=st.floats(0, 1),
-    max_share=st.floats(0, 1),
+    max_changed_fraction=st.floats(0, 1),
 )
 def test_a_bucket_with_its_changes_is_the_next_bucket_whatever_changed(
-    seed: int, dtype: torch.dtype, shapes: list[list[int]], share: float, max_share: float
+    seed: int,
+    dtype: torch.dtype,
+    shapes: list[list[int]],
+    share: float,
+    max_changed_fraction: float,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
 
@@ -75,11 +79,11 @@ def test_a_bucket_with_its_changes_is_the_next_bucket_whatever_changed(
         for shape, old in zip(shapes, before, strict=True)
     ]
     held = [tensor.clone() for tensor in before]
-    counts, data = carried(held, now, max_share=max_share)
+    counts, data = carried(held, now, max_changed_fraction=max_changed_fraction)
     assert [bits(tensor) for tensor in held] == [bits(tensor) for tensor in now]
     for count, tensor in zip(counts, now, strict=True):
-        assert count == WHOLE or count <= max_share * tensor.numel()
-    whole = layout_of([NamedWeight(f"w{i}", tensor) for i, tensor in enumerate(now)])[1]
+        assert count == FULL_TENSOR or count <= max_changed_fraction * tensor.numel()
+    whole = plan_layout([NamedWeight(f"w{i}", tensor) for i, tensor in enumerate(now)])[1]
     assert len(data) <= whole, (
         "changes never take more than the bucket that they are changes of: the channel's buffer is that large"
     )
@@ -96,29 +100,29 @@ def test_minus_zero_and_the_bits_of_a_nan_are_changes_and_arrive() -> None:
     assert bits(held[0]) == bits(now)
 
 
-@pytest.mark.parametrize(("num_changed", "count"), [(0, 0), (25, 25), (26, WHOLE)])
+@pytest.mark.parametrize(("num_changed", "count"), [(0, 0), (25, 25), (26, FULL_TENSOR)])
 def test_a_tensor_of_which_a_larger_share_changed_is_sent_whole(
     num_changed: int, count: int
 ) -> None:
     # A quarter of 100 elements is 25. Changes of 25: 128 bytes of places and 128 of values; the tensor itself has 400.
     now = torch.zeros(100)
     now[:num_changed] = 1.0
-    counts, data = carried([torch.zeros(100)], [now], max_share=0.25)
+    counts, data = carried([torch.zeros(100)], [now], max_changed_fraction=0.25)
     assert counts == (count,)
-    assert len(data) == {0: 0, 25: 256, WHOLE: 448}[count]
+    assert len(data) == {0: 0, 25: 256, FULL_TENSOR: 448}[count]
 
 
 def test_a_tensor_whose_changes_would_take_more_bytes_than_itself_is_sent_whole() -> None:
     # One changed element takes two times 64 bytes, the tensor of 8 floats 32, in a place of 64.
-    counts, data = carried([torch.zeros(8)], [torch.eye(8)[0]], max_share=1.0)
-    assert counts == (WHOLE,)
+    counts, data = carried([torch.zeros(8)], [torch.eye(8)[0]], max_changed_fraction=1.0)
+    assert counts == (FULL_TENSOR,)
     assert len(data) == 64
 
 
 def test_changes_beyond_one_block_of_the_comparison_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(changes_room, "_BLOCK", 10)
+    monkeypatch.setattr(weight_delta, "_BLOCK", 10)
     now = torch.zeros(100)
     now[[0, 9, 10, 55, 99]] = 1.0
     held = [torch.zeros(100)]
@@ -138,94 +142,94 @@ def test_a_place_outside_its_tensor_is_refused() -> None:
     now = torch.zeros(100)
     now[7] = 1.0
     part = [NamedWeight("w", now)]
-    entries, _ = layout_of(part)
-    found = find_changes(part, [torch.zeros(100)], max_share=0.5)
-    data = torch.zeros(size_of(entries, [1]), dtype=torch.uint8)
-    fill_changes(data, found, entries)
+    entries, _ = plan_layout(part)
+    found = compute_delta(part, [torch.zeros(100)], max_changed_fraction=0.5)
+    data = torch.zeros(count_delta_bytes(entries, [1]), dtype=torch.uint8)
+    pack_delta(data, found, entries)
     for wrong in (-1, 100):
         data[:4].view(torch.int32)[0] = wrong
         with pytest.raises(WeightError, match="changes of w name places outside it"):
-            list(read_changes(data, entries, [1]))
+            list(unpack_delta(data, entries, [1]))
 
 
 def test_a_bucket_onto_another_base_is_found_by_the_checksum_of_its_result(tmp_path: Path) -> None:
     before, now = [torch.zeros(100)], torch.zeros(100)
     now[7] = 1.0
     part = [NamedWeight("w", now)]
-    entries, _ = layout_of(part)
-    found = find_changes(part, before, max_share=0.5)
-    parcel = write_change_parcel(part, found, entries, tmp_path / "c", with_digest=True)
+    entries, _ = plan_layout(part)
+    found = compute_delta(part, before, max_changed_fraction=0.5)
+    parcel = write_delta_file(part, found, entries, tmp_path / "c", with_digest=True)
     for other, fits in ((torch.zeros(100), True), (torch.ones(100), False)):
-        apply_changes([other], open_change_parcel(parcel), entries, parcel.counts)
+        apply_delta([other], open_delta_file(parcel), entries, parcel.counts)
         if fits:
-            check_result([other], parcel.result_digest, version=2, base_version=1)
+            check_updated_bucket([other], parcel.updated_digest, version=2, base_version=1)
         else:
             with pytest.raises(
                 WeightError, match="a bucket of weights 1 with its changes is not that of weights 2"
             ):
-                check_result([other], parcel.result_digest, version=2, base_version=1)
+                check_updated_bucket([other], parcel.updated_digest, version=2, base_version=1)
 
 
 def test_a_damaged_file_of_changes_is_refused(tmp_path: Path) -> None:
     now = torch.zeros(100)
     now[7] = 1.0
     part = [NamedWeight("w", now)]
-    entries, _ = layout_of(part)
-    parcel = write_change_parcel(
+    entries, _ = plan_layout(part)
+    parcel = write_delta_file(
         part,
-        find_changes(part, [torch.zeros(100)], max_share=0.5),
+        compute_delta(part, [torch.zeros(100)], max_changed_fraction=0.5),
         entries,
         tmp_path / "c",
         with_digest=True,
     )
-    assert num_sent(entries, parcel.counts) == 1
+    assert count_sent_elements(entries, parcel.counts) == 1
     content = bytearray((tmp_path / "c").read_bytes())
     content[70] ^= 1
     (tmp_path / "c").write_bytes(content)
     with pytest.raises(WeightError, match="arrived damaged"):
-        open_change_parcel(parcel)
+        open_delta_file(parcel)
 
 
 def test_nothing_is_written_where_nothing_changed(tmp_path: Path) -> None:
     part = [NamedWeight("w", torch.zeros(100))]
-    entries, _ = layout_of(part)
-    parcel = write_change_parcel(
+    entries, _ = plan_layout(part)
+    parcel = write_delta_file(
         part,
-        find_changes(part, [torch.zeros(100)], max_share=0.5),
+        compute_delta(part, [torch.zeros(100)], max_changed_fraction=0.5),
         entries,
         tmp_path / "c",
         with_digest=True,
     )
     assert (parcel.num_bytes, parcel.path, list(tmp_path.iterdir())) == (0, None, [])
-    assert len(open_change_parcel(parcel)) == 0
+    assert len(open_delta_file(parcel)) == 0
 
 
 def test_the_checksum_of_tensors_knows_their_order() -> None:
     one, other = torch.arange(5.0), torch.arange(7.0)
-    assert digest_of_tensors([one, other]) != digest_of_tensors([other, one])
+    assert compute_tensors_digest([one, other]) != compute_tensors_digest([other, one])
 
 
 def test_the_checksum_of_a_tensor_is_that_of_what_it_shows() -> None:
     whole = torch.arange(20, dtype=torch.bfloat16)
     for view in (whole[3:14], whole[::2], whole.view(4, 5).t(), whole[3]):
-        assert digest_of_tensors([view]) == digest_of_tensors([view.clone()])
+        assert compute_tensors_digest([view]) == compute_tensors_digest([view.clone()])
 
 
 def test_buckets_of_changes_that_are_missing_misplaced_or_damaged_are_refused() -> None:
     part = [NamedWeight("w", torch.zeros(100))]
     data = torch.arange(64, dtype=torch.uint8)
-    first = ChangeBucket(
+    first = DeltaBucket(
         index=0,
         is_last=False,
-        entries=layout_of(part)[0],
+        entries=plan_layout(part)[0],
         counts=(0,),
         data=data,
-        digest=digest_of(data),
+        digest=compute_digest(data),
     )
     last = replace(first, index=1, is_last=True)
-    check_buckets([first, last])
+    check_delta_buckets([first, last])
     for wrong in ([], [first], [last], [last, first], [first, first, last]):
         with pytest.raises(WeightError, match="not all in order"):
-            check_buckets(wrong)
+            check_delta_buckets(wrong)
     with pytest.raises(WeightError, match="bucket 1 arrived damaged"):
-        check_buckets([first, replace(last, data=data.flip(0))])
+        check_delta_buckets([first, replace(last, data=data.flip(0))])

@@ -10,8 +10,8 @@ import torch
 from packages.trainer.tests.rollout.models_for_tests import Pair, make_prompts, make_requests
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.rollout.continuing import ContinuingSampler, SamplingGivenUpError
-from temper_trainer.rollout.hf import HfSampler
+from temper_trainer.rollout.hf_sampler import HfSampler
+from temper_trainer.rollout.pausable_sampler import PausableSampler, SamplingCancelledError
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
 
 REQUESTS = make_requests(make_prompts(6, seed=4), SamplingConfig(max_tokens=60), seeds=range(6))
@@ -57,7 +57,7 @@ def test_every_token_has_the_version_and_the_logprob_of_the_weights_that_drew_it
     qwen2: Pair,
 ) -> None:
     stopping = StopsAtToken(qwen2.sampler(), at=10)
-    sampler = ContinuingSampler(stopping, interrupts=True)  # type: ignore[arg-type]
+    sampler = PausableSampler(stopping, interrupts=True)  # type: ignore[arg-type]
     stopping.then = lambda: sampler.load_weights(other_weights(qwen2), version=1)
     found = sampler.sample(REQUESTS)
     old, new = qwen2.sampler(), qwen2.sampler()
@@ -88,16 +88,16 @@ def test_an_interrupt_from_outside_returns_what_there_is(qwen2: Pair) -> None:
 
 
 def test_a_pause_without_interrupts_waits_for_whole_completions(qwen2: Pair) -> None:
-    sampler = ContinuingSampler(qwen2.sampler(), interrupts=False)
+    sampler = PausableSampler(qwen2.sampler(), interrupts=False)
     found: list[Completion] = []
     thread = threading.Thread(target=lambda: found.extend(sampler.sample(REQUESTS)))
     thread.start()
     while thread.is_alive() and sampler._num_inside == 0:
         thread.join(0.001)
-    with sampler.paused():
+    with sampler.pause():
         assert sampler._num_inside == 0
     thread.join(60)
-    assert sampler.num_continued == 0
+    assert sampler.num_resumed == 0
     assert [c.tokens for c in found] == [c.tokens for c in qwen2.sampler().sample(REQUESTS)]
 
 
@@ -105,7 +105,7 @@ def test_completions_with_stop_texts_begin_anew_because_a_text_may_stand_across_
     qwen2: Pair,
 ) -> None:
     stopping = StopsAtToken(qwen2.sampler(), at=3)
-    sampler = ContinuingSampler(stopping, interrupts=True)  # type: ignore[arg-type]
+    sampler = PausableSampler(stopping, interrupts=True)  # type: ignore[arg-type]
     requests = [
         replace(r, sampling=replace(r.sampling, stop=("zq",), max_tokens=30)) for r in REQUESTS
     ]
@@ -113,7 +113,7 @@ def test_completions_with_stop_texts_begin_anew_because_a_text_may_stand_across_
 
 
 def test_giving_up_ends_an_open_call_with_an_error(qwen2: Pair) -> None:
-    sampler = ContinuingSampler(qwen2.sampler(), interrupts=True)
-    sampler.give_up()
-    with pytest.raises(SamplingGivenUpError):
+    sampler = PausableSampler(qwen2.sampler(), interrupts=True)
+    sampler.cancel()
+    with pytest.raises(SamplingCancelledError):
         sampler.sample(REQUESTS)

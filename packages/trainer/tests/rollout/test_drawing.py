@@ -7,11 +7,17 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.rollout.drawing import DrawOptions, draw, invert, truncate, uniforms
+from temper_trainer.rollout.token_sampling import (
+    TokenSamplingOptions,
+    apply_top_k_top_p,
+    hash_uniforms,
+    sample_inverse_cdf,
+    sample_tokens,
+)
 
 
 def cut(probabilities: list[float], *, top_p: float = 1.0, top_k: int = 100) -> list[float]:
-    found = truncate(
+    found = apply_top_k_top_p(
         torch.tensor([probabilities]), top_p=torch.tensor([top_p]), top_k=torch.tensor([top_k])
     )
     return [round(value, 6) for value in found[0].tolist()]
@@ -20,7 +26,7 @@ def cut(probabilities: list[float], *, top_p: float = 1.0, top_k: int = 100) -> 
 def test_uniforms_equal_the_published_generator() -> None:
     # SplitMix64 seeded with 0 begins 16294208416658607535, 7960286522194355700 (the JDK's and Vigna's reference output); ours
     # seeds it with the mix of 0, which is 0.
-    found = uniforms(np.zeros(2, dtype=np.uint64), np.arange(2, dtype=np.uint64))
+    found = hash_uniforms(np.zeros(2, dtype=np.uint64), np.arange(2, dtype=np.uint64))
     assert found.tolist() == [
         (16294208416658607535 >> 12) / 2**52,
         (7960286522194355700 >> 12) / 2**52,
@@ -32,7 +38,7 @@ def test_uniforms_are_uniform_over_seeds_and_over_positions() -> None:
         (np.arange(10_000), np.zeros(10_000)),
         (np.zeros(10_000), np.arange(10_000)),
     ):
-        found = uniforms(seeds.astype(np.uint64), positions.astype(np.uint64))
+        found = hash_uniforms(seeds.astype(np.uint64), positions.astype(np.uint64))
         counts = np.histogram(found, bins=10, range=(0, 1))[0]
         # 1000 expected in each bin, deviation sqrt(1000 * 0.9) = 30: six of them.
         assert abs(counts - 1000).max() < 180
@@ -43,7 +49,7 @@ def test_a_point_falls_where_the_running_sum_passes_it() -> None:
     probabilities = torch.tensor([[0.25, 0.0, 0.5, 0.25]]).repeat(6, 1)
     points = torch.tensor([0.0, 0.24, 0.25, 0.74, 0.75, 1 - 2.0**-52], dtype=torch.float64)
     # Running sums .25, .25, .75, 1: a point equal to one belongs to the next token of positive probability.
-    assert invert(probabilities, points=points).tolist() == [0, 0, 2, 2, 3, 3]
+    assert sample_inverse_cdf(probabilities, points=points).tolist() == [0, 0, 2, 2, 3, 3]
 
 
 WEIGHTS = [float(np.float32(weight)) for weight in (0.0, 1e-30, 1e-6, 0.1, 1.0)]
@@ -57,7 +63,7 @@ def test_a_token_of_probability_zero_is_never_drawn_and_the_place_is_right(
     weights: np.ndarray, point: float
 ) -> None:
     weights[len(weights) // 2] = 0.5
-    (found,) = invert(
+    (found,) = sample_inverse_cdf(
         torch.from_numpy(weights)[None], points=torch.tensor([point], dtype=torch.float64)
     ).tolist()
     running = weights.astype(np.float64).cumsum()
@@ -84,9 +90,9 @@ def test_of_equal_probabilities_the_lower_ids_stay() -> None:
 
 def test_draws_have_the_models_distribution() -> None:
     samplings = [SamplingConfig(temperature=0.5)] * 20_000
-    options = DrawOptions.of(samplings, seeds=range(20_000), device=torch.device("cpu"))
+    options = TokenSamplingOptions.of(samplings, seeds=range(20_000), device=torch.device("cpu"))
     logits = torch.tensor([0.0, 0.5, 1.0]).log1p().repeat(20_000, 1)
-    tokens, logprobs = draw(logits, options=options, positions=[3] * 20_000)
+    tokens, logprobs = sample_tokens(logits, options=options, positions=[3] * 20_000)
     # exp(2 log(1 + x)) = (1 + x)^2: weights 1, 2.25 and 4 of 7.25; deviation sqrt(20000 / 4) = 71 at most: five of them.
     expected = torch.tensor([1.0, 2.25, 4.0]) / 7.25
     assert (tokens.bincount(minlength=3) - 20_000 * expected).abs().max() < 355

@@ -21,8 +21,8 @@ from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import RolloutConfig, SamplingConfig
-from temper_trainer.rollout.hf import HfSampler
 from temper_trainer.rollout.hf_model import build_model, load_weights
+from temper_trainer.rollout.hf_sampler import HfSampler
 
 Change = Callable[[list[NamedWeight]], list[NamedWeight]]
 GREEDY = SamplingConfig(temperature=0.0, max_tokens=8)

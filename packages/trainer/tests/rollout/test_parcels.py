@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import NamedWeight
-from temper_trainer.rollout.channel import Channel, ChannelSpec
-from temper_trainer.rollout.parcels import (
-    Parcel,
+from temper_trainer.rollout.packed_bucket import (
+    PackedBucket,
     check_digest,
-    cut,
-    digest_of,
-    fill,
-    layout_of,
-    named_weights,
-    open_parcel,
-    write_parcel,
+    compute_digest,
+    open_weight_file,
+    pack_tensors,
+    plan_layout,
+    split_into_buckets,
+    unpack_tensors,
+    write_weight_file,
 )
+from temper_trainer.rollout.weight_channel import ChannelSpec, WeightChannel
 
 WEIGHTS = [
     NamedWeight("a", torch.arange(6, dtype=torch.float32).view(2, 3)),
@@ -42,15 +42,15 @@ def assert_equal(found: list[NamedWeight], expected: list[NamedWeight]) -> None:
 
 
 def test_a_parcel_holds_its_tensors_bit_for_bit(tmp_path: Path) -> None:
-    parcel = write_parcel(WEIGHTS, tmp_path / "p", with_digest=True)
-    data = open_parcel(parcel)
+    parcel = write_weight_file(WEIGHTS, tmp_path / "p", with_digest=True)
+    data = open_weight_file(parcel)
     check_digest(data, parcel)
-    assert_equal(list(named_weights(data, parcel)), WEIGHTS)
+    assert_equal(list(unpack_tensors(data, parcel)), WEIGHTS)
 
 
 def test_a_single_changed_bit_is_found(tmp_path: Path) -> None:
-    parcel = write_parcel(WEIGHTS, tmp_path / "p", with_digest=True)
-    data = open_parcel(parcel).clone()
+    parcel = write_weight_file(WEIGHTS, tmp_path / "p", with_digest=True)
+    data = open_weight_file(parcel).clone()
     for place in (0, 17, len(data) - 1):
         changed = data.clone()
         changed[place] ^= 128
@@ -59,12 +59,12 @@ def test_a_single_changed_bit_is_found(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_gone_or_cut_is_named(tmp_path: Path) -> None:
-    parcel = write_parcel(WEIGHTS, tmp_path / "p", with_digest=False)
+    parcel = write_weight_file(WEIGHTS, tmp_path / "p", with_digest=False)
     os.truncate(tmp_path / "p", 8)
     with pytest.raises(WeightError, match=r"p is 8, but should have \d+ bytes"):
-        open_parcel(parcel)
+        open_weight_file(parcel)
     with pytest.raises(WeightError, match="is missing"):
-        open_parcel(replace(parcel, path=str(tmp_path / "q")))
+        open_weight_file(replace(parcel, path=str(tmp_path / "q")))
 
 
 def test_no_room_is_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
@@ -73,14 +73,14 @@ def test_no_room_is_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(
         WeightError, match=r"bytes of weights don't fit into .*Give shared memory more room"
     ):
-        write_parcel([huge], tmp_path / "p", with_digest=False)
+        write_weight_file([huge], tmp_path / "p", with_digest=False)
     assert not (tmp_path / "p").exists()
 
 
 @given(sizes=st.lists(st.integers(1, 50), max_size=20), bucket=st.integers(1, 400))
 def test_cutting_loses_nothing_keeps_the_order_and_its_bound(sizes: list[int], bucket: int) -> None:
     weights = [NamedWeight(str(i), torch.zeros(size)) for i, size in enumerate(sizes)]
-    parts = list(cut(weights, bucket_bytes=bucket))
+    parts = list(split_into_buckets(weights, bucket_bytes=bucket))
     assert [weight.name for part in parts for weight in part] == [weight.name for weight in weights]
     assert all(
         len(part) == 1 or sum(w.tensor.numel() * 4 for w in part) <= bucket for part in parts
@@ -90,8 +90,8 @@ def test_cutting_loses_nothing_keeps_the_order_and_its_bound(sizes: list[int], b
 def test_swapped_blocks_have_another_digest() -> None:
     data = torch.arange(1 << 23, dtype=torch.int64).view(torch.uint8)[: 3 << 22]
     half = len(data) // 2
-    assert digest_of(data) != digest_of(torch.cat([data[half:], data[:half]]))
-    assert digest_of(data) == digest_of(data.clone())
+    assert compute_digest(data) != compute_digest(torch.cat([data[half:], data[:half]]))
+    assert compute_digest(data) == compute_digest(data.clone())
 
 
 def test_a_digest_is_the_sum_of_words_weighted_by_odd_numbers_of_their_places() -> None:
@@ -101,7 +101,7 @@ def test_a_digest_is_the_sum_of_words_weighted_by_odd_numbers_of_their_places() 
     data = torch.cat([words.view(torch.uint8), torch.tensor([9, 0, 1], dtype=torch.uint8)])
     # Place p of block b weighs (2p + 1)(2b + 1); what is less than a word counts as one, little end first; the length is added.
     expected = 2 * 1 * 1 - 3 * 3 * 1 + 5 * 9 * 5 + 11 * 13 * 7 + (9 + (1 << 16)) + len(data)
-    assert digest_of(data) == expected
+    assert compute_digest(data) == expected
 
 
 def free_port() -> int:
@@ -113,9 +113,9 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("with_digest", [True, False])
 def test_a_broadcast_brings_every_bucket_to_every_receiver(with_digest: bool) -> None:
-    parts = list(cut(WEIGHTS, bucket_bytes=40))
+    parts = list(split_into_buckets(WEIGHTS, bucket_bytes=40))
     parcels = [
-        Parcel(entries=layout_of(part)[0], num_bytes=layout_of(part)[1], digest=None)
+        PackedBucket(entries=plan_layout(part)[0], num_bytes=plan_layout(part)[1], digest=None)
         for part in parts
     ]
     largest = max(parcel.num_bytes for parcel in parcels)
@@ -131,19 +131,20 @@ def test_a_broadcast_brings_every_bucket_to_every_receiver(with_digest: bool) ->
     found: dict[int, list[NamedWeight]] = {1: [], 2: []}
 
     def receive(rank: int) -> None:
-        channel = Channel(spec, rank=rank, device=torch.device("cpu"))
+        channel = WeightChannel(spec, rank=rank, device=torch.device("cpu"))
         for parcel in parcels:
             found[rank] += [
-                NamedWeight(n, t.clone()) for n, t in named_weights(channel.receive(parcel), parcel)
+                NamedWeight(n, t.clone())
+                for n, t in unpack_tensors(channel.receive(parcel), parcel)
             ]
 
     threads = [threading.Thread(target=receive, args=(rank,)) for rank in found]
     for thread in threads:
         thread.start()
-    channel = Channel(spec, rank=0, device=torch.device("cpu"))
+    channel = WeightChannel(spec, rank=0, device=torch.device("cpu"))
     for part, parcel in zip(parts, parcels, strict=True):
-        data = channel.buffer(parcel.num_bytes)
-        fill(data, part, parcel.entries)
+        data = channel.bucket_buffer(parcel.num_bytes)
+        pack_tensors(data, part, parcel.entries)
         channel.send(data)
     for thread in threads:
         thread.join(60)

@@ -8,7 +8,7 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.rollout.sampler import Sampler
-from temper_trainer.rollout.scripted import ScriptedSampler
+from temper_trainer.rollout.scripted_sampler import ScriptedSampler
 from temper_trainer.types import FinishReason
 
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from temper_engine_api.errors import EngineStateError, WeightError
 from temper_engine_api.rendezvous import StoreServer, TokenStore
-from temper_trainer.rollout.channel import Channel, ChannelSpec, _gloo_options
-from temper_trainer.rollout.parcels import Parcel
-from temper_trainer.rollout.shared_buffer import SharedBuffer, read_shared_buffer
+from temper_trainer.rollout.packed_bucket import PackedBucket
+from temper_trainer.rollout.shared_buffer import SharedBuffer, parse_shared_buffer
+from temper_trainer.rollout.weight_channel import ChannelSpec, WeightChannel, _make_gloo_options
 
 SOON = timedelta(seconds=30)
 BUFFER = SharedBuffer(
@@ -46,7 +46,7 @@ class Evil:
 
 
 def read(message: bytes) -> SharedBuffer:
-    return read_shared_buffer(message, nonce="right", num_bytes=256)
+    return parse_shared_buffer(message, nonce="right", num_bytes=256)
 
 
 def test_what_was_written_is_read() -> None:
@@ -109,12 +109,12 @@ def test_a_pickle_in_the_store_of_a_channel_runs_nothing(spec: ChannelSpec, tmp_
 
     def sender() -> None:
         store = TokenStore(spec.address, spec.port, token=spec.token, timeout=SOON)
-        dist.ProcessGroupGloo(store, 0, 2, _gloo_options(spec, timeout=SOON))  # type: ignore[arg-type]
+        dist.ProcessGroupGloo(store, 0, 2, _make_gloo_options(spec, timeout=SOON))  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(sender)
         with pytest.raises(WeightError, match="bytes that are not JSON"):
-            Channel(spec, rank=1, device=torch.device("cpu"))
+            WeightChannel(spec, rank=1, device=torch.device("cpu"))
     server.close()
     assert not proof.exists()
     pickle.loads(pickle.dumps(Evil(proof)))
@@ -140,9 +140,9 @@ def test_a_stranger_without_the_token_can_not_write_to_the_store_of_a_channel(
 
 def receive(spec: ChannelSpec, results: "Queue[list[int]]", num_sets: int) -> None:
     """Runs in another process on the same GPU."""
-    channel = Channel(spec, rank=1, device=torch.device("cuda", 0))
+    channel = WeightChannel(spec, rank=1, device=torch.device("cuda", 0))
     for _ in range(num_sets):
-        data = channel.receive(Parcel(entries=(), num_bytes=256, digest=None))
+        data = channel.receive(PackedBucket(entries=(), num_bytes=256, digest=None))
         results.put(data.tolist())
     channel.close()
 
@@ -156,9 +156,9 @@ def test_a_buffer_on_the_gpu_is_read_by_another_process(spec: ChannelSpec) -> No
     spec = replace(spec, port=server.port, with_digest=True)
     receiver = context.Process(target=receive, args=(spec, results, 2))
     receiver.start()
-    channel = Channel(spec, rank=0, device=torch.device("cuda", 0), server=server)
+    channel = WeightChannel(spec, rank=0, device=torch.device("cuda", 0), server=server)
     for number in range(2):
-        data = channel.buffer(256)
+        data = channel.bucket_buffer(256)
         data.copy_(torch.arange(256, dtype=torch.uint8) + number)
         channel.send(data)
         assert results.get(timeout=60) == [(i + number) % 256 for i in range(256)]

@@ -5,10 +5,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from temper_engine_api.errors import CapabilityError
-from temper_trainer.rollout.slot_memory import SLOT_ATTENTION, CausalAttention, SlotMemory
+from temper_trainer.rollout.kv_cache import SLOT_ATTENTION, CausalAttention, SlotKVCache
 
 
-def keys_of(memory: SlotMemory, *, num_slots: int, length: int) -> torch.Tensor:
+def keys_of(memory: SlotKVCache, *, num_slots: int, length: int) -> torch.Tensor:
     """[n, length] what the first slots remember, the last position overwritten by -1."""
     last = torch.full((num_slots, 1, 1, 1), -1.0)
     slots = torch.arange(num_slots)
@@ -20,7 +20,7 @@ def keys_of(memory: SlotMemory, *, num_slots: int, length: int) -> torch.Tensor:
 
 
 def test_what_is_remembered_survives_growth_and_moves() -> None:
-    memory = SlotMemory(num_layers=1)
+    memory = SlotKVCache(num_layers=1)
     memory.reserve(num_slots=3, length=2, max_length=500)
     prompts = torch.tensor([[1.0, 2.0], [3.0, 4.0]])[:, None, :, None]
     memory.write(0, prompts, prompts, slots=torch.tensor([0, 2, 1]), rows=torch.tensor([0, 0, 1]))

@@ -5,7 +5,7 @@ import torch
 
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
-from temper_trainer.runtime.group import InlineWorkerGroup
+from temper_trainer.runtime.worker_group import InlineWorkerGroup
 
 ARCHITECTURE = {
     "model_type": "qwen2",

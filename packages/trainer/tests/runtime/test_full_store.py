@@ -8,8 +8,8 @@ import pytest
 
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
-from temper_trainer.runtime.group import FullStoreError, WorkerGroup
-from temper_trainer.runtime.worker import TrainingWorker
+from temper_trainer.runtime.training_worker import TrainingWorker
+from temper_trainer.runtime.worker_group import FullStoreError, WorkerGroup
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -29,7 +29,7 @@ def gives(worker: TrainingWorker, num_bytes: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[WorkerGroup]:
-    from temper_trainer.runtime.ray_workers import RayWorkerGroup, RoleActor
+    from temper_trainer.runtime.ray.ray_worker_group import RayWorkerGroup, RoleActor
 
     ray.init(
         num_cpus=1,

@@ -17,8 +17,8 @@ from temper_engine_api.reduction import count_denominators
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_trainer.algorithms.sft_loss import SftObjective
-from temper_trainer.runtime.group import InlineWorkerGroup, WorkerGroup
-from temper_trainer.runtime.worker import TrainingWorker
+from temper_trainer.runtime.training_worker import TrainingWorker
+from temper_trainer.runtime.worker_group import InlineWorkerGroup, WorkerGroup
 
 SIZES = {
     "hidden_size": 16,
@@ -56,7 +56,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
     ray = pytest.importorskip(
         "ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'"
     )
-    from temper_trainer.runtime.ray_workers import RayWorkerGroup, RoleActor
+    from temper_trainer.runtime.ray.ray_worker_group import RayWorkerGroup, RoleActor
 
     paths = (str(Path(__file__).parent), os.environ["PYTHONPATH"])
     here = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
@@ -101,7 +101,7 @@ def engine_logprobs() -> torch.Tensor:
 
 def test_nobody_else_can_take_the_port_at_which_rank_0_is_met() -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
-    from temper_trainer.runtime.ray_workers import RoleActor
+    from temper_trainer.runtime.ray.ray_worker_group import RoleActor
 
     actor = RoleActor()
     place = actor.rendezvous("token")

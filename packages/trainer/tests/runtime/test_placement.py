@@ -16,9 +16,12 @@ def test_roles_of_one_pool_share_the_bundle_of_their_rank() -> None:
         roles, RuntimeConfig(kind="ray", cpus_per_worker=2.0), cpus=4, gpus=0
     )
     assert [bundle.roles for bundle in placement.bundles] == [("actor", "critic"), ("actor",)]
-    assert placement.share_of("actor", 0) == (1.0, 0.0)  # 2 CPUs of the bundle between two roles
-    assert placement.share_of("actor", 1) == (2.0, 0.0)
-    assert placement.bundle_of("critic", 0) == 0
+    assert placement.get_worker_resources("actor", 0) == (
+        1.0,
+        0.0,
+    )  # 2 CPUs of the bundle between two roles
+    assert placement.get_worker_resources("actor", 1) == (2.0, 0.0)
+    assert placement.find_bundle("critic", 0) == 0
 
 
 def test_pools_of_their_own_get_bundles_of_their_own() -> None:

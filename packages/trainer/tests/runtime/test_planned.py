@@ -1,7 +1,7 @@
 """The placement that a person reads before a run."""
 
 from temper_trainer.config_loading import load
-from temper_trainer.runtime.planned import planned
+from temper_trainer.runtime.planned import describe_plan
 
 BASE = ("data.train.paths=[train.jsonl]", "actor.engine.model.path=model")
 TEACHERS = (
@@ -15,7 +15,7 @@ ON_RAY = ("runtime.kind=ray", "runtime.gpus_per_worker=1")
 
 
 def lines(*overrides: str) -> list[str]:
-    return planned(load([*BASE, *overrides]).config)
+    return describe_plan(load([*BASE, *overrides]).config)
 
 
 def test_on_ray_every_bundle_is_told_with_what_the_cluster_needs() -> None:

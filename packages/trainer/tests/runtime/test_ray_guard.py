@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from temper_trainer.runtime.ray_guard import MARKER, RayGuard, processes_of
+from temper_trainer.runtime.ray.ray_guard import MARKER_VARIABLE, RayGuard, find_processes
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 DRIVER = """
@@ -41,12 +41,12 @@ def test_guard_ends_what_was_started_under_it_and_nothing_else() -> None:
         own = subprocess.Popen(SLEEPER, start_new_session=True)
     other = subprocess.Popen(SLEEPER)
     with own, other:
-        assert wait_until(lambda: processes_of(guard._token) == [own.pid], timeout_s=10)
+        assert wait_until(lambda: find_processes(guard._token) == [own.pid], timeout_s=10)
         guard.close()
         assert own.wait(timeout=10) == -signal.SIGKILL
         assert other.poll() is None
         other.kill()
-    assert MARKER not in os.environ
+    assert MARKER_VARIABLE not in os.environ
 
 
 @pytest.mark.ray
@@ -64,6 +64,6 @@ def test_killed_driver_leaves_no_process_of_its_cluster(num_lines: int) -> None:
         if num_lines == 2:
             assert driver.stdout.readline() == "connected\n"
         least = 1 if num_lines == 1 else 4  # GCS, raylet and their agents
-        assert wait_until(lambda: len(processes_of(token)) >= least, timeout_s=60)
+        assert wait_until(lambda: len(find_processes(token)) >= least, timeout_s=60)
         driver.kill()
-    assert wait_until(lambda: processes_of(token) == [], timeout_s=10)
+    assert wait_until(lambda: find_processes(token) == [], timeout_s=10)

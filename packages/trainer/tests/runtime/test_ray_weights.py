@@ -10,8 +10,8 @@ import torch
 
 from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import NamedWeight, WeightStream
-from temper_trainer.runtime.ray_weights import StoredBucket, hand_over
-from temper_trainer.runtime.worker import TrainingWorker
+from temper_trainer.runtime.ray.stored_bucket import StoredBucket, hand_over_weights
+from temper_trainer.runtime.training_worker import TrainingWorker
 
 WEIGHTS = {
     "small": torch.arange(6.0).reshape(2, 3),
@@ -43,7 +43,7 @@ def given_by(worker: Worker) -> list[StoredBucket]:
     return cast(
         "list[StoredBucket]",
         list(
-            hand_over(
+            hand_over_weights(
                 cast("TrainingWorker", worker), lambda bucket: bucket, BUCKET_BYTES, True
             ).given
         ),
@@ -94,7 +94,7 @@ def test_an_error_on_the_way_leaves_no_rank_waiting_in_the_gathering() -> None:
 
     worker = Worker()
     with pytest.raises(MemoryError, match="no room"):
-        hand_over(cast("TrainingWorker", worker), fails, BUCKET_BYTES, True)
+        hand_over_weights(cast("TrainingWorker", worker), fails, BUCKET_BYTES, True)
     assert worker.seen == list(WEIGHTS)
 
 
@@ -126,7 +126,7 @@ def test_a_receiver_maps_the_store_and_copies_nothing() -> None:
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         remote = ray.remote(look)
-        handed = hand_over(cast("TrainingWorker", worker), remote.remote, 1 << 20, True)
+        handed = hand_over_weights(cast("TrainingWorker", worker), remote.remote, 1 << 20, True)
         found = ray.get(list(handed.given))
     finally:
         ray.shutdown()

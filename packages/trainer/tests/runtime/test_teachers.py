@@ -14,11 +14,11 @@ from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_trainer.rollout.replica import ReplicaError
 from temper_trainer.rollout.vllm.messages import ServerSpec
-from temper_trainer.rollout.vllm.sampler import VllmSampler
-from temper_trainer.runtime.group import InlineWorkerGroup
-from temper_trainer.runtime.teachers import EngineTeacher
+from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
+from temper_trainer.runtime.engine_teacher import EngineTeacher
 from temper_trainer.runtime.vllm_teacher import VllmTeacher
-from temper_trainer.teacher.answers import Question, TeacherError
+from temper_trainer.runtime.worker_group import InlineWorkerGroup
+from temper_trainer.teacher.teacher_protocol import TeacherError, TeacherRequest
 from temper_trainer.types import Completion, SamplingRequest
 
 VOCABULARY = 23
@@ -49,8 +49,8 @@ def teacher() -> Iterator[EngineTeacher]:
     made.close()
 
 
-def question(i: int, *tokens: int, temperature: float = 1.0) -> Question:
-    return Question(question_id=i, tokens=tokens, first=2, temperature=temperature)
+def question(i: int, *tokens: int, temperature: float = 1.0) -> TeacherRequest:
+    return TeacherRequest(request_id=i, tokens=tokens, first=2, temperature=temperature)
 
 
 def test_a_named_token_has_the_log_prob_that_it_has_when_it_is_given(
@@ -82,7 +82,7 @@ def test_answers_come_in_the_order_of_the_questions_whatever_their_lengths(
 ) -> None:
     asked = [question(4, 1, 2, 3), question(9, *range(12)), question(2, 1, 2, 9, 9)]
     together = teacher.answer(asked, top_k=0, timeout_s=60.0)
-    assert [answer.question_id for answer in together] == [4, 9, 2]
+    assert [answer.request_id for answer in together] == [4, 9, 2]
     assert [len(answer.logprobs) for answer in together] == [1, 10, 2]
     for each, answer in zip(asked, together, strict=True):
         (alone,) = teacher.answer([each], top_k=0, timeout_s=60.0)

@@ -4,7 +4,7 @@ import pytest
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config_loading import load
-from temper_trainer.runtime.opening import open_runtime
+from temper_trainer.runtime.runtime_factory import open_runtime
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
 

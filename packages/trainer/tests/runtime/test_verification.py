@@ -9,7 +9,7 @@ pytest.importorskip("ray", reason="needs the extra ray")
 from temper_engine_api.checkpoint import ManifestInfo, begin, report_part
 from temper_engine_api.errors import DamagedCheckpointError
 from temper_trainer.config.run import RuntimeConfig
-from temper_trainer.runtime.ray_verification import verify_on_cluster
+from temper_trainer.runtime.ray.ray_verification import verify_on_cluster
 
 
 @pytest.mark.ray

@@ -17,16 +17,16 @@ from temper_engine_api.objective import LOGPROB_AT_IDS
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_trainer.config.distillation import DistillationConfig, TeacherConfig
-from temper_trainer.teacher.answers import Question, TeacherAnswer, TeacherError
-from temper_trainer.teacher.balance import share_out
-from temper_trainer.teacher.client import (
+from temper_trainer.teacher.balance import assign_to_replicas
+from temper_trainer.teacher.teacher_client import (
     TEACHER_LOGPROBS,
     TEACHER_TOP_LOGPROBS,
     TEACHER_WEIGHTS,
     TeacherClient,
 )
-from temper_trainer.teacher.spec import MAX_PICKLED_BYTES, TeacherSpec, teacher_spec
-from temper_trainer.teacher.tokens import TokenMap, compare_tokenizers
+from temper_trainer.teacher.teacher_protocol import TeacherError, TeacherRequest, TeacherScores
+from temper_trainer.teacher.teacher_spec import MAX_PICKLED_BYTES, TeacherSpec, build_teacher_spec
+from temper_trainer.teacher.token_map import TokenMap, build_token_map
 
 
 class CountingTeacher:
@@ -34,25 +34,25 @@ class CountingTeacher:
 
     def __init__(self, *, forgets: int = 0) -> None:
         self._forgets = forgets
-        self.seen: list[Question] = []
+        self.seen: list[TeacherRequest] = []
 
     @property
     def num_replicas(self) -> int:
         return 1
 
     def answer(
-        self, questions: Sequence[Question], *, top_k: int, timeout_s: float
-    ) -> list[TeacherAnswer]:
+        self, questions: Sequence[TeacherRequest], *, top_k: int, timeout_s: float
+    ) -> list[TeacherScores]:
         del timeout_s
         self.seen += questions
         return [self._answer(question, top_k=top_k) for question in questions]
 
-    def _answer(self, question: Question, *, top_k: int) -> TeacherAnswer:
+    def _answer(self, question: TeacherRequest, *, top_k: int) -> TeacherScores:
         tokens = torch.tensor(question.tokens[question.first + self._forgets :])
         named = (tokens[:, None] + torch.arange(1, top_k + 1)) if top_k else None
         logs = None if named is None else torch.full(named.shape, -1.0)
-        return TeacherAnswer(
-            question_id=question.question_id,
+        return TeacherScores(
+            request_id=question.request_id,
             logprobs=-tokens / 10.0,
             top_ids=named,
             top_logprobs=logs,
@@ -118,7 +118,7 @@ def test_a_teacher_that_answers_too_little_is_an_error() -> None:
 @pytest.mark.parametrize("spoiled", ["logprobs", "top_logprobs"])
 def test_a_teacher_that_answers_nan_is_an_error(spoiled: str) -> None:
     class Spoiled(CountingTeacher):
-        def _answer(self, question: Question, *, top_k: int) -> TeacherAnswer:
+        def _answer(self, question: TeacherRequest, *, top_k: int) -> TeacherScores:
             answer = super()._answer(question, top_k=top_k)
             column = {"logprobs": answer.logprobs, "top_logprobs": answer.top_logprobs}[spoiled]
             assert column is not None
@@ -140,7 +140,7 @@ def test_the_clients_spec_stays_small_however_large_the_configuration() -> None:
         for name, path in paths.items()
     }
     assert (
-        len(pickle.dumps(teacher_spec(teachers, DistillationConfig())))
+        len(pickle.dumps(build_teacher_spec(teachers, DistillationConfig())))
         < MAX_PICKLED_BYTES
         < len(pickle.dumps(teachers))
     )
@@ -148,10 +148,10 @@ def test_the_clients_spec_stays_small_however_large_the_configuration() -> None:
 
 def test_questions_go_longest_first_to_the_replica_with_the_fewest_tokens() -> None:
     questions = [
-        Question(question_id=i, tokens=(0,) * n, first=1, temperature=1.0)
+        TeacherRequest(request_id=i, tokens=(0,) * n, first=1, temperature=1.0)
         for i, n in enumerate((3, 9, 4, 2))
     ]
-    assert share_out(questions, num_replicas=2) == [[1], [2, 0, 3]]
+    assert assign_to_replicas(questions, num_replicas=2) == [[1], [2, 0, 3]]
 
 
 def tokenizer_of(*words: str, end: str | None = None) -> PreTrainedTokenizerFast:
@@ -161,13 +161,13 @@ def tokenizer_of(*words: str, end: str | None = None) -> PreTrainedTokenizerFast
 
 def test_another_tokenizer_is_refused_unless_it_may_be_mapped() -> None:
     ours, theirs = tokenizer_of("a", "b", "c"), tokenizer_of("c", "a", "d")
-    assert compare_tokenizers(ours, tokenizer_of("a", "b", "c"), name="t", may_map=False) is None
+    assert build_token_map(ours, tokenizer_of("a", "b", "c"), name="t", may_map=False) is None
     with pytest.raises(
         ConfigError,
         match=r"teachers\.t has another tokenizer .* 3 and 3 tokens, 2 of them in both; 'a' is 0",
     ):
-        compare_tokenizers(ours, theirs, name="t", may_map=False)
-    found = compare_tokenizers(ours, theirs, name="t", may_map=True)
+        build_token_map(ours, theirs, name="t", may_map=False)
+    found = build_token_map(ours, theirs, name="t", may_map=True)
     assert found is not None
     assert found.to_teacher([0, 2]) == (1, 0)
     assert found.to_teacher([0, 1]) is None
@@ -181,7 +181,7 @@ def test_end_tokens_are_mapped_though_they_are_written_differently() -> None:
         tokenizer_of("a", "b", "<end>", end="<end>"),
         tokenizer_of("</s>", "b", "a", end="</s>"),
     )
-    found = compare_tokenizers(ours, theirs, name="t", may_map=True)
+    found = build_token_map(ours, theirs, name="t", may_map=True)
     assert found is not None
     assert found.to_teacher([0, 1, 2]) == (2, 1, 0)
     assert found.backward.tolist() == [2, 1, 0]
@@ -192,7 +192,7 @@ def test_an_end_token_that_the_teacher_writes_too_stays_what_is_written() -> Non
         tokenizer_of("a", "<turn>", "</s>", end="<turn>"),
         tokenizer_of("</s>", "<turn>", "a", end="</s>"),
     )
-    found = compare_tokenizers(ours, theirs, name="t", may_map=True)
+    found = build_token_map(ours, theirs, name="t", may_map=True)
     assert found is not None
     assert found.to_teacher([0, 1, 2]) == (2, 1, 0)
     assert found.backward.tolist() == [2, 1, 0]
@@ -216,8 +216,8 @@ def test_a_teacher_that_fails_is_told_while_another_one_hangs() -> None:
 
     class Hanging(CountingTeacher):
         def answer(
-            self, questions: Sequence[Question], *, top_k: int, timeout_s: float
-        ) -> list[TeacherAnswer]:
+            self, questions: Sequence[TeacherRequest], *, top_k: int, timeout_s: float
+        ) -> list[TeacherScores]:
             awaited.wait(60)
             return super().answer(questions, top_k=top_k, timeout_s=timeout_s)
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.rollout.place import Place, place_of
+from temper_trainer.rollout.device_location import DeviceLocation, locate_device
 from temper_trainer.weight_sync.choosing import choose_transport
 
-CPU = Place(host="a")
-GPU_0, GPU_1, GPU_2 = (Place(host="a", gpu=f"GPU-{i}") for i in range(3))
-FAR_CPU, FAR_GPU = Place(host="b"), Place(host="b", gpu="GPU-9")
+CPU = DeviceLocation(host="a")
+GPU_0, GPU_1, GPU_2 = (DeviceLocation(host="a", gpu=f"GPU-{i}") for i in range(3))
+FAR_CPU, FAR_GPU = DeviceLocation(host="b"), DeviceLocation(host="b", gpu="GPU-9")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ FAR_CPU, FAR_GPU = Place(host="b"), Place(host="b", gpu="GPU-9")
     ],
 )
 def test_the_fastest_way_that_works_is_taken(
-    sender: Place, receivers: list[Place], transport: str, reason: str
+    sender: DeviceLocation, receivers: list[DeviceLocation], transport: str, reason: str
 ) -> None:
     choice = choose_transport(sender, receivers)
     assert (choice.transport, reason in choice.reason) == (transport, True), choice
@@ -45,7 +45,7 @@ def test_the_fastest_way_that_works_is_taken(
     ("sender", "receivers"), [(GPU_0, [GPU_0, FAR_GPU]), (GPU_0, [FAR_CPU]), (CPU, [FAR_GPU])]
 )
 def test_where_no_way_leads_to_all_servers_it_is_said(
-    sender: Place, receivers: list[Place]
+    sender: DeviceLocation, receivers: list[DeviceLocation]
 ) -> None:
     with pytest.raises(
         ConfigError,
@@ -55,15 +55,15 @@ def test_where_no_way_leads_to_all_servers_it_is_said(
 
 
 def test_processes_of_one_machine_have_one_place() -> None:
-    place = place_of(torch.device("cpu"))
+    place = locate_device(torch.device("cpu"))
     assert place.gpu is None
     assert place.host.startswith(os.uname().nodename)
-    assert place == place_of(torch.device("cpu"))
+    assert place == locate_device(torch.device("cpu"))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, such as one H200")
 def test_a_gpu_is_named_by_its_uuid() -> None:
-    place = place_of(torch.device("cuda", 0))
+    place = locate_device(torch.device("cuda", 0))
     assert place.gpu is not None
     assert len(place.gpu) == 36

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from temper_engine_api.rendezvous import run_token
 from temper_engine_api.weights import NamedWeight, WeightStream
-from temper_trainer.rollout.changes import apply_changes, check_result
-from temper_trainer.rollout.channel import Channel, ChannelSpec, open_channel
-from temper_trainer.rollout.parcels import Parcel, named_weights
+from temper_trainer.rollout.packed_bucket import PackedBucket, unpack_tensors
 from temper_trainer.rollout.replica import ReplicaError
-from temper_trainer.rollout.vllm.sampler import VllmSampler
-from temper_trainer.weight_sync.collective import CollectiveTransport, listen
+from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
+from temper_trainer.rollout.weight_channel import ChannelSpec, WeightChannel, join_channel
+from temper_trainer.rollout.weight_delta import apply_delta, check_updated_bucket
+from temper_trainer.weight_sync.collective_transport import CollectiveTransport, open_store
 
 WEIGHTS = {"small": torch.arange(4.0), "wide": torch.arange(1000.0), "last": torch.tensor([7.0])}
 
@@ -58,34 +58,38 @@ class Worker:
 
     def join_channel(self, spec: ChannelSpec) -> None:
         """Open this end."""
-        self._channel: Channel = open_channel(
-            spec.plain(), worker_rank=0, device=torch.device("cpu")
+        self._channel: WeightChannel = join_channel(
+            spec.to_dict(), worker_rank=0, device=torch.device("cpu")
         )
 
-    def receive_set(self, layout: list[Parcel], version: int, is_held: bool = False) -> None:
+    def receive_weights(
+        self, layout: list[PackedBucket], version: int, keep_copy: bool = False
+    ) -> None:
         """Every bucket."""
         self.held, self.version = [], version
         for parcel in layout:
             data = self._channel.receive(parcel)
             self.places.add(data.data_ptr())
-            own = {name: tensor.clone() for name, tensor in named_weights(data, parcel)}
+            own = {name: tensor.clone() for name, tensor in unpack_tensors(data, parcel)}
             self.received |= own
             self.held.append(list(own.values()))
 
-    def held_version(self) -> int:
+    def cached_version(self) -> int:
         """Of what is held."""
         return self.version
 
-    def receive_changes(self, layout: list[Parcel], base_version: int, version: int) -> None:
+    def receive_delta(self, layout: list[PackedBucket], base_version: int, version: int) -> None:
         """Every bucket's changes."""
         assert base_version == self.version
         for parcel, held in zip(layout, self.held, strict=True):
-            changes, data = self._channel.receive_changes(parcel.entries)
-            apply_changes(held, data, parcel.entries, changes.counts)
-            check_result(held, changes.result_digest, version=version, base_version=base_version)
+            changes, data = self._channel.receive_delta(parcel.entries)
+            apply_delta(held, data, parcel.entries, changes.counts)
+            check_updated_bucket(
+                held, changes.updated_digest, version=version, base_version=base_version
+            )
         self.version = version
 
-    def load_while(
+    def load_while_sending(
         self,
         receive: Callable[["Worker"], "Future[object]"],
         send: Callable[[], object],
@@ -101,7 +105,11 @@ class Worker:
 
 
 def transport_between(
-    actor: Actor, worker: Worker, *, bucket_bytes: int = 64, max_share: float | None = None
+    actor: Actor,
+    worker: Worker,
+    *,
+    bucket_bytes: int = 64,
+    max_changed_fraction: float | None = None,
 ) -> CollectiveTransport:
     return CollectiveTransport(
         actor=actor,
@@ -110,8 +118,8 @@ def transport_between(
         workers_per_replica=1,
         bucket_bytes=bucket_bytes,
         with_digest=True,
-        may_send_again=True,
-        max_share=max_share,
+        can_resend=True,
+        max_changed_fraction=max_changed_fraction,
     )
 
 
@@ -148,7 +156,7 @@ def test_a_server_that_is_started_again_is_sent_the_weights_again_and_takes_part
 
 
 def test_a_channel_listens_on_the_configured_address_alone() -> None:
-    address, port, token = listen(cast("Any", Actor()), "127.0.0.3")
+    address, port, token = open_store(cast("Any", Actor()), "127.0.0.3")
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind((address, port))
     with socket.socket() as elsewhere:
@@ -193,7 +201,9 @@ def test_weights_that_have_changed_meanwhile_are_not_sent_under_their_old_number
 @pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
 def test_after_the_first_set_only_what_changed_is_broadcast(bucket_bytes: int) -> None:
     actor, worker = Actor(), Worker()
-    transport = transport_between(actor, worker, bucket_bytes=bucket_bytes, max_share=0.25)
+    transport = transport_between(
+        actor, worker, bucket_bytes=bucket_bytes, max_changed_fraction=0.25
+    )
     # 4, 1000 and 1 floats, each rounded up to 64 bytes.
     assert (transport.send(1).num_bytes, transport.send(2).num_bytes) == (64 + 4032 + 64, 0)
     actor.weights["wide"][3] = -1.0
@@ -211,7 +221,7 @@ def test_a_server_that_holds_other_weights_is_sent_the_whole_set(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     actor, worker = Actor(), Worker()
-    transport = transport_between(actor, worker, max_share=0.25)
+    transport = transport_between(actor, worker, max_changed_fraction=0.25)
     transport.send(1)
     worker.version = -1
     assert transport.send(2).share == 1.0
@@ -221,7 +231,7 @@ def test_a_server_that_holds_other_weights_is_sent_the_whole_set(
 
 def test_a_server_that_was_sent_the_weights_again_takes_changes_afterwards() -> None:
     actor, worker = Actor(), Worker()
-    transport = transport_between(actor, worker, max_share=0.25)
+    transport = transport_between(actor, worker, max_changed_fraction=0.25)
     transport.send(1)
     again = Worker()
     worker.replicas = [again]

@@ -13,12 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from temper_engine_api.weights import NamedWeight, WeightStream
-from temper_trainer.rollout.channel import ChannelSpec
-from temper_trainer.rollout.parcels import Parcel, check_digest, named_weights, open_parcel
+from temper_trainer.rollout.packed_bucket import (
+    PackedBucket,
+    check_digest,
+    open_weight_file,
+    unpack_tensors,
+)
+from temper_trainer.rollout.weight_channel import ChannelSpec
 from temper_trainer.weight_sync.buckets import pack_buckets, unpack_buckets
-from temper_trainer.weight_sync.held import forget_held
-from temper_trainer.weight_sync.shared_memory import write_set
-from temper_trainer.weight_sync.stream_changes import keep_set
+from temper_trainer.weight_sync.sender_state import drop_cached_weights
+from temper_trainer.weight_sync.shared_memory_transport import write_weight_files
+from temper_trainer.weight_sync.stream_transport import cache_current_weights
 
 from .test_collective import Actor, Worker, transport_between
 
@@ -117,13 +122,13 @@ def test_a_wide_tensor_is_written_once_into_shared_memory_and_read_from_there(
     source = make()
     target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
     with LiveBytes(*source.values()) as sending:
-        parcels = write_set(Rank(source), str(tmp_path / "set"), BUCKET, True)
+        parcels = write_weight_files(Rank(source), str(tmp_path / "set"), BUCKET, True)
     gc.collect()
     with LiveBytes(*target.values()) as receiving:
         for parcel in parcels:
-            data = open_parcel(parcel)
+            data = open_weight_file(parcel)
             check_digest(data, parcel)
-            load(named_weights(data, parcel), target)
+            load(unpack_tensors(data, parcel), target)
     # Here the pages of the file are counted on both sides, though they are the same memory.
     assert WIDE <= sending.peak <= ONCE
     assert WIDE <= receiving.peak <= ONCE
@@ -143,12 +148,14 @@ class Receiver(Worker):
         with self.live:
             super().join_channel(spec)
 
-    def receive_set(self, layout: list[Parcel], version: int, is_held: bool = False) -> None:
+    def receive_weights(
+        self, layout: list[PackedBucket], version: int, keep_copy: bool = False
+    ) -> None:
         """Every bucket."""
         self.version = version
         with self.live:
             for parcel in layout:
-                load(named_weights(self._channel.receive(parcel), parcel), self.target)
+                load(unpack_tensors(self._channel.receive(parcel), parcel), self.target)
 
 
 def test_a_wide_tensor_is_copied_once_on_each_side_of_a_broadcast() -> None:
@@ -171,7 +178,9 @@ def test_a_set_that_is_kept_for_changes_is_not_beside_the_one_before() -> None:
     total = sum(tensor.nbytes for tensor in actor.weights.values())
     receiver = Receiver({name: torch.zeros_like(tensor) for name, tensor in actor.weights.items()})
     with LiveBytes(*actor.weights.values()) as sending:
-        transport = transport_between(actor, receiver, bucket_bytes=BUCKET, max_share=0.25)
+        transport = transport_between(
+            actor, receiver, bucket_bytes=BUCKET, max_changed_fraction=0.25
+        )
         transport.send(1)
         receiver.version = -1  # as one that was started again: the whole set is sent once more
         transport.send(2)
@@ -185,6 +194,6 @@ def test_a_set_that_is_kept_for_a_sampler_is_not_beside_the_one_before() -> None
     rank = Rank(source)
     with LiveBytes(*source.values()) as live:
         for version in (1, 2):
-            keep_set(rank, "memory", BUCKET, version)
-    forget_held(rank, "memory")
+            cache_current_weights(rank, "memory", BUCKET, version)
+    drop_cached_weights(rank, "memory")
     assert WIDE <= live.peak <= ONCE

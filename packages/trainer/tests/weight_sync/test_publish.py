@@ -5,9 +5,9 @@ import torch
 
 from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import NamedWeight
-from temper_trainer.rollout.scripted import ScriptedSampler
+from temper_trainer.rollout.scripted_sampler import ScriptedSampler
 from temper_trainer.weight_sync.buckets import WeightBucket, pack_buckets
-from temper_trainer.weight_sync.publish import Canary, Publisher
+from temper_trainer.weight_sync.publisher import Canary, Publisher
 from temper_trainer.weight_sync.transport import StreamTransport
 
 

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import NamedWeight, WeightStream
-from temper_trainer.rollout.changes import (
-    ChangeManifest,
-    apply_changes,
-    check_result,
-    open_change_parcel,
+from temper_trainer.rollout.packed_bucket import PackedBucket, open_weight_file, unpack_tensors
+from temper_trainer.rollout.weight_delta import (
+    DeltaManifest,
+    apply_delta,
+    check_updated_bucket,
+    open_delta_file,
 )
-from temper_trainer.rollout.parcels import Parcel, named_weights, open_parcel
-from temper_trainer.weight_sync.shared_changes import write_changes
-from temper_trainer.weight_sync.shared_memory import write_set
+from temper_trainer.weight_sync.shared_changes import write_delta
+from temper_trainer.weight_sync.shared_memory_transport import write_weight_files
 
 BUCKET_BYTES = 1000
-WHOLE = ChangeManifest(version=1, base_version=1, parcels=())
+WHOLE = DeltaManifest(version=1, base_version=1, parcels=())
 
 
 class Rank:
@@ -52,16 +52,16 @@ class Rank:
             )
 
 
-def read(base: list[Parcel], manifest: ChangeManifest) -> dict[str, Tensor]:
+def read(base: list[PackedBucket], manifest: DeltaManifest) -> dict[str, Tensor]:
     """As a server does."""
     found: dict[str, Tensor] = {}
     for parcel, changes in zip(base, manifest.parcels, strict=True):
-        weights = list(named_weights(open_parcel(parcel), parcel))
+        weights = list(unpack_tensors(open_weight_file(parcel), parcel))
         held = [weight.tensor for weight in weights]
-        apply_changes(held, open_change_parcel(changes), parcel.entries, changes.counts)
-        check_result(
+        apply_delta(held, open_delta_file(changes), parcel.entries, changes.counts)
+        check_updated_bucket(
             held,
-            changes.result_digest,
+            changes.updated_digest,
             version=manifest.version,
             base_version=manifest.base_version,
         )
@@ -70,9 +70,9 @@ def read(base: list[Parcel], manifest: ChangeManifest) -> dict[str, Tensor]:
 
 
 def changes_of(
-    rank: Rank, base: list[Parcel], loaded: ChangeManifest, folder: Path, *, version: int
-) -> ChangeManifest:
-    return write_changes(rank, base, loaded, version, str(folder), BUCKET_BYTES, True, 0.25)
+    rank: Rank, base: list[PackedBucket], loaded: DeltaManifest, folder: Path, *, version: int
+) -> DeltaManifest:
+    return write_delta(rank, base, loaded, version, str(folder), BUCKET_BYTES, True, 0.25)
 
 
 def assert_read(found: dict[str, Tensor], rank: Rank) -> None:
@@ -84,7 +84,7 @@ def test_every_set_is_the_files_with_the_changes_also_after_the_files_were_broug
     tmp_path: Path,
 ) -> None:
     rank = Rank()
-    base = write_set(rank, str(tmp_path / "whole"), BUCKET_BYTES, True)
+    base = write_weight_files(rank, str(tmp_path / "whole"), BUCKET_BYTES, True)
     assert [len(parcel.entries) for parcel in base] == [2, 1, 1]
     rank.train("a", "c")
     second = changes_of(rank, base, WHOLE, tmp_path / "2", version=2)
@@ -108,7 +108,7 @@ def test_every_set_is_the_files_with_the_changes_also_after_the_files_were_broug
 
 def test_a_set_that_was_not_loaded_is_looked_for_again_from_the_same_base(tmp_path: Path) -> None:
     rank = Rank()
-    base = write_set(rank, str(tmp_path / "whole"), BUCKET_BYTES, True)
+    base = write_weight_files(rank, str(tmp_path / "whole"), BUCKET_BYTES, True)
     rank.train("a")
     changes_of(rank, base, WHOLE, tmp_path / "2", version=2)
     rank.train("a")
@@ -118,7 +118,7 @@ def test_a_set_that_was_not_loaded_is_looked_for_again_from_the_same_base(tmp_pa
 
 def test_files_that_are_not_the_base_are_found_out(tmp_path: Path) -> None:
     rank = Rank()
-    base = write_set(rank, str(tmp_path / "whole"), BUCKET_BYTES, True)
+    base = write_weight_files(rank, str(tmp_path / "whole"), BUCKET_BYTES, True)
     rank.train("a")
     manifest = changes_of(rank, base, WHOLE, tmp_path / "2", version=2)
     with Path(str(base[0].path)).open("r+b") as file:
@@ -132,7 +132,7 @@ def test_a_fault_is_said_after_every_rank_has_gathered_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     rank, other = Rank(), Rank(is_first=False)
-    base = write_set(rank, str(tmp_path / "whole"), BUCKET_BYTES, True)
+    base = write_weight_files(rank, str(tmp_path / "whole"), BUCKET_BYTES, True)
     rank.train("a")
     rank.num_gathered = 0
     if fault == "shapes":

@@ -10,8 +10,8 @@ import torch
 
 from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import NamedWeight, WeightStream
-from temper_trainer.rollout.parcels import open_parcel
-from temper_trainer.weight_sync.shared_memory import write_set
+from temper_trainer.rollout.packed_bucket import open_weight_file
+from temper_trainer.weight_sync.shared_memory_transport import write_weight_files
 
 NAMES = tuple("abcde")
 
@@ -33,9 +33,9 @@ class Rank:
 
 
 def test_a_set_is_cut_into_buckets(tmp_path: Path) -> None:
-    parcels = write_set(Rank(is_first=True), str(tmp_path / "set"), 32, True)
+    parcels = write_weight_files(Rank(is_first=True), str(tmp_path / "set"), 32, True)
     assert [len(parcel.entries) for parcel in parcels] == [2, 2, 1]
-    assert all(len(open_parcel(parcel)) == parcel.num_bytes for parcel in parcels)
+    assert all(len(open_weight_file(parcel)) == parcel.num_bytes for parcel in parcels)
 
 
 def test_full_memory_is_said_after_every_rank_has_gathered_everything(
@@ -55,8 +55,8 @@ def test_full_memory_is_said_after_every_rank_has_gathered_everything(
         WeightError,
         match=r"\d+ bytes of weights don't fit into .*No space left on device\. Give shared memory more room",
     ):
-        write_set(first, str(tmp_path / "set"), 32, False)
-    write_set(other, str(tmp_path / "set"), 32, False)
+        write_weight_files(first, str(tmp_path / "set"), 32, False)
+    write_weight_files(other, str(tmp_path / "set"), 32, False)
     assert first.num_gathered == other.num_gathered == len(NAMES)
     assert list(tmp_path.iterdir()) == []
 
@@ -65,5 +65,5 @@ def test_a_folder_that_can_not_be_made_is_said_too(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     rank = Rank(is_first=True)
     with pytest.raises(WeightError, match="weights can't be written into"):
-        write_set(rank, str(tmp_path / "file" / "set"), 32, False)
+        write_weight_files(rank, str(tmp_path / "file" / "set"), 32, False)
     assert rank.num_gathered == len(NAMES)

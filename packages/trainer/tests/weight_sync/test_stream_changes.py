@@ -14,13 +14,13 @@ from temper_engine_api.errors import WeightError
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight, WeightStream
 from temper_trainer.config.rollout import RolloutConfig
-from temper_trainer.rollout.changes import StaleBaseError
-from temper_trainer.rollout.hf import HfSampler
+from temper_trainer.rollout.hf_sampler import HfSampler
+from temper_trainer.rollout.weight_delta import StaleBaseError
 from temper_trainer.weight_sync.buckets import export_buckets
-from temper_trainer.weight_sync.stream_changes import (
-    StreamChangeTransport,
-    export_changes,
-    keep_set,
+from temper_trainer.weight_sync.stream_transport import (
+    StreamDeltaTransport,
+    cache_current_weights,
+    export_delta,
 )
 from temper_trainer.weight_sync.transport import StreamTransport
 
@@ -79,12 +79,12 @@ def weights_of(sampler: HfSampler) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def transport_to(sampler: HfSampler, actor: Actor) -> StreamChangeTransport:
+def transport_to(sampler: HfSampler, actor: Actor) -> StreamDeltaTransport:
     whole = StreamTransport(
         export=lambda: actor.run(export_buckets, [(BUCKET_BYTES,)])[0], sampler=sampler
     )
-    return StreamChangeTransport(
-        whole, actor=actor, sampler=sampler, bucket_bytes=BUCKET_BYTES, max_share=0.25
+    return StreamDeltaTransport(
+        whole, actor=actor, sampler=sampler, bucket_bytes=BUCKET_BYTES, max_changed_fraction=0.25
     )
 
 
@@ -166,13 +166,13 @@ def test_changes_that_are_stale_damaged_or_do_not_fit_change_nothing(
         (NamedWeight(name, tensor) for name, tensor in actor.weights.items()), version=1
     )
     before = weights_of(sampler)
-    keep_set(actor, "key", BUCKET_BYTES, 1)
+    cache_current_weights(actor, "key", BUCKET_BYTES, 1)
     actor.train(1, share=0.02)
-    first, *rest = export_changes(actor, "key", BUCKET_BYTES, 2, 1, 0.25)
+    first, *rest = export_delta(actor, "key", BUCKET_BYTES, 2, 1, 0.25)
     with pytest.raises(
         StaleBaseError, match="changes of weights 7 came, but the sampler holds weights 1"
     ):
-        sampler.load_changes([first, *rest], base_version=7, version=8)
+        sampler.load_delta([first, *rest], base_version=7, version=8)
     damaged = replace(rest[-1], data=rest[-1].data.flip(0))
     renamed = replace(
         first, entries=tuple(replace(entry, name=f"other.{entry.name}") for entry in first.entries)
@@ -183,16 +183,16 @@ def test_changes_that_are_stale_damaged_or_do_not_fit_change_nothing(
         ([renamed, *rest], r"other\.\S+ of shape .* expected no such tensor"),
     ):
         with pytest.raises(WeightError, match=complaint):
-            sampler.load_changes(buckets, base_version=1, version=2)
+            sampler.load_delta(buckets, base_version=1, version=2)
     assert sampler.weight_version == 1
     assert_same_bits(weights_of(sampler), before)
-    sampler.load_changes([first, *rest], base_version=1, version=2)
+    sampler.load_delta([first, *rest], base_version=1, version=2)
     assert_same_bits(weights_of(sampler), whole(actor, pair))
 
 
 def test_rank_0_says_so_when_it_does_not_hold_the_base(actor: Actor) -> None:
     with pytest.raises(WeightError, match="does not hold weights 3 any more"):
-        export_changes(actor, "another key", BUCKET_BYTES, 4, 3, 0.25)
+        export_delta(actor, "another key", BUCKET_BYTES, 4, 3, 0.25)
 
 
 def test_other_ranks_take_part_in_both_gatherings() -> None:
@@ -209,6 +209,6 @@ def test_other_ranks_take_part_in_both_gatherings() -> None:
             )
 
     other = Other({"a": torch.zeros(3), "b": torch.zeros(3)})
-    keep_set(other, "key", BUCKET_BYTES, 1)
-    assert export_changes(other, "key", BUCKET_BYTES, 2, 1, 0.25) == []
+    cache_current_weights(other, "key", BUCKET_BYTES, 1)
+    assert export_delta(other, "key", BUCKET_BYTES, 2, 1, 0.25) == []
     assert gathered == ["a", "b"] * 2

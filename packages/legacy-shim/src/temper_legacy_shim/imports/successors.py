@@ -7,8 +7,8 @@ from temper_legacy_shim.old_paths import MODULES, PACKAGE
 _TRAINER = "temper_trainer"
 _ALGORITHMS = f"{_TRAINER}.algorithms"
 _CORE = f"{PACKAGE}.trainer.ppo.core_algos"
-_WORKER = f"{_TRAINER}.runtime.worker:TrainingWorker"
-_CRITIC = f"{_TRAINER}.runtime.worker:CriticWorker"
+_WORKER = f"{_TRAINER}.runtime.training_worker:TrainingWorker"
+_CRITIC = f"{_TRAINER}.runtime.training_worker:CriticWorker"
 _FSDP, _MEGATRON = "temper_engine_fsdp.engine:FSDPEngine", "temper_engine_megatron.engine:MegatronEngine"
 
 
@@ -35,7 +35,10 @@ def _in(modules: tuple[str, ...], *names: str) -> tuple[str, ...]:
 
 _OBJECTIVE = "give it a PolicyObjective with set_loss_fn(), and call forward_backward_batch() and optimizer_step()"
 _VALUES = "configure it with model_type value_model, give it a ValueObjective with set_loss_fn(), and call forward_backward_batch()"
-_ROLES = "make one for each role; temper_trainer.rollout.hf.HfSampler samples, temper_trainer.weight_sync.publish.Publisher moves weights"
+_ROLES = (
+    "make one for each role; temper_trainer.rollout.hf_sampler.HfSampler samples, "
+    "temper_trainer.weight_sync.publisher.Publisher moves weights"
+)
 _both = ("workers.fsdp_workers", "workers.megatron_workers")
 _row(_in(_both, "ActorRolloutRefWorker", "AsyncActorRolloutRefWorker"), _WORKER, _ROLES)
 _row(_in((*_both, "workers.engine_workers"), "CriticWorker"), _CRITIC, "configure it with model_type value_model")

@@ -13,7 +13,7 @@ from temper_engine_api.specs import ModelSpec
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.workers.settings import block
 from temper_trainer.config.rollout import RolloutConfig, SamplingConfig
-from temper_trainer.rollout.hf import HfSampler
+from temper_trainer.rollout.hf_sampler import HfSampler
 from temper_trainer.types import SamplingRequest
 
 

@@ -26,7 +26,7 @@ from temper_trainer.config_loading.data_files import data_problems
 from temper_trainer.config_loading.model_folders import model_problems
 from temper_trainer.environment.sandbox import open_sandbox
 from temper_trainer.reward.registry import resolve_reward, reward_parts
-from temper_trainer.rollout.vllm import versions
+from temper_trainer.rollout.vllm import vllm_versions
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def _check_vllm(reason: str, *, python: str | None) -> None:
                 f"{reason}, but vLLM is not installed here: pip install 'temper-trainer[vllm]', or name the interpreter of an "
                 "environment that has it in runtime.rollout_python."
             )
-        found = versions.installed_versions()
+        found = vllm_versions.find_installed_versions()
     else:
         if shutil.which(python) is None:
             raise ConfigError(
@@ -115,7 +115,9 @@ def _check_vllm(reason: str, *, python: str | None) -> None:
                 raise ConfigError(
                     f"runtime.rollout_python is {python}, which has no {name}: run {python} -m pip install --no-deps {name}."
                 )
-    if found and (problem := versions.version_problem(found, python=python or sys.executable)):
+    if found and (
+        problem := vllm_versions.find_version_problem(found, python=python or sys.executable)
+    ):
         raise ConfigError(f"{reason}: {problem}")
 
 
@@ -126,7 +128,7 @@ def _versions_of(python: str) -> dict[str, str]:
         ConfigError: If it is no Python that can run servers.
     """
     # -P: this file's own folder is not searched for packages, as it would not be by `python -m`.
-    command = [python, "-P", versions.__file__]
+    command = [python, "-P", vllm_versions.__file__]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False

@@ -21,10 +21,10 @@ from temper_trainer.environment.python_process import (
     MAX_THREADS,
     RUNNER,
     SandboxResult,
-    resource_limits,
+    build_resource_limits,
     run_process,
 )
-from temper_trainer.environment.system_calls import system_call_filter
+from temper_trainer.environment.seccomp_filter import build_seccomp_filter
 
 FOLDER = "/tmp"
 """The program's own folder, empty at its start, in memory and gone at its end."""
@@ -64,7 +64,7 @@ class Interpreter:
         """Ask the interpreter below the current environment and the dynamic loader for its files."""
         # Of a virtual environment, the interpreter it was made from: its files are the complete ones.
         executable = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-        search_path = _output_of(
+        search_path = _run_and_read(
             [executable, *INTERPRETER_FLAGS, "-c", "import sys; print(*sys.path, sep='\\n')"]
         )
         listed = [
@@ -82,7 +82,9 @@ class Interpreter:
         ]
         # A line of ldd is "name => path (address)", or "path (address)" for the loader itself.
         found = re.findall(
-            r"(?:=> |^\s+)(/.*) \(0x[0-9a-f]+\)$", _output_of(["ldd", executable, *modules]), re.M
+            r"(?:=> |^\s+)(/.*) \(0x[0-9a-f]+\)$",
+            _run_and_read(["ldd", executable, *modules]),
+            re.M,
         )
         packages = (
             os.path.join(folder, name)
@@ -125,12 +127,12 @@ class Bubblewrap:
         Raises:
             BrokenEnvironmentError: If a program that it needs is not installed.
         """
-        bwrap = _installed("bwrap")
+        bwrap = _find_program("bwrap")
         interpreter = Interpreter.find()
         command = [
             # A core dump may go to a program of the host, which a limit of 0 does not prevent; 1 does, see
             # core(5). The filter keeps the program from lowering it.
-            *(_installed("prlimit"), "--core=1:1"),
+            *(_find_program("prlimit"), "--core=1:1"),
             *(bwrap, *_NAMESPACES, "--setenv", "HOME", FOLDER),
         ]
         if folders := sorted({os.path.dirname(path) for path in interpreter.libraries}):
@@ -154,16 +156,18 @@ class Bubblewrap:
         ]
         is_root = os.geteuid() == 0
         return cls(
-            outer=(bwrap, *unprivileged_options((bwrap, *interpreter.paths))) if is_root else (),
-            inner=(*unprivileged_command(), *command) if is_root else tuple(command),
+            outer=(bwrap, *build_unprivileged_options((bwrap, *interpreter.paths)))
+            if is_root
+            else (),
+            inner=(*build_unprivileged_command(), *command) if is_root else tuple(command),
             program=("--", interpreter.executable, *INTERPRETER_FLAGS, "-c", RUNNER),
-            filter=system_call_filter(),
+            filter=build_seccomp_filter(),
         )
 
     def run(self, code: str, *, timeout_s: float, memory_mib: int) -> SandboxResult:
         """See Sandbox."""
         # Set inside the sandbox: in a user namespace of its own, processes of other calls do not count.
-        limits = resource_limits(timeout_s=timeout_s, memory_mib=memory_mib) | {
+        limits = build_resource_limits(timeout_s=timeout_s, memory_mib=memory_mib) | {
             "RLIMIT_NPROC": MAX_THREADS
         }
         with ExitStack() as stack:
@@ -195,10 +199,10 @@ class Bubblewrap:
                 stdin=code.encode(errors="replace"),
                 timeout_s=timeout_s,
                 pass_fds=[file.fileno() for file in (filter_file, *status_files)],
-                on_poll=_Watch(status_files),
+                on_poll=_FileCountWatch(status_files),
             )
             # bubblewrap reports a status only if the program was started; the program cannot write there.
-            if process.killed_for is None and "exit-code" not in _status(status_file):
+            if process.kill_reason is None and "exit-code" not in _read_status(status_file):
                 reason = (
                     process.stderr.decode(errors="replace").strip()
                     or f"status {process.returncode}"
@@ -208,7 +212,7 @@ class Bubblewrap:
 
 
 @dataclass(slots=True)
-class _Watch:
+class _FileCountWatch:
     """Count the files in a program's folder, while it runs.
 
     Each empty file costs the kernel about a kilobyte that no limit of a process covers.
@@ -219,7 +223,7 @@ class _Watch:
 
     def __call__(self) -> str | None:
         """Return why the program must end, or None."""
-        children = [_status(file).get("child-pid") for file in self.status_files]
+        children = [_read_status(file).get("child-pid") for file in self.status_files]
         if None in children:  # not started yet
             return None
         # The inner process is known to the outer one's /proc, by its number there.
@@ -234,27 +238,27 @@ class _Watch:
         return f"more than {MAX_FILES} files" if has_too_many else None
 
 
-def _status(file: IO[bytes]) -> dict[str, int]:
+def _read_status(file: IO[bytes]) -> dict[str, int]:
     """Return what bubblewrap has reported so far: child-pid when it starts the program, exit-code at its end."""
     lines = os.pread(file.fileno(), 4096, 0).decode().split("\n")[:-1]
     return {name: value for line in lines for name, value in json.loads(line).items()}
 
 
-def unprivileged_command() -> Sequence[str]:
+def build_unprivileged_command() -> Sequence[str]:
     """Return the command that runs the rest of the command line as UNPRIVILEGED_ID.
 
     setpriv and not the arguments of Popen: with those, Python copies the page tables of the whole
     trainer for each call (fork instead of vfork).
     """
     return (
-        _installed("setpriv"),
+        _find_program("setpriv"),
         f"--reuid={UNPRIVILEGED_ID}",
         f"--regid={UNPRIVILEGED_ID}",
         "--clear-groups",
     )
 
 
-def unprivileged_options(paths: Sequence[str]) -> Sequence[str]:
+def build_unprivileged_options(paths: Sequence[str]) -> Sequence[str]:
     """Return options of a bubblewrap around `unprivileged_command`, which needs root.
 
     It does two things:
@@ -265,7 +269,7 @@ def unprivileged_options(paths: Sequence[str]) -> Sequence[str]:
       of another user. But the end of a process namespace ends everything in it.
     """
     options = ["--die-with-parent", "--unshare-pid", "--dev-bind", "/", "/", "--proc", "/proc"]
-    closed = sorted({folder for path in paths if (folder := _closed_folder(path)) is not None})
+    closed = sorted({folder for path in paths if (folder := _find_closed_folder(path)) is not None})
     options += [option for folder in closed for option in ("--perms", "0755", "--tmpfs", folder)]
 
     def is_inside(path: str) -> bool:
@@ -280,7 +284,7 @@ def unprivileged_options(paths: Sequence[str]) -> Sequence[str]:
     return options
 
 
-def _closed_folder(path: str) -> str | None:
+def _find_closed_folder(path: str) -> str | None:
     """Return the outermost folder above a path that other users may not enter."""
     for parent in reversed(Path(os.path.realpath(path)).parents):
         if not parent.stat().st_mode & stat.S_IXOTH:
@@ -288,13 +292,13 @@ def _closed_folder(path: str) -> str | None:
     return None
 
 
-def _installed(program: str) -> str:
+def _find_program(program: str) -> str:
     if (path := shutil.which(program)) is None:
         raise BrokenEnvironmentError(f"the program {program} is not installed")
     return path
 
 
-def _output_of(command: Sequence[str]) -> str:
+def _run_and_read(command: Sequence[str]) -> str:
     try:
         # ldd fails where one library of one module is missing; that module cannot be imported then.
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout

@@ -41,23 +41,23 @@ def calculate(expression: str) -> str:
     if not text or len(text) > MAX_LENGTH:
         raise CalculationError(f"an expression has 1 to {MAX_LENGTH} characters")
     try:
-        value = _value(ast.parse(text, mode="eval").body)
+        value = _evaluate(ast.parse(text, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise CalculationError("not an arithmetic expression") from error
     except ZeroDivisionError as error:
         raise CalculationError("division by zero") from error
     except OverflowError as error:
         raise CalculationError("the value is too large") from error
-    return _text(value)
+    return _format(value)
 
 
-def _value(node: ast.expr) -> int | float:
+def _evaluate(node: ast.expr) -> int | float:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value  # type: ignore[return-value]
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        return _UNARY[type(node.op)](_value(node.operand))
+        return _UNARY[type(node.op)](_evaluate(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        left, right = _value(node.left), _value(node.right)
+        left, right = _evaluate(node.left), _evaluate(node.right)
         if isinstance(node.op, ast.Pow) and (
             abs(right) > MAX_EXPONENT or abs(left) > 10**MAX_DIGITS
         ):
@@ -69,7 +69,7 @@ def _value(node: ast.expr) -> int | float:
     raise CalculationError("not an arithmetic expression")
 
 
-def _text(value: int | float) -> str:
+def _format(value: int | float) -> str:
     if isinstance(value, int):
         return str(value)
     if not math.isfinite(value):

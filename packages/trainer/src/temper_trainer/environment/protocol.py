@@ -42,5 +42,5 @@ class Environment(Protocol):
         ...
 
 
-MakeEnvironment = Callable[[], Environment]
+EnvironmentFactory = Callable[[], Environment]
 """Makes the environment of one rollout."""

@@ -60,7 +60,7 @@ class FinishedProcess:
     stderr: bytes
     returncode: int
     """Negative if a signal ended it."""
-    killed_for: str | None
+    kill_reason: str | None
     """Why it was killed; None if it ended by itself."""
     is_timeout: bool
 
@@ -69,17 +69,17 @@ class FinishedProcess:
         output, error = (
             data.decode("utf-8", errors="replace") for data in (self.stdout, self.stderr)
         )
-        is_failed = self.killed_for is not None or self.returncode != 0
+        is_failed = self.kill_reason is not None or self.returncode != 0
         reason = error.strip().splitlines()[-1:] if is_failed else []
-        if self.killed_for is not None:
-            reason = [f"error: {self.killed_for}"]
+        if self.kill_reason is not None:
+            reason = [f"error: {self.kill_reason}"]
         elif is_failed and not reason:
             reason = [f"error: the program ended with status {self.returncode}"]
         text = "\n".join(part for part in (output.rstrip("\n"), *reason) if part)
         return SandboxResult(output=text, is_timeout=self.is_timeout, is_failed=is_failed)
 
 
-def resource_limits(*, timeout_s: float, memory_mib: int) -> dict[str, int]:
+def build_resource_limits(*, timeout_s: float, memory_mib: int) -> dict[str, int]:
     """Return the limits of one program by their name in the module `resource`."""
     return {
         "RLIMIT_AS": memory_mib << 20,
@@ -126,28 +126,28 @@ def run_process(
     )
     watched = _watched(process.pid) if has_watcher else nullcontext()
     with process, closing(_Pipes(process, stdin)) as pipes, watched:
-        killed_for, is_timeout = None, False
+        kill_reason, is_timeout = None, False
         try:
-            while process.poll() is None and killed_for is None:
+            while process.poll() is None and kill_reason is None:
                 pipes.transfer(min(_POLL_S, max(0.0, deadline - time.monotonic())))
                 if is_timeout := time.monotonic() >= deadline and process.poll() is None:
-                    killed_for = f"no result within {timeout_s:g} s"
+                    kill_reason = f"no result within {timeout_s:g} s"
                 elif pipes.is_full:
-                    killed_for = f"more than {MAX_OUTPUT_BYTES} bytes of output"
+                    kill_reason = f"more than {MAX_OUTPUT_BYTES} bytes of output"
                 else:
-                    killed_for = on_poll()
+                    kill_reason = on_poll()
         finally:
             _kill_group(process.pid)
         process.wait()
-        if killed_for is None:
+        if kill_reason is None:
             pipes.drain(time.monotonic() + _DRAIN_S)
             if pipes.is_full:
-                killed_for = f"more than {MAX_OUTPUT_BYTES} bytes of output"
+                kill_reason = f"more than {MAX_OUTPUT_BYTES} bytes of output"
     return FinishedProcess(
         stdout=pipes.stdout,
         stderr=pipes.stderr,
         returncode=process.returncode,
-        killed_for=killed_for,
+        kill_reason=kill_reason,
         is_timeout=is_timeout,
     )
 

@@ -15,7 +15,7 @@ from temper_trainer.environment.python_process import (
     INTERPRETER_FLAGS,
     RUNNER,
     SandboxResult,
-    resource_limits,
+    build_resource_limits,
     run_process,
 )
 from temper_trainer.temporary_folders import make_temporary_folder
@@ -48,7 +48,9 @@ class NoSandbox:
 
     def run(self, code: str, *, timeout_s: float, memory_mib: int) -> SandboxResult:
         """See Sandbox."""
-        limits = resource_limits(timeout_s=timeout_s, memory_mib=memory_mib) | {"RLIMIT_CORE": 0}
+        limits = build_resource_limits(timeout_s=timeout_s, memory_mib=memory_mib) | {
+            "RLIMIT_CORE": 0
+        }
         arguments = [f"{name}={value}" for name, value in limits.items()]
         folder = make_temporary_folder("python")
         try:

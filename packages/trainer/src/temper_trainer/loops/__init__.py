@@ -38,7 +38,7 @@ from temper_trainer.loops.sft import Example, ExampleStream, SftStage, run_sft
 from temper_trainer.metrics.run_files import read_settings
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.run_lock import RunLock
-from temper_trainer.runtime.opening import Runtime, open_runtime
+from temper_trainer.runtime.runtime_factory import Runtime, open_runtime
 from temper_trainer.temporary_folders import remove_leftovers
 from temper_trainer.types import DataCursor, Demonstration
 

@@ -20,7 +20,7 @@ from temper_trainer.loops.sampling import Collected, collect
 from temper_trainer.loops.staleness import staleness_metrics
 from temper_trainer.loops.step import StepResult, train_on
 from temper_trainer.reward.shaping import RewardMoments
-from temper_trainer.rollout.continuing import ContinuingSampler
+from temper_trainer.rollout.pausable_sampler import PausableSampler
 from temper_trainer.types import DataCursor
 
 
@@ -47,7 +47,7 @@ class Asynchronous:
             first_step: number of the first step.
             moments: of the rewards before it.
         """
-        assert isinstance(rooms.sampler, ContinuingSampler)
+        assert isinstance(rooms.sampler, PausableSampler)
         self._rooms, self._sampler = rooms, rooms.sampler
         self._first_step = first_step
         self._account = CreditAccount(rooms.config.asynchrony.max_staleness)
@@ -81,12 +81,12 @@ class Asynchronous:
             clock=clock,
         )
         metrics = collected.metrics | found | stale
-        continued = self._sampler.num_continued
-        with clock.phase("weight_sync"), self._sampler.paused():
+        continued = self._sampler.num_resumed
+        with clock.phase("weight_sync"), self._sampler.pause():
             metrics |= rooms.publisher.publish(rooms.canary)
         self._account.train()
         self.cursor = batch.next_cursor
-        metrics["rollout/continued"] = float(self._sampler.num_continued - continued)
+        metrics["rollout/continued"] = float(self._sampler.num_resumed - continued)
         metrics["rollout/tokens_per_s"] = metrics["rollout/tokens"] / max(
             batch.clock.seconds["time/rollout_s"], 1e-9
         )
@@ -110,7 +110,7 @@ class Asynchronous:
         """Begin nothing more; what is open is interrupted and dropped."""
         self._account.close()
         if self._thread.is_alive():
-            self._sampler.give_up()
+            self._sampler.cancel()
         self._thread.join(timeout=60)
 
     def _take(self, step: int) -> _Batch:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.data.order import PromptStream
-from temper_trainer.environment.opening import environment_maker
+from temper_trainer.environment.environment_factory import make_environment_factory
 from temper_trainer.loops.folder import RunFolder
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
@@ -17,11 +17,11 @@ from temper_trainer.loops.turns import all_tokens, complete, rewards_of
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.progress import track_progress
 from temper_trainer.reward.scoring import Scorer
-from temper_trainer.runtime.opening import Runtime
-from temper_trainer.runtime.reward_model import open_reward_model
+from temper_trainer.runtime.engine_reward_model import build_reward_model
+from temper_trainer.runtime.runtime_factory import Runtime
 from temper_trainer.types import Prompt, SamplingRequest
-from temper_trainer.weight_sync.publish import Publisher
-from temper_trainer.weight_sync.transport import NothingToSend
+from temper_trainer.weight_sync.publisher import Publisher
+from temper_trainer.weight_sync.transport import NullTransport
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def open_inference(
     with ExitStack() as stack:
         sampler = runtime.open_sampler(config, tokenizer=tokenizer)
         stack.callback(sampler.close)
-        reward_model = open_reward_model(config, runtime=runtime, tokenizer=tokenizer)
+        reward_model = build_reward_model(config, runtime=runtime, tokenizer=tokenizer)
         if reward_model is not None:
             stack.callback(reward_model.close)
         yield Rooms(
@@ -50,12 +50,12 @@ def open_inference(
             scorer=stack.enter_context(Scorer(config.reward, model=reward_model)),
             roles={},
             publisher=Publisher(
-                transport=NothingToSend(), sampler=sampler, version=sampler.weight_version
+                transport=NullTransport(), sampler=sampler, version=sampler.weight_version
             ),
             teachers=None,
             make_environment=None
             if config.environment is None
-            else environment_maker(config.environment, tokenizer=tokenizer),
+            else make_environment_factory(config.environment, tokenizer=tokenizer),
             canary=None,
         )
 

@@ -16,7 +16,7 @@ from temper_trainer.data.rows import Row
 from temper_trainer.data.sources import load_rows
 from temper_trainer.data.tokenizer import build_tokenizer
 from temper_trainer.loops.folder import RunFolder
-from temper_trainer.runtime.verification import checkpoint_verifier
+from temper_trainer.runtime.checkpoint_verification import make_checkpoint_verifier
 
 
 def open_checkpointer(config: TrainerConfig, *, folder: RunFolder) -> Checkpointer:
@@ -27,7 +27,7 @@ def open_checkpointer(config: TrainerConfig, *, folder: RunFolder) -> Checkpoint
         max_to_keep=run.max_ckpt_to_keep,
         keep_every=run.keep_every,
         run_id=load_run_id(Path(run.dir)),
-        verify=checkpoint_verifier(config),
+        verify=make_checkpoint_verifier(config),
     )
 
 

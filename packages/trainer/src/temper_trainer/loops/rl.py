@@ -23,7 +23,7 @@ from temper_trainer.checkpoint.save import Checkpointer
 from temper_trainer.checkpoint.state import TrainerState
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.data.order import PromptStream
-from temper_trainer.environment.opening import environment_maker
+from temper_trainer.environment.environment_factory import make_environment_factory
 from temper_trainer.loops.boundary import StepBoundary
 from temper_trainer.loops.controllers import Controllers, restored_controllers
 from temper_trainer.loops.evaluation import evaluate_all
@@ -36,17 +36,17 @@ from temper_trainer.loops.step import StepResult, measures_old_logprobs
 from temper_trainer.loops.steps import Steps, open_steps
 from temper_trainer.metrics.run_log import RunLog, SampleRow
 from temper_trainer.reward.scoring import Scorer
-from temper_trainer.rollout.continuing import ContinuingSampler
+from temper_trainer.rollout.pausable_sampler import PausableSampler
 from temper_trainer.rollout.sampler import InterruptibleSampler, Sampler
-from temper_trainer.rollout.vllm.sampler import VllmSampler
-from temper_trainer.runtime.group import WorkerGroup
-from temper_trainer.runtime.opening import Runtime
-from temper_trainer.runtime.reward_model import open_reward_model
-from temper_trainer.runtime.teachers import open_teachers
+from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
+from temper_trainer.runtime.engine_reward_model import build_reward_model
+from temper_trainer.runtime.engine_teacher import build_teachers
+from temper_trainer.runtime.runtime_factory import Runtime
+from temper_trainer.runtime.worker_group import WorkerGroup
 from temper_trainer.types import DataCursor, Prompt
 from temper_trainer.waits import Watchdog
-from temper_trainer.weight_sync.opening import open_transport
-from temper_trainer.weight_sync.publish import Canary, Publisher
+from temper_trainer.weight_sync.publisher import Canary, Publisher
+from temper_trainer.weight_sync.transport_factory import build_transport
 
 
 def run_rl(
@@ -154,13 +154,13 @@ def open_rooms(
             group.init()
         sampler = runtime.open_sampler(config, tokenizer=tokenizer)
         stack.callback(sampler.close)
-        teachers = open_teachers(config, runtime=runtime, tokenizer=tokenizer)
+        teachers = build_teachers(config, runtime=runtime, tokenizer=tokenizer)
         if teachers is not None:
             stack.callback(teachers.close)
-        reward_model = open_reward_model(config, runtime=runtime, tokenizer=tokenizer)
+        reward_model = build_reward_model(config, runtime=runtime, tokenizer=tokenizer)
         if reward_model is not None:
             stack.callback(reward_model.close)
-        transport = open_transport(config, actor=roles["actor"], sampler=sampler)
+        transport = build_transport(config, actor=roles["actor"], sampler=sampler)
         stack.callback(transport.close)
         publisher = Publisher(
             transport=transport,
@@ -183,7 +183,7 @@ def open_rooms(
             teachers=teachers,
             make_environment=None
             if config.environment is None
-            else environment_maker(config.environment, tokenizer=tokenizer),
+            else make_environment_factory(config.environment, tokenizer=tokenizer),
             canary=_canary(config, roles["actor"], prompt=prompts[0])
             if config.rollout.canary
             else None,
@@ -211,7 +211,7 @@ def _sampler_of_loop(config: TrainerConfig, sampler: Sampler) -> Sampler:
     if config.loop != "async":
         return sampler
     assert isinstance(sampler, InterruptibleSampler)
-    return ContinuingSampler(sampler, interrupts=config.asynchrony.partial_rollouts)
+    return PausableSampler(sampler, interrupts=config.asynchrony.partial_rollouts)
 
 
 def _run_steps(

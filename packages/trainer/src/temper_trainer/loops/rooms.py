@@ -7,14 +7,14 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.data.order import PromptStream
-from temper_trainer.environment.protocol import MakeEnvironment
+from temper_trainer.environment.protocol import EnvironmentFactory
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.reward.scoring import Scorer
 from temper_trainer.rollout.sampler import Sampler
-from temper_trainer.runtime.group import WorkerGroup
-from temper_trainer.teacher.client import TeacherClient
+from temper_trainer.runtime.worker_group import WorkerGroup
+from temper_trainer.teacher.teacher_client import TeacherClient
 from temper_trainer.types import Prompt
-from temper_trainer.weight_sync.publish import Canary, Publisher
+from temper_trainer.weight_sync.publisher import Canary, Publisher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Rooms:
     """Actor to sampler."""
     teachers: TeacherClient | None
     """Of on-policy distillation, where the configuration has them."""
-    make_environment: MakeEnvironment | None
+    make_environment: EnvironmentFactory | None
     """Of rollouts of several turns, where the configuration has an environment."""
     canary: Canary | None
     """Compared after every publish, where the configuration wants it."""

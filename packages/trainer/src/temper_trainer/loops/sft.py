@@ -27,8 +27,8 @@ from temper_trainer.loops.opening import open_checkpointer
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.step import forward_pass, update_metrics
 from temper_trainer.metrics.run_log import RunLog
-from temper_trainer.runtime.group import WorkerGroup
-from temper_trainer.runtime.opening import Runtime
+from temper_trainer.runtime.runtime_factory import Runtime
+from temper_trainer.runtime.worker_group import WorkerGroup
 from temper_trainer.types import DataCursor, Demonstration, Pair
 from temper_trainer.weight_sync.buckets import DEFAULT_BUCKET_BYTES, export_buckets, unpack_buckets
 

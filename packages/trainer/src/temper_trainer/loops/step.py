@@ -41,10 +41,10 @@ from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.sampling import collect
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.progress import advance_progress, track_progress
-from temper_trainer.rollout.vllm.sampler import VllmSampler
-from temper_trainer.runtime.group import WorkerGroup
-from temper_trainer.runtime.worker import UpdateResult
-from temper_trainer.teacher.client import TEACHER_LOGPROBS, TEACHER_WEIGHTS
+from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
+from temper_trainer.runtime.training_worker import UpdateResult
+from temper_trainer.runtime.worker_group import WorkerGroup
+from temper_trainer.teacher.teacher_client import TEACHER_LOGPROBS, TEACHER_WEIGHTS
 from temper_trainer.types import Rollout
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.environment.protocol import Environment, MakeEnvironment
+from temper_trainer.environment.protocol import Environment, EnvironmentFactory
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.rollout.sampler import Sampler
@@ -105,7 +105,7 @@ def converse(
     requests: Sequence[SamplingRequest],
     *,
     prompts: Sequence[Prompt],
-    make: MakeEnvironment,
+    make: EnvironmentFactory,
     limits: Limits,
 ) -> tuple[list[Conversation], dict[str, float]]:
     """Every rollout to its end, all that are open sampled together in each turn.

@@ -9,8 +9,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight, WeightEntry, check_complete
-from temper_trainer.rollout.changes import ChangeBucket, check_buckets, read_changes, write_change
-from temper_trainer.rollout.slot_memory import SLOT_ATTENTION
+from temper_trainer.rollout.kv_cache import SLOT_ATTENTION
+from temper_trainer.rollout.weight_delta import (
+    DeltaBucket,
+    apply_tensor_delta,
+    check_delta_buckets,
+    unpack_delta,
+)
 
 
 def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -45,11 +50,11 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
     assert isinstance(model, PreTrainedModel)
     model = model.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
-        _leave_the_file(model)
+        _copy_out_of_file(model)
     return model
 
 
-def _leave_the_file(model: PreTrainedModel) -> None:
+def _copy_out_of_file(model: PreTrainedModel) -> None:
     """Give every tensor memory of its own, aligned as torch aligns it.
 
     transformers leaves weights mapped to their file: they change when somebody writes to it, and begin wherever its header ends, while
@@ -59,7 +64,7 @@ def _leave_the_file(model: PreTrainedModel) -> None:
         tensor.data = tensor.data.clone()
 
 
-def end_token_ids(
+def find_end_token_ids(
     model: PreTrainedModel, spec: ModelSpec, *, tokenizer_end: int | None
 ) -> frozenset[int]:
     """The tokenizer's end token, and those that a loaded model's own generation config names.
@@ -80,7 +85,7 @@ def end_token_ids(
     return frozenset(ends)
 
 
-def named_end_tokens(spec: ModelSpec, *, tokenizer_end: int | None) -> frozenset[int]:
+def read_end_token_ids(spec: ModelSpec, *, tokenizer_end: int | None) -> frozenset[int]:
     """As ``end_token_ids``, from a model's directory alone.
 
     Raises:
@@ -118,35 +123,35 @@ def load_weights(model: PreTrainedModel, stream: Iterable[NamedWeight]) -> None:
     for name, place in model.state_dict().items():
         if place.data_ptr() not in seen:
             seen.add(place.data_ptr())
-            places |= _by_names_in_files(name, place)
+            places |= _split_experts(name, place)
     arrived = [
         NamedWeight(name, tensor)
         for whole in stream
-        for name, tensor in _by_names_in_files(*whole).items()
+        for name, tensor in _split_experts(*whole).items()
     ]
     check_complete(
-        (_entry(name, place) for name, place in places.items()),
-        [_entry(w.name, w.tensor) for w in arrived],
+        (_make_entry(name, place) for name, place in places.items()),
+        [_make_entry(w.name, w.tensor) for w in arrived],
     )
     with torch.no_grad():
         for weight in arrived:
             places[weight.name].copy_(weight.tensor)
 
 
-def load_changes(model: PreTrainedModel, buckets: Sequence[ChangeBucket]) -> None:
+def load_delta(model: PreTrainedModel, buckets: Sequence[DeltaBucket]) -> None:
     """Write what changed into the model, in place; nothing is written before everything is known to fit.
 
     Raises:
         WeightError: a bucket is damaged or missing, a name is unknown, or a shape differs.
     """
-    check_buckets(buckets)
+    check_delta_buckets(buckets)
     places: dict[str, torch.Tensor] = {}
     for name, place in model.state_dict().items():
-        places |= {name: place, **_by_names_in_files(name, place)}
+        places |= {name: place, **_split_experts(name, place)}
     found = [
         pair
         for bucket in buckets
-        for pair in read_changes(bucket.data, bucket.entries, bucket.counts)
+        for pair in unpack_delta(bucket.data, bucket.entries, bucket.counts)
     ]
     for entry in (entry for bucket in buckets for entry in bucket.entries):
         if entry.name not in places or tuple(places[entry.name].shape) != entry.shape:
@@ -156,10 +161,10 @@ def load_changes(model: PreTrainedModel, buckets: Sequence[ChangeBucket]) -> Non
             )
     with torch.no_grad():
         for entry, change in found:
-            write_change(places[entry.name], change)
+            apply_tensor_delta(places[entry.name], change)
 
 
-def _by_names_in_files(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+def _split_experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """Views of what transformers joins in memory, and anything else as it is."""
     layer, _, kind = name.rpartition(".experts.")
     kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
@@ -172,5 +177,5 @@ def _by_names_in_files(name: str, tensor: torch.Tensor) -> dict[str, torch.Tenso
     }
 
 
-def _entry(name: str, tensor: torch.Tensor) -> WeightEntry:
+def _make_entry(name: str, tensor: torch.Tensor) -> WeightEntry:
     return WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)

@@ -93,7 +93,7 @@ def share_buffer(buffer: Tensor, *, nonce: str) -> SharedBuffer:
     )
 
 
-def read_shared_buffer(message: bytes, *, nonce: str, num_bytes: int) -> SharedBuffer:
+def parse_shared_buffer(message: bytes, *, nonce: str, num_bytes: int) -> SharedBuffer:
     """Return what `SharedBuffer.to_json` wrote.
 
     Args:
@@ -107,17 +107,17 @@ def read_shared_buffer(message: bytes, *, nonce: str, num_bytes: int) -> SharedB
     try:
         found = json.loads(message)
     except ValueError as error:
-        raise WeightError(_refused(f"{len(message)} bytes that are not JSON")) from error
+        raise WeightError(_refusal(f"{len(message)} bytes that are not JSON")) from error
     kinds = {each.name: each.type for each in fields(SharedBuffer)}
     if not isinstance(found, dict) or found.keys() != kinds.keys():
-        raise WeightError(_refused(f"not exactly the fields {', '.join(kinds)}"))
+        raise WeightError(_refusal(f"not exactly the fields {', '.join(kinds)}"))
     for name, kind in kinds.items():
         if type(found[name]) is not kind:  # also tells True from 1
-            raise WeightError(_refused(f"{name} = {found[name]!r:.40}"))
+            raise WeightError(_refusal(f"{name} = {found[name]!r:.40}"))
     buffer = SharedBuffer(**found)
     # Not "!=", whose time tells how many characters fit.
     if not hmac.compare_digest(buffer.nonce.encode(), nonce.encode()):
-        raise WeightError(_refused("the nonce of another channel"))
+        raise WeightError(_refusal("the nonce of another channel"))
     ranges = {
         "storage_bytes": range(num_bytes, _MAX_BYTES),
         "storage_offset": range(_MAX_BYTES),
@@ -126,20 +126,23 @@ def read_shared_buffer(message: bytes, *, nonce: str, num_bytes: int) -> SharedB
     }
     for name, allowed in ranges.items():
         if getattr(buffer, name) not in allowed:
-            raise WeightError(_refused(f"{name} = {getattr(buffer, name)}"))
-    if _num_bytes(buffer.handle) not in _HANDLE_BYTES or _num_bytes(buffer.event) != _EVENT_BYTES:
-        raise WeightError(_refused("a handle of another length"))
+            raise WeightError(_refusal(f"{name} = {getattr(buffer, name)}"))
+    if (
+        _count_hex_bytes(buffer.handle) not in _HANDLE_BYTES
+        or _count_hex_bytes(buffer.event) != _EVENT_BYTES
+    ):
+        raise WeightError(_refusal("a handle of another length"))
     if _COUNTER_NAME.fullmatch(buffer.counter) is None:
-        raise WeightError(_refused(f"counter = {buffer.counter!r:.40}"))
+        raise WeightError(_refusal(f"counter = {buffer.counter!r:.40}"))
     return buffer
 
 
-def _num_bytes(text: str) -> int:
+def _count_hex_bytes(text: str) -> int:
     """Return how many bytes a hexadecimal text stands for; -1 where it is none."""
     return len(text) // 2 if re.fullmatch(r"([0-9a-f]{2})*", text) else -1
 
 
-def _refused(what: str) -> str:
+def _refusal(what: str) -> str:
     return (
         f"the description of the sender's buffer has {what}, so it is not mapped: no other program "
         "may use the channel's port. Check who can reach it (SECURITY.md), and start the run again."

@@ -46,7 +46,7 @@ class Placement:
     bundles: tuple[Bundle, ...]
     """In the order of pool and rank."""
 
-    def bundle_of(self, role: str, rank: int) -> int:
+    def find_bundle(self, role: str, rank: int) -> int:
         """Index of the bundle of one worker."""
         return next(
             i
@@ -54,9 +54,9 @@ class Placement:
             if role in bundle.roles and bundle.rank == rank
         )
 
-    def share_of(self, role: str, rank: int) -> tuple[float, float]:
+    def get_worker_resources(self, role: str, rank: int) -> tuple[float, float]:
         """(CPU cores, GPUs) of one worker: an equal share of its bundle."""
-        bundle = self.bundles[self.bundle_of(role, rank)]
+        bundle = self.bundles[self.find_bundle(role, rank)]
         return bundle.cpus / len(bundle.roles), bundle.gpus / len(bundle.roles)
 
     def describe(self) -> str:
@@ -67,7 +67,7 @@ class Placement:
         )
 
 
-def role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
+def collect_role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
     """What every role of a run needs, the sampler as ``rollout``, replica R of a teacher as ``teacher.NAME.R``."""
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
     if config.task in ("eval", "generate"):
@@ -85,7 +85,7 @@ def role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
         )
     if config.samples and (model := config.reward.model) is not None:
         requests[REWARD_MODEL_ROLE] = RoleRequest(num_workers=model.num_workers, pool=model.pool)
-    for name, teacher in teacher_roles(config.teachers).items():
+    for name, teacher in list_teacher_roles(config.teachers).items():
         # A bundle of its own for every replica: teachers share devices with nobody, not with each other either.
         is_server = teacher.backend == "vllm"
         requests[name] = RoleRequest(
@@ -96,15 +96,15 @@ def role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
     return requests
 
 
-def teacher_role(name: str, replica: int) -> str:
+def format_teacher_role(name: str, replica: int) -> str:
     """The role of one replica of a teacher."""
     return f"teacher.{name}.{replica}"
 
 
-def teacher_roles(teachers: Mapping[str, TeacherConfig]) -> dict[str, TeacherConfig]:
+def list_teacher_roles(teachers: Mapping[str, TeacherConfig]) -> dict[str, TeacherConfig]:
     """The replicas of all teachers by role name."""
     return {
-        teacher_role(name, replica): teacher
+        format_teacher_role(name, replica): teacher
         for name, teacher in teachers.items()
         for replica in range(teacher.num_replicas)
     }
@@ -124,12 +124,12 @@ def plan_placement(
     Raises:
         ConfigError: the cluster is too small; says what is missing and which keys ask for it.
     """
-    bundles = bundles_of(roles, runtime)
+    bundles = plan_bundles(roles, runtime)
     _check_fits(bundles, roles, cpus=cpus, gpus=gpus)
     return Placement(bundles=bundles)
 
 
-def bundles_of(roles: Mapping[str, RoleRequest], runtime: RuntimeConfig) -> tuple[Bundle, ...]:
+def plan_bundles(roles: Mapping[str, RoleRequest], runtime: RuntimeConfig) -> tuple[Bundle, ...]:
     """Bundles for every role, whatever the cluster has; see plan_placement."""
     pools: dict[str, dict[str, RoleRequest]] = {}
     for name, request in roles.items():
@@ -139,15 +139,15 @@ def bundles_of(roles: Mapping[str, RoleRequest], runtime: RuntimeConfig) -> tupl
             pool=pool,
             rank=rank,
             roles=tuple(name for name, request in members.items() if rank < request.num_workers),
-            cpus=runtime.cpus_per_worker * _devices(pool, members),
-            gpus=runtime.gpus_per_worker * _devices(pool, members),
+            cpus=runtime.cpus_per_worker * _count_devices(pool, members),
+            gpus=runtime.gpus_per_worker * _count_devices(pool, members),
         )
         for pool, members in pools.items()
         for rank in range(max(request.num_workers for request in members.values()))
     )
 
 
-def _devices(pool: str, members: Mapping[str, RoleRequest]) -> int:
+def _count_devices(pool: str, members: Mapping[str, RoleRequest]) -> int:
     """Devices of a pool's bundles; roles that share them need the same number."""
     sizes = {request.devices_per_worker for request in members.values()}
     if len(sizes) > 1:

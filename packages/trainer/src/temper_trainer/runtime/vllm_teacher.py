@@ -11,10 +11,10 @@ import torch
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.rollout.replica import Replica, ReplicaError
-from temper_trainer.rollout.vllm.sampler import VllmSampler
-from temper_trainer.rollout.vllm.spec import teacher_server_spec
-from temper_trainer.teacher.answers import Question, TeacherAnswer, TeacherError
-from temper_trainer.teacher.balance import share_out
+from temper_trainer.rollout.vllm.server_spec import build_teacher_server_spec
+from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
+from temper_trainer.teacher.balance import assign_to_replicas
+from temper_trainer.teacher.teacher_protocol import TeacherError, TeacherRequest, TeacherScores
 
 
 class VllmTeacher:
@@ -39,8 +39,8 @@ class VllmTeacher:
         return len(self.servers.replicas)
 
     def answer(
-        self, questions: Sequence[Question], *, top_k: int, timeout_s: float
-    ) -> list[TeacherAnswer]:
+        self, questions: Sequence[TeacherRequest], *, top_k: int, timeout_s: float
+    ) -> list[TeacherScores]:
         """One answer for each question; see Teacher.
 
         Raises:
@@ -52,7 +52,7 @@ class VllmTeacher:
                 f"teachers.{self._name}.backend is vllm, which answers at temperature 1 only, but sampling.temperature is "
                 f"{hot.temperature}: set it to 1, or use backend=engine."
             )
-        shares = share_out(questions, num_replicas=self.num_replicas)
+        shares = assign_to_replicas(questions, num_replicas=self.num_replicas)
         arguments = [
             ([(questions[i].tokens, questions[i].first) for i in share], top_k) if share else None
             for share in shares
@@ -70,14 +70,14 @@ class VllmTeacher:
                 ) from error
             except ReplicaError as error:
                 raise TeacherError(f"teacher {self._name}: {error}") from error
-        answers: dict[int, TeacherAnswer] = {}
+        answers: dict[int, TeacherScores] = {}
         for share, row in zip(shares, rows, strict=True):
             for place, judged in zip(
                 share,
                 cast("list[tuple[list[float], list[list[int]], list[list[float]]]]", row or []),
                 strict=True,
             ):
-                answers[place] = _answer(
+                answers[place] = _make_scores(
                     questions[place], judged, top_k=top_k, vocab_size=self._vocab_size
                 )
         return [answers[place] for place in range(len(questions))]
@@ -87,24 +87,24 @@ class VllmTeacher:
         self.servers.close()
 
 
-def open_vllm_teacher(
+def build_vllm_teacher(
     name: str, config: TrainerConfig, *, replicas: Sequence[Replica], vocab_size: int
 ) -> VllmTeacher:
     """A teacher on servers that the runtime has placed; they start here."""
-    spec = teacher_server_spec(name, config.teachers[name], config=config)
+    spec = build_teacher_server_spec(name, config.teachers[name], config=config)
     servers = VllmSampler(replicas, spec=spec, max_restarts=config.rollout.vllm.max_restarts)
     return VllmTeacher(name, servers=servers, vocab_size=vocab_size)
 
 
-def _answer(
-    question: Question,
+def _make_scores(
+    question: TeacherRequest,
     judged: tuple[list[float], list[list[int]], list[list[float]]],
     *,
     top_k: int,
     vocab_size: int,
-) -> TeacherAnswer:
+) -> TeacherScores:
     given, ids, logs = judged
-    answer = TeacherAnswer(question_id=question.question_id, logprobs=torch.tensor(given))
+    answer = TeacherScores(request_id=question.request_id, logprobs=torch.tensor(given))
     if not top_k:
         return answer
     named = torch.tensor(

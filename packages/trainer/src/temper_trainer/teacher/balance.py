@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
-from temper_trainer.teacher.answers import Question
+from temper_trainer.teacher.teacher_protocol import TeacherRequest
 
 
-def share_out(questions: Sequence[Question], *, num_replicas: int) -> list[list[int]]:
+def assign_to_replicas(
+    questions: Sequence[TeacherRequest], *, num_replicas: int
+) -> list[list[int]]:
     """Places in ``questions`` for each replica; a pure function, so that a repeated step asks the same replica the same."""
     loads = [0] * num_replicas
     shares: list[list[int]] = [[] for _ in range(num_replicas)]

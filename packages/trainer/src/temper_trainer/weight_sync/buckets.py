@@ -35,7 +35,7 @@ class WeightBucket:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
 
-class ExportsWeights(Protocol):
+class WeightExporter(Protocol):
     """A training worker, as far as publishing is concerned."""
 
     @property
@@ -48,7 +48,7 @@ class ExportsWeights(Protocol):
         ...
 
 
-def export_buckets(worker: ExportsWeights, bucket_bytes: int) -> list[WeightBucket]:
+def export_buckets(worker: WeightExporter, bucket_bytes: int) -> list[WeightBucket]:
     """Runs on every rank of the actor: rank 0 returns the whole set, the others take part in the gathering and return nothing."""
     with worker.export_weights() as stream:
         if worker.is_first:
@@ -67,14 +67,14 @@ def pack_buckets(
     for weight in stream:
         weight_bytes = weight.tensor.numel() * weight.tensor.element_size()
         if held and size + weight_bytes > bucket_bytes:
-            yield _bucket(held, index=index, is_last=False)
+            yield _make_bucket(held, index=index, is_last=False)
             held, size, index = [], 0, index + 1
-        held.append(NamedWeight(weight.name, own_copy(weight.tensor)))
+        held.append(NamedWeight(weight.name, copy_to_cpu(weight.tensor)))
         size += weight_bytes
-    yield _bucket(held, index=index, is_last=True)
+    yield _make_bucket(held, index=index, is_last=True)
 
 
-def own_copy(tensor: Tensor) -> Tensor:
+def copy_to_cpu(tensor: Tensor) -> Tensor:
     """On the CPU, contiguous, in memory of its own; copied once, whatever its strides."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
@@ -104,7 +104,7 @@ def unpack_buckets(buckets: Iterable[WeightBucket]) -> Iterator[NamedWeight]:
         )
 
 
-def _bucket(held: list[NamedWeight], *, index: int, is_last: bool) -> WeightBucket:
+def _make_bucket(held: list[NamedWeight], *, index: int, is_last: bool) -> WeightBucket:
     tensors = tuple(weight.tensor for weight in held)
     entries = tuple(
         WeightEntry(name=w.name, shape=tuple(w.tensor.shape), dtype=w.tensor.dtype) for w in held

@@ -11,7 +11,7 @@ from temper_trainer.weight_sync.buckets import WeightBucket, unpack_buckets
 T = TypeVar("T")
 
 
-class RunsOnRanks(Protocol):
+class RankGroup(Protocol):
     """The actor's worker group, as far as a transport is concerned."""
 
     @property
@@ -30,7 +30,7 @@ class RunsOnRanks(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class SentWeights:
     """What one set took."""
 
     num_bytes: int
@@ -42,7 +42,7 @@ class Sent:
 class Transport(Protocol):
     """One way for a set of weights."""
 
-    def send(self, version: int) -> Sent:
+    def send(self, version: int) -> SentWeights:
         """Hand over the actor's present weights; afterwards the sampler reports the version.
 
         Raises:
@@ -55,7 +55,7 @@ class Transport(Protocol):
         ...
 
 
-class TakesStream(Protocol):
+class StreamReceiver(Protocol):
     """A sampler that loads weights in its own process."""
 
     def load_weights(self, stream: Iterable[NamedWeight], *, version: int) -> None:
@@ -67,27 +67,27 @@ class StreamTransport:
     """Buckets with checksums, in one process."""
 
     def __init__(
-        self, *, export: Callable[[], Iterable[WeightBucket]], sampler: TakesStream
+        self, *, export: Callable[[], Iterable[WeightBucket]], sampler: StreamReceiver
     ) -> None:
         self._export = export
         self._sampler = sampler
 
-    def send(self, version: int) -> Sent:
+    def send(self, version: int) -> SentWeights:
         """Export, check, load."""
         buckets = list(self._export())
         self._sampler.load_weights(unpack_buckets(buckets), version=version)
-        return Sent(num_bytes=sum(bucket.num_bytes for bucket in buckets), share=1.0)
+        return SentWeights(num_bytes=sum(bucket.num_bytes for bucket in buckets), share=1.0)
 
     def close(self) -> None:
         """Nothing is held."""
 
 
 @runtime_checkable
-class FetchesWeights(Protocol):
+class WeightFetcher(Protocol):
     """A sampler in another process, which has its own way to the actor's."""
 
     def fetch_weights(
-        self, actor: RunsOnRanks, *, bucket_bytes: int, with_digest: bool, version: int
+        self, actor: RankGroup, *, bucket_bytes: int, with_digest: bool, version: int
     ) -> int:
         """Load the actor's present weights, strict both ways; returns their bytes."""
         ...
@@ -97,14 +97,14 @@ class FetchTransport:
     """The sampler's own way: through Ray's object store, past the driver."""
 
     def __init__(
-        self, *, actor: RunsOnRanks, sampler: FetchesWeights, bucket_bytes: int, with_digest: bool
+        self, *, actor: RankGroup, sampler: WeightFetcher, bucket_bytes: int, with_digest: bool
     ) -> None:
         self._actor = actor
         self._sampler = sampler
         self._bucket_bytes = bucket_bytes
         self._with_digest = with_digest
 
-    def send(self, version: int) -> Sent:
+    def send(self, version: int) -> SentWeights:
         """Let the sampler fetch."""
         num_bytes = self._sampler.fetch_weights(
             self._actor,
@@ -112,16 +112,16 @@ class FetchTransport:
             with_digest=self._with_digest,
             version=version,
         )
-        return Sent(num_bytes=num_bytes, share=1.0)
+        return SentWeights(num_bytes=num_bytes, share=1.0)
 
     def close(self) -> None:
         """Nothing is held."""
 
 
-class NothingToSend:
+class NullTransport:
     """For a sampler that keeps the weights it was opened with."""
 
-    def send(self, version: int) -> Sent:
+    def send(self, version: int) -> SentWeights:
         """Refuse: there is no actor.
 
         Raises:

@@ -11,10 +11,10 @@ import torch
 
 from packages.trainer.tests.rollout.models_for_tests import END, VOCAB_SIZE, Pair, make_tokenizer
 from temper_engine_api.weights import NamedWeight
-from temper_trainer.rollout.parcels import Parcel, cut, write_parcel
-from temper_trainer.rollout.vllm.client import ServerProcess
+from temper_trainer.rollout.packed_bucket import PackedBucket, split_into_buckets, write_weight_file
 from temper_trainer.rollout.vllm.messages import Argument, ServerSpec
-from temper_trainer.rollout.vllm.sampler import VllmSampler
+from temper_trainer.rollout.vllm.server_process import ServerProcess
+from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -43,16 +43,17 @@ class Served:
         self.sampler = sampler
         self._folder = folder
 
-    def parcels(self, version: int, *, bucket_bytes: int = 1 << 20) -> list[Parcel]:
+    def parcels(self, version: int, *, bucket_bytes: int = 1 << 20) -> list[PackedBucket]:
         """Write the model's weights as an engine exports them: tied weights once."""
         folder = self._folder / f"version-{version}-{bucket_bytes}"
         folder.mkdir()
         weights = [
             NamedWeight(name, value.detach()) for name, value in self.pair.model.named_parameters()
         ]
-        parts = cut(weights, bucket_bytes=bucket_bytes)
+        parts = split_into_buckets(weights, bucket_bytes=bucket_bytes)
         return [
-            write_parcel(part, folder / str(i), with_digest=True) for i, part in enumerate(parts)
+            write_weight_file(part, folder / str(i), with_digest=True)
+            for i, part in enumerate(parts)
         ]
 
     def publish(self, version: int, *, bucket_bytes: int = 1 << 20) -> None:

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from temper_trainer.rollout.vllm.messages import (
-    Ask,
+    Call,
     Heartbeat,
     Hello,
     Ready,
@@ -29,7 +29,7 @@ if __name__ == "__main__":
     assert isinstance(spec, ServerSpec)
     behaviour = spec.environment["BEHAVIOUR"]
     if behaviour == "builds":
-        inbox: queue.SimpleQueue[Ask] = queue.SimpleQueue()
+        inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
         threading.Thread(target=read_messages, args=(connection, inbox), daemon=True).start()
         time.sleep(600)
     if behaviour != "gives-up":

@@ -15,15 +15,15 @@ import pytest
 from packages.trainer.tests.rollout.models_for_tests import make_requests
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.rollout.place import Place
+from temper_trainer.rollout.device_location import DeviceLocation
 from temper_trainer.rollout.replica import ReplicaError
-from temper_trainer.rollout.vllm import client
-from temper_trainer.rollout.vllm.client import ServerProcess
+from temper_trainer.rollout.vllm import server_process
 from temper_trainer.rollout.vllm.messages import ServerSpec
-from temper_trainer.rollout.vllm.sampler import VllmSampler
+from temper_trainer.rollout.vllm.server_process import ServerProcess
+from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.temporary_folders import remove_orphans
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
-from temper_trainer.weight_sync.opening import _receivers
+from temper_trainer.weight_sync.transport_factory import _locate_receivers
 
 SPEC = ServerSpec(arguments={}, end_token_ids=(1,), max_length=64, vocab_size=41)
 REQUESTS = make_requests([[2], [3], [2]], SamplingConfig(max_tokens=4))
@@ -139,7 +139,7 @@ def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_a_server_that_hangs_or_answers_nonsense_counts_as_dead(
     behaviour: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "MODULE", "temper_trainer_test_server")
+    monkeypatch.setattr(server_process, "MODULE", "temper_trainer_test_server")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
     spec = replace(SPEC, environment={"BEHAVIOUR": behaviour})
     server = ServerProcess(
@@ -159,7 +159,7 @@ def test_a_server_that_hangs_or_answers_nonsense_counts_as_dead(
 def test_server_that_is_alive_is_given_the_time_for_loading_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "MODULE", "temper_trainer_test_server")
+    monkeypatch.setattr(server_process, "MODULE", "temper_trainer_test_server")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
     server = ServerProcess(
         replace(SPEC, environment={"BEHAVIOUR": "beats"}),
@@ -183,7 +183,7 @@ def test_server_that_is_alive_is_given_the_time_for_loading_and_no_more(
 def test_the_last_words_of_a_server_that_hung_up_are_heard(
     behaviour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "MODULE", "temper_trainer_test_server")
+    monkeypatch.setattr(server_process, "MODULE", "temper_trainer_test_server")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
     spec = replace(SPEC, environment={"BEHAVIOUR": behaviour})
     server = ServerProcess(
@@ -202,14 +202,14 @@ def test_the_last_words_of_a_server_that_hung_up_are_heard(
 DRIVER = """
 import sys
 from pathlib import Path
-from temper_trainer.rollout.vllm import client
+from temper_trainer.rollout.vllm import server_process
 from temper_trainer.rollout.vllm.messages import ServerSpec
-client.MODULE = "temper_trainer_test_server"
+server_process.SERVER_MODULE = "temper_trainer_test_server"
 spec = ServerSpec(
     arguments={}, end_token_ids=(1,), max_length=64, vocab_size=41,
     environment={"BEHAVIOUR": "builds"},
 )
-client.ServerProcess(
+server_process.ServerProcess(
     spec, name="r", python=sys.executable, log_file=Path(sys.argv[1]) / "log",
     start_timeout_s=600, stall_timeout_s=600,
 ).start()
@@ -279,7 +279,7 @@ def test_replica_that_dies_before_the_first_weights_is_started_again_and_asked_a
 
     fake = DiesOnce(0)
     sampler = VllmSampler([fake], spec=SPEC, max_restarts=2)
-    assert _receivers(sampler) == [Place(host="host")]
+    assert _locate_receivers(sampler) == [DeviceLocation(host="host")]
     assert (fake.num_starts, sampler.num_restarts) == (2, 1)
 
 

@@ -10,11 +10,10 @@ import pytest
 
 from packages.trainer.tests.rollout.models_for_tests import make_requests
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.rollout.changes import ChangeManifest, ChangeParcel
-from temper_trainer.rollout.parcels import Parcel, ParcelEntry
+from temper_trainer.rollout.packed_bucket import PackedBucket, TensorEntry
 from temper_trainer.rollout.vllm.messages import (
-    Answer,
-    Ask,
+    Call,
+    CallResult,
     Hello,
     MessageError,
     ServerSpec,
@@ -24,16 +23,17 @@ from temper_trainer.rollout.vllm.messages import (
     encode,
     encode_value,
 )
+from temper_trainer.rollout.weight_delta import DeltaManifest, PackedDelta
 from temper_trainer.types import Completion, FinishReason
 
-PARCEL = Parcel(
-    entries=(ParcelEntry(name="w", shape=(2, 3), dtype="bfloat16", offset=64),),
+PARCEL = PackedBucket(
+    entries=(TensorEntry(name="w", shape=(2, 3), dtype="bfloat16", offset=64),),
     num_bytes=128,
     digest=2**64 - 1,
     path="/dev/shm/x",
 )
-CHANGES = ChangeParcel(
-    counts=(-1, 5), num_bytes=64, digest=None, result_digest=2**63, path="/dev/shm/y"
+CHANGES = PackedDelta(
+    counts=(-1, 5), num_bytes=64, digest=None, updated_digest=2**63, path="/dev/shm/y"
 )
 REQUESTS = make_requests([[2], [3, 4]], SamplingConfig(max_tokens=4, top_p=0.9, stop=("ab",)))
 
@@ -49,13 +49,13 @@ class Evil:
 
 
 def call(method: str, *arguments: object) -> list[Any]:
-    ask = decode(encode(Ask(number=7, method=method, arguments=encode_value(arguments))))
-    assert isinstance(ask, Ask)
+    ask = decode(encode(Call(number=7, method=method, arguments=encode_value(arguments))))
+    assert isinstance(ask, Call)
     return decode_arguments(ask)
 
 
 @pytest.mark.parametrize(
-    "read", [decode, lambda data: decode_arguments(Ask(number=0, method="sample", arguments=data))]
+    "read", [decode, lambda data: decode_arguments(Call(number=0, method="sample", arguments=data))]
 )
 def test_a_pickle_in_place_of_a_message_is_refused_and_not_executed(
     read: Callable[[bytes], Any], tmp_path: Path
@@ -70,11 +70,11 @@ def test_a_pickle_in_place_of_a_message_is_refused_and_not_executed(
 
 
 def test_arguments_arrive_equal_and_of_their_own_types() -> None:
-    manifest = ChangeManifest(version=3, base_version=2, parcels=(CHANGES,))
+    manifest = DeltaManifest(version=3, base_version=2, parcels=(CHANGES,))
     assert call("sample", REQUESTS) == [REQUESTS]
-    assert call("load_changes", (PARCEL,), manifest) == [[PARCEL], manifest]
-    assert call("receive_set", [PARCEL], 3) == [[PARCEL], 3]
-    assert call("receive_set", [PARCEL], 3, True) == [[PARCEL], 3, True]
+    assert call("load_delta", (PARCEL,), manifest) == [[PARCEL], manifest]
+    assert call("receive_weights", [PARCEL], 3) == [[PARCEL], 3]
+    assert call("receive_weights", [PARCEL], 3, True) == [[PARCEL], 3, True]
 
 
 def test_results_arrive_equal_bit_by_bit() -> None:
@@ -86,10 +86,10 @@ def test_results_arrive_equal_bit_by_bit() -> None:
         weight_version=4,
     )
     value = encode_value([completion])
-    answer = decode(encode(Answer(number=1, method="sample", value=value)))
-    assert isinstance(answer, Answer)
+    answer = decode(encode(CallResult(number=1, method="sample", value=value)))
+    assert isinstance(answer, CallResult)
     assert decode_result(answer) == [completion]
-    places = Answer(number=1, method="places", value=encode_value([("host", None)]))
+    places = CallResult(number=1, method="places", value=encode_value([("host", None)]))
     assert decode_result(places) == [("host", None)]
 
 

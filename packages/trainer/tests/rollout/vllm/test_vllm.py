@@ -13,8 +13,8 @@ from packages.trainer.tests.rollout.conftest import Pairs
 from packages.trainer.tests.rollout.models_for_tests import make_prompts, make_requests
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.rollout.continuing import ContinuingSampler
-from temper_trainer.rollout.vllm.client import ServerProcess
+from temper_trainer.rollout.pausable_sampler import PausableSampler
+from temper_trainer.rollout.vllm.server_process import ServerProcess
 from temper_trainer.types import FinishReason
 
 from .conftest import Serve, Served
@@ -157,16 +157,16 @@ def test_a_damaged_bucket_is_refused_and_the_old_weights_stay(served: Served) ->
 def test_interrupted_completions_go_on_under_new_weights_with_each_tokens_own_version(
     served: Served,
 ) -> None:
-    sampler = ContinuingSampler(served.sampler, interrupts=True)
+    sampler = PausableSampler(served.sampler, interrupts=True)
     old, first = served.pair.sampler(), served.sampler.weight_version
     requests = make_requests(make_prompts(16, seed=9), LONG, seeds=range(16))
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.extend(sampler.sample(requests)))
     thread.start()
-    while thread.is_alive() and sampler.num_continued == 0:
+    while thread.is_alive() and sampler.num_resumed == 0:
         thread.join(0.3)
-        with sampler.paused():
-            if sampler.num_continued == 0:
+        with sampler.pause():
+            if sampler.num_resumed == 0:
                 continue
             served.perturb(11)
             served.publish_next()

@@ -12,10 +12,10 @@ from packages.trainer.tests.rollout.conftest import Pairs
 from packages.trainer.tests.rollout.models_for_tests import make_prompts
 from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import NamedWeight, WeightStream
-from temper_trainer.rollout.changes import StaleBaseError
-from temper_trainer.rollout.vllm.client import ServerProcess
-from temper_trainer.weight_sync.collective import CollectiveTransport
-from temper_trainer.weight_sync.shared_changes import SharedChangeTransport
+from temper_trainer.rollout.vllm.server_process import ServerProcess
+from temper_trainer.rollout.weight_delta import StaleBaseError
+from temper_trainer.weight_sync.collective_transport import CollectiveTransport
+from temper_trainer.weight_sync.shared_changes import SharedMemoryDeltaTransport
 from temper_trainer.weight_sync.transport import Transport
 
 from .conftest import Serve, Served
@@ -75,12 +75,12 @@ def actor(served: Served) -> Actor:
 def transport(request: pytest.FixtureRequest, served: Served, actor: Actor) -> Iterator[Transport]:
     made: Transport
     if request.param == "shared_memory":
-        made = SharedChangeTransport(
+        made = SharedMemoryDeltaTransport(
             actor=actor,
             sampler=served.sampler,
             bucket_bytes=BUCKET_BYTES,
             with_digest=True,
-            max_share=0.25,
+            max_changed_fraction=0.25,
         )
     else:
         made = CollectiveTransport(
@@ -90,8 +90,8 @@ def transport(request: pytest.FixtureRequest, served: Served, actor: Actor) -> I
             workers_per_replica=1,
             bucket_bytes=BUCKET_BYTES,
             with_digest=True,
-            may_send_again=True,
-            max_share=0.25,
+            can_resend=True,
+            max_changed_fraction=0.25,
         )
     yield made
     made.close()
@@ -154,18 +154,18 @@ def test_a_server_refuses_changes_of_weights_that_it_does_not_hold(
     replica = served.sampler.replicas[0]
     served.publish_next()  # through files: nothing is held
     with pytest.raises(StaleBaseError, match=r"changes of weights 5 came, but none are held"):
-        replica.call("receive_changes", [], 5, 6).result()
+        replica.call("receive_delta", [], 5, 6).result()
 
 
 def test_changed_weights_that_arrive_damaged_are_refused_and_the_old_ones_stay(
     served: Served, actor: Actor
 ) -> None:
-    transport = SharedChangeTransport(
+    transport = SharedMemoryDeltaTransport(
         actor=actor,
         sampler=served.sampler,
         bucket_bytes=BUCKET_BYTES,
         with_digest=True,
-        max_share=0.25,
+        max_changed_fraction=0.25,
     )
     version = served.sampler.weight_version
     transport.send(version + 1)
@@ -177,7 +177,7 @@ def test_changed_weights_that_arrive_damaged_are_refused_and_the_old_ones_stay(
         call: Callable[..., Any], arguments: Sequence[tuple[object, ...]]
     ) -> list[Any]:
         results = run(call, arguments)
-        if call.__name__ == "write_changes":
+        if call.__name__ == "write_delta":
             path = results[0].parcels[-1].path
             data = torch.from_file(
                 path, shared=True, size=results[0].parcels[-1].num_bytes, dtype=torch.uint8

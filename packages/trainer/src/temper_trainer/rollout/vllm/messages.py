@@ -49,7 +49,7 @@ class ServerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Call:
     """A call."""
 
     number: int
@@ -61,7 +61,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class CallResult:
     """What a call returned."""
 
     number: int
@@ -73,7 +73,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class CallError:
     """Why a call has no result; the server goes on."""
 
     number: int
@@ -85,7 +85,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alive:
+class Progress:
     """The server has done something; sent at most once a second while it samples."""
 
     num_finished: int = 0
@@ -105,12 +105,13 @@ class Ready:
     """cpu, cuda ..."""
 
 
-Message = Hello | ServerSpec | Ask | Answer | Fault | Alive | Heartbeat | Ready
+Message = Hello | ServerSpec | Call | CallResult | CallError | Progress | Heartbeat | Ready
 MessageError = msgspec.MsgspecError
 """Raised for bytes that are not a message, or not of the expected types."""
 
 _KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Hello, ServerSpec, Ask, Answer, Fault, Alive, Heartbeat, Ready)
+    kind.__name__: kind
+    for kind in (Hello, ServerSpec, Call, CallResult, CallError, Progress, Heartbeat, Ready)
 }
 _FRAME = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 
@@ -137,7 +138,7 @@ def encode_value(value: object) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-def decode_arguments(ask: Ask) -> list[Any]:
+def decode_arguments(ask: Call) -> list[Any]:
     """Return the arguments of a call.
 
     Raises:
@@ -152,7 +153,7 @@ def decode_arguments(ask: Ask) -> list[Any]:
     return [msgspec.msgpack.decode(raw, type=kind) for raw, kind in zip(given, types)]
 
 
-def decode_result(answer: Answer) -> Any:
+def decode_result(answer: CallResult) -> Any:
     """Return the result of a call.
 
     Raises:
@@ -166,9 +167,9 @@ def decode_result(answer: Answer) -> Any:
 def _signature(method: str) -> tuple[tuple[Any, ...], int, Any]:
     """Return the types of a method's arguments, how many are required, and the result's type."""
     # Imported here because it imports torch, and a server sets its environment before that.
-    from temper_trainer.rollout.vllm.calls import ServerCalls
+    from temper_trainer.rollout.vllm.server_methods import ServerMethods
 
-    function = getattr(ServerCalls, method, None)
+    function = getattr(ServerMethods, method, None)
     if method.startswith("_") or not inspect.isfunction(function):
         raise msgspec.ValidationError(f"a server has no method {method!r}")
     parameters = list(inspect.signature(function).parameters.values())[1:]

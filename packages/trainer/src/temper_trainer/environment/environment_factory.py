@@ -1,0 +1,45 @@
+"""From the configuration to the environment of each rollout."""
+
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.environment import BUILT_IN, EnvironmentConfig, environment_class
+from temper_trainer.environment.protocol import Environment, EnvironmentFactory
+from temper_trainer.environment.sandbox import open_sandbox
+from temper_trainer.environment.tool_environment import (
+    ToolEnvironment,
+    make_python_tool,
+    run_calculator,
+)
+
+
+def make_environment_factory(
+    config: EnvironmentConfig, *, tokenizer: PreTrainedTokenizerBase
+) -> EnvironmentFactory:
+    """Return a function that makes the environment of one rollout.
+
+    Raises:
+        ConfigError: If the name is no import path of a class that takes `environment.arguments`, or
+            the sandbox of the Python tool cannot be started.
+    """
+    if config.name in BUILT_IN:
+        tool = (
+            run_calculator
+            if config.name == "calculator"
+            else make_python_tool(config, open_sandbox(config.sandbox))
+        )
+        return lambda: ToolEnvironment(tool, config, tokenizer)
+    found = environment_class(config)
+
+    def make() -> Environment:
+        made: Environment = found(config=config, tokenizer=tokenizer, **config.arguments)
+        return made
+
+    try:
+        make()
+    except TypeError as error:
+        raise ConfigError(
+            f"environment.name {config.name} can't be made with config, tokenizer and environment.arguments "
+            f"{dict(config.arguments)}: {error}."
+        ) from error
+    return make

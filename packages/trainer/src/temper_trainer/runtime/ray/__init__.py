@@ -1,0 +1,1 @@
+"""Roles, samplers and servers as Ray actors. Ray is imported only here."""

@@ -1,0 +1,264 @@
+"""Ray for one run: a placement group, the roles' actors in it, and the sampler's."""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import cast
+
+import ray
+from ray._private import ray_constants
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.specs import EngineConfig
+from temper_trainer.config.ranges import LOOPBACK
+from temper_trainer.config.run import RuntimeConfig, TrainerConfig
+from temper_trainer.rollout.replica import Replica
+from temper_trainer.rollout.sampler import Sampler
+from temper_trainer.rollout.vllm.server_spec import build_server_spec
+from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
+from temper_trainer.runtime.placement import (
+    Placement,
+    RoleRequest,
+    format_teacher_role,
+    plan_placement,
+)
+from temper_trainer.runtime.planned import describe_weight_path
+from temper_trainer.runtime.ray.ray_guard import RayGuard
+from temper_trainer.runtime.ray.ray_replica import (
+    MAX_CONCURRENT_CALLS,
+    RayReplica,
+    ReplicaActor,
+    ReplicaHandle,
+)
+from temper_trainer.runtime.ray.ray_worker_group import (
+    ActorHandle,
+    RaySampler,
+    RayWorkerGroup,
+    RoleActor,
+    SamplerActor,
+)
+from temper_trainer.runtime.vllm_servers import (
+    ServerPlan,
+    plan_rollout_servers,
+    plan_teacher_servers,
+)
+from temper_trainer.runtime.worker_group import WorkerError, WorkerGroup
+from temper_trainer.temporary_folders import announce_session, claim_folder, remove_claimed_folders
+
+logger = logging.getLogger(__name__)
+
+_RAY_CLUSTERS_BY_DEFAULT = ray_constants.ENABLE_RAY_CLUSTER
+"""False on macOS and Windows, where Ray stays on the loopback interface by itself."""
+
+_SESSIONS = Path(ray._common.utils.get_default_ray_temp_dir())
+"""Where Ray makes a folder of logs and sockets for each cluster."""
+_own_jobs: set[str] = set()
+"""Ids of the Ray jobs that ``connect`` began in this process; a user's own is never shut down."""
+
+_guards: list[RayGuard] = []
+"""Of the cluster that this process started, if it did."""
+
+
+class RayRuntime:
+    """Ray and one placement group, from the start of a run to its end."""
+
+    def __init__(self, config: TrainerConfig, *, roles: Mapping[str, RoleRequest]) -> None:
+        self._config = config
+        runtime = config.runtime
+        self._owns_ray = connect_to_ray(runtime)
+        resources = ray.cluster_resources()
+        self.placement: Placement = plan_placement(
+            roles, runtime, cpus=resources.get("CPU", 0.0), gpus=resources.get("GPU", 0.0)
+        )
+        logger.info(
+            "placement:\n%s", "\n".join([self.placement.describe(), *describe_weight_path(config)])
+        )
+        bundles = [_format_resources(bundle.cpus, bundle.gpus) for bundle in self.placement.bundles]
+        self._group: PlacementGroup = placement_group(bundles, strategy="PACK")
+        if not self._group.wait(timeout_seconds=runtime.worker_timeout_s):
+            raise WorkerError(
+                f"the cluster did not grant {bundles} within runtime.worker_timeout_s = {runtime.worker_timeout_s} s."
+            )
+        logger.info(
+            "granted:\n%s",
+            "\n".join(
+                f"{b.pool}[{b.rank}]: {node}"
+                for b, node in zip(self.placement.bundles, self._nodes(), strict=True)
+            ),
+        )
+
+    def open_group(
+        self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False
+    ) -> WorkerGroup:
+        """One actor a rank."""
+        return RayWorkerGroup(
+            role,
+            actors=[self._start(RoleActor, role=role, rank=rank) for rank in range(num_workers)],
+            engine_name=self._config.model_engine,
+            config=engine,
+            num_threads=self._config.run.num_threads,
+            timeout_s=self._config.runtime.worker_timeout_s,
+            is_deprecated=is_deprecated,
+        )
+
+    def open_sampler(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> Sampler:
+        """An actor of its own, or one for each of vLLM's servers."""
+        if config.rollout.sampler == "vllm":
+            return self._open_servers(config, tokenizer=tokenizer)
+        arguments = (config.actor.engine.model, tokenizer, config.rollout, config.run.num_threads)
+        # In loop async an interrupt must get through while completions are being made.
+        calls_at_once = 2 if config.loop == "async" else 1
+        actor = self._start(
+            SamplerActor, *arguments, role="rollout", rank=0, calls_at_once=calls_at_once
+        )
+        return RaySampler(actor, timeout_s=config.runtime.worker_timeout_s)
+
+    def make_teacher_servers(self, name: str, config: TrainerConfig) -> Sequence[Replica]:
+        """Each in a bundle of its own."""
+        return [
+            self._replica(plan, role=format_teacher_role(name, i), rank=0)
+            for i, plan in enumerate(plan_teacher_servers(name, config))
+        ]
+
+    def _open_servers(
+        self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase
+    ) -> VllmSampler:
+        spec = build_server_spec(config, tokenizer=tokenizer)
+        replicas = [
+            self._replica(plan, role="rollout", rank=i)
+            for i, plan in enumerate(plan_rollout_servers(config, spec=spec))
+        ]
+        return VllmSampler(replicas, spec=spec, max_restarts=config.rollout.vllm.max_restarts)
+
+    def _replica(self, plan: ServerPlan, *, role: str, rank: int) -> Replica:
+        def make_actor() -> ReplicaHandle:
+            return cast(
+                "ReplicaHandle",
+                self._start(
+                    ReplicaActor, plan, role=role, rank=rank, calls_at_once=MAX_CONCURRENT_CALLS
+                ),
+            )
+
+        return RayReplica(make_actor, name=plan.name, start_timeout_s=plan.start_timeout_s)
+
+    def close(self) -> None:
+        """Give resources back, and stop Ray if this run started it."""
+        remove_placement_group(self._group)
+        if self._owns_ray:
+            ray.shutdown()
+            _own_jobs.clear()  # a later connection may get the same id
+            while _guards:
+                _guards.pop().close()
+
+    def _nodes(self) -> list[str]:
+        """The address of each bundle's node."""
+        addresses: dict[str, str] = {
+            node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()
+        }
+        of_bundles = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        return [addresses[of_bundles[i]] for i in range(len(self.placement.bundles))]
+
+    def _start(
+        self,
+        actor_class: type[object],
+        *arguments: object,
+        role: str,
+        rank: int,
+        calls_at_once: int = 1,
+    ) -> ActorHandle:
+        """One actor in the bundle of its role and rank."""
+        cpus, gpus = self.placement.get_worker_resources(role, rank)
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._group,
+            placement_group_bundle_index=self.placement.find_bundle(role, rank),
+        )
+        remote = ray.remote(actor_class).options(
+            num_cpus=cpus,
+            num_gpus=gpus,
+            scheduling_strategy=strategy,
+            max_restarts=0,
+            max_concurrency=calls_at_once,
+        )
+        return cast("ActorHandle", remote.remote(*arguments))
+
+
+@contextmanager
+def open_ray_runtime(
+    config: TrainerConfig, *, roles: Mapping[str, RoleRequest]
+) -> Iterator[RayRuntime]:
+    """Ray for the body; closed also when it raises."""
+    runtime = RayRuntime(config, roles=roles)
+    try:
+        yield runtime
+    finally:
+        runtime.close()
+
+
+def connect_to_ray(runtime: RuntimeConfig) -> bool:
+    """Connect this process to Ray unless it is connected.
+
+    Returns:
+        Whether this module made the connection, now or earlier, so that a run may end it.
+
+    Raises:
+        ConfigError: If there is no cluster at the address.
+    """
+    if not ray.is_initialized():
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        _start_or_join(runtime.address, runtime.bind_address)
+        _own_jobs.add(ray.get_runtime_context().get_job_id())
+    return ray.get_runtime_context().get_job_id() in _own_jobs
+
+
+def _start_or_join(address: str | None, bind_address: str) -> None:
+    """Join a cluster, or start Ray on this machine.
+
+    Raises:
+        ConfigError: If no cluster answers at the address.
+    """
+    starts_here = address is None and "RAY_ADDRESS" not in os.environ
+    is_on_loopback = starts_here and bind_address == LOOPBACK
+    # Ray replaces 127.0.0.1 by an address that other machines reach, and then listens on all of them,
+    # except in the mode that is its default on macOS and Windows. The driver has read the variable
+    # when it imported Ray; Ray's own processes read it now.
+    ray_constants.ENABLE_RAY_CLUSTER = _RAY_CLUSTERS_BY_DEFAULT and not is_on_loopback
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(
+        int(ray_constants.ENABLE_RAY_CLUSTER)
+    )
+    with ExitStack() as stack:
+        if starts_here:
+            remove_claimed_folders(_SESSIONS)
+            stack.enter_context(announce_session(_SESSIONS))
+            _guards.append(stack.enter_context(RayGuard()))
+        _init_ray(
+            address="local" if starts_here else address,
+            bind_address=bind_address if starts_here else None,
+        )
+        if starts_here:
+            claim_folder(Path(ray._private.worker._global_node.get_session_dir_path()))
+
+
+def _init_ray(*, address: str | None, bind_address: str | None) -> None:
+    try:
+        ray.init(
+            address=address,
+            _node_ip_address=bind_address,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+    except ConnectionError as error:
+        raise ConfigError(
+            f"runtime.address is {address}, but no Ray cluster answers there: start one (ray start --head), correct the address, or "
+            "leave it out to have one on this machine. A cluster that is guarded by a token wants RAY_AUTH_MODE=token and the same "
+            "~/.ray/auth_token here."
+        ) from error
+
+
+def _format_resources(cpus: float, gpus: float) -> dict[str, float]:
+    return {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}

@@ -1,0 +1,112 @@
+"""The vLLM servers of a run: processes of the driver, or one Ray actor each that holds its process."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from temper_trainer.config.run import TrainerConfig
+from temper_trainer.rollout.replica import Replica
+from temper_trainer.rollout.vllm.messages import ServerSpec
+from temper_trainer.rollout.vllm.server_process import ServerProcess
+from temper_trainer.rollout.vllm.server_spec import build_server_spec, build_teacher_server_spec
+from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPlan:
+    """One server, wherever it will run."""
+
+    spec: ServerSpec
+    """What it needs to start."""
+    name: str
+    """For sentences."""
+    python: str
+    """Its interpreter, on its own machine."""
+    log_file: str
+    """On its own machine."""
+    start_timeout_s: float
+    """Longest start."""
+    stall_timeout_s: float
+    """Longest silence of its process."""
+    load_timeout_s: float
+    """Longest call without new tokens."""
+
+    def make(self) -> ServerProcess:
+        """The server on this machine, not started yet."""
+        return ServerProcess(
+            self.spec,
+            name=self.name,
+            python=self.python,
+            log_file=Path(self.log_file),
+            start_timeout_s=self.start_timeout_s,
+            stall_timeout_s=self.stall_timeout_s,
+            load_timeout_s=self.load_timeout_s,
+        )
+
+
+def plan_rollout_servers(config: TrainerConfig, *, spec: ServerSpec) -> list[ServerPlan]:
+    """The sampler's servers; their logs lie in the run folder."""
+    numbers = range(config.rollout.num_replicas)
+    return [
+        _make_plan(config, spec, name=f"rollout replica {i}", log=f"rollout/replica-{i}.log")
+        for i in numbers
+    ]
+
+
+def plan_teacher_servers(name: str, config: TrainerConfig) -> list[ServerPlan]:
+    """The servers of a teacher."""
+    teacher = config.teachers[name]
+    spec = build_teacher_server_spec(name, teacher, config=config)
+    numbers = range(teacher.num_replicas)
+    return [
+        _make_plan(config, spec, name=f"teacher {name} replica {i}", log=f"teachers/{name}-{i}.log")
+        for i in numbers
+    ]
+
+
+def start_local_sampler(
+    config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase
+) -> VllmSampler:
+    """Servers beside the driver."""
+    spec = build_server_spec(config, tokenizer=tokenizer)
+    replicas = _make_local_replicas(
+        plan_rollout_servers(config, spec=spec), devices=config.runtime.rollout_devices
+    )
+    return VllmSampler(replicas, spec=spec, max_restarts=config.rollout.vllm.max_restarts)
+
+
+def make_local_teacher_servers(name: str, config: TrainerConfig) -> list[Replica]:
+    """A teacher's servers beside the driver, not started yet."""
+    return _make_local_replicas(
+        plan_teacher_servers(name, config), devices=config.teachers[name].devices
+    )
+
+
+def _make_local_replicas(plans: Sequence[ServerPlan], *, devices: Sequence[str]) -> list[Replica]:
+    """Each on devices of its own where they are named."""
+    if devices:
+        plans = [
+            replace(plan, spec=_assign_devices(plan.spec, names))
+            for plan, names in zip(plans, devices, strict=True)
+        ]
+    return [plan.make() for plan in plans]
+
+
+def _assign_devices(spec: ServerSpec, names: str) -> ServerSpec:
+    return replace(spec, environment={**spec.environment, "CUDA_VISIBLE_DEVICES": names})
+
+
+def _make_plan(config: TrainerConfig, spec: ServerSpec, *, name: str, log: str) -> ServerPlan:
+    vllm = config.rollout.vllm
+    return ServerPlan(
+        spec=spec,
+        name=name,
+        python=config.runtime.rollout_python or sys.executable,
+        log_file=str(Path(config.run.dir).resolve() / log),
+        start_timeout_s=vllm.start_timeout_s,
+        stall_timeout_s=vllm.stall_timeout_s,
+        load_timeout_s=vllm.load_timeout_s,
+    )
