@@ -8,6 +8,7 @@ import pytest
 MODULES = (
     "batching.samples",
     "batching.step_plan",
+    "checkpoint.checkpoint_messages",
     "metrics.run_files",
     "metrics.terminal",
 )

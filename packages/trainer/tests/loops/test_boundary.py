@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from temper_trainer.checkpoint.policy import describe_policy
+from temper_trainer.checkpoint.checkpoint_messages import describe_policy
 from temper_trainer.config.run import RunConfig
 from temper_trainer.loops.boundary import StepBoundary
 from temper_trainer.loops.folder import RunFolder

@@ -437,7 +437,7 @@ def test_a_run_without_a_checkpoint_says_at_its_resume_that_it_starts_again(
     with pytest.raises(RewardFailureError) as caught:
         run(tmp_path / "run", *broken, *SHORT)
     assert caught.value.__notes__ == [
-        "No checkpoint of this run was saved yet: run.resume=auto would begin at step 1."
+        "No checkpoint of this run was saved yet: run.resume=auto would start at step 1."
     ]
     run(tmp_path / "run", "run.total_steps=1", "run.resume=auto", *SHORT)
     said = capsys.readouterr().out
@@ -640,7 +640,9 @@ def test_roles_of_different_steps_are_refused_and_a_missing_one_is_named(
         match="mixed holds actor of step 1, critic of step 2: convert all roles of one step",
     ):
         run(tmp_path / "of_mixed", *lean, f"run.resume={tmp_path / 'mixed'}")
-    with pytest.raises(CheckpointError, match="holds no critic, which this configuration has"):
+    with pytest.raises(
+        CheckpointError, match="has no part for critic, which this configuration has"
+    ):
         run(
             tmp_path / "lacking",
             *lean,

@@ -1,1 +1,1 @@
-"""A run on disk: one transaction over every role and the trainer's own state, and the model for others to use."""
+"""Checkpoints of a run: save, resume, delete old ones, and export a Hugging Face model."""

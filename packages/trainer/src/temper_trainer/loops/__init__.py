@@ -9,8 +9,12 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import CheckpointError, ConfigError
 from temper_trainer.algorithms.objectives import preference_objective
-from temper_trainer.checkpoint.policy import describe_policy
-from temper_trainer.checkpoint.save import Checkpointer, describe_deletion, describe_last_save
+from temper_trainer.checkpoint.checkpoint_messages import (
+    describe_deletion,
+    describe_last_save,
+    describe_policy,
+)
+from temper_trainer.checkpoint.checkpointer import Checkpointer
 from temper_trainer.config.resuming import describe_changes
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.data.order import PromptStream
@@ -413,7 +417,7 @@ def _last_save_named(folder: RunFolder) -> Iterator[None]:
 
 
 def _steps_done(checkpointer: Checkpointer, found: Path, config: TrainerConfig) -> int:
-    alone = checkpointer.step_alone(found)
+    alone = checkpointer.read_engine_only_step(found)
     return (
         checkpointer.read_state(found, phase="rl" if config.task == "distill" else config.task).step
         if alone is None

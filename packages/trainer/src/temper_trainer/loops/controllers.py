@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from temper_trainer.algorithms.entropy import EntropyController, entropy_controller
 from temper_trainer.algorithms.kl import KlController, kl_controller
-from temper_trainer.checkpoint.state import TrainerState
+from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.reward.shaping import RewardMoments
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig, ModelSpec, Scalar
-from temper_trainer.checkpoint.save import Checkpointer, load_run_id
+from temper_trainer.checkpoint.checkpointer import Checkpointer, load_run_id
 from temper_trainer.config.data import SourceConfig
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.run import RoleConfig, TrainerConfig

@@ -18,9 +18,9 @@ from temper_trainer.algorithms.objectives import (
     value_objective,
     with_distillation,
 )
-from temper_trainer.checkpoint.background import Saves
-from temper_trainer.checkpoint.save import Checkpointer
-from temper_trainer.checkpoint.state import TrainerState
+from temper_trainer.checkpoint.checkpoint_writer import CheckpointWriter
+from temper_trainer.checkpoint.checkpointer import Checkpointer
+from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.data.order import PromptStream
 from temper_trainer.environment.environment_factory import make_environment_factory
@@ -82,7 +82,7 @@ def run_rl(
         kl_coef=config.algorithm.kl_reward_coef,
         entropy_coef=config.algorithm.entropy_coef,
     )
-    alone = None if resume_from is None else checkpointer.step_alone(resume_from)
+    alone = None if resume_from is None else checkpointer.read_engine_only_step(resume_from)
     if alone is not None:
         epoch, index = divmod(alone * config.batching.prompts_per_step, len(prompts))
         state = replace(state, step=alone, cursor=DataCursor(epoch=epoch, index=index))
@@ -229,7 +229,9 @@ def _run_steps(
         rooms.roles[role].set_objective(objective)
     with (
         stop.deferred(),
-        Saves(checkpointer, roles=rooms.roles, in_background=run.save_in_background) as saves,
+        CheckpointWriter(
+            checkpointer, roles=rooms.roles, in_background=run.save_in_background
+        ) as saves,
         log.progress_bar("rl", total=run.total_steps, start=state.step) as bar,
         _open_watched(rooms, state, controllers) as steps,
     ):
@@ -249,7 +251,7 @@ def _run_steps(
                 }
                 rooms.roles["actor"].set_objective(objectives["actor"])
             controllers = result.controllers
-            saves.settle()
+            saves.commit_if_written()
             log.log_metrics(step, result.metrics, phase="rl")
             boundary.end_step()
             bar.advance()
@@ -267,14 +269,19 @@ def _run_steps(
                     controllers=controllers,
                     digest=state.config_digest,
                 )
-                boundary.set_saved(step, saves.save(made, waits=is_last or stop.is_set))
+                boundary.set_saved(step, saves.save(made, wait=is_last or stop.is_set))
             if stop.is_set and not is_last:
                 raise boundary.interrupted(stop)
 
 
 @contextmanager
 def _saved_on_failure(
-    before: TrainerState, *, rooms: Rooms, saves: Saves, stop: StopRequest, boundary: StepBoundary
+    before: TrainerState,
+    *,
+    rooms: Rooms,
+    saves: CheckpointWriter,
+    stop: StopRequest,
+    boundary: StepBoundary,
 ) -> Iterator[None]:
     """Save the state before a step that fails, or is abandoned, before it has changed a weight.
 
@@ -288,7 +295,7 @@ def _saved_on_failure(
         yield
     except RunStopped:
         if before.step != boundary.saved_step:
-            boundary.set_saved(before.step, saves.save(before, waits=True))
+            boundary.set_saved(before.step, saves.save(before, wait=True))
         raise boundary.interrupted(stop) from None
     except TemperError:
         is_whole = _num_updates(rooms) == num_updates and not any(
@@ -297,7 +304,7 @@ def _saved_on_failure(
         if is_whole and before.step != boundary.saved_step:
             try:
                 rooms.log.print_line(
-                    f"step {before.step + 1} failed; step {before.step} was saved first: {saves.save(before, waits=True)}"
+                    f"step {before.step + 1} failed; step {before.step} was saved first: {saves.save(before, wait=True)}"
                 )
             except TemperError as second:  # the first one is what the run ends with
                 rooms.log.print_line(

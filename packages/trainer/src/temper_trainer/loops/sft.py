@@ -15,9 +15,9 @@ from temper_engine_api.specs import EngineConfig
 from temper_trainer.algorithms.objectives import sft_objective
 from temper_trainer.batching.samples import demonstrations_to_samples, pairs_to_samples
 from temper_trainer.batching.step_plan import RoleLayout, pack_mini_batch, plan_step
-from temper_trainer.checkpoint.background import Saves
-from temper_trainer.checkpoint.huggingface import write_model_directory
-from temper_trainer.checkpoint.state import TrainerState
+from temper_trainer.checkpoint.checkpoint_writer import CheckpointWriter
+from temper_trainer.checkpoint.huggingface_export import write_model_directory
+from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.algorithm import BatchingConfig
 from temper_trainer.config.run import TrainerConfig
 from temper_trainer.loops.boundary import StepBoundary
@@ -119,7 +119,7 @@ def run_sft(
         done = 0
         found = stage.resume_from
         if found is not None:
-            alone = checkpointer.step_alone(found)
+            alone = checkpointer.read_engine_only_step(found)
             checkpointer.read_roles(found, roles={"actor": group.read_part})
             if alone is None:
                 state = checkpointer.read_state(found, phase=stage.phase)
@@ -134,7 +134,9 @@ def run_sft(
         if done < stage.total_steps:
             stage.folder.set_model_aside()
         saves = stack.enter_context(
-            Saves(checkpointer, roles={"actor": group}, in_background=config.run.save_in_background)
+            CheckpointWriter(
+                checkpointer, roles={"actor": group}, in_background=config.run.save_in_background
+            )
         )
         with (
             stop.deferred(),
@@ -148,7 +150,7 @@ def run_sft(
                 )
                 boundary.end_step()
                 bar.advance()
-                saves.settle()
+                saves.commit_if_written()
                 is_last = step == stage.total_steps or stop.is_set
                 if boundary.is_save_due(step, is_last=is_last):
                     state = TrainerState(
@@ -158,7 +160,7 @@ def run_sft(
                         weight_version=0,
                         config_digest=digest,
                     )
-                    boundary.set_saved(step, saves.save(state, waits=is_last))
+                    boundary.set_saved(step, saves.save(state, wait=is_last))
                 if stop.is_set:
                     raise boundary.interrupted(stop)
         if stage.saves_model:

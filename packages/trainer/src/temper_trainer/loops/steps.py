@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 from temper_engine_api.objective import Objective
-from temper_trainer.checkpoint.state import TrainerState
+from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.loops import step as sync
 from temper_trainer.loops.asynchronous import Asynchronous
 from temper_trainer.loops.controllers import Controllers

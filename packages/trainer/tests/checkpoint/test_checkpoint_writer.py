@@ -1,4 +1,4 @@
-"""Saves that are written while a run goes on: when they are committed, and what is left where one fails."""
+"""CheckpointWriter that are written while a run goes on: when they are committed, and what is left where one fails."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,15 +8,15 @@ import pytest
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.checkpoint import PartReport, last_complete_step, report_part
 from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError
-from temper_trainer.checkpoint.background import Saves
-from temper_trainer.checkpoint.save import Checkpointer
-from temper_trainer.checkpoint.state import TrainerState
+from temper_trainer.checkpoint.checkpoint_writer import CheckpointWriter
+from temper_trainer.checkpoint.checkpointer import Checkpointer
+from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.run import RunConfig
 from temper_trainer.types import DataCursor
 
 
 class SlowRole:
-    """A role that has written when the test says so."""
+    """A role that finishes writing when the test sets ``is_written``."""
 
     dp_size = 1
 
@@ -47,93 +47,93 @@ class SlowRole:
         return [report_part(str(self._directory), ["weights"])]
 
 
-def state(step: int) -> TrainerState:
+def make_state(step: int) -> TrainerState:
     return TrainerState(
         phase="rl", step=step, cursor=DataCursor(), weight_version=1, config_digest="ab"
     )
 
 
-def saves(
+def open_writer(
     root: Path, role: SlowRole, *, in_background: bool = True, max_to_keep: int | None = None
-) -> Saves:
-    return Saves(
+) -> CheckpointWriter:
+    return CheckpointWriter(
         Checkpointer(root=root, max_to_keep=max_to_keep),
         roles={"actor": role},
         in_background=in_background,
     )
 
 
-def ends_with(error: BaseException, ours: Saves) -> None:
-    """A run that is in the middle of a save when this happens."""
-    with ours:
-        ours.save(state(1), waits=False)
+def fail_during_save(error: BaseException, writer: CheckpointWriter) -> None:
+    """Raise the error while a save is in progress."""
+    with writer:
+        writer.save(make_state(1), wait=False)
         raise error
 
 
-def test_a_save_becomes_a_step_once_every_role_has_written_it(tmp_path: Path) -> None:
+def test_save_is_committed_once_every_role_has_written_it(tmp_path: Path) -> None:
     role = SlowRole()
-    with saves(tmp_path, role) as ours:
-        goal = ours.save(state(1), waits=False)
-        ours.settle()
+    with open_writer(tmp_path, role) as writer:
+        goal = writer.save(make_state(1), wait=False)
+        writer.commit_if_written()
         assert last_complete_step(tmp_path) is None
         role.is_written = True
-        ours.settle()
+        writer.commit_if_written()
         assert last_complete_step(tmp_path) == 1
         assert (goal / "actor" / "weights").is_file()
 
 
-def test_the_next_save_and_the_end_wait_for_the_one_before(tmp_path: Path) -> None:
-    with saves(tmp_path, SlowRole()) as ours:
-        ours.save(state(1), waits=False)
-        ours.save(state(2), waits=False)
+def test_next_save_and_end_wait_for_the_previous_save(tmp_path: Path) -> None:
+    with open_writer(tmp_path, SlowRole()) as writer:
+        writer.save(make_state(1), wait=False)
+        writer.save(make_state(2), wait=False)
         assert last_complete_step(tmp_path) == 1
     assert last_complete_step(tmp_path) == 2
 
 
-def test_a_save_that_waits_is_there_when_it_returns(tmp_path: Path) -> None:
-    with saves(tmp_path, SlowRole(), max_to_keep=1) as ours:
-        ours.save(state(1), waits=False)
-        assert ours.save(state(2), waits=True).is_dir()
+def test_waiting_save_is_committed_when_it_returns(tmp_path: Path) -> None:
+    with open_writer(tmp_path, SlowRole(), max_to_keep=1) as writer:
+        writer.save(make_state(1), wait=False)
+        assert writer.save(make_state(2), wait=True).is_dir()
         assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
 
 
-def test_a_failed_save_is_told_at_the_next_step_and_leaves_the_earlier_ones(tmp_path: Path) -> None:
+def test_failed_save_raises_after_the_next_step_and_leaves_earlier_ones(tmp_path: Path) -> None:
     role = SlowRole()
-    with saves(tmp_path, role) as ours:
-        ours.save(state(1), waits=True)
-        ours.save(state(2), waits=False)
+    with open_writer(tmp_path, role) as writer:
+        writer.save(make_state(1), wait=True)
+        writer.save(make_state(2), wait=False)
         role.is_written = role.fails = True
         with pytest.raises(
             CheckpointError,
             match=r"step 2 could not be saved: no space left.*earlier steps are untouched",
         ):
-            ours.settle()
+            writer.commit_if_written()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
-def test_a_run_that_fails_keeps_the_save_that_was_under_way(tmp_path: Path) -> None:
+def test_failing_run_completes_the_save_in_progress(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="reward"):
-        ends_with(ValueError("reward"), saves(tmp_path, SlowRole()))
+        fail_during_save(ValueError("reward"), open_writer(tmp_path, SlowRole()))
     assert last_complete_step(tmp_path) == 1
 
 
-def test_a_run_that_is_told_to_stop_at_once_does_not_wait(tmp_path: Path) -> None:
+def test_keyboard_interrupt_does_not_wait_for_the_save_in_progress(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        ends_with(KeyboardInterrupt(), saves(tmp_path, SlowRole()))
+        fail_during_save(KeyboardInterrupt(), open_writer(tmp_path, SlowRole()))
     assert last_complete_step(tmp_path) is None
 
 
-def test_an_engine_that_cannot_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_engine_without_background_saves_is_refused_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(CapabilityError, match="does not offer 'background_save'"):
-        saves(tmp_path, SlowRole(offers=False))
+        open_writer(tmp_path, SlowRole(offers=False))
     assert (
-        not saves(tmp_path, SlowRole(offers=False), in_background=False)
-        .save(state(1), waits=False)
+        not open_writer(tmp_path, SlowRole(offers=False), in_background=False)
+        .save(make_state(1), wait=False)
         .name.startswith(".")
     )
 
 
-def test_it_is_refused_where_only_the_last_save_would_be() -> None:
+def test_background_saves_are_refused_if_only_the_last_step_is_saved() -> None:
     with pytest.raises(
         ConfigError, match=r"run\.save_in_background is on, but run\.save_every is 0"
     ):

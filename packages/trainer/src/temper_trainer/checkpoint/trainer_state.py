@@ -1,4 +1,8 @@
-"""What the trainer itself must remember. Everything random is a pure function of (run.seed, step, ...), so counters are enough."""
+"""The trainer's own part of a checkpoint.
+
+Every random choice is a function of (run.seed, purpose, step, index), so counters are enough to
+continue: there is no random state to save.
+"""
 
 import json
 from dataclasses import asdict, dataclass, fields
@@ -9,39 +13,39 @@ from temper_trainer.types import DataCursor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """The trainer's part of a checkpoint."""
+    """State of the trainer after a completed step."""
 
     phase: str
-    """rl, sft or warm_start: steps of one are no steps of another."""
+    """Phase whose steps are counted, such as ``rl``, ``sft`` or ``warm_start``."""
     step: int
-    """Completed steps of the phase."""
+    """Number of completed steps of the phase."""
     cursor: DataCursor
-    """Where in the training data."""
+    """Position in the training data."""
     weight_version: int
-    """Last published set of weights."""
+    """Version under which the weights were last published."""
     config_digest: str
-    """Of the configuration that made it."""
+    """Digest of the configuration of the run."""
     kl_coef: float = 0.0
-    """Weight of the KL penalty on rewards, which a controller may move."""
+    """Current coefficient of the KL penalty on rewards."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus, which a controller may move."""
+    """Current coefficient of the entropy bonus."""
     reward_count: float = 0.0
-    """Rewards of the run so far, ..."""
+    """Number of rewards of the run so far."""
     reward_mean: float = 0.0
-    """... their mean, ..."""
+    """Mean of these rewards."""
     reward_squares: float = 0.0
-    """... and the sum of their squared distances from it."""
+    """Sum of their squared deviations from the mean."""
 
     def to_json(self) -> str:
-        """As it is written."""
+        """Return the content of the state file."""
         return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "TrainerState":
-        """As it was written.
+        """Parse the content of a state file.
 
         Raises:
-            DamagedCheckpointError: a field is missing or of another type.
+            DamagedCheckpointError: If a field is missing, unknown, or of another type.
         """
         values = json.loads(text)
         match values:
@@ -53,7 +57,7 @@ class TrainerState:
             } if (
                 values.keys() == {item.name for item in fields(cls)}
                 and isinstance(values["config_digest"], str)
-                and all(isinstance(values[name], float) for name in _NUMBERS)
+                and all(isinstance(values[name], float) for name in _FLOAT_FIELDS)
             ):
                 return cls(**{**values, "cursor": DataCursor(epoch=epoch, index=index)})
         raise DamagedCheckpointError(
@@ -61,4 +65,4 @@ class TrainerState:
         )
 
 
-_NUMBERS = ("kl_coef", "entropy_coef", "reward_count", "reward_mean", "reward_squares")
+_FLOAT_FIELDS = tuple(item.name for item in fields(TrainerState) if item.type is float)

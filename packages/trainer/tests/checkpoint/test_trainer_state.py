@@ -3,11 +3,11 @@
 import pytest
 
 from temper_engine_api.errors import DamagedCheckpointError
-from temper_trainer.checkpoint.state import TrainerState
+from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.types import DataCursor
 
 
-def test_the_state_survives_its_file() -> None:
+def test_state_survives_a_round_trip() -> None:
     state = TrainerState(
         phase="rl",
         step=7,
@@ -20,6 +20,6 @@ def test_the_state_survives_its_file() -> None:
 
 
 @pytest.mark.parametrize("text", ["{}", '{"step": "7"}', "[]"])
-def test_another_file_is_refused(text: str) -> None:
+def test_state_file_with_other_fields_is_refused(text: str) -> None:
     with pytest.raises(DamagedCheckpointError, match="unexpected fields"):
         TrainerState.from_json(text)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight
-from temper_trainer.checkpoint import huggingface
+from temper_trainer.checkpoint import huggingface_export
 
 SPEC = ModelSpec(
     architecture={
@@ -38,7 +38,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def weights() -> list[NamedWeight]:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(huggingface.model_config(SPEC))
+    model = AutoModelForCausalLM.from_config(huggingface_export.build_model_config(SPEC))
     return [
         NamedWeight(name, tensor)
         for name, tensor in model.state_dict().items()
@@ -47,12 +47,12 @@ def weights() -> list[NamedWeight]:
 
 
 @pytest.mark.parametrize("shard_bytes", [4 << 30, 600])
-def test_what_is_written_loads_with_the_same_weights_and_a_cache(
+def test_written_model_loads_with_the_same_weights_and_a_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
 ) -> None:
-    monkeypatch.setattr(huggingface, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(huggingface_export, "SHARD_BYTES", shard_bytes)
     sent = weights()
-    huggingface.write_model_directory(
+    huggingface_export.write_model_directory(
         iter(sent), model=SPEC, tokenizer=tokenizer(), directory=tmp_path / "model"
     )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -64,23 +64,23 @@ def test_what_is_written_loads_with_the_same_weights_and_a_cache(
         assert set(json.loads(index.read_text())["weight_map"]) == {name for name, _ in sent}
 
 
-def test_an_existing_directory_is_refused_and_untouched(tmp_path: Path) -> None:
+def test_existing_directory_is_refused_and_not_changed(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="already exists and is never overwritten"):
-        huggingface.write_model_directory(
+        huggingface_export.write_model_directory(
             iter(weights()), model=SPEC, tokenizer=tokenizer(), directory=tmp_path / "model"
         )
     assert (tmp_path / "model" / "mine.txt").read_text() == "mine"
 
 
-def test_a_stream_that_breaks_leaves_no_directory(tmp_path: Path) -> None:
+def test_failing_weight_stream_leaves_no_directory(tmp_path: Path) -> None:
     def broken() -> "object":
         yield weights()[0]
         raise OSError("no space left on device")
 
     with pytest.raises(CheckpointError, match="no space left on device"):
-        huggingface.write_model_directory(
+        huggingface_export.write_model_directory(
             broken(), model=SPEC, tokenizer=tokenizer(), directory=tmp_path / "model"
         )  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
@@ -101,7 +101,7 @@ def full_disk(*, at: int) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("at", "vocabulary", "what"), [(1000, 2, "model"), (20_000, 200, "tokenizer")]
 )
-def test_a_full_disk_is_one_sentence_and_leaves_no_directory(
+def test_full_disk_is_a_checkpoint_error_and_leaves_no_directory(
     tmp_path: Path, at: int, vocabulary: int, what: str
 ) -> None:
     large = tokenizer()
@@ -113,7 +113,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_no_directory(
             match=rf"the {what} could not be written to .*File too large.*Free space and run",
         ),
     ):
-        huggingface.write_model_directory(
+        huggingface_export.write_model_directory(
             iter(weights()), model=SPEC, tokenizer=large, directory=tmp_path / "model"
         )
     assert list(tmp_path.iterdir()) == []

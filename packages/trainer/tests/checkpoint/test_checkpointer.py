@@ -1,4 +1,4 @@
-"""Resuming after every kind of damage, and what retention may delete."""
+"""Resume after every kind of damage, and delete old checkpoints."""
 
 import json
 import logging
@@ -23,14 +23,13 @@ from temper_engine_api.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
 )
-from temper_trainer.checkpoint.policy import describe_policy
-from temper_trainer.checkpoint.save import (
-    Checkpointer,
+from temper_trainer.checkpoint.checkpoint_messages import (
     describe_deletion,
     describe_last_save,
-    load_run_id,
+    describe_policy,
 )
-from temper_trainer.checkpoint.state import TrainerState
+from temper_trainer.checkpoint.checkpointer import Checkpointer, load_run_id
+from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.run import RunConfig
 from temper_trainer.types import DataCursor
 
@@ -40,32 +39,34 @@ def write_weights(directory: str) -> Sequence[PartReport]:
     return [report_part(directory, ["weights"])]
 
 
-def checkpoints(
+def make_checkpointer(
     root: Path, *, max_to_keep: int | None = None, keep_every: int = 0, run_id: str = "ours"
 ) -> Checkpointer:
     return Checkpointer(root=root, max_to_keep=max_to_keep, keep_every=keep_every, run_id=run_id)
 
 
-def save(ours: Checkpointer, *steps: int) -> list[Path]:
+def save(checkpointer: Checkpointer, *steps: int) -> list[Path]:
     states = [
         TrainerState(phase="rl", step=s, cursor=DataCursor(), weight_version=1, config_digest="ab")
         for s in steps
     ]
-    return [ours.save(state, roles={"actor": write_weights}, topology={}) for state in states]
+    return [
+        checkpointer.save(state, roles={"actor": write_weights}, topology={}) for state in states
+    ]
 
 
-def flip(path: Path) -> None:
+def flip_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-def edit(path: Path) -> None:
+def edit_step(path: Path) -> None:
     fields = json.loads(path.read_text())
     path.write_text(json.dumps(fields | {"step": 7}))
 
 
-def to_folder(path: Path) -> None:
+def replace_by_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
@@ -82,7 +83,7 @@ def copy_first(step: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "flipped": (
-        lambda step: flip(step / "actor/weights"),
+        lambda step: flip_bit(step / "actor/weights"),
         "damaged",
         "actor/weights has another checksum",
     ),
@@ -102,7 +103,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "actor/weights is missing",
     ),
     "replaced": (
-        lambda step: to_folder(step / "actor/weights"),
+        lambda step: replace_by_folder(step / "actor/weights"),
         "damaged",
         "actor/weights is not a file",
     ),
@@ -112,12 +113,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "trainer/state.json is missing",
     ),
     "state edited": (
-        lambda step: edit(step / "trainer/state.json"),
+        lambda step: edit_step(step / "trainer/state.json"),
         "damaged",
         "trainer/state.json",
     ),
     "state flipped": (
-        lambda step: flip(step / "trainer/state.json"),
+        lambda step: flip_bit(step / "trainer/state.json"),
         "damaged",
         "trainer/state.json has another",
     ),
@@ -127,7 +128,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "manifest.json is damaged",
     ),
     "manifest edited": (
-        lambda step: edit(step / "manifest.json"),
+        lambda step: edit_step(step / "manifest.json"),
         "damaged",
         "does not match its own checksum",
     ),
@@ -142,14 +143,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_newest_checkpoint_is_renamed_and_the_one_before_is_taken(
+def test_damaged_newest_checkpoint_is_renamed_and_the_previous_one_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    ours = checkpoints(tmp_path)
-    _, second, third = save(ours, 1, 2, 3)
+    checkpointer = make_checkpointer(tmp_path)
+    _, second, third = save(checkpointer, 1, 2, 3)
     damage, reason, sentence = DAMAGE[kind]
     damage(third)
-    assert ours.find("auto") == second
+    assert checkpointer.find("auto") == second
     (line,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert line.startswith(f"checkpoint {third} is {reason} (")
     assert sentence in line
@@ -159,26 +160,26 @@ def test_a_damaged_newest_checkpoint_is_renamed_and_the_one_before_is_taken(
         "step_00000002",
         f"step_00000003.{reason}-1",
     ]
-    (again,) = save(ours, 3)
+    (again,) = save(checkpointer, 3)
     verify(again)
 
 
-def test_several_damaged_checkpoints_are_passed_over(tmp_path: Path) -> None:
-    ours = checkpoints(tmp_path)
-    first, second, third, fourth = save(ours, 1, 2, 3, 4)
-    flip(second / "actor/weights")
+def test_several_damaged_checkpoints_are_skipped(tmp_path: Path) -> None:
+    checkpointer = make_checkpointer(tmp_path)
+    first, second, third, fourth = save(checkpointer, 1, 2, 3, 4)
+    flip_bit(second / "actor/weights")
     (third / "manifest.json").unlink()
     os.truncate(fourth / "manifest.json", 10)
-    assert ours.find("auto") == first
+    assert checkpointer.find("auto") == first
 
 
-def test_without_a_good_checkpoint_the_run_begins_again_and_says_so(
+def test_run_without_a_good_checkpoint_starts_again_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours = checkpoints(tmp_path)
-    for step in save(ours, 1, 2):
-        flip(step / "actor/weights")
-    assert ours.find("auto") is None
+    checkpointer = make_checkpointer(tmp_path)
+    for step in save(checkpointer, 1, 2):
+        flip_bit(step / "actor/weights")
+    assert checkpointer.find("auto") is None
     assert "no checkpoint in" in caplog.text
     assert "all 2 were renamed, none was deleted" in caplog.text
     assert sorted(p.name for p in tmp_path.iterdir()) == [
@@ -187,25 +188,25 @@ def test_without_a_good_checkpoint_the_run_begins_again_and_says_so(
     ]
 
 
-def test_an_older_damaged_checkpoint_is_left_alone(tmp_path: Path) -> None:
-    ours = checkpoints(tmp_path)
-    first, second = save(ours, 1, 2)
-    flip(first / "actor/weights")
-    assert ours.find("auto") == second
+def test_older_damaged_checkpoint_is_not_renamed(tmp_path: Path) -> None:
+    checkpointer = make_checkpointer(tmp_path)
+    first, second = save(checkpointer, 1, 2)
+    flip_bit(first / "actor/weights")
+    assert checkpointer.find("auto") == second
     assert first.is_dir()
 
 
-def test_what_a_killed_save_left_is_renamed_and_deleted_after_the_next_saves(
+def test_remains_of_a_killed_save_are_renamed_and_later_deleted(
     tmp_path: Path,
 ) -> None:
-    ours = checkpoints(tmp_path, max_to_keep=2)
-    save(ours, 1)
+    checkpointer = make_checkpointer(tmp_path, max_to_keep=2)
+    save(checkpointer, 1)
     begin(tmp_path, 2, run_id="ours")
     foreign = tmp_path / ".step_00000009.abc.partial"
     foreign.mkdir()
-    assert ours.find("auto") == tmp_path / "step_00000001"
+    assert checkpointer.find("auto") == tmp_path / "step_00000001"
     assert (tmp_path / "step_00000002.incomplete-1").is_dir()
-    save(ours, 2)
+    save(checkpointer, 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         foreign.name,
         "step_00000001",
@@ -237,87 +238,85 @@ def unprivileged(readable_by_all: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("unprivileged")
 @pytest.mark.parametrize("name", ["actor/weights", "manifest.json", "trainer", "."])
-def test_a_file_that_may_not_be_read_stops_the_run_and_changes_nothing(
-    readable_by_all: Path, name: str
-) -> None:
-    ours = checkpoints(readable_by_all / "checkpoints")
-    _, second = save(ours, 1, 2)
+def test_unreadable_file_stops_the_run_without_changes(readable_by_all: Path, name: str) -> None:
+    checkpointer = make_checkpointer(readable_by_all / "checkpoints")
+    _, second = save(checkpointer, 1, 2)
     (second / name).chmod(0)
     with pytest.raises(
         CheckpointError,
         match=r"cannot be read \(Permission denied\).*The checkpoint is not damaged",
     ) as caught:
-        ours.find("auto")
+        checkpointer.find("auto")
     assert type(caught.value) is CheckpointError
     assert sorted(p.name for p in second.parent.iterdir()) == ["step_00000001", "step_00000002"]
 
 
-def test_naming_an_earlier_step_renames_the_later_ones(
+def test_resuming_from_an_earlier_step_renames_the_later_ones(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours = checkpoints(tmp_path)
-    first, second, third = save(ours, 1, 2, 3)
+    checkpointer = make_checkpointer(tmp_path)
+    first, second, third = save(checkpointer, 1, 2, 3)
     (third / "manifest.json").unlink()  # in the way too, whatever state it is in
-    assert ours.find(str(first)) == first
+    assert checkpointer.find(str(first)) == first
     assert (
         caplog.text.count("is superseded (run.resume names the earlier step_00000001): renamed to")
         == 2
     )
     verify(second.with_name("step_00000002.superseded-1"))
-    save(ours, 2)
+    save(checkpointer, 2)
 
 
-def test_a_damaged_checkpoint_that_is_named_is_refused_and_later_ones_stay(tmp_path: Path) -> None:
-    ours = checkpoints(tmp_path)
-    first, second = save(ours, 1, 2)
-    flip(first / "actor/weights")
+def test_requested_damaged_checkpoint_is_refused_and_later_ones_remain(tmp_path: Path) -> None:
+    checkpointer = make_checkpointer(tmp_path)
+    first, second = save(checkpointer, 1, 2)
+    flip_bit(first / "actor/weights")
     with pytest.raises(
         DamagedCheckpointError,
         match=r"actor/weights has another checksum.*run\.resume=auto renames",
     ):
-        ours.find(str(first))
+        checkpointer.find(str(first))
     assert complete_steps(tmp_path) == [1, 2]
     with pytest.raises(IncompleteCheckpointError, match=r"has no manifest\.json"):
-        ours.find(str(second.with_name("step_00000005")))
+        checkpointer.find(str(second.with_name("step_00000005")))
 
 
-def test_a_step_that_the_run_would_have_to_write_is_refused_at_the_start(tmp_path: Path) -> None:
-    (other,) = save(checkpoints(tmp_path / "other"), 5)
-    ours = checkpoints(tmp_path / "ours")
-    save(ours, 9)
+def test_existing_later_step_of_another_run_is_refused_at_the_start(tmp_path: Path) -> None:
+    (other,) = save(make_checkpointer(tmp_path / "other"), 5)
+    checkpointer = make_checkpointer(tmp_path / "ours")
+    save(checkpointer, 9)
     with pytest.raises(
         CheckpointError,
         match=r"step_00000009 exists, and this run, which continues after step 5, .* mv ",
     ):
-        ours.find(str(other))
+        checkpointer.find(str(other))
     with pytest.raises(
         CheckpointError, match=r"step_00000009 exists, and this run, which continues after step 0"
     ):
-        ours.find("never")
+        checkpointer.find("never")
 
 
-def test_retention_keeps_two_and_never_what_another_run_wrote(tmp_path: Path) -> None:
-    save(checkpoints(tmp_path, run_id="before"), 1)
-    ours = checkpoints(tmp_path, max_to_keep=2)
-    save(ours, 2, 3, 4, 5)
+def test_retention_keeps_the_newest_two_and_checkpoints_of_other_runs(tmp_path: Path) -> None:
+    save(make_checkpointer(tmp_path, run_id="before"), 1)
+    checkpointer = make_checkpointer(tmp_path, max_to_keep=2)
+    save(checkpointer, 2, 3, 4, 5)
     assert complete_steps(tmp_path) == [1, 4, 5]
-    save(checkpoints(tmp_path, max_to_keep=2, keep_every=4), 6, 7, 8)
+    save(make_checkpointer(tmp_path, max_to_keep=2, keep_every=4), 6, 7, 8)
     assert complete_steps(tmp_path) == [1, 4, 7, 8]
 
 
-def test_retention_reads_what_an_earlier_process_saved_before_it_counts_as_kept(
+def test_retention_verifies_checkpoints_of_an_earlier_process(
     tmp_path: Path,
 ) -> None:
     save(Checkpointer(root=tmp_path, max_to_keep=2, run_id="ours"), 1, 2)
-    flip(tmp_path / "step_00000002/actor/weights")
+    flip_bit(tmp_path / "step_00000002/actor/weights")
     save(Checkpointer(root=tmp_path, max_to_keep=2, run_id="ours"), 3)
     assert complete_steps(tmp_path) == [1, 2, 3]
 
 
-def test_retention_reads_no_checkpoint_that_this_process_has_just_saved(tmp_path: Path) -> None:
+def test_retention_does_not_verify_checkpoints_of_this_process_again(tmp_path: Path) -> None:
     read: list[Path] = []
-    ours = Checkpointer(root=tmp_path, max_to_keep=2, run_id="ours", verify=read.append)
-    save(ours, 1, 2, 3)
+    checkpointer = Checkpointer(root=tmp_path, max_to_keep=2, run_id="ours", verify=read.append)
+    save(checkpointer, 1, 2, 3)
     assert (read, complete_steps(tmp_path)) == ([], [2, 3])
 
 
@@ -325,16 +324,16 @@ def test_a_run_keeps_its_id(tmp_path: Path) -> None:
     assert load_run_id(tmp_path / "a") == load_run_id(tmp_path / "a") != load_run_id(tmp_path / "b")
 
 
-def test_a_failure_names_the_step_that_is_saved(tmp_path: Path) -> None:
+def test_last_save_is_described_for_error_messages(tmp_path: Path) -> None:
     root, warm_start = tmp_path / "checkpoints", tmp_path / "warm_start"
     assert describe_last_save(root) == (
-        "No checkpoint of this run was saved yet: run.resume=auto would begin at step 1."
+        "No checkpoint of this run was saved yet: run.resume=auto would start at step 1."
     )
-    save(checkpoints(warm_start), 30)
+    save(make_checkpointer(warm_start), 30)
     assert describe_last_save(root, warm_start=warm_start).startswith(
         "warm start: step 30 is saved"
     )
-    first, second = save(checkpoints(root), 40, 50)
+    first, second = save(make_checkpointer(root), 40, 50)
     assert describe_last_save(root).startswith(f"step 50 is saved in {second}")
     (second / "actor/weights").unlink()
     assert (
@@ -351,22 +350,24 @@ def test_a_failure_names_the_step_that_is_saved(tmp_path: Path) -> None:
         ({"keep_every": 500}, "the newest 2 verified ones and every 500th step are kept"),
     ],
 )
-def test_the_start_says_what_is_kept(settings: dict[str, int | None], sentence: str) -> None:
+def test_policy_describes_which_checkpoints_are_kept(
+    settings: dict[str, int | None], sentence: str
+) -> None:
     assert sentence in describe_policy(RunConfig(**settings))  # type: ignore[arg-type]
 
 
-def test_a_directory_in_place_of_a_manifest_is_passed_over(tmp_path: Path) -> None:
-    ours = checkpoints(tmp_path)
-    first, second = save(ours, 1, 2)
+def test_checkpoint_with_a_directory_as_manifest_is_skipped(tmp_path: Path) -> None:
+    checkpointer = make_checkpointer(tmp_path)
+    first, second = save(checkpointer, 1, 2)
     (second / "manifest.json").unlink()
     (second / "manifest.json").mkdir()
-    assert ours.find("auto") == first
+    assert checkpointer.find("auto") == first
 
 
-def test_a_smaller_retention_says_how_many_checkpoints_it_will_delete(tmp_path: Path) -> None:
-    save(checkpoints(tmp_path), 1, 2, 3, 4, 5)
-    assert describe_deletion(checkpoints(tmp_path, max_to_keep=2)) == (
+def test_lowered_retention_warns_how_many_checkpoints_it_deletes(tmp_path: Path) -> None:
+    save(make_checkpointer(tmp_path), 1, 2, 3, 4, 5)
+    assert describe_deletion(make_checkpointer(tmp_path, max_to_keep=2)) == (
         f"warning: the next save deletes 4 older checkpoints in {tmp_path}, because run.max_ckpt_to_keep is 2: raise it to keep them."
     )
-    assert describe_deletion(checkpoints(tmp_path, max_to_keep=5)) is None  # as at every save
-    assert describe_deletion(checkpoints(tmp_path)) is None
+    assert describe_deletion(make_checkpointer(tmp_path, max_to_keep=5)) is None  # as at every save
+    assert describe_deletion(make_checkpointer(tmp_path)) is None

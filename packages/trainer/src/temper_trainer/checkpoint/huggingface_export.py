@@ -1,4 +1,4 @@
-"""A Hugging Face model directory, written from a stream of weights without ever holding more than one shard."""
+"""Write a Hugging Face model directory from a stream of weights, one shard in memory at a time."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from temper_engine_api.weights import NamedWeight
 from temper_trainer.data.tokenizer import save_tokenizer
 
 SHARD_BYTES = 4 << 30
-"""Largest safetensors file."""
+"""Maximum size of a safetensors file, unless a single tensor is larger."""
 
 
 def write_model_directory(
@@ -33,46 +33,49 @@ def write_model_directory(
     tokenizer: PreTrainedTokenizerBase,
     directory: Path,
 ) -> Path:
-    """Config, safetensors and tokenizer; the directory appears whole or not at all.
+    """Write config, weights and tokenizer.
+
+    The directory is written under a temporary name and renamed at the end, so an incomplete one
+    never exists.
 
     Args:
-        weights: full tensors under Hugging Face names; the whole stream is read.
-        model: where the config comes from.
-        tokenizer: saved beside the weights.
-        directory: must not exist.
+        weights: Full tensors under Hugging Face names. The stream is always read to its end.
+        model: Spec from which the config is made.
+        tokenizer: Saved with the weights.
+        directory: Directory to create; must not exist.
 
     Raises:
-        CheckpointError: the directory exists, or the disk is full.
+        CheckpointError: If the directory exists, or it cannot be written.
     """
     if directory.exists():
         raise CheckpointError(
-            f"{directory} already exists and is never overwritten: move it away, or choose another run.dir."
+            f"{directory} already exists and is never overwritten: move it away, or choose another "
+            "run.dir."
         )
     staging = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
         dtype = _write_shards(weights, staging)
-        config = model_config(model)
+        config = build_model_config(model)
         head = (
             AutoModelForCausalLM
             if model.model_type == "language_model"
             else AutoModelForTokenClassification
         )
+        # Transformers has no public function for the class that belongs to a config.
         config.architectures = [head._model_mapping[type(config)].__name__]
         if model.model_type != "language_model":
-            config.num_labels = 1
+            config.num_labels = 1  # value and reward models have a scalar head
         config.dtype = dtype
+        # Training turns the KV cache off; users of the model generate with it.
         config.use_cache = True
         config.save_pretrained(staging)
         save_tokenizer(tokenizer, staging)
     except CheckpointError:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    except (
-        OSError,
-        SafetensorError,
-    ) as error:  # the latter is what safetensors makes of a full disk
+    except (OSError, SafetensorError) as error:  # SafetensorError: how safetensors reports ENOSPC
         shutil.rmtree(staging, ignore_errors=True)
         raise CheckpointError(
             f"the model could not be written to {directory}: {error}. Free space and run again."
@@ -81,8 +84,8 @@ def write_model_directory(
     return directory
 
 
-def model_config(model: ModelSpec) -> PretrainedConfig:
-    """The Hugging Face config of a spec, from its directory or its architecture."""
+def build_model_config(model: ModelSpec) -> PretrainedConfig:
+    """Return the Hugging Face config of a spec, from its model directory or its architecture."""
     if model.path is not None:
         return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     fields = dict(model.architecture)
@@ -90,25 +93,25 @@ def model_config(model: ModelSpec) -> PretrainedConfig:
 
 
 def _write_shards(weights: Iterable[NamedWeight], directory: Path) -> str:
-    """Write shards and, where there are several, their index; returns the dtype of the first weight."""
+    """Write the shards and, if there are several, their index; return the first weight's dtype."""
     shards: list[list[str]] = []
-    held: dict[str, Tensor] = {}
+    buffer: dict[str, Tensor] = {}
     size = total = 0
     dtype = "float32"
 
     def flush() -> None:
-        nonlocal held, size
-        save_file(held, directory / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
-        shards.append(list(held))
-        held, size = {}, 0
+        nonlocal buffer, size
+        save_file(buffer, directory / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
+        shards.append(list(buffer))
+        buffer, size = {}, 0
 
     for name, tensor in weights:
         weight_bytes = tensor.numel() * tensor.element_size()
-        if held and size + weight_bytes > SHARD_BYTES:
+        if buffer and size + weight_bytes > SHARD_BYTES:
             flush()
-        if not shards and not held:
+        if not shards and not buffer:
             dtype = str(tensor.dtype).removeprefix("torch.")
-        held[name] = tensor.detach().cpu().contiguous()
+        buffer[name] = tensor.detach().cpu().contiguous()
         size, total = size + weight_bytes, total + weight_bytes
     flush()
     _name_shards(directory, shards, total=total)
@@ -116,7 +119,10 @@ def _write_shards(weights: Iterable[NamedWeight], directory: Path) -> str:
 
 
 def _name_shards(directory: Path, shards: list[list[str]], *, total: int) -> None:
-    """Hugging Face's names: they hold the number of shards, which is known only at the end."""
+    """Rename the shards as Hugging Face does.
+
+    The names contain the number of shards, which is known only after the last one.
+    """
     if len(shards) == 1:
         os.rename(directory / "shard-0.safetensors", directory / "model.safetensors")
         return

@@ -1,0 +1,394 @@
+"""Save checkpoints of a run, find the one to resume from, restore it, and delete old ones.
+
+A step directory has one folder per role, written by its engine, and the trainer's own part. It is
+written as a transaction (``temper_engine_api.checkpoint``). Engines can also be saved without a
+trainer, and ``temper-migrate checkpoint`` writes such engine-only checkpoints; a run can resume
+from them, too.
+"""
+
+import logging
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from temper_engine_api.checkpoint import (
+    ENGINE_PART,
+    ManifestInfo,
+    PartReport,
+    Transaction,
+    begin,
+    complete_steps,
+    find_step,
+    leftovers,
+    package_versions,
+    prune,
+    reading,
+    report_part,
+    set_aside,
+    step_entries,
+    verify,
+)
+from temper_engine_api.checkpoint.layout import MARKER_NAME, STEP_NAME
+from temper_engine_api.checkpoint.manifest import read_manifest
+from temper_engine_api.checkpoint.transaction import write_durably
+from temper_engine_api.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+)
+from temper_trainer.checkpoint.trainer_state import TrainerState
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "state.json"
+TRAINER_PART = "trainer"
+RUN_ID_FILE = "run_id"
+"""File in the run folder with the id that the run's checkpoints contain."""
+WritePart = Callable[[str], Sequence[PartReport]]
+"""Writes the files of a role into a directory."""
+ReadPart = Callable[[str], None]
+"""Restores a role from a directory."""
+
+
+@contextmanager
+def abort_on_error(transaction: Transaction) -> Iterator[None]:
+    """Remove the staging directory if the body raises.
+
+    Raises:
+        CheckpointError: If the disk is full or a file can't be written; includes the disk usage.
+    """
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        # Before `abort`, which frees the disk space that the message reports.
+        failure = transaction.failure(str(error))
+        transaction.abort()
+        raise failure from error
+    except BaseException:
+        transaction.abort()
+        raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointer:
+    """The checkpoints of one phase of a run."""
+
+    root: Path
+    """Folder of the step directories."""
+    max_to_keep: int | None
+    """Number of the newest verified checkpoints to keep; None keeps all."""
+    keep_every: int = 0
+    """Checkpoints of steps that are a multiple of this are never deleted; 0 disables it."""
+    run_id: str | None = None
+    """Id of the run; only checkpoints with this id are deleted."""
+    verify: Callable[[Path], object] = verify
+    """Compares a step directory with its manifest; raises DamagedCheckpointError."""
+    _verified: set[Path] = field(default_factory=set, init=False)
+    """Step directories whose content this process has read and hashed, at their save or later."""
+
+    def save(
+        self, state: TrainerState, *, roles: Mapping[str, WritePart], topology: Mapping[str, int]
+    ) -> Path:
+        """Save a step. An error leaves earlier steps untouched and removes the staging directory.
+
+        Args:
+            state: The trainer's part.
+            roles: Function by role that writes its part.
+            topology: Sizes by name, recorded in the manifest.
+
+        Raises:
+            CheckpointError: If the disk is full or a file can't be written.
+        """
+        transaction = self.begin(state.step)
+        with abort_on_error(transaction):
+            return self.commit(
+                transaction,
+                state=state,
+                parts={name: write(str(transaction.part(name))) for name, write in roles.items()},
+                topology=topology,
+            )
+
+    def begin(self, step: int) -> Transaction:
+        """Start the transaction of a step.
+
+        Raises:
+            CheckpointError: If the step's directory already exists.
+        """
+        return begin(self.root, step, run_id=self.run_id)
+
+    def commit(
+        self,
+        transaction: Transaction,
+        *,
+        state: TrainerState,
+        parts: Mapping[str, Sequence[PartReport]],
+        topology: Mapping[str, int],
+    ) -> Path:
+        """Write the trainer's part, commit the step, and delete old checkpoints."""
+        info = ManifestInfo(
+            topology=topology,
+            config_hash=state.config_digest,
+            packages=package_versions(),
+            run_id=self.run_id,
+        )
+        own = transaction.part(TRAINER_PART)
+        (own / STATE_FILE).write_text(state.to_json())
+        reports = {**parts, TRAINER_PART: [report_part(own, [STATE_FILE])]}
+        committed = transaction.commit(reports, info=info)
+        # Reading every file back for its checksum was part of the commit; verifying again would
+        # cost as much as the save.
+        self._verified.add(committed)
+        self._delete_old()
+        return committed
+
+    def find(self, resume: str) -> Path | None:
+        """Return the verified checkpoint to resume from; None starts at step 1.
+
+        With ``auto``, damaged and incomplete checkpoints newer than the last good one are renamed.
+        With the path of an earlier step of this run, the later steps are renamed. Nothing is
+        deleted, and each rename is logged as a warning.
+
+        Args:
+            resume: The value of ``run.resume``: ``never``, ``auto``, or a path.
+
+        Raises:
+            CheckpointError: If a file cannot be read at the moment, or this run would later have
+                to save a step that already exists in its folder.
+            IncompleteCheckpointError: If the path is not a committed checkpoint.
+            DamagedCheckpointError: If the checkpoint at the path is damaged.
+        """
+        if resume != "never":
+            self._rename_partial_saves()
+        if resume == "auto":
+            return self._find_newest_good()
+        checkpoint = None if resume == "never" else self._check_requested(Path(resume))
+        self._check_later_steps(checkpoint)
+        return checkpoint
+
+    def _find_newest_good(self) -> Path | None:
+        num_renamed = 0
+        for step, directory in sorted(step_entries(self.root).items(), reverse=True):
+            try:
+                with reading(directory):
+                    self._verify(directory)
+                    _check_step(directory, step=step)
+            except IncompleteCheckpointError as error:
+                self._rename(directory, "incomplete", cause=str(error))
+            except DamagedCheckpointError as error:
+                self._rename(directory, "damaged", cause=str(error))
+            else:
+                return directory
+            num_renamed += 1
+        if num_renamed:
+            logger.warning(
+                "no checkpoint in %s can be restored: all %d were renamed, none was deleted",
+                self.root,
+                num_renamed,
+            )
+        return None
+
+    def _check_requested(self, checkpoint: Path) -> Path:
+        is_own = self._is_own(checkpoint)
+        try:
+            for directory in find_engine_checkpoints(checkpoint).values() or [checkpoint]:
+                with reading(directory):
+                    self._verify(directory)
+            if is_own:
+                _check_step(checkpoint, step=_parse_step(checkpoint.name))
+        except (IncompleteCheckpointError, DamagedCheckpointError) as error:
+            advice = (
+                " run.resume=auto renames damaged checkpoints and continues from the newest good "
+                "one."
+            )
+            raise type(error)(f"{error}{advice if is_own else ''}") from error
+        return checkpoint
+
+    def _check_later_steps(self, checkpoint: Path | None) -> None:
+        """Rename later steps of this run, or refuse to start if they are from elsewhere.
+
+        Checked at the start: at the next save, the steps since the start would be lost.
+        """
+        done = 0 if checkpoint is None else self._read_step(checkpoint)
+        later = [path for step, path in step_entries(self.root).items() if step > done]
+        if checkpoint is not None and self._is_own(checkpoint):
+            for path in later:
+                cause = f"run.resume names the earlier {checkpoint.name}"
+                self._rename(path, "superseded", cause=cause)
+        elif later:
+            raise CheckpointError(
+                f"{later[0]} exists, and this run, which continues after step {done}, would have "
+                "to write it: choose another run.dir, or move its checkpoints away: "
+                f"mv {self.root} {self.root}.old"
+            )
+
+    def _is_own(self, checkpoint: Path) -> bool:
+        is_step = STEP_NAME.fullmatch(checkpoint.name) is not None
+        return is_step and checkpoint.resolve().parent == self.root.resolve()
+
+    def _read_step(self, checkpoint: Path) -> int:
+        step = self.read_engine_only_step(checkpoint)
+        return read_manifest(checkpoint).step if step is None else step
+
+    def _rename_partial_saves(self) -> None:
+        # Safe because this process has the lock of the run folder: no other one is writing them.
+        # Folders without the marker are not ours and are left alone.
+        for path in leftovers(self.root):
+            if (path / MARKER_NAME).is_file():
+                cause = "its run died while saving or deleting it"
+                self._rename(path, "incomplete", cause=cause)
+
+    def _rename(
+        self,
+        path: Path,
+        reason: Literal["damaged", "incomplete", "superseded"],
+        *,
+        cause: str,
+    ) -> None:
+        try:
+            renamed = set_aside(path, reason)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} is {reason} and cannot be renamed ({error.strerror}): make {self.root} "
+                "writable, or rename it yourself, and start again."
+            ) from error
+        # Shorten the cause: the warning contains the path, and its advice was just followed.
+        cause = cause.replace(f"{path}/", "").replace(f"{path} ", "it ")
+        cause = cause.removesuffix(": load another step directory.")
+        logger.warning("checkpoint %s is %s (%s): renamed to %s", path, reason, cause, renamed.name)
+
+    def _delete_old(self) -> None:
+        """Delete old checkpoints; a failure is only a warning, because the save is complete."""
+        if self.max_to_keep is None:
+            return
+        try:
+            prune(
+                self.root,
+                max_to_keep=self.max_to_keep,
+                run_id=self.run_id,
+                keep_every=self.keep_every,
+                check=self._verify_once,
+            )
+        except OSError as error:
+            logger.warning("old checkpoints in %s could not be deleted: %s", self.root, error)
+
+    def _verify(self, directory: Path) -> None:
+        self.verify(directory)
+        self._verified.add(directory)
+
+    def _verify_once(self, directory: Path) -> None:
+        """Verify the content once per process; later only file sizes, which reads no file."""
+        if directory in self._verified:
+            verify(directory, with_content=False)
+        else:
+            self._verify(directory)
+
+    def read_engine_only_step(self, directory: Path) -> int | None:
+        """Return the step of an engine-only checkpoint; None for a checkpoint with trainer state.
+
+        Raises:
+            CheckpointError: If the roles were saved at different steps.
+        """
+        checkpoints = find_engine_checkpoints(directory)
+        return _read_common_step(checkpoints) if checkpoints else None
+
+    def read_state(self, directory: Path, *, phase: str) -> TrainerState:
+        """Read the trainer's part of a step directory.
+
+        Raises:
+            CheckpointError: If there is none, or it is from another phase.
+        """
+        path = directory / TRAINER_PART / STATE_FILE
+        if not path.is_file():
+            raise CheckpointError(
+                f"{directory} has no {TRAINER_PART}/{STATE_FILE}, so it is not a checkpoint of a "
+                "run: resume from a checkpoint of a run, or from one that temper-migrate converted."
+            )
+        state = TrainerState.from_json(path.read_text())
+        if state.phase != phase:
+            raise CheckpointError(
+                f"{directory} is a checkpoint of phase {state.phase}, but this run is in phase "
+                f"{phase}: resume from a checkpoint of the same phase, or set "
+                "actor.engine.model.path to the model directory that the other phase wrote."
+            )
+        return state
+
+    def read_roles(self, directory: Path, *, roles: Mapping[str, ReadPart]) -> None:
+        """Restore every role.
+
+        Raises:
+            CheckpointError: If the checkpoint lacks a role of this run.
+        """
+        engine_checkpoints = find_engine_checkpoints(directory)
+        for name, read in roles.items():
+            # Engine-only checkpoints have no reference: it is not trained, so its initial weights
+            # are already the right ones.
+            if engine_checkpoints and name == "ref":
+                continue
+            part = (
+                engine_checkpoints[name] / ENGINE_PART
+                if name in engine_checkpoints
+                else directory / name
+            )
+            if not part.is_dir():
+                raise CheckpointError(
+                    f"{directory} has no part for {name}, which this configuration has: resume "
+                    "with the configuration of the run that wrote it."
+                )
+            with reading(part.parent):
+                read(str(part))
+
+
+def find_engine_checkpoints(path: Path) -> dict[str, Path]:
+    """Return the step directories of an engine-only checkpoint by role.
+
+    Args:
+        path: A step directory or a folder of them, which is the actor's, or a folder that has such
+            a folder for each role.
+
+    Returns:
+        Empty for anything else, such as a checkpoint with trainer state.
+    """
+    try:
+        steps = {"actor": find_step(path)}
+    except IncompleteCheckpointError:
+        children = sorted(path.iterdir()) if path.is_dir() else []
+        steps = {child.name: find_step(child) for child in children if complete_steps(child)}
+    return steps if all((step / ENGINE_PART).is_dir() for step in steps.values()) else {}
+
+
+def _read_common_step(checkpoints: Mapping[str, Path]) -> int:
+    steps = {role: read_manifest(directory).step for role, directory in checkpoints.items()}
+    if len(set(steps.values())) != 1:
+        listed = ", ".join(f"{role} of step {step}" for role, step in steps.items())
+        folder = next(iter(checkpoints.values())).parent.parent
+        raise CheckpointError(
+            f"{folder} has {listed}: convert all roles of one step, or move the others away."
+        )
+    return next(iter(steps.values()))
+
+
+def load_run_id(folder: Path) -> str:
+    """Return the id of the run in a folder, which is created at its first start."""
+    path = folder / RUN_ID_FILE
+    run_id = path.read_text().strip() if path.exists() else ""
+    if not run_id:
+        run_id = uuid.uuid4().hex
+        folder.mkdir(parents=True, exist_ok=True)
+        write_durably(path, f"{run_id}\n")
+    return run_id
+
+
+def _check_step(directory: Path, *, step: int) -> None:
+    """Check that a step directory was not copied or renamed from another step."""
+    actual = read_manifest(directory).step
+    if actual != step:
+        raise DamagedCheckpointError(f"its manifest is of step {actual}")
+
+
+def _parse_step(name: str) -> int:
+    match = STEP_NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1])
