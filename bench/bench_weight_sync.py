@@ -60,7 +60,7 @@ from temper_trainer.weight_sync.shared_memory_transport import remove_folder, wr
 from temper_trainer.weight_sync.transport import SentWeights
 
 BUCKET_BYTES = 64 << 20
-MAX_SHARE = WeightSyncConfig().max_changed_share
+MAX_SHARE = WeightSyncConfig().max_changed_fraction
 
 
 def make_weights(megabytes: int) -> list[NamedWeight]:
@@ -212,7 +212,7 @@ class Measured:
     """Until the receiver has copied everything."""
     num_bytes: int
     """Of the last set."""
-    share: float
+    fraction: float
     """Of its elements, those that were sent."""
 
 
@@ -226,7 +226,7 @@ def quickest(
         begin = time.perf_counter()
         sent = send(version)
         taken.append(time.perf_counter() - begin)
-    return Measured(seconds=min(taken[1:]), num_bytes=sent.num_bytes, share=sent.share)
+    return Measured(seconds=min(taken[1:]), num_bytes=sent.num_bytes, fraction=sent.fraction)
 
 
 def measure_shared_changes(
@@ -246,7 +246,7 @@ def measure_shared_changes(
             parcels = write_weight_files(actor, str(folder / "whole"), BUCKET_BYTES, True)
             ours.send((parcels, None))
             ours.recv()
-            return SentWeights(num_bytes=sum(parcel.num_bytes for parcel in parcels), share=1.0)
+            return SentWeights(num_bytes=sum(parcel.num_bytes for parcel in parcels), fraction=1.0)
 
         found["shared memory, full"] = quickest(
             whole, actor, lr=rates[0], repeats=repeats, first_version=1
@@ -281,7 +281,7 @@ def measure_shared_changes(
                 / elements
             )
             return SentWeights(
-                num_bytes=sum(changed.num_bytes for _, changed in pairs), share=share
+                num_bytes=sum(changed.num_bytes for _, changed in pairs), fraction=share
             )
 
         for number, lr in enumerate(rates, start=1):
@@ -361,7 +361,7 @@ def show_changes(
     print("| what | elements sent | MB | ms |\n|---|---|---|---|")
     for name, measured in found.items():
         print(
-            f"| {name} | {measured.share:.2%} | {measured.num_bytes / 1e6:.3g} | {measured.seconds * 1e3:.1f} |"
+            f"| {name} | {measured.fraction:.2%} | {measured.num_bytes / 1e6:.3g} | {measured.seconds * 1e3:.1f} |"
         )
     if json_file is not None:
         json_file.write_text(

@@ -87,7 +87,7 @@ NO_UNIT = frozenset(
             "gpu_memory_utilization",
             "sleep_level",
         ),
-        *("wrong_first_operation", "max_failure_share", "max_changed_share", "prometheus_port"),
+        *("wrong_first_operation", "max_failure_share", "max_changed_fraction", "prometheus_port"),
         *("scale", "low", "high", "penalty", "clip_low", "clip_high", "dual_clip"),
         *(
             "cov_share",

@@ -83,8 +83,8 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
             "rollout.sampler vllm",
         ),
         (
-            ["weight_sync.max_changed_share=0.1"],
-            "weight_sync.max_changed_share",
+            ["weight_sync.max_changed_fraction=0.1"],
+            "weight_sync.max_changed_fraction",
             "weight_sync.content=delta",
         ),
         (

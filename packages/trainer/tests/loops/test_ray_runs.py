@@ -66,12 +66,12 @@ def test_changes_through_the_object_store_give_the_numbers_of_whole_sets(
     run(tmp_path / "inline", *small)
     run(tmp_path / "ray", *small, *ON_RAY, "weight_sync.content=delta")
     found, expected = rows(tmp_path / "ray"), rows(tmp_path / "inline")
-    shares = [row.pop("weight_sync/sent_share") for row in found]
+    shares = [row.pop("weight_sync/sent_fraction") for row in found]
     for row in (*found, *expected):
         row.pop("weight_sync/bytes")
     assert 0 < min(shares) <= max(shares) < 0.5
     assert found == [
-        {name: value for name, value in row.items() if name != "weight_sync/sent_share"}
+        {name: value for name, value in row.items() if name != "weight_sync/sent_fraction"}
         for row in expected
     ]
 

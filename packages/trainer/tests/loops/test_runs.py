@@ -107,7 +107,7 @@ def test_changes_alone_give_the_numbers_of_whole_sets_also_after_a_resume(
         for row, other in zip(changes, full, strict=True)
     ]
     shares = [
-        (row.pop("weight_sync/sent_share"), other.pop("weight_sync/sent_share"))
+        (row.pop("weight_sync/sent_fraction"), other.pop("weight_sync/sent_fraction"))
         for row, other in zip(changes, full, strict=True)
     ]
     assert changes == full

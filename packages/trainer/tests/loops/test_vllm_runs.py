@@ -94,7 +94,11 @@ def test_a_run_with_a_server_opens_the_sockets_that_security_md_lists(
 
 def without_sizes(found: list[dict[str, float]]) -> list[dict[str, float]]:
     return [
-        {k: v for k, v in row.items() if k not in ("weight_sync/bytes", "weight_sync/sent_share")}
+        {
+            k: v
+            for k, v in row.items()
+            if k not in ("weight_sync/bytes", "weight_sync/sent_fraction")
+        }
         for row in found
     ]
 
@@ -165,7 +169,7 @@ def test_a_run_that_sends_changes_has_the_numbers_of_one_that_sends_everything(
     run(tmp_path / "delta", *lean, "weight_sync.content=delta")
     found, expected = rows(tmp_path / "delta"), rows(tmp_path / "full")
     assert without_sizes(found) == without_sizes(expected)
-    shares = [row["weight_sync/sent_share"] for row in found]
+    shares = [row["weight_sync/sent_fraction"] for row in found]
     assert 0 < min(shares) <= max(shares) < 0.5
     assert all(
         row["weight_sync/bytes"] < other["weight_sync/bytes"]

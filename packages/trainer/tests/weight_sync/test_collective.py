@@ -210,7 +210,7 @@ def test_after_the_first_set_only_what_changed_is_broadcast(bucket_bytes: int) -
     actor.weights["last"][0] = 8.0
     sent = transport.send(3)
     # A place and a value of "wide", in 64 bytes each; "last" is one element, whose place would double it.
-    assert (sent.num_bytes, sent.share) == (3 * 64, pytest.approx(2 / 1005))
+    assert (sent.num_bytes, sent.fraction) == (3 * 64, pytest.approx(2 / 1005))
     assert [tensor.tolist() for held in worker.held for tensor in held] == [
         tensor.tolist() for tensor in actor.weights.values()
     ]
@@ -224,7 +224,7 @@ def test_a_server_that_holds_other_weights_is_sent_the_whole_set(
     transport = transport_between(actor, worker, max_changed_fraction=0.25)
     transport.send(1)
     worker.version = -1
-    assert transport.send(2).share == 1.0
+    assert transport.send(2).fraction == 1.0
     assert "rollout replica 0 does not hold weights 1, so the whole set is sent." in caplog.text
     transport.close()
 

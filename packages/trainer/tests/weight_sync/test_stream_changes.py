@@ -112,7 +112,7 @@ def test_after_changes_the_sampler_has_the_bits_of_a_whole_set(pair: Pair, actor
     for version, share in enumerate((0.0, 0.02, 0.0, 0.9, 0.02), start=1):
         actor.train(version, share=share)
         sent = transport.send(version)
-        shares.append(sent.share)
+        shares.append(sent.fraction)
         sizes.append(sent.num_bytes)
         assert sampler.weight_version == version
         assert_same_bits(weights_of(sampler), whole(actor, pair))
@@ -139,10 +139,10 @@ def test_a_sampler_that_was_started_again_gets_the_whole_set(
         "changes of weights 1 came, but the sampler holds weights 0. The whole set is sent."
         in caplog.text
     )
-    assert sent.share == 1.0
+    assert sent.fraction == 1.0
     assert_same_bits(weights_of(again), whole(actor, pair))
     actor.train(2, share=0.02)
-    assert restarted.send(3).share < 1.0
+    assert restarted.send(3).fraction < 1.0
     assert_same_bits(weights_of(again), whole(actor, pair))
 
 
@@ -154,7 +154,7 @@ def test_after_a_set_that_failed_the_next_one_is_whole(pair: Pair, actor: Actor)
     with pytest.raises(WeightError, match="other names, shapes or types"):
         transport.send(2)
     actor.weights |= dict([left])
-    assert transport.send(2).share == 1.0
+    assert transport.send(2).fraction == 1.0
     assert_same_bits(weights_of(sampler), whole(actor, pair))
 
 

@@ -21,7 +21,7 @@ class WeightSyncConfig:
     content: Literal["full", "adapter", "delta"] = "full"
     """full sends every weight, an adapter merged; adapter sends the LoRA adapter alone, under a new version each time; delta sends the
     elements that changed since the last set, after a first whole one. The sampler's weights are the same bits with full and delta."""
-    max_changed_share: float = 0.25
+    max_changed_fraction: float = 0.25
     """With content delta: a tensor of which a larger share of the elements changed is sent whole."""
     bucket_bytes: int = 256 << 20
     """Largest part that travels at once; a larger tensor travels alone."""
@@ -29,5 +29,7 @@ class WeightSyncConfig:
     """Compare a checksum of every bucket after its journey."""
 
     def __post_init__(self) -> None:
-        check_range("weight_sync.max_changed_share", self.max_changed_share, at_least=0, at_most=1)
+        check_range(
+            "weight_sync.max_changed_fraction", self.max_changed_fraction, at_least=0, at_most=1
+        )
         check_range("weight_sync.bucket_bytes", self.bucket_bytes, at_least=1 << 10)

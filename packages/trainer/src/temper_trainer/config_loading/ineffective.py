@@ -174,7 +174,7 @@ RULES = (
         reason="with a task that does not train on what it samples: remove it, or set task=rl or task=distill",
     ),
     Rule(
-        keys=("weight_sync.max_changed_share",),
+        keys=("weight_sync.max_changed_fraction",),
         applies=lambda config: config.weight_sync.content != "delta",
         reason="with a weight_sync.content other than delta: remove it, or set weight_sync.content=delta",
     ),

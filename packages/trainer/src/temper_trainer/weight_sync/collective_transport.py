@@ -281,7 +281,7 @@ def send_weights(
     """
     if not worker.is_first:
         join_export(worker)
-        return SentWeights(num_bytes=0, share=1.0)
+        return SentWeights(num_bytes=0, fraction=1.0)
     channel = _channels[f"{spec.address}:{spec.port}"]
     entries = tuple(parcel.entries for parcel in layout)
     held: list[tuple[Tensor, ...]] = []
@@ -301,7 +301,7 @@ def send_weights(
                 held.append(tuple(entry.read(own) for entry in expected))
     if key is not None:
         cache_weights(key, CachedWeights(version=version, entries=entries, tensors=tuple(held)))
-    return SentWeights(num_bytes=sum(parcel.num_bytes for parcel in layout), share=1.0)
+    return SentWeights(num_bytes=sum(parcel.num_bytes for parcel in layout), fraction=1.0)
 
 
 def send_delta(
@@ -320,7 +320,7 @@ def send_delta(
     """
     if not worker.is_first:
         join_export(worker)
-        return SentWeights(num_bytes=0, share=0.0)
+        return SentWeights(num_bytes=0, fraction=0.0)
     channel = _channels[f"{spec.address}:{spec.port}"]
     held = take_cached_weights(key, version=base_version)
     num_bytes, num_elements = 0, 0
@@ -341,7 +341,7 @@ def send_delta(
             for target, change in zip(held.tensors[place], changes, strict=True):
                 apply_tensor_delta(target, change)
     cache_weights(key, replace(held, version=version))
-    return SentWeights(num_bytes=num_bytes, share=num_elements / held.num_elements)
+    return SentWeights(num_bytes=num_bytes, fraction=num_elements / held.num_elements)
 
 
 def close_sender_channel(worker: WeightExporter, spec: ChannelSpec) -> None:

@@ -84,7 +84,7 @@ class Publisher:
             "weight_sync/time_s": time.perf_counter() - begin,
             "weight_sync/version": float(version),
             "weight_sync/bytes": float(sent.num_bytes),
-            "weight_sync/sent_share": sent.share,
+            "weight_sync/sent_fraction": sent.fraction,
         }
         if canary is not None:
             metrics["weight_sync/canary_difference"] = self._compare(canary)

@@ -98,7 +98,7 @@ class SharedMemoryDeltaTransport:
         self._sampler.load(load, version=version)
         self._base = parcels
         self._loaded = DeltaManifest(version=version, base_version=version, parcels=())
-        return SentWeights(num_bytes=sum(parcel.num_bytes for parcel in parcels), share=1.0)
+        return SentWeights(num_bytes=sum(parcel.num_bytes for parcel in parcels), fraction=1.0)
 
     def _sent(self, manifest: DeltaManifest) -> SentWeights:
         pairs = list(zip(self._base, manifest.parcels, strict=True))
@@ -106,11 +106,13 @@ class SharedMemoryDeltaTransport:
             count_sent_elements(base.entries, [FULL_TENSOR] * len(base.entries))
             for base, _ in pairs
         )
-        share = (
+        fraction = (
             sum(count_sent_elements(base.entries, changes.counts) for base, changes in pairs)
             / num_elements
         )
-        return SentWeights(num_bytes=sum(changes.num_bytes for _, changes in pairs), share=share)
+        return SentWeights(
+            num_bytes=sum(changes.num_bytes for _, changes in pairs), fraction=fraction
+        )
 
     def _changes_folder(self, version: int) -> Path:
         return self._folder / f"changes-{version}"

@@ -63,7 +63,7 @@ class SharedMemoryTransport:
         self._sampler.load(load, version=version)
         self._remove_previous()
         self._previous = folder
-        return SentWeights(num_bytes=sum(parcel.num_bytes for parcel in parcels), share=1.0)
+        return SentWeights(num_bytes=sum(parcel.num_bytes for parcel in parcels), fraction=1.0)
 
     def close(self) -> None:
         """Remove the files."""
@@ -100,7 +100,7 @@ class AdapterTransport:
         if self._previous is not None:
             self._actor.run(remove_folder, [(str(self._previous),)] * self._actor.num_workers)
         self._previous = folder
-        return SentWeights(num_bytes=num_bytes, share=1.0)
+        return SentWeights(num_bytes=num_bytes, fraction=1.0)
 
     def close(self) -> None:
         """Remove the files."""

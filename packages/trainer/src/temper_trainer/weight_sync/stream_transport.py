@@ -95,10 +95,10 @@ class StreamDeltaTransport:
         except StaleBaseError as error:
             logger.warning("%s The whole set is sent.", error)
             return None
-        share = sum(bucket.num_sent_elements for bucket in buckets) / sum(
+        fraction = sum(bucket.num_sent_elements for bucket in buckets) / sum(
             bucket.num_elements for bucket in buckets
         )
-        return SentWeights(num_bytes=sum(len(bucket.data) for bucket in buckets), share=share)
+        return SentWeights(num_bytes=sum(len(bucket.data) for bucket in buckets), fraction=fraction)
 
 
 def cache_current_weights(

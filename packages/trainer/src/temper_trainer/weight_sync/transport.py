@@ -35,7 +35,7 @@ class SentWeights:
 
     num_bytes: int
     """Of weights, places and alignment, counted once however many receivers there are."""
-    share: float
+    fraction: float
     """Of the elements of a whole set, those that were sent; 1 for a whole set."""
 
 
@@ -76,7 +76,7 @@ class StreamTransport:
         """Export, check, load."""
         buckets = list(self._export())
         self._sampler.load_weights(unpack_buckets(buckets), version=version)
-        return SentWeights(num_bytes=sum(bucket.num_bytes for bucket in buckets), share=1.0)
+        return SentWeights(num_bytes=sum(bucket.num_bytes for bucket in buckets), fraction=1.0)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -112,7 +112,7 @@ class FetchTransport:
             with_digest=self._with_digest,
             version=version,
         )
-        return SentWeights(num_bytes=num_bytes, share=1.0)
+        return SentWeights(num_bytes=num_bytes, fraction=1.0)
 
     def close(self) -> None:
         """Nothing is held."""

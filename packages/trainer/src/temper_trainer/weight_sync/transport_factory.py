@@ -46,7 +46,7 @@ def build_transport(config: TrainerConfig, *, actor: RankGroup, sampler: Sampler
             choice.reason,
         )
         transport = choice.transport
-    max_changed_fraction = sync.max_changed_share if sync.content == "delta" else None
+    max_changed_fraction = sync.max_changed_fraction if sync.content == "delta" else None
     if transport == "shared_memory" and max_changed_fraction is not None:
         return SharedMemoryDeltaTransport(
             actor=actor,
@@ -103,7 +103,7 @@ def _build_in_process_transport(
         actor=actor,
         sampler=sampler,
         bucket_bytes=sync.bucket_bytes,
-        max_changed_fraction=sync.max_changed_share,
+        max_changed_fraction=sync.max_changed_fraction,
     )
 
 

@@ -113,7 +113,7 @@ def test_changes_give_the_bits_of_a_whole_set(
     shares = []
     for step, only in enumerate(("", "", "layers.1.self_attn.k_proj", "no such tensor"), start=1):
         actor.train(version + step, only=only)
-        shares.append(transport.send(version + step).share)
+        shares.append(transport.send(version + step).fraction)
         assert served.sampler.weight_version == version + step
         ours = served.pair.model
         found = served.sampler.logprobs(ROWS, temperature=1.0)
@@ -144,7 +144,7 @@ def test_a_server_that_was_killed_has_the_same_bits_and_takes_part_in_the_next_c
     assert served.sampler.logprobs(ROWS, temperature=1.0) == before
     assert served.sampler.num_restarts == restarts + 1
     actor.train(version + 1)
-    assert transport.send(version + 3).share < 0.2
+    assert transport.send(version + 3).fraction < 0.2
     assert_bits_of_a_whole_set(served)
 
 
