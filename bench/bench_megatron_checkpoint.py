@@ -85,7 +85,7 @@ def work(layout: str, *, rank: int, folder: Path) -> Seen:
     from temper_engine_api.batch import from_sequences
     from temper_engine_api.checkpoint.saved_state import SavedState
     from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
-    from temper_engine_megatron import persistence
+    from temper_engine_megatron.checkpoint import checkpoint_files
     from temper_engine_megatron.config import MegatronConfig
     from temper_engine_megatron.engine import MegatronEngine
 
@@ -103,10 +103,10 @@ def work(layout: str, *, rank: int, folder: Path) -> Seen:
     engine = MegatronEngine(config)
     engine.init_model()
     opened = 0
-    open_state = persistence.open_state
+    open_saved_state = checkpoint_files.open_saved_state
 
     def open_and_count(directory: str) -> SavedState:
-        saved = open_state(directory)
+        saved = open_saved_state(directory)
 
         def read(kind: str, name: str) -> torch.Tensor:
             nonlocal opened
@@ -116,7 +116,7 @@ def work(layout: str, *, rank: int, folder: Path) -> Seen:
 
         return replace(saved, read=read)
 
-    persistence.open_state = open_and_count
+    checkpoint_files.open_saved_state = open_and_count
     with closing(engine):
         engine.set_loss_fn(
             lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)

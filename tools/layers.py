@@ -60,7 +60,11 @@ GUESTS = (
     ),
     Guest(
         module="peft",
-        hosts=("temper_engine_fsdp.training.lora_adapter", "temper_engine_megatron.adapter", KIT),
+        hosts=(
+            "temper_engine_fsdp.training.lora_adapter",
+            "temper_engine_megatron.adapter.adapter_plan",
+            KIT,
+        ),
     ),
     Guest(module="megatron.bridge", hosts=("temper_engine_megatron.bridge_compat",)),
     # A program of its own, with requirements that are nobody's here.

@@ -169,7 +169,7 @@ def test_engines_of_this_checkout_can_be_imported_beside_the_released_contract(
 import temper_engine_fsdp.engine, temper_engine_megatron.engine
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_fsdp.training import lora_adapter as of_fsdp
-from temper_engine_megatron import adapter as of_megatron
+from temper_engine_megatron.adapter import adapter_plan as of_megatron
 for adapter in (of_fsdp, of_megatron):
     adapter._fresh_config(LoraSpec(rank=2, alpha=4.0), model=ModelSpec(path='model'))
 """

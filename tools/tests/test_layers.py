@@ -76,11 +76,11 @@ def test_the_contracts_core_may_import_nothing_but_torch() -> None:
     ],
 )
 def test_the_bridges_training_program_has_no_host(source: str) -> None:
-    found = complaints("temper_engine_megatron.bridge_compat.translation", source)
+    found = complaints("temper_engine_megatron.bridge_compat.bridge_translation", source)
     assert any("nobody may import megatron.bridge.training" in line for line in found)
     assert (
         complaints(
-            "temper_engine_megatron.bridge_compat.translation",
+            "temper_engine_megatron.bridge_compat.bridge_translation",
             "from megatron.bridge.models import conversion",
         )
         == []

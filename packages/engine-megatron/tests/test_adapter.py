@@ -26,8 +26,8 @@ from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigErr
 from temper_engine_api.registry import conformance_layouts
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_api.weights import NamedWeight
+from temper_engine_megatron.checkpoint.checkpoint_files import check_layout_is_ours
 from temper_engine_megatron.engine import MegatronEngine
-from temper_engine_megatron.persistence import refuse_other_systems
 
 LAYOUTS = {layout.name: layout for layout in conformance_layouts("megatron")}
 LORA = LoraSpec(rank=4, alpha=8.0)
@@ -84,7 +84,7 @@ def parts_held_twice(rank, *, recipe, batches):
     """This rank's copies of what is not split, and the whole state, after some updates."""
     engine = rank.engine(recipe)
     updates = train(engine, batches)
-    chunk = engine._parts.runner._chunks.bare[0]
+    chunk = engine._components.runner._chunks.bare[0]
     trained = {
         name: parameter for name, parameter in chunk.named_parameters() if parameter.requires_grad
     }
@@ -98,7 +98,7 @@ def parts_held_twice(rank, *, recipe, batches):
 
 def test_the_base_has_no_gradient_buffers(start):
     engine = start(lora=LORA)
-    chunk = engine._parts.runner._chunks.bare[0]
+    chunk = engine._components.runner._chunks.bare[0]
     trained = [name for name, parameter in chunk.named_parameters() if parameter.requires_grad]
     assert len(trained) == 2 * 7 * 2  # two layers of seven modules, A and B each
     assert all(".adapter." in name for name in trained)
@@ -179,7 +179,7 @@ def test_a_checkpoint_of_another_system_is_refused_with_the_command_that_convert
         CheckpointError,
         match=rf"holds {inside}, .*temper-migrate checkpoint .* --to temper --out NEW",
     ):
-        refuse_other_systems(str(tmp_path))
+        check_layout_is_ours(str(tmp_path))
 
 
 def test_loading_asks_whether_a_checkpoint_is_another_systems(start, tmp_path):

@@ -33,7 +33,7 @@ from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.layout import Layout, plain_layout
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import LoraSpec, ModelSpec
-from temper_engine_megatron.adapter_experts import joined, part_of
+from temper_engine_megatron.adapter.expert_adapters import joined, part_of
 from temper_engine_megatron.engine import MegatronEngine
 
 BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

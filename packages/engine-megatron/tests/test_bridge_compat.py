@@ -16,8 +16,13 @@ from packaging.requirements import Requirement
 from transformers import AutoConfig
 
 from temper_engine_api.errors import CapabilityError, ConfigError
-from temper_engine_megatron.bridge_compat import LINES, Recipe, Translation, line_in_use
-from temper_engine_megatron.bridge_compat.lines import BRIDGE, CORE
+from temper_engine_megatron.bridge_compat import (
+    VERSION_PAIRS,
+    BridgeTranslation,
+    WeightMapping,
+    find_installed_pair,
+)
+from temper_engine_megatron.bridge_compat.supported_versions import BRIDGE, CORE
 
 SIZES = {
     "hidden_size": 32,
@@ -36,7 +41,7 @@ def test_nobody_is_made_to_believe_that_transformer_engine_is_there():
     absent = {
         name for name in ("transformer_engine", "triton") if importlib.util.find_spec(name) is None
     }
-    Translation(config())
+    BridgeTranslation(config())
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     assert not {name for name in sys.modules if name.partition(".")[0] in absent}
@@ -73,14 +78,14 @@ class Foreign(torch.optim.Optimizer):
 
 
 def test_a_missing_bridge_is_one_sentence_with_the_command(monkeypatch):
-    wanted = f"pip install --no-deps {BRIDGE}=={line_in_use().tested[BRIDGE]}"
+    wanted = f"pip install --no-deps {BRIDGE}=={find_installed_pair().tested[BRIDGE]}"
     forget_the_bridge(monkeypatch)
     install(monkeypatch, core=importlib.metadata.version(CORE), bridge=None)
     monkeypatch.setitem(sys.modules, "megatron.bridge", None)
     with pytest.raises(
         ConfigError, match="needs Megatron-Bridge, which is not installed"
     ) as caught:
-        Translation(config())
+        BridgeTranslation(config())
     assert str(caught.value).endswith(wanted)
 
 
@@ -122,7 +127,7 @@ def test_a_bridge_that_can_not_be_imported_is_not_called_missing(monkeypatch, er
     forget_the_bridge(monkeypatch)
     monkeypatch.setattr(sys, "meta_path", [Broken("megatron.bridge.models", error), *sys.meta_path])
     with pytest.raises(ConfigError, match="is installed, but importing it failed with") as caught:
-        Translation(config())
+        BridgeTranslation(config())
     assert str(error) in str(caught.value)
     assert "not installed" not in str(caught.value)
 
@@ -145,7 +150,7 @@ def test_versions_that_do_not_belong_together_are_refused_with_the_way_that_chan
 ):
     install(monkeypatch, core=core, bridge=bridge, python=python)
     with pytest.raises(ConfigError, match=f"{CORE} is {core} and {BRIDGE} {bridge}, but") as caught:
-        Translation(config())
+        BridgeTranslation(config())
     assert str(caught.value).endswith(f": pip install --no-deps {command}")
 
 
@@ -155,13 +160,17 @@ def test_versions_that_do_not_belong_together_are_refused_with_the_way_that_chan
 )
 def test_versions_that_belong_together_are_taken(monkeypatch, core, bridge, python):
     install(monkeypatch, core=core, bridge=bridge, python=python)
-    assert line_in_use().tested == {CORE: core, BRIDGE: bridge}
+    assert find_installed_pair().tested == {CORE: core, BRIDGE: bridge}
 
 
 def test_what_this_package_requires_is_what_its_lines_take():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     required = [Requirement(line) for line in project["dependencies"] if line.startswith(CORE)]
-    for python, lines in (("3.11", LINES[:1]), ("3.12", LINES), ("3.13", LINES[:1])):
+    for python, lines in (
+        ("3.11", VERSION_PAIRS[:1]),
+        ("3.12", VERSION_PAIRS),
+        ("3.13", VERSION_PAIRS[:1]),
+    ):
         (here,) = (
             each
             for each in required
@@ -197,7 +206,7 @@ def source(module):
 
 def test_stand_ins_are_given_for_what_is_still_imported_without_asking():
     # One that fails says that upstream asks now: take the name out of the line.
-    Translation(config())
+    BridgeTranslation(config())
     found = {
         "transformer_engine": source("megatron.bridge.peft.lora_layers"),
         "triton": source("megatron.core.inference.contexts.attention_context.triton.tensor_ops"),
@@ -209,68 +218,68 @@ def test_stand_ins_are_given_for_what_is_still_imported_without_asking():
         if isinstance(node, ast.Import)
         and any(alias.name.partition(".")[0] == name for alias in node.names)
     }
-    assert names == line_in_use().imports_without_asking.keys()
+    assert names == find_installed_pair().unconditional_imports.keys()
 
 
 def test_the_router_is_given_a_name_only_where_it_still_lacks_it():
-    Translation(config())
+    BridgeTranslation(config())
     stored = {
         node.id
         for node in ast.walk(source("megatron.core.transformer.moe.moe_utils"))
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
-    assert ("te_general_gemm" not in stored) == line_in_use().leaves_router_without_gemm
+    assert ("te_general_gemm" not in stored) == find_installed_pair().lacks_router_gemm
 
 
 def test_the_rotary_base_is_told_only_where_the_bridge_still_does_not_find_it(monkeypatch):
     described = config(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    assert Translation(described).settings.rotary_base == 5e5
-    line = dataclasses.replace(line_in_use(), reads_old_rotary_base=False)
+    assert BridgeTranslation(described).settings.rotary_base == 5e5
+    line = dataclasses.replace(find_installed_pair(), ignores_rope_parameters=False)
     monkeypatch.setattr(
-        "temper_engine_megatron.bridge_compat.translation.line_in_use", lambda: line
+        "temper_engine_megatron.bridge_compat.bridge_translation.find_installed_pair", lambda: line
     )
     assert (
-        Translation(described).settings.rotary_base != 5e5
-    ) == line_in_use().reads_old_rotary_base
+        BridgeTranslation(described).settings.rotary_base != 5e5
+    ) == find_installed_pair().ignores_rope_parameters
 
 
 def test_all_that_the_engine_sets_are_fields_that_megatron_has(start):
-    settings = start()._parts.runner._chunks.settings
+    settings = start()._components.runner._chunks.settings
     fields = {field.name for field in dataclasses.fields(settings)}
-    untouched = Translation(config()).settings
+    untouched = BridgeTranslation(config()).settings
     untouched.finalize()
     assert vars(settings).keys() - vars(untouched).keys() - fields == set()
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
 def test_every_parameter_of_a_plain_layer_is_known(model_type):
-    translation = Translation(config(model_type))
+    translation = BridgeTranslation(config(model_type))
     layer = "decoder.layers.1."
-    assert translation.recipe_of(layer + "input_layernorm.weight").names == (
+    assert translation.find_mapping(layer + "input_layernorm.weight").names == (
         "model.layers.1.input_layernorm.weight",
     )
-    assert translation.recipe_of(layer + "pre_mlp_layernorm.weight").names == (
+    assert translation.find_mapping(layer + "pre_mlp_layernorm.weight").names == (
         "model.layers.1.post_attention_layernorm.weight",
     )
-    assert translation.recipe_of(layer + "self_attention.linear_qkv.weight").kind == "qkv"
-    assert translation.recipe_of(layer + "mlp.linear_fc1.weight") == Recipe(
+    assert translation.find_mapping(layer + "self_attention.linear_qkv.weight").kind == "qkv"
+    assert translation.find_mapping(layer + "mlp.linear_fc1.weight") == WeightMapping(
         kind="gated",
         names=("model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"),
     )
     with pytest.raises(CapabilityError, match="what nonesuch is made of"):
-        translation.recipe_of("nonesuch")
+        translation.find_mapping("nonesuch")
 
 
 def test_joined_heads_split_again():
-    translation = Translation(config())
+    translation = BridgeTranslation(config())
     draw = torch.Generator().manual_seed(0)
     parts = [torch.randn(rows, 32, generator=draw) for rows in (32, 16, 16)]
-    again = translation.split_heads(translation.join_heads(parts))
+    again = translation.split_qkv(translation.join_qkv(parts))
     assert all(torch.equal(part, back) for part, back in zip(parts, again, strict=True))
     # Four queries over two keys: each key and value follows its two queries, 8 rows a head.
-    assert torch.equal(translation.join_heads(parts)[16:24], parts[1][:8])
+    assert torch.equal(translation.join_qkv(parts)[16:24], parts[1][:8])
 
 
 def test_an_architecture_without_a_translation_is_refused_by_name():
     with pytest.raises(CapabilityError, match="GPT2LMHeadModel"):
-        Translation(AutoConfig.for_model("gpt2"))
+        BridgeTranslation(AutoConfig.for_model("gpt2"))

@@ -1,4 +1,4 @@
-"""Sizes that make no layout are refused where they are written."""
+"""ParallelSizes that make no layout are refused where they are written."""
 
 from dataclasses import fields
 

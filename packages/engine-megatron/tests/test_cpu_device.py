@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.layout import plain_layout
-from temper_engine_megatron import cpu_device
-from temper_engine_megatron.cpu_device import megatron_on_cpu
+from temper_engine_megatron.runtime import cpu_device
+from temper_engine_megatron.runtime.cpu_device import megatron_on_cpu
 
 
 def test_cuda_literals_mean_the_cpu_inside():

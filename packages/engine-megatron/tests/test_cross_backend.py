@@ -28,7 +28,7 @@ from temper_engine_api.errors import CheckpointError
 from temper_engine_api.layout import plain_layout
 from temper_engine_api.registry import conformance_layouts
 from temper_engine_api.specs import LoraSpec, ScheduleSpec
-from temper_engine_megatron.expert_names import by_names_in_files
+from temper_engine_megatron.huggingface.expert_names import split_saved_experts
 
 pytest.importorskip(
     "temper_engine_fsdp", reason="the other engine is not installed: pip install temper-engine-fsdp"
@@ -109,7 +109,7 @@ def test_joined_experts_of_a_checkpoint_are_read_once_and_come_apart_by_their_na
         )
 
     shapes = {f"layer.mlp.experts.{kind}": tuple(tensor.shape) for kind, tensor in joined.items()}
-    saved = by_names_in_files(
+    saved = split_saved_experts(
         SavedState(directory="here", weights=shapes, has_moments=True, read=read)
     )
     found = {state.name: state for state in saved.iterate_state()}

@@ -20,8 +20,8 @@ from temper_engine_api.conformance.harness.tolerances import assert_same_state
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, QWEN2_UNTIED
 from temper_engine_api.layout import Layout
 from temper_engine_api.registry import conformance_layouts
-from temper_engine_megatron import persistence
-from temper_engine_megatron.owners import divide
+from temper_engine_megatron.checkpoint import checkpoint_files
+from temper_engine_megatron.weights.owners import assign_writers
 
 ALONE = Layout(name="alone", world_size=1)
 LAYOUTS = {layout.name: layout for layout in conformance_layouts("megatron")}
@@ -29,9 +29,9 @@ LAYOUTS = {layout.name: layout for layout in conformance_layouts("megatron")}
 
 def test_shares_are_equal_to_the_largest_tensor_and_given_to_those_that_hold_it():
     # 9 goes to rank 0, 7 and 6 to rank 1, 5 and 4 to rank 0 and again 1: 9 + 5 = 14, 7 + 6 + 4 = 17.
-    assert divide([4, 9, 6, 5, 7], holders=[(0, 1)] * 5) == [1, 0, 1, 0, 1]
+    assert assign_writers([4, 9, 6, 5, 7], holders=[(0, 1)] * 5) == [1, 0, 1, 0, 1]
     # Those that one rank alone holds come first, and what both hold fills the gap.
-    assert divide([5, 3, 2], holders=[(0, 1), (0,), (0,)]) == [1, 0, 0]
+    assert assign_writers([5, 3, 2], holders=[(0, 1), (0,), (0,)]) == [1, 0, 0]
 
 
 def own_part(rank, *, recipe, batch, folder):
@@ -109,10 +109,10 @@ def names_read(rank, *, recipe, folder):
     """How often each name's weight was read from the files, and the state afterwards, whole on rank 0."""
     engine = rank.engine(recipe)
     times = defaultdict(int)
-    open_state = persistence.open_state
+    open_saved_state = checkpoint_files.open_saved_state
 
     def open_and_count(directory):
-        saved = open_state(directory)
+        saved = open_saved_state(directory)
 
         def read(kind, name):
             times[name] += kind == "weight"
@@ -120,11 +120,11 @@ def names_read(rank, *, recipe, folder):
 
         return replace(saved, read=read)
 
-    persistence.open_state = open_and_count
+    checkpoint_files.open_saved_state = open_and_count
     try:
         engine.load_checkpoint(str(folder))
     finally:
-        persistence.open_state = open_state
+        checkpoint_files.open_saved_state = open_saved_state
     return dict(times), state_of(engine)
 
 
@@ -252,11 +252,11 @@ def train_and_save_in_small_files(rank, *, recipe, batches, folder):
     """The second update, after the first one was saved."""
     engine = rank.engine(recipe)
     train(engine, batches[:1])
-    before, persistence.FILE_BYTES = persistence.FILE_BYTES, 100_000
+    before, checkpoint_files.FILE_BYTES = checkpoint_files.FILE_BYTES, 100_000
     try:
         engine.save_checkpoint(str(folder), global_step=1)
     finally:
-        persistence.FILE_BYTES = before
+        checkpoint_files.FILE_BYTES = before
     return train(engine, batches[1:])[0]
 
 

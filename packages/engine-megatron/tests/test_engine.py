@@ -214,13 +214,13 @@ def test_nothing_stays_on_the_device_between_contexts_where_everything_is_offloa
     engine = start(residency=everything, precision=PrecisionSpec(compute="bf16"))
     engine.set_loss_fn(mean_cost)
     for _ in range(2):
-        assert engine._parts.residency.bytes_on_device() == 0
+        assert engine._components.residency.bytes_on_device() == 0
         engine.optimizer_zero_grad()
         with engine.train_mode():
             engine.forward_backward_step(batch)
-            assert engine._parts.residency.bytes_on_device() > 0
+            assert engine._components.residency.bytes_on_device() > 0
         engine.optimizer_step()
-    assert engine._parts.residency.bytes_on_device() == 0
+    assert engine._components.residency.bytes_on_device() == 0
 
 
 def test_an_optimizer_that_never_leaves_the_host_is_refused(config):

@@ -249,7 +249,10 @@ def test_one_rank_with_an_infinite_gradient_of_its_experts_makes_all_ranks_skip(
     subject_in, reference
 ):
     # Experts have an optimizer of their own, whose norm the others must hear of.
-    recipe, batch = reference.recipe(EXPERTS, optimizer=TRAINS), reference.batch(model=EXPERTS)
+    recipe, batch = (
+        reference.recipe(EXPERTS, optimizer=TRAINS),
+        reference.batch(model=EXPERTS),
+    )
     for is_finite, is_changed, num_steps in subject_in("ep2").run(
         update_with_a_broken_expert, recipe=recipe, batch=batch
     ):
@@ -264,7 +267,7 @@ def update_with_a_broken_expert(rank, *, recipe, batch):
     with engine.train_mode():
         engine.forward_backward_batch(share_of(engine, batch, split=FOUR), forward_only=False)
     if dist.get_rank() == 1:
-        chunk = engine._parts.runner._chunks.bare[0]
+        chunk = engine._components.runner._chunks.bare[0]
         vars(chunk.decoder.layers[0].mlp.experts.local_experts[0].linear_fc1.weight)["main_grad"][
             0, 0
         ] = torch.inf
@@ -319,7 +322,7 @@ def router_gradient(rank, *, recipe, batch, repeats, settings):
 
 
 def balance_of(recipe, batch):
-    """Switch's loss, summed over layers, of all sequences together, written out."""
+    """AdapterSwitch's loss, summed over layers, of all sequences together, written out."""
     model = AutoModelForCausalLM.from_pretrained(recipe.model_path, dtype=torch.float32)
     sequences = [batch.select([b]).tokens[None] for b in range(batch.num_sequences)]
     found = [model(tokens, output_router_logits=True).router_logits for tokens in sequences]
@@ -335,7 +338,10 @@ def balance_of(recipe, batch):
 def test_the_balancing_loss_is_switchs_however_often_a_micro_batch_comes(
     subject_in, reference, layout
 ):
-    recipe, batch = reference.recipe(EXPERTS), reference.batch(model=EXPERTS).select(range(4))
+    recipe, batch = (
+        reference.recipe(EXPERTS),
+        reference.batch(model=EXPERTS).select(range(4)),
+    )
     model, loss = balance_of(recipe, batch)
     (0.1 * loss).backward()
     expected = one_by_one(
@@ -386,7 +392,10 @@ def test_the_z_loss_is_a_mean_over_tokens_however_often_a_micro_batch_comes(
     subject_in, reference, layout, changes
 ):
     # Megatron's own weight of it, without its division by tokens at the end, is as many times too large.
-    recipe, batch = reference.recipe(EXPERTS), reference.batch(model=EXPERTS).select(range(4))
+    recipe, batch = (
+        reference.recipe(EXPERTS),
+        reference.batch(model=EXPERTS).select(range(4)),
+    )
     model, loss = z_loss_of(recipe, batch)
     (0.1 * loss).backward()
     expected = one_by_one(
@@ -405,7 +414,12 @@ def test_the_z_loss_is_a_mean_over_tokens_however_often_a_micro_batch_comes(
 
 
 def with_experts(config, **changes):
-    architecture = {**config.model.architecture, **EXPERTS.architecture, "head_dim": 8, **changes}
+    architecture = {
+        **config.model.architecture,
+        **EXPERTS.architecture,
+        "head_dim": 8,
+        **changes,
+    }
     return replace(config, model=ModelSpec(architecture=architecture))
 
 

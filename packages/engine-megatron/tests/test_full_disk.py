@@ -12,7 +12,7 @@ from temper_engine_api.conformance.harness.rank import TRAINS
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.registry import conformance_layouts
-from temper_engine_megatron import persistence
+from temper_engine_megatron.checkpoint import checkpoint_files
 
 LAYOUTS = {layout.name: layout for layout in conformance_layouts("megatron")}
 
@@ -50,11 +50,11 @@ def test_each_file_that_can_not_be_written_is_named(tmp_path):
     tensors = {"one": torch.zeros(500)}
     with full_disk(at=500):
         with pytest.raises(CheckpointError, match=r"could not write .*adapter_model\.safetensors"):
-            persistence.write_adapter({"r": 8}, tensors, directory=str(tmp_path))
+            checkpoint_files.write_adapter({"r": 8}, tensors, directory=str(tmp_path))
         with pytest.raises(CheckpointError, match=r"could not write .*rank_0\.pt"):
-            persistence.write_random_states(tensors, directory=str(tmp_path), rank=0)
+            checkpoint_files.write_rng_states(tensors, directory=str(tmp_path), rank=0)
         with pytest.raises(CheckpointError, match=r"could not write .*config\.json"):
-            persistence.write_description({"text": "x" * 1000}, directory=str(tmp_path))
+            checkpoint_files.write_model_config({"text": "x" * 1000}, directory=str(tmp_path))
 
 
 @pytest.mark.parametrize("full", [0, 1])
@@ -72,8 +72,8 @@ def save_twice(rank, *, recipe, batch, folder, full):
     """The sentence of the second save, which is cut into many files."""
     engine = rank.engine(recipe)
     engine.save_checkpoint(str(folder), global_step=1)
-    file_bytes = persistence.FILE_BYTES
-    persistence.FILE_BYTES = 1000
+    file_bytes = checkpoint_files.FILE_BYTES
+    checkpoint_files.FILE_BYTES = 1000
     try:
         with (
             full_disk(at=500) if rank.index == full else nullcontext(),
@@ -81,6 +81,6 @@ def save_twice(rank, *, recipe, batch, folder, full):
         ):
             engine.save_checkpoint(str(folder), global_step=2)
     finally:
-        persistence.FILE_BYTES = file_bytes
+        checkpoint_files.FILE_BYTES = file_bytes
     train(engine, [batch])
     return str(caught.value)

@@ -7,7 +7,7 @@ from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.layout import Layout
 from temper_engine_megatron.engine import MegatronEngine
-from temper_engine_megatron.groups import Sizes
+from temper_engine_megatron.runtime.process_groups import ParallelSizes
 
 TP2 = Layout(name="tp2", world_size=2, fields={"tensor_parallel": 2})
 
@@ -35,7 +35,7 @@ def test_engines_of_another_layout_are_told_of_both_layouts_and_of_the_ray_runti
 def start_beside(rank, *, recipe):
     """Whether two engines of one layout have the same groups, and what a third of another layout is told."""
     first, second = rank.engine(recipe), rank.engine(recipe)
-    shares = first._parts.membership.tp is second._parts.membership.tp
+    shares = first._components.membership.tp is second._components.membership.tp
     other = MegatronEngine(
         recipe.config_for(MegatronEngine, device="cpu", layout_fields={"pipeline_parallel": 2})
     )
@@ -45,4 +45,4 @@ def start_beside(rank, *, recipe):
 
 
 def test_a_layout_is_said_in_the_words_of_its_configuration(config):
-    assert str(Sizes.of(config)) == "no model parallelism"
+    assert str(ParallelSizes.of(config)) == "no model parallelism"

@@ -9,10 +9,10 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from temper_engine_api.errors import ConfigError
-from temper_engine_megatron import overrides
-from temper_engine_megatron.bridge_compat import LINES, line_in_use
+from temper_engine_megatron.bridge_compat import VERSION_PAIRS, find_installed_pair
 from temper_engine_megatron.engine import MegatronEngine
-from temper_engine_megatron.overrides import check_overrides
+from temper_engine_megatron.model import config_overrides
+from temper_engine_megatron.model.config_overrides import check_overrides
 
 SINCE_0_19 = {
     *(
@@ -133,15 +133,15 @@ def test_every_name_that_is_refused_is_one_that_megatron_has():
         for field in fields(config)
     }
     named = (
-        overrides._OF_THE_MODEL,
-        overrides._ELSEWHERE.keys(),
-        overrides._DECIDED,
-        overrides._CHOSEN_PER_BATCH,
-        overrides._IDLE,
+        config_overrides._OF_THE_MODEL,
+        config_overrides._ELSEWHERE.keys(),
+        config_overrides._DECIDED,
+        config_overrides._CHOSEN_PER_BATCH,
+        config_overrides._IDLE,
     )
     refused = set().union(*named)
     assert sum(map(len, named)) == len(refused), "a name is refused for two reasons"
-    assert refused - known == (set() if line_in_use() is LINES[-1] else SINCE_0_19)
+    assert refused - known == (set() if find_installed_pair() is VERSION_PAIRS[-1] else SINCE_0_19)
 
 
 def test_every_family_of_names_that_is_refused_is_one_that_megatron_has():
@@ -152,10 +152,10 @@ def test_every_family_of_names_that_is_refused_is_one_that_megatron_has():
     }
     gone = {
         family
-        for family in overrides._IDLE_FAMILIES
+        for family in config_overrides._IDLE_FAMILIES
         if not any(name.startswith(family) for name in known)
     }
-    assert gone == (set() if line_in_use() is LINES[-1] else FAMILIES_SINCE_0_19)
+    assert gone == (set() if find_installed_pair() is VERSION_PAIRS[-1] else FAMILIES_SINCE_0_19)
 
 
 def test_recomputation_is_said_once(config):
@@ -199,11 +199,11 @@ def test_what_is_given_reaches_megatron(start):
         override_ddp_config={"pad_buckets_for_high_nccl_busbw": True},
         override_optimizer_config={"log_num_zeros_in_grad": True},
     )
-    chunks = engine._parts.runner._chunks
+    chunks = engine._components.runner._chunks
     assert chunks.settings.bias_activation_fusion
     assert chunks.settings.recompute_modules == ["mlp"]
     assert chunks.wrapped[0].ddp_config.pad_buckets_for_high_nccl_busbw
-    assert engine._parts.optimizer._chain.config.log_num_zeros_in_grad
+    assert engine._components.optimizer._chain.config.log_num_zeros_in_grad
 
 
 @pytest.mark.parametrize(

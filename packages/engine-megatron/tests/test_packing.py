@@ -4,13 +4,16 @@ import pytest
 import torch
 
 from temper_engine_api.batch import from_sequences
-from temper_engine_megatron.attention import attend
-from temper_engine_megatron.packing import Slicing, local_micro_batch
+from temper_engine_megatron.model.micro_batch_layout import (
+    MicroBatchLayout,
+    build_local_micro_batch,
+)
+from temper_engine_megatron.model.packed_attention import compute_attention
 
 
 def sliced(batch, *, is_packed=True, **sizes):
-    slicing = Slicing(is_packed=is_packed, device=torch.device("cpu"), **sizes)
-    return local_micro_batch(batch, slicing, trained_tokens=4)
+    slicing = MicroBatchLayout(is_packed=is_packed, device=torch.device("cpu"), **sizes)
+    return build_local_micro_batch(batch, slicing, trained_tokens=4)
 
 
 def micro():
@@ -74,7 +77,9 @@ def test_attention_is_that_of_each_sequence_alone(cp_size, is_packed):
     keys, values = (torch.cat([laid_out(x, part) for part in parts]) for x in (key, value))
     mixed = torch.zeros_like(query)
     for part in parts:
-        found = attend(laid_out(query, part), keys, values, part.attention, scale=0.3).flatten(0, 1)
+        found = compute_attention(
+            laid_out(query, part), keys, values, part.attention, scale=0.3
+        ).flatten(0, 1)
         mixed[part.place >= 0] = found[part.place[part.place >= 0]]
     expected = [
         alone(q, k, v, scale=0.3)

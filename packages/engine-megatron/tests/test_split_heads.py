@@ -17,8 +17,8 @@ from temper_engine_api.conformance.inputs.tiny_models import QWEN3, TinyModel
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.registry import conformance_layouts
 from temper_engine_api.specs import LoraSpec
-from temper_engine_megatron.bridge_compat import Translation
-from temper_engine_megatron.model import refuse_uneven_parts
+from temper_engine_megatron.bridge_compat import BridgeTranslation
+from temper_engine_megatron.model.gpt_chunks import check_divisible_sizes
 
 LAYOUTS = {layout.name: layout for layout in conformance_layouts("megatron")}
 ONE_KEY_HEAD = TinyModel(
@@ -95,9 +95,9 @@ def test_parts_of_different_sizes_are_refused(config, tensor_parallel, fields, m
     described = {
         key: value for key, value in config.model.architecture.items() if key != "model_type"
     }
-    settings = Translation(AutoConfig.for_model("qwen2", **{**described, **fields})).settings
+    settings = BridgeTranslation(AutoConfig.for_model("qwen2", **{**described, **fields})).settings
     with pytest.raises(ConfigError, match=match):
-        refuse_uneven_parts(settings, replace(config, tensor_parallel=tensor_parallel))
+        check_divisible_sizes(settings, replace(config, tensor_parallel=tensor_parallel))
 
 
 def test_one_experts_matrices_are_refused_where_they_have_no_equal_parts(config):
@@ -109,13 +109,13 @@ def test_one_experts_matrices_are_refused_where_they_have_no_equal_parts(config)
         "head_dim": 8,
     }
     fields.pop("model_type")
-    settings = Translation(AutoConfig.for_model("qwen3_moe", **fields)).settings
+    settings = BridgeTranslation(AutoConfig.for_model("qwen3_moe", **fields)).settings
     with pytest.raises(
         ConfigError,
         match="expert_tensor_parallel is 2, which must divide the 25 rows of an expert's matrices",
     ):
-        refuse_uneven_parts(settings, replace(config, tensor_parallel=2, sequence_parallel=True))
-    refuse_uneven_parts(
+        check_divisible_sizes(settings, replace(config, tensor_parallel=2, sequence_parallel=True))
+    check_divisible_sizes(
         settings,
         replace(
             config,

@@ -86,7 +86,7 @@ def exported_weights(rank, *, recipe):
 
 
 def test_the_norm_counts_every_split_matrix_once(subject_in, reference):
-    # Parts are marked as such only where Megatron initialises them; unmarked ones of all ranks but the first are left out.
+    # EngineComponents are marked as such only where Megatron initialises them; unmarked ones of all ranks but the first are left out.
     recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
     expected = reference.update(recipe, TokenProbe(), batch).grad_norm
     for update in subject_in("tp2").run(
@@ -119,7 +119,8 @@ def test_every_chunk_of_every_rank_holds_a_decoder_layer(subject_in, reference, 
 def layers_of_chunks(rank, *, recipe):
     """Decoder layers in each of this rank's chunks."""
     return [
-        len(chunk.decoder.layers) for chunk in rank.kept_engine(recipe)._parts.runner._chunks.bare
+        len(chunk.decoder.layers)
+        for chunk in rank.kept_engine(recipe)._components.runner._chunks.bare
     ]
 
 

@@ -6,9 +6,12 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from temper_engine_api.batch import from_sequences
-from temper_engine_megatron.heads import LANGUAGE_OUTPUTS, Head
-from temper_engine_megatron.packing import Slicing, local_micro_batch
-from temper_engine_megatron.vocabulary_head import HeadShare, vocabulary_logprob
+from temper_engine_megatron.model.micro_batch_layout import (
+    MicroBatchLayout,
+    build_local_micro_batch,
+)
+from temper_engine_megatron.model.output_head import LANGUAGE_OUTPUTS, OutputHead
+from temper_engine_megatron.model.vocab_parallel_logprobs import VocabShard, vocab_parallel_logprobs
 
 
 @pytest.fixture
@@ -34,8 +37,10 @@ def numbers(*, rows=7, words=13, padding=3):
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 def test_answers_and_gradients_equal_log_softmax(group, chunk):
     hidden, weight, labels, ids, heat = numbers()
-    share = HeadShare(group=group, first=0, size=13, chunk=chunk, wants_entropy=True)
-    columns = vocabulary_logprob(hidden, weight, labels, temperature=heat, ids=ids, share=share)
+    share = VocabShard(group=group, first=0, size=13, chunk=chunk, wants_entropy=True)
+    columns = vocab_parallel_logprobs(
+        hidden, weight, labels, temperature=heat, ids=ids, share=share
+    )
     logs = torch.log_softmax(hidden @ weight[:13].t() / heat[:, None], dim=-1)
     expected = {
         "logprob": logs.gather(1, labels[:, None])[:, 0],
@@ -59,8 +64,8 @@ def test_answers_and_gradients_equal_log_softmax(group, chunk):
 
 def test_no_position_at_all_is_answered(group):
     hidden, weight, labels, _, heat = numbers()
-    share = HeadShare(group=group, first=0, size=13, chunk=4, wants_entropy=False)
-    columns = vocabulary_logprob(
+    share = VocabShard(group=group, first=0, size=13, chunk=4, wants_entropy=False)
+    columns = vocab_parallel_logprobs(
         hidden[:0], weight, labels[:0], temperature=heat[:0], ids=None, share=share
     )
     columns.logprob.sum().backward()
@@ -75,13 +80,15 @@ def test_columns_are_added_up_in_one_order_on_every_rank(group):
     micro = from_sequences(
         tokens, loss_masks=[torch.zeros(len(t)) for t in tokens], columns=columns
     )
-    local = local_micro_batch(
+    local = build_local_micro_batch(
         micro,
-        Slicing(cp_size=1, cp_rank=0, token_multiple=1, is_packed=True, device=torch.device("cpu")),
+        MicroBatchLayout(
+            cp_size=1, cp_rank=0, token_multiple=1, is_packed=True, device=torch.device("cpu")
+        ),
         trained_tokens=5,
     )
     weight = torch.nn.Parameter(torch.randn(13, 8))
-    head = Head(
+    head = OutputHead(
         projection=weight,
         bias=None,
         scalar=None,
@@ -101,10 +108,10 @@ def test_columns_are_added_up_in_one_order_on_every_rank(group):
 @pytest.mark.bitwise
 def test_a_log_prob_does_not_depend_on_how_many_others_are_asked(group):
     hidden, weight, labels, _, heat = numbers(rows=24)
-    share = HeadShare(group=group, first=0, size=13, chunk=100, wants_entropy=True)
-    whole = vocabulary_logprob(hidden, weight, labels, temperature=heat, ids=None, share=share)
+    share = VocabShard(group=group, first=0, size=13, chunk=100, wants_entropy=True)
+    whole = vocab_parallel_logprobs(hidden, weight, labels, temperature=heat, ids=None, share=share)
     for size in (1, 2, 3, 5, 23):
-        few = vocabulary_logprob(
+        few = vocab_parallel_logprobs(
             hidden[:size], weight, labels[:size], temperature=heat[:size], ids=None, share=share
         )
         assert torch.equal(few.logprob, whole.logprob[:size])
@@ -115,10 +122,12 @@ def test_whole_chunks_change_no_answer_and_no_gradient(group):
     hidden, weight, labels, ids, heat = numbers(rows=24)
     found = []
     for fills_chunks in (False, True):
-        share = HeadShare(
+        share = VocabShard(
             group=group, first=0, size=13, chunk=16, wants_entropy=True, fills_chunks=fills_chunks
         )
-        columns = vocabulary_logprob(hidden, weight, labels, temperature=heat, ids=ids, share=share)
+        columns = vocab_parallel_logprobs(
+            hidden, weight, labels, temperature=heat, ids=ids, share=share
+        )
         total = (columns.logprob + columns.entropy + columns.logprob_at.sum(1)).sum()
         found.append(
             (columns.logprob, columns.entropy, *torch.autograd.grad(total, [hidden, weight]))

@@ -26,7 +26,7 @@ class MegatronConfig(EngineConfig):
     """Layers of each chunk where they are not divided evenly: one number a stage, or with virtual_pipeline the first chunk of all stages
     before the second. Empty divides evenly."""
     virtual_pipeline: int | None = None
-    """Chunks of layers per stage (interleaved schedule); null is one. The number of micro-batches becomes a multiple of the stages."""
+    """ModelChunks of layers per stage (interleaved schedule); null is one. The number of micro-batches becomes a multiple of the stages."""
     context_parallel: int = 1
     """Ranks that the tokens of a micro-batch are split over."""
     expert_parallel: int = 1

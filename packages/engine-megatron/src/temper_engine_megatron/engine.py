@@ -18,19 +18,19 @@ from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import NamedWeight, TrainingState
-from temper_engine_megatron import numerics
 from temper_engine_megatron.config import MegatronConfig
-from temper_engine_megatron.known_warnings import without_known_warnings
+from temper_engine_megatron.runtime import numerics
+from temper_engine_megatron.runtime.known_warnings import ignore_known_warnings
 
-with without_known_warnings():
-    from temper_engine_megatron import persistence, saving
-    from temper_engine_megatron.groups import leave
-    from temper_engine_megatron.parts import Parts, build_parts
-    from temper_engine_megatron.residency import GRADIENTS, OPTIMIZER, PARAMETERS
-    from temper_engine_megatron.state import StateOfRanks
+with ignore_known_warnings():
+    from temper_engine_megatron.checkpoint import checkpoint_files, training_checkpoint
+    from temper_engine_megatron.components import EngineComponents, build_components
+    from temper_engine_megatron.runtime.offload import GRADIENTS, OPTIMIZER, PARAMETERS
+    from temper_engine_megatron.runtime.process_groups import leave
+    from temper_engine_megatron.weights.sharded_state import ShardedState
 
 if TYPE_CHECKING:
-    from temper_engine_megatron.adapter_state import Adapter
+    from temper_engine_megatron.weights.lora_adapter import LoraAdapter
 
 ObjectT = TypeVar("ObjectT")
 
@@ -63,16 +63,16 @@ class MegatronEngine(BaseEngine):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._built: Parts | None = None
+        self._built: EngineComponents | None = None
         self._router_losses: Mapping[str, Tensor] = {}
 
     def _build(self) -> Topology:
-        with without_known_warnings():
-            self._built = build_parts(self.config, loss_scale=self.loss_scale)
+        with ignore_known_warnings():
+            self._built = build_components(self.config, loss_scale=self.loss_scale)
         return self._built.membership.topology
 
     @property
-    def _parts(self) -> Parts:
+    def _components(self) -> EngineComponents:
         if self._built is None:
             raise EngineStateError(
                 "the engine has no model: call init_model() before, and nothing after close()."
@@ -80,7 +80,7 @@ class MegatronEngine(BaseEngine):
         return self._built
 
     def _resident(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
-        return self._parts.residency.around(mode)
+        return self._components.residency.around(mode)
 
     def to(
         self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
@@ -96,12 +96,12 @@ class MegatronEngine(BaseEngine):
             raise EngineStateError(
                 f"to({device!r}) inside {self._mode}_mode(): leave the mode before."
             )
-        residency = self._parts.residency
+        residency = self._components.residency
         for name, is_meant in ((PARAMETERS, model), (GRADIENTS, model), (OPTIMIZER, optimizer)):
             if is_meant and device == "cpu":
-                residency.park(name)
+                residency.offload(name)
             elif is_meant:
-                residency.bring_in(name)
+                residency.load(name)
 
     def _numerics(self) -> AbstractContextManager[None]:
         return numerics.deterministic() if self.config.deterministic else nullcontext()
@@ -115,7 +115,7 @@ class MegatronEngine(BaseEngine):
         forward_only: bool,
         reduce_gradients: bool,
     ) -> list[HeadOutputs] | None:
-        runner = self._parts.runner
+        runner = self._components.runner
         with self._numerics():
             head_outputs = runner.run(
                 batch,
@@ -125,7 +125,7 @@ class MegatronEngine(BaseEngine):
             )
             if reduce_gradients:
                 runner.reduce()
-        self._router_losses = {} if forward_only else runner.take_router_losses()
+        self._router_losses = {} if forward_only else runner.pop_router_losses()
         return head_outputs
 
     def _collect_metrics(self) -> Mapping[str, Metric]:
@@ -135,60 +135,62 @@ class MegatronEngine(BaseEngine):
         }
 
     def _reduce_pending_gradients(self) -> None:
-        if self._parts.runner.has_local_gradients:
-            self._parts.runner.reduce()
+        if self._components.runner.has_unreduced_gradients:
+            self._components.runner.reduce()
 
     def _apply_gradients(self, *, lr: float) -> float:
-        optimizer = self._parts.optimizer
+        optimizer = self._components.optimizer
         assert optimizer is not None, "the base class refuses an update without an optimiser"
         with self._numerics():
             if self.config.precision.compute == "fp16":
-                self._parts.runner.scale_gradients(1.0 / self.loss_scale.value)
+                self._components.runner.scale_gradients(1.0 / self.loss_scale.value)
             return optimizer.step(lr=lr)
 
     def _zero_gradients(self) -> None:
-        optimizer = self._parts.optimizer
+        optimizer = self._components.optimizer
         if optimizer is not None:
-            with self._parts.residency.resident(PARAMETERS, GRADIENTS):
-                self._parts.runner.zero()
+            with self._components.residency.loaded(PARAMETERS, GRADIENTS):
+                self._components.runner.zero()
                 optimizer.zero()
 
     def _export_dtype(self) -> torch.dtype:
-        return self._parts.state.compute_dtype
+        return self._components.state.compute_dtype
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
-        adapter = self._parts.adapter
+        adapter = self._components.adapter
         if adapter is None:
-            return self._parts.state.iterate_weights(dtype=self._export_dtype())
+            return self._components.state.iterate_weights(dtype=self._export_dtype())
         return self._iterate_merged(adapter)
 
-    def _iterate_merged(self, adapter: "Adapter") -> Iterator[NamedWeight]:
-        with self._parts.residency.resident(OPTIMIZER):
-            yield from self._parts.state.iterate_weights(
+    def _iterate_merged(self, adapter: "LoraAdapter") -> Iterator[NamedWeight]:
+        with self._components.residency.loaded(OPTIMIZER):
+            yield from self._components.state.iterate_weights(
                 dtype=self._export_dtype(), merge=adapter.merging()
             )
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
-        with self._parts.residency.resident(OPTIMIZER):
-            self._parts.state.load_weights(stream)
-        if self._parts.adapter is not None:
-            self._parts.adapter.is_on_other_weights = True
+        with self._components.residency.loaded(OPTIMIZER):
+            self._components.state.load_weights(stream)
+        if self._components.adapter is not None:
+            self._components.adapter.has_replaced_base = True
 
     def _adapter_off(self) -> AbstractContextManager[None]:
         return self._adapter.disabled()
 
     def _export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
-        with self._parts.residency.resident(OPTIMIZER):
+        with self._components.residency.loaded(OPTIMIZER):
             return self._adapter.export()
 
     def _load_adapter(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        with self._parts.residency.resident(OPTIMIZER):
+        with self._components.residency.loaded(OPTIMIZER):
             self._adapter.load(config, tensors)
 
     @property
-    def _adapter(self) -> "Adapter":
-        assert self._parts.adapter is not None, "the base class refuses calls that need an adapter"
-        return self._parts.adapter
+    def _adapter(self) -> "LoraAdapter":
+        assert self._components.adapter is not None, (
+            "the base class refuses calls that need an adapter"
+        )
+        return self._components.adapter
 
     def _iterate_state(self) -> Iterator[TrainingState]:
         return self._trained_state().iterate_state()
@@ -196,37 +198,37 @@ class MegatronEngine(BaseEngine):
     def _load_state(self, stream: Iterable[TrainingState]) -> None:
         self._trained_state().load_state(stream)
 
-    def _trained_state(self) -> StateOfRanks:
-        if self._parts.optimizer is None:
+    def _trained_state(self) -> ShardedState:
+        if self._components.optimizer is None:
             raise EngineStateError(
                 "an engine without an optimiser (optimizer: null) has no training state."
             )
-        return self._parts.trained
+        return self._components.trained
 
     def _write_state(self, directory: str) -> list[str]:
-        return saving.write_state(self._parts, directory=directory)
+        return training_checkpoint.write_state(self._components, directory=directory)
 
     def _stage_state(self) -> Callable[[str], list[str]]:
-        return saving.stage_state(self._parts)
+        return training_checkpoint.stage_checkpoint(self._components)
 
     def _gather_in_background(self, item: ObjectT) -> list[ObjectT]:
-        return self._parts.saving_group.gather(item)
+        return self._components.saving_group.gather(item)
 
     def _read_state(self, directory: str) -> None:
-        saving.read_state(self._parts, directory=directory)
+        training_checkpoint.read_state(self._components, directory=directory)
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
         """See BaseEngine; a folder in another system's layout is refused with the command that converts it."""
         if hdfs_path is None:
-            persistence.refuse_other_systems(local_path)
+            checkpoint_files.check_layout_is_ours(local_path)
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
         """Each replica has one number, on the rank that returns outputs."""
         mine = value.detach().clone() if self.topology.returns_outputs else torch.zeros_like(value)
-        total = mine.to(self._parts.membership.device)
+        total = mine.to(self._components.membership.device)
         dist.all_reduce(total)
         return total.to(value.device)
 
@@ -249,8 +251,8 @@ class MegatronEngine(BaseEngine):
             self._free()
 
     def _free(self) -> None:
-        membership = self._parts.membership
-        self._parts.saving_group.close()
+        membership = self._components.membership
+        self._components.saving_group.close()
         self._built, self._topology = None, None
         gc.collect()
         if membership.device.type == "cuda":

@@ -165,7 +165,7 @@ def save_adapter(rank: Rank, *, recipe: Recipe, folder: Path, sharding: str, is_
         is_private: as in 0.7 with a bridge: weights of adapters in ``adapter_checkpoint/``, and the optimizer alone in ``dist_ckpt/``.
     """
     engine: Any = rank.engine(replace(recipe, optimizer=None))  # also imports the bridge without TransformerEngine
-    from temper_engine_megatron.cpu_device import megatron_on_cpu
+    from temper_engine_megatron.runtime.cpu_device import megatron_on_cpu
 
     chunks, settings = list(engine._built.runner._chunks.bare), engine._built.runner._chunks.settings
     with megatron_on_cpu():

@@ -4,20 +4,24 @@ In: a Hugging Face configuration. Out: a Megatron configuration, and for each of
 ``lines`` says which versions belong together and what is different in each; ``stand_ins`` imports them without what they need not have.
 """
 
-from temper_engine_megatron.bridge_compat.lines import (
-    LINES,
-    Line,
-    line_in_use,
-    submodules_of_experts,
+from temper_engine_megatron.bridge_compat.bridge_translation import (
+    BridgeTranslation,
+    MappingKind,
+    WeightMapping,
 )
-from temper_engine_megatron.bridge_compat.translation import ParameterKind, Recipe, Translation
+from temper_engine_megatron.bridge_compat.supported_versions import (
+    VERSION_PAIRS,
+    VersionPair,
+    find_installed_pair,
+    get_expert_submodules,
+)
 
 __all__ = [
-    "LINES",
-    "Line",
-    "ParameterKind",
-    "Recipe",
-    "Translation",
-    "line_in_use",
-    "submodules_of_experts",
+    "VERSION_PAIRS",
+    "BridgeTranslation",
+    "MappingKind",
+    "VersionPair",
+    "WeightMapping",
+    "find_installed_pair",
+    "get_expert_submodules",
 ]

@@ -1,0 +1,1 @@
+"""LoRA: what is adapted, and the layers that compute it."""

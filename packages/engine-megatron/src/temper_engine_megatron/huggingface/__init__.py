@@ -1,0 +1,1 @@
+"""Hugging Face models: configuration, initial weights and names."""

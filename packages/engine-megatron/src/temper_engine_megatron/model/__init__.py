@@ -1,0 +1,1 @@
+"""The model: decoder, attention, router and head."""

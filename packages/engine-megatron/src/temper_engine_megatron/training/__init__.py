@@ -1,0 +1,1 @@
+"""Passes over micro-batches, and the optimizer."""

@@ -1,0 +1,1 @@
+"""Sharded weights and optimizer states, and the LoRA adapter, as full tensors."""
