@@ -66,7 +66,7 @@ class Run:
             filter(None, (self.engine, self.layout.name, self.groups.replace(",", "-")))
         )
 
-    def command(self, findings: Path, extra: Sequence[str]) -> list[str]:
+    def command(self, results: Path, extra: Sequence[str]) -> list[str]:
         """The kit's command line."""
         where = (
             ["--world-sizes", str(self.layout.world_size)]
@@ -93,8 +93,8 @@ class Run:
             sys.executable,
             *kit,
             *where,
-            "--findings",
-            str(findings),
+            "--results",
+            str(results),
             "-p",
             "no:cacheprovider",
             *extra,
@@ -248,10 +248,10 @@ def join_parts(folder: Path, runs: Sequence[Run], *, finished: Collection[str]) 
                 raise ValueError(
                     f"{foreign[0]} is of other versions than this run, so that nothing follows from both together."
                 )
-            first.found += [finding for other in others for finding in other.found]
-            ran = {finding.law for finding in first.found}
-            first.found += [
-                finding for law, finding in held_in(parts[0].before).items() if law not in ran
+            first.results += [result for other in others for result in other.results]
+            ran = {result.test for result in first.results}
+            first.results += [
+                result for test, result in held_in(parts[0].before).items() if test not in ran
             ]
             # Each part left out the others' laws.
             first.num_deselected = 0 if is_whole else first.num_deselected

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from temper_engine_api.conformance.results import Finding, Outcome, from_json
+from temper_engine_api.conformance.results import ConformanceResult, Outcome, from_json
 
 
-def held_in(paths: Iterable[Path]) -> dict[str, Finding]:
+def held_in(paths: Iterable[Path]) -> dict[str, ConformanceResult]:
     """Laws that held, by their name, in which the layout is a part."""
     return {
-        finding.law: finding
+        result.test: result
         for path in paths
-        for finding in from_json(path.read_text()).of_outcome(Outcome.HELD)
+        for result in from_json(path.read_text()).with_outcome(Outcome.PASSED)
     }
 
 
@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--held-before",
         default="",
-        help="files that --findings wrote, with commas: laws that held in them are left out",
+        help="files that --results wrote, with commas: laws that held in them are left out",
     )
 
 

@@ -77,7 +77,7 @@ _ON_FSDP = (
     "--engine",
     "fsdp",
 )
-_KIT = (*_PYTEST, *_ON_FSDP, "--findings")
+_KIT = (*_PYTEST, *_ON_FSDP, "--results")
 FOUR_RANK_LAYOUTS = tuple(layout.name for layout in LAYOUTS if layout.world_size == 4)
 """Run on the host's cores, which the GPUs leave free."""
 

@@ -7,8 +7,8 @@ import pytest
 
 from temper_engine_api.conformance.results import (
     GROUPS,
-    Finding,
-    Findings,
+    ConformanceResult,
+    ConformanceRun,
     Outcome,
     from_json,
     to_json,
@@ -51,17 +51,17 @@ def test_parts_of_a_layout_are_one_run_in_the_report(tmp_path: Path, is_whole: b
     (run,) = [run for run in runs_of("fsdp") if run.layout.name == "1-rank"]
     parts = [replace(run, groups=group) for group in ("gradient", "update")]
     for part in parts:
-        law = Finding(
-            law=f"test_{part.groups}", group=part.groups, layout="1-rank", outcome=Outcome.HELD
+        test = ConformanceResult(
+            test=f"test_{part.groups}", group=part.groups, layout="1-rank", outcome=Outcome.PASSED
         )
-        findings = Findings(
-            engine="fsdp", layouts=("1-rank",), versions={}, found=[law], num_deselected=7
+        done = ConformanceRun(
+            engine="fsdp", layouts=("1-rank",), versions={}, results=[test], num_deselected=7
         )
-        (tmp_path / f"{part.name}.json").write_text(to_json(findings))
+        (tmp_path / f"{part.name}.json").write_text(to_json(done))
     finished = [part.name for part in parts]
     (path,) = join_parts(tmp_path, parts, finished=finished if is_whole else finished[:1])
     joined = from_json(path.read_text())
-    assert [finding.law for finding in joined.found] == ["test_gradient", "test_update"]
+    assert [result.test for result in joined.results] == ["test_gradient", "test_update"]
     assert (joined.num_deselected == 0) is is_whole
 
 
@@ -72,11 +72,11 @@ def test_a_run_that_was_cut_short_is_continued(tmp_path: Path) -> None:
         ["--", "--groups", "value,rfc_loop"],
     )
     assert main([*run, str(before), *kit, "-k", "rfc"]) == 0
-    held = {finding.law for finding in from_json((before / "fsdp-1-rank.json").read_text()).found}
+    held = {result.test for result in from_json((before / "fsdp-1-rank.json").read_text()).results}
     assert main(["--continues", str(before), *run, str(now), *kit]) == 0
-    found = from_json((now / "fsdp-1-rank.json").read_text()).found
-    assert set() < held < {finding.law for finding in found}
-    assert len(found) == len({finding.law for finding in found})
+    found = from_json((now / "fsdp-1-rank.json").read_text()).results
+    assert set() < held < {result.test for result in found}
+    assert len(found) == len({result.test for result in found})
     assert f"{len(found) - len(held)} passed" in (now / "fsdp-1-rank.log").read_text()
 
 
@@ -84,7 +84,7 @@ def test_a_run_on_other_versions_is_not_continued(tmp_path: Path) -> None:
     (tmp_path / "before").mkdir()
     (run,) = [run for run in runs_of("fsdp") if run.layout.name == "1-rank"]
     for folder, version in ((tmp_path / "before", "1"), (tmp_path, "2")):
-        findings = Findings(engine="fsdp", layouts=("1-rank",), versions={"torch": version})
-        (folder / "fsdp-1-rank.json").write_text(to_json(findings))
+        done = ConformanceRun(engine="fsdp", layouts=("1-rank",), versions={"torch": version})
+        (folder / "fsdp-1-rank.json").write_text(to_json(done))
     with pytest.raises(ValueError, match="other versions"):
         join_parts(tmp_path, begun_in(tmp_path / "before", [run]), finished=[])

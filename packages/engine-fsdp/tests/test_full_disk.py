@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from temper_engine_api.checkpoint import complete_steps
-from temper_engine_api.conformance.harness.rank import TRAINS, Rank, Recipe
-from temper_engine_api.conformance.harness.rank_pool import Fleet
+from temper_engine_api.conformance.harness.rank import ADAMW, EngineSetup, Rank
+from temper_engine_api.conformance.harness.rank_pool import RankPool
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
-from temper_engine_api.conformance.oracle.oracle_cache import Reference
+from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.layout import Layout
 from temper_engine_api.specs import OptimizerSpec
@@ -57,11 +57,11 @@ def test_random_states_that_can_not_be_written_are_named(tmp_path: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """Two rank processes."""
-    fleet = Fleet(2, folder=tmp_path_factory.mktemp("fleet"))
-    yield fleet
-    fleet.close()
+    rank_pool = RankPool(2, folder=tmp_path_factory.mktemp("rank_pool"))
+    yield rank_pool
+    rank_pool.close()
 
 
 # A frozen model is written by the first rank alone, while the other one sends its parts; its own
@@ -72,25 +72,25 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     ("full", "optimizer", "sentence"),
     [
         (0, None, "rank 0: could not write the weights to"),
-        (1, TRAINS, "could not write the checkpoint to"),
+        (1, ADAMW, "could not write the checkpoint to"),
     ],
 )
 def test_a_full_disk_of_one_rank_stops_both(
-    fleet: Fleet, tmp_path: Path, full: int, optimizer: OptimizerSpec | None, sentence: str
+    rank_pool: RankPool, tmp_path: Path, full: int, optimizer: OptimizerSpec | None, sentence: str
 ) -> None:
-    recipe = Reference(folder=tmp_path / "models").recipe(QWEN2_GROUPED, optimizer=optimizer)
+    setup = OracleCache(folder=tmp_path / "models").setup(QWEN2_GROUPED, optimizer=optimizer)
     layout = Layout(name="whole-model", world_size=2, fields={"save_huggingface_weights": True})
-    arguments: dict[str, object] = {"recipe": recipe, "folder": tmp_path / "steps", "full": full}
-    sentences = fleet.run(save_twice, engine="fsdp", layout=layout, arguments=arguments)
+    arguments: dict[str, object] = {"setup": setup, "folder": tmp_path / "steps", "full": full}
+    sentences = rank_pool.run(save_twice, engine="fsdp", layout=layout, arguments=arguments)
     assert sentences[0] == sentences[1]
     assert "step 2 could not be saved: " in sentences[0]
     assert sentence in sentences[0]
     assert complete_steps(tmp_path / "steps") == [1]
 
 
-def save_twice(rank: Rank, *, recipe: Recipe, folder: Path, full: int) -> str:
+def save_twice(rank: Rank, *, setup: EngineSetup, folder: Path, full: int) -> str:
     """Save twice; the second time one disk is a byte too small. Return the error message."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     first = Path(engine.save_checkpoint(str(folder), global_step=1))
     at = (first / "engine" / "huggingface" / "model.safetensors").stat().st_size - 1
     with (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.conformance.inputs.probes import LikelihoodProbe
+from temper_engine_api.conformance.inputs.probes import SftProbe
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.specs import OptimizerSpec, PrecisionSpec, ResidencySpec
 from temper_engine_fsdp.config import FSDPConfig
@@ -208,7 +208,7 @@ def test_an_update_is_launched_before_its_norm_is_known(
 ) -> None:
     engine = start(optimizer=OptimizerSpec(lr=1e-2, clip_grad_norm=0.5))
     norms(engine, batch, count=1)
-    engine.set_loss_fn(LikelihoodProbe())
+    engine.set_loss_fn(SftProbe())
     engine.optimizer_zero_grad()
     packed = engine.shard_data(batch, max_tokens=20)
     with engine.train_mode():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.conformance.inputs.probes import LikelihoodProbe
+from temper_engine_api.conformance.inputs.probes import SftProbe
 from temper_engine_api.specs import LoraSpec, ModelSpec, Scalar
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_fsdp.model import packed_attention
@@ -86,7 +86,7 @@ def test_training_tells_its_speed_and_evaluation_does_not(
     start: Callable[..., FSDPEngine], batch: SequenceBatch
 ) -> None:
     engine = start()
-    engine.set_loss_fn(LikelihoodProbe())
+    engine.set_loss_fn(SftProbe())
     packed = engine.shard_data(batch, max_tokens=20)
     with engine.train_mode():
         trained = engine.forward_backward_batch(packed, forward_only=False).metrics

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from temper_engine_api.batch import from_sequences
-from temper_engine_api.conformance.inputs.probes import LikelihoodProbe
+from temper_engine_api.conformance.inputs.probes import SftProbe
 from temper_engine_api.errors import CollectiveTimeoutError
 from temper_engine_api.specs import ModelSpec, PrecisionSpec
 from temper_engine_fsdp.config import FSDPConfig
@@ -50,7 +50,7 @@ def main(file: Path) -> None:
         )
     )
     engine.init_model()
-    engine.set_loss_fn(LikelihoodProbe())
+    engine.set_loss_fn(SftProbe())
     if os.environ["RANK"] == "1":
         time.sleep(600)
     batch = from_sequences([torch.arange(9)] * 2, loss_masks=[torch.arange(9) >= 2] * 2)

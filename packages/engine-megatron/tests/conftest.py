@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
-from temper_engine_api.conformance.harness.rank_pool import Fleet
-from temper_engine_api.conformance.oracle.oracle_cache import Reference
+from temper_engine_api.conformance.harness.rank_pool import RankPool
+from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.specs import LoraSpec, ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.engine import MegatronEngine
@@ -89,23 +89,23 @@ def batch() -> SequenceBatch:
 
 
 @pytest.fixture(scope="session")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """Two rank processes."""
-    fleet = Fleet(2, folder=tmp_path_factory.mktemp("fleet"))
-    yield fleet
-    fleet.close()
+    rank_pool = RankPool(2, folder=tmp_path_factory.mktemp("rank_pool"))
+    yield rank_pool
+    rank_pool.close()
 
 
 @pytest.fixture(scope="session")
-def fleet_of_four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def four_rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """Four, for nightly tests."""
-    own = Fleet(4, folder=tmp_path_factory.mktemp("fleet-of-four"))
+    own = RankPool(4, folder=tmp_path_factory.mktemp("fleet-of-four"))
     yield own
     own.close()
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> OracleCache:
     """The conformance kit's oracle, models and batches."""
     folder: Path = tmp_path_factory.mktemp("models")
-    return Reference(folder=folder)
+    return OracleCache(folder=folder)

@@ -9,18 +9,18 @@ from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from temper_engine_api.conformance.harness.measurements import (
-    WHOLE,
+    ONE_MICRO_BATCH,
+    collect_state,
+    collect_weights,
     load_and_train,
-    share_of,
-    state_of,
+    rank_slice,
+    run_update,
     train,
     train_and_save,
-    update_once,
-    weights_of,
 )
-from temper_engine_api.conformance.harness.rank import TRAINS
+from temper_engine_api.conformance.harness.rank import ADAMW
 from temper_engine_api.conformance.harness.tolerances import assert_all_equal, assert_same_state
-from temper_engine_api.conformance.inputs.probes import LikelihoodProbe
+from temper_engine_api.conformance.inputs.probes import SftProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError
 from temper_engine_api.registry import conformance_layouts
@@ -56,19 +56,19 @@ def test_a_fresh_adapter_begins_as_peft_begins_it(start, config):
 @pytest.mark.bitwise
 @pytest.mark.parametrize("layout", ["tp2", "tp2-sp"])
 def test_what_tensor_parallel_ranks_hold_twice_stays_equal_under_dropout(
-    fleet, reference, layout, tmp_path
+    rank_pool, oracle, layout, tmp_path
 ):
-    recipe = replace(
-        reference.recipe(QWEN2_GROUPED, optimizer=TRAINS), lora=replace(LORA, dropout=0.5)
+    setup = replace(
+        oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW), lora=replace(LORA, dropout=0.5)
     )
-    batches = [reference.batch(seed=seed) for seed in range(3)]
+    batches = [oracle.get_batch(seed=seed) for seed in range(3)]
 
     def run(job, **arguments):
-        return fleet.run(
+        return rank_pool.run(
             job,
             engine="megatron",
             layout=LAYOUTS[layout],
-            arguments={"recipe": recipe, **arguments},
+            arguments={"setup": setup, **arguments},
         )
 
     first, second = run(parts_held_twice, batches=batches)
@@ -80,9 +80,9 @@ def test_what_tensor_parallel_ranks_hold_twice_stays_equal_under_dropout(
     assert_same_state(resumed[0].state, first[1])
 
 
-def parts_held_twice(rank, *, recipe, batches):
+def parts_held_twice(rank, *, setup, batches):
     """This rank's copies of what is not split, and the whole state, after some updates."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     updates = train(engine, batches)
     chunk = engine._components.runner._chunks.bare[0]
     trained = {
@@ -202,17 +202,19 @@ def test_a_base_that_was_loaded_is_part_of_the_checkpoint_and_moments_are_the_ad
 ):
     engine = start(lora=LORA)
     with engine.adapter_disabled():
-        base = weights_of(engine)
+        base = collect_weights(engine)
     engine.load_weights(NamedWeight(name, tensor + 0.01) for name, tensor in base.items())
     update(engine, batch)
     step = engine.save_checkpoint(str(tmp_path), global_step=1)
     other = start(lora=LORA)
     other.load_checkpoint(step)
-    assert_all_equal(weights_of(other), weights_of(engine), what="weights with the adapter")
-    assert_same_state(state_of(other), state_of(engine))
+    assert_all_equal(
+        collect_weights(other), collect_weights(engine), what="weights with the adapter"
+    )
+    assert_same_state(collect_state(other), collect_state(engine))
     assert_same_state(update(other, batch).state, update(engine, batch).state)
 
 
 def update(engine, batch):
-    engine.set_loss_fn(LikelihoodProbe())
-    return update_once(engine, [share_of(engine, batch, split=WHOLE)])
+    engine.set_loss_fn(SftProbe())
+    return run_update(engine, [rank_slice(engine, batch, split=ONE_MICRO_BATCH)])

@@ -8,16 +8,16 @@ from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from temper_engine_api.conformance.harness.measurements import (
+    ONE_MICRO_BATCH,
     SPLITS,
-    WHOLE,
+    collect_state,
     load_and_train,
     measure_update,
-    share_of,
-    state_of,
+    rank_slice,
     train,
     train_and_save,
 )
-from temper_engine_api.conformance.harness.rank import TRAINS
+from temper_engine_api.conformance.harness.rank import ADAMW
 from temper_engine_api.conformance.harness.tolerances import (
     GRADIENT,
     LOSS,
@@ -26,7 +26,7 @@ from temper_engine_api.conformance.harness.tolerances import (
     assert_close,
     assert_same_state,
 )
-from temper_engine_api.conformance.inputs.probes import TokenProbe
+from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_adapters import TinyAdapter, save_adapter
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_TIED
 from temper_engine_api.errors import CapabilityError, ConfigError
@@ -113,20 +113,20 @@ def by_night(*names):
 
 
 @pytest.fixture
-def run_in(fleet, request):
+def run_in(rank_pool, request):
     """Run a job in a layout, or on one rank of the other engine."""
 
     def run(name, job, *, engine="megatron", **arguments):
         layout = LAYOUTS[name]
-        ranks = fleet if layout.world_size <= 2 else request.getfixturevalue("fleet_of_four")
+        ranks = rank_pool if layout.world_size <= 2 else request.getfixturevalue("four_rank_pool")
         return ranks.run(job, engine=engine, layout=layout, arguments=arguments)
 
     return run
 
 
 @pytest.fixture
-def mixtures(reference):
-    return reference.with_experts()
+def moe_oracle(oracle):
+    return oracle.with_experts()
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,16 @@ def mixtures(reference):
         *by_night("ep2", "cp2-ep2", "tp2-sp-ep2-etp2", "pp2-ep2", "dp2-ep2"),
     ],
 )
-def test_gradients_are_those_of_peft_however_experts_are_divided(run_in, mixtures, layout):
-    recipe, batch = mixtures.adapter_recipe(INSIDE), mixtures.batch(model=QWEN2_TIED)
-    expected = mixtures.update(recipe, TokenProbe(), batch)
+def test_gradients_are_those_of_peft_however_experts_are_divided(run_in, moe_oracle, layout):
+    setup, batch = moe_oracle.make_adapter_setup(INSIDE), moe_oracle.get_batch(model=QWEN2_TIED)
+    expected = moe_oracle.get_update(setup, ClippedPpoProbe(), batch)
     updates = run_in(
-        layout, measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=SPLITS[1]
+        layout,
+        measure_update,
+        setup=setup,
+        objective=ClippedPpoProbe(),
+        batch=batch,
+        split=SPLITS[1],
     )
     assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
     for update in updates:
@@ -160,76 +165,78 @@ def test_gradients_are_those_of_peft_however_experts_are_divided(run_in, mixture
     ],
 )
 def test_a_checkpoint_goes_on_where_experts_are_divided_otherwise(
-    run_in, mixtures, tmp_path, before, after
+    run_in, moe_oracle, tmp_path, before, after
 ):
-    recipe = mixtures.adapter_recipe(INSIDE, optimizer=TRAINS)
-    batches = [mixtures.batch(seed=seed, model=QWEN2_TIED) for seed in range(3)]
-    whole = run_in(before, train_all, recipe=recipe, batches=batches)[0]
-    run_in(before, train_and_save, recipe=recipe, batches=batches[:2], folder=tmp_path, step=2)
+    setup = moe_oracle.make_adapter_setup(INSIDE, optimizer=ADAMW)
+    batches = [moe_oracle.get_batch(seed=seed, model=QWEN2_TIED) for seed in range(3)]
+    whole = run_in(before, train_all, setup=setup, batches=batches)[0]
+    run_in(before, train_and_save, setup=setup, batches=batches[:2], folder=tmp_path, step=2)
     assert_same_state(
-        run_in(after, state_after_loading, recipe=recipe, folder=tmp_path)[0], whole[1].state
+        run_in(after, state_after_loading, setup=setup, folder=tmp_path)[0], whole[1].state
     )
-    resumed = run_in(after, load_and_train, recipe=recipe, batches=batches[2:], folder=tmp_path)[0]
+    resumed = run_in(after, load_and_train, setup=setup, batches=batches[2:], folder=tmp_path)[0]
     assert_all_close(
         resumed[-1].masters, whole[2].masters, UPDATE, what="adapter after the next update"
     )
 
 
-def train_all(rank, *, recipe, batches):
+def train_all(rank, *, setup, batches):
     """Without a stop."""
-    return train(rank.engine(recipe), batches)
+    return train(rank.temporary_engine(setup), batches)
 
 
-def state_after_loading(rank, *, recipe, folder):
+def state_after_loading(rank, *, setup, folder):
     """As it was saved."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     engine.load_checkpoint(str(folder))
-    return state_of(engine)
+    return collect_state(engine)
 
 
 @pytest.mark.parametrize("layout", ["ep2", *by_night("tp2-sp", "1-rank", "pp2-ep2")])
-def test_experts_alone_can_be_adapted(run_in, mixtures, layout):
-    recipe = mixtures.adapter_recipe(ALONE_INSIDE, optimizer=TRAINS)
-    batches = [mixtures.batch(seed=seed, model=QWEN2_TIED) for seed in range(2)]
-    whole = mixtures.run(train_all, recipe=recipe, batches=batches)
+def test_experts_alone_can_be_adapted(run_in, moe_oracle, layout):
+    setup = moe_oracle.make_adapter_setup(ALONE_INSIDE, optimizer=ADAMW)
+    batches = [moe_oracle.get_batch(seed=seed, model=QWEN2_TIED) for seed in range(2)]
+    whole = moe_oracle.run(train_all, setup=setup, batches=batches)
     for update, want in zip(
-        run_in(layout, train_all, recipe=recipe, batches=batches)[0], whole, strict=True
+        run_in(layout, train_all, setup=setup, batches=batches)[0], whole, strict=True
     ):
         assert_all_close(update.masters, want.masters, UPDATE, what="adapter")
 
 
-def test_the_other_engine_loads_the_directory_with_equal_log_probs(run_in, mixtures, tmp_path):
+def test_the_other_engine_loads_the_directory_with_equal_log_probs(run_in, moe_oracle, tmp_path):
     pytest.importorskip(
         "temper_engine_fsdp",
         reason="the other engine is not installed: pip install temper-engine-fsdp",
     )
-    recipe = mixtures.adapter_recipe(INSIDE, optimizer=TRAINS)
-    batch = mixtures.batch(model=QWEN2_TIED)
-    content, logprobs = run_in("ep2", adapter_after_an_update, recipe=recipe, batch=batch)[0]
+    setup = moe_oracle.make_adapter_setup(INSIDE, optimizer=ADAMW)
+    batch = moe_oracle.get_batch(model=QWEN2_TIED)
+    content, logprobs = run_in("ep2", adapter_after_an_update, setup=setup, batch=batch)[0]
     saved = replace(
-        recipe, lora=LoraSpec(path=str(save_adapter(*content, folder=tmp_path / "adapter")))
+        setup, lora=LoraSpec(path=str(save_adapter(*content, folder=tmp_path / "adapter")))
     )
-    found = run_in("1-rank", logprobs_of, engine="fsdp", recipe=saved, batch=batch)[0]
+    found = run_in("1-rank", logprobs_of, engine="fsdp", setup=saved, batch=batch)[0]
     assert_close(found, logprobs, LOSS, what="log-probs")
 
 
-def adapter_after_an_update(rank, *, recipe, batch):
+def adapter_after_an_update(rank, *, setup, batch):
     """Both files' content, and what the engine computes with it."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     train(engine, [batch])
     return engine.export_adapter(), head_outputs(engine, batch)
 
 
-def logprobs_of(rank, *, recipe, batch):
+def logprobs_of(rank, *, setup, batch):
     """Of a fresh engine."""
-    return head_outputs(rank.engine(recipe), batch)
+    return head_outputs(rank.temporary_engine(setup), batch)
 
 
 def head_outputs(engine, batch):
     """[T] log-probs in the order of the batch."""
     with engine.eval_mode():
         result = engine.forward_backward_batch(
-            share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[HeadOutput.LOGPROB]
+            rank_slice(engine, batch, split=ONE_MICRO_BATCH),
+            forward_only=True,
+            outputs=[HeadOutput.LOGPROB],
         )
     return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids).columns[
         HeadOutput.LOGPROB

@@ -55,17 +55,17 @@ def test_where_there_is_cuda_nothing_is_replaced(monkeypatch):
         assert torch.Tensor.type is cpu_device._REAL_TYPE
 
 
-def test_ranks_gather_parts_of_any_sizes_as_nccl_does(fleet, reference):
-    recipe = reference.recipe(QWEN2_GROUPED)
-    for parts in fleet.run(
-        gather_parts, engine="megatron", layout=plain_layout(2), arguments={"recipe": recipe}
+def test_ranks_gather_parts_of_any_sizes_as_nccl_does(rank_pool, oracle):
+    setup = oracle.make_setup(QWEN2_GROUPED)
+    for parts in rank_pool.run(
+        gather_parts, engine="megatron", layout=plain_layout(2), arguments={"setup": setup}
     ):
         assert parts == [[[0.0, 0.0]] * 3, [[1.0, 1.0]]]
 
 
-def gather_parts(rank, *, recipe):
+def gather_parts(rank, *, setup):
     """Three rows of the first rank, and one of the second."""
-    rank.engine(recipe)
+    rank.temporary_engine(setup)
     mine = dist.get_rank()
     parts = [torch.empty(3, 2), torch.empty(1, 2)]
     with megatron_on_cpu():

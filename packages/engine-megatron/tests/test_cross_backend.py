@@ -7,16 +7,16 @@ from safetensors.torch import load_file, save_file
 from temper_engine_api.checkpoint.saved_state import COUNT, FIRST, SavedState
 from temper_engine_api.conformance.harness.measurements import (
     Update,
+    collect_state,
     load_and_train,
-    merged,
-    state_of,
+    merge_update_metrics,
     train,
     train_and_save,
 )
-from temper_engine_api.conformance.harness.rank import TRAINS
+from temper_engine_api.conformance.harness.rank import ADAMW
 from temper_engine_api.conformance.harness.tolerances import (
     LOSS,
-    LOSS_TERMS,
+    LOSS_TERM_SCALE,
     UPDATE,
     assert_all_close,
     assert_close,
@@ -55,24 +55,24 @@ WAYS = [
 ]
 
 
-def train_all(rank, *, recipe, batches) -> list[Update]:
+def train_all(rank, *, setup, batches) -> list[Update]:
     """Without a stop."""
-    return train(rank.engine(recipe), batches)
+    return train(rank.temporary_engine(setup), batches)
 
 
-def state_after_loading(rank, *, recipe, folder):
+def state_after_loading(rank, *, setup, folder):
     """As it was saved, and what the schedule counts."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     engine.load_checkpoint(str(folder))
-    return state_of(engine), engine.num_schedule_steps, engine.current_lr
+    return collect_state(engine), engine.num_schedule_steps, engine.current_lr
 
 
 @pytest.mark.parametrize(("first", "before", "second", "after"), WAYS)
 def test_a_run_goes_on_in_the_other_engine(
-    fleet, reference, tmp_path, first, before, second, after
+    rank_pool, oracle, tmp_path, first, before, second, after
 ):
-    recipe = reference.recipe(QWEN2_TIED, optimizer=TRAINS, schedule=SCHEDULE)
-    check_goes_on(fleet, reference, tmp_path, recipe, (first, before), (second, after))
+    setup = oracle.make_setup(QWEN2_TIED, optimizer=ADAMW, schedule=SCHEDULE)
+    check_goes_on(rank_pool, oracle, tmp_path, setup, (first, before), (second, after))
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_a_run_goes_on_in_the_other_engine(
     ],
 )
 def test_a_mixture_of_experts_goes_on_in_the_other_engine(
-    fleet, reference, tmp_path, first, before, second, after
+    rank_pool, oracle, tmp_path, first, before, second, after
 ):
-    mixtures = reference.with_experts()
-    recipe = mixtures.recipe(QWEN2_TIED, optimizer=TRAINS, schedule=SCHEDULE)
-    check_goes_on(fleet, mixtures, tmp_path, recipe, (first, before), (second, after))
+    moe_oracle = oracle.with_experts()
+    setup = moe_oracle.make_setup(QWEN2_TIED, optimizer=ADAMW, schedule=SCHEDULE)
+    check_goes_on(rank_pool, moe_oracle, tmp_path, setup, (first, before), (second, after))
 
 
 def test_joined_experts_of_a_checkpoint_are_read_once_and_come_apart_by_their_names_in_files():
@@ -129,15 +129,15 @@ def test_joined_experts_of_a_checkpoint_are_read_once_and_come_apart_by_their_na
 
 @pytest.mark.parametrize(("first", "before", "second", "after"), WAYS[:2])
 def test_an_adapter_goes_on_in_the_other_engine(
-    fleet, reference, tmp_path, first, before, second, after
+    rank_pool, oracle, tmp_path, first, before, second, after
 ):
     adapter = TinyAdapter(
         name="crossing",
         model=QWEN2_TIED,
         fields={"use_dora": True, "use_rslora": True, "exclude_modules": ["lm_head"]},
     )
-    recipe = reference.adapter_recipe(adapter, optimizer=TRAINS, schedule=SCHEDULE)
-    check_goes_on(fleet, reference, tmp_path, recipe, (first, before), (second, after))
+    setup = oracle.make_adapter_setup(adapter, optimizer=ADAMW, schedule=SCHEDULE)
+    check_goes_on(rank_pool, oracle, tmp_path, setup, (first, before), (second, after))
 
 
 @pytest.mark.skipif(
@@ -154,27 +154,27 @@ def test_an_adapter_goes_on_in_the_other_engine(
     ],
 )
 def test_an_adapter_inside_experts_goes_on_in_the_other_engine(
-    fleet, reference, tmp_path, first, before, second, after
+    rank_pool, oracle, tmp_path, first, before, second, after
 ):
-    mixtures = reference.with_experts()
+    moe_oracle = oracle.with_experts()
     inside = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     adapter = TinyAdapter(
         name="inside-crossing",
         model=QWEN2_TIED,
         fields={"target_modules": ["q_proj"], "target_parameters": inside},
     )
-    recipe = mixtures.adapter_recipe(adapter, optimizer=TRAINS, schedule=SCHEDULE)
-    check_goes_on(fleet, mixtures, tmp_path, recipe, (first, before), (second, after))
+    setup = moe_oracle.make_adapter_setup(adapter, optimizer=ADAMW, schedule=SCHEDULE)
+    check_goes_on(rank_pool, moe_oracle, tmp_path, setup, (first, before), (second, after))
 
 
-def check_goes_on(fleet, reference, tmp_path, recipe, one, other):
+def check_goes_on(rank_pool, oracle, tmp_path, setup, one, other):
     """Three updates in one engine, and two followed by one in the other."""
     (first, before), (second, after) = one, other
-    batches = [reference.batch(seed=seed, model=QWEN2_TIED) for seed in range(3)]
+    batches = [oracle.get_batch(seed=seed, model=QWEN2_TIED) for seed in range(3)]
 
     def run(job, engine, layout, **arguments):
-        return fleet.run(
-            job, engine=engine, layout=layout, arguments={"recipe": recipe, **arguments}
+        return rank_pool.run(
+            job, engine=engine, layout=layout, arguments={"setup": setup, **arguments}
         )
 
     whole = run(train_all, first, before, batches=batches)
@@ -184,11 +184,11 @@ def check_goes_on(fleet, reference, tmp_path, recipe, one, other):
     assert (steps, lr) == (2, whole[0][1].next_lr)
     resumed = run(load_and_train, second, after, batches=batches[2:], folder=tmp_path)
     assert_close(
-        merged([rank[-1] for rank in resumed])["loss"],
-        merged([rank[2] for rank in whole])["loss"],
+        merge_update_metrics([rank[-1] for rank in resumed])["loss"],
+        merge_update_metrics([rank[2] for rank in whole])["loss"],
         LOSS,
         what="loss",
-        at_least=LOSS_TERMS,
+        min_scale=LOSS_TERM_SCALE,
     )
     assert_close(resumed[0][-1].grad_norm, whole[0][2].grad_norm, UPDATE, what="gradient norm")
     assert_all_close(
@@ -197,14 +197,14 @@ def check_goes_on(fleet, reference, tmp_path, recipe, one, other):
 
 
 @pytest.mark.parametrize(("first", "second"), [("fsdp", "megatron"), ("megatron", "fsdp")])
-def test_a_frozen_model_takes_the_weights_alone(fleet, reference, tmp_path, first, second):
-    recipe = reference.recipe(QWEN2_GROUPED, optimizer=None)
+def test_a_frozen_model_takes_the_weights_alone(rank_pool, oracle, tmp_path, first, second):
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=None)
     exported = [
-        fleet.run(
+        rank_pool.run(
             weights_around_a_save,
             engine=engine,
             layout=ALONE,
-            arguments={"recipe": recipe, "folder": tmp_path, "saves": engine == first},
+            arguments={"setup": setup, "folder": tmp_path, "saves": engine == first},
         )
         for engine in (first, second)
     ]
@@ -212,9 +212,9 @@ def test_a_frozen_model_takes_the_weights_alone(fleet, reference, tmp_path, firs
     assert all(torch.equal(exported[0][0][name], tensor) for name, tensor in exported[1][0].items())
 
 
-def weights_around_a_save(rank, *, recipe, folder, saves):
+def weights_around_a_save(rank, *, setup, folder, saves):
     """Weights that are no longer those on the disk of the model, saved; or as loaded."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     if saves:
         with engine.export_weights() as stream:
             engine.load_weights([weight._replace(tensor=weight.tensor + 0.25) for weight in stream])
@@ -225,32 +225,32 @@ def weights_around_a_save(rank, *, recipe, folder, saves):
         return dict(stream)
 
 
-def test_another_model_is_refused_before_the_first_tensor_is_read(fleet, reference, tmp_path):
+def test_another_model_is_refused_before_the_first_tensor_is_read(rank_pool, oracle, tmp_path):
     saved, other = (
-        reference.recipe(QWEN2_GROUPED, optimizer=TRAINS),
-        reference.recipe(VALUE, optimizer=TRAINS),
+        oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW),
+        oracle.make_setup(VALUE, optimizer=ADAMW),
     )
-    batches = [reference.batch()]
-    path = fleet.run(
+    batches = [oracle.get_batch()]
+    path = rank_pool.run(
         train_and_save,
         engine="fsdp",
         layout=ALONE,
-        arguments={"recipe": saved, "batches": batches, "folder": tmp_path, "step": 1},
+        arguments={"setup": saved, "batches": batches, "folder": tmp_path, "step": 1},
     )[0]
-    sentence = fleet.run(
-        refusal, engine="megatron", layout=ALONE, arguments={"recipe": other, "path": path}
+    sentence = rank_pool.run(
+        refusal, engine="megatron", layout=ALONE, arguments={"setup": other, "path": path}
     )[0]
     assert "is that of another model or optimizer" in sentence
     assert "score.weight" in sentence
 
 
-def refusal(rank, *, recipe, path):
+def refusal(rank, *, setup, path):
     """What the engine says, whose weights are then what they were."""
-    engine = rank.engine(recipe)
-    before = state_of(engine)
+    engine = rank.temporary_engine(setup)
+    before = collect_state(engine)
     with pytest.raises(CheckpointError) as caught:
         engine.load_checkpoint(path)
-    assert_same_state(state_of(engine), before)
+    assert_same_state(collect_state(engine), before)
     return str(caught.value)
 
 

@@ -10,12 +10,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from temper_engine_api.conformance.harness.measurements import (
+    collect_state,
     load_and_train,
-    state_of,
     train,
     train_and_save,
 )
-from temper_engine_api.conformance.harness.rank import TRAINS
+from temper_engine_api.conformance.harness.rank import ADAMW
 from temper_engine_api.conformance.harness.tolerances import assert_same_state
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, QWEN2_UNTIED
 from temper_engine_api.layout import Layout
@@ -34,9 +34,9 @@ def test_shares_are_equal_to_the_largest_tensor_and_given_to_those_that_hold_it(
     assert assign_writers([5, 3, 2], holders=[(0, 1), (0,), (0,)]) == [1, 0, 0]
 
 
-def own_part(rank, *, recipe, batch, folder):
+def own_part(rank, *, setup, batch, folder):
     """Bytes and names of weights in this rank's files after an update, and the bytes of the largest parameter with its moments."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     train(engine, [batch])
     own = [
         path.removeprefix("state/")
@@ -60,20 +60,20 @@ HEADERS = 20_000
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2-distopt", "cp2", "pp2"])
-def test_every_rank_writes_about_as_much(fleet, reference, tmp_path, layout):
+def test_every_rank_writes_about_as_much(rank_pool, oracle, tmp_path, layout):
     arguments = {
-        "recipe": reference.recipe(QWEN2_UNTIED, optimizer=TRAINS),
-        "batch": reference.batch(),
+        "setup": oracle.make_setup(QWEN2_UNTIED, optimizer=ADAMW),
+        "batch": oracle.get_batch(),
         "folder": tmp_path,
     }
     check_shares(
-        fleet.run(own_part, engine="megatron", layout=LAYOUTS[layout], arguments=arguments)
+        rank_pool.run(own_part, engine="megatron", layout=LAYOUTS[layout], arguments=arguments)
     )
 
 
 @pytest.mark.parametrize("layout", ["ep2", "tp2-sp-ep2"])
-def test_experts_are_written_by_the_ranks_that_hold_them(fleet, reference, tmp_path, layout):
-    mixtures = reference.with_experts()
+def test_experts_are_written_by_the_ranks_that_hold_them(rank_pool, oracle, tmp_path, layout):
+    moe_oracle = oracle.with_experts()
     fields = {
         "tensor_parallel": 2,
         "sequence_parallel": True,
@@ -82,11 +82,11 @@ def test_experts_are_written_by_the_ranks_that_hold_them(fleet, reference, tmp_p
     }
     layouts = {**LAYOUTS, "tp2-sp-ep2": Layout(name="tp2-sp-ep2", world_size=2, fields=fields)}
     arguments = {
-        "recipe": mixtures.recipe(QWEN2_UNTIED, optimizer=TRAINS),
-        "batch": mixtures.batch(),
+        "setup": moe_oracle.make_setup(QWEN2_UNTIED, optimizer=ADAMW),
+        "batch": moe_oracle.get_batch(),
         "folder": tmp_path,
     }
-    found = fleet.run(own_part, engine="megatron", layout=layouts[layout], arguments=arguments)
+    found = rank_pool.run(own_part, engine="megatron", layout=layouts[layout], arguments=arguments)
     check_shares(found)
     for half, (_, names, _) in enumerate(found):
         numbers = {
@@ -105,9 +105,9 @@ def check_shares(found):
     assert not set(here) & set(there)
 
 
-def names_read(rank, *, recipe, folder):
+def names_read(rank, *, setup, folder):
     """How often each name's weight was read from the files, and the state afterwards, whole on rank 0."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     times = defaultdict(int)
     open_saved_state = checkpoint_files.open_saved_state
 
@@ -125,17 +125,17 @@ def names_read(rank, *, recipe, folder):
         engine.load_checkpoint(str(folder))
     finally:
         checkpoint_files.open_saved_state = open_saved_state
-    return dict(times), state_of(engine)
+    return dict(times), collect_state(engine)
 
 
-def test_a_stage_reads_its_own_layers_alone(fleet, reference, tmp_path):
-    recipe = reference.recipe(QWEN2_UNTIED, optimizer=TRAINS)
-    saved = save(fleet, reference, recipe, "tp2", tmp_path)
-    (first, state), (second, _) = fleet.run(
+def test_a_stage_reads_its_own_layers_alone(rank_pool, oracle, tmp_path):
+    setup = oracle.make_setup(QWEN2_UNTIED, optimizer=ADAMW)
+    saved = save(rank_pool, oracle, setup, "tp2", tmp_path)
+    (first, state), (second, _) = rank_pool.run(
         names_read,
         engine="megatron",
         layout=LAYOUTS["pp2"],
-        arguments={"recipe": recipe, "folder": tmp_path},
+        arguments={"setup": setup, "folder": tmp_path},
     )
     assert set(first.values()) == set(second.values()) == {1}
     assert first.keys() & second.keys() == set()
@@ -146,20 +146,20 @@ def test_a_stage_reads_its_own_layers_alone(fleet, reference, tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-def test_a_rank_reads_its_own_experts_alone(fleet, reference, tmp_path, engine):
+def test_a_rank_reads_its_own_experts_alone(rank_pool, oracle, tmp_path, engine):
     pytest.importorskip(
         "temper_engine_fsdp",
         reason="the other engine is not installed: pip install temper-engine-fsdp",
     )
-    mixtures = reference.with_experts()
-    recipe = mixtures.recipe(QWEN2_UNTIED, optimizer=TRAINS)
-    arguments = {"recipe": recipe, "batches": [mixtures.batch()], "folder": tmp_path, "step": 1}
-    fleet.run(train_and_save, engine=engine, layout=ALONE, arguments=arguments)
-    found = fleet.run(
+    moe_oracle = oracle.with_experts()
+    setup = moe_oracle.make_setup(QWEN2_UNTIED, optimizer=ADAMW)
+    arguments = {"setup": setup, "batches": [moe_oracle.get_batch()], "folder": tmp_path, "step": 1}
+    rank_pool.run(train_and_save, engine=engine, layout=ALONE, arguments=arguments)
+    found = rank_pool.run(
         names_read,
         engine="megatron",
         layout=LAYOUTS["ep2"],
-        arguments={"recipe": recipe, "folder": tmp_path},
+        arguments={"setup": setup, "folder": tmp_path},
     )
     assert set(found[0][0].values()) == {1}
     if engine == "megatron":
@@ -171,43 +171,43 @@ def test_a_rank_reads_its_own_experts_alone(fleet, reference, tmp_path, engine):
             }
 
 
-def save(fleet, reference, recipe, layout, folder):
+def save(rank_pool, oracle, setup, layout, folder):
     """The state that was saved after an update in a layout."""
-    arguments = {"recipe": recipe, "batch": reference.batch(), "folder": folder}
-    return fleet.run(
+    arguments = {"setup": setup, "batch": oracle.get_batch(), "folder": folder}
+    return rank_pool.run(
         train_save_and_tell, engine="megatron", layout=LAYOUTS[layout], arguments=arguments
     )[0]
 
 
-def train_save_and_tell(rank, *, recipe, batch, folder):
-    engine = rank.engine(recipe)
+def train_save_and_tell(rank, *, setup, batch, folder):
+    engine = rank.temporary_engine(setup)
     train(engine, [batch])
     engine.save_checkpoint(str(folder), global_step=1, in_background=True)
     engine.finish_saving()
-    return state_of(engine)
+    return collect_state(engine)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_a_checkpoint_that_one_rank_wrote_is_read(fleet, reference, tmp_path, layout):
-    recipe = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS)
+def test_a_checkpoint_that_one_rank_wrote_is_read(rank_pool, oracle, tmp_path, layout):
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
     arguments = {
-        "recipe": recipe,
-        "batch": reference.batch(),
+        "setup": setup,
+        "batch": oracle.get_batch(),
         "divided": tmp_path / "divided",
         "alone": tmp_path / "alone",
     }
-    for saved, loaded in fleet.run(
+    for saved, loaded in rank_pool.run(
         part_and_back, engine="megatron", layout=LAYOUTS[layout], arguments=arguments
     ):
         assert_same_state(loaded, saved)
 
 
-def part_and_back(rank, *, recipe, batch, divided: Path, alone: Path):
+def part_and_back(rank, *, setup, batch, divided: Path, alone: Path):
     """States before a part was written, and after it was read in one file as 0.1 wrote it; whole on rank 0."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     train(engine, [batch])
     engine.write_part(str(divided))
-    saved = state_of(engine)
+    saved = collect_state(engine)
     train(engine, [batch])
     if rank.index == 0:
         (alone / "state").mkdir(parents=True)
@@ -222,14 +222,14 @@ def part_and_back(rank, *, recipe, batch, divided: Path, alone: Path):
         save_file(joined, alone / "state" / "part-00000.safetensors")
     torch.distributed.barrier()
     engine.read_part(str(alone))
-    return saved, state_of(engine)
+    return saved, collect_state(engine)
 
 
-def test_files_are_cut_and_go_on_bitwise(fleet, reference, tmp_path):
-    recipe = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS)
-    batches = [reference.batch(seed=seed) for seed in range(2)]
-    arguments = {"recipe": recipe, "batches": batches, "folder": tmp_path}
-    whole = fleet.run(
+def test_files_are_cut_and_go_on_bitwise(rank_pool, oracle, tmp_path):
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
+    batches = [oracle.get_batch(seed=seed) for seed in range(2)]
+    arguments = {"setup": setup, "batches": batches, "folder": tmp_path}
+    whole = rank_pool.run(
         train_and_save_in_small_files, engine="megatron", layout=LAYOUTS["tp2"], arguments=arguments
     )
     files = sorted(
@@ -238,7 +238,7 @@ def test_files_are_cut_and_go_on_bitwise(fleet, reference, tmp_path):
     assert [
         sum(name.startswith(f"part-0000{rank}-") for name in files) > 2 for rank in range(2)
     ] == [True, True]
-    resumed = fleet.run(
+    resumed = rank_pool.run(
         load_and_train,
         engine="megatron",
         layout=LAYOUTS["tp2"],
@@ -248,9 +248,9 @@ def test_files_are_cut_and_go_on_bitwise(fleet, reference, tmp_path):
         assert_same_state(update[-1].state, want.state)
 
 
-def train_and_save_in_small_files(rank, *, recipe, batches, folder):
+def train_and_save_in_small_files(rank, *, setup, batches, folder):
     """The second update, after the first one was saved."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     train(engine, batches[:1])
     before, checkpoint_files.FILE_BYTES = checkpoint_files.FILE_BYTES, 100_000
     try:
@@ -285,22 +285,22 @@ OF_FOUR = (
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", OF_FOUR, ids=lambda layout: layout.name)
 def test_four_ranks_write_every_tensor_once_and_read_it_back(
-    fleet_of_four, reference, tmp_path, layout
+    four_rank_pool, oracle, tmp_path, layout
 ):
-    kind = reference.with_experts() if "expert_parallel" in layout.fields else reference
-    recipe = kind.recipe(QWEN2_UNTIED, optimizer=TRAINS)
-    arguments = {"recipe": recipe, "batch": kind.batch(), "folder": tmp_path / "part"}
-    shares = fleet_of_four.run(own_part, engine="megatron", layout=layout, arguments=arguments)
+    kind = oracle.with_experts() if "expert_parallel" in layout.fields else oracle
+    setup = kind.setup(QWEN2_UNTIED, optimizer=ADAMW)
+    arguments = {"setup": setup, "batch": kind.batch(), "folder": tmp_path / "part"}
+    shares = four_rank_pool.run(own_part, engine="megatron", layout=layout, arguments=arguments)
     names = [name for _, of_rank, _ in shares for name in of_rank]
     assert min(num_bytes for num_bytes, _, _ in shares) > HEADERS
     arguments["folder"] = tmp_path / "steps"
-    saved = fleet_of_four.run(
+    saved = four_rank_pool.run(
         train_save_and_tell, engine="megatron", layout=layout, arguments=arguments
     )[0]
     assert sorted(names) == sorted(saved)
     for other in (layout, ALONE):
-        arguments = {"recipe": recipe, "folder": tmp_path / "steps"}
-        _, state = fleet_of_four.run(
+        arguments = {"setup": setup, "folder": tmp_path / "steps"}
+        _, state = four_rank_pool.run(
             names_read, engine="megatron", layout=other, arguments=arguments
         )[0]
         assert_same_state(state, saved)

@@ -9,10 +9,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from temper_engine_api.conformance.harness.measurements import WHOLE, share_of, update_once
+from temper_engine_api.conformance.harness.measurements import (
+    ONE_MICRO_BATCH,
+    rank_slice,
+    run_update,
+)
 from temper_engine_api.conformance.harness.rank import READ_GRADIENTS
 from temper_engine_api.conformance.harness.tolerances import GRADIENT, assert_all_close
-from temper_engine_api.conformance.inputs.probes import LikelihoodProbe
+from temper_engine_api.conformance.inputs.probes import SftProbe
 from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.objective import HeadOutput
@@ -125,8 +129,10 @@ def hold_to_the_oracle(config, start, batch, *, model):
     oracle.init_model()
     gradients = []
     for engine in (oracle, start(model=model, optimizer=READ_GRADIENTS)):
-        engine.set_loss_fn(LikelihoodProbe())
-        gradients.append(update_once(engine, [share_of(engine, batch, split=WHOLE)]).gradients)
+        engine.set_loss_fn(SftProbe())
+        gradients.append(
+            run_update(engine, [rank_slice(engine, batch, split=ONE_MICRO_BATCH)]).gradients
+        )
     assert_all_close(gradients[1], gradients[0], GRADIENT, what="gradient")
     return gradients[0]
 

@@ -10,18 +10,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from temper_engine_api.batch import concatenate
-from temper_engine_api.conformance.harness.engine_under_test import Subject
+from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.measurements import (
     Split,
+    collect_weights,
     measure_outputs,
     measure_update,
     measure_updates,
-    merged,
-    share_of,
-    update_once,
-    weights_of,
+    merge_update_metrics,
+    rank_slice,
+    run_update,
 )
-from temper_engine_api.conformance.harness.rank import TRAINS
+from temper_engine_api.conformance.harness.rank import ADAMW
 from temper_engine_api.conformance.harness.tolerances import (
     BF16,
     GRADIENT,
@@ -32,7 +32,7 @@ from temper_engine_api.conformance.harness.tolerances import (
     assert_all_equal,
     assert_close,
 )
-from temper_engine_api.conformance.inputs.probes import TokenProbe
+from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, TinyModel
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.layout import Layout
@@ -122,16 +122,16 @@ def in_every(names, *, nightly):
 
 
 @pytest.fixture
-def subject_in(fleet, request):
+def engine_in_layout(rank_pool, request):
     def at(name):
         layout = LAYOUTS[name]
-        ranks = fleet if layout.world_size <= 2 else request.getfixturevalue("fleet_of_four")
-        return Subject(
+        ranks = rank_pool if layout.world_size <= 2 else request.getfixturevalue("four_rank_pool")
+        return EngineUnderTest(
             engine="megatron",
-            claims=MegatronEngine.capabilities,
+            capabilities=MegatronEngine.capabilities,
             layout=layout,
             all_layouts=(layout,),
-            fleet=ranks,
+            rank_pool=ranks,
         )
 
     return at
@@ -170,11 +170,11 @@ LARGE = (
 
 
 @pytest.mark.parametrize("layout", in_every(SMALL, nightly=LARGE))
-def test_gradients_are_those_of_transformers(subject_in, reference, layout):
-    recipe, batch = reference.recipe(EXPERTS), reference.batch(model=EXPERTS)
-    expected = reference.update(recipe, TokenProbe(), batch)
-    updates = subject_in(layout).run(
-        measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=FOUR
+def test_gradients_are_those_of_transformers(engine_in_layout, oracle, layout):
+    setup, batch = oracle.make_setup(EXPERTS), oracle.get_batch(model=EXPERTS)
+    expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
+    updates = engine_in_layout(layout).run(
+        measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch, split=FOUR
     )
     assert_all_close(
         updates[0].gradients, one_by_one(expected.gradients), GRADIENT, what="gradient"
@@ -185,12 +185,12 @@ def test_gradients_are_those_of_transformers(subject_in, reference, layout):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["alone", "ep2", "pp2", "pp2-ep2"])
-def test_the_gradient_in_bf16_is_that_of_transformers_to_bf16(subject_in, reference, layout):
-    batch = reference.batch(model=EXPERTS)
-    expected = reference.update(reference.recipe(EXPERTS), TokenProbe(), batch)
-    recipe = reference.recipe(EXPERTS, compute="bf16")
-    for update in subject_in(layout).run(
-        measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=FOUR
+def test_the_gradient_in_bf16_is_that_of_transformers_to_bf16(engine_in_layout, oracle, layout):
+    batch = oracle.get_batch(model=EXPERTS)
+    expected = oracle.get_update(oracle.make_setup(EXPERTS), ClippedPpoProbe(), batch)
+    setup = oracle.make_setup(EXPERTS, compute="bf16")
+    for update in engine_in_layout(layout).run(
+        measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch, split=FOUR
     ):
         assert_close(update.grad_norm, expected.grad_norm, BF16, what="gradient norm")
 
@@ -200,41 +200,41 @@ def test_the_gradient_in_bf16_is_that_of_transformers_to_bf16(subject_in, refere
     [pytest.param(EXPERTS, marks=pytest.mark.nightly), AS_THEY_ARE],
     ids=lambda model: model.name,
 )
-def test_log_probs_are_those_of_transformers(subject_in, reference, model):
-    recipe, batch = reference.recipe(model), reference.batch(model=EXPERTS)
-    outputs = subject_in("ep2").run(
-        measure_outputs, recipe=recipe, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
+def test_log_probs_are_those_of_transformers(engine_in_layout, oracle, model):
+    setup, batch = oracle.make_setup(model), oracle.get_batch(model=EXPERTS)
+    outputs = engine_in_layout("ep2").run(
+        measure_outputs, setup=setup, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
     )[0]
     assert_close(
         outputs.columns[HeadOutput.LOGPROB],
-        reference.outputs(recipe, batch, HeadOutput.LOGPROB),
+        oracle.get_outputs(setup, batch, HeadOutput.LOGPROB),
         LOGPROB,
         what="log-probs",
     )
 
 
 @pytest.mark.parametrize("layout", in_every(["ep2"], nightly=["tp2-sp-ep2", "tp2-sp", "pp2-ep2"]))
-def test_weights_come_back_bit_for_bit_under_the_names_in_files(subject_in, reference, layout):
-    recipe = reference.recipe(EXPERTS)
-    exported = subject_in(layout).run(exported_weights, recipe=recipe)
+def test_weights_come_back_bit_for_bit_under_the_names_in_files(engine_in_layout, oracle, layout):
+    setup = oracle.make_setup(EXPERTS)
+    exported = engine_in_layout(layout).run(exported_weights, setup=setup)
     assert_all_equal(
-        exported[0], load_file(f"{recipe.model_path}/model.safetensors"), what="weights"
+        exported[0], load_file(f"{setup.model_path}/model.safetensors"), what="weights"
     )
     assert list(exported[0]) == list(exported[1])
 
 
-def exported_weights(rank, *, recipe):
+def exported_weights(rank, *, setup):
     """Full tensors by name."""
-    return weights_of(rank.kept_engine(recipe))
+    return collect_weights(rank.cached_engine(setup))
 
 
-def test_updates_with_divided_experts_are_those_of_one_rank(subject_in, reference):
+def test_updates_with_divided_experts_are_those_of_one_rank(engine_in_layout, oracle):
     # Clipped by one norm over all experts, and with moments of pieces that each rank keeps.
-    recipe = reference.recipe(EXPERTS, optimizer=TRAINS)
-    batches = [reference.batch(seed=seed, model=EXPERTS) for seed in range(2)]
+    setup = oracle.make_setup(EXPERTS, optimizer=ADAMW)
+    batches = [oracle.get_batch(seed=seed, model=EXPERTS) for seed in range(2)]
     alone, divided = (
-        subject_in(name).run(
-            measure_updates, recipe=recipe, objective=TokenProbe(), batches=batches
+        engine_in_layout(name).run(
+            measure_updates, setup=setup, objective=ClippedPpoProbe(), batches=batches
         )[0]
         for name in ("alone", "ep2")
     )
@@ -246,33 +246,33 @@ def test_updates_with_divided_experts_are_those_of_one_rank(subject_in, referenc
 
 
 def test_one_rank_with_an_infinite_gradient_of_its_experts_makes_all_ranks_skip(
-    subject_in, reference
+    engine_in_layout, oracle
 ):
     # Experts have an optimizer of their own, whose norm the others must hear of.
-    recipe, batch = (
-        reference.recipe(EXPERTS, optimizer=TRAINS),
-        reference.batch(model=EXPERTS),
+    setup, batch = (
+        oracle.make_setup(EXPERTS, optimizer=ADAMW),
+        oracle.get_batch(model=EXPERTS),
     )
-    for is_finite, is_changed, num_steps in subject_in("ep2").run(
-        update_with_a_broken_expert, recipe=recipe, batch=batch
+    for is_finite, is_changed, num_steps in engine_in_layout("ep2").run(
+        update_with_a_broken_expert, setup=setup, batch=batch
     ):
         assert (is_finite, is_changed, num_steps) == (False, False, 0)
 
 
-def update_with_a_broken_expert(rank, *, recipe, batch):
+def update_with_a_broken_expert(rank, *, setup, batch):
     """Whether the norm is finite, whether a weight changed, and how far the schedule went."""
-    engine = rank.engine(recipe)
-    engine.set_loss_fn(TokenProbe())
-    before = weights_of(engine)
+    engine = rank.temporary_engine(setup)
+    engine.set_loss_fn(ClippedPpoProbe())
+    before = collect_weights(engine)
     with engine.train_mode():
-        engine.forward_backward_batch(share_of(engine, batch, split=FOUR), forward_only=False)
+        engine.forward_backward_batch(rank_slice(engine, batch, split=FOUR), forward_only=False)
     if dist.get_rank() == 1:
         chunk = engine._components.runner._chunks.bare[0]
         vars(chunk.decoder.layers[0].mlp.experts.local_experts[0].linear_fc1.weight)["main_grad"][
             0, 0
         ] = torch.inf
     norm = engine.optimizer_step()
-    after = weights_of(engine)
+    after = collect_weights(engine)
     return (
         math.isfinite(norm),
         any(not torch.equal(after[name], before[name]) for name in before),
@@ -294,9 +294,9 @@ class NothingButBalance(Objective):
         return LossTerms(loss=0.0 * head_outputs[HeadOutput.LOGPROB])
 
 
-def router_gradient(rank, *, recipe, batch, repeats, settings):
+def router_gradient(rank, *, setup, batch, repeats, settings):
     """Gradients and metrics of a router's losses alone, of a batch that stands in the mini-batch so many times, each in a micro-batch."""
-    config = recipe.config_for(MegatronEngine, device="cpu", layout_fields=rank.layout.fields)
+    config = setup.build_config(MegatronEngine, device="cpu", layout_fields=rank.layout.fields)
     engine = MegatronEngine(replace(config, **settings))
     engine.init_model()
     try:
@@ -314,16 +314,16 @@ def router_gradient(rank, *, recipe, batch, repeats, settings):
             whole.lengths.tolist(), atom_ids=whole.atom_ids.tolist(), dp_size=1, max_tokens=batch.num_tokens + 8,
             constraints=engine.topology.plan_constraints,
         )  # fmt: skip
-        return update_once(
+        return run_update(
             engine, [pack_rank(whole, plan=plan, rank=0, denominators=count_denominators(whole))]
         )
     finally:
         engine.close()
 
 
-def balance_of(recipe, batch):
+def balance_of(setup, batch):
     """AdapterSwitch's loss, summed over layers, of all sequences together, written out."""
-    model = AutoModelForCausalLM.from_pretrained(recipe.model_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(setup.model_path, dtype=torch.float32)
     sequences = [batch.select([b]).tokens[None] for b in range(batch.num_sequences)]
     found = [model(tokens, output_router_logits=True).router_logits for tokens in sequences]
     total = torch.zeros(())
@@ -336,36 +336,36 @@ def balance_of(recipe, batch):
 
 @pytest.mark.parametrize("layout", in_every(["tp2-sp-ep2"], nightly=["alone", "cp2-ep2", "pp2"]))
 def test_the_balancing_loss_is_switchs_however_often_a_micro_batch_comes(
-    subject_in, reference, layout
+    engine_in_layout, oracle, layout
 ):
-    recipe, batch = (
-        reference.recipe(EXPERTS),
-        reference.batch(model=EXPERTS).select(range(4)),
+    setup, batch = (
+        oracle.make_setup(EXPERTS),
+        oracle.get_batch(model=EXPERTS).select(range(4)),
     )
-    model, loss = balance_of(recipe, batch)
+    model, loss = balance_of(setup, batch)
     (0.1 * loss).backward()
     expected = one_by_one(
         {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     )
     for repeats in (1, 2):
         settings = {"router_aux_loss": 0.1}
-        updates = subject_in(layout).run(
-            router_gradient, recipe=recipe, batch=batch, repeats=repeats, settings=settings
+        updates = engine_in_layout(layout).run(
+            router_gradient, setup=setup, batch=batch, repeats=repeats, settings=settings
         )
         gradients = {name: updates[0].gradients[name] for name in expected}
         assert_all_close(gradients, expected, GRADIENT, what=f"gradient, {repeats} times")
         # Metrics are logged as a mean over layers; 1 is balance.
         assert_close(
-            merged(updates)["router/load_balancing_loss"],
+            merge_update_metrics(updates)["router/load_balancing_loss"],
             float(loss.detach()) / 4,
             LOSS,
             what="metric",
         )
 
 
-def z_loss_of(recipe, batch):
+def z_loss_of(setup, batch):
     """The router's z-loss, summed over layers, of all sequences together, written out."""
-    model = AutoModelForCausalLM.from_pretrained(recipe.model_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(setup.model_path, dtype=torch.float32)
     sequences = [batch.select([b]).tokens[None] for b in range(batch.num_sequences)]
     found = [model(tokens, output_router_logits=True).router_logits for tokens in sequences]
     layers = range(model.config.num_hidden_layers)
@@ -389,26 +389,26 @@ def z_loss_of(recipe, batch):
     "layout", in_every(["tp2-sp-ep2"], nightly=["alone", "cp2-ep2", "pp2", "pp2-vpp2"])
 )
 def test_the_z_loss_is_a_mean_over_tokens_however_often_a_micro_batch_comes(
-    subject_in, reference, layout, changes
+    engine_in_layout, oracle, layout, changes
 ):
     # Megatron's own weight of it, without its division by tokens at the end, is as many times too large.
-    recipe, batch = (
-        reference.recipe(EXPERTS),
-        reference.batch(model=EXPERTS).select(range(4)),
+    setup, batch = (
+        oracle.make_setup(EXPERTS),
+        oracle.get_batch(model=EXPERTS).select(range(4)),
     )
-    model, loss = z_loss_of(recipe, batch)
+    model, loss = z_loss_of(setup, batch)
     (0.1 * loss).backward()
     expected = one_by_one(
         {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     )
     for repeats in (1, 2):
         settings = {"router_z_loss": 0.1, **changes}
-        updates = subject_in(layout).run(
-            router_gradient, recipe=recipe, batch=batch, repeats=repeats, settings=settings
+        updates = engine_in_layout(layout).run(
+            router_gradient, setup=setup, batch=batch, repeats=repeats, settings=settings
         )
         gradients = {name: updates[0].gradients[name] for name in expected}
         assert_all_close(gradients, expected, GRADIENT, what=f"gradient, {repeats} times")
-        metrics = merged(updates)
+        metrics = merge_update_metrics(updates)
         assert_close(metrics["router/z_loss"], float(loss.detach()) / 4, LOSS, what="metric")
         assert "router/load_balancing_loss" not in metrics
 
@@ -442,15 +442,15 @@ def test_mixtures_that_are_not_supported_are_refused(config, changes, error, mat
         MegatronEngine(with_experts(config, **changes)).init_model()
 
 
-def test_a_dense_model_has_no_experts_to_divide(subject_in, reference):
-    for told in subject_in("ep2").run(refusal_of, recipe=reference.recipe(QWEN2_GROUPED)):
+def test_a_dense_model_has_no_experts_to_divide(engine_in_layout, oracle):
+    for told in engine_in_layout("ep2").run(refusal_of, setup=oracle.make_setup(QWEN2_GROUPED)):
         assert "expert_parallel is 2, but the model has no experts to divide" in told
 
 
-def refusal_of(rank, *, recipe):
+def refusal_of(rank, *, setup):
     """What building says."""
     with pytest.raises(ConfigError) as caught:
-        rank.unbuilt_engine(recipe).init_model()
+        rank.construct_engine(setup).init_model()
     return str(caught.value)
 
 

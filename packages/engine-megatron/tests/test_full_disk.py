@@ -8,7 +8,7 @@ import torch
 
 from temper_engine_api.checkpoint import complete_steps
 from temper_engine_api.conformance.harness.measurements import train
-from temper_engine_api.conformance.harness.rank import TRAINS
+from temper_engine_api.conformance.harness.rank import ADAMW
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.registry import conformance_layouts
@@ -58,19 +58,21 @@ def test_each_file_that_can_not_be_written_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("full", [0, 1])
-def test_a_full_disk_of_one_rank_stops_both(fleet, reference, tmp_path, full):
+def test_a_full_disk_of_one_rank_stops_both(rank_pool, oracle, tmp_path, full):
     # In the middle of the state the other rank is still sending its parts.
-    recipe = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS)
-    arguments = {"recipe": recipe, "batch": reference.batch(), "folder": tmp_path, "full": full}
-    sentences = fleet.run(save_twice, engine="megatron", layout=LAYOUTS["tp2"], arguments=arguments)
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
+    arguments = {"setup": setup, "batch": oracle.get_batch(), "folder": tmp_path, "full": full}
+    sentences = rank_pool.run(
+        save_twice, engine="megatron", layout=LAYOUTS["tp2"], arguments=arguments
+    )
     assert sentences[0] == sentences[1]
     assert f"step 2 could not be saved: rank {full}: could not write" in sentences[0]
     assert complete_steps(tmp_path) == [1]
 
 
-def save_twice(rank, *, recipe, batch, folder, full):
+def save_twice(rank, *, setup, batch, folder, full):
     """The sentence of the second save, which is cut into many files."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     engine.save_checkpoint(str(folder), global_step=1)
     file_bytes = checkpoint_files.FILE_BYTES
     checkpoint_files.FILE_BYTES = 1000

@@ -2,7 +2,7 @@
 
 import pytest
 
-from temper_engine_api.conformance.harness.engine_under_test import Subject
+from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.layout import Layout
@@ -13,16 +13,16 @@ TP2 = Layout(name="tp2", world_size=2, fields={"tensor_parallel": 2})
 
 
 def test_engines_of_another_layout_are_told_of_both_layouts_and_of_the_ray_runtime(
-    fleet, reference
+    rank_pool, oracle
 ):
-    subject = Subject(
+    engine_under_test = EngineUnderTest(
         engine="megatron",
-        claims=MegatronEngine.capabilities,
+        capabilities=MegatronEngine.capabilities,
         layout=TP2,
         all_layouts=(TP2,),
-        fleet=fleet,
+        rank_pool=rank_pool,
     )
-    for shares, told in subject.run(start_beside, recipe=reference.recipe(QWEN2_GROUPED)):
+    for shares, told in engine_under_test.run(start_beside, setup=oracle.make_setup(QWEN2_GROUPED)):
         assert shares
         assert (
             "an engine with tensor_parallel 2, expert_tensor_parallel 2 lives in this process"
@@ -32,12 +32,12 @@ def test_engines_of_another_layout_are_told_of_both_layouts_and_of_the_ray_runti
         assert "the trainer's Ray runtime" in told
 
 
-def start_beside(rank, *, recipe):
+def start_beside(rank, *, setup):
     """Whether two engines of one layout have the same groups, and what a third of another layout is told."""
-    first, second = rank.engine(recipe), rank.engine(recipe)
+    first, second = rank.temporary_engine(setup), rank.temporary_engine(setup)
     shares = first._components.membership.tp is second._components.membership.tp
     other = MegatronEngine(
-        recipe.config_for(MegatronEngine, device="cpu", layout_fields={"pipeline_parallel": 2})
+        setup.build_config(MegatronEngine, device="cpu", layout_fields={"pipeline_parallel": 2})
     )
     with pytest.raises(ConfigError) as caught:
         other.init_model()

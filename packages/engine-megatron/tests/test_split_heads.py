@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig
 
-from temper_engine_api.conformance.harness.measurements import measure_update, weights_of
+from temper_engine_api.conformance.harness.measurements import collect_weights, measure_update
 from temper_engine_api.conformance.harness.tolerances import (
     GRADIENT,
     LOSS,
     assert_all_close,
     assert_close,
 )
-from temper_engine_api.conformance.inputs.probes import TokenProbe
+from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN3, TinyModel
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.registry import conformance_layouts
@@ -27,51 +27,51 @@ ONE_KEY_HEAD = TinyModel(
 
 
 @pytest.fixture
-def run_in(fleet):
+def run_in(rank_pool):
     def run(layout, job, **arguments):
-        return fleet.run(job, engine="megatron", layout=LAYOUTS[layout], arguments=arguments)
+        return rank_pool.run(job, engine="megatron", layout=LAYOUTS[layout], arguments=arguments)
 
     return run
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2-sp"])
-def test_ranks_that_share_a_key_head_have_the_gradients_of_transformers(run_in, reference, layout):
-    recipe, batch = reference.recipe(ONE_KEY_HEAD), reference.batch(model=ONE_KEY_HEAD)
-    expected = reference.update(recipe, TokenProbe(), batch)
-    updates = run_in(layout, measure_update, recipe=recipe, objective=TokenProbe(), batch=batch)
+def test_ranks_that_share_a_key_head_have_the_gradients_of_transformers(run_in, oracle, layout):
+    setup, batch = oracle.make_setup(ONE_KEY_HEAD), oracle.get_batch(model=ONE_KEY_HEAD)
+    expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
+    updates = run_in(layout, measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch)
     assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
     for update in updates:
         assert_close(update.grad_norm, expected.grad_norm, LOSS, what="gradient norm")
 
 
-def test_an_adapter_beside_a_key_head_that_ranks_share_is_refused(run_in, reference):
+def test_an_adapter_beside_a_key_head_that_ranks_share_is_refused(run_in, oracle):
     # Its rows have no equal parts: a fresh one would be empty there, and one from a directory did not fit.
-    recipe = replace(reference.recipe(ONE_KEY_HEAD), lora=LoraSpec(rank=4, alpha=8.0))
-    for told in run_in("tp2", refusal_of, recipe=recipe):
+    setup = replace(oracle.make_setup(ONE_KEY_HEAD), lora=LoraSpec(rank=4, alpha=8.0))
+    for told in run_in("tp2", refusal_of, setup=setup):
         assert (
             "lora.target_modules takes in k_proj, q_proj, v_proj, and tensor_parallel is 2, more than the model's 1 key heads"
             in told
         )
 
 
-def refusal_of(rank, *, recipe):
+def refusal_of(rank, *, setup):
     """What building says."""
     with pytest.raises(ConfigError) as caught:
-        rank.unbuilt_engine(recipe).init_model()
+        rank.construct_engine(setup).init_model()
     return str(caught.value)
 
 
-def test_an_adapter_beside_other_layers_of_that_model_trains(run_in, reference):
+def test_an_adapter_beside_other_layers_of_that_model_trains(run_in, oracle):
     lora = LoraSpec(rank=4, alpha=8.0, target_modules=("o_proj", "down_proj"))
-    recipe = replace(reference.recipe(ONE_KEY_HEAD), lora=lora)
-    names = run_in("tp2", adapted_names, recipe=recipe)[0]
+    setup = replace(oracle.make_setup(ONE_KEY_HEAD), lora=lora)
+    names = run_in("tp2", adapted_names, setup=setup)[0]
     assert {name.split(".")[-3] for name in names} == {"o_proj", "down_proj"}
 
 
-def adapted_names(rank, *, recipe):
+def adapted_names(rank, *, setup):
     """Of the exported adapter; its base is exported, too."""
-    engine = rank.engine(recipe)
-    assert weights_of(engine)
+    engine = rank.temporary_engine(setup)
+    assert collect_weights(engine)
     return list(engine.export_adapter()[1])
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from temper_engine_api.conformance.harness.rank_pool import Fleet
-from temper_engine_api.conformance.oracle.oracle_cache import Reference
+from temper_engine_api.conformance.harness.rank_pool import RankPool
+from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 
 # Rank processes import the broken engines by name; they start with this session's path.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -17,9 +17,9 @@ from kit_runner import Kit, Lent
 @pytest.fixture(scope="session")
 def lent(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kit")
-    lent = Lent(fleet=Fleet(2, folder=folder), reference=Reference(folder=folder))
+    lent = Lent(rank_pool=RankPool(2, folder=folder), oracle=OracleCache(folder=folder))
     yield lent
-    lent.fleet.close()
+    lent.rank_pool.close()
 
 
 @pytest.fixture

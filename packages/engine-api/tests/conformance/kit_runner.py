@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from temper_engine_api.conformance import KIT
-from temper_engine_api.conformance.harness.rank_pool import Fleet
-from temper_engine_api.conformance.oracle.oracle_cache import Reference
-from temper_engine_api.conformance.plugin import LENT
+from temper_engine_api.conformance.harness.rank_pool import RankPool
+from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
+from temper_engine_api.conformance.plugin import SHARED_RESOURCES_PLUGIN
 
 
 @dataclass
@@ -29,8 +29,8 @@ class Laws:
 class Lent:
     """What is costly to start."""
 
-    fleet: Fleet
-    reference: Reference
+    rank_pool: RankPool
+    oracle: OracleCache
 
 
 @dataclass
@@ -40,8 +40,8 @@ class Kit:
     lent: Lent
     folder: Path
 
-    def run(self, engine, *arguments, laws=(), world_sizes="1", layouts=None, status=None):
-        """The outcome by law; ``laws`` are ``test_file::test_name``, all of them by default. Layouts stand in for world sizes."""
+    def run(self, engine, *arguments, tests=(), world_sizes="1", layouts=None, status=None):
+        """The outcome by law; ``tests`` are ``test_file::test_name``, all of them by default. Layouts stand in for world sizes."""
         where = ("--layouts", layouts) if layouts else ("--world-sizes", world_sizes)
         ini = self.folder / "empty.ini"
         ini.write_text("[pytest]\n")
@@ -59,7 +59,7 @@ class Kit:
                     "no:timeout",
                     "-q",
                 ),
-                *("--tb=short", "--pyargs", *([f"{KIT}.tests.{law}" for law in laws] or [KIT])),
+                *("--tb=short", "--pyargs", *([f"{KIT}.tests.{test}" for test in tests] or [KIT])),
                 *("--engine", engine, *where, *arguments),
             ],
             plugins=[found, _Lender(self.lent)],
@@ -74,4 +74,4 @@ class _Lender:
         self._lent = lent
 
     def pytest_configure(self, config):
-        config.pluginmanager.register(self._lent, LENT)
+        config.pluginmanager.register(self._lent, SHARED_RESOURCES_PLUGIN)

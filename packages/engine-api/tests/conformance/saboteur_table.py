@@ -15,8 +15,8 @@ import saboteurs_of_replicas as replicas
 import saboteurs_of_state as state
 from kit_runner import Kit, Lent
 
-from temper_engine_api.conformance.harness.rank_pool import Fleet
-from temper_engine_api.conformance.oracle.oracle_cache import Reference
+from temper_engine_api.conformance.harness.rank_pool import RankPool
+from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "benchmarks" / "saboteurs.md"
 HEAD = """# Who catches a broken engine
@@ -228,14 +228,16 @@ def main(names):
             if line.count("|") > 4
         }
     with tempfile.TemporaryDirectory() as folder:
-        lent = Lent(fleet=Fleet(2, folder=Path(folder)), reference=Reference(folder=Path(folder)))
+        lent = Lent(
+            rank_pool=RankPool(2, folder=Path(folder)), oracle=OracleCache(folder=Path(folder))
+        )
         kit = Kit(lent=lent, folder=Path(folder))
         for saboteur in SABOTEURS:
             name = saboteur.engine.__name__
             if not names or name in names:
                 found = kit.run(saboteur.name, "--tb=no", **saboteur.where)
                 rows[name] = row_of(saboteur, found.broken)
-        lent.fleet.close()
+        lent.rank_pool.close()
     PAGE.parent.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(HEAD + "".join(f"{rows[saboteur.engine.__name__]}\n" for saboteur in SABOTEURS))
 

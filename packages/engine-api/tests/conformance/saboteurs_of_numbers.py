@@ -15,11 +15,11 @@ from temper_engine_api.objective import HeadOutput, HeadOutputs
 class _OtherBatch(DataParallelOracle):
     """Runs another batch than the one it was given."""
 
-    def _spoilt(self, batch):
+    def _change(self, batch):
         raise NotImplementedError
 
     def _run_micro_batches(self, batch, **arguments):
-        return super()._run_micro_batches(self._spoilt(batch), **arguments)
+        return super()._run_micro_batches(self._change(batch), **arguments)
 
 
 class _OtherLoss(DataParallelOracle):
@@ -29,25 +29,25 @@ class _OtherLoss(DataParallelOracle):
         raise NotImplementedError
 
     def _run_micro_batches(self, batch, *, micro_batch_loss, **arguments):
-        def spoilt(head_outputs, micro):
+        def changed(head_outputs, micro):
             return micro_batch_loss(head_outputs, micro) * self._factor(batch, micro)
 
         return super()._run_micro_batches(
-            batch, micro_batch_loss=micro_batch_loss and spoilt, **arguments
+            batch, micro_batch_loss=micro_batch_loss and changed, **arguments
         )
 
 
 class _OtherAnswers(DataParallelOracle):
     """Its head answers something else."""
 
-    def _spoilt(self, columns, micro):
+    def _change(self, columns, micro):
         raise NotImplementedError
 
     def _compute_outputs(self, micro, *, requested_outputs, only_trained):
         head_outputs = super()._compute_outputs(
             micro, requested_outputs=requested_outputs, only_trained=only_trained
         )
-        return HeadOutputs(columns=self._spoilt(dict(head_outputs.columns), micro))
+        return HeadOutputs(columns=self._change(dict(head_outputs.columns), micro))
 
 
 class MeanPerMicroBatch(_OtherLoss):
@@ -114,7 +114,7 @@ class NeverReducesPending(DataParallelOracle):
 class ForgetsTemperature(_OtherBatch):
     """Log-softmax of the raw logits."""
 
-    def _spoilt(self, batch):
+    def _change(self, batch):
         return replace(batch, temperature=torch.ones_like(batch.temperature))
 
 
@@ -138,7 +138,7 @@ class TempersLogProbs(_OtherAnswers):
 class ShiftsLabels(_OtherAnswers):
     """Gives each token the log-prob of the one before."""
 
-    def _spoilt(self, columns, micro):
+    def _change(self, columns, micro):
         if HeadOutput.LOGPROB in columns:
             columns[HeadOutput.LOGPROB] = columns[HeadOutput.LOGPROB].roll(1)
         return columns
@@ -147,7 +147,7 @@ class ShiftsLabels(_OtherAnswers):
 class DropsFirstResponseToken(_OtherBatch):
     """Masks the token that follows the prompt."""
 
-    def _spoilt(self, batch):
+    def _change(self, batch):
         before = torch.cat([batch.loss_mask.new_zeros(1), batch.loss_mask[:-1]])
         starts = torch.zeros_like(batch.loss_mask)
         for b in range(batch.num_sequences):
@@ -162,7 +162,7 @@ class DropsFirstResponseToken(_OtherBatch):
 class IgnoresWeights(_OtherBatch):
     """Takes every token as seriously as any other."""
 
-    def _spoilt(self, batch):
+    def _change(self, batch):
         if "weights" not in batch.columns:
             return batch
         return batch.with_columns({"weights": torch.ones_like(batch.columns["weights"])})
@@ -171,7 +171,7 @@ class IgnoresWeights(_OtherBatch):
 class IgnoresPositions(_OtherBatch):
     """Counts positions itself, whatever was given."""
 
-    def _spoilt(self, batch):
+    def _change(self, batch):
         return replace(batch, position_ids=None)
 
 
@@ -221,14 +221,14 @@ class AnswersUntrained(DataParallelOracle):
 class RoundsLogProbs(_OtherAnswers):
     """Log-probs in bf16."""
 
-    def _spoilt(self, columns, micro):
+    def _change(self, columns, micro):
         return {head_output: column.bfloat16().float() for head_output, column in columns.items()}
 
 
 class EntropySpoilsLogProbs(_OtherAnswers):
     """Computing the entropy overwrites what the log-probs are read from."""
 
-    def _spoilt(self, columns, micro):
+    def _change(self, columns, micro):
         if HeadOutput.ENTROPY in columns and HeadOutput.LOGPROB in columns:
             columns[HeadOutput.LOGPROB] = columns[HeadOutput.LOGPROB] * 0.99
         return columns
@@ -237,7 +237,7 @@ class EntropySpoilsLogProbs(_OtherAnswers):
 class IsRandomInEval(_OtherAnswers):
     """Keeps a little dropout when it should not."""
 
-    def _spoilt(self, columns, micro):
+    def _change(self, columns, micro):
         return {
             head_output: column * (1 + 1e-3 * torch.rand(()))
             for head_output, column in columns.items()

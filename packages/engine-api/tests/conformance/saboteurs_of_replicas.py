@@ -18,11 +18,11 @@ class _OtherMicroLoss(StagedOracle):
         raise NotImplementedError
 
     def _run_micro_batches(self, batch, *, micro_batch_loss, **arguments):
-        def spoilt(head_outputs, micro):
+        def changed(head_outputs, micro):
             return micro_batch_loss(head_outputs, micro) * self._factor(batch, micro)
 
         return super()._run_micro_batches(
-            batch, micro_batch_loss=micro_batch_loss and spoilt, **arguments
+            batch, micro_batch_loss=micro_batch_loss and changed, **arguments
         )
 
 

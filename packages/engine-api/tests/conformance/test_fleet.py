@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from temper_engine_api.conformance.harness.rank_pool import Fleet, RankFailureError
-from temper_engine_api.conformance.harness.rank_process import Reply, _pickled
+from temper_engine_api.conformance.harness.rank_pool import RankFailureError, RankPool
+from temper_engine_api.conformance.harness.rank_process import JobReply, pickle_reply
 from temper_engine_api.layout import plain_layout
 
 ANY_ENGINE = "temper_engine_api.engine:BaseEngine"
@@ -64,28 +64,30 @@ def hash_of(rank, *, word):
 
 
 @pytest.fixture(scope="module")
-def fleet(lent):
-    return lent.fleet
+def rank_pool(lent):
+    return lent.rank_pool
 
 
-def run(fleet, job, *, world_size=2, **arguments):
-    return fleet.run(job, engine=ANY_ENGINE, layout=plain_layout(world_size), arguments=arguments)
+def run(rank_pool, job, *, world_size=2, **arguments):
+    return rank_pool.run(
+        job, engine=ANY_ENGINE, layout=plain_layout(world_size), arguments=arguments
+    )
 
 
-def test_every_rank_answers_in_order_at_every_world_size(fleet):
+def test_every_rank_answers_in_order_at_every_world_size(rank_pool):
     # 0 + 5 + 1 + 5 = 11 over two ranks.
-    assert run(fleet, who_am_i, add=5) == [(0, 2, 2, 11), (1, 2, 2, 11)]
-    assert run(fleet, who_am_i, world_size=1, add=5) == [(0, 1, 1, 5)]
-    assert run(fleet, who_am_i, add=5)[0] == (0, 2, 2, 11)
+    assert run(rank_pool, who_am_i, add=5) == [(0, 2, 2, 11), (1, 2, 2, 11)]
+    assert run(rank_pool, who_am_i, world_size=1, add=5) == [(0, 1, 1, 5)]
+    assert run(rank_pool, who_am_i, add=5)[0] == (0, 2, 2, 11)
 
 
-def test_all_ranks_leave_a_group_together(fleet):
-    run(fleet, leave_only_together)
-    assert run(fleet, who_am_i, world_size=1, add=5) == [(0, 1, 1, 5)]
-    assert run(fleet, who_am_i, add=5)[0] == (0, 2, 2, 11)
+def test_all_ranks_leave_a_group_together(rank_pool):
+    run(rank_pool, leave_only_together)
+    assert run(rank_pool, who_am_i, world_size=1, add=5) == [(0, 1, 1, 5)]
+    assert run(rank_pool, who_am_i, add=5)[0] == (0, 2, 2, 11)
 
 
-def test_ranks_hash_differently_and_alike_in_every_run(fleet):
+def test_ranks_hash_differently_and_alike_in_every_run(rank_pool):
     # A loop over a set of names then has another order on each rank, the same in every run.
     script = "print(hash('logprob'))"
     seeded = [
@@ -99,36 +101,36 @@ def test_ranks_hash_differently_and_alike_in_every_run(fleet):
         )
         for seed in "12"
     ]
-    assert run(fleet, hash_of, word="logprob") == seeded
+    assert run(rank_pool, hash_of, word="logprob") == seeded
     assert seeded[0] != seeded[1]
 
 
-def test_a_rank_that_raises_is_named_with_its_traceback(fleet):
+def test_a_rank_that_raises_is_named_with_its_traceback(rank_pool):
     with pytest.raises(
         RankFailureError,
         match=r"rank 1 raised in \S*test_fleet:raise_on:\n(.|\n)*a fault of this rank",
     ):
-        run(fleet, raise_on, index=1)
-    assert run(fleet, raise_on, index=7) == ["fine", "fine"]
+        run(rank_pool, raise_on, index=1)
+    assert run(rank_pool, raise_on, index=7) == ["fine", "fine"]
 
 
-def test_ranks_that_wait_for_one_that_raised_are_ended(fleet):
+def test_ranks_that_wait_for_one_that_raised_are_ended(rank_pool):
     with pytest.raises(
         RankFailureError, match=r"rank 0 raised(.|\n)*rank 1 did not answer(.|\n)*barrier"
     ):
-        run(fleet, raise_while_others_wait)
-    assert run(fleet, raise_on, index=7) == ["fine", "fine"]
+        run(rank_pool, raise_while_others_wait)
+    assert run(rank_pool, raise_on, index=7) == ["fine", "fine"]
 
 
-def test_a_rank_that_dies_is_named_with_its_exit_code(fleet):
+def test_a_rank_that_dies_is_named_with_its_exit_code(rank_pool):
     with pytest.raises(
         RankFailureError, match=r"rank 1 died in \S*test_fleet:die with exit code 3"
     ):
-        run(fleet, die)
+        run(rank_pool, die)
 
 
 def test_a_rank_that_hangs_is_named_with_its_stack(tmp_path):
-    impatient = Fleet(2, folder=tmp_path)
+    impatient = RankPool(2, folder=tmp_path)
     run(impatient, raise_on, index=7)
     impatient.job_timeout_s = 1.0
     with pytest.raises(
@@ -151,6 +153,6 @@ class _OnDevice(torch.Tensor):
 
 def test_what_a_rank_measured_on_a_device_arrives_in_host_memory():
     measured = torch.tensor([1.0, 2.0]).as_subclass(_OnDevice)
-    arrived = pickle.loads(_pickled(Reply(value={"gradient": measured})))
+    arrived = pickle.loads(pickle_reply(JobReply(value={"gradient": measured})))
     assert type(arrived.value["gradient"]) is torch.Tensor
     assert arrived.value["gradient"].tolist() == [1.0, 2.0]

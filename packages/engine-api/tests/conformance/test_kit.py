@@ -10,7 +10,7 @@ from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine
 
 ORACLE = "temper_engine_api.conformance.oracle:OracleEngine"
 LAW = "test_update::test_clip_is_applied"
-BROKEN = "saboteurs_of_state:IgnoresClip"
+FAULTY = "saboteurs_of_state:IgnoresClip"
 
 
 class ClaimsNothing(OracleEngine):
@@ -18,7 +18,7 @@ class ClaimsNothing(OracleEngine):
 
 
 def usage_error(kit, capsys, *arguments, engine=ORACLE, **options):
-    kit.run(engine, *arguments, laws=[LAW], status=pytest.ExitCode.USAGE_ERROR, **options)
+    kit.run(engine, *arguments, tests=[LAW], status=pytest.ExitCode.USAGE_ERROR, **options)
     return capsys.readouterr().err
 
 
@@ -63,34 +63,36 @@ def test_world_sizes_that_are_not_claimed_are_refused(kit, capsys):
 
 
 def test_a_broken_law_fails_the_run(kit):
-    found = kit.run(BROKEN, laws=[LAW], status=pytest.ExitCode.TESTS_FAILED)
+    found = kit.run(FAULTY, tests=[LAW], status=pytest.ExitCode.TESTS_FAILED)
     assert (len(found.broken), len(found.held)) == (1, 0)
 
 
 def test_an_expected_failure_passes_the_run(kit, tmp_path):
     expected = expecting(
         tmp_path,
-        law="test_clip_is_applied",
+        test="test_clip_is_applied",
         reason="clip is a dead key, issue 7",
         layouts=["1-rank"],
     )
     report = tmp_path / "report.md"
-    kit.run(BROKEN, *expected, "--report", str(report), laws=[LAW], status=pytest.ExitCode.OK)
+    kit.run(FAULTY, *expected, "--report", str(report), tests=[LAW], status=pytest.ExitCode.OK)
     assert "clip is a dead key, issue 7" in report.read_text()
 
 
 def test_an_expected_failure_that_holds_fails_the_run(kit, tmp_path):
-    expected = expecting(tmp_path, law="test_clip_is_applied", reason="clip is a dead key, issue 7")
-    found = kit.run(ORACLE, *expected, laws=[LAW], status=pytest.ExitCode.TESTS_FAILED)
+    expected = expecting(
+        tmp_path, test="test_clip_is_applied", reason="clip is a dead key, issue 7"
+    )
+    found = kit.run(ORACLE, *expected, tests=[LAW], status=pytest.ExitCode.TESTS_FAILED)
     assert len(found.broken) == 1
 
 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"law": "test_no_such_law", "reason": "none"}, "no collected law matches"),
-        ({"law": "test_clip_is_applied"}, "a reason is needed"),
-        ({"law": "test_clip_is_applied", "reason": "x", "weather": "bad"}, "weather"),
+        ({"test": "test_no_such_law", "reason": "none"}, "no collected law matches"),
+        ({"test": "test_clip_is_applied"}, "a reason is needed"),
+        ({"test": "test_clip_is_applied", "reason": "x", "weather": "bad"}, "weather"),
     ],
 )
 def test_a_malformed_expected_failure_is_refused(kit, capsys, tmp_path, fields, sentence):
@@ -99,11 +101,11 @@ def test_a_malformed_expected_failure_is_refused(kit, capsys, tmp_path, fields, 
 
 def test_laws_about_what_is_not_claimed_are_left_out_and_listed(kit, tmp_path):
     report = tmp_path / "report.md"
-    laws = [
+    tests = [
         "test_residency::test_offloaded_weights_answer_as_well",
         "test_residency::test_moving_by_hand_changes_no_number",
     ]
-    found = kit.run(ORACLE, "--report", str(report), laws=laws, status=pytest.ExitCode.OK)
+    found = kit.run(ORACLE, "--report", str(report), tests=tests, status=pytest.ExitCode.OK)
     assert [name.partition("[")[0] for name in found.held] == [
         "test_moving_by_hand_changes_no_number"
     ]
@@ -113,7 +115,7 @@ def test_laws_about_what_is_not_claimed_are_left_out_and_listed(kit, tmp_path):
 
 
 def test_a_part_of_the_laws_is_no_report_of_conformance(kit, tmp_path, capsys):
-    kit.run(ORACLE, laws=[LAW], status=pytest.ExitCode.OK)
+    kit.run(ORACLE, tests=[LAW], status=pytest.ExitCode.OK)
     assert "a partial run, from which nothing follows" in capsys.readouterr().out
 
 
@@ -121,8 +123,8 @@ def test_a_law_of_a_mandatory_group_does_not_skip(kit, lent, monkeypatch):
     def skipping(*_, **__):
         pytest.skip("this machine is too small")
 
-    monkeypatch.setattr(lent.fleet, "run", skipping)
-    found = kit.run(ORACLE, laws=[LAW], status=pytest.ExitCode.TESTS_FAILED)
+    monkeypatch.setattr(lent.rank_pool, "run", skipping)
+    found = kit.run(ORACLE, tests=[LAW], status=pytest.ExitCode.TESTS_FAILED)
     assert len(found.broken) == 1
 
 

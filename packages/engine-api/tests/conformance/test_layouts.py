@@ -7,8 +7,8 @@ from importlib.metadata import EntryPoint
 import pytest
 import staged_oracle
 
-from temper_engine_api.conformance.harness.engine_lookup import layouts_of
-from temper_engine_api.conformance.results import from_json, joined
+from temper_engine_api.conformance.harness.engine_lookup import load_layouts
+from temper_engine_api.conformance.results import from_json, merge_runs
 from temper_engine_api.errors import ConfigError, EngineNotFoundError
 from temper_engine_api.layout import Layout
 
@@ -18,17 +18,17 @@ LAW = "test_capability::test_topologies_fit_together"
 
 
 def usage_error(kit, capsys, *arguments, engine=STAGED, **options):
-    kit.run(engine, *arguments, laws=[LAW], status=pytest.ExitCode.USAGE_ERROR, **options)
+    kit.run(engine, *arguments, tests=[LAW], status=pytest.ExitCode.USAGE_ERROR, **options)
     return capsys.readouterr().err
 
 
 def test_a_law_runs_in_every_layout_that_was_named(kit):
-    found = kit.run(STAGED, laws=[LAW], layouts="all", status=pytest.ExitCode.OK)
+    found = kit.run(STAGED, tests=[LAW], layouts="all", status=pytest.ExitCode.OK)
     assert found.held == [
         f"test_topologies_fit_together[{name}]" for name in ("stages1", "stages2", "contexts2")
     ]
     found = kit.run(
-        STAGED, "--world-sizes", "2", laws=[LAW], layouts="stages2", status=pytest.ExitCode.OK
+        STAGED, "--world-sizes", "2", tests=[LAW], layouts="stages2", status=pytest.ExitCode.OK
     )
     assert sorted(found.held) == [
         "test_topologies_fit_together[2-ranks]",
@@ -74,10 +74,10 @@ def test_layouts_of_an_installed_engine_come_by_entry_point(monkeypatch):
         return points if group == "temper.conformance_layouts" else []
 
     monkeypatch.setattr("temper_engine_api.registry.entry_points", installed)
-    assert [layout.name for layout in layouts_of("mine")] == ["stages2", "contexts2", "stages1"]
-    assert layouts_of("other") == ()
+    assert [layout.name for layout in load_layouts("mine")] == ["stages2", "contexts2", "stages1"]
+    assert load_layouts("other") == ()
     with pytest.raises(EngineNotFoundError, match="no tuple of Layout"):
-        layouts_of("odd")
+        load_layouts("odd")
 
 
 def test_a_layout_twice_is_the_fault_of_its_authors(monkeypatch):
@@ -85,7 +85,7 @@ def test_a_layout_twice_is_the_fault_of_its_authors(monkeypatch):
         staged_oracle, "CONFORMANCE_LAYOUTS", (staged_oracle.CONFORMANCE_LAYOUTS[0],) * 2
     )
     with pytest.raises(EngineNotFoundError, match="twice"):
-        layouts_of(STAGED)
+        load_layouts(STAGED)
 
 
 def test_groups_that_were_not_chosen_make_a_partial_run(kit, capsys):
@@ -93,7 +93,7 @@ def test_groups_that_were_not_chosen_make_a_partial_run(kit, capsys):
         STAGED,
         "--groups",
         "capability",
-        laws=[LAW, "test_update::test_clip_is_applied"],
+        tests=[LAW, "test_update::test_clip_is_applied"],
         status=pytest.ExitCode.OK,
     )
     assert found.held == ["test_topologies_fit_together[1-rank]"]
@@ -106,7 +106,7 @@ def test_findings_of_several_runs_stand_side_by_side(kit, tmp_path):
     for engine, layouts in ((ORACLE, None), (STAGED, "stages2")):
         files.append(str(tmp_path / f"{len(files)}.json"))
         kit.run(
-            engine, "--findings", files[-1], laws=[LAW], layouts=layouts, status=pytest.ExitCode.OK
+            engine, "--results", files[-1], tests=[LAW], layouts=layouts, status=pytest.ExitCode.OK
         )
     report = tmp_path / "report.md"
     command = [sys.executable, "-m", "temper_engine_api.conformance.report"]
@@ -129,22 +129,22 @@ def test_runs_of_one_engine_in_layouts_of_their_own_are_one(kit, tmp_path):
     for path in files:
         kit.run(
             STAGED,
-            "--findings",
+            "--results",
             str(path),
-            laws=[LAW],
+            tests=[LAW],
             layouts=path.stem,
             status=pytest.ExitCode.OK,
         )
-    (together,) = joined(from_json(path.read_text()) for path in files)
+    (together,) = merge_runs(from_json(path.read_text()) for path in files)
     assert together.layouts == ("stages2", "stages1")
-    assert len(together.found) == 2
-    assert len(joined([*joined([together]), from_json(files[0].read_text())])) == 2
+    assert len(together.results) == 2
+    assert len(merge_runs([*merge_runs([together]), from_json(files[0].read_text())])) == 2
 
 
 @pytest.mark.slow
 def test_laws_hold_where_only_the_last_stage_has_outputs(kit):
-    laws = ["test_update", "test_batch", "test_rfc_loop", "test_capability"]
-    found = kit.run(STAGED, laws=laws, layouts="stages2")
+    tests = ["test_update", "test_batch", "test_rfc_loop", "test_capability"]
+    found = kit.run(STAGED, tests=tests, layouts="stages2")
     assert not found.broken
     assert len(found.held) > 35
 

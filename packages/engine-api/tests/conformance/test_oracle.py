@@ -3,9 +3,13 @@
 import torch
 from torch.nn import functional
 
-from temper_engine_api.conformance.harness.measurements import WHOLE, share_of, update_once
+from temper_engine_api.conformance.harness.measurements import (
+    ONE_MICRO_BATCH,
+    rank_slice,
+    run_update,
+)
 from temper_engine_api.conformance.harness.rank import Rank
-from temper_engine_api.conformance.inputs.probes import LikelihoodProbe, TokenProbe
+from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe, SftProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, REWARD, VALUE
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import OptimizerSpec
@@ -25,9 +29,9 @@ def padded_logits(engine, batch):
 
 
 def test_its_logprobs_are_minus_the_cross_entropy_of_a_padded_batch(lent):
-    reference, batch = lent.reference, lent.reference.batch()
-    recipe = reference.recipe(QWEN2_GROUPED)
-    engine = reference.rank.kept_engine(recipe)
+    oracle, batch = lent.oracle, lent.oracle.get_batch()
+    setup = oracle.make_setup(QWEN2_GROUPED)
+    engine = oracle.rank.cached_engine(setup)
     with torch.no_grad():
         logits, tokens, mask = padded_logits(engine, batch)
     tempered = logits / batch.temperature[:, None, None]
@@ -38,28 +42,28 @@ def test_its_logprobs_are_minus_the_cross_entropy_of_a_padded_batch(lent):
         [torch.zeros(batch.num_sequences, 1), -costs.view(batch.num_sequences, -1)], dim=1
     )
     expected = rows[mask.bool()]
-    actual = reference.outputs(recipe, batch, HeadOutput.LOGPROB)
+    actual = oracle.get_outputs(setup, batch, HeadOutput.LOGPROB)
     assert torch.allclose(actual, expected, atol=3e-6)
     assert not torch.allclose(actual, expected.roll(1), atol=1e-1)
 
 
 def test_its_entropy_is_that_of_a_categorical_distribution(lent):
-    reference, batch = lent.reference, lent.reference.batch()
-    recipe = reference.recipe(QWEN2_GROUPED)
+    oracle, batch = lent.oracle, lent.oracle.get_batch()
+    setup = oracle.make_setup(QWEN2_GROUPED)
     with torch.no_grad():
-        logits, _, mask = padded_logits(reference.rank.kept_engine(recipe), batch)
+        logits, _, mask = padded_logits(oracle.rank.cached_engine(setup), batch)
     entropy = torch.distributions.Categorical(
         logits=logits / batch.temperature[:, None, None]
     ).entropy()
     expected = torch.cat([torch.zeros(batch.num_sequences, 1), entropy[:, :-1]], dim=1)[mask.bool()]
-    assert torch.allclose(reference.outputs(recipe, batch, HeadOutput.ENTROPY), expected, atol=3e-6)
+    assert torch.allclose(oracle.get_outputs(setup, batch, HeadOutput.ENTROPY), expected, atol=3e-6)
 
 
 def test_its_gradient_is_that_of_the_padded_mean_cross_entropy(lent):
-    reference, batch = lent.reference, lent.reference.batch()
-    recipe = reference.recipe(QWEN2_GROUPED)
-    measured = reference.update(recipe, LikelihoodProbe(), batch).gradients
-    engine = reference.rank.kept_engine(recipe)
+    oracle, batch = lent.oracle, lent.oracle.get_batch()
+    setup = oracle.make_setup(QWEN2_GROUPED)
+    measured = oracle.get_update(setup, SftProbe(), batch).gradients
+    engine = oracle.rank.cached_engine(setup)
     logits, tokens, mask = padded_logits(engine, batch)
     trained = torch.zeros_like(mask, dtype=torch.bool)
     trained[mask.bool()] = batch.loss_mask
@@ -71,12 +75,12 @@ def test_its_gradient_is_that_of_the_padded_mean_cross_entropy(lent):
 
 
 def test_its_updates_are_those_of_torchs_adamw(lent):
-    reference = lent.reference
+    oracle = lent.oracle
     spec = OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, clip_grad_norm=0.5)
-    engine = Rank(type(reference.rank.kept_engine(reference.recipe(QWEN2_GROUPED)))).engine(
-        reference.recipe(QWEN2_GROUPED, optimizer=spec)
-    )
-    engine.set_loss_fn(TokenProbe())
+    engine = Rank(
+        type(oracle.rank.cached_engine(oracle.make_setup(QWEN2_GROUPED)))
+    ).temporary_engine(oracle.make_setup(QWEN2_GROUPED, optimizer=spec))
+    engine.set_loss_fn(ClippedPpoProbe())
     copies = {name: p.detach().clone().requires_grad_() for name, p in engine.parameters().items()}
     theirs = torch.optim.AdamW(
         [
@@ -88,8 +92,8 @@ def test_its_updates_are_those_of_torchs_adamw(lent):
         eps=1e-3,
     )
     for seed in range(3):
-        batch = reference.batch(seed=seed)
-        update_once(engine, [share_of(engine, batch, split=WHOLE)])
+        batch = oracle.get_batch(seed=seed)
+        run_update(engine, [rank_slice(engine, batch, split=ONE_MICRO_BATCH)])
         for name, copy in copies.items():
             copy.grad = engine.gradients()[name].clone()
         norm = torch.nn.utils.clip_grad_norm_(copies.values(), 0.5)
@@ -100,9 +104,9 @@ def test_its_updates_are_those_of_torchs_adamw(lent):
 
 
 def test_its_values_are_those_of_the_token_classifier_one_step_earlier(lent):
-    reference, batch = lent.reference, lent.reference.batch()
-    engine = reference.rank.kept_engine(reference.recipe(VALUE))
-    values = reference.outputs(reference.recipe(VALUE), batch, HeadOutput.VALUE)
+    oracle, batch = lent.oracle, lent.oracle.get_batch()
+    engine = oracle.rank.cached_engine(oracle.make_setup(VALUE))
+    values = oracle.get_outputs(oracle.make_setup(VALUE), batch, HeadOutput.VALUE)
     first, last = batch.sequence_starts[:2].tolist()
     with torch.no_grad():
         scores = engine.model(input_ids=batch.tokens[None, first:last]).logits[0, :, 0]
@@ -111,9 +115,9 @@ def test_its_values_are_those_of_the_token_classifier_one_step_earlier(lent):
 
 
 def test_its_scores_are_those_of_the_last_token(lent):
-    reference, batch = lent.reference, lent.reference.batch()
-    engine = reference.rank.kept_engine(reference.recipe(REWARD))
-    scores = reference.outputs(reference.recipe(REWARD), batch, HeadOutput.SCORE)
+    oracle, batch = lent.oracle, lent.oracle.get_batch()
+    engine = oracle.rank.cached_engine(oracle.make_setup(REWARD))
+    scores = oracle.get_outputs(oracle.make_setup(REWARD), batch, HeadOutput.SCORE)
     first, last = batch.sequence_starts[2:4].tolist()
     with torch.no_grad():
         expected = engine.model(input_ids=batch.tokens[None, first:last]).logits[0, -1, 0]

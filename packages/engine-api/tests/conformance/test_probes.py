@@ -7,12 +7,12 @@ import torch
 
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.conformance.inputs.probes import (
-    BatchStatisticProbe,
-    PairProbe,
-    SequenceProbe,
-    TokenProbe,
-    TopKProbe,
-    ValueProbe,
+    ClipCovProbe,
+    ClippedPpoProbe,
+    ClippedValueProbe,
+    DistillationProbe,
+    DpoProbe,
+    GspoProbe,
 )
 from temper_engine_api.objective import (
     LOGPROB_AT_IDS,
@@ -55,7 +55,7 @@ def test_token_probe_clips_on_both_sides():
             "weights": [1.0, 1.0, 1.0, 3.0],
         },
     )
-    terms = TokenProbe()(
+    terms = ClippedPpoProbe()(
         head_outputs_with(HeadOutput.LOGPROB, [0.0, math.log(1.5), 0.0, math.log(0.5)]), batch
     )
     assert terms.loss[batch.loss_mask].tolist() == pytest.approx([-2.6, 0.8])
@@ -71,7 +71,7 @@ def test_token_probe_asks_for_entropy_where_it_pays_for_it():
             HeadOutput.ENTROPY: torch.tensor([0.0, 2.0, 0.0, 4.0]),
         }
     )
-    probe = TokenProbe(entropy_coefficient=0.5)
+    probe = ClippedPpoProbe(entropy_coefficient=0.5)
     assert probe.required_outputs == {HeadOutput.LOGPROB, HeadOutput.ENTROPY}
     assert probe(head_outputs, batch).loss[batch.loss_mask].tolist() == [-1.0, -2.0]
 
@@ -79,7 +79,7 @@ def test_token_probe_asks_for_entropy_where_it_pays_for_it():
 def test_sequence_probe_takes_the_geometric_mean():
     # Trained log-ratios 0.05 and 0.2: ratios e^0.05 = 1.0513 and e^0.2 = 1.2214, clipped to 1.1 where that is the smaller term.
     batch = pair({"old_logprobs": [0.0] * 4}, {"sequence_advantages": [1.0, 1.0]})
-    terms = SequenceProbe()(head_outputs_with(HeadOutput.LOGPROB, [9.0, 0.05, 9.0, 0.2]), batch)
+    terms = GspoProbe()(head_outputs_with(HeadOutput.LOGPROB, [9.0, 0.05, 9.0, 0.2]), batch)
     assert terms.level == "sequence"
     assert terms.loss.tolist() == pytest.approx([-math.exp(0.05), -1.1])
 
@@ -87,9 +87,7 @@ def test_sequence_probe_takes_the_geometric_mean():
 def test_pair_probe_halves_the_loss_of_a_pair():
     # Margin: 0.5 * ((-1 + 3) - (-2 + 2)) = 1; -log sigmoid(1) = 0.3133, half for each.
     batch = pair({"ref_logprobs": [0.0, -3.0, 0.0, -2.0]}, {"is_chosen": [True, False]})
-    terms = PairProbe(beta=0.5)(
-        head_outputs_with(HeadOutput.LOGPROB, [0.0, -1.0, 0.0, -2.0]), batch
-    )
+    terms = DpoProbe(beta=0.5)(head_outputs_with(HeadOutput.LOGPROB, [0.0, -1.0, 0.0, -2.0]), batch)
     assert terms.loss.tolist() == pytest.approx([0.5 * math.log(1 + math.exp(-1))] * 2)
 
 
@@ -97,12 +95,12 @@ def test_topk_probe_is_zero_where_the_teacher_agrees():
     teacher = [[math.log(0.5), math.log(0.25)]] * 4
     batch = pair({LOGPROB_AT_IDS: [[0, 1]] * 4, "teacher_logprobs": teacher})
     assert (
-        TopKProbe()(head_outputs_with(HeadOutput.LOGPROB_AT, teacher), batch).loss.tolist()
+        DistillationProbe()(head_outputs_with(HeadOutput.LOGPROB_AT, teacher), batch).loss.tolist()
         == [0.0] * 4
     )
     # A student with log-probs 1 lower everywhere: (0.5 + 0.25) * 1.
     lower = [[a - 1.0, b - 1.0] for a, b in teacher]
-    assert TopKProbe()(
+    assert DistillationProbe()(
         head_outputs_with(HeadOutput.LOGPROB_AT, lower), batch
     ).loss.tolist() == pytest.approx([0.75] * 4)
 
@@ -110,14 +108,14 @@ def test_topk_probe_is_zero_where_the_teacher_agrees():
 def test_value_probe_takes_the_worse_of_two():
     # V = 1, old 0, eps 0.2, R = 1: unclipped 0, clipped (0.2 - 1)^2 / 2 = 0.32. V = 0.1, R = 1.1: both are 0.5.
     batch = pair({"old_values": [0.0] * 4, "returns": [0.0, 1.0, 0.0, 1.1]})
-    terms = ValueProbe()(head_outputs_with(HeadOutput.VALUE, [0.0, 1.0, 0.0, 0.1]), batch)
+    terms = ClippedValueProbe()(head_outputs_with(HeadOutput.VALUE, [0.0, 1.0, 0.0, 0.1]), batch)
     assert terms.loss[batch.loss_mask].tolist() == pytest.approx([0.32, 0.5])
 
 
 def test_batch_statistic_probe_chooses_by_sample_and_not_by_place(lent):
-    batch = lent.reference.batch()
+    batch = lent.oracle.get_batch()
     order = [6, 0, 3, 7, 1, 5, 2, 4]
-    probe = BatchStatisticProbe()
+    probe = ClipCovProbe()
     kept = probe.prepare(batch, seed=3)
     moved = probe.prepare(batch.select(order), seed=3)
     assert torch.equal(batch.with_columns(kept).select(order).columns["is_kept"], moved["is_kept"])
@@ -127,22 +125,22 @@ def test_batch_statistic_probe_chooses_by_sample_and_not_by_place(lent):
 
 
 def test_batch_statistic_probe_drops_only_large_covariances(lent):
-    batch = lent.reference.batch()
+    batch = lent.oracle.get_batch()
     mask = batch.loss_mask
     logprobs, advantages = batch.columns["old_logprobs"], batch.columns["advantages"]
     covariance = (logprobs - logprobs[mask].mean()) * (advantages - advantages[mask].mean())
-    is_dropped = BatchStatisticProbe().prepare(batch, seed=3)["is_kept"] == 0
+    is_dropped = ClipCovProbe().prepare(batch, seed=3)["is_kept"] == 0
     assert bool((covariance[is_dropped] > 0).all())
     assert bool(mask[is_dropped].all())
 
 
 def test_the_six_probes_are_registered():
     names = {
-        "probe_token",
-        "probe_sequence",
-        "probe_pair",
-        "probe_topk",
-        "probe_batch_statistic",
-        "probe_value",
+        "probe_clipped_ppo",
+        "probe_gspo",
+        "probe_dpo",
+        "probe_distillation",
+        "probe_clip_cov",
+        "probe_clipped_value",
     }
     assert names <= registered_objectives().keys()

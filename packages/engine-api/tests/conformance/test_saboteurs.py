@@ -16,7 +16,7 @@ from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine
 @pytest.mark.parametrize("saboteur", SABOTEURS, ids=lambda saboteur: saboteur.engine.__name__)
 def test_a_broken_engine_is_caught_by_its_laws(kit, saboteur):
     for law in saboteur.laws:
-        found = kit.run(saboteur.name, "--maxfail=1", laws=[law], **saboteur.where)
+        found = kit.run(saboteur.name, "--maxfail=1", tests=[law], **saboteur.where)
         assert found.broken, f"{law} holds for {saboteur.name}: {saboteur.engine.__doc__}"
 
 
@@ -40,7 +40,7 @@ def test_laws_that_catch_saboteurs_at_one_rank_hold_for_the_oracle(kit):
         }
     )
     found = kit.run(
-        f"{OracleEngine.__module__}:{OracleEngine.__name__}", laws=laws, world_sizes="1"
+        f"{OracleEngine.__module__}:{OracleEngine.__name__}", tests=laws, world_sizes="1"
     )
     assert not found.broken
     assert {law.partition("[")[0] for law in found.held} == {law.partition("::")[2] for law in laws}
@@ -51,7 +51,7 @@ def test_laws_that_catch_saboteurs_at_two_ranks_hold_for_the_engine_that_they_br
         {law for saboteur in SABOTEURS if saboteur.world_size == 2 for law in saboteur.laws}
     )
     name = f"{DataParallelOracle.__module__}:{DataParallelOracle.__name__}"
-    found = kit.run(name, laws=laws, world_sizes="2")
+    found = kit.run(name, tests=laws, world_sizes="2")
     assert not found.broken
     assert {law.partition("[")[0] for law in found.held} == {law.partition("::")[2] for law in laws}
 
@@ -64,7 +64,7 @@ def test_laws_that_catch_saboteurs_in_a_layout_hold_for_the_engine_that_they_bre
         {law for saboteur in SABOTEURS if saboteur.layout == layout for law in saboteur.laws}
     )
     name = f"{StagedOracle.__module__}:{StagedOracle.__name__}"
-    found = kit.run(name, laws=laws, layouts=layout)
+    found = kit.run(name, tests=laws, layouts=layout)
     assert not found.broken
     assert {law.partition("[")[0] for law in found.held} == {law.partition("::")[2] for law in laws}
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from temper_engine_api.conformance.harness.measurements import Update, train
-from temper_engine_api.conformance.harness.rank import Rank, Recipe
-from temper_engine_api.conformance.inputs.batches import ragged_batch, with_training_columns
+from temper_engine_api.conformance.harness.rank import EngineSetup, Rank
+from temper_engine_api.conformance.inputs.batches import add_training_columns, make_ragged_batch
 from temper_engine_api.weights import TrainingState
 from temper_legacy_shim.checkpoints.temper import read_training_state
 
@@ -62,9 +62,9 @@ def optimizer_of(engine: Any) -> Any:
     return chain
 
 
-def save_distributed(rank: Rank, *, recipe: Recipe, folder: Path, sharding: str, with_weights: bool = True) -> State:
+def save_distributed(rank: Rank, *, setup: EngineSetup, folder: Path, sharding: str, with_weights: bool = True) -> State:
     """``dist_ckpt/`` as 0.4.1 to 0.8 left it; without weights as they save with a bridge."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     expected = drawn(engine)
     with on_cpu():
         write_distributed(
@@ -95,7 +95,7 @@ def write_distributed(chunks: list[Any], optimizer: Any, *, folder: Path, shardi
     dist.barrier()
 
 
-def save_ranks(rank: Rank, *, recipe: Recipe, folder: Path, is_of_0_4: bool, all_experts: bool) -> State:
+def save_ranks(rank: Rank, *, setup: EngineSetup, folder: Path, is_of_0_4: bool, all_experts: bool) -> State:
     """``model/mp_rank_*`` and ``optim/`` as 0.3 and 0.4.0 left them: a data-parallel rank that is not the first wrote no model.
 
     Args:
@@ -107,7 +107,7 @@ def save_ranks(rank: Rank, *, recipe: Recipe, folder: Path, is_of_0_4: bool, all
     """
     from megatron.core import mpu
 
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     expected = drawn(engine)
     tp, pp, dp, cp = (
         mpu.get_tensor_model_parallel_rank(),
@@ -134,16 +134,16 @@ def save_ranks(rank: Rank, *, recipe: Recipe, folder: Path, is_of_0_4: bool, all
     return expected if rank.index == 0 else {}
 
 
-def next_update(rank: Rank, *, recipe: Recipe, folder: Path | None) -> Update:
+def next_update(rank: Rank, *, setup: EngineSetup, folder: Path | None) -> Update:
     """The third update: of the engine that had made the others, or of one that goes on from what its checkpoint was converted to."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     if folder is None:
         drawn(engine)
     else:
         engine.load_state(read_training_state(folder))
-    bare = ragged_batch()
+    bare = make_ragged_batch()
     bare = replace(bare, tokens=bare.tokens % 37)
-    batch = with_training_columns(bare, logprobs=torch.full(bare.tokens.shape, -3.6))
+    batch = add_training_columns(bare, logprobs=torch.full(bare.tokens.shape, -3.6))
     return train(engine, [batch])[0]
 
 
@@ -152,7 +152,7 @@ HOSTS = {"linear_qkv": False, "linear_proj": True, "linear_fc1": False, "linear_
 RANK, ALPHA = 4, 8
 
 
-def save_adapter(rank: Rank, *, recipe: Recipe, folder: Path, sharding: str, is_private: bool) -> None:
+def save_adapter(rank: Rank, *, setup: EngineSetup, folder: Path, sharding: str, is_private: bool) -> None:
     """What Megatron-Bridge's LoRA leaves: adapters of its own class around Megatron's layers, alone in optimizer and checkpoint.
 
     ``first`` holds what is converted, and ``again`` the same whole by parameter, for torch alone to read.
@@ -164,7 +164,7 @@ def save_adapter(rank: Rank, *, recipe: Recipe, folder: Path, sharding: str, is_
         sharding: of the optimizer in ``first``.
         is_private: as in 0.7 with a bridge: weights of adapters in ``adapter_checkpoint/``, and the optimizer alone in ``dist_ckpt/``.
     """
-    engine: Any = rank.engine(replace(recipe, optimizer=None))  # also imports the bridge without TransformerEngine
+    engine: Any = rank.temporary_engine(replace(setup, optimizer=None))  # also imports the bridge without TransformerEngine
     from temper_engine_megatron.runtime.cpu_device import megatron_on_cpu
 
     chunks, settings = list(engine._built.runner._chunks.bare), engine._built.runner._chunks.settings

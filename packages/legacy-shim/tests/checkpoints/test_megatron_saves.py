@@ -16,8 +16,8 @@ import megatron_saves
 from test_megatron import CONFIG
 from test_megatron_genuine import MIXTURE
 
-from temper_engine_api.conformance.harness.rank import TRAINS, Recipe
-from temper_engine_api.conformance.harness.rank_pool import Fleet
+from temper_engine_api.conformance.harness.rank import ADAMW, EngineSetup
+from temper_engine_api.conformance.harness.rank_pool import RankPool
 from temper_engine_api.layout import Layout
 from temper_legacy_shim.checkpoints import open_checkpoint
 from temper_legacy_shim.checkpoints.temper import resumable, training_state
@@ -48,25 +48,27 @@ ALONE = layout("alone", 1)
 
 
 @pytest.fixture(scope="module")
-def fleets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Fleet]]:
+def rank_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, RankPool]]:
     """Two rank processes, and four; none is started before it is asked for."""
-    ranks = {size: Fleet(size, folder=tmp_path_factory.mktemp(f"ranks-{size}"), job_timeout_s=300) for size in (2, 4)}
+    ranks = {size: RankPool(size, folder=tmp_path_factory.mktemp(f"ranks-{size}"), job_timeout_s=300) for size in (2, 4)}
     yield ranks
     for each in ranks.values():
         each.close()
 
 
-def save(job: Any, fleets: Mapping[int, Fleet], folder: Path, architecture: Mapping[str, object], at: Layout, **arguments: object) -> Any:
+def save(
+    job: Any, rank_pools: Mapping[int, RankPool], folder: Path, architecture: Mapping[str, object], at: Layout, **arguments: object
+) -> Any:
     """A role directory, and what the optimizer held."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(3)
     config = AutoConfig.for_model(**{"model_type": architecture["model_type"], **architecture})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
-    recipe = Recipe(model_path=str(folder / "model"), optimizer=TRAINS, compute="bf16")
+    setup = EngineSetup(model_path=str(folder / "model"), optimizer=ADAMW, compute="bf16")
     folder = folder / "actor"
-    fleet = fleets[max(at.world_size, 2)]
-    expected = fleet.run(job, engine="megatron", layout=at, arguments={"recipe": recipe, "folder": folder, **arguments})[0]
+    rank_pool = rank_pools[max(at.world_size, 2)]
+    expected = rank_pool.run(job, engine="megatron", layout=at, arguments={"setup": setup, "folder": folder, **arguments})[0]
     described = folder / ("hf_config_and_tokenizer" if job is megatron_saves.save_ranks else "huggingface")
     described.mkdir(parents=True, exist_ok=True)
     (described / "config.json").write_text(json.dumps(architecture))
@@ -106,19 +108,19 @@ nightly = pytest.mark.nightly
     ],
 )
 def test_a_distributed_save_is_read_as_its_engine_had_it(
-    fleets: Mapping[int, Fleet], tmp_path: Path, architecture: dict[str, object], at: Layout, sharding: str
+    rank_pools: Mapping[int, RankPool], tmp_path: Path, architecture: dict[str, object], at: Layout, sharding: str
 ) -> None:
-    check(tmp_path, save(megatron_saves.save_distributed, fleets, tmp_path, architecture, at, sharding=sharding))
+    check(tmp_path, save(megatron_saves.save_distributed, rank_pools, tmp_path, architecture, at, sharding=sharding))
 
 
 @nightly
-def test_buckets_of_tied_embeddings_over_two_stages_are_told_apart(fleets: Mapping[int, Fleet], tmp_path: Path) -> None:
-    check(tmp_path, save(megatron_saves.save_distributed, fleets, tmp_path, TIED, TP2_PP2, sharding="dp_reshardable"))
+def test_buckets_of_tied_embeddings_over_two_stages_are_told_apart(rank_pools: Mapping[int, RankPool], tmp_path: Path) -> None:
+    check(tmp_path, save(megatron_saves.save_distributed, rank_pools, tmp_path, TIED, TP2_PP2, sharding="dp_reshardable"))
 
 
 @nightly
-def test_an_optimizer_that_megatron_itself_saved_shifted_is_not_believed(fleets: Mapping[int, Fleet], tmp_path: Path) -> None:
-    save(megatron_saves.save_distributed, fleets, tmp_path, TIED, TP2_PP2, sharding="fully_reshardable")
+def test_an_optimizer_that_megatron_itself_saved_shifted_is_not_believed(rank_pools: Mapping[int, RankPool], tmp_path: Path) -> None:
+    save(megatron_saves.save_distributed, rank_pools, tmp_path, TIED, TP2_PP2, sharding="fully_reshardable")
     kept = resumable(open_checkpoint(tmp_path / "actor"))
     assert not kept.moments
     assert any("does not round to the weight beside it" in reason for reason in kept.not_carried)
@@ -139,15 +141,15 @@ def test_an_optimizer_that_megatron_itself_saved_shifted_is_not_believed(fleets:
     ],
 )
 def test_per_rank_files_are_read_as_their_engine_had_them(
-    fleets: Mapping[int, Fleet], tmp_path: Path, architecture: dict[str, object], at: Layout, is_of_0_4: bool, all_experts: bool
+    rank_pools: Mapping[int, RankPool], tmp_path: Path, architecture: dict[str, object], at: Layout, is_of_0_4: bool, all_experts: bool
 ) -> None:
-    expected = save(megatron_saves.save_ranks, fleets, tmp_path, architecture, at, is_of_0_4=is_of_0_4, all_experts=all_experts)
+    expected = save(megatron_saves.save_ranks, rank_pools, tmp_path, architecture, at, is_of_0_4=is_of_0_4, all_experts=all_experts)
     check(tmp_path, expected, num_updates=2)
 
 
 @nightly
-def test_of_experts_whose_ranks_wrote_one_file_the_receipt_says_what_was_lost(fleets: Mapping[int, Fleet], tmp_path: Path) -> None:
-    save(megatron_saves.save_ranks, fleets, tmp_path, EXPERTS, EP2, is_of_0_4=False, all_experts=True)
+def test_of_experts_whose_ranks_wrote_one_file_the_receipt_says_what_was_lost(rank_pools: Mapping[int, RankPool], tmp_path: Path) -> None:
+    save(megatron_saves.save_ranks, rank_pools, tmp_path, EXPERTS, EP2, is_of_0_4=False, all_experts=True)
     kept = resumable(open_checkpoint(tmp_path / "actor", num_updates=2))
     assert not kept.moments
     assert any("several expert ranks wrote one file" in reason for reason in kept.not_carried)
@@ -157,14 +159,14 @@ def test_of_experts_whose_ranks_wrote_one_file_the_receipt_says_what_was_lost(fl
 @nightly
 @pytest.mark.parametrize(("architecture", "at"), [pytest.param(EXPERTS, EP2, id="ep2"), pytest.param(DENSE, PP2_VPP2, id="pp2-vpp2")])
 def test_a_run_goes_on_in_megatron_from_its_own_converted_save(
-    fleets: Mapping[int, Fleet], tmp_path: Path, architecture: dict[str, object], at: Layout
+    rank_pools: Mapping[int, RankPool], tmp_path: Path, architecture: dict[str, object], at: Layout
 ) -> None:
-    save(megatron_saves.save_distributed, fleets, tmp_path, architecture, at, sharding="dp_reshardable")
+    save(megatron_saves.save_distributed, rank_pools, tmp_path, architecture, at, sharding="dp_reshardable")
     run_command(["checkpoint", str(tmp_path / "actor"), "--to", "temper", "--out", str(tmp_path / "resumed")])
-    recipe = Recipe(model_path=str(tmp_path / "model"), optimizer=TRAINS, compute="bf16")
+    setup = EngineSetup(model_path=str(tmp_path / "model"), optimizer=ADAMW, compute="bf16")
 
     def update(folder: Path | None) -> Any:
-        return fleets[2].run(megatron_saves.next_update, engine="megatron", layout=at, arguments={"recipe": recipe, "folder": folder})[0]
+        return rank_pools[2].run(megatron_saves.next_update, engine="megatron", layout=at, arguments={"setup": setup, "folder": folder})[0]
 
     whole, resumed = update(None), update(tmp_path / "resumed")
     assert resumed.grad_norm == whole.grad_norm > 0
@@ -237,9 +239,9 @@ def taken_apart(of_kind: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     ],
 )
 def test_an_adapters_masters_and_moments_are_those_of_its_optimizer(
-    fleets: Mapping[int, Fleet], tmp_path: Path, at: Layout, is_private: bool, sharding: str
+    rank_pools: Mapping[int, RankPool], tmp_path: Path, at: Layout, is_private: bool, sharding: str
 ) -> None:
-    save(megatron_saves.save_adapter, fleets, tmp_path, DENSE, at, sharding=sharding, is_private=is_private)
+    save(megatron_saves.save_adapter, rank_pools, tmp_path, DENSE, at, sharding=sharding, is_private=is_private)
     raw = read_by_torch(tmp_path / "actor/again/dist_ckpt")
     of_adapters = {name: tensor for name, tensor in raw.items() if ".adapter." in name}
 

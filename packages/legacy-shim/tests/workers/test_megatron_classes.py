@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core", reason="the Megatron classes need temper-en
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # after the skip
 
-from temper_engine_api.conformance.harness.rank_pool import Fleet
+from temper_engine_api.conformance.harness.rank_pool import RankPool
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import BatchError, CapabilityError, ConfigError
 from temper_engine_api.layout import Layout
@@ -74,10 +74,10 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    fleet = Fleet(2, folder=tmp_path_factory.mktemp("fleet"), job_timeout_s=240)
-    yield fleet
-    fleet.close()
+def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    rank_pool = RankPool(2, folder=tmp_path_factory.mktemp("rank_pool"), job_timeout_s=240)
+    yield rank_pool
+    rank_pool.close()
 
 
 def open_engine(
@@ -132,11 +132,11 @@ def fsdp_actor(two_layers: Path) -> Callable[[DataProto, str], dict[str, Any]]:
 
 @pytest.mark.parametrize(("layout", "numerics"), [("tp2", "legacy"), ("pp2", "legacy"), ("pp2", "temper"), ("dp2", "temper")])
 def test_the_actor_trains_as_its_fsdp_sibling_does(
-    fleet: Fleet, fsdp_actor: Any, two_layers: Path, make_data: MakeData, layout: str, numerics: str
+    rank_pool: RankPool, fsdp_actor: Any, two_layers: Path, make_data: MakeData, layout: str, numerics: str
 ) -> None:
     data = make_data(8)
     expected = fsdp_actor(data, numerics)
-    found = fleet.run(
+    found = rank_pool.run(
         train_actor, engine="megatron", layout=LAYOUTS[layout], arguments={"folder": two_layers, "data": data, "numerics": numerics}
     )
     for rank in [joined(found)] if layout == "dp2" else found:

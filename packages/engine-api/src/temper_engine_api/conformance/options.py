@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from temper_engine_api.capabilities import Capability
-from temper_engine_api.conformance.harness.engine_lookup import engine_named, layouts_of
+from temper_engine_api.conformance.harness.engine_lookup import load_engine_class, load_layouts
 from temper_engine_api.conformance.results import GROUPS
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import EngineNotFoundError
@@ -20,7 +20,7 @@ from temper_engine_api.layout import Layout, plain_layout
 class ExpectedFailure:
     """A law that is known not to hold yet. Strict: where it does hold, the run fails."""
 
-    law: str
+    test: str
     """Name of the test, without its parameters."""
     reason: str
     """Why, and who mends it; it stands in the report."""
@@ -31,12 +31,12 @@ class ExpectedFailure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class KitOptions:
     """The options of a run."""
 
     engine: str
     """As given."""
-    claims: frozenset[Capability]
+    capabilities: frozenset[Capability]
     """What its class says."""
     layouts: tuple[Layout, ...]
     """The plain ones first; by number of ranks."""
@@ -44,8 +44,8 @@ class Settings:
     """Whose laws run; all of them unless the run is a partial one."""
     report: Path | None
     """Where the markdown report goes."""
-    findings: Path | None
-    """Where the findings go for a report with those of other runs."""
+    results: Path | None
+    """Where the results go for a report with those of other runs."""
     expected: tuple[ExpectedFailure, ...]
     """Read from the file."""
     device: Literal["cpu", "cuda"]
@@ -72,12 +72,12 @@ def add_options(parser: pytest.Parser) -> None:
     )
     group.addoption("--report", help="write the report to this markdown file as well")
     group.addoption(
-        "--findings",
+        "--results",
         help="write what was found to this JSON file, for a report that sets several runs side by side",
     )
     group.addoption(
         "--expected-failures",
-        help="TOML file of [[expected]] tables: law, reason, layouts, parameters",
+        help="TOML file of [[expected]] tables: test, reason, layouts, parameters",
     )
     group.addoption(
         "--device",
@@ -93,7 +93,7 @@ def add_options(parser: pytest.Parser) -> None:
     )
 
 
-def read_settings(config: pytest.Config) -> Settings:
+def read_options(config: pytest.Config) -> KitOptions:
     """The options, checked.
 
     Raises:
@@ -105,22 +105,22 @@ def read_settings(config: pytest.Config) -> Settings:
             "the conformance kit needs --engine NAME: an entry point of the group temper.engines, or module:Class."
         )
     try:
-        engine, offered = engine_named(name), layouts_of(name)
+        engine, offered = load_engine_class(name), load_layouts(name)
     except EngineNotFoundError as error:
         raise pytest.UsageError(str(error)) from error
     sizes, named = config.getoption("--world-sizes"), config.getoption("--layouts")
     plain = _plain_layouts(sizes or ("" if named else "1"), name, engine)
     layouts = dict.fromkeys([*plain, *_named_layouts(named, name, engine, offered)])
-    report, findings, expected = (
-        config.getoption(f"--{option}") for option in ("report", "findings", "expected-failures")
+    report, results, expected = (
+        config.getoption(f"--{option}") for option in ("report", "results", "expected-failures")
     )
-    return Settings(
+    return KitOptions(
         engine=name,
-        claims=engine.capabilities,
+        capabilities=engine.capabilities,
         layouts=tuple(sorted(layouts, key=lambda layout: layout.world_size)),
         groups=_groups(config.getoption("--groups")),
         report=Path(report) if report else None,
-        findings=Path(findings) if findings else None,
+        results=Path(results) if results else None,
         expected=_read_expected(Path(expected)) if expected else (),
         device=config.getoption("--device"),
         compute=config.getoption("--compute"),
@@ -160,11 +160,11 @@ def _named_layouts(
         raise pytest.UsageError(
             f"--layouts names {', '.join(sorted(unknown))}, but engine {name!r} offers {', '.join(known)}."
         )
-    settings = {field.name for field in fields(engine.config_class)}
+    config_fields = {field.name for field in fields(engine.config_class)}
     for layout in (known[each] for each in wanted):
-        if foreign := layout.fields.keys() - settings:
+        if unknown_fields := layout.fields.keys() - config_fields:
             raise pytest.UsageError(
-                f"layout {layout.name} sets {sorted(foreign)}, which {engine.config_class.__name__} does not have."
+                f"layout {layout.name} sets {sorted(unknown_fields)}, which {engine.config_class.__name__} does not have."
             )
     return [known[each] for each in wanted]
 
@@ -184,7 +184,7 @@ def _read_expected(path: Path) -> tuple[ExpectedFailure, ...]:
         return tuple(_expected_failure(row) for row in rows)
     except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
         raise pytest.UsageError(
-            f"--expected-failures {path}: {error!r}; expected TOML with [[expected]] tables that have law and reason, "
+            f"--expected-failures {path}: {error!r}; expected TOML with [[expected]] tables that have test and reason, "
             "and may have layouts and parameters."
         ) from error
 

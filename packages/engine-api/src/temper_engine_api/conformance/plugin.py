@@ -7,40 +7,40 @@ from typing import Protocol, cast
 import pytest
 
 from temper_engine_api.capabilities import Capability
-from temper_engine_api.conformance.harness.engine_lookup import engine_named
-from temper_engine_api.conformance.harness.engine_under_test import Subject
-from temper_engine_api.conformance.harness.rank_pool import Fleet
-from temper_engine_api.conformance.harness.tolerances import computing_in
+from temper_engine_api.conformance.harness.engine_lookup import load_engine_class
+from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
+from temper_engine_api.conformance.harness.rank_pool import RankPool
+from temper_engine_api.conformance.harness.tolerances import use_tolerances_for
 from temper_engine_api.conformance.options import (
     ExpectedFailure,
-    Settings,
+    KitOptions,
     add_options,
-    read_settings,
+    read_options,
 )
-from temper_engine_api.conformance.oracle.oracle_cache import Reference
-from temper_engine_api.conformance.report import render, summary_of
+from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
+from temper_engine_api.conformance.report import format_summary, render_report
 from temper_engine_api.conformance.results import (
     GROUPS,
-    Finding,
-    Findings,
+    ConformanceResult,
+    ConformanceRun,
     Outcome,
+    collect_versions,
     to_json,
-    versions_of,
 )
 from temper_engine_api.layout import Layout
 
-LENT = "temper-conformance-lent"
+SHARED_RESOURCES_PLUGIN = "temper-conformance-shared"
 """Name of a plugin that lends what is costly to start; the kit's own tests run the kit many times in one process."""
-SETTINGS = pytest.StashKey[Settings]()
-FINDINGS = pytest.StashKey[Findings]()
+OPTIONS = pytest.StashKey[KitOptions]()
+RUN = pytest.StashKey[ConformanceRun]()
 _KIT = Path(__file__).parent / "tests"
 
 
-class Lender(Protocol):
+class SharedResources(Protocol):
     """What the plugin named LENT has."""
 
-    fleet: Fleet
-    reference: Reference
+    rank_pool: RankPool
+    oracle: OracleCache
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,28 +51,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse a run without an engine before anything is collected."""
     config.addinivalue_line(
-        "markers", "claims(*capabilities): a law for engines that claim all of these"
+        "markers", "if_claimed(*capabilities): a law for engines that claim all of these"
     )
     config.addinivalue_line(
-        "markers", "disclaims(*capabilities): a law for engines that claim none of these"
+        "markers", "if_not_claimed(*capabilities): a law for engines that claim none of these"
     )
     config.addinivalue_line(
         "markers", "bitwise: compares two results bit for bit; worth repeating, also under load"
     )
     config.addinivalue_line(
         "markers",
-        "mixtures: a law about mixtures of experts, for an engine's defaults and layouts with experts",
+        "moe: a law about mixtures of experts, for an engine's defaults and layouts with experts",
     )
     if config.option.help:
         return
-    settings = read_settings(config)
-    module = engine_named(settings.engine).__module__
-    config.stash[SETTINGS] = settings
+    settings = read_options(config)
+    module = load_engine_class(settings.engine).__module__
+    config.stash[OPTIONS] = settings
     names = tuple(layout.name for layout in settings.layouts)
-    config.stash[FINDINGS] = Findings(
+    config.stash[RUN] = ConformanceRun(
         engine=settings.engine,
         layouts=names,
-        versions=versions_of(module),
+        versions=collect_versions(module),
         compute=settings.compute,
     )
 
@@ -80,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every law runs in every layout."""
     if "layout" in metafunc.fixturenames:
-        layouts = metafunc.config.stash[SETTINGS].layouts
+        layouts = metafunc.config.stash[OPTIONS].layouts
         metafunc.parametrize(
             "layout", layouts, ids=[layout.name for layout in layouts], scope="session"
         )
@@ -92,28 +92,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     What is not claimed is not skipped: its refusal is a law of its own, which only such engines are held to.
     """
-    settings = config.stash[SETTINGS]
-    laws = [
+    settings = config.stash[OPTIONS]
+    tests = [
         item for item in items if isinstance(item, pytest.Function) and item.path.parent == _KIT
     ]
-    for law in laws:
-        law.user_properties += [
-            ("group", law.path.stem.removeprefix("test_")),
-            ("layout", _layout_of(law).name),
+    for test in tests:
+        test.user_properties += [
+            ("group", test.path.stem.removeprefix("test_")),
+            ("layout", _layout_of(test).name),
         ]
-    unclaimed = {law for law in laws if not _capabilities_of(law, "claims") <= settings.claims}
-    config.stash[FINDINGS].unclaimed += [law.name for law in laws if law in unclaimed]
-    needless = {law for law in laws if _capabilities_of(law, "disclaims") & settings.claims}
-    _expect_failures(settings.expected, laws)
+    unclaimed = {
+        test for test in tests if not _capabilities_of(test, "if_claimed") <= settings.capabilities
+    }
+    config.stash[RUN].unclaimed += [test.name for test in tests if test in unclaimed]
+    needless = {
+        test for test in tests if _capabilities_of(test, "if_not_claimed") & settings.capabilities
+    }
+    _expect_failures(settings.expected, tests)
     needless |= {
-        law
-        for law in laws
-        if law.get_closest_marker("mixtures") and not _may_have_experts(_layout_of(law))
+        test
+        for test in tests
+        if test.get_closest_marker("moe") and not _may_have_experts(_layout_of(test))
     }
     left_out = [
-        law
-        for law in laws
-        if law not in unclaimed | needless and _property(law, "group") not in settings.groups
+        test
+        for test in tests
+        if test not in unclaimed | needless and _property(test, "group") not in settings.groups
     ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -125,7 +129,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_deselected(items: list[pytest.Item]) -> None:
     """What -k and -m leave out makes the run a partial one."""
     for item in items:
-        item.config.stash[FINDINGS].num_deselected += 1
+        item.config.stash[RUN].num_deselected += 1
 
 
 @pytest.hookimpl(wrapper=True)
@@ -142,7 +146,7 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"a law of the mandatory group {group!r} was skipped: laws hold or fail, they don't skip."
     if report.when == "call" or report.outcome == "failed":
-        item.config.stash[FINDINGS].found.append(_finding(item, report, is_expected=is_expected))
+        item.config.stash[RUN].results.append(_make_result(item, report, is_expected=is_expected))
     return report
 
 
@@ -150,33 +154,33 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     """Print the matrix, and write the report where asked."""
-    findings, settings = config.stash[FINDINGS], config.stash[SETTINGS]
+    run, settings = config.stash[RUN], config.stash[OPTIONS]
     terminalreporter.section("conformance")
-    for line in summary_of(findings):
+    for line in format_summary(run):
         terminalreporter.line(line)
     if settings.report is not None:
         settings.report.parent.mkdir(parents=True, exist_ok=True)
-        settings.report.write_text(render([findings]))
+        settings.report.write_text(render_report([run]))
         terminalreporter.line(f"report: {settings.report}")
-    if settings.findings is not None:
-        settings.findings.parent.mkdir(parents=True, exist_ok=True)
-        settings.findings.write_text(to_json(findings))
+    if settings.results is not None:
+        settings.results.parent.mkdir(parents=True, exist_ok=True)
+        settings.results.write_text(to_json(run))
 
 
 @pytest.fixture(scope="session")
-def fleet(
+def rank_pool(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Fleet]:
+) -> Iterator[RankPool]:
     """The rank processes."""
-    lender = _lender(request.config)
-    if lender is not None:
-        yield lender.fleet
+    shared = _shared_resources(request.config)
+    if shared is not None:
+        yield shared.rank_pool
         return
-    settings = request.config.stash[SETTINGS]
+    settings = request.config.stash[OPTIONS]
     most = max(layout.world_size for layout in settings.layouts)
-    own = Fleet(
+    own = RankPool(
         most,
-        folder=tmp_path_factory.mktemp("fleet"),
+        folder=tmp_path_factory.mktemp("rank_pool"),
         device=settings.device,
         compute=settings.compute,
     )
@@ -185,46 +189,50 @@ def fleet(
 
 
 @pytest.fixture(scope="session")
-def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def dense_oracle(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> OracleCache:
     """The oracle, the tiny models and the batches."""
-    lender = _lender(request.config)
+    shared = _shared_resources(request.config)
     return (
-        lender.reference
-        if lender is not None
-        else Reference(folder=tmp_path_factory.mktemp("models"))
+        shared.oracle
+        if shared is not None
+        else OracleCache(folder=tmp_path_factory.mktemp("models"))
     )
 
 
 @pytest.fixture(scope="session")
-def mixtures(dense: Reference) -> Reference:
+def moe_oracle(dense_oracle: OracleCache) -> OracleCache:
     """The same with a mixture of experts in every layer."""
-    return dense.with_experts()
+    return dense_oracle.with_experts()
 
 
 @pytest.fixture
-def reference(request: pytest.FixtureRequest, layout: Layout) -> Reference:
+def oracle(request: pytest.FixtureRequest, layout: Layout) -> OracleCache:
     """What this layout is compared with."""
-    is_of_mixtures = layout.has_experts or request.node.get_closest_marker("mixtures") is not None
-    found: Reference = request.getfixturevalue("mixtures" if is_of_mixtures else "dense")
+    is_of_mixtures = layout.has_experts or request.node.get_closest_marker("moe") is not None
+    found: OracleCache = request.getfixturevalue("moe_oracle" if is_of_mixtures else "dense_oracle")
     return found
 
 
 @pytest.fixture
-def subject(request: pytest.FixtureRequest, fleet: Fleet, layout: Layout) -> Iterator[Subject]:
+def engine_under_test(
+    request: pytest.FixtureRequest, rank_pool: RankPool, layout: Layout
+) -> Iterator[EngineUnderTest]:
     """The engine under test in this layout."""
-    settings = request.config.stash[SETTINGS]
-    with computing_in(fleet.compute):
-        yield Subject(
+    settings = request.config.stash[OPTIONS]
+    with use_tolerances_for(rank_pool.compute):
+        yield EngineUnderTest(
             engine=settings.engine,
-            claims=settings.claims,
+            capabilities=settings.capabilities,
             layout=layout,
             all_layouts=settings.layouts,
-            fleet=fleet,
+            rank_pool=rank_pool,
         )
 
 
-def _lender(config: pytest.Config) -> Lender | None:
-    return cast(Lender | None, config.pluginmanager.get_plugin(LENT))
+def _shared_resources(config: pytest.Config) -> SharedResources | None:
+    return cast(SharedResources | None, config.pluginmanager.get_plugin(SHARED_RESOURCES_PLUGIN))
 
 
 def _may_have_experts(layout: Layout) -> bool:
@@ -232,12 +240,12 @@ def _may_have_experts(layout: Layout) -> bool:
     return layout.has_experts or not layout.fields
 
 
-def _layout_of(law: pytest.Function) -> Layout:
-    return cast(Layout, law.callspec.params["layout"])
+def _layout_of(test: pytest.Function) -> Layout:
+    return cast(Layout, test.callspec.params["layout"])
 
 
-def _capabilities_of(law: pytest.Function, marker: str) -> frozenset[Capability]:
-    return frozenset(capability for mark in law.iter_markers(marker) for capability in mark.args)
+def _capabilities_of(test: pytest.Function, marker: str) -> frozenset[Capability]:
+    return frozenset(capability for mark in test.iter_markers(marker) for capability in mark.args)
 
 
 def _property(item: pytest.Item, name: str) -> str | None:
@@ -245,30 +253,34 @@ def _property(item: pytest.Item, name: str) -> str | None:
     return None if found is None else str(found)
 
 
-def _expect_failures(expected: tuple[ExpectedFailure, ...], laws: list[pytest.Function]) -> None:
+def _expect_failures(expected: tuple[ExpectedFailure, ...], tests: list[pytest.Function]) -> None:
     for entry in expected:
         matching = [
-            law
-            for law in laws
-            if law.originalname == entry.law
-            and entry.parameters in law.name
-            and (not entry.layouts or _layout_of(law).name in entry.layouts)
+            test
+            for test in tests
+            if test.originalname == entry.test
+            and entry.parameters in test.name
+            and (not entry.layouts or _layout_of(test).name in entry.layouts)
         ]
         if not matching:
             raise pytest.UsageError(
-                f"--expected-failures names {entry.law!r}, which no collected law matches."
+                f"--expected-failures names {entry.test!r}, which no collected law matches."
             )
-        for law in matching:
-            law.add_marker(pytest.mark.xfail(reason=entry.reason, strict=True))
+        for test in matching:
+            test.add_marker(pytest.mark.xfail(reason=entry.reason, strict=True))
 
 
-def _finding(item: pytest.Item, report: pytest.TestReport, *, is_expected: bool) -> Finding:
+def _make_result(
+    item: pytest.Item, report: pytest.TestReport, *, is_expected: bool
+) -> ConformanceResult:
     failed = report.outcome == "failed"
-    outcome = Outcome.BROKEN if failed else Outcome.EXPECTED if is_expected else Outcome.HELD
+    outcome = (
+        Outcome.FAILED if failed else Outcome.EXPECTED_FAILURE if is_expected else Outcome.PASSED
+    )
     detail = report.longreprtext.strip().splitlines() if failed else []
     errors = [line.removeprefix("E").strip() for line in detail if line.startswith("E ")]
-    return Finding(
-        law=item.name,
+    return ConformanceResult(
+        test=item.name,
         group=str(_property(item, "group")),
         layout=str(_property(item, "layout")),
         outcome=outcome,

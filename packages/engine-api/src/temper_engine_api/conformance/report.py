@@ -6,23 +6,29 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from temper_engine_api.conformance.results import GROUPS, Findings, Outcome, from_json, joined
+from temper_engine_api.conformance.results import (
+    GROUPS,
+    ConformanceRun,
+    Outcome,
+    from_json,
+    merge_runs,
+)
 
 
-def summary_of(findings: Findings) -> Iterator[str]:
+def format_summary(run: ConformanceRun) -> Iterator[str]:
     """The matrix for a terminal."""
-    width = max(14, *(len(name) + 2 for name in findings.layouts))
-    yield "group".ljust(15) + "".join(name.rjust(width) for name in findings.layouts)
+    width = max(14, *(len(name) + 2 for name in run.layouts))
+    yield "group".ljust(15) + "".join(name.rjust(width) for name in run.layouts)
     for group in GROUPS:
         yield group.ljust(15) + "".join(
-            _cell(findings, group, name).rjust(width) for name in findings.layouts
+            _cell(run, group, name).rjust(width) for name in run.layouts
         )
-    if findings.unclaimed:
-        yield f"not claimed, so refused instead: {len(findings.unclaimed)} laws"
-    yield f"{findings.engine} {findings.verdict}"
+    if run.unclaimed:
+        yield f"not claimed, so refused instead: {len(run.unclaimed)} laws"
+    yield f"{run.engine} {run.verdict}"
 
 
-def render(runs: Sequence[Findings]) -> str:
+def render_report(runs: Sequence[ConformanceRun]) -> str:
     """The report of one run, or of several side by side, as markdown."""
     engines = " and ".join(f"`{run.engine}`" for run in runs)
     lines = [f"# Conformance of {engines}", ""]
@@ -36,7 +42,7 @@ def render(runs: Sequence[Findings]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _version_table(runs: Sequence[Findings]) -> Iterator[str]:
+def _version_table(runs: Sequence[ConformanceRun]) -> Iterator[str]:
     yield "| |" + "".join(
         f" version{'' if len(runs) == 1 else f' ({run.engine})'} |" for run in runs
     )
@@ -45,7 +51,7 @@ def _version_table(runs: Sequence[Findings]) -> Iterator[str]:
         yield f"| {name} |" + "".join(f" {run.versions.get(name, '-')} |" for run in runs)
 
 
-def _matrix(runs: Sequence[Findings]) -> Iterator[str]:
+def _matrix(runs: Sequence[ConformanceRun]) -> Iterator[str]:
     columns = [(run, name) for run in runs for name in run.layouts]
     heads = [name if len(runs) == 1 else f"{run.engine} {name}" for run, name in columns]
     yield "| group | about | " + " | ".join(heads) + " |"
@@ -55,38 +61,38 @@ def _matrix(runs: Sequence[Findings]) -> Iterator[str]:
         yield f"| {group}{'' if meaning.is_mandatory else ' (optional)'} | {meaning.about} | {cells} |"
 
 
-def _lists(findings: Findings, *, of: str) -> Iterator[str]:
+def _lists(run: ConformanceRun, *, of: str) -> Iterator[str]:
     yield from _list_of(
-        f"Broken{of}", [f"`{f.law}`: {f.detail}" for f in findings.of_outcome(Outcome.BROKEN)]
+        f"Broken{of}", [f"`{f.test}`: {f.detail}" for f in run.with_outcome(Outcome.FAILED)]
     )
     yield from _list_of(
         f"Expected failures{of}",
-        [f"`{f.law}`: {f.detail}" for f in findings.of_outcome(Outcome.EXPECTED)],
+        [f"`{f.test}`: {f.detail}" for f in run.with_outcome(Outcome.EXPECTED_FAILURE)],
     )
-    yield from _list_of(f"Not claimed{of}", [f"`{law}`" for law in findings.unclaimed])
+    yield from _list_of(f"Not claimed{of}", [f"`{test}`" for test in run.unclaimed])
     yield from _list_of(
-        f"Laws{of}", [f"{law}: {count}" for law, count in _instances(findings).items()]
+        f"Laws{of}", [f"{test}: {count}" for test, count in _instances(run).items()]
     )
 
 
-def _instances(findings: Findings) -> dict[str, str]:
+def _instances(run: ConformanceRun) -> dict[str, str]:
     """How often each law ran and held."""
-    ran = Counter(finding.law.partition("[")[0] for finding in findings.found)
-    held = Counter(finding.law.partition("[")[0] for finding in findings.of_outcome(Outcome.HELD))
-    return {f"`{law}`": f"{held[law]} of {count}" for law, count in ran.items()}
+    ran = Counter(finding.test.partition("[")[0] for finding in run.results)
+    held = Counter(finding.test.partition("[")[0] for finding in run.with_outcome(Outcome.PASSED))
+    return {f"`{test}`": f"{held[test]} of {count}" for test, count in ran.items()}
 
 
-def _cell(findings: Findings, group: str, layout: str) -> str:
-    counts = {outcome: findings.count(group, layout, outcome) for outcome in Outcome}
+def _cell(run: ConformanceRun, group: str, layout: str) -> str:
+    counts = {outcome: run.count(group, layout, outcome) for outcome in Outcome}
     if not any(counts.values()):
         return "-"
     total = sum(counts.values())
     notes = [
         f"{counts[o]} {word}"
-        for o, word in ((Outcome.BROKEN, "broken"), (Outcome.EXPECTED, "expected"))
+        for o, word in ((Outcome.FAILED, "broken"), (Outcome.EXPECTED_FAILURE, "expected"))
         if counts[o]
     ]
-    return f"{counts[Outcome.HELD]}/{total}" + (f" ({', '.join(notes)})" if notes else "")
+    return f"{counts[Outcome.PASSED]}/{total}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _list_of(title: str, entries: Iterable[str]) -> list[str]:
@@ -99,17 +105,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m temper_engine_api.conformance.report", description=__doc__
     )
-    parser.add_argument("findings", nargs="+", type=Path, help="what --findings wrote")
+    parser.add_argument("results", nargs="+", type=Path, help="what --results wrote")
     parser.add_argument("--report", required=True, type=Path, help="markdown file to write")
     chosen = parser.parse_args(arguments)
-    runs: list[Findings] = []
-    for path in chosen.findings:
+    runs: list[ConformanceRun] = []
+    for path in chosen.results:
         try:
             runs.append(from_json(path.read_text()))
         except (OSError, ValueError) as error:
             sys.stderr.write(f"{path}: {error}\n")
             return 2
-    chosen.report.write_text(render(joined(runs)))
+    chosen.report.write_text(render_report(merge_runs(runs)))
     return 0
 
 

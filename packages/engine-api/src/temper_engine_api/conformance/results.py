@@ -43,25 +43,25 @@ GROUPS = {
 }
 
 
-_FOUNDATIONS = ("torch", "transformers", "peft", "safetensors", "megatron-core", "megatron-bridge")
+_DEPENDENCIES = ("torch", "transformers", "peft", "safetensors", "megatron-core", "megatron-bridge")
 
 
 class Outcome(StrEnum):
     """Of one law in one layout."""
 
-    HELD = "held"
+    PASSED = "passed"
     """It holds."""
-    BROKEN = "broken"
+    FAILED = "failed"
     """It does not."""
-    EXPECTED = "expected failure"
+    EXPECTED_FAILURE = "expected failure"
     """It does not, as the file of expected failures says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class ConformanceResult:
     """One law in one layout with one set of parameters."""
 
-    law: str
+    test: str
     """Name of the test with its parameters."""
     group: str
     """One of GROUPS."""
@@ -74,7 +74,7 @@ class Finding:
 
 
 @dataclass(slots=True, kw_only=True)
-class Findings:
+class ConformanceRun:
     """Collected while the run goes on."""
 
     engine: str
@@ -85,7 +85,7 @@ class Findings:
     """Of Python and of the packages that matter, by name."""
     compute: str = "fp32"
     """What the engine computed in, where a law did not say."""
-    found: list[Finding] = field(default_factory=list)
+    results: list[ConformanceResult] = field(default_factory=list)
     """In the order of the run."""
     unclaimed: list[str] = field(default_factory=list)
     """Laws about capabilities that the engine does not claim."""
@@ -95,17 +95,17 @@ class Findings:
     def count(self, group: str, layout: str, outcome: Outcome) -> int:
         """Laws of a group in a layout with this outcome."""
         return sum(
-            f.group == group and f.layout == layout and f.outcome is outcome for f in self.found
+            f.group == group and f.layout == layout and f.outcome is outcome for f in self.results
         )
 
-    def of_outcome(self, outcome: Outcome) -> list[Finding]:
+    def with_outcome(self, outcome: Outcome) -> list[ConformanceResult]:
         """All with this outcome."""
-        return [finding for finding in self.found if finding.outcome is outcome]
+        return [finding for finding in self.results if finding.outcome is outcome]
 
     @property
     def missing_groups(self) -> list[str]:
         """Mandatory groups of which no law ran in some layout."""
-        ran = Counter((finding.group, finding.layout) for finding in self.found)
+        ran = Counter((finding.group, finding.layout) for finding in self.results)
         return [
             name
             for name, group in GROUPS.items()
@@ -116,22 +116,22 @@ class Findings:
     def verdict(self) -> str:
         """One sentence."""
         broken, expected = (
-            len(self.of_outcome(Outcome.BROKEN)),
-            len(self.of_outcome(Outcome.EXPECTED)),
+            len(self.with_outcome(Outcome.FAILED)),
+            len(self.with_outcome(Outcome.EXPECTED_FAILURE)),
         )
         if broken:
-            return f"does not conform: {broken} of {len(self.found)} laws are broken"
+            return f"does not conform: {broken} of {len(self.results)} laws are broken"
         if self.num_deselected or self.missing_groups:
             left_out = ", ".join(self.missing_groups) or f"{self.num_deselected} laws"
             return f"a partial run, from which nothing follows: left out were {left_out}"
         if expected:
-            return f"conforms but for {expected} expected failures among {len(self.found)} laws"
-        return f"conforms: {len(self.found)} laws hold" + (
+            return f"conforms but for {expected} expected failures among {len(self.results)} laws"
+        return f"conforms: {len(self.results)} laws hold" + (
             "" if self.compute == "fp32" else f" in {self.compute}"
         )
 
 
-def versions_of(module: str) -> dict[str, str]:
+def collect_versions(module: str) -> dict[str, str]:
     """Python, the contract, the distribution of this module, and what it may stand on."""
     found = {"Python": platform.python_version()}
     package = module.partition(".")[0]
@@ -142,7 +142,7 @@ def versions_of(module: str) -> dict[str, str]:
     owners = packages_distributions().get(package, []) or [
         point.dist.name for point in points if point.dist is not None
     ]
-    for name in dict.fromkeys(["temper-engine-api", *owners, *_FOUNDATIONS]):
+    for name in dict.fromkeys(["temper-engine-api", *owners, *_DEPENDENCIES]):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -150,9 +150,9 @@ def versions_of(module: str) -> dict[str, str]:
     return found
 
 
-def joined(runs: Iterable[Findings]) -> list[Findings]:
+def merge_runs(runs: Iterable[ConformanceRun]) -> list[ConformanceRun]:
     """Runs of one engine with the same versions, in layouts of their own, as one."""
-    together: list[Findings] = []
+    together: list[ConformanceRun] = []
     for run in runs:
         same = [
             other
@@ -162,7 +162,7 @@ def joined(runs: Iterable[Findings]) -> list[Findings]:
         ]
         if same and not set(same[0].layouts) & set(run.layouts):
             same[0].layouts += run.layouts
-            same[0].found += run.found
+            same[0].results += run.results
             same[0].unclaimed += run.unclaimed
             same[0].num_deselected += run.num_deselected
         else:
@@ -170,12 +170,12 @@ def joined(runs: Iterable[Findings]) -> list[Findings]:
     return together
 
 
-def to_json(findings: Findings) -> str:
+def to_json(run: ConformanceRun) -> str:
     """To be read by ``from_json``."""
-    return json.dumps(asdict(findings), indent=1) + "\n"
+    return json.dumps(asdict(run), indent=1) + "\n"
 
 
-def from_json(text: str) -> Findings:
+def from_json(text: str) -> ConformanceRun:
     """What ``to_json`` wrote.
 
     Raises:
@@ -183,11 +183,12 @@ def from_json(text: str) -> Findings:
     """
     try:
         fields = json.loads(text)
-        found = [
-            Finding(**{**row, "outcome": Outcome(row["outcome"])}) for row in fields.pop("found")
+        results = [
+            ConformanceResult(**{**row, "outcome": Outcome(row["outcome"])})
+            for row in fields.pop("results")
         ]
-        return Findings(found=found, layouts=tuple(fields.pop("layouts")), **fields)
+        return ConformanceRun(results=results, layouts=tuple(fields.pop("layouts")), **fields)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"expected the findings of a run, as --findings writes them, but {error!r}"
+            f"expected the findings of a run, as --results writes them, but {error!r}"
         ) from error

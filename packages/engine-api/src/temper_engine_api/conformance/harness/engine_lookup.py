@@ -11,7 +11,7 @@ MODULE_TABLE = "CONFORMANCE_LAYOUTS"
 """Attribute of a module that holds the layouts of an engine that was named as ``module:Class``."""
 
 
-def engine_named(name: str) -> type[BaseEngine]:
+def load_engine_class(name: str) -> type[BaseEngine]:
     """The engine class of that name; it is imported.
 
     Raises:
@@ -33,7 +33,7 @@ def engine_named(name: str) -> type[BaseEngine]:
     return found
 
 
-def layouts_of(name: str) -> tuple[Layout, ...]:
+def load_layouts(name: str) -> tuple[Layout, ...]:
     """The layouts that the engine of that name offers: those of its entry point, or of its module's attribute CONFORMANCE_LAYOUTS.
 
     Raises:

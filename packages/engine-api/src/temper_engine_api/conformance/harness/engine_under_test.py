@@ -4,23 +4,23 @@ from dataclasses import dataclass
 
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.harness.rank import Job, P, T
-from temper_engine_api.conformance.harness.rank_pool import Fleet
+from temper_engine_api.conformance.harness.rank_pool import RankPool
 from temper_engine_api.layout import Layout, plain_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class EngineUnderTest:
     """An engine in one layout."""
 
     engine: str
     """Name or ``module:Class``."""
-    claims: frozenset[Capability]
+    capabilities: frozenset[Capability]
     """What it claims."""
     layout: Layout
     """Ranks, and how the engine is configured on them."""
     all_layouts: tuple[Layout, ...]
     """Of the run."""
-    fleet: Fleet
+    rank_pool: RankPool
     """Its processes."""
 
     @property
@@ -29,7 +29,7 @@ class Subject:
         return self.layout.world_size
 
     @property
-    def layouts_of_its_models(self) -> tuple[Layout, ...]:
+    def comparable_layouts(self) -> tuple[Layout, ...]:
         """Those of the run that are held to the laws with the models of this one; beside layouts with experts also one rank."""
         if self.layout.has_experts:
             return plain_layout(1), *(layout for layout in self.all_layouts if layout.has_experts)
@@ -44,4 +44,4 @@ class Subject:
         """As ``run``, in another layout."""
         __tracebackhide__ = True
         assert not args, "arguments of a job are given by name"
-        return self.fleet.run(job, engine=self.engine, layout=layout, arguments=kwargs)
+        return self.rank_pool.run(job, engine=self.engine, layout=layout, arguments=kwargs)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch
-from temper_engine_api.conformance.harness.rank import Rank, Recipe
-from temper_engine_api.conformance.inputs.probes import TokenProbe
+from temper_engine_api.conformance.harness.rank import EngineSetup, Rank
+from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.engine import BaseEngine, UpdateReport
 from temper_engine_api.metrics import Metric, merge_metrics
 from temper_engine_api.objective import HeadOutput, Objective
@@ -39,11 +39,11 @@ class Split:
     """Whether the cap of tokens is as low as the longest atom allows."""
 
 
-WHOLE = Split(name="one")
-TWO = Split(name="two", min_micro_batches=2)
-FOUR = Split(name="four", min_micro_batches=4)
+ONE_MICRO_BATCH = Split(name="one")
+TWO_MICRO_BATCHES = Split(name="two", min_micro_batches=2)
+FOUR_MICRO_BATCHES = Split(name="four", min_micro_batches=4)
 DYNAMIC = Split(name="dynamic", is_dynamic=True)
-SPLITS = (WHOLE, TWO, FOUR, DYNAMIC)
+SPLITS = (ONE_MICRO_BATCH, TWO_MICRO_BATCHES, FOUR_MICRO_BATCHES, DYNAMIC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Update:
         return {name: state.master for name, state in self.state.items()}
 
 
-def share_of(
+def rank_slice(
     engine: BaseEngine, batch: SequenceBatch, *, split: Split, objective: Objective | None = None
 ) -> PackedBatch:
     """This rank's share of a mini-batch that every rank holds whole, cut as asked within what the engine's layout allows."""
@@ -103,22 +103,22 @@ def share_of(
     )
 
 
-def update_once(
+def run_update(
     engine: BaseEngine,
-    shares: Collection[PackedBatch],
+    local_batches: Collection[PackedBatch],
     *,
     outputs: Collection[HeadOutput] = (),
-    is_final_sent: bool = True,
+    mark_final: bool = True,
 ) -> Update:
     """One update from zeroed gradients, one call per share; the last is final unless the step is left to finalise."""
     engine.optimizer_zero_grad()
     with engine.train_mode():
-        for number, share in enumerate(shares, start=1):
+        for number, local_batch in enumerate(local_batches, start=1):
             result = engine.forward_backward_batch(
-                share,
+                local_batch,
                 forward_only=False,
                 outputs=outputs,
-                final=is_final_sent and number == len(shares),
+                final=mark_final and number == len(local_batches),
             )
     grad_norm = engine.optimizer_step()
     assert engine.last_update is not None
@@ -129,17 +129,17 @@ def update_once(
         next_lr=engine.lr_scheduler_step(),
         returns_outputs=engine.topology.returns_outputs,
         outputs=result.outputs,
-        state=state_of(engine),
+        state=collect_state(engine),
     )
 
 
-def state_of(engine: BaseEngine) -> dict[str, TrainingState]:
+def collect_state(engine: BaseEngine) -> dict[str, TrainingState]:
     """The portable state by name, in host memory, on rank 0; the others only take part."""
     state = {entry.name: _on_host(entry) for entry in engine.export_state()}
     return state if engine.topology.global_rank == 0 else {}
 
 
-def weights_of(engine: BaseEngine) -> dict[str, Tensor]:
+def collect_weights(engine: BaseEngine) -> dict[str, Tensor]:
     """Exported weights by name, in host memory, in the order of the stream."""
     with engine.export_weights() as stream:
         return {name: tensor.cpu() for name, tensor in stream}
@@ -155,7 +155,7 @@ def _on_host(entry: TrainingState) -> TrainingState:
     )
 
 
-def merged(updates: Collection[Update]) -> dict[str, float]:
+def merge_update_metrics(updates: Collection[Update]) -> dict[str, float]:
     """Metrics of one update over all ranks, as they would be logged."""
     parts = [update.metrics for update in updates if update.returns_outputs]
     return {name: metric.result for name, metric in merge_metrics(parts).items()}
@@ -164,33 +164,33 @@ def merged(updates: Collection[Update]) -> dict[str, float]:
 def measure_update(
     rank: Rank,
     *,
-    recipe: Recipe,
+    setup: EngineSetup,
     objective: Objective,
     batch: SequenceBatch,
-    split: Split = WHOLE,
+    split: Split = ONE_MICRO_BATCH,
     outputs: Collection[HeadOutput] = (),
 ) -> Update:
     """One update of a recipe that leaves weights alone; by default it reads gradients."""
-    engine = rank.kept_engine(recipe)
+    engine = rank.cached_engine(setup)
     engine.set_loss_fn(objective)
-    return update_once(
-        engine, [share_of(engine, batch, split=split, objective=objective)], outputs=outputs
+    return run_update(
+        engine, [rank_slice(engine, batch, split=split, objective=objective)], outputs=outputs
     )
 
 
 def measure_updates(
     rank: Rank,
     *,
-    recipe: Recipe,
+    setup: EngineSetup,
     objective: Objective,
     batches: Collection[SequenceBatch],
-    split: Split = WHOLE,
+    split: Split = ONE_MICRO_BATCH,
 ) -> list[Update]:
     """Several updates of a new engine, one per mini-batch."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     engine.set_loss_fn(objective)
     return [
-        update_once(engine, [share_of(engine, batch, split=split, objective=objective)])
+        run_update(engine, [rank_slice(engine, batch, split=split, objective=objective)])
         for batch in batches
     ]
 
@@ -198,51 +198,53 @@ def measure_updates(
 def measure_outputs(
     rank: Rank,
     *,
-    recipe: Recipe,
+    setup: EngineSetup,
     batch: SequenceBatch,
     requested_outputs: Collection[HeadOutput],
-    split: Split = WHOLE,
+    split: Split = ONE_MICRO_BATCH,
 ) -> ForwardOutputs:
     """A forward pass in ``eval_mode``: the outputs of all ranks in the order of the batch, on every rank."""
-    engine = rank.kept_engine(recipe)
+    engine = rank.cached_engine(setup)
     with engine.eval_mode():
         result = engine.forward_backward_batch(
-            share_of(engine, batch, split=split), forward_only=True, outputs=requested_outputs
+            rank_slice(engine, batch, split=split), forward_only=True, outputs=requested_outputs
         )
     return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids)
 
 
-class Interrupted(Exception):
+class InjectedError(Exception):
     """Raised by a body."""
 
 
-def interrupted_training(engine: BaseEngine, share: PackedBatch, *, is_final: bool) -> None:
+def fail_during_training(engine: BaseEngine, local_batch: PackedBatch, *, is_final: bool) -> None:
     """A backward pass, and then trouble."""
     with engine.train_mode():
-        engine.forward_backward_batch(share, forward_only=False, final=is_final)
-        raise Interrupted
+        engine.forward_backward_batch(local_batch, forward_only=False, final=is_final)
+        raise InjectedError
 
 
 def train(engine: BaseEngine, batches: Sequence[SequenceBatch]) -> list[Update]:
     """One update each."""
-    engine.set_loss_fn(TokenProbe())
-    return [update_once(engine, [share_of(engine, batch, split=WHOLE)]) for batch in batches]
+    engine.set_loss_fn(ClippedPpoProbe())
+    return [
+        run_update(engine, [rank_slice(engine, batch, split=ONE_MICRO_BATCH)]) for batch in batches
+    ]
 
 
 def train_and_save(
-    rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path, step: int
+    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], folder: Path, step: int
 ) -> str:
     """The committed directory, as every rank is told."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     train(engine, batches)
     return engine.save_checkpoint(str(folder), global_step=step)
 
 
 def load_and_train(
-    rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path
+    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], folder: Path
 ) -> list[Update]:
     """In an engine that has already trained something else, all of which must be forgotten."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     train(engine, batches[:1])
     engine.load_checkpoint(str(folder))
     return train(engine, batches)
@@ -259,7 +261,7 @@ class Progress:
     loss_scale: float
 
 
-def progress_of(engine: BaseEngine) -> Progress:
+def read_progress(engine: BaseEngine) -> Progress:
     """As it stands now."""
     return Progress(
         num_updates=engine.num_updates,

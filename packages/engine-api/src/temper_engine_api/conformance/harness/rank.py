@@ -26,10 +26,10 @@ Job = Callable[Concatenate["Rank", P], T]
 READ_GRADIENTS = OptimizerSpec(lr=0.0, betas=(0.0, 0.999), weight_decay=0.0, clip_grad_norm=None)
 """Updates nothing and, with a first decay of 0, leaves exactly the last gradient as first moment: how the kit reads gradients."""
 
-TRAINS = OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, clip_grad_norm=0.5)
+ADAMW = OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, clip_grad_norm=0.5)
 """Every term of the update is large enough to be missed."""
 
-ALONE = plain_layout(1)
+ONE_RANK = plain_layout(1)
 """One rank."""
 
 COLLECTIVE_TIMEOUT_S = 60.0
@@ -37,7 +37,7 @@ COLLECTIVE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class EngineSetup:
     """How an engine is configured: fields that every engine's configuration has. Hashable, so that built engines can be kept."""
 
     model_path: str
@@ -57,7 +57,7 @@ class Recipe:
     lora: LoraSpec = field(default_factory=LoraSpec)
     """See LoraSpec."""
 
-    def config_for(
+    def build_config(
         self,
         engine_class: type[BaseEngine],
         *,
@@ -90,7 +90,7 @@ class Rank:
         engine_class: type[BaseEngine],
         *,
         index: int = 0,
-        layout: Layout = ALONE,
+        layout: Layout = ONE_RANK,
         device: Literal["cpu", "cuda"] = "cpu",
         compute: Compute = "fp32",
     ) -> None:
@@ -99,31 +99,31 @@ class Rank:
         self.layout = layout
         self._device: Literal["cpu", "cuda"] = device
         self._compute: Compute = compute
-        self._kept: dict[Recipe, BaseEngine] = {}
-        self._passing: list[BaseEngine] = []
+        self._cached: dict[EngineSetup, BaseEngine] = {}
+        self._temporary: list[BaseEngine] = []
 
     @property
     def world_size(self) -> int:
         """Ranks of the process group."""
         return self.layout.world_size
 
-    def kept_engine(self, recipe: Recipe) -> BaseEngine:
+    def cached_engine(self, setup: EngineSetup) -> BaseEngine:
         """An engine that later jobs will meet again: for jobs that leave its weights as they were."""
-        if recipe not in self._kept:
-            self._kept[recipe] = self._initialised(recipe)
-        engine = self._kept[recipe]
+        if setup not in self._cached:
+            self._cached[setup] = self._start_engine(setup)
+        engine = self._cached[setup]
         engine.optimizer_zero_grad()
         return engine
 
-    def engine(self, recipe: Recipe) -> BaseEngine:
+    def temporary_engine(self, setup: EngineSetup) -> BaseEngine:
         """An engine of this job's own, closed when the job ends."""
-        engine = self._initialised(recipe)
-        self._passing.append(engine)
+        engine = self._start_engine(setup)
+        self._temporary.append(engine)
         return engine
 
-    def unbuilt_engine(self, recipe: Recipe) -> BaseEngine:
+    def construct_engine(self, setup: EngineSetup) -> BaseEngine:
         """Constructed, ``init_model`` not called; never closed."""
-        config = recipe.config_for(
+        config = setup.build_config(
             self.engine_class,
             device=self._device,
             layout_fields=self.layout.fields,
@@ -131,18 +131,18 @@ class Rank:
         )
         return self.engine_class(config)
 
-    def close_passing(self) -> None:
+    def close_temporary_engines(self) -> None:
         """At the end of a job."""
-        while self._passing:
-            self._passing.pop().close()
+        while self._temporary:
+            self._temporary.pop().close()
 
     def close_all(self) -> None:
         """At the end of a process group, or after a job that failed."""
-        self.close_passing()
-        while self._kept:
-            self._kept.popitem()[1].close()
+        self.close_temporary_engines()
+        while self._cached:
+            self._cached.popitem()[1].close()
 
-    def _initialised(self, recipe: Recipe) -> BaseEngine:
-        engine = self.unbuilt_engine(recipe)
+    def _start_engine(self, setup: EngineSetup) -> BaseEngine:
+        engine = self.construct_engine(setup)
         engine.init_model()
         return engine

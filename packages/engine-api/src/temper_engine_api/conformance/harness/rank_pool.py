@@ -17,16 +17,21 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from temper_engine_api.conformance.harness.rank import Job, P, T
-from temper_engine_api.conformance.harness.rank_process import Leave, Reply, Request, serve
+from temper_engine_api.conformance.harness.rank_process import (
+    JobReply,
+    JobRequest,
+    LeaveRequest,
+    serve_jobs,
+)
 from temper_engine_api.layout import Layout
 from temper_engine_api.training_specs import Compute
 
 JOB_TIMEOUT_S = 120.0
 """Longest a job may take on any rank; the first one waits for the imports of the engine as well."""
-GRACE_S = 5.0
+GRACE_PERIOD_S = 5.0
 """How long the other ranks may go on after one has raised."""
 
-EXIT_S = 2.0
+EXIT_TIMEOUT_S = 2.0
 """How long a rank may take to leave its process group and exit."""
 
 
@@ -34,7 +39,7 @@ class RankFailureError(AssertionError):
     """A rank raised, died or hung; the message names rank and job. It is the law's failure, so it is an AssertionError."""
 
 
-class Fleet:
+class RankPool:
     """A pool of rank processes."""
 
     def __init__(
@@ -56,7 +61,7 @@ class Fleet:
         self._members: list[tuple[BaseProcess, Connection]] = []
         self._num_groups = 0
         self._rendezvous: dict[str, str] = {}
-        self._in_group = 0
+        self._group_size = 0
 
     def run(
         self, job: Job[P, T], *, engine: str, layout: Layout, arguments: dict[str, object]
@@ -80,18 +85,18 @@ class Fleet:
             self._start()
         name = f"{job.__module__}:{job.__qualname__}"
         if layout.name not in self._rendezvous:
-            self._leave()
-        request = Request(
+            self._leave_group()
+        request = JobRequest(
             engine=engine,
             layout=layout,
-            rendezvous=self._rendezvous_of(layout),
+            rendezvous=self._rendezvous_for(layout),
             device=self.device,
             compute=self.compute,
             job=name,
             arguments=arguments,
         )
-        self._in_group = layout.world_size
-        replies = self._ask(request, name, self._members[: layout.world_size])
+        self._group_size = layout.world_size
+        replies = self._send_to(request, name, self._members[: layout.world_size])
         return [reply.value for reply in replies]  # type: ignore[misc]  # T, as the job returned it
 
     def close(self) -> None:
@@ -99,16 +104,16 @@ class Fleet:
         for _, connection in self._members:
             connection.close()
         for process, _ in self._members:
-            process.join(timeout=EXIT_S)
+            process.join(timeout=EXIT_TIMEOUT_S)
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._members, self._rendezvous, self._in_group = [], {}, 0
+        self._members, self._rendezvous, self._group_size = [], {}, 0
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         for index in range(self._num_processes):
-            ours, theirs = context.Pipe()
+            local_end, remote_end = context.Pipe()
             # cuBLAS computes the same bits twice only with a workspace of fixed size, and reads the setting once. Ranks hash differently,
             # as they do elsewhere, so that a collective inside a loop over a set always meets the wrong one.
             with _environment(
@@ -117,47 +122,50 @@ class Fleet:
                 PYTHONHASHSEED=str(index + 1),
             ):
                 process = context.Process(
-                    target=serve,
-                    args=(theirs,),
+                    target=serve_jobs,
+                    args=(remote_end,),
                     kwargs={"index": index, "stack_file": str(self._stack_file(index))},
                     name=f"conformance-rank-{index}",
                     daemon=True,
                 )
                 process.start()
-            theirs.close()
-            self._members.append((process, ours))
+            remote_end.close()
+            self._members.append((process, local_end))
 
-    def _ask(
-        self, request: Request | Leave, name: str, members: Sequence[tuple[BaseProcess, Connection]]
-    ) -> list[Reply]:
+    def _send_to(
+        self,
+        request: JobRequest | LeaveRequest,
+        name: str,
+        members: Sequence[tuple[BaseProcess, Connection]],
+    ) -> list[JobReply]:
         __tracebackhide__ = True
         message = pickle.dumps(request)
         for index, (process, connection) in enumerate(members):
             try:
                 connection.send_bytes(message)
             except BrokenPipeError:
-                self._give_up(
+                self._fail(
                     f"rank {index} was already dead (exit code {process.exitcode}) before {name} began."
                 )
         replies = self._collect(name, members)
-        troubles = [
-            f"rank {i} raised in {name}:\n{r.trouble}"
+        errors = [
+            f"rank {i} raised in {name}:\n{r.error}"
             for i, r in enumerate(replies)
-            if r.trouble is not None
+            if r.error is not None
         ]
-        if troubles:
+        if errors:
             self._rendezvous.clear()
-            raise RankFailureError("\n".join(troubles))
+            raise RankFailureError("\n".join(errors))
         return replies
 
-    def _leave(self) -> None:
+    def _leave_group(self) -> None:
         """All ranks of the last process group at once, also those that the next one does not have."""
         __tracebackhide__ = True
-        members, self._in_group = self._members[: self._in_group], 0
+        members, self._group_size = self._members[: self._group_size], 0
         if members:
-            self._ask(Leave(), "leaving the process group", members)
+            self._send_to(LeaveRequest(), "leaving the process group", members)
 
-    def _rendezvous_of(self, layout: Layout) -> str:
+    def _rendezvous_for(self, layout: Layout) -> str:
         """One process group at a time: asking for another layout leaves the one before, and closes its engines."""
         if layout.name not in self._rendezvous:
             self._num_groups += 1
@@ -166,8 +174,10 @@ class Fleet:
             }
         return self._rendezvous[layout.name]
 
-    def _collect(self, job: str, members: Sequence[tuple[BaseProcess, Connection]]) -> list[Reply]:
-        replies: dict[int, Reply] = {}
+    def _collect(
+        self, job: str, members: Sequence[tuple[BaseProcess, Connection]]
+    ) -> list[JobReply]:
+        replies: dict[int, JobReply] = {}
         deadline = time.monotonic() + self.job_timeout_s
         while len(replies) < len(members):
             open_ends = {
@@ -175,32 +185,35 @@ class Fleet:
             }
             ready = wait(list(open_ends), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                self._explain_silence(job, members, replies)
+                self._fail_on_timeout(job, members, replies)
             for end in ready:
                 index = next(i for connection, i in open_ends.items() if connection is end)
                 reply = self._receive(job, index)
                 replies[index] = reply
-                if reply.trouble is not None:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                if reply.error is not None:
+                    deadline = min(deadline, time.monotonic() + GRACE_PERIOD_S)
         return [replies[i] for i in range(len(members))]
 
-    def _receive(self, job: str, index: int) -> Reply:
+    def _receive(self, job: str, index: int) -> JobReply:
         process, connection = self._members[index]
         try:
             # Both ends are ours: the other one is a process that this one started.
-            reply: Reply = pickle.loads(connection.recv_bytes())  # noqa: S301
+            reply: JobReply = pickle.loads(connection.recv_bytes())  # noqa: S301
         except (EOFError, ConnectionResetError):
-            process.join(timeout=EXIT_S)
-            self._give_up(f"rank {index} died in {job} with exit code {process.exitcode}.")
+            process.join(timeout=EXIT_TIMEOUT_S)
+            self._fail(f"rank {index} died in {job} with exit code {process.exitcode}.")
         return reply
 
-    def _explain_silence(
-        self, job: str, members: Sequence[tuple[BaseProcess, Connection]], replies: dict[int, Reply]
+    def _fail_on_timeout(
+        self,
+        job: str,
+        members: Sequence[tuple[BaseProcess, Connection]],
+        replies: dict[int, JobReply],
     ) -> None:
         lines = [
-            f"rank {i} raised in {job}:\n{r.trouble}"
+            f"rank {i} raised in {job}:\n{r.error}"
             for i, r in replies.items()
-            if r.trouble is not None
+            if r.error is not None
         ]
         for index in sorted(set(range(len(members))) - set(replies)):
             after = (
@@ -209,7 +222,7 @@ class Fleet:
             lines.append(
                 f"rank {index} did not answer {job} {after}; it stands at:\n{self._stack_of(index)}"
             )
-        self._give_up("\n".join(lines))
+        self._fail("\n".join(lines))
 
     def _stack_of(self, index: int) -> str:
         process = self._members[index][0]
@@ -221,7 +234,7 @@ class Fleet:
     def _stack_file(self, index: int) -> Path:
         return self._folder / f"stack-of-rank-{index}"
 
-    def _give_up(self, sentence: str) -> NoReturn:
+    def _fail(self, sentence: str) -> NoReturn:
         for process, _ in self._members:
             process.kill()
         self.close()

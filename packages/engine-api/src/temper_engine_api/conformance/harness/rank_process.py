@@ -19,14 +19,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from temper_engine_api.conformance.harness.engine_lookup import engine_named
+from temper_engine_api.conformance.harness.engine_lookup import load_engine_class
 from temper_engine_api.conformance.harness.rank import COLLECTIVE_TIMEOUT_S, Rank
 from temper_engine_api.layout import Layout
 from temper_engine_api.training_specs import Compute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class JobRequest:
     """One job for one rank."""
 
     engine: str
@@ -46,21 +46,21 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
+class LeaveRequest:
     """Close all engines and leave the process group, which every rank of it is told at once: NCCL ends a group only together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class JobReply:
     """What came of it."""
 
     value: object = None
     """What the job returned."""
-    trouble: str | None = None
+    error: str | None = None
     """The traceback, if it raised."""
 
 
-def serve(connection: Connection, *, index: int, stack_file: str) -> None:
+def serve_jobs(connection: Connection, *, index: int, stack_file: str) -> None:
     """Answer requests until the other end is closed.
 
     Args:
@@ -71,15 +71,15 @@ def serve(connection: Connection, *, index: int, stack_file: str) -> None:
     torch.set_num_threads(1)
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
-        station = _Station(index)
+        server = _RankServer(index)
         while True:
             try:
                 # Both ends are ours: the other one is the test session that started this process.
-                request: Request | Leave = pickle.loads(connection.recv_bytes())  # noqa: S301
+                request: JobRequest | LeaveRequest = pickle.loads(connection.recv_bytes())  # noqa: S301
             except EOFError:
                 break
-            connection.send_bytes(_pickled(station.answer(request)))
-        station.leave()
+            connection.send_bytes(pickle_reply(server.answer(request)))
+        server.leave()
 
 
 class _ToHost(pickle.Pickler):
@@ -91,13 +91,13 @@ class _ToHost(pickle.Pickler):
         return NotImplemented
 
 
-def _pickled(reply: "Reply") -> bytes:
+def pickle_reply(reply: "JobReply") -> bytes:
     buffer = io.BytesIO()
     _ToHost(buffer, pickle.HIGHEST_PROTOCOL).dump(reply)
     return buffer.getvalue()
 
 
-class _Station:
+class _RankServer:
     """The rank's process group and engines between two requests."""
 
     def __init__(self, index: int) -> None:
@@ -105,22 +105,22 @@ class _Station:
         self._rendezvous: str | None = None
         self._ranks: dict[str, Rank] = {}
 
-    def answer(self, request: Request | Leave) -> Reply:
+    def answer(self, request: JobRequest | LeaveRequest) -> JobReply:
         """Run the job; an exception of any kind is a reply, so that the session can tell which rank said what."""
         try:
-            if isinstance(request, Leave):
+            if isinstance(request, LeaveRequest):
                 self.leave()
-                return Reply()
+                return JobReply()
             self._join(request)
             rank = self._rank(request)
             random.seed(0)
             torch.manual_seed(0)
             try:
-                return Reply(value=_job_named(request.job)(rank, **request.arguments))
+                return JobReply(value=_import_job(request.job)(rank, **request.arguments))
             finally:
-                rank.close_passing()
+                rank.close_temporary_engines()
         except BaseException:  # noqa: BLE001  (reported on the other end)
-            return Reply(trouble=traceback.format_exc())
+            return JobReply(error=traceback.format_exc())
 
     def leave(self) -> None:
         """Close every engine and leave the process group."""
@@ -132,7 +132,7 @@ class _Station:
             dist.destroy_process_group()
         self._rendezvous = None
 
-    def _join(self, request: Request) -> None:
+    def _join(self, request: JobRequest) -> None:
         if self._rendezvous == request.rendezvous:
             return
         self.leave()
@@ -154,9 +154,9 @@ class _Station:
         )
         self._rendezvous = request.rendezvous
 
-    def _rank(self, request: Request) -> Rank:
+    def _rank(self, request: JobRequest) -> Rank:
         if request.engine not in self._ranks:
-            engine = engine_named(request.engine)
+            engine = load_engine_class(request.engine)
             # Modules stay as long as the process: a full collection, such as an engine makes when it is closed, need not look at them.
             gc.freeze()
             self._ranks[request.engine] = Rank(
@@ -169,7 +169,7 @@ class _Station:
         return self._ranks[request.engine]
 
 
-def _job_named(name: str) -> Callable[..., object]:
+def _import_job(name: str) -> Callable[..., object]:
     module, _, function = name.partition(":")
     job: Callable[..., object] = vars(import_module(module))[function]
     return job

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.conformance.harness.measurements import state_of
-from temper_engine_api.conformance.harness.rank import Rank, Recipe
+from temper_engine_api.conformance.harness.measurements import collect_state
+from temper_engine_api.conformance.harness.rank import EngineSetup, Rank
 from temper_engine_api.engine import (
     Context,
     LossFn,
@@ -95,14 +95,14 @@ class MeanOfRankMeans:
 def rfc_loop(
     rank: Rank,
     *,
-    recipe: Recipe,
+    setup: EngineSetup,
     batches: list[SequenceBatch],
     loss_fn: Objective | LossFn,
     preprocess_fn: PreprocessFn | None = None,
     postprocess_fn: PostprocessFn | None = None,
 ) -> LoopResult:
     """The loop; every data-parallel rank takes every n-th row, as a padded mapping."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     dp = engine.topology.dp
     train_loader = [
         to_padded(batch.select(range(dp.rank, batch.num_sequences, dp.size))) for batch in batches
@@ -137,7 +137,7 @@ def rfc_loop(
         num_hook_calls=ctx["calls"],
         seen=_only_column(seen[0]),
         evaluated=_only_column(evaluated),
-        state=state_of(engine),
+        state=collect_state(engine),
     )
 
 

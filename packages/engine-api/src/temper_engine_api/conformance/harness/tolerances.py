@@ -18,24 +18,28 @@ from temper_engine_api.weights import TrainingState
 class Tolerance:
     """Largest distance, as a share of the largest entry of what is expected."""
 
-    share: float
+    relative: float
     """Of the largest magnitude."""
     reason: str
     """Why so much and not less."""
-    in_bf16: float | None = None
+    relative_bf16: float | None = None
     """The share where the engine is held to the laws in bf16; None is the same one."""
 
     @property
     def allowed(self) -> float:
         """The share in what the engine is held to the laws in."""
-        return self.share if self.in_bf16 is None or _COMPUTE.get() != "bf16" else self.in_bf16
+        return (
+            self.relative
+            if self.relative_bf16 is None or _COMPUTE.get() != "bf16"
+            else self.relative_bf16
+        )
 
 
 _COMPUTE: ContextVar[Compute] = ContextVar("compute", default="fp32")
 
 
 @contextmanager
-def computing_in(compute: Compute) -> Iterator[None]:
+def use_tolerances_for(compute: Compute) -> Iterator[None]:
     """Inside, distances are judged by what the engine computes in."""
     token = _COMPUTE.set(compute)
     try:
@@ -44,52 +48,52 @@ def computing_in(compute: Compute) -> Iterator[None]:
         _COMPUTE.reset(token)
 
 
-EXACT = Tolerance(share=0.0, reason="the same operations on the same numbers in the same order")
+EXACT = Tolerance(relative=0.0, reason="the same operations on the same numbers in the same order")
 GRADIENT = Tolerance(
-    share=1e-5,
+    relative=1e-5,
     reason="float32 sums over some hundred terms of both signs in another order: roundings of 6e-8 each",
-    in_bf16=0.25,
+    relative_bf16=0.25,
 )
 """In bf16 the whole gradient is 2 to 4 % off, and the largest entry of a bias, which is what cancellation leaves, 19 %."""
 LOGPROB = Tolerance(
-    share=3e-6,
+    relative=3e-6,
     reason="float32 logits of hidden size 32 through four layers, summed in another order",
-    in_bf16=5e-2,
+    relative_bf16=5e-2,
 )
 PEAKED = Tolerance(
-    share=3e-5,
+    relative=3e-5,
     reason="as LOGPROB, where a log-sum-exp cancels logits twenty times as large",
-    in_bf16=0.6,
+    relative_bf16=0.6,
 )
 """In bf16 logits of 60 are 0.2 off, and the entropy of a distribution with two peaks is what lies between them."""
 LOSS = Tolerance(
-    share=3e-6,
+    relative=3e-6,
     reason="float32 sums over micro-batches and four ranks in another order; the oracle's own are up to 5e-7 from a float64 model's, "
     "and LOGPROB allows each term five times as much",
-    in_bf16=5e-2,
+    relative_bf16=5e-2,
 )
 SAME_PLAN = {
     "cpu": EXACT,
     "cuda": Tolerance(
-        share=1e-6,
+        relative=1e-6,
         reason="evaluation answers more positions than training, and CUDA's kernels are chosen by their number",
-        in_bf16=5e-2,
+        relative_bf16=5e-2,
     ),
 }
 """Of log-probs that are computed twice with one plan, by device."""
-LOSS_TERMS = 1.0
+LOSS_TERM_SCALE = 1.0
 """Size of the terms that a loss is the mean of: where they nearly cancel, rounding is a share of them, not of what is left."""
-SMALL_TENSOR = 0.03
+SMALL_TENSOR_FRACTION = 0.03
 """Share of the largest gradient below which a tensor's own size no longer counts: that of a key bias is nothing but cancellation."""
 UPDATE = Tolerance(
-    share=2e-5,
+    relative=2e-5,
     reason="AdamW divides by the root of the second moment, which enlarges a gradient's relative error",
-    in_bf16=0.25,
+    relative_bf16=0.25,
 )
-WHOLE_IN_BF16 = 0.1
+BF16_TOTAL_ERROR = 0.1
 """Of all tensors together, by their norm: single entries are further off, but a factor or a token that is left out shows here."""
 BF16 = Tolerance(
-    share=5e-2, reason="bf16 keeps 8 bits: 4e-3 an operation, about ten operations deep"
+    relative=5e-2, reason="bf16 keeps 8 bits: 4e-3 an operation, about ten operations deep"
 )
 
 
@@ -99,7 +103,7 @@ def assert_close(
     tolerance: Tolerance,
     *,
     what: str,
-    at_least: float = 0.0,
+    min_scale: float = 0.0,
 ) -> None:
     """Fail unless every entry is within the tolerance of what is expected; NaN is never close.
 
@@ -116,10 +120,10 @@ def assert_close(
     )
     if not want.numel():
         return
-    scale, distance = max(float(want.abs().max()), at_least), float((have - want).abs().max())
+    scale, distance = max(float(want.abs().max()), min_scale), float((have - want).abs().max())
     assert distance <= tolerance.allowed * scale, (
         f"{what} is off by {distance:.3e}, {distance / scale if scale else float('inf'):.1e} of its scale {scale:.3e}; "
-        f"allowed is {tolerance.allowed:.0e} ({tolerance.reason if tolerance.allowed == tolerance.share else BF16.reason})"
+        f"allowed is {tolerance.allowed:.0e} ({tolerance.reason if tolerance.allowed == tolerance.relative else BF16.reason})"
     )
 
 
@@ -138,9 +142,9 @@ def assert_all_close(
             tensor,
             tolerance,
             what=f"{what} of {name}",
-            at_least=SMALL_TENSOR * largest,
+            min_scale=SMALL_TENSOR_FRACTION * largest,
         )
-    if tolerance.allowed != tolerance.share:
+    if tolerance.allowed != tolerance.relative:
         distance, norm = (
             _norm(tensors)
             for tensors in (
@@ -148,8 +152,8 @@ def assert_all_close(
                 expected.values(),
             )
         )
-        assert distance <= WHOLE_IN_BF16 * norm, (
-            f"{what} is off by {distance / norm:.1e} of its norm; allowed is {WHOLE_IN_BF16:.0e}"
+        assert distance <= BF16_TOTAL_ERROR * norm, (
+            f"{what} is off by {distance / norm:.1e} of its norm; allowed is {BF16_TOTAL_ERROR:.0e}"
         )
 
 

@@ -15,10 +15,10 @@ from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.conformance.inputs.tiny_models import VOCABULARY
 from temper_engine_api.objective import LOGPROB_AT_IDS
 
-NUM_GIVEN_IDS = 3
+NUM_REQUESTED_IDS = 3
 _RESPONSE_LENGTHS = (14, 1, 7, 3, 11, 2, 5, 9)
 _TEMPERATURES = (1.0, 0.7, 1.3, 2.0)
-MASKED_SEQUENCE = 5
+UNTRAINED_SEQUENCE = 5
 """The sequence of a ragged batch that trains nothing, if it has so many."""
 _RATIO_CLIPS = (-math.log(0.8), -math.log(1.3))
 """Where TokenProbe's clips begin, as old log-probs above the model's."""
@@ -28,7 +28,7 @@ _CLEARANCE = 0.15
 """No token is nearer to where a clip begins; in bf16 the log-probs of the kit's models are up to 0.12 off."""
 
 
-def ragged_batch(*, num_sequences: int = 8, seed: int = 0) -> SequenceBatch:
+def make_ragged_batch(*, num_sequences: int = 8, seed: int = 0) -> SequenceBatch:
     """Tokens, masks, ids and temperatures; sequences 2 i and 2 i + 1 are a pair."""
     draw = torch.Generator().manual_seed(seed)
     tokens, masks = [], []
@@ -41,7 +41,7 @@ def ragged_batch(*, num_sequences: int = 8, seed: int = 0) -> SequenceBatch:
         mask = torch.rand(prompt + response, generator=draw) > 0.15
         mask[:prompt] = False
         mask[prompt] = True
-        masks.append(mask & (b != MASKED_SEQUENCE))
+        masks.append(mask & (b != UNTRAINED_SEQUENCE))
     return from_sequences(
         tokens,
         loss_masks=masks,
@@ -52,7 +52,7 @@ def ragged_batch(*, num_sequences: int = 8, seed: int = 0) -> SequenceBatch:
     )
 
 
-def with_training_columns(
+def add_training_columns(
     batch: SequenceBatch, *, logprobs: Tensor, values: Tensor | None = None, seed: int = 0
 ) -> SequenceBatch:
     """The batch with every column that a probe reads, near enough to the policy that clips bite on some tokens and not on others.
@@ -77,9 +77,9 @@ def with_training_columns(
         "weights": torch.rand(tokens, generator=draw) + 0.5,
         "old_values": near_values + _clear_of(0.3 * noise(tokens), _VALUE_CLIPS),
         "returns": near_values + noise(tokens),
-        LOGPROB_AT_IDS: torch.randint(VOCABULARY, (tokens, NUM_GIVEN_IDS), generator=draw),
-        "teacher_logprobs": torch.log_softmax(noise(tokens, NUM_GIVEN_IDS + 1), dim=-1)[
-            :, :NUM_GIVEN_IDS
+        LOGPROB_AT_IDS: torch.randint(VOCABULARY, (tokens, NUM_REQUESTED_IDS), generator=draw),
+        "teacher_logprobs": torch.log_softmax(noise(tokens, NUM_REQUESTED_IDS + 1), dim=-1)[
+            :, :NUM_REQUESTED_IDS
         ],
     }
     first_of_pair = torch.arange(sequences) % 2 == 0
@@ -101,6 +101,6 @@ def _clear_of(noise: Tensor, boundaries: Sequence[float]) -> Tensor:
     return noise
 
 
-def without_training(batch: SequenceBatch) -> SequenceBatch:
+def mask_everything(batch: SequenceBatch) -> SequenceBatch:
     """The same batch with nothing trained."""
     return replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))

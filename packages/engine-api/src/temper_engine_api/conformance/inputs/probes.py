@@ -30,9 +30,9 @@ _PER_SEQUENCE = Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_MEAN)
 _PER_GROUP = Aggregation(mode=AggregationMode.GROUP_MEAN)
 
 
-@register_objective("probe_token")
+@register_objective("probe_clipped_ppo")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenProbe(Objective):
+class ClippedPpoProbe(Objective):
     """Clipped PPO with weights per token and, where asked, an entropy bonus.
 
     loss_t = -w_t min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t) - c H_t, with r_t = exp(logprobs_t - old_logprobs_t).
@@ -75,9 +75,9 @@ class TokenProbe(Objective):
         return LossTerms(loss=loss, weight=batch.columns["weights"], metrics=metrics)
 
 
-@register_objective("probe_sequence")
+@register_objective("probe_gspo")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceProbe(Objective):
+class GspoProbe(Objective):
     """GSPO: the ratio of a sequence is the geometric mean of its tokens' ratios.
 
     Source: Zheng et al. 2025, arXiv:2507.18071, equations 5 and 7.
@@ -112,9 +112,9 @@ class SequenceProbe(Objective):
         )
 
 
-@register_objective("probe_pair")
+@register_objective("probe_dpo")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairProbe(Objective):
+class DpoProbe(Objective):
     """DPO: sequences that share an atom are one pair; each of its members carries half of the pair's loss.
 
     loss = -log sigmoid(beta (sum log(pi / ref) of the chosen one - sum log(pi / ref) of the rejected one)).
@@ -151,9 +151,9 @@ class PairProbe(Objective):
         return LossTerms(loss=0.5 * loss[pair_of], level="sequence")
 
 
-@register_objective("probe_topk")
+@register_objective("probe_distillation")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TopKProbe(Objective):
+class DistillationProbe(Objective):
     """Distillation: forward KL to a teacher on given ids, without the rest of the vocabulary.
 
     loss_t = sum_k q_k (log q_k - log p(id_k)), with the teacher's q.
@@ -182,9 +182,9 @@ class TopKProbe(Objective):
         )
 
 
-@register_objective("probe_batch_statistic")
+@register_objective("probe_clip_cov")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchStatisticProbe(Objective):
+class ClipCovProbe(Objective):
     """Clip-Cov: a random share of the tokens whose covariance of log-prob and advantage is large has no gradient.
 
     The covariance is taken over all trained tokens of the mini-batch, so a micro-batch alone could not know it.
@@ -194,7 +194,7 @@ class BatchStatisticProbe(Objective):
 
     lower: float = 0.0
     """Covariance above which a token may be chosen."""
-    share: float = 0.3
+    fraction: float = 0.3
     """Of the trained tokens, how many are chosen at most."""
     aggregation: Aggregation = field(default_factory=Aggregation)
     """How its terms are reduced."""
@@ -219,10 +219,12 @@ class BatchStatisticProbe(Objective):
         if not bool(mask.any()):
             return {"is_kept": torch.ones(batch.num_tokens)}
         covariance = (logprobs - logprobs[mask].mean()) * (advantages - advantages[mask].mean())
-        lots = torch.where(mask & (covariance > self.lower), _lots(batch, seed=seed), math.inf)
-        num_chosen = min(int(self.share * int(mask.sum())), int(lots.isfinite().sum()))
+        noise = torch.where(
+            mask & (covariance > self.lower), _hashed_uniform_noise(batch, seed=seed), math.inf
+        )
+        num_chosen = min(int(self.fraction * int(mask.sum())), int(noise.isfinite().sum()))
         is_kept = torch.ones(batch.num_tokens)
-        is_kept[lots.argsort(stable=True)[:num_chosen]] = 0.0
+        is_kept[noise.argsort(stable=True)[:num_chosen]] = 0.0
         return {"is_kept": is_kept}
 
     @override
@@ -231,9 +233,9 @@ class BatchStatisticProbe(Objective):
         return LossTerms(loss=-ratio * batch.columns["advantages"], weight=batch.columns["is_kept"])
 
 
-@register_objective("probe_value")
+@register_objective("probe_clipped_value")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValueProbe(Objective):
+class ClippedValueProbe(Objective):
     """Clipped value loss: 0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2).
 
     Source: Schulman et al. 2017, arXiv:1707.06347 (its reference implementation); Engstrom et al. 2020, arXiv:2005.12729, section 3.
@@ -265,16 +267,16 @@ class ValueProbe(Objective):
 
 
 PROBES: tuple[Objective, ...] = (
-    TokenProbe(),
-    SequenceProbe(),
-    PairProbe(),
-    TopKProbe(),
-    BatchStatisticProbe(),
-    ValueProbe(),
+    ClippedPpoProbe(),
+    GspoProbe(),
+    DpoProbe(),
+    DistillationProbe(),
+    ClipCovProbe(),
+    ClippedValueProbe(),
 )
 
 
-def _lots(batch: SequenceBatch, *, seed: int) -> Tensor:
+def _hashed_uniform_noise(batch: SequenceBatch, *, seed: int) -> Tensor:
     """[T] float64 in [0, 1): a pure function of (seed, sample id, position), whatever the order of the samples.
 
     A multiply-and-shift hash in wrapping 64-bit integers.
@@ -288,13 +290,13 @@ def _lots(batch: SequenceBatch, *, seed: int) -> Tensor:
     return (key & ((1 << 52) - 1)).double() / (1 << 52)
 
 
-WITNESS_PREFIX = "saw "
+MICRO_BATCH_METRIC = "saw "
 """Of the metrics that say which micro-batches an objective saw."""
 
 
-@register_objective("probe_likelihood")
+@register_objective("probe_sft")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LikelihoodProbe(Objective):
+class SftProbe(Objective):
     """Supervised fine-tuning: loss_t = -logprobs_t."""
 
     aggregation: Aggregation = field(default_factory=Aggregation)
@@ -310,9 +312,9 @@ class LikelihoodProbe(Objective):
         return LossTerms(loss=-head_outputs[HeadOutput.LOGPROB])
 
 
-@register_objective("probe_plan_witness")
+@register_objective("probe_micro_batches")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanWitness(Objective):
+class MicroBatchRecorder(Objective):
     """The same loss; every micro-batch that it sees becomes a metric named after the samples in it."""
 
     aggregation: Aggregation = field(default_factory=Aggregation)
@@ -327,10 +329,11 @@ class PlanWitness(Objective):
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         seen = Metric(value=1.0, reduction="sum")
         return LossTerms(
-            loss=-head_outputs[HeadOutput.LOGPROB], metrics={witness_of(batch.sample_ids): seen}
+            loss=-head_outputs[HeadOutput.LOGPROB],
+            metrics={name_micro_batch_metric(batch.sample_ids): seen},
         )
 
 
-def witness_of(sample_ids: Tensor) -> str:
+def name_micro_batch_metric(sample_ids: Tensor) -> str:
     """Name of the metric of a micro-batch with these samples, in this order."""
-    return WITNESS_PREFIX + ",".join(str(sample) for sample in sample_ids.tolist())
+    return MICRO_BATCH_METRIC + ",".join(str(sample) for sample in sample_ids.tolist())

@@ -23,16 +23,16 @@ class OracleAdapter:
     def __init__(self, model: PreTrainedModel, spec: LoraSpec) -> None:
         names = [name for name, _ in model.named_parameters()]
         unknown = [
-            asked
-            for asked in spec.target_parameters
-            if not any(f".{name}".endswith(f".{asked}") for name in names)
+            target
+            for target in spec.target_parameters
+            if not any(f".{name}".endswith(f".{target}") for name in names)
         ]
         if unknown:
             raise ConfigError(
                 f"lora.target_parameters names {unknown[0]}, which the model does not have."
             )
         self.peft = (
-            _continued(model, spec)
+            _load_adapter(model, spec)
             if spec.path is not None
             else get_peft_model(model, _config(spec))
         )
@@ -42,10 +42,10 @@ class OracleAdapter:
         found = get_peft_model_state_dict(self.peft, state_dict=dict(self.peft.named_parameters()))
         return cast(dict[str, nn.Parameter], found)
 
-    def merged(self) -> Iterator[tuple[str, Tensor]]:
+    def iterate_merged(self) -> Iterator[tuple[str, Tensor]]:
         """Weights of the whole model with the adapter in them, by Hugging Face name."""
-        whole = copy.deepcopy(self.peft).merge_and_unload()
-        yield from ((name, parameter.detach()) for name, parameter in whole.named_parameters())
+        merged = copy.deepcopy(self.peft).merge_and_unload()
+        yield from ((name, parameter.detach()) for name, parameter in merged.named_parameters())
 
     def base_parameters(self) -> dict[str, nn.Parameter]:
         """Frozen weights by Hugging Face name."""
@@ -66,15 +66,15 @@ class OracleAdapter:
         tensors = {
             name: parameter.detach().clone() for name, parameter in self.parameters().items()
         }
-        return described(self.peft.peft_config["default"]), tensors
+        return to_config_dict(self.peft.peft_config["default"]), tensors
 
     def load(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
         """Strict both ways."""
-        ours, trained = described(self.peft.peft_config["default"]), self.parameters()
+        own_config, trained = to_config_dict(self.peft.peft_config["default"]), self.parameters()
         for key in ("r", "lora_alpha", "use_rslora", "use_dora"):
-            if config.get(key, ours[key]) != ours[key]:
+            if config.get(key, own_config[key]) != own_config[key]:
                 raise ConfigError(
-                    f"the adapter to load has {key} {config[key]}, expected {ours[key]}."
+                    f"the adapter to load has {key} {config[key]}, expected {own_config[key]}."
                 )
         check_complete(
             [_entry(n, t) for n, t in trained.items()], [_entry(n, t) for n, t in tensors.items()]
@@ -84,7 +84,7 @@ class OracleAdapter:
                 trained[name].copy_(tensor)
 
 
-def described(config: LoraConfig) -> dict[str, object]:
+def to_config_dict(config: LoraConfig) -> dict[str, object]:
     """What adapter_config.json holds."""
     fields = {
         key: sorted(value) if isinstance(value, set) else value
@@ -111,7 +111,7 @@ def _config(spec: LoraSpec) -> LoraConfig:
     )
 
 
-def _continued(model: PreTrainedModel, spec: LoraSpec) -> PeftModel:
+def _load_adapter(model: PreTrainedModel, spec: LoraSpec) -> PeftModel:
     assert spec.path is not None
     config = LoraConfig.from_pretrained(spec.path)
     if config.target_parameters and spec.dropout:

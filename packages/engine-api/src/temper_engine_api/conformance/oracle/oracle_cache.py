@@ -12,8 +12,8 @@ from temper_engine_api.conformance.harness.measurements import (
     measure_outputs,
     measure_update,
 )
-from temper_engine_api.conformance.harness.rank import Job, P, Rank, Recipe, T
-from temper_engine_api.conformance.inputs.batches import ragged_batch, with_training_columns
+from temper_engine_api.conformance.harness.rank import EngineSetup, Job, P, Rank, T
+from temper_engine_api.conformance.inputs.batches import add_training_columns, make_ragged_batch
 from temper_engine_api.conformance.inputs.tiny_adapters import TinyAdapter, write_adapter
 from temper_engine_api.conformance.inputs.tiny_models import (
     QWEN2_GROUPED,
@@ -31,7 +31,7 @@ AROUND_EXPERTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass
-class Reference:
+class OracleCache:
     """Caches by what was asked; nothing in it depends on the engine under test."""
 
     folder: Path
@@ -41,47 +41,47 @@ class Reference:
     rank: Rank = field(default_factory=lambda: Rank(OracleEngine))
     """Holds the oracle."""
     _batches: dict[tuple[str, int, int], SequenceBatch] = field(default_factory=dict)
-    _updates: dict[tuple[Recipe, str, int], tuple[Update, SequenceBatch]] = field(
+    _updates: dict[tuple[EngineSetup, str, int], tuple[Update, SequenceBatch]] = field(
         default_factory=dict
     )
     """With the batch, so that no other one takes its identity."""
 
-    def recipe(self, model: TinyModel, **fields: Any) -> Recipe:
+    def make_setup(self, model: TinyModel, **fields: Any) -> EngineSetup:
         """A recipe for one of the tiny models; fields are those of Recipe."""
-        return Recipe(
-            model_path=str(self.directory_of(model)), model_type=model.model_type, **fields
+        return EngineSetup(
+            model_path=str(self.write_model(model)), model_type=model.model_type, **fields
         )
 
-    def directory_of(self, model: TinyModel, *, seed: int = 0) -> Path:
+    def write_model(self, model: TinyModel, *, seed: int = 0) -> Path:
         """Where one of the tiny models lies, written when it is first asked for."""
         return write_model(
             with_experts(model) if self.has_experts else model, folder=self.folder, seed=seed
         )
 
-    def with_experts(self) -> "Reference":
+    def with_experts(self) -> "OracleCache":
         """Of the same laws with mixtures of experts, in a folder of its own."""
         folder = self.folder / "experts"
         folder.mkdir(exist_ok=True)
-        return Reference(folder=folder, has_experts=True)
+        return OracleCache(folder=folder, has_experts=True)
 
-    def adapter_recipe(
+    def make_adapter_setup(
         self, adapter: TinyAdapter, *, seed: int = 0, dropout: float = 0.0, **fields: Any
-    ) -> Recipe:
+    ) -> EngineSetup:
         """A recipe that goes on from one of the tiny adapters; fields are those of Recipe."""
         if self.has_experts:
             adapter = replace(
                 adapter, fields={"target_modules": list(AROUND_EXPERTS), **adapter.fields}
             )
-        bare = self.recipe(adapter.model, **fields)
+        bare = self.make_setup(adapter.model, **fields)
         path = write_adapter(
             adapter,
-            load_model(bare.config_for(OracleEngine, device="cpu", layout_fields={})),
+            load_model(bare.build_config(OracleEngine, device="cpu", layout_fields={})),
             folder=self.folder,
             seed=seed + adapter.seed,
         )
         return replace(bare, lora=LoraSpec(path=str(path), dropout=dropout))
 
-    def fresh_adapter(self, *, rank: int) -> LoraSpec:
+    def make_lora_spec(self, *, rank: int) -> LoraSpec:
         """Beside all linear layers, or those around experts."""
         return LoraSpec(
             rank=rank,
@@ -89,32 +89,34 @@ class Reference:
             target_modules=AROUND_EXPERTS if self.has_experts else "all-linear",
         )
 
-    def batch(
+    def get_batch(
         self, *, num_sequences: int = 8, seed: int = 0, model: TinyModel = QWEN2_GROUPED
     ) -> SequenceBatch:
         """A ragged mini-batch whose old log-probs and values are near those of the model and of the value model."""
         key = (model.name, num_sequences, seed)
         if key not in self._batches:
-            bare = ragged_batch(num_sequences=num_sequences, seed=seed)
-            self._batches[key] = with_training_columns(
+            bare = make_ragged_batch(num_sequences=num_sequences, seed=seed)
+            self._batches[key] = add_training_columns(
                 bare,
-                logprobs=self.outputs(self.recipe(model), bare, HeadOutput.LOGPROB),
-                values=self.outputs(self.recipe(VALUE), bare, HeadOutput.VALUE),
+                logprobs=self.get_outputs(self.make_setup(model), bare, HeadOutput.LOGPROB),
+                values=self.get_outputs(self.make_setup(VALUE), bare, HeadOutput.VALUE),
                 seed=seed,
             )
         return self._batches[key]
 
-    def outputs(self, recipe: Recipe, batch: SequenceBatch, head_output: HeadOutput) -> Tensor:
+    def get_outputs(
+        self, setup: EngineSetup, batch: SequenceBatch, head_output: HeadOutput
+    ) -> Tensor:
         """One column of a forward pass."""
         return measure_outputs(
-            self.rank, recipe=recipe, batch=batch, requested_outputs=[head_output]
+            self.rank, setup=setup, batch=batch, requested_outputs=[head_output]
         ).columns[head_output]
 
-    def update(self, recipe: Recipe, objective: Objective, batch: SequenceBatch) -> Update:
+    def get_update(self, setup: EngineSetup, objective: Objective, batch: SequenceBatch) -> Update:
         """One update over the whole mini-batch in one micro-batch."""
-        key = (recipe, repr(objective), id(batch))
+        key = (setup, repr(objective), id(batch))
         if key not in self._updates:
-            update = measure_update(self.rank, recipe=recipe, objective=objective, batch=batch)
+            update = measure_update(self.rank, setup=setup, objective=objective, batch=batch)
             self._updates[key] = update, batch
         return self._updates[key][0]
 
@@ -123,9 +125,9 @@ class Reference:
         try:
             return job(self.rank, *args, **kwargs)
         finally:
-            self.rank.close_passing()
+            self.rank.close_temporary_engines()
 
 
-def model_for(objective: Objective) -> TinyModel:
+def model_with_head_for(objective: Objective) -> TinyModel:
     """A model with the head that an objective asks."""
     return VALUE if HeadOutput.VALUE in objective.required_outputs else QWEN2_GROUPED

@@ -181,21 +181,23 @@ class OracleEngine(BaseEngine):
             self.model.train(was_training)
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
-        weights = self.parameters().items() if self.adapter is None else self.adapter.merged()
-        for name, tensor in by_names_in_files(weights):
+        weights = (
+            self.parameters().items() if self.adapter is None else self.adapter.iterate_merged()
+        )
+        for name, tensor in split_experts(weights):
             yield NamedWeight(name=name, tensor=tensor.detach().clone())
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
-        targets = _by_file(
+        targets = _split_experts(
             self.parameters() if self.adapter is None else self.adapter.base_parameters()
         )
-        arrived = list(stream)
+        received = list(stream)
         check_complete(
             [_entry(name, p) for name, p in targets.items()],
-            [_entry(name, tensor) for name, tensor in arrived],
+            [_entry(name, tensor) for name, tensor in received],
         )
         with torch.no_grad():
-            for name, tensor in arrived:
+            for name, tensor in received:
                 targets[name].copy_(tensor)
 
     def _adapter_off(self) -> AbstractContextManager[None]:
@@ -215,9 +217,10 @@ class OracleEngine(BaseEngine):
 
     def _iterate_state(self) -> Iterator[TrainingState]:
         masters, firsts, seconds = (
-            _by_file(kind) for kind in (self.parameters(), self.first_moments, self.second_moments)
+            _split_experts(kind)
+            for kind in (self.parameters(), self.first_moments, self.second_moments)
         )
-        counts = self._counts_by_file()
+        counts = self._update_counts_by_file_name()
         for name, master in masters.items():
             yield TrainingState(
                 name=name,
@@ -227,30 +230,31 @@ class OracleEngine(BaseEngine):
                 update_count=counts[name],
             )
 
-    def _counts_by_file(self) -> dict[str, int]:
+    def _update_counts_by_file_name(self) -> dict[str, int]:
         return {
             name: self.update_counts[owner]
             for owner, p in self.parameters().items()
-            for name in names_in_files(owner, p)
+            for name in list_file_names(owner, p)
         }
 
     def _load_state(self, stream: Iterable[TrainingState]) -> None:
-        arrived = list(stream)
+        received = list(stream)
         masters, firsts, seconds = (
-            _by_file(kind) for kind in (self.parameters(), self.first_moments, self.second_moments)
+            _split_experts(kind)
+            for kind in (self.parameters(), self.first_moments, self.second_moments)
         )
         check_complete(
             [_entry(name, p) for name, p in masters.items()],
-            [_entry(state.name, state.master) for state in arrived],
+            [_entry(state.name, state.master) for state in received],
         )
-        counts = {state.name: state.update_count for state in arrived}
+        counts = {state.name: state.update_count for state in received}
         with torch.no_grad():
-            for state in arrived:
+            for state in received:
                 masters[state.name].copy_(state.master)
                 firsts[state.name].copy_(state.first_moment)
                 seconds[state.name].copy_(state.second_moment)
         self.update_counts = {
-            owner: counts[names_in_files(owner, p)[0]] for owner, p in self.parameters().items()
+            owner: counts[list_file_names(owner, p)[0]] for owner, p in self.parameters().items()
         }
 
     def _write_state(self, directory: str) -> list[str]:
@@ -336,8 +340,8 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
     return model
 
 
-def _by_file(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return dict(by_names_in_files(tensors.items()))
+def _split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return dict(split_experts(tensors.items()))
 
 
 def _entry(name: str, tensor: Tensor) -> WeightEntry:
@@ -350,7 +354,7 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def by_names_in_files(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def split_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Tensors by their names in files; a joined one as views of its parts, so that writing into those fills it."""
     for name, tensor in tensors:
         layer, _, kind = name.rpartition(".experts.")
@@ -362,6 +366,6 @@ def by_names_in_files(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[s
                 yield f"{layer}.experts.{number}.{part_name}.weight", part
 
 
-def names_in_files(name: str, tensor: Tensor) -> list[str]:
+def list_file_names(name: str, tensor: Tensor) -> list[str]:
     """Of the parts of one tensor."""
-    return [part_name for part_name, _ in by_names_in_files([(name, tensor)])]
+    return [part_name for part_name, _ in split_experts([(name, tensor)])]

@@ -21,11 +21,11 @@ def compute_sequence_outputs(
     """Answers for a batch of exactly one sequence; entry 0 of a per-token answer is 0, because nothing predicts the first token."""
     head_outputs: dict[HeadOutput, Tensor] = {}
     if requested_outputs & SCALAR_OUTPUTS:
-        scores = _scores(model, sequence)
-        head_outputs[HeadOutput.VALUE] = _shifted(scores[:-1])
+        scores = _compute_scores(model, sequence)
+        head_outputs[HeadOutput.VALUE] = _shift_to_labels(scores[:-1])
         head_outputs[HeadOutput.SCORE] = scores[-1:]
     if requested_outputs - SCALAR_OUTPUTS:
-        logits = _logits(model, sequence) / sequence.temperature.float()
+        logits = _compute_logits(model, sequence) / sequence.temperature.float()
         head_outputs |= _language_outputs(
             logits, sequence, with_ids=HeadOutput.LOGPROB_AT in requested_outputs
         )
@@ -53,36 +53,38 @@ def _language_outputs(
     log_distribution = torch.log_softmax(logits, dim=-1)[:-1]
     entropy = -(log_distribution.exp() * log_distribution).sum(-1)
     head_outputs = {
-        HeadOutput.LOGPROB: _shifted(log_distribution.gather(1, sequence.tokens[1:, None])[:, 0]),
-        HeadOutput.ENTROPY: _shifted(entropy),
-        HeadOutput.LOGSUMEXP_TERMS: _shifted(torch.logsumexp(logits, dim=-1)[:-1]),
+        HeadOutput.LOGPROB: _shift_to_labels(
+            log_distribution.gather(1, sequence.tokens[1:, None])[:, 0]
+        ),
+        HeadOutput.ENTROPY: _shift_to_labels(entropy),
+        HeadOutput.LOGSUMEXP_TERMS: _shift_to_labels(torch.logsumexp(logits, dim=-1)[:-1]),
     }
     if with_ids:
         ids = sequence.columns[LOGPROB_AT_IDS]
-        head_outputs[HeadOutput.LOGPROB_AT] = _shifted(log_distribution.gather(1, ids[1:]))
+        head_outputs[HeadOutput.LOGPROB_AT] = _shift_to_labels(log_distribution.gather(1, ids[1:]))
     return head_outputs
 
 
-def _shifted(column: Tensor) -> Tensor:
+def _shift_to_labels(column: Tensor) -> Tensor:
     """[L - 1, ...] about tokens 1 to L - 1 as [L, ...] with a 0 in front."""
     return torch.cat([column.new_zeros(1, *column.shape[1:]), column])
 
 
-def _logits(model: nn.Module, sequence: SequenceBatch) -> Tensor:
+def _compute_logits(model: nn.Module, sequence: SequenceBatch) -> Tensor:
     """[L, V] float32."""
-    logits: Tensor = model(**_inputs(sequence)).logits[0].float()
+    logits: Tensor = model(**_build_inputs(sequence)).logits[0].float()
     return logits
 
 
-def _scores(model: nn.Module, sequence: SequenceBatch) -> Tensor:
+def _compute_scores(model: nn.Module, sequence: SequenceBatch) -> Tensor:
     """[L] float32: the head's number after each token; its dropout is not ours and is passed by."""
     backbone: nn.Module = model.get_submodule("model")
-    hidden = backbone(**_inputs(sequence)).last_hidden_state
+    hidden = backbone(**_build_inputs(sequence)).last_hidden_state
     scores: Tensor = model.get_submodule("score")(hidden)[0, :, 0].float()
     return scores
 
 
-def _inputs(sequence: SequenceBatch) -> dict[str, Tensor | bool]:
+def _build_inputs(sequence: SequenceBatch) -> dict[str, Tensor | bool]:
     """The mask is given because transformers, left without one, takes position ids that jump for a pack of several sequences."""
     return {
         "input_ids": sequence.tokens[None],

@@ -10,46 +10,46 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.capabilities import Capability
-from temper_engine_api.conformance.harness.engine_under_test import Subject
+from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.measurements import (
-    SPLITS,
-    WHOLE,
+    ONE_MICRO_BATCH,
+    TWO_MICRO_BATCHES,
     Update,
+    collect_weights,
     load_and_train,
     measure_outputs,
     measure_update,
-    merged,
-    share_of,
+    merge_update_metrics,
+    rank_slice,
     train,
     train_and_save,
-    weights_of,
 )
-from temper_engine_api.conformance.harness.rank import TRAINS, Rank, Recipe
+from temper_engine_api.conformance.harness.rank import ADAMW, EngineSetup, Rank
 from temper_engine_api.conformance.harness.tolerances import (
     GRADIENT,
     LOGPROB,
     LOSS,
-    LOSS_TERMS,
+    LOSS_TERM_SCALE,
     assert_all_close,
     assert_all_equal,
     assert_close,
     assert_same_state,
 )
-from temper_engine_api.conformance.inputs.probes import TokenProbe, ValueProbe
+from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe, ClippedValueProbe
 from temper_engine_api.conformance.inputs.tiny_adapters import (
     TinyAdapter,
     read_adapter,
     save_adapter,
 )
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, QWEN2_UNTIED, VALUE
-from temper_engine_api.conformance.oracle.oracle_cache import Reference
+from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import ConfigError, EngineStateError, WeightError
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.outputs import ForwardOutputs
 from temper_engine_api.specs import LoraSpec, ScheduleSpec
 
-pytestmark = pytest.mark.claims(Capability.ADAPTER)
+pytestmark = pytest.mark.if_claimed(Capability.ADAPTER)
 
 PLAIN = TinyAdapter(name="plain", model=QWEN2_GROUPED)
 ATTENTION = TinyAdapter(
@@ -73,65 +73,73 @@ every_adapter = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter:
 
 @every_adapter
 def test_gradient_equals_the_oracle_with_the_same_adapter(
-    subject: Subject, reference: Reference, adapter: TinyAdapter
+    engine_under_test: EngineUnderTest, oracle: OracleCache, adapter: TinyAdapter
 ) -> None:
-    recipe, batch = reference.adapter_recipe(adapter), reference.batch(model=adapter.model)
-    expected = reference.update(recipe, TokenProbe(), batch)
+    setup, batch = oracle.make_adapter_setup(adapter), oracle.get_batch(model=adapter.model)
+    expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     assert all(name.startswith("base_model.model.") for name in expected.gradients), (
         "the oracle trains more than its adapter"
     )
-    for split in (WHOLE, SPLITS[1]):
-        updates = subject.run(
-            measure_update, recipe=recipe, objective=TokenProbe(), batch=batch, split=split
+    for split in (ONE_MICRO_BATCH, TWO_MICRO_BATCHES):
+        updates = engine_under_test.run(
+            measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch, split=split
         )
         assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
         assert_close(
-            merged(updates)["loss"],
-            merged([expected])["loss"],
+            merge_update_metrics(updates)["loss"],
+            merge_update_metrics([expected])["loss"],
             LOSS,
             what="loss",
-            at_least=LOSS_TERMS,
+            min_scale=LOSS_TERM_SCALE,
         )
         assert_close(updates[0].grad_norm, expected.grad_norm, LOSS, what="gradient norm")
 
 
-@pytest.mark.claims(Capability.VALUE_MODEL)
-def test_a_value_head_is_trained_beside_its_adapter(subject: Subject, reference: Reference) -> None:
-    recipe, batch = reference.adapter_recipe(VALUE_ADAPTER), reference.batch()
-    expected = reference.update(recipe, ValueProbe(), batch)
+@pytest.mark.if_claimed(Capability.VALUE_MODEL)
+def test_a_value_head_is_trained_beside_its_adapter(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    setup, batch = oracle.make_adapter_setup(VALUE_ADAPTER), oracle.get_batch()
+    expected = oracle.get_update(setup, ClippedValueProbe(), batch)
     assert "base_model.model.score.weight" in expected.gradients
-    updates = subject.run(measure_update, recipe=recipe, objective=ValueProbe(), batch=batch)
+    updates = engine_under_test.run(
+        measure_update, setup=setup, objective=ClippedValueProbe(), batch=batch
+    )
     assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
 
 
-def test_a_fresh_adapter_changes_nothing(subject: Subject, reference: Reference) -> None:
-    recipe, batch = reference.recipe(QWEN2_GROUPED), reference.batch()
-    fresh = replace(recipe, lora=reference.fresh_adapter(rank=4))
-    expected = reference.outputs(recipe, batch, HeadOutput.LOGPROB)
-    outputs = subject.run(
-        measure_outputs, recipe=fresh, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
+def test_a_fresh_adapter_changes_nothing(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
+    fresh = replace(setup, lora=oracle.make_lora_spec(rank=4))
+    expected = oracle.get_outputs(setup, batch, HeadOutput.LOGPROB)
+    outputs = engine_under_test.run(
+        measure_outputs, setup=fresh, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
     )[0]
     assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, what="log-probs")
 
 
 @every_adapter
 def test_a_continued_adapter_comes_out_again_bit_for_bit(
-    subject: Subject, reference: Reference, adapter: TinyAdapter
+    engine_under_test: EngineUnderTest, oracle: OracleCache, adapter: TinyAdapter
 ) -> None:
-    recipe = reference.adapter_recipe(adapter)
-    _, on_disk = read_adapter(Path(str(recipe.lora.path)))
-    for _, tensors in subject.run(kept_adapter, recipe=recipe):
+    setup = oracle.make_adapter_setup(adapter)
+    _, on_disk = read_adapter(Path(str(setup.lora.path)))
+    for _, tensors in engine_under_test.run(export_adapter, setup=setup):
         assert_all_equal(tensors, on_disk, what="adapter")
 
 
-def kept_adapter(rank: Rank, *, recipe: Recipe) -> tuple[dict[str, object], dict[str, Tensor]]:
+def export_adapter(
+    rank: Rank, *, setup: EngineSetup
+) -> tuple[dict[str, object], dict[str, Tensor]]:
     """As exported on every rank."""
-    config, tensors = rank.kept_engine(recipe).export_adapter()
+    config, tensors = rank.cached_engine(setup).export_adapter()
     return dict(config), dict(tensors)
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, "Trained"]:
+def seen() -> dict[str, "TrainedAdapter"]:
     """By engine and adapter."""
     return {}
 
@@ -139,67 +147,67 @@ def seen() -> dict[str, "Trained"]:
 @pytest.fixture
 def trained(
     request: pytest.FixtureRequest,
-    subject: Subject,
-    reference: Reference,
+    engine_under_test: EngineUnderTest,
+    oracle: OracleCache,
     adapter: TinyAdapter,
-    seen: dict[str, "Trained"],
-) -> "Trained":
+    seen: dict[str, "TrainedAdapter"],
+) -> "TrainedAdapter":
     """One engine serves three laws; their parameters, which name it, are the same."""
     key = request.node.callspec.id
     if key not in seen:
-        recipe, batch = (
-            reference.adapter_recipe(adapter, optimizer=TRAINS),
-            reference.batch(model=adapter.model),
+        setup, batch = (
+            oracle.make_adapter_setup(adapter, optimizer=ADAMW),
+            oracle.get_batch(model=adapter.model),
         )
-        seen[key] = subject.run(train_and_tell, recipe=recipe, batches=[batch])[0]
+        seen[key] = engine_under_test.run(train_adapter, setup=setup, batches=[batch])[0]
     return seen[key]
 
 
 @every_adapter
 def test_adapter_loads_in_peft_with_same_logits(
-    trained: "Trained", reference: Reference, adapter: TinyAdapter, tmp_path: Path
+    trained: "TrainedAdapter", oracle: OracleCache, adapter: TinyAdapter, tmp_path: Path
 ) -> None:
     # The oracle loads the directory with PeftModel.from_pretrained.
-    recipe, batch = (
-        reference.adapter_recipe(adapter, optimizer=TRAINS),
-        reference.batch(model=adapter.model),
+    setup, batch = (
+        oracle.make_adapter_setup(adapter, optimizer=ADAMW),
+        oracle.get_batch(model=adapter.model),
     )
     folder = save_adapter(*trained.adapter, folder=tmp_path / "adapter")
-    expected = reference.outputs(
-        replace(recipe, lora=LoraSpec(path=str(folder))), batch, HeadOutput.LOGPROB
+    expected = oracle.get_outputs(
+        replace(setup, lora=LoraSpec(path=str(folder))), batch, HeadOutput.LOGPROB
     )
     assert_close(trained.logprobs, expected, LOGPROB, what="log-probs")
 
 
 @every_adapter
 def test_merged_weights_give_same_logits_in_transformers(
-    trained: "Trained", reference: Reference, adapter: TinyAdapter, tmp_path: Path
+    trained: "TrainedAdapter", oracle: OracleCache, adapter: TinyAdapter, tmp_path: Path
 ) -> None:
-    recipe, batch = (
-        reference.adapter_recipe(adapter, optimizer=TRAINS),
-        reference.batch(model=adapter.model),
+    setup, batch = (
+        oracle.make_adapter_setup(adapter, optimizer=ADAMW),
+        oracle.get_batch(model=adapter.model),
     )
-    shutil.copy(Path(recipe.model_path) / "config.json", tmp_path)
+    shutil.copy(Path(setup.model_path) / "config.json", tmp_path)
     save_file(
         {name: tensor.contiguous() for name, tensor in trained.weights.items()},
         tmp_path / "model.safetensors",
         {"format": "pt"},
     )
-    expected = reference.outputs(
-        replace(recipe, model_path=str(tmp_path), lora=LoraSpec()), batch, HeadOutput.LOGPROB
+    expected = oracle.get_outputs(
+        replace(setup, model_path=str(tmp_path), lora=LoraSpec()), batch, HeadOutput.LOGPROB
     )
     assert_close(trained.logprobs, expected, LOGPROB, what="log-probs")
 
 
 @every_adapter
 def test_disabled_adapter_is_the_base(
-    trained: "Trained", reference: Reference, adapter: TinyAdapter
+    trained: "TrainedAdapter", oracle: OracleCache, adapter: TinyAdapter
 ) -> None:
-    recipe, batch = (
-        reference.adapter_recipe(adapter, optimizer=TRAINS),
-        reference.batch(model=adapter.model),
+    setup, batch = (
+        oracle.make_adapter_setup(adapter, optimizer=ADAMW),
+        oracle.get_batch(model=adapter.model),
     )
-    base = reference.outputs(replace(recipe, lora=LoraSpec()), batch, HeadOutput.LOGPROB)
+    base = oracle.get_outputs(replace(setup, lora=LoraSpec()), batch, HeadOutput.LOGPROB)
     assert_close(trained.disabled_before, base, LOGPROB, what="log-probs without the adapter")
     assert trained.disabled_after.equal(trained.disabled_before), (
         "training an adapter changed the base"
@@ -210,7 +218,7 @@ def test_disabled_adapter_is_the_base(
     )
 
 
-class Trained:
+class TrainedAdapter:
     """An engine with an adapter, after some updates."""
 
     def __init__(self, engine: BaseEngine, *, batches: list[SequenceBatch]) -> None:
@@ -223,57 +231,67 @@ class Trained:
             self.disabled_after = logprobs_of(engine, whole)
         self.logprobs_again = logprobs_of(engine, whole)
         self.adapter = engine.export_adapter()
-        self.weights = weights_of(engine)
+        self.weights = collect_weights(engine)
 
 
 def logprobs_of(engine: BaseEngine, batch: SequenceBatch) -> Tensor:
     """[T] in the order of the batch."""
     with engine.eval_mode():
         result = engine.forward_backward_batch(
-            share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[HeadOutput.LOGPROB]
+            rank_slice(engine, batch, split=ONE_MICRO_BATCH),
+            forward_only=True,
+            outputs=[HeadOutput.LOGPROB],
         )
     return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids).columns[
         HeadOutput.LOGPROB
     ]
 
 
-def train_and_tell(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch]) -> Trained:
+def train_adapter(
+    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch]
+) -> TrainedAdapter:
     """In an engine of its own."""
-    return Trained(rank.engine(recipe), batches=batches)
+    return TrainedAdapter(rank.temporary_engine(setup), batches=batches)
 
 
 def test_an_adapter_checkpoint_resumes_bitwise(
-    subject: Subject, reference: Reference, tmp_path: Path
+    engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
 ) -> None:
     schedule = ScheduleSpec(kind="cosine", warmup_steps=1, total_steps=6)
-    recipe = reference.adapter_recipe(PLAIN, optimizer=TRAINS, schedule=schedule)
-    batches = [reference.batch(seed=seed) for seed in range(3)]
-    whole = subject.run(train_whole, recipe=recipe, batches=batches)[0]
-    subject.run(train_and_save, recipe=recipe, batches=batches[:2], folder=tmp_path, step=2)
-    resumed = subject.run(load_and_train, recipe=recipe, batches=batches[2:], folder=tmp_path)[0]
+    setup = oracle.make_adapter_setup(PLAIN, optimizer=ADAMW, schedule=schedule)
+    batches = [oracle.get_batch(seed=seed) for seed in range(3)]
+    whole = engine_under_test.run(train_without_stop, setup=setup, batches=batches)[0]
+    engine_under_test.run(train_and_save, setup=setup, batches=batches[:2], folder=tmp_path, step=2)
+    resumed = engine_under_test.run(
+        load_and_train, setup=setup, batches=batches[2:], folder=tmp_path
+    )[0]
     assert_same_state(resumed[0].state, whole[2].state)
     assert (resumed[0].grad_norm, resumed[0].next_lr) == (whole[2].grad_norm, whole[2].next_lr)
 
 
-def train_whole(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch]) -> list[Update]:
+def train_without_stop(
+    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch]
+) -> list[Update]:
     """Without a stop."""
-    return train(rank.engine(recipe), batches)
+    return train(rank.temporary_engine(setup), batches)
 
 
 def test_a_checkpoint_holds_the_adapter_for_peft_and_no_base(
-    subject: Subject, reference: Reference, tmp_path: Path
+    engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
 ) -> None:
-    recipe = reference.adapter_recipe(ATTENTION, optimizer=TRAINS)
+    setup = oracle.make_adapter_setup(ATTENTION, optimizer=ADAMW)
     step = Path(
-        subject.run(
-            train_and_save, recipe=recipe, batches=[reference.batch()], folder=tmp_path, step=1
+        engine_under_test.run(
+            train_and_save, setup=setup, batches=[oracle.get_batch()], folder=tmp_path, step=1
         )[0]
     )
-    state = subject.run(train_whole, recipe=recipe, batches=[reference.batch()])[0][0].state
+    state = engine_under_test.run(train_without_stop, setup=setup, batches=[oracle.get_batch()])[0][
+        0
+    ].state
     _, tensors = read_adapter(step / "engine" / "adapter")
     assert_all_equal(tensors, {name: entry.master for name, entry in state.items()}, what="adapter")
     row = (
-        load_file(Path(recipe.model_path) / "model.safetensors")["model.embed_tokens.weight"][7]
+        load_file(Path(setup.model_path) / "model.safetensors")["model.embed_tokens.weight"][7]
         .numpy()
         .tobytes()
     )
@@ -283,14 +301,18 @@ def test_a_checkpoint_holds_the_adapter_for_peft_and_no_base(
     )
 
 
-def test_a_loaded_adapter_is_the_one_that_is_used(subject: Subject, reference: Reference) -> None:
-    recipe, batch = reference.adapter_recipe(PLAIN), reference.batch()
-    other = reference.adapter_recipe(PLAIN, seed=1)
+def test_a_loaded_adapter_is_the_one_that_is_used(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    setup, batch = oracle.make_adapter_setup(PLAIN), oracle.get_batch()
+    other = oracle.make_adapter_setup(PLAIN, seed=1)
     content = read_adapter(Path(str(other.lora.path)))
-    outputs = subject.run(outputs_with_adapter, recipe=recipe, content=content, batch=batch)[0]
+    outputs = engine_under_test.run(
+        outputs_with_adapter, setup=setup, content=content, batch=batch
+    )[0]
     assert_close(
         outputs.columns[HeadOutput.LOGPROB],
-        reference.outputs(other, batch, HeadOutput.LOGPROB),
+        oracle.get_outputs(other, batch, HeadOutput.LOGPROB),
         LOGPROB,
         what="log-probs",
     )
@@ -299,30 +321,32 @@ def test_a_loaded_adapter_is_the_one_that_is_used(subject: Subject, reference: R
 def outputs_with_adapter(
     rank: Rank,
     *,
-    recipe: Recipe,
+    setup: EngineSetup,
     content: tuple[dict[str, object], dict[str, Tensor]],
     batch: SequenceBatch,
 ) -> ForwardOutputs:
     """Loaded over the one that the engine started with."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     engine.load_adapter(*content)
     with engine.eval_mode():
         result = engine.forward_backward_batch(
-            share_of(engine, batch, split=WHOLE), forward_only=True, outputs=[HeadOutput.LOGPROB]
+            rank_slice(engine, batch, split=ONE_MICRO_BATCH),
+            forward_only=True,
+            outputs=[HeadOutput.LOGPROB],
         )
     return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids)
 
 
 def test_a_wrong_adapter_is_refused_and_nothing_changes(
-    subject: Subject, reference: Reference
+    engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    recipe = reference.adapter_recipe(PLAIN)
-    subject.run(load_wrong_adapters, recipe=recipe)
+    setup = oracle.make_adapter_setup(PLAIN)
+    engine_under_test.run(load_wrong_adapters, setup=setup)
 
 
-def load_wrong_adapters(rank: Rank, *, recipe: Recipe) -> None:
+def load_wrong_adapters(rank: Rank, *, setup: EngineSetup) -> None:
     """A tensor too few, one too many, one of another shape, another scale."""
-    engine = rank.kept_engine(recipe)
+    engine = rank.cached_engine(setup)
     config, before = engine.export_adapter()
     name = next(iter(before))
     altered = {key: tensor + 1 for key, tensor in before.items()}
@@ -339,64 +363,66 @@ def load_wrong_adapters(rank: Rank, *, recipe: Recipe) -> None:
     assert_all_equal(dict(engine.export_adapter()[1]), dict(before), what="adapter")
 
 
-def test_dropout_of_an_adapter_is_for_training_only(subject: Subject, reference: Reference) -> None:
-    recipe, batch = reference.adapter_recipe(PLAIN, dropout=0.5), reference.batch()
-    sentences = set(subject.run(refusal_of_dropout, recipe=recipe))
+def test_dropout_of_an_adapter_is_for_training_only(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    setup, batch = oracle.make_adapter_setup(PLAIN, dropout=0.5), oracle.get_batch()
+    sentences = set(engine_under_test.run(refusal_of_dropout, setup=setup))
     assert len(sentences) == 1, "ranks disagree"
     if sentence := sentences.pop():
         # A layout may rule it out, if it says by the name of its own setting which of the two to leave.
         assert "lora.dropout" in sentence, sentence
-        assert any(name in sentence for name in subject.layout.fields), sentence
+        assert any(name in sentence for name in engine_under_test.layout.fields), sentence
         return
     first, second = (
-        subject.run(
-            measure_outputs, recipe=recipe, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
+        engine_under_test.run(
+            measure_outputs, setup=setup, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
         )[0]
         for _ in range(2)
     )
     assert first.columns[HeadOutput.LOGPROB].equal(second.columns[HeadOutput.LOGPROB])
-    without = reference.outputs(reference.adapter_recipe(PLAIN), batch, HeadOutput.LOGPROB)
+    without = oracle.get_outputs(oracle.make_adapter_setup(PLAIN), batch, HeadOutput.LOGPROB)
     assert_close(first.columns[HeadOutput.LOGPROB], without, LOGPROB, what="log-probs")
 
 
-def refusal_of_dropout(rank: Rank, *, recipe: Recipe) -> str:
+def refusal_of_dropout(rank: Rank, *, setup: EngineSetup) -> str:
     """The sentence, or nothing where the engine was built."""
     try:
-        rank.kept_engine(recipe)
+        rank.cached_engine(setup)
     except ConfigError as error:
         return str(error)
     return ""
 
 
 def test_a_backward_pass_without_the_adapter_is_refused(
-    subject: Subject, reference: Reference
+    engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    subject.run(
-        train_the_reference, recipe=reference.adapter_recipe(PLAIN), batch=reference.batch()
+    engine_under_test.run(
+        train_the_reference, setup=oracle.make_adapter_setup(PLAIN), batch=oracle.get_batch()
     )
 
 
-def train_the_reference(rank: Rank, *, recipe: Recipe, batch: SequenceBatch) -> None:
+def train_the_reference(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> None:
     """Inside ``adapter_disabled``; outside it works."""
-    engine = rank.kept_engine(recipe)
-    engine.set_loss_fn(TokenProbe())
-    share = share_of(engine, batch, split=WHOLE)
+    engine = rank.cached_engine(setup)
+    engine.set_loss_fn(ClippedPpoProbe())
+    local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)
     with engine.train_mode():
         with engine.adapter_disabled(), pytest.raises(EngineStateError, match="adapter_disabled"):
-            engine.forward_backward_batch(share, forward_only=False)
-        engine.forward_backward_batch(share, forward_only=False)
+            engine.forward_backward_batch(local_batch, forward_only=False)
+        engine.forward_backward_batch(local_batch, forward_only=False)
     assert engine.optimizer_step() > 0
 
 
 def test_adapter_calls_without_an_adapter_are_refused(
-    subject: Subject, reference: Reference
+    engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    subject.run(call_without_adapter, recipe=reference.recipe(QWEN2_GROUPED))
+    engine_under_test.run(call_without_adapter, setup=oracle.make_setup(QWEN2_GROUPED))
 
 
-def call_without_adapter(rank: Rank, *, recipe: Recipe) -> None:
+def call_without_adapter(rank: Rank, *, setup: EngineSetup) -> None:
     """Of an engine that could have one."""
-    engine = rank.kept_engine(recipe)
+    engine = rank.cached_engine(setup)
     with pytest.raises(EngineStateError, match="no adapter"), engine.adapter_disabled():
         pass
     with pytest.raises(EngineStateError, match="no adapter"):

@@ -12,30 +12,30 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.checkpoint import complete_steps
-from temper_engine_api.conformance.harness.engine_under_test import Subject
+from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.measurements import (
-    WHOLE,
+    ONE_MICRO_BATCH,
     Progress,
     Update,
+    collect_state,
     load_and_train,
-    merged,
-    progress_of,
-    share_of,
-    state_of,
+    merge_update_metrics,
+    rank_slice,
+    read_progress,
     train,
     train_and_save,
 )
-from temper_engine_api.conformance.harness.rank import TRAINS, Rank, Recipe
+from temper_engine_api.conformance.harness.rank import ADAMW, EngineSetup, Rank
 from temper_engine_api.conformance.harness.rank_pool import RankFailureError
 from temper_engine_api.conformance.harness.tolerances import (
     LOSS,
-    LOSS_TERMS,
+    LOSS_TERM_SCALE,
     assert_close,
     assert_same_state,
 )
-from temper_engine_api.conformance.inputs.probes import TokenProbe
+from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_models import OTHER_SHAPES, QWEN2_GROUPED, TinyModel
-from temper_engine_api.conformance.oracle.oracle_cache import Reference
+from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.errors import (
     CapabilityError,
     CheckpointError,
@@ -52,23 +52,28 @@ COSINE = ScheduleSpec(kind="cosine", warmup_steps=1, total_steps=6)
 
 
 @pytest.fixture
-def recipe(reference: Reference) -> Recipe:
+def setup(oracle: OracleCache) -> EngineSetup:
     """An engine that trains with a rate that changes at every step."""
-    return reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, schedule=COSINE)
+    return oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=COSINE)
 
 
 @pytest.fixture
-def batches(reference: Reference) -> list[SequenceBatch]:
+def batches(oracle: OracleCache) -> list[SequenceBatch]:
     """Four mini-batches."""
-    return [reference.batch(seed=seed) for seed in range(4)]
+    return [oracle.get_batch(seed=seed) for seed in range(4)]
 
 
 def test_resume_is_bitwise(
-    subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path
+    engine_under_test: EngineUnderTest,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
 ) -> None:
-    whole = subject.run(train_whole, recipe=recipe, batches=batches)
-    subject.run(train_and_save, recipe=recipe, batches=batches[:2], folder=tmp_path, step=2)
-    resumed = subject.run(load_and_train, recipe=recipe, batches=batches[2:], folder=tmp_path)
+    whole = engine_under_test.run(train_without_stop, setup=setup, batches=batches)
+    engine_under_test.run(train_and_save, setup=setup, batches=batches[:2], folder=tmp_path, step=2)
+    resumed = engine_under_test.run(
+        load_and_train, setup=setup, batches=batches[2:], folder=tmp_path
+    )
     for number in range(2):
         updates, wanted = (
             [of_rank[-2 + number] for of_rank in of_ranks] for of_ranks in (resumed, whole)
@@ -76,40 +81,54 @@ def test_resume_is_bitwise(
         for update, want in zip(updates, wanted, strict=True):
             assert_same_state(update.state, want.state)
             assert (update.grad_norm, update.next_lr) == (want.grad_norm, want.next_lr)
-        assert merged(updates)["loss"] == merged(wanted)["loss"]
+        assert merge_update_metrics(updates)["loss"] == merge_update_metrics(wanted)["loss"]
 
 
-def train_whole(rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch]) -> list[Update]:
+def train_without_stop(
+    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch]
+) -> list[Update]:
     """Without a stop."""
-    return train(rank.engine(recipe), batches)
+    return train(rank.temporary_engine(setup), batches)
 
 
 def test_saving_changes_nothing(
-    subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path
+    engine_under_test: EngineUnderTest,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
 ) -> None:
-    whole = subject.run(train_whole, recipe=recipe, batches=batches[:2])[0]
-    saving = subject.run(train_save_train, recipe=recipe, batches=batches[:2], folder=tmp_path)[0]
+    whole = engine_under_test.run(train_without_stop, setup=setup, batches=batches[:2])[0]
+    saving = engine_under_test.run(
+        train_save_train, setup=setup, batches=batches[:2], folder=tmp_path
+    )[0]
     assert_same_state(saving.state, whole[1].state)
 
 
-@pytest.mark.claims(Capability.BACKGROUND_SAVE)
+@pytest.mark.if_claimed(Capability.BACKGROUND_SAVE)
 def test_a_save_in_the_background_holds_what_was_there_when_it_was_asked_for(
-    subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path
+    engine_under_test: EngineUnderTest,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
 ) -> None:
-    whole = subject.run(train_whole, recipe=recipe, batches=batches)[0]
-    went_on = subject.run(train_while_saving, recipe=recipe, batches=batches, folder=tmp_path)[0]
+    whole = engine_under_test.run(train_without_stop, setup=setup, batches=batches)[0]
+    went_on = engine_under_test.run(
+        train_while_saving, setup=setup, batches=batches, folder=tmp_path
+    )[0]
     assert_same_state(went_on[-1].state, whole[-1].state)
     assert complete_steps(tmp_path) == [1, 2]
-    resumed = subject.run(load_and_train, recipe=recipe, batches=batches[2:], folder=tmp_path)[0]
+    resumed = engine_under_test.run(
+        load_and_train, setup=setup, batches=batches[2:], folder=tmp_path
+    )[0]
     for update, want in zip(resumed, whole[2:], strict=True):
         assert_same_state(update.state, want.state)
 
 
 def train_while_saving(
-    rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path
+    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], folder: Path
 ) -> list[Update]:
     """The first two updates are saved while the next ones run."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     updates = []
     for step, batch in enumerate(batches, start=1):
         updates += train(engine, [batch])
@@ -119,30 +138,35 @@ def train_while_saving(
     return updates
 
 
-@pytest.mark.claims(Capability.BACKGROUND_SAVE)
+@pytest.mark.if_claimed(Capability.BACKGROUND_SAVE)
 def test_a_failed_save_in_the_background_surfaces_on_every_rank(
-    subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path
+    engine_under_test: EngineUnderTest,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "step_00000001").mkdir()
-    for sentence, num_updates in subject.run(
-        train_until_refused, recipe=recipe, batches=batches, folder=tmp_path
+    for sentence, num_updates in engine_under_test.run(
+        train_until_refused, setup=setup, batches=batches, folder=tmp_path
     ):
         assert "step_00000001 already exists" in sentence
         assert num_updates == len(batches), "the update that raised was lost"
 
 
 def train_until_refused(
-    rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path
+    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], folder: Path
 ) -> tuple[str, int]:
     """The sentence that an ``optimizer_step`` raises; it is called again and goes on."""
-    engine = rank.engine(recipe)
-    engine.set_loss_fn(TokenProbe())
+    engine = rank.temporary_engine(setup)
+    engine.set_loss_fn(ClippedPpoProbe())
     engine.save_checkpoint(str(folder), global_step=1, in_background=True)
     sentence = ""
     for batch in batches:
         engine.optimizer_zero_grad()
         with engine.train_mode():
-            engine.forward_backward_batch(share_of(engine, batch, split=WHOLE), forward_only=False)
+            engine.forward_backward_batch(
+                rank_slice(engine, batch, split=ONE_MICRO_BATCH), forward_only=False
+            )
         time.sleep(0.5)
         try:
             engine.optimizer_step()
@@ -152,39 +176,42 @@ def train_until_refused(
     return sentence, engine.num_updates
 
 
-@pytest.mark.disclaims(Capability.BACKGROUND_SAVE)
+@pytest.mark.if_not_claimed(Capability.BACKGROUND_SAVE)
 def test_a_save_in_the_background_is_refused_by_name(
-    subject: Subject, recipe: Recipe, tmp_path: Path
+    engine_under_test: EngineUnderTest, setup: EngineSetup, tmp_path: Path
 ) -> None:
-    subject.run(save_in_background_refused, recipe=recipe, folder=tmp_path)
+    engine_under_test.run(save_in_background_refused, setup=setup, folder=tmp_path)
 
 
-def save_in_background_refused(rank: Rank, *, recipe: Recipe, folder: Path) -> None:
+def save_in_background_refused(rank: Rank, *, setup: EngineSetup, folder: Path) -> None:
     """Of an engine that does not claim it."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     with pytest.raises(CapabilityError, match="background_save"):
         engine.save_checkpoint(str(folder), global_step=1, in_background=True)
 
 
 def train_save_train(
-    rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path
+    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], folder: Path
 ) -> Update:
     """One update, a save, another update."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     train(engine, batches[:1])
     engine.save_checkpoint(str(folder), global_step=1)
     return train(engine, batches[1:])[0]
 
 
 def test_counters_and_rate_are_resumed(
-    subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path
+    engine_under_test: EngineUnderTest,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
 ) -> None:
     bad = batches[1].with_columns(
         {"advantages": torch.full_like(batches[1].columns["advantages"], torch.inf)}
     )
-    for saved, loaded in subject.run(
+    for saved, loaded in engine_under_test.run(
         progress_around_a_save,
-        recipe=recipe,
+        setup=setup,
         batches=[batches[0], bad, batches[2]],
         folder=tmp_path,
     ):
@@ -196,16 +223,19 @@ def test_counters_and_rate_are_resumed(
         )
 
 
-@pytest.mark.claims(Capability.FP16)
+@pytest.mark.if_claimed(Capability.FP16)
 def test_an_overflow_of_fp16_halves_the_scale_and_the_scale_is_resumed(
-    subject: Subject, reference: Reference, batches: list[SequenceBatch], tmp_path: Path
+    engine_under_test: EngineUnderTest,
+    oracle: OracleCache,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
 ) -> None:
-    recipe = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, schedule=COSINE, compute="fp16")
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=COSINE, compute="fp16")
     # Far beyond what fp16 holds once it is scaled: every rank sees it in the global norm.
     large = batches[1].with_columns({"advantages": batches[1].columns["advantages"] * 1e9})
-    for saved, loaded in subject.run(
+    for saved, loaded in engine_under_test.run(
         progress_around_a_save,
-        recipe=recipe,
+        setup=setup,
         batches=[batches[0], large, batches[2]],
         folder=tmp_path,
     ):
@@ -219,25 +249,29 @@ def test_an_overflow_of_fp16_halves_the_scale_and_the_scale_is_resumed(
 
 
 def progress_around_a_save(
-    rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path
+    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], folder: Path
 ) -> tuple[Progress, Progress]:
     """Before the save, and in a new engine after loading."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     train(engine, batches)
     engine.save_checkpoint(str(folder), global_step=3)
-    other = rank.engine(recipe)
+    other = rank.temporary_engine(setup)
     other.load_checkpoint(str(folder))
-    return progress_of(engine), progress_of(other)
+    return read_progress(engine), read_progress(other)
 
 
-def test_random_state_is_resumed(subject: Subject, recipe: Recipe, tmp_path: Path) -> None:
-    for after_save, after_load in subject.run(draws_around_a_save, recipe=recipe, folder=tmp_path):
+def test_random_state_is_resumed(
+    engine_under_test: EngineUnderTest, setup: EngineSetup, tmp_path: Path
+) -> None:
+    for after_save, after_load in engine_under_test.run(
+        draws_around_a_save, setup=setup, folder=tmp_path
+    ):
         assert torch.equal(after_save, after_load)
 
 
-def draws_around_a_save(rank: Rank, *, recipe: Recipe, folder: Path) -> tuple[Tensor, Tensor]:
+def draws_around_a_save(rank: Rank, *, setup: EngineSetup, folder: Path) -> tuple[Tensor, Tensor]:
     """What torch draws after a save, and after loading it."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     torch.manual_seed(rank.index + 5)
     engine.save_checkpoint(str(folder), global_step=0)
     after_save = torch.rand(4)
@@ -246,45 +280,55 @@ def draws_around_a_save(rank: Rank, *, recipe: Recipe, folder: Path) -> tuple[Te
     return after_save, torch.rand(4)
 
 
-@pytest.mark.claims(Capability.RESHARD_ON_LOAD)
+@pytest.mark.if_claimed(Capability.RESHARD_ON_LOAD)
 def test_resume_at_another_world_size_gives_the_same_next_update(
-    subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path
+    engine_under_test: EngineUnderTest,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
 ) -> None:
-    whole = subject.run(train_whole, recipe=recipe, batches=batches[:3])
-    subject.run(train_and_save, recipe=recipe, batches=batches[:2], folder=tmp_path, step=2)
+    whole = engine_under_test.run(train_without_stop, setup=setup, batches=batches[:3])
+    engine_under_test.run(train_and_save, setup=setup, batches=batches[:2], folder=tmp_path, step=2)
     # Here, in the run's first layout and in the one after this.
-    layouts = subject.layouts_of_its_models
+    layouts = engine_under_test.comparable_layouts
     for other in {
         layouts[0],
-        subject.layout,
-        layouts[(layouts.index(subject.layout) + 1) % len(layouts)],
+        engine_under_test.layout,
+        layouts[(layouts.index(engine_under_test.layout) + 1) % len(layouts)],
     }:
-        resumed = subject.run_in(
-            other, load_and_train, recipe=recipe, batches=batches[2:3], folder=tmp_path
+        resumed = engine_under_test.run_in(
+            other, load_and_train, setup=setup, batches=batches[2:3], folder=tmp_path
         )
         losses = [
-            merged([of_rank[-1] for of_rank in of_ranks])["loss"] for of_ranks in (resumed, whole)
+            merge_update_metrics([of_rank[-1] for of_rank in of_ranks])["loss"]
+            for of_ranks in (resumed, whole)
         ]
         assert_close(
-            losses[0], losses[1], LOSS, what=f"next loss at {other.name}", at_least=LOSS_TERMS
+            losses[0], losses[1], LOSS, what=f"next loss at {other.name}", min_scale=LOSS_TERM_SCALE
         )
         assert resumed[0][-1].next_lr == whole[0][-1].next_lr
 
 
 @pytest.mark.parametrize("how", ["altered", "truncated", "removed"])
 def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file(
-    subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path, how: str
+    engine_under_test: EngineUnderTest,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
+    how: str,
 ) -> None:
     step = Path(
-        subject.run(train_and_save, recipe=recipe, batches=batches[:1], folder=tmp_path, step=1)[0]
+        engine_under_test.run(
+            train_and_save, setup=setup, batches=batches[:1], folder=tmp_path, step=1
+        )[0]
     )
     victim = max(
         (path for path in (step / "engine").rglob("*") if path.is_file()),
         key=lambda path: path.stat().st_size,
     )
     damage(victim, how)
-    for message, before, after in subject.run(
-        refused_load, recipe=recipe, folder=step, kind="damaged"
+    for message, before, after in engine_under_test.run(
+        refused_load, setup=setup, folder=step, kind="damaged"
     ):
         assert victim.name in message
         assert_same_state(after, before)
@@ -300,7 +344,7 @@ def damage(victim: Path, how: str) -> None:
 
 
 def refused_load(
-    rank: Rank, *, recipe: Recipe, folder: Path, kind: str
+    rank: Rank, *, setup: EngineSetup, folder: Path, kind: str
 ) -> tuple[str, dict[str, TrainingState], dict[str, TrainingState]]:
     """The refusal's sentence, and the state around it."""
     expected = {
@@ -308,82 +352,94 @@ def refused_load(
         "incomplete": IncompleteCheckpointError,
         "foreign": CheckpointError,
     }[kind]
-    engine = rank.engine(recipe)
-    before = state_of(engine)
+    engine = rank.temporary_engine(setup)
+    before = collect_state(engine)
     with pytest.raises(expected) as caught:
         engine.load_checkpoint(str(folder))
     assert caught.type is expected
-    return str(caught.value), before, state_of(engine)
+    return str(caught.value), before, collect_state(engine)
 
 
 def test_a_step_without_its_manifest_is_refused(
-    subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path
+    engine_under_test: EngineUnderTest,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
 ) -> None:
     step = Path(
-        subject.run(train_and_save, recipe=recipe, batches=batches[:1], folder=tmp_path, step=1)[0]
+        engine_under_test.run(
+            train_and_save, setup=setup, batches=batches[:1], folder=tmp_path, step=1
+        )[0]
     )
     (step / "manifest.json").unlink()
     for place in (step, tmp_path):
-        for _, before, after in subject.run(
-            refused_load, recipe=recipe, folder=place, kind="incomplete"
+        for _, before, after in engine_under_test.run(
+            refused_load, setup=setup, folder=place, kind="incomplete"
         ):
             assert_same_state(after, before)
 
 
 @pytest.mark.parametrize("other", OTHER_SHAPES, ids=lambda model: model.name)
 def test_a_checkpoint_of_another_model_is_refused(
-    subject: Subject,
-    reference: Reference,
-    recipe: Recipe,
+    engine_under_test: EngineUnderTest,
+    oracle: OracleCache,
+    setup: EngineSetup,
     batches: list[SequenceBatch],
     tmp_path: Path,
     other: TinyModel,
 ) -> None:
-    foreign = reference.recipe(other, optimizer=TRAINS, schedule=COSINE)
+    foreign = oracle.make_setup(other, optimizer=ADAMW, schedule=COSINE)
     if not all(
-        subject.run(save_if_buildable, recipe=foreign, batches=batches[:1], folder=tmp_path, step=1)
+        engine_under_test.run(
+            save_if_buildable, setup=foreign, batches=batches[:1], folder=tmp_path, step=1
+        )
     ):
         # The layout fixes how many layers there are; another one makes the checkpoint that this one must refuse.
-        subject.run_in(
+        engine_under_test.run_in(
             plain_layout(1),
             train_and_save,
-            recipe=foreign,
+            setup=foreign,
             batches=batches[:1],
             folder=tmp_path,
             step=1,
         )
-    for _, before, after in subject.run(
-        refused_load, recipe=recipe, folder=tmp_path, kind="foreign"
+    for _, before, after in engine_under_test.run(
+        refused_load, setup=setup, folder=tmp_path, kind="foreign"
     ):
         assert_same_state(after, before)
 
 
 def save_if_buildable(
-    rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch], folder: Path, step: int
+    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], folder: Path, step: int
 ) -> bool:
     """Whether this layout can have such a model; its checkpoint is saved then."""
     try:
-        train_and_save(rank, recipe=recipe, batches=batches, folder=folder, step=step)
+        train_and_save(rank, setup=setup, batches=batches, folder=folder, step=step)
     except ConfigError:
         return False
     return True
 
 
 def test_a_save_that_fails_leaves_the_step_before(
-    subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path
+    engine_under_test: EngineUnderTest,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
 ) -> None:
-    subject.run(train_and_save, recipe=recipe, batches=batches[:1], folder=tmp_path, step=1)
-    whole = subject.run(train_whole, recipe=recipe, batches=batches[:2])[0]
-    messages = subject.run(failing_save, recipe=recipe, folder=tmp_path, step=2)
+    engine_under_test.run(train_and_save, setup=setup, batches=batches[:1], folder=tmp_path, step=1)
+    whole = engine_under_test.run(train_without_stop, setup=setup, batches=batches[:2])[0]
+    messages = engine_under_test.run(failing_save, setup=setup, folder=tmp_path, step=2)
     assert all("No space left" in message for message in messages)
     assert complete_steps(tmp_path) == [1]
-    resumed = subject.run(load_and_train, recipe=recipe, batches=batches[1:2], folder=tmp_path)[0]
+    resumed = engine_under_test.run(
+        load_and_train, setup=setup, batches=batches[1:2], folder=tmp_path
+    )[0]
     assert_same_state(resumed[0].state, whole[1].state)
 
 
-def failing_save(rank: Rank, *, recipe: Recipe, folder: Path, step: int) -> str:
+def failing_save(rank: Rank, *, setup: EngineSetup, folder: Path, step: int) -> str:
     """The disk of the last rank is full once everything is written."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     write = engine._write_state
 
     def write_and_fail(directory: str) -> list[str]:
@@ -399,20 +455,25 @@ def failing_save(rank: Rank, *, recipe: Recipe, folder: Path, step: int) -> str:
 
 
 def test_a_killed_save_leaves_the_step_before(
-    subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path
+    engine_under_test: EngineUnderTest,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
 ) -> None:
-    subject.run(train_and_save, recipe=recipe, batches=batches[:1], folder=tmp_path, step=1)
-    whole = subject.run(train_whole, recipe=recipe, batches=batches[:2])[0]
+    engine_under_test.run(train_and_save, setup=setup, batches=batches[:1], folder=tmp_path, step=1)
+    whole = engine_under_test.run(train_without_stop, setup=setup, batches=batches[:2])[0]
     with pytest.raises(RankFailureError, match="died"):
-        subject.run(killed_save, recipe=recipe, folder=tmp_path, step=2)
+        engine_under_test.run(killed_save, setup=setup, folder=tmp_path, step=2)
     assert complete_steps(tmp_path) == [1]
-    resumed = subject.run(load_and_train, recipe=recipe, batches=batches[1:2], folder=tmp_path)[0]
+    resumed = engine_under_test.run(
+        load_and_train, setup=setup, batches=batches[1:2], folder=tmp_path
+    )[0]
     assert_same_state(resumed[0].state, whole[1].state)
 
 
-def killed_save(rank: Rank, *, recipe: Recipe, folder: Path, step: int) -> None:
+def killed_save(rank: Rank, *, setup: EngineSetup, folder: Path, step: int) -> None:
     """The last rank is killed once its files are written."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     write = engine._write_state
 
     def write_and_die(directory: str) -> list[str]:
@@ -425,29 +486,34 @@ def killed_save(rank: Rank, *, recipe: Recipe, folder: Path, step: int) -> None:
     engine.save_checkpoint(str(folder), global_step=step)
 
 
-def test_only_the_newest_steps_are_kept(subject: Subject, recipe: Recipe, tmp_path: Path) -> None:
-    subject.run(save_often, recipe=recipe, folder=tmp_path, num_saves=4, max_to_keep=2)
+def test_only_the_newest_steps_are_kept(
+    engine_under_test: EngineUnderTest, setup: EngineSetup, tmp_path: Path
+) -> None:
+    engine_under_test.run(save_often, setup=setup, folder=tmp_path, num_saves=4, max_to_keep=2)
     assert complete_steps(tmp_path) == [3, 4]
 
 
 def save_often(
-    rank: Rank, *, recipe: Recipe, folder: Path, num_saves: int, max_to_keep: int
+    rank: Rank, *, setup: EngineSetup, folder: Path, num_saves: int, max_to_keep: int
 ) -> None:
     """Steps 1 to num_saves."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     for step in range(1, num_saves + 1):
         engine.save_checkpoint(str(folder), global_step=step, max_ckpt_to_keep=max_to_keep)
 
 
 def test_only_the_downloaded_copy_is_deleted(
-    subject: Subject, recipe: Recipe, batches: list[SequenceBatch], tmp_path: Path
+    engine_under_test: EngineUnderTest,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
 ) -> None:
     local, remote, downloads = tmp_path / "local", tmp_path / "remote", tmp_path / "downloads"
     downloads.mkdir()
     (downloads / "mine.txt").write_text("the user's own")
-    states = subject.run(
+    states = engine_under_test.run(
         save_and_load_remotely,
-        recipe=recipe,
+        setup=setup,
         batches=batches[:1],
         local=local,
         url=f"file://{remote}",
@@ -461,17 +527,17 @@ def test_only_the_downloaded_copy_is_deleted(
 def save_and_load_remotely(
     rank: Rank,
     *,
-    recipe: Recipe,
+    setup: EngineSetup,
     batches: list[SequenceBatch],
     local: Path,
     url: str,
     downloads: Path,
 ) -> tuple[dict[str, TrainingState], dict[str, TrainingState]]:
     """State when saved, and when loaded from the copy."""
-    engine = rank.engine(recipe)
+    engine = rank.temporary_engine(setup)
     train(engine, batches)
-    saved = state_of(engine)
+    saved = collect_state(engine)
     engine.save_checkpoint(str(local), url, global_step=1)
     train(engine, batches)
     engine.load_checkpoint(str(downloads), url, del_local_after_load=True)
-    return saved, state_of(engine)
+    return saved, collect_state(engine)

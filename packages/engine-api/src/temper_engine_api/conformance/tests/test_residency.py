@@ -7,19 +7,19 @@ import torch
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.capabilities import Capability
-from temper_engine_api.conformance.harness.engine_under_test import Subject
+from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.measurements import (
-    WHOLE,
-    Interrupted,
+    ONE_MICRO_BATCH,
+    InjectedError,
     Update,
-    interrupted_training,
+    collect_state,
+    collect_weights,
+    fail_during_training,
     measure_outputs,
-    share_of,
-    state_of,
-    update_once,
-    weights_of,
+    rank_slice,
+    run_update,
 )
-from temper_engine_api.conformance.harness.rank import TRAINS, Rank, Recipe
+from temper_engine_api.conformance.harness.rank import ADAMW, EngineSetup, Rank
 from temper_engine_api.conformance.harness.rfc_loop import (
     mean_cost,
     postprocess_fn,
@@ -27,9 +27,9 @@ from temper_engine_api.conformance.harness.rfc_loop import (
     rfc_loop,
 )
 from temper_engine_api.conformance.harness.tolerances import assert_all_equal, assert_same_state
-from temper_engine_api.conformance.inputs.probes import TokenProbe
+from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
-from temper_engine_api.conformance.oracle.oracle_cache import Reference
+from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import ResidencySpec
 from temper_engine_api.weights import TrainingState
@@ -43,7 +43,7 @@ EVERYTHING = OFFLOADS[-1]
 every_offload = pytest.mark.parametrize(
     "residency",
     [
-        pytest.param(spec, id=name, marks=pytest.mark.claims(Capability.OFFLOAD))
+        pytest.param(spec, id=name, marks=pytest.mark.if_claimed(Capability.OFFLOAD))
         for spec, name in zip(OFFLOADS, ("parameters", "optimizer", "everything"), strict=True)
     ],
 )
@@ -52,15 +52,15 @@ every_offload = pytest.mark.parametrize(
 @pytest.mark.bitwise
 @every_offload
 def test_offloading_changes_no_number(
-    subject: Subject, reference: Reference, residency: ResidencySpec
+    engine_under_test: EngineUnderTest, oracle: OracleCache, residency: ResidencySpec
 ) -> None:
-    batches = [reference.batch(seed=seed) for seed in range(2)]
-    stays = subject.run(
-        everyday, recipe=reference.recipe(QWEN2_GROUPED, optimizer=TRAINS), batches=batches
+    batches = [oracle.get_batch(seed=seed) for seed in range(2)]
+    stays = engine_under_test.run(
+        everyday, setup=oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW), batches=batches
     )
-    leaves = subject.run(
+    leaves = engine_under_test.run(
         everyday,
-        recipe=reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, residency=residency),
+        setup=oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, residency=residency),
         batches=batches,
     )
     for (update, weights), (want, want_weights) in zip(leaves, stays, strict=True):
@@ -70,30 +70,36 @@ def test_offloading_changes_no_number(
 
 
 def everyday(
-    rank: Rank, *, recipe: Recipe, batches: list[SequenceBatch]
+    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch]
 ) -> tuple[Update, dict[str, torch.Tensor]]:
     """Evaluate, train in two calls with a pause between them, export."""
-    engine = rank.engine(recipe)
-    engine.set_loss_fn(TokenProbe())
+    engine = rank.temporary_engine(setup)
+    engine.set_loss_fn(ClippedPpoProbe())
     for batch in batches:
-        share = share_of(engine, batch, split=WHOLE)
+        local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)
         with engine.eval_mode():
-            engine.forward_backward_batch(share, forward_only=True, outputs=[HeadOutput.LOGPROB])
+            engine.forward_backward_batch(
+                local_batch, forward_only=True, outputs=[HeadOutput.LOGPROB]
+            )
         engine.optimizer_zero_grad()
         for is_final in (False, True):
             with engine.train_mode():
-                engine.forward_backward_batch(share, forward_only=False, final=is_final)
+                engine.forward_backward_batch(local_batch, forward_only=False, final=is_final)
         engine.optimizer_step()
-    return update_once(engine, [share_of(engine, batches[0], split=WHOLE)]), weights_of(engine)
+    return run_update(
+        engine, [rank_slice(engine, batches[0], split=ONE_MICRO_BATCH)]
+    ), collect_weights(engine)
 
 
-@pytest.mark.claims(Capability.OFFLOAD)
-def test_rfc_loop_runs_with_everything_offloaded(subject: Subject, reference: Reference) -> None:
-    batches = [reference.batch(seed=seed) for seed in range(3)]
+@pytest.mark.if_claimed(Capability.OFFLOAD)
+def test_rfc_loop_runs_with_everything_offloaded(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    batches = [oracle.get_batch(seed=seed) for seed in range(3)]
     stays, leaves = (
-        subject.run(
+        engine_under_test.run(
             rfc_loop,
-            recipe=reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, residency=residency),
+            setup=oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, residency=residency),
             batches=batches,
             loss_fn=mean_cost,
             preprocess_fn=preprocess_fn,
@@ -106,96 +112,102 @@ def test_rfc_loop_runs_with_everything_offloaded(subject: Subject, reference: Re
         assert_same_state(result.state, want.state)
 
 
-@pytest.mark.claims(Capability.OFFLOAD)
-def test_residency_is_restored_when_a_body_raises(subject: Subject, reference: Reference) -> None:
-    offloaded = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, residency=EVERYTHING)
-    batch = reference.batch()
-    for interrupted, calm in subject.run(
-        update_with_and_without_interruption, recipe=offloaded, batch=batch
+@pytest.mark.if_claimed(Capability.OFFLOAD)
+def test_residency_is_restored_when_a_body_raises(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    offloaded = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, residency=EVERYTHING)
+    batch = oracle.get_batch()
+    for interrupted, calm in engine_under_test.run(
+        update_with_and_without_interruption, setup=offloaded, batch=batch
     ):
         assert_same_state(interrupted.state, calm.state)
 
 
 def update_with_and_without_interruption(
-    rank: Rank, *, recipe: Recipe, batch: SequenceBatch
+    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
 ) -> tuple[Update, Update]:
     """The first engine was interrupted in both modes before its update."""
-    interrupted, calm = rank.engine(recipe), rank.engine(recipe)
+    interrupted, calm = rank.temporary_engine(setup), rank.temporary_engine(setup)
     for engine in (interrupted, calm):
-        engine.set_loss_fn(TokenProbe())
-    share = share_of(interrupted, batch, split=WHOLE)
-    with pytest.raises(Interrupted), interrupted.eval_mode():
-        raise Interrupted
-    with pytest.raises(Interrupted):
-        interrupted_training(interrupted, share, is_final=False)
-    return update_once(interrupted, [share]), update_once(calm, [share])
+        engine.set_loss_fn(ClippedPpoProbe())
+    local_batch = rank_slice(interrupted, batch, split=ONE_MICRO_BATCH)
+    with pytest.raises(InjectedError), interrupted.eval_mode():
+        raise InjectedError
+    with pytest.raises(InjectedError):
+        fail_during_training(interrupted, local_batch, is_final=False)
+    return run_update(interrupted, [local_batch]), run_update(calm, [local_batch])
 
 
-@pytest.mark.claims(Capability.OFFLOAD)
+@pytest.mark.if_claimed(Capability.OFFLOAD)
 def test_saving_offloaded_state_leaves_training_as_it_was(
-    subject: Subject, reference: Reference, tmp_path: Path
+    engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
 ) -> None:
-    recipe = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS, residency=EVERYTHING)
-    for saved, loaded, continued, resumed in subject.run(
-        save_offloaded, recipe=recipe, batch=reference.batch(), folder=tmp_path
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, residency=EVERYTHING)
+    for saved, loaded, continued, resumed in engine_under_test.run(
+        save_offloaded, setup=setup, batch=oracle.get_batch(), folder=tmp_path
     ):
         assert_same_state(loaded, saved)
         assert_same_state(resumed, continued)
 
 
 def save_offloaded(
-    rank: Rank, *, recipe: Recipe, batch: SequenceBatch, folder: Path
+    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, folder: Path
 ) -> tuple[dict[str, TrainingState], ...]:
     """State when saved and when loaded, then after one more update in either engine."""
-    first, second = rank.engine(recipe), rank.engine(recipe)
+    first, second = rank.temporary_engine(setup), rank.temporary_engine(setup)
     for engine in (first, second):
-        engine.set_loss_fn(TokenProbe())
-    share = share_of(first, batch, split=WHOLE)
-    saved = dict(update_once(first, [share]).state)
+        engine.set_loss_fn(ClippedPpoProbe())
+    local_batch = rank_slice(first, batch, split=ONE_MICRO_BATCH)
+    saved = dict(run_update(first, [local_batch]).state)
     first.save_checkpoint(str(folder), global_step=1)
     second.load_checkpoint(str(folder))
-    loaded = state_of(second)
+    loaded = collect_state(second)
     return (
         saved,
         loaded,
-        dict(update_once(first, [share]).state),
-        dict(update_once(second, [share]).state),
+        dict(run_update(first, [local_batch]).state),
+        dict(run_update(second, [local_batch]).state),
     )
 
 
 @pytest.mark.bitwise
-def test_moving_by_hand_changes_no_number(subject: Subject, reference: Reference) -> None:
-    recipe, batch = reference.recipe(QWEN2_GROUPED, optimizer=TRAINS), reference.batch()
-    for moved, still in subject.run(update_after_moves, recipe=recipe, batch=batch):
+def test_moving_by_hand_changes_no_number(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    setup, batch = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW), oracle.get_batch()
+    for moved, still in engine_under_test.run(update_after_moves, setup=setup, batch=batch):
         assert_same_state(moved.state, still.state)
         assert moved.grad_norm == still.grad_norm
 
 
 def update_after_moves(
-    rank: Rank, *, recipe: Recipe, batch: SequenceBatch
+    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
 ) -> tuple[Update, Update]:
     """Two updates each; the first engine is moved away and back between them, and once more without being brought back."""
-    moved, still = rank.engine(recipe), rank.engine(recipe)
+    moved, still = rank.temporary_engine(setup), rank.temporary_engine(setup)
     for engine in (moved, still):
-        engine.set_loss_fn(TokenProbe())
-    share = share_of(moved, batch, split=WHOLE)
+        engine.set_loss_fn(ClippedPpoProbe())
+    local_batch = rank_slice(moved, batch, split=ONE_MICRO_BATCH)
     for engine in (moved, still):
-        update_once(engine, [share])
+        run_update(engine, [local_batch])
     moved.to("cpu")
     moved.to("device", optimizer=False)
     moved.to("device")
     moved.to("cpu", model=False)
-    return update_once(moved, [share]), update_once(still, [share])
+    return run_update(moved, [local_batch]), run_update(still, [local_batch])
 
 
 @pytest.mark.bitwise
-@pytest.mark.claims(Capability.OFFLOAD)
-def test_offloaded_weights_answer_as_well(subject: Subject, reference: Reference) -> None:
-    batch = reference.batch()
+@pytest.mark.if_claimed(Capability.OFFLOAD)
+def test_offloaded_weights_answer_as_well(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    batch = oracle.get_batch()
     stays, leaves = (
-        subject.run(
+        engine_under_test.run(
             measure_outputs,
-            recipe=reference.recipe(QWEN2_GROUPED, residency=residency),
+            setup=oracle.make_setup(QWEN2_GROUPED, residency=residency),
             batch=batch,
             requested_outputs=[HeadOutput.LOGPROB],
         )[0].columns[HeadOutput.LOGPROB]
