@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.weights import NamedWeight, WeightStream, checksum
-from temper_trainer.config.weight_sync import WeightSyncConfig
+from temper_trainer.config.rollout import WeightSyncConfig
 from temper_trainer.rollout.packed_bucket import (
     PackedBucket,
     check_digest,

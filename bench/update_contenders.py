@@ -183,8 +183,8 @@ def temper(
     from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
     from temper_engine_fsdp.config import FSDPConfig
     from temper_engine_fsdp.engine import FSDPEngine
-    from temper_trainer.algorithms.policy_loss import PolicyObjective
-    from temper_trainer.algorithms.sft_loss import SftObjective
+    from temper_trainer.algorithms.policy_losses import PpoObjective
+    from temper_trainer.algorithms.supervised_losses import SftObjective
 
     engine = FSDPEngine(
         FSDPConfig(
@@ -196,7 +196,7 @@ def temper(
         )
     )
     engine.init_model()
-    engine.set_loss_fn(PolicyObjective() if is_policy else SftObjective())
+    engine.set_loss_fn(PpoObjective() if is_policy else SftObjective())
     outputs = (HeadOutput.LOGPROB, HeadOutput.ENTROPY) if is_policy else ()
 
     def sequences(batch: Sequence[Example]) -> SequenceBatch:

@@ -88,7 +88,6 @@ CORE_MAY_IMPORT = (CORE, "torch", "typing_extensions", "fsspec")
 
 EXEMPT_FROM_CYCLES = {
     "temper_legacy_shim": "until the package is rewritten",
-    "temper_trainer.config": "until data, tasks, reward_model and run are separated",
 }
 """Packages whose files may import each other in a cycle, and until when."""
 

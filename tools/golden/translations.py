@@ -10,7 +10,7 @@ from pathlib import Path
 from temper_legacy_shim.configs import translate
 from temper_legacy_shim.configs.written import yaml_of
 from temper_trainer.config_loading import load
-from temper_trainer.config_loading.schema import leaves_of
+from temper_trainer.config_loading.schema import flatten
 
 PPO = "verl.trainer.main_ppo"
 ACTOR = "actor_rollout_ref.actor"
@@ -79,7 +79,7 @@ def main(folder: Path) -> None:
             list(overrides), entry=entry, config_name=config_name, version=release
         )
         (folder / f"{name}.yaml").write_text(yaml_of(translation))
-        values = leaves_of(load([], config_dir=str(folder), config_name=name).resolved)
+        values = flatten(load([], config_dir=str(folder), config_name=name).resolved)
         (folder / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n")
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from temper_engine_api.registry import engine_config_class
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config.run import TrainerConfig
-from temper_trainer.config_loading.help_text import meanings_of
-from temper_trainer.config_loading.schema import ANY_NAME, Entry, entries_of
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.config_loading.help_text import read_field_docstrings
+from temper_trainer.config_loading.resolved_config import scalar_text
+from temper_trainer.config_loading.schema import ANY_NAME, Entry, iterate_entries
 from temper_trainer.config_loading.structuring import describe_type
-from temper_trainer.config_loading.yaml_text import scalar_text
 
 UNITS = {
     "_bytes": "bytes",
@@ -141,11 +141,11 @@ def configuration_page() -> str:
     ]
     for name in ("fsdp", "megatron"):
         cls = engine_config_class(name)
-        known = {entry.name for entry in entries_of(EngineConfig, engine_class=EngineConfig)}
-        own = [entry for entry in entries_of(cls, engine_class=cls) if entry.name not in known]
+        known = {entry.name for entry in iterate_entries(EngineConfig, engine_class=EngineConfig)}
+        own = [entry for entry in iterate_entries(cls, engine_class=cls) if entry.name not in known]
         parts += [
             f"\n## With `model_engine={name}`, under every `engine` block\n",
-            *_table("", own, meanings_of(cls)),
+            *_table("", own, read_field_docstrings(cls)),
         ]
     return "\n".join(parts) + "\n"
 
@@ -154,8 +154,8 @@ def _block(
     prefix: str, cls: type, *, engine_class: type[EngineConfig], seen: dict[type, str]
 ) -> Iterator[str]:
     """One heading and table for a block, then its blocks."""
-    entries = list(entries_of(cls, engine_class=engine_class))
-    meanings = meanings_of(cls)
+    entries = list(iterate_entries(cls, engine_class=engine_class))
+    meanings = read_field_docstrings(cls)
     leaves = [entry for entry in entries if entry.block is None and entry.item is None]
     if leaves:
         yield f"\n## `{prefix}*`\n" if prefix else "\n## At the top\n"

@@ -20,10 +20,10 @@ PACKAGES = (
 ALLOWED = {
     "temper_trainer/__main__.py": "import hydra\nfrom temper_trainer import config_loading, loops",
     "temper_trainer/config_loading.py": "import omegaconf\nimport temper_trainer.config",
-    "temper_trainer/loops/sync.py": "import temper_trainer.runtime.workers, temper_trainer.algorithms.grpo",
+    "temper_trainer/loops/sync.py": "import temper_trainer.runtime.workers, temper_trainer.algorithms.group_advantages",
     "temper_trainer/runtime/workers.py": "import ray\nimport temper_trainer.rollout.hf, temper_trainer.types",
     "temper_trainer/rollout/hf.py": "import temper_trainer.metrics, temper_trainer.config, temper_engine_api",
-    "temper_trainer/algorithms/grpo.py": "import torch",
+    "temper_trainer/algorithms/group_advantages.py": "import torch",
     "temper_trainer/metrics.py": "import temper_trainer.types",
     "temper_trainer/types.py": "import temper_trainer.config",
     "temper_trainer/config/run.py": "",

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config.run import TrainerConfig
-from temper_trainer.config_loading.schema import entries_of
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.config_loading.schema import iterate_entries
 from tools.docs import broken_links
 from tools.environment import PACKAGES
 from tools.pages import split_page
@@ -63,7 +63,7 @@ def test_the_reference_of_the_configuration_has_every_block_with_its_meaning() -
     rows = dict(re.findall(r"^\| `([^`]+)` \| .* \| ([^|]*) \|$", page, re.MULTILINE))
     assert {"task", "batching.max_tokens", "run.seed", "strategy", "tensor_parallel"} <= rows.keys()
     assert [key for key, meaning in rows.items() if not meaning.strip()] == []
-    for entry in entries_of(TrainerConfig, engine_class=EngineConfig):
+    for entry in iterate_entries(TrainerConfig, engine_class=EngineConfig):
         assert f"`{entry.name}" in page
     assert "| `runtime.worker_timeout_s` | number | " in page
     assert " | seconds | " in page

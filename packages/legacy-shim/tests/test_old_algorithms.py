@@ -12,7 +12,7 @@ from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_legacy_shim.numerics.policy_losses import PolicyInputs, policy_loss
 from temper_legacy_shim.numerics.settings import PolicyLossSettings
 from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.objectives import policy_objective
+from temper_trainer.algorithms.objective_factory import build_policy_objective
 from temper_trainer.config.algorithm import AlgorithmConfig
 
 HERE = "temper_legacy_shim.old_algorithms"
@@ -33,7 +33,7 @@ def ours(config: AlgorithmConfig, new: torch.Tensor, old: torch.Tensor, advantag
     mask = batch.loss_mask
     batch = replace(batch, columns={"advantages": advantages, "old_logprobs": old})
     leaf = new.clone().requires_grad_()
-    loss = policy_objective(config)(HeadOutputs(columns={HeadOutput.LOGPROB: leaf}), batch).loss
+    loss = build_policy_objective(config)(HeadOutputs(columns={HeadOutput.LOGPROB: leaf}), batch).loss
     mean = loss[mask].sum() / mask.sum()
     (gradient,) = torch.autograd.grad(mean, leaf)
     return float(mean.detach()), gradient

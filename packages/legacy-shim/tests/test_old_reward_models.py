@@ -11,7 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qw
 
 from temper_legacy_shim.errors import UsageError
 from temper_legacy_shim.old_reward_models import by_model
-from temper_trainer.config.data import RewardConfig, TokenizerConfig
+from temper_trainer.config.data import TokenizerConfig
+from temper_trainer.config.reward import RewardConfig
 from temper_trainer.data.tokenizer import build_tokenizer
 from temper_trainer.reward.registry import resolve_reward
 from temper_trainer.types import Prompt

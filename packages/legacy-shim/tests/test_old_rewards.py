@@ -9,7 +9,7 @@ pytest.importorskip("temper_trainer", reason="needs temper-trainer")
 
 from temper_legacy_shim.errors import MissingExtraError, UsageError
 from temper_legacy_shim.old_rewards import by_data_source, from_file
-from temper_trainer.config.data import RewardConfig
+from temper_trainer.config.reward import RewardConfig
 from temper_trainer.reward.registry import resolve_reward
 from temper_trainer.types import Prompt
 

@@ -110,7 +110,7 @@ def _maths(prompt: ScoredPrompt, text: str) -> float:
             f"data_source {prompt.extra.get(SOURCE)!r} is scored by math-verify, which is not installed: "
             "pip install 'temper-trainer[math]'."
         )
-    from temper_trainer.reward.math_verify import math_verify
+    from temper_trainer.reward.builtin_rewards import math_verify
 
     return math_verify(prompt, text)  # type: ignore[arg-type]
 

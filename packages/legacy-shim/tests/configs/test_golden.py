@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("temper_trainer", reason="needs temper-trainer and its engines")
 
 from temper_trainer.config_loading import load
-from temper_trainer.config_loading.schema import leaves_of
+from temper_trainer.config_loading.schema import flatten
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*/*.yaml"))
 
@@ -24,7 +24,7 @@ leave out what was the default then."""
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: f"{file.parent.name}-{file.stem}")
 def test_a_released_translation_still_means_the_same(file: Path) -> None:
     written = json.loads(file.with_suffix(".json").read_text())
-    now = leaves_of(load([], config_dir=str(file.parent), config_name=file.stem).resolved)
+    now = flatten(load([], config_dir=str(file.parent), config_name=file.stem).resolved)
     changed = {key: (value, now.get(key)) for key, value in written.items() if now.get(key, "is gone") != value}
     assert changed == {key: both for key, both in CHANGED_DEFAULTS.items() if key in changed}
 

@@ -7,8 +7,8 @@ from temper_legacy_shim.configs.our_defaults import DEFAULTS, is_our_default
 pytest.importorskip("temper_trainer", reason="needs temper-trainer and its engines")
 
 from temper_engine_api.registry import engine_config_class
-from temper_trainer.config.run import TrainerConfig
-from temper_trainer.config_loading.schema import defaults_of, leaves_of
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.config_loading.schema import collect_defaults, flatten
 
 GIVEN = {
     "critic": {"engine": {"model": {}}},
@@ -21,8 +21,8 @@ SET_BY_GROUPS = ("critic.engine.optimizer.lr", "critic.engine.precision.compute"
 def test_defaults_are_the_trainers() -> None:
     found: dict[str, object] = {}
     for engine in ("fsdp", "megatron"):
-        tree = defaults_of(TrainerConfig, engine_class=engine_config_class(engine), given=GIVEN)  # type: ignore[arg-type]
-        found |= leaves_of(tree)
+        tree = collect_defaults(TrainerConfig, engine_class=engine_config_class(engine), given=GIVEN)  # type: ignore[arg-type]
+        found |= flatten(tree)
     differing = {
         key: (value, found[key])
         for key, value in DEFAULTS.items()

@@ -284,7 +284,7 @@ def test_the_config_json_of_a_local_folder_says_whether_its_model_sees(tmp_path:
 
 def test_the_trainer_reads_a_config_json_as_the_translation_does() -> None:
     """Each package is installed without the other, so each has the rule; here they are held to be one."""
-    theirs = pytest.importorskip("temper_trainer.config.images", reason="needs temper-trainer")
+    theirs = pytest.importorskip("temper_trainer.config_loading.model_folders", reason="needs temper-trainer")
     for name in ("_PARTS", "_CLASSES", "_TYPES"):
         assert getattr(theirs, name).pattern == getattr(images, name).pattern, name
     assert theirs._OTHER_PARTS == images._OTHER_PARTS

@@ -12,13 +12,12 @@ from torch import Tensor
 from temper_engine_api.batch import Denominators, SequenceBatch, from_sequences
 from temper_engine_api.objective import Aggregation, AggregationMode, HeadOutput, HeadOutputs, LossTerms
 from temper_engine_api.reduction import count_denominators, reduce_loss
+from temper_trainer.algorithms.adaptive_coefficients import KlController
 from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.gae import generalised_advantage
-from temper_trainer.algorithms.kl import KlController, estimate_kl
-from temper_trainer.algorithms.policy_loss import PolicyObjective
-from temper_trainer.algorithms.reinforce_plus_plus import global_advantage
+from temper_trainer.algorithms.kl import estimate_kl
+from temper_trainer.algorithms.policy_losses import PpoObjective
+from temper_trainer.algorithms.token_advantages import compute_gae, compute_reinforce_plus_plus_advantages, whiten
 from temper_trainer.algorithms.value_loss import ValueObjective
-from temper_trainer.algorithms.whitening import whiten
 from temper_trainer.config.algorithm import AlgorithmConfig
 
 pytestmark = needs_golden
@@ -104,7 +103,7 @@ def test_group_estimators_agree_but_for_groups_of_one(group: str, call: str) -> 
 def test_gae_agrees_but_for_the_deviation_that_whitens(call: str) -> None:
     case, mask = case_of("adv_gae", call)
     samples = samples_of(mask, rewards=column(case["token_level_rewards"]), values=column(case["values"]))
-    advantages, returns = generalised_advantage(
+    advantages, returns = compute_gae(
         samples.columns["rewards"], values=samples.columns["values"], samples=samples, gamma=case["gamma"], gae_lambda=case["lam"]
     )
     assert_close(grid(returns) * mask, old("adv_gae", f"{call}.returns") * mask, tolerance=3e-5)
@@ -117,7 +116,12 @@ def test_gae_agrees_but_for_the_deviation_that_whitens(call: str) -> None:
 def test_reinforce_plus_plus_agrees_but_for_the_deviation_and_in_the_older_release_for_holes(call: str, version: str) -> None:
     case, mask = case_of("adv_reinforce_plus_plus", call)
     samples = samples_of(mask, rewards=column(case["token_level_rewards"]) * mask)
-    found = unbiased(grid(global_advantage(samples.columns["rewards"], samples=samples, gamma=case["config"]["gamma"])), mask) * mask
+    found = (
+        unbiased(
+            grid(compute_reinforce_plus_plus_advantages(samples.columns["rewards"], samples=samples, gamma=case["config"]["gamma"])), mask
+        )
+        * mask
+    )
     expected = tensors_of(GOLDEN / f"core_{version}" / "adv_reinforce_plus_plus" / "outputs.safetensors")[f"{call}.advantages"] * mask
     if "holes" in call and version == "v0.7.1":
         assert not torch.allclose(found, expected, atol=1e-3)  # a reward did not reach the tokens before a hole
@@ -149,7 +153,7 @@ def test_the_clipped_policy_loss_and_its_gradient_agree(call: str) -> None:
     case, mask = case_of("policy_loss_vanilla", call)
     config = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, **case["config"]}
     low, high = (config["clip_ratio"] if config[name] is None else config[name] for name in ("clip_ratio_low", "clip_ratio_high"))
-    objective = PolicyObjective(clip_low=low, clip_high=high, dual_clip=config["clip_ratio_c"], aggregation=MODES[case["loss_agg_mode"]])
+    objective = PpoObjective(clip_low=low, clip_high=high, dual_clip=config["clip_ratio_c"], aggregation=MODES[case["loss_agg_mode"]])
     samples = samples_of(mask, advantages=column(case["advantages"]), old_logprobs=column(case["old_log_prob"]))
     logprobs = samples_of(mask, x=column(case["log_prob"])).columns["x"].clone().requires_grad_()
     terms = objective(HeadOutputs(columns={HeadOutput.LOGPROB: logprobs}), samples)

@@ -19,15 +19,11 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.cispo import CispoObjective
-from temper_trainer.algorithms.correction import rollout_correction
-from temper_trainer.algorithms.covariance import IS_HELD, ClipCovObjective, KlCovObjective
-from temper_trainer.algorithms.gmpo import GmpoObjective
-from temper_trainer.algorithms.gspo import GspoObjective
-from temper_trainer.algorithms.sapo import SapoObjective
+from temper_trainer.algorithms.covariance_losses import IS_SELECTED, ClipCovObjective, KlCovObjective
+from temper_trainer.algorithms.policy_losses import CispoObjective, GmpoObjective, GspoObjective, SapoObjective
+from temper_trainer.algorithms.rollout_correction import compute_rollout_correction
 from temper_trainer.algorithms.surrogate import CORRECTION_WEIGHTS, SurrogateObjective
-from temper_trainer.config.algorithm import AlgorithmConfig
-from temper_trainer.config.correction import RolloutCorrectionConfig
+from temper_trainer.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 
 pytestmark = needs_golden
 
@@ -69,7 +65,9 @@ def logprobs_of(group: str, call: str) -> Tensor:
 @pytest.mark.parametrize("call", calls("policy_loss_cispo"))
 def test_cispo_agrees(call: str) -> None:
     case, samples = case_of("policy_loss_cispo", call)[0], samples_for("policy_loss_cispo", call)
-    objective = CispoObjective(**clips(case), is_corrected=CORRECTION_WEIGHTS in samples.columns, aggregation=MODES[case["loss_agg_mode"]])
+    objective = CispoObjective(
+        **clips(case), uses_correction_weights=CORRECTION_WEIGHTS in samples.columns, aggregation=MODES[case["loss_agg_mode"]]
+    )
     loss, gradient = computed(objective, samples, logprobs_of("policy_loss_cispo", call))
     assert_close(loss, old("policy_loss_cispo", f"{call}.loss"))
     assert_close(gradient, old("policy_loss_cispo", f"{call}.grad_log_prob"))
@@ -78,7 +76,9 @@ def test_cispo_agrees(call: str) -> None:
 @pytest.mark.parametrize("call", calls("policy_loss_gspo"))
 def test_gspo_agrees_where_the_mean_is_of_completions_which_the_old_one_took_whatever_was_asked_for(call: str) -> None:
     case, samples = case_of("policy_loss_gspo", call)[0], samples_for("policy_loss_gspo", call)
-    objective = GspoObjective(**clips(case), is_corrected=CORRECTION_WEIGHTS in samples.columns, aggregation=MODES["seq-mean-token-mean"])
+    objective = GspoObjective(
+        **clips(case), uses_correction_weights=CORRECTION_WEIGHTS in samples.columns, aggregation=MODES["seq-mean-token-mean"]
+    )
     loss, gradient = computed(objective, samples, logprobs_of("policy_loss_gspo", call))
     assert_close(loss, old("policy_loss_gspo", f"{call}.loss"))
     assert_close(gradient, old("policy_loss_gspo", f"{call}.grad_log_prob"))
@@ -90,7 +90,7 @@ def test_sapo_agrees_where_the_mean_is_of_completions_which_the_old_one_took_wha
     objective = SapoObjective(
         positive_temperature=config.get("tau_pos", 1.0),
         negative_temperature=config.get("tau_neg", 1.05),
-        is_corrected=CORRECTION_WEIGHTS in samples.columns,
+        uses_correction_weights=CORRECTION_WEIGHTS in samples.columns,
         aggregation=MODES["seq-mean-token-mean"],
     )
     loss, gradient = computed(objective, samples, logprobs_of("policy_loss_sapo", call))
@@ -101,11 +101,11 @@ def test_sapo_agrees_where_the_mean_is_of_completions_which_the_old_one_took_wha
 @pytest.mark.parametrize("call", calls("policy_loss_geo_mean"))
 def test_gmpo_agrees_but_for_completions_without_a_trained_token_and_the_place_of_correction_weights(call: str) -> None:
     case, samples = case_of("policy_loss_geo_mean", call)[0], samples_for("policy_loss_geo_mean", call)
-    is_corrected = CORRECTION_WEIGHTS in samples.columns
-    objective = GmpoObjective(**clips(case), is_corrected=is_corrected, aggregation=MODES["seq-mean-token-mean"])
+    uses_correction_weights = CORRECTION_WEIGHTS in samples.columns
+    objective = GmpoObjective(**clips(case), uses_correction_weights=uses_correction_weights, aggregation=MODES["seq-mean-token-mean"])
     loss, gradient = computed(objective, samples, logprobs_of("policy_loss_geo_mean", call))
     expected, expected_gradient = (old("policy_loss_geo_mean", f"{call}.{name}") for name in ("loss", "grad_log_prob"))
-    if is_corrected:  # here each token's loss is weighted; there a completion's, by the geometric mean of its weights
+    if uses_correction_weights:  # here each token's loss is weighted; there a completion's, by the geometric mean of its weights
         assert not torch.allclose(loss, expected, rtol=1e-3)
         return
     # One row of eight is empty: the old mean counts it, ours is over the completions that train.
@@ -128,7 +128,7 @@ def test_kl_cov_agrees_when_it_is_told_the_current_log_probs_for_the_covariance(
     objective = KlCovObjective(
         share=chosen.get("kl_cov_ratio", 2e-4),
         kl_cov_coef=chosen.get("ppo_kl_coef", 0.1),
-        is_corrected=CORRECTION_WEIGHTS in samples.columns,
+        uses_correction_weights=CORRECTION_WEIGHTS in samples.columns,
         aggregation=MODES[case["loss_agg_mode"]],
     )
     loss, gradient = computed(objective, held_by_old_rule(group, call, objective, samples), logprobs_of(group, call))
@@ -146,14 +146,14 @@ def test_clip_cov_has_the_old_gradient_when_it_is_told_the_current_log_probs_for
         share=chosen.get("clip_cov_ratio", 2e-4),
         low=chosen.get("clip_cov_lb", 1.0),
         high=chosen.get("clip_cov_ub", 5.0),
-        is_corrected=CORRECTION_WEIGHTS in samples.columns,
+        uses_correction_weights=CORRECTION_WEIGHTS in samples.columns,
         aggregation=MODES[case["loss_agg_mode"]],
     )
     held = held_by_old_rule(group, call, objective, samples)
     loss, gradient = computed(objective, held, logprobs_of(group, call))
     assert_close(gradient, old(group, f"{call}.grad_log_prob"))
     # A token that PPO's clip holds already may be chosen here and not there: its gradient is 0 in both, its loss 0 here alone.
-    assert float(held.columns[IS_HELD].sum()) > 0
+    assert float(held.columns[IS_SELECTED].sum()) > 0
     if call == "on_policy":
         assert_close(loss, old(group, f"{call}.loss"))
 
@@ -242,7 +242,9 @@ def test_importance_weights_agree_but_for_the_mean_that_normalises_those_of_comp
     config = RolloutCorrectionConfig(
         level=case["rollout_is"], truncate_at=case["rollout_is_threshold"], self_normalize=case["rollout_is_batch_normalize"]
     )
-    found = rollout_correction(config, samples=samples, old_logprobs=samples.columns["old"], rollout_logprobs=samples.columns["rollout"])
+    found = compute_rollout_correction(
+        config, samples=samples, old_logprobs=samples.columns["old"], rollout_logprobs=samples.columns["rollout"]
+    )
     weights, expected = grid(found.weights) * mask, tensors_of(CORE / "rollout_correction" / "outputs.safetensors")
     wanted = expected[f"{call}.rollout_is_weights"] * mask
     if case["rollout_is"] == "sequence" and case["rollout_is_batch_normalize"]:

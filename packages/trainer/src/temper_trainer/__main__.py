@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 
 from temper_engine_api.errors import ConfigError, TemperError
-from temper_trainer.config.folder import holds_run
-from temper_trainer.config_loading import LoadedConfig, load, printed, write_resolved
+from temper_trainer.config.run_files import contains_run
+from temper_trainer.config_loading import LoadedConfig, format_config, load, write_resolved
 from temper_trainer.config_loading.composition import PRIMARY
+from temper_trainer.config_loading.external_checks import check_external_objects, check_libraries
 from temper_trainer.config_loading.help_text import USAGE, help_text
-from temper_trainer.config_loading.outside import check_libraries, check_outside
-from temper_trainer.config_loading.sizes import derived_sizes
+from temper_trainer.config_loading.sizes import describe_sizes
 from temper_trainer.run_lock import RunLock
 from temper_trainer.runtime.planned import describe_plan
 
@@ -91,16 +91,16 @@ def _act(asked: argparse.Namespace) -> int:
         return _report(Path(asked.report))
     loaded = load(asked.overrides, config_dir=asked.config_dir, config_name=asked.config_name)
     if asked.print:
-        print(printed(loaded), end="")
+        print(format_config(loaded), end="")
         return 0
-    check_outside(loaded.config)
+    check_external_objects(loaded.config)
     if asked.check:
         placement = [f"  {line}" for line in describe_plan(loaded.config)]
         print(
             "\n  ".join(
                 [
                     "OK",
-                    *derived_sizes(loaded.config),
+                    *describe_sizes(loaded.config),
                     "placement:",
                     *placement,
                     f"digest: {loaded.digest}",
@@ -140,7 +140,7 @@ def _train(loaded: LoadedConfig, asked: argparse.Namespace, *, lock: RunLock) ->
     except RunInterrupted as error:
         code = 128 + error.signal_number
         end_process_at(error.deadline, code=code)
-        if not holds_run(Path(loaded.config.run.dir)):
+        if not contains_run(Path(loaded.config.run.dir)):
             return _fail(
                 f"interrupted before the first step was completed, start again with: {_same(asked)}",
                 code=code,

@@ -6,10 +6,12 @@ import torch
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.errors import BatchError
 from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.gdpo import decoupled_advantage
-from temper_trainer.algorithms.gpg import group_gradient_advantage
-from temper_trainer.algorithms.opo import optimal_baseline_advantage
-from temper_trainer.algorithms.remax import greedy_baseline_advantage
+from temper_trainer.algorithms.group_advantages import (
+    compute_gdpo_advantages,
+    compute_gpg_advantages,
+    compute_opo_advantages,
+    compute_remax_advantages,
+)
 from temper_trainer.config.algorithm import AlgorithmConfig
 
 TWO = from_sequences(
@@ -21,12 +23,12 @@ TWO = from_sequences(
 
 def test_remax_takes_the_greedy_completions_reward_away() -> None:
     rewards, baselines = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 1.0])
-    assert greedy_baseline_advantage(rewards, baselines=baselines).tolist() == [1.0, -1.0, 0.0]
+    assert compute_remax_advantages(rewards, baselines=baselines).tolist() == [1.0, -1.0, 0.0]
 
 
 def test_opo_weighs_the_baseline_by_length() -> None:
     # (1 * 1 + 3 * 0) / 4 = 0.25. The second group is flat.
-    found = optimal_baseline_advantage(
+    found = compute_opo_advantages(
         torch.tensor([1.0, 0.0, 0.3, 0.3]),
         lengths=torch.tensor([1, 3, 2, 9]),
         group_ids=torch.tensor([0, 0, 5, 5]),
@@ -36,7 +38,7 @@ def test_opo_weighs_the_baseline_by_length() -> None:
 
 def test_gpg_is_scaled_by_the_share_that_teaches() -> None:
     # B = 4, M = 2: twice (r - mean).
-    found = group_gradient_advantage(
+    found = compute_gpg_advantages(
         torch.tensor([1.0, 0.0, 1.0, 1.0]), group_ids=torch.tensor([0, 0, 1, 1])
     )
     assert found.tolist() == [1.0, -1.0, 0.0, 0.0]
@@ -44,7 +46,7 @@ def test_gpg_is_scaled_by_the_share_that_teaches() -> None:
 
 def test_gpg_of_groups_that_teach_nothing_is_zero() -> None:
     assert (
-        group_gradient_advantage(torch.ones(4), group_ids=torch.tensor([0, 0, 1, 1])).tolist()
+        compute_gpg_advantages(torch.ones(4), group_ids=torch.tensor([0, 0, 1, 1])).tolist()
         == [0.0] * 4
     )
 
@@ -52,7 +54,7 @@ def test_gpg_of_groups_that_teach_nothing_is_zero() -> None:
 def test_gdpo_normalises_each_reward_before_it_adds_them() -> None:
     # Each reward alone gives +-1/sqrt(2); weights 1 and 2: -0.7071 and +0.7071. Over 1 and 3 tokens: mean 0.35355, deviation 0.61237:
     # (-0.70711 - 0.35355) / 0.61237 = -1.73205, (0.70711 - 0.35355) / 0.61237 = 0.57735.
-    found = decoupled_advantage(
+    found = compute_gdpo_advantages(
         torch.tensor([[1.0, 0.0], [0.0, 1.0]]),
         weights=(1.0, 2.0),
         penalty=torch.zeros(2),

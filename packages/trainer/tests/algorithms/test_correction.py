@@ -5,9 +5,13 @@ import torch
 
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.errors import ConfigError
-from temper_trainer.algorithms.correction import Correction, rollout_correction
-from temper_trainer.algorithms.mismatch import effective_sample_share, mismatch_metrics
-from temper_trainer.config.correction import RolloutCorrectionConfig
+from temper_trainer.algorithms.rollout_correction import (
+    Correction,
+    compute_effective_sample_fraction,
+    compute_mismatch_metrics,
+    compute_rollout_correction,
+)
+from temper_trainer.config.algorithm import RolloutCorrectionConfig
 
 SAMPLES = from_sequences([torch.arange(4)], loss_masks=[torch.arange(4) > 0])
 ROLLOUT = torch.tensor([torch.nan, -1.0, -1.0, -1.0])
@@ -17,7 +21,9 @@ OLD = torch.tensor([torch.nan, -0.5, -2.0, -1.0])
 
 def corrected(**settings: object) -> Correction:
     config = RolloutCorrectionConfig(**settings)  # type: ignore[arg-type]
-    return rollout_correction(config, samples=SAMPLES, old_logprobs=OLD, rollout_logprobs=ROLLOUT)
+    return compute_rollout_correction(
+        config, samples=SAMPLES, old_logprobs=OLD, rollout_logprobs=ROLLOUT
+    )
 
 
 def test_weights_are_truncated_above() -> None:
@@ -52,7 +58,7 @@ def test_a_completion_too_far_from_the_trainer_is_left_out_whole(
 
 
 def test_equal_log_probs_correct_nothing() -> None:
-    found = rollout_correction(
+    found = compute_rollout_correction(
         RolloutCorrectionConfig(), samples=SAMPLES, old_logprobs=OLD, rollout_logprobs=OLD
     )
     assert found.weights.tolist() == [0.0, 1.0, 1.0, 1.0]
@@ -65,8 +71,8 @@ def test_the_effective_sample_share_is_always_reported() -> None:
         torch.tensor([0.0, 0.0, torch.tensor(3.0).log()]),
         torch.tensor([False, True, True]),
     )
-    found = mismatch_metrics(ours, rollout_logprobs=torch.zeros(3), loss_mask=mask)
-    assert effective_sample_share(found) == pytest.approx(0.8)
+    found = compute_mismatch_metrics(ours, rollout_logprobs=torch.zeros(3), loss_mask=mask)
+    assert compute_effective_sample_fraction(found) == pytest.approx(0.8)
     assert found["mismatch/ratio_max"].result == pytest.approx(3.0)
 
 

@@ -8,9 +8,13 @@ import torch
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import LOGPROB_AT_IDS, Aggregation, HeadOutput, HeadOutputs
-from temper_trainer.algorithms.combined import CombinedObjective
-from temper_trainer.algorithms.distillation import ReverseKlObjective, TopKObjective, teacher_reward
-from temper_trainer.algorithms.policy_loss import PolicyObjective
+from temper_trainer.algorithms.combined_objective import CombinedObjective
+from temper_trainer.algorithms.distillation_losses import (
+    ReverseKlObjective,
+    TopKObjective,
+    compute_teacher_reward,
+)
+from temper_trainer.algorithms.policy_losses import PpoObjective
 
 LOG = math.log
 
@@ -102,7 +106,7 @@ def test_reverse_kl_by_k2_pulls_to_the_teacher_and_is_clamped() -> None:
 def test_k1_as_a_loss_is_refused_and_as_a_reward_is_the_log_ratio() -> None:
     with pytest.raises(ConfigError, match="zero expected gradient"):
         ReverseKlObjective(estimator="k1")
-    reward = teacher_reward(
+    reward = compute_teacher_reward(
         torch.tensor([0.0, -1.0, -3.0, -1.0]),
         teacher_logprobs=torch.tensor([0.0, -2.0, -1.0, math.nan]),
         weights=torch.tensor([1.0, 1.0, 0.5, 0.0]),
@@ -120,7 +124,7 @@ def test_a_distillation_is_added_to_the_policys_loss() -> None:
         {"advantages": torch.tensor([0.0, 2.0]), "old_logprobs": torch.tensor([0.0, -1.0])}
     )
     objective = CombinedObjective(
-        parts=(PolicyObjective(), ReverseKlObjective()), coefs=(1.0, 0.5), aggregation=Aggregation()
+        parts=(PpoObjective(), ReverseKlObjective()), coefs=(1.0, 0.5), aggregation=Aggregation()
     )
     head_outputs = HeadOutputs(columns={HeadOutput.LOGPROB: torch.tensor([0.0, -1.0])})
     assert float(objective(head_outputs, batch).loss[1].detach()) == pytest.approx(-1.75)
@@ -129,4 +133,4 @@ def test_a_distillation_is_added_to_the_policys_loss() -> None:
 
 def test_parts_that_are_reduced_in_different_ways_are_refused() -> None:
     with pytest.raises(ConfigError, match="one aggregation for all"):
-        CombinedObjective(parts=(PolicyObjective(),), coefs=(1.0, 2.0), aggregation=Aggregation())
+        CombinedObjective(parts=(PpoObjective(),), coefs=(1.0, 2.0), aggregation=Aggregation())

@@ -2,12 +2,14 @@
 
 import pytest
 
-from temper_trainer.algorithms.entropy import entropy_controller
+from temper_trainer.algorithms.adaptive_coefficients import build_entropy_controller
 from temper_trainer.config.algorithm import AlgorithmConfig
 
 
 def test_the_weight_rises_below_the_target_and_falls_above_it_down_to_zero() -> None:
-    controller = entropy_controller(AlgorithmConfig(entropy_target=0.5, entropy_coef_step=0.01))
+    controller = build_entropy_controller(
+        AlgorithmConfig(entropy_target=0.5, entropy_coef_step=0.01)
+    )
     raised = controller.updated(entropy=0.4).updated(entropy=0.4)
     assert raised.coef == pytest.approx(0.02)
     assert raised.updated(entropy=0.6).coef == pytest.approx(0.01)
@@ -15,4 +17,7 @@ def test_the_weight_rises_below_the_target_and_falls_above_it_down_to_zero() -> 
 
 
 def test_without_a_target_the_weight_is_fixed() -> None:
-    assert entropy_controller(AlgorithmConfig(entropy_coef=-0.1)).updated(entropy=0.0).coef == -0.1
+    assert (
+        build_entropy_controller(AlgorithmConfig(entropy_coef=-0.1)).updated(entropy=0.0).coef
+        == -0.1
+    )

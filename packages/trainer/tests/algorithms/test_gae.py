@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
-from temper_trainer.algorithms.gae import generalised_advantage
-from temper_trainer.algorithms.trained_tokens import discounted_sums, outcome_at_last_token
+from temper_trainer.algorithms.token_advantages import (
+    compute_discounted_sums,
+    compute_gae,
+    place_at_last_token,
+)
 
 MASKS = st.lists(
     st.lists(st.booleans(), max_size=8).map(lambda tail: [False, *tail]), min_size=1, max_size=4
@@ -27,9 +30,9 @@ def test_three_tokens_by_hand() -> None:
     # delta_3 = 1 - 0.7 = 0.3; delta_2 = 0.9 * 0.7 - 0.6 = 0.03; delta_1 = 0.9 * 0.6 - 0.5 = 0.04; decay 0.9 * 0.8 = 0.72.
     # A_3 = 0.3; A_2 = 0.03 + 0.72 * 0.3 = 0.246; A_1 = 0.04 + 0.72 * 0.246 = 0.21712; returns are A + V.
     samples = samples_of([False, True, True, True])
-    rewards = outcome_at_last_token(torch.tensor([1.0]), samples=samples)
+    rewards = place_at_last_token(torch.tensor([1.0]), samples=samples)
     values = torch.tensor([9.0, 0.5, 0.6, 0.7])
-    advantages, returns = generalised_advantage(
+    advantages, returns = compute_gae(
         rewards, values=values, samples=samples, gamma=0.9, gae_lambda=0.8
     )
     assert advantages.tolist() == pytest.approx([0.0, 0.21712, 0.246, 0.3], abs=1e-6)
@@ -38,9 +41,9 @@ def test_three_tokens_by_hand() -> None:
 
 def test_a_tool_span_between_trained_tokens_changes_nothing_even_when_its_values_are_nan() -> None:
     samples = samples_of([False, True, False, False, True, True, False])
-    rewards = outcome_at_last_token(torch.tensor([1.0]), samples=samples)
+    rewards = place_at_last_token(torch.tensor([1.0]), samples=samples)
     values = torch.tensor([math.nan, 0.5, math.nan, math.nan, 0.6, 0.7, math.nan])
-    advantages, returns = generalised_advantage(
+    advantages, returns = compute_gae(
         rewards, values=values, samples=samples, gamma=0.9, gae_lambda=0.8
     )
     assert advantages.tolist() == pytest.approx([0.0, 0.21712, 0.0, 0.0, 0.246, 0.3, 0.0], abs=1e-6)
@@ -49,9 +52,9 @@ def test_a_tool_span_between_trained_tokens_changes_nothing_even_when_its_values
 
 def test_with_lambda_and_gamma_one_the_advantage_is_the_outcome_less_the_value() -> None:
     samples = samples_of([False, True, True], [False, True])
-    rewards = outcome_at_last_token(torch.tensor([2.0, -1.0]), samples=samples)
+    rewards = place_at_last_token(torch.tensor([2.0, -1.0]), samples=samples)
     values = torch.tensor([0.0, 0.5, 1.5, 0.0, 3.0])
-    advantages, returns = generalised_advantage(
+    advantages, returns = compute_gae(
         rewards, values=values, samples=samples, gamma=1.0, gae_lambda=1.0
     )
     assert advantages.tolist() == pytest.approx([0.0, 1.5, 0.5, 0.0, -4.0])
@@ -60,7 +63,7 @@ def test_with_lambda_and_gamma_one_the_advantage_is_the_outcome_less_the_value()
 
 def test_the_outcome_of_a_sample_without_trained_tokens_lands_nowhere() -> None:
     samples = samples_of([False, False], [False, True, False])
-    assert outcome_at_last_token(torch.tensor([5.0, 3.0]), samples=samples).tolist() == [
+    assert place_at_last_token(torch.tensor([5.0, 3.0]), samples=samples).tolist() == [
         0.0,
         0.0,
         0.0,
@@ -76,7 +79,7 @@ def test_gae_equals_a_loop_over_tokens(
     samples = samples_of(*masks)
     draw = torch.Generator().manual_seed(seed)
     rewards, values = torch.randn(2, samples.num_tokens, generator=draw, dtype=torch.float64)
-    found, _ = generalised_advantage(
+    found, _ = compute_gae(
         rewards, values=values, samples=samples, gamma=gamma, gae_lambda=gae_lambda
     )
     expected = loop_over_tokens(samples, rewards, values, gamma=gamma, gae_lambda=gae_lambda)
@@ -86,7 +89,7 @@ def test_gae_equals_a_loop_over_tokens(
 def test_long_samples_are_summed_over_their_whole_length() -> None:
     # 1 + 0.99 + ... + 0.99^999 = (1 - 0.99^1000) / 0.01.
     samples = samples_of([False] + [True] * 1000)
-    sums = discounted_sums(torch.ones(1001), samples=samples, decay=0.99)
+    sums = compute_discounted_sums(torch.ones(1001), samples=samples, decay=0.99)
     assert float(sums[1]) == pytest.approx((1 - 0.99**1000) / 0.01)
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from temper_engine_api.batch import from_sequences
-from temper_trainer.algorithms.kl import KlEstimator, estimate_kl, kl_controller, sequence_kl
+from temper_trainer.algorithms.adaptive_coefficients import build_kl_controller
+from temper_trainer.algorithms.kl import KlEstimator, estimate_kl, mean_sequence_kl
 from temper_trainer.config.algorithm import AlgorithmConfig
 
 EVERY: tuple[KlEstimator, ...] = ("k1", "k2", "k3")
@@ -87,7 +88,7 @@ def test_the_expected_gradient_of_each_estimator_is_that_of_its_divergence(
 
 
 def test_a_controller_without_target_stays_as_it_is() -> None:
-    controller = kl_controller(AlgorithmConfig(kl_reward_coef=0.1))
+    controller = build_kl_controller(AlgorithmConfig(kl_reward_coef=0.1))
     assert controller.updated(kl=100.0, num_samples=64) == controller
 
 
@@ -97,13 +98,13 @@ def test_a_controller_without_target_stays_as_it_is() -> None:
 )
 def test_an_adaptive_controller_follows_the_error_up_to_a_fifth(kl: float, expected: float) -> None:
     # 100 samples over a horizon of 10,000 is 0.01; errors of 6.6, 60, 0 and 6 over 6 are 0.1, 9 (held at 0.2), -1 (held) and 0.
-    controller = kl_controller(AlgorithmConfig(kl_reward_coef=0.2, kl_target=6.0))
+    controller = build_kl_controller(AlgorithmConfig(kl_reward_coef=0.2, kl_target=6.0))
     assert controller.updated(kl=kl, num_samples=100).coef == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
 def test_a_step_whose_kl_is_no_number_leaves_an_adaptive_controller_as_it_was(kl: float) -> None:
-    controller = kl_controller(AlgorithmConfig(kl_reward_coef=0.2, kl_target=6.0))
+    controller = build_kl_controller(AlgorithmConfig(kl_reward_coef=0.2, kl_target=6.0))
     assert controller.updated(kl=kl, num_samples=100) == controller
 
 
@@ -112,6 +113,6 @@ def test_sequence_kl_sums_tokens_and_averages_samples() -> None:
     samples = from_sequences(
         [torch.arange(3), torch.arange(2)], loss_masks=[torch.arange(n) >= 1 for n in (3, 2)]
     )
-    assert sequence_kl(
+    assert mean_sequence_kl(
         torch.tensor([math.nan, 1.0, 2.0, math.nan, 4.0]), samples=samples
     ) == pytest.approx(3.5)

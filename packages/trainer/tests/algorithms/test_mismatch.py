@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from temper_trainer.algorithms.mismatch import mismatch_metrics
+from temper_trainer.algorithms.rollout_correction import compute_mismatch_metrics
 
 
 def test_the_distance_is_measured_over_trained_tokens_only() -> None:
@@ -13,7 +13,7 @@ def test_the_distance_is_measured_over_trained_tokens_only() -> None:
     # (e^0.1 - 1.1) + (e^-0.3 - 1 + 0.3) = 0.005171 + 0.040818 = 0.045989, half of it 0.022995.
     ours = torch.tensor([math.nan, -0.9, -1.3, 5.0])
     theirs = torch.tensor([0.0, -1.0, -1.0, math.nan])
-    found = mismatch_metrics(
+    found = compute_mismatch_metrics(
         ours, rollout_logprobs=theirs, loss_mask=torch.tensor([False, True, True, False])
     )
     assert found["mismatch/abs_mean"].result == pytest.approx(0.2, abs=1e-6)
@@ -23,7 +23,7 @@ def test_the_distance_is_measured_over_trained_tokens_only() -> None:
 
 def test_equal_measurements_have_no_mismatch() -> None:
     logprobs = torch.tensor([0.0, -2.0])
-    found = mismatch_metrics(
+    found = compute_mismatch_metrics(
         logprobs, rollout_logprobs=logprobs, loss_mask=torch.tensor([False, True])
     )
     distances = ("mismatch/abs_mean", "mismatch/abs_max", "mismatch/kl")

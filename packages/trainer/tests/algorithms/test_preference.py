@@ -10,7 +10,7 @@ from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Aggregation, HeadOutput, HeadOutputs, Objective
 from temper_engine_api.reduction import count_denominators, reduce_loss
-from temper_trainer.algorithms.preference import DpoObjective, RewardModelObjective
+from temper_trainer.algorithms.supervised_losses import DpoObjective, RewardModelObjective
 
 LOGPROBS = torch.tensor([0.0, -1.0, -1.0, 0.0, -2.0])
 """Chosen: two tokens, sum -2, mean -1; rejected: one token, -2."""

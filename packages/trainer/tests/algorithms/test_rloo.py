@@ -5,19 +5,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_trainer.algorithms.rloo import leave_one_out_advantage
+from temper_trainer.algorithms.group_advantages import compute_rloo_advantages
 
 
 def test_the_baseline_is_the_mean_of_the_others() -> None:
     # 3 - (1 + 2) / 2 = 1.5;  1 - (3 + 2) / 2 = -1.5;  2 - (3 + 1) / 2 = 0.
-    found = leave_one_out_advantage(
+    found = compute_rloo_advantages(
         torch.tensor([3.0, 1.0, 2.0]), group_ids=torch.tensor([4, 4, 4])
     )
     assert found.tolist() == pytest.approx([1.5, -1.5, 0.0])
 
 
 def test_a_group_of_one_has_no_others_and_gets_zero() -> None:
-    assert leave_one_out_advantage(torch.tensor([5.0]), group_ids=torch.tensor([0])).tolist() == [
+    assert compute_rloo_advantages(torch.tensor([5.0]), group_ids=torch.tensor([0])).tolist() == [
         0.0
     ]
 
@@ -29,5 +29,5 @@ def test_rloo_equals_a_loop_over_the_others(pairs: list[tuple[int, float]]) -> N
         others = [r for j, (g, r) in enumerate(pairs) if g == group and j != i]
         expected.append(reward - sum(others) / len(others) if others else 0.0)
     rewards = torch.tensor([r for _, r in pairs], dtype=torch.float64)
-    found = leave_one_out_advantage(rewards, group_ids=torch.tensor([g for g, _ in pairs]))
+    found = compute_rloo_advantages(rewards, group_ids=torch.tensor([g for g, _ in pairs]))
     assert found.tolist() == pytest.approx(expected, abs=1e-9)

@@ -6,7 +6,7 @@ import torch
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
-from temper_trainer.algorithms.sft_loss import SftObjective
+from temper_trainer.algorithms.supervised_losses import SftObjective
 
 
 def test_the_loss_is_the_mean_over_all_trained_tokens_not_over_sequences() -> None:

@@ -22,16 +22,21 @@ from temper_engine_api.objective import (
 )
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators, reduce_loss, sequence_sum
-from temper_trainer.algorithms.cispo import CispoObjective
-from temper_trainer.algorithms.combined import CombinedObjective
-from temper_trainer.algorithms.covariance import ClipCovObjective, KlCovObjective
-from temper_trainer.algorithms.distillation import ReverseKlObjective, TopKObjective
-from temper_trainer.algorithms.gmpo import GmpoObjective
-from temper_trainer.algorithms.gspo import GspoObjective
-from temper_trainer.algorithms.policy_loss import PolicyObjective
-from temper_trainer.algorithms.preference import DpoObjective, RewardModelObjective
-from temper_trainer.algorithms.sapo import SapoObjective
-from temper_trainer.algorithms.sft_loss import SftObjective
+from temper_trainer.algorithms.combined_objective import CombinedObjective
+from temper_trainer.algorithms.covariance_losses import ClipCovObjective, KlCovObjective
+from temper_trainer.algorithms.distillation_losses import ReverseKlObjective, TopKObjective
+from temper_trainer.algorithms.policy_losses import (
+    CispoObjective,
+    GmpoObjective,
+    GspoObjective,
+    PpoObjective,
+    SapoObjective,
+)
+from temper_trainer.algorithms.supervised_losses import (
+    DpoObjective,
+    RewardModelObjective,
+    SftObjective,
+)
 from temper_trainer.algorithms.value_loss import ValueObjective
 
 TOKEN_LEVEL = (
@@ -44,17 +49,17 @@ OBJECTIVES: tuple[Objective, ...] = (
     *(SftObjective(aggregation=a) for a in TOKEN_LEVEL),
     *(ValueObjective(clip=0.2, aggregation=a) for a in TOKEN_LEVEL),
     *(
-        PolicyObjective(entropy_coef=0.1, kl_coef=0.1, dual_clip=2.0, aggregation=a)
+        PpoObjective(entropy_coef=0.1, kl_coef=0.1, dual_clip=2.0, aggregation=a)
         for a in TOKEN_LEVEL
     ),
     ValueObjective(),
-    PolicyObjective(old_is_current=True),
-    PolicyObjective(kl_coef=0.5, kl_estimator="k2"),
-    PolicyObjective(is_corrected=True, watches_entropy=True),
+    PpoObjective(old_is_current=True),
+    PpoObjective(kl_coef=0.5, kl_estimator="k2"),
+    PpoObjective(uses_correction_weights=True, reports_entropy=True),
     *(GspoObjective(aggregation=a) for a in TOKEN_LEVEL),
     *(GmpoObjective(clip_low=0.1, clip_high=0.1, aggregation=a) for a in TOKEN_LEVEL),
     CispoObjective(aggregation=TOKEN_LEVEL[1]),
-    ClipCovObjective(share=0.2, low=0.0, high=9.0, is_corrected=True),
+    ClipCovObjective(share=0.2, low=0.0, high=9.0, uses_correction_weights=True),
     KlCovObjective(share=0.2),
     SapoObjective(kl_coef=0.1),
     *(ReverseKlObjective(clamp=0.5, aggregation=a) for a in TOKEN_LEVEL),
@@ -64,7 +69,7 @@ OBJECTIVES: tuple[Objective, ...] = (
     DpoObjective(loss="ipo"),
     RewardModelObjective(center_coef=0.1),
     CombinedObjective(
-        parts=(PolicyObjective(), ReverseKlObjective()), coefs=(1.0, 0.3), aggregation=Aggregation()
+        parts=(PpoObjective(), ReverseKlObjective()), coefs=(1.0, 0.3), aggregation=Aggregation()
     ),
 )
 LENGTHS = (7, 2, 9, 4, 9, 5)

@@ -11,17 +11,19 @@ from packages.trainer.tests.algorithms.surrogates_for_tests import (
 )
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import Aggregation, AggregationMode
-from temper_trainer.algorithms.cispo import CispoObjective
-from temper_trainer.algorithms.covariance import (
-    IS_HELD,
+from temper_trainer.algorithms.covariance_losses import (
+    IS_SELECTED,
     ClipCovObjective,
     KlCovObjective,
-    covariances,
+    compute_covariances,
 )
-from temper_trainer.algorithms.gmpo import GmpoObjective
-from temper_trainer.algorithms.gspo import GspoObjective
-from temper_trainer.algorithms.policy_loss import PolicyObjective
-from temper_trainer.algorithms.sapo import SapoObjective
+from temper_trainer.algorithms.policy_losses import (
+    CispoObjective,
+    GmpoObjective,
+    GspoObjective,
+    PpoObjective,
+    SapoObjective,
+)
 
 PER_SEQUENCE = Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_MEAN)
 
@@ -92,17 +94,17 @@ def test_sapo_refuses_a_temperature_of_zero() -> None:
 
 
 def test_clip_cov_silences_tokens_whose_covariance_is_large() -> None:
-    # Log-probs deviate by 1, 1, -1, -1, advantages by 1, -1, 1, -1: covariances 1, -1, -1, 1. Half of 4 tokens: both candidates are held.
+    # Log-probs deviate by 1, 1, -1, -1, advantages by 1, -1, 1, -1: compute_covariances 1, -1, -1, 1. Half of 4 tokens: both candidates are held.
     columns = {"advantages": [1.0, -1.0, 1.0, -1.0], "old_logprobs": [-1.0, -1.0, -3.0, -3.0]}
     objective, batch = ClipCovObjective(share=0.5, low=0.5, high=2.0), batch_of(columns)
-    assert covariances(batch)[1:].tolist() == pytest.approx([1.0, -1.0, -1.0, 1.0])
+    assert compute_covariances(batch)[1:].tolist() == pytest.approx([1.0, -1.0, -1.0, 1.0])
     assert losses(objective, answers_of([-1.0, -1.0, -3.0, -3.0]), batch) == pytest.approx(
         [0.0, 1.0, -1.0, 0.0]
     )
 
 
 def test_kl_cov_holds_the_token_of_highest_covariance_near_the_old_policy() -> None:
-    # Deviations 2, 1, 0, -3 and 1, 1, -1, -1: covariances 2, 1, 0, 3; a quarter of 4 is the last. rho = e^0.2 = 1.221403; 0.5 * 0.2 = 0.1.
+    # Deviations 2, 1, 0, -3 and 1, 1, -1, -1: compute_covariances 2, 1, 0, 3; a quarter of 4 is the last. rho = e^0.2 = 1.221403; 0.5 * 0.2 = 0.1.
     columns = {"advantages": [1.0, 1.0, -1.0, -1.0], "old_logprobs": [-1.0, -2.0, -3.0, -6.0]}
     objective = KlCovObjective(share=0.25, kl_cov_coef=0.5)
     found = losses(objective, answers_of([-0.8, -1.8, -2.8, -5.8]), batch_of(columns))
@@ -118,10 +120,10 @@ def test_the_same_tokens_are_held_whatever_the_order_of_the_samples() -> None:
     batch = batch_of(*sequences)
     turned = batch.select([4, 0, 5, 2, 1, 3])
     for objective in (ClipCovObjective(share=0.2, low=0.0, high=9.0), KlCovObjective(share=0.2)):
-        held, held_turned = (objective.prepare(b, seed=9)[IS_HELD] for b in (batch, turned))
+        held, held_turned = (objective.prepare(b, seed=9)[IS_SELECTED] for b in (batch, turned))
         assert float(held.sum()) == 6.0
         assert torch.equal(
-            batch.with_columns({IS_HELD: held}).select([4, 0, 5, 2, 1, 3]).columns[IS_HELD],
+            batch.with_columns({IS_SELECTED: held}).select([4, 0, 5, 2, 1, 3]).columns[IS_SELECTED],
             held_turned,
         )
 
@@ -130,6 +132,8 @@ def test_correction_weights_multiply_the_surrogate_and_nothing_else() -> None:
     # rho = 1, A = 2, weight 0.5: -1; less 0.1 * entropy 0.5.
     columns = {"advantages": [2.0], "old_logprobs": [-1.0], "correction_weights": [0.5]}
     found = losses(
-        PolicyObjective(entropy_coef=0.1, is_corrected=True), answers_of([-1.0]), batch_of(columns)
+        PpoObjective(entropy_coef=0.1, uses_correction_weights=True),
+        answers_of([-1.0]),
+        batch_of(columns),
     )
     assert found == pytest.approx([-1.05])

@@ -9,7 +9,7 @@ from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.metrics import merge_metrics
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
-from temper_trainer.algorithms.value_loss import ValueObjective, explained_variance
+from temper_trainer.algorithms.value_loss import ValueObjective, compute_explained_variance
 
 
 def batch_of(returns: list[float], values: list[float] | None = None) -> SequenceBatch:
@@ -68,10 +68,12 @@ def test_explained_variance_merges_over_micro_batches() -> None:
         ValueObjective()(answers_of([0.0, 1.0]), batch_of([0.0, 2.0])).metrics,
         ValueObjective()(answers_of([5.0]), batch_of([4.0])).metrics,
     ]
-    assert explained_variance(merge_metrics(parts)) == pytest.approx(0.75, abs=1e-6)
+    assert compute_explained_variance(merge_metrics(parts)) == pytest.approx(0.75, abs=1e-6)
 
 
 def test_returns_that_never_vary_have_no_explained_variance() -> None:
     assert math.isnan(
-        explained_variance(ValueObjective()(answers_of([1.0, 2.0]), batch_of([1.0, 1.0])).metrics)
+        compute_explained_variance(
+            ValueObjective()(answers_of([1.0, 2.0]), batch_of([1.0, 1.0])).metrics
+        )
     )

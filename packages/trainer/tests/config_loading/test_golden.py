@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from temper_trainer.config_loading import load
-from temper_trainer.config_loading.schema import leaves_of
+from temper_trainer.config_loading.schema import flatten
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*/*/config.yaml"))
 
@@ -19,10 +19,10 @@ GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*/*/config.yaml"))
 def test_a_released_configuration_still_means_the_same(file: Path) -> None:
     written = yaml.safe_load(file.read_text())
     del written["defaults"]
-    now = leaves_of(load([], config_dir=str(file.parent), config_name="config").resolved)
+    now = flatten(load([], config_dir=str(file.parent), config_name="config").resolved)
     changed = {
         key: (value, now.get(key))
-        for key, value in leaves_of(written).items()
+        for key, value in flatten(written).items()
         if now.get(key, "is gone") != value
     }
     assert changed == {}

@@ -4,10 +4,10 @@ import pytest
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_fsdp.config import FSDPConfig
-from temper_trainer.config.run import TrainerConfig
-from temper_trainer.config_loading.schema import defaults_of, keys_of
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.config_loading.schema import collect_defaults, collect_keys
 from temper_trainer.config_loading.structuring import structure
-from temper_trainer.config_loading.unknown_keys import exists
+from temper_trainer.config_loading.unknown_keys import is_known_key
 
 GIVEN = {
     "data": {"train": {"paths": ["train.jsonl"]}},
@@ -17,7 +17,7 @@ GIVEN = {
 
 
 def test_each_named_block_gets_its_defaults() -> None:
-    defaults = defaults_of(TrainerConfig, engine_class=FSDPConfig, given=GIVEN)
+    defaults = collect_defaults(TrainerConfig, engine_class=FSDPConfig, given=GIVEN)
     teachers = defaults["teachers"]
     assert isinstance(teachers, dict)
     assert teachers["math"]["pool"] == "teacher"  # type: ignore[index, call-overload]
@@ -37,7 +37,7 @@ def test_each_named_block_gets_its_defaults() -> None:
     ],
 )
 def test_keys_below_a_name_are_checked_like_any_other(key: str, is_known: bool) -> None:
-    assert exists(key, known=keys_of(TrainerConfig, engine_class=FSDPConfig)) is is_known
+    assert is_known_key(key, known=collect_keys(TrainerConfig, engine_class=FSDPConfig)) is is_known
 
 
 def test_a_wrong_value_below_a_name_is_named_with_its_whole_key() -> None:

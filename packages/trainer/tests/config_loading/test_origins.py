@@ -5,8 +5,8 @@ import yaml
 
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.config_loading.composition import Layer
-from temper_trainer.config_loading.origins import origins_of
-from temper_trainer.config_loading.schema import leaves_of
+from temper_trainer.config_loading.loading import find_origins
+from temper_trainer.config_loading.schema import flatten
 from temper_trainer.metrics.run_files import read_settings
 
 from .conftest import RL
@@ -14,7 +14,7 @@ from .conftest import RL
 
 def test_every_value_has_an_origin() -> None:
     loaded = load(["experiment=quickstart", "algorithm=ppo"])
-    assert set(loaded.origins) == set(leaves_of(loaded.resolved))
+    assert set(loaded.origins) == set(flatten(loaded.resolved))
 
 
 def test_origin_is_default_group_or_command_line() -> None:
@@ -33,7 +33,7 @@ def test_last_layer_that_speaks_of_a_key_or_its_block_is_its_origin() -> None:
         Layer(origin="file f.yaml", leaves=("x",)),
         Layer(origin="command line", leaves=("x.z",)),
     ]
-    assert origins_of({"x.y": 1, "x.z": 2, "w": 3}, layers=layers) == {
+    assert find_origins({"x.y": 1, "x.z": 2, "w": 3}, layers=layers) == {
         "x.y": "file f.yaml",
         "x.z": "command line",
         "w": "default",
@@ -45,7 +45,7 @@ def test_a_deletion_makes_a_default_again() -> None:
         Layer(origin="group a=b", leaves=("x.y",)),
         Layer(origin="command line", leaves=("x",), is_deletion=True),
     ]
-    assert origins_of({"x.y": 1}, layers=layers) == {"x.y": "default"}
+    assert find_origins({"x.y": 1}, layers=layers) == {"x.y": "default"}
 
 
 def test_written_config_repeats_the_run(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@ from dataclasses import dataclass
 
 from temper_engine_api.specs import EngineConfig, OptimizerSpec
 from temper_engine_fsdp.config import FSDPConfig
-from temper_trainer.config.run import TrainerConfig
-from temper_trainer.config_loading.schema import defaults_of, keys_of, leaves_of, plain
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.config_loading.schema import collect_defaults, collect_keys, flatten, to_plain
 from temper_trainer.config_loading.structuring import describe_type
 
 
@@ -15,34 +15,36 @@ class Outer:
 
 
 def test_keys_go_through_optional_blocks_and_the_engines_own_class() -> None:
-    keys = keys_of(TrainerConfig, engine_class=FSDPConfig)
+    keys = collect_keys(TrainerConfig, engine_class=FSDPConfig)
     assert {"critic.engine.fsdp_size", "data.eval.paths", "warm_start.optimizer.lr", "run"} <= set(
         keys
     )
-    assert "critic.engine.fsdp_size" not in keys_of(TrainerConfig, engine_class=EngineConfig)
+    assert "critic.engine.fsdp_size" not in collect_keys(TrainerConfig, engine_class=EngineConfig)
 
 
 def test_defaults_leave_out_what_has_none_and_what_is_off() -> None:
-    defaults = defaults_of(Outer, engine_class=EngineConfig, given={})
+    defaults = collect_defaults(Outer, engine_class=EngineConfig, given={})
     assert defaults["optimizer"] is None
     assert defaults["names"] == ["a"]
     assert isinstance(defaults["engine"], dict)
-    assert defaults["engine"]["optimizer"] == plain(OptimizerSpec())
+    assert defaults["engine"]["optimizer"] == to_plain(OptimizerSpec())
 
 
 def test_optional_block_gets_its_defaults_once_something_in_it_is_set() -> None:
-    defaults = defaults_of(Outer, engine_class=EngineConfig, given={"optimizer": {"lr": 0.5}})
-    assert defaults["optimizer"] == plain(OptimizerSpec())
+    defaults = collect_defaults(Outer, engine_class=EngineConfig, given={"optimizer": {"lr": 0.5}})
+    assert defaults["optimizer"] == to_plain(OptimizerSpec())
 
 
 def test_block_that_is_switched_off_stays_off() -> None:
-    defaults = defaults_of(Outer, engine_class=EngineConfig, given={"engine": {"optimizer": None}})
+    defaults = collect_defaults(
+        Outer, engine_class=EngineConfig, given={"engine": {"optimizer": None}}
+    )
     assert isinstance(defaults["engine"], dict)
     assert defaults["engine"]["optimizer"] is None
 
 
 def test_leaves_are_values_lists_and_empty_mappings() -> None:
-    assert leaves_of({"a": {"b": 1, "c": {}}, "d": [1, 2], "e": None}) == {
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [1, 2], "e": None}) == {
         "a.b": 1,
         "a.c": {},
         "d": [1, 2],

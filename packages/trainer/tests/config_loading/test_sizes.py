@@ -1,5 +1,5 @@
 from temper_trainer.config_loading import load
-from temper_trainer.config_loading.sizes import derived_sizes
+from temper_trainer.config_loading.sizes import describe_sizes
 
 from .conftest import RL, SFT
 
@@ -11,7 +11,7 @@ def test_sizes_of_rl_multiply_out() -> None:
         "batching.num_mini_batches=3",
         "batching.num_passes=2",
     ]
-    lines = derived_sizes(load([*RL, *overrides, "run.total_steps=10"]).config)
+    lines = describe_sizes(load([*RL, *overrides, "run.total_steps=10"]).config)
     assert lines[0] == "a step: 6 prompts x 4 = 24 completions, 6 updates"  # 3 mini-batches, twice
     assert lines[1] == "an update: 8 completions"  # 24 / 3
     assert lines[2] == "a run: 10 steps = 240 completions, 60 updates"
@@ -19,7 +19,7 @@ def test_sizes_of_rl_multiply_out() -> None:
 
 
 def test_a_step_is_told_in_tokens_too() -> None:
-    lines = derived_sizes(
+    lines = describe_sizes(
         load([*RL, "batching.prompts_per_step=6", "algorithm.group_size=4"]).config
     )
     assert lines[4] == "a step's tokens: at most 24 x 1,536 = 36,864"
@@ -33,7 +33,7 @@ def test_turns_and_the_answers_between_them_count_in_a_sample() -> None:
         "environment.max_observation_tokens=8",
         "sampling.max_tokens=20",
     ]
-    lines = derived_sizes(load([*RL, *overrides]).config)
+    lines = describe_sizes(load([*RL, *overrides]).config)
     assert (
         "a rollout: at most 3 completions of 20 tokens each, and answers of 8 between them" in lines
     )
@@ -41,11 +41,11 @@ def test_turns_and_the_answers_between_them_count_in_a_sample() -> None:
 
 
 def test_what_is_sampled_besides_is_told() -> None:
-    lines = derived_sizes(load([*RL, "algorithm=remax", "batching.prompts_per_step=6"]).config)
+    lines = describe_sizes(load([*RL, "algorithm=remax", "batching.prompts_per_step=6"]).config)
     assert (
         "besides: 6 greedy completions a step, which are compared with and not trained on" in lines
     )
-    lines = derived_sizes(
+    lines = describe_sizes(
         load(
             [*RL, "algorithm=dapo", "batching.prompts_per_step=6", "algorithm.group_size=4"]
         ).config
@@ -57,12 +57,12 @@ def test_what_is_sampled_besides_is_told() -> None:
 
 
 def test_tasks_without_training_tell_what_they_sample() -> None:
-    lines = derived_sizes(load([*RL, "task=generate", "generate.num_completions=3"]).config)
+    lines = describe_sizes(load([*RL, "task=generate", "generate.num_completions=3"]).config)
     assert (
         lines[0]
         == "a prompt: 3 completions of at most 1,024 + 512 = 1,536 tokens, the prompt included"
     )
-    lines = derived_sizes(load([*RL, "task=eval", "run.eval_sampling.max_tokens=100"]).config)
+    lines = describe_sizes(load([*RL, "task=eval", "run.eval_sampling.max_tokens=100"]).config)
     assert (
         lines[0]
         == "a problem: 1 completion of at most 1,024 + 100 = 1,124 tokens, the prompt included"
@@ -70,7 +70,7 @@ def test_tasks_without_training_tell_what_they_sample() -> None:
 
 
 def test_sizes_of_a_run_with_a_warm_start_begin_with_it() -> None:
-    lines = derived_sizes(
+    lines = describe_sizes(
         load(
             ["experiment=quickstart", "warm_start.total_steps=30", "warm_start.batch_size=50"]
         ).config
@@ -80,10 +80,10 @@ def test_sizes_of_a_run_with_a_warm_start_begin_with_it() -> None:
 
 
 def test_sizes_of_sft_count_demonstrations() -> None:
-    lines = derived_sizes(load([*SFT, "batching.prompts_per_step=32", "run.total_steps=5"]).config)
+    lines = describe_sizes(load([*SFT, "batching.prompts_per_step=32", "run.total_steps=5"]).config)
     assert lines[0] == "a run: 5 updates of 32 demonstrations = 160 demonstrations"
 
 
 def test_a_frozen_role_says_so() -> None:
-    lines = derived_sizes(load([*RL, "ref=frozen", "algorithm.kl_loss_coef=0.1"]).config)
+    lines = describe_sizes(load([*RL, "ref=frozen", "algorithm.kl_loss_coef=0.1"]).config)
     assert "ref: model on fsdp, 1 worker, bf16, frozen" in lines

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_trainer.data.order import PromptStream, epoch_order
 from temper_trainer.data.rows import DataError
+from temper_trainer.data.streams import InMemoryStream, epoch_order
 from temper_trainer.types import DataCursor
 
 ORDER_OF_SEED_0 = [4, 5, 0, 7, 2, 3, 1, 6]
@@ -16,7 +16,7 @@ TAKES = st.lists(st.integers(0, 25), min_size=1, max_size=8)
 def test_every_epoch_hands_out_every_item_once(
     num_items: int, seed: int, takes: list[int], shuffle: bool
 ) -> None:
-    stream = PromptStream(range(num_items), seed=seed, shuffle=shuffle)
+    stream = InMemoryStream(range(num_items), seed=seed, shuffle=shuffle)
     handed = [item for count in takes for item in stream.take(count)]
     assert len(handed) == sum(takes)
     for start in range(0, len(handed) - num_items + 1, num_items):
@@ -35,15 +35,15 @@ def test_every_epoch_hands_out_every_item_once(
 def test_resuming_at_any_cursor_goes_on_exactly(
     num_items: int, seed: int, before: int, after: int
 ) -> None:
-    whole = PromptStream(range(num_items), seed=seed, shuffle=True)
+    whole = InMemoryStream(range(num_items), seed=seed, shuffle=True)
     whole.take(before)
-    resumed = PromptStream(range(num_items), seed=seed, shuffle=True, cursor=whole.cursor)
+    resumed = InMemoryStream(range(num_items), seed=seed, shuffle=True, cursor=whole.cursor)
     assert resumed.take(after) == whole.take(after)
     assert resumed.cursor == whole.cursor
 
 
 def test_a_cursor_at_the_end_of_an_epoch_begins_the_next() -> None:
-    stream = PromptStream("abc", seed=1, shuffle=True, cursor=DataCursor(epoch=4, index=3))
+    stream = InMemoryStream("abc", seed=1, shuffle=True, cursor=DataCursor(epoch=4, index=3))
     assert stream.cursor == DataCursor(epoch=5, index=0)
     assert stream.take(3) == [
         *map("abc".__getitem__, epoch_order(3, seed=1, epoch=5, shuffle=True))
@@ -60,9 +60,9 @@ def test_the_order_of_an_epoch_is_the_same_in_every_python() -> None:
 
 def test_nothing_to_hand_out_is_refused() -> None:
     with pytest.raises(DataError, match="nothing to hand out"):
-        PromptStream([], seed=0, shuffle=True)
+        InMemoryStream([], seed=0, shuffle=True)
 
 
 def test_a_cursor_of_other_data_is_refused() -> None:
     with pytest.raises(DataError, match="stands at 4 of epoch 1, but there are 3 items"):
-        PromptStream("abc", seed=0, shuffle=True, cursor=DataCursor(epoch=1, index=4))
+        InMemoryStream("abc", seed=0, shuffle=True, cursor=DataCursor(epoch=1, index=4))

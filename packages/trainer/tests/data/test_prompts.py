@@ -11,10 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import DataConfig, SourceConfig, TokenizerConfig
-from temper_trainer.data.prompts import encode_demonstrations, encode_prompts
+from temper_trainer.data.prompts import encode_demonstrations, encode_prompts, read_tools
 from temper_trainer.data.rows import ChatMessage, DataError, Row
 from temper_trainer.data.tokenizer import build_tokenizer
-from temper_trainer.data.tools import read_tools
 
 CONFIG = DataConfig(train=SourceConfig(paths=("unused",)), prompt_template="Q: {prompt}\n")
 TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"

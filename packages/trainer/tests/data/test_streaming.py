@@ -5,17 +5,17 @@ from collections.abc import Iterator
 import pytest
 
 from temper_trainer.data.rows import DataError
-from temper_trainer.data.streaming import StreamedItems
+from temper_trainer.data.streams import BufferedStream
 from temper_trainer.types import DataCursor
 
 
 def stream(
     *, shuffle: bool = True, cursor: DataCursor | None = None, num_items: int = 10
-) -> StreamedItems[int]:
+) -> BufferedStream[int]:
     def one_pass() -> Iterator[int]:
         yield from range(num_items)
 
-    return StreamedItems(one_pass, seed=3, buffer=4, shuffle=shuffle, cursor=cursor)
+    return BufferedStream(one_pass, seed=3, buffer=4, shuffle=shuffle, cursor=cursor)
 
 
 def test_each_pass_hands_out_every_item_once_in_its_own_order() -> None:

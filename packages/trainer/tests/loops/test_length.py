@@ -7,7 +7,7 @@ import pytest
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.schedule import learning_rate
 from temper_engine_api.specs import ScheduleSpec
-from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading import load
 from temper_trainer.data.rows import DataError
 from temper_trainer.loops.length import with_length

@@ -4,9 +4,12 @@ import threading
 
 import pytest
 
-from temper_trainer.reward.exact_match import exact_match
-from temper_trainer.reward.gsm8k import gsm8k_flexible, gsm8k_strict
-from temper_trainer.reward.math_verify import math_verify
+from temper_trainer.reward.builtin_rewards import (
+    exact_match,
+    gsm8k_flexible,
+    gsm8k_strict,
+    math_verify,
+)
 from temper_trainer.types import Prompt
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.data import RewardConfig
-from temper_trainer.reward.gsm8k import gsm8k_strict
+from temper_trainer.config.reward import RewardConfig
+from temper_trainer.reward.builtin_rewards import gsm8k_strict
 from temper_trainer.reward.registry import register_reward, resolve_reward
 from temper_trainer.types import Prompt
 
@@ -15,7 +15,7 @@ from temper_trainer.types import Prompt
 def test_a_registered_name_and_an_import_path_find_the_same_function() -> None:
     assert resolve_reward(RewardConfig(function="gsm8k_strict")) is gsm8k_strict
     assert (
-        resolve_reward(RewardConfig(function="temper_trainer.reward.gsm8k:gsm8k_strict"))
+        resolve_reward(RewardConfig(function="temper_trainer.reward.builtin_rewards:gsm8k_strict"))
         is gsm8k_strict
     )
 
@@ -40,8 +40,8 @@ def test_a_function_can_be_registered_once_under_a_name() -> None:
             "no_such_module:f",
             "names module 'no_such_module', which can't be imported .*: put the folder that holds it on PYTHONPATH",
         ),
-        ("temper_trainer.reward.gsm8k:gsm8k_stict", "did you mean 'gsm8k_strict'"),
-        ("temper_trainer.reward.gsm8k:MARK", "has no such function"),
+        ("temper_trainer.reward.builtin_rewards:gsm8k_stict", "did you mean 'gsm8k_strict'"),
+        ("temper_trainer.reward.builtin_rewards:MARK", "has no such function"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_refused_with_the_nearest(

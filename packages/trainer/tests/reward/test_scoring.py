@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.data import RewardConfig
+from temper_trainer.config.reward import RewardConfig
 from temper_trainer.reward.outcome import Item
 from temper_trainer.reward.registry import register_reward
 from temper_trainer.reward.scoring import RewardFailureError, Scorer
@@ -127,7 +127,7 @@ def test_a_call_whose_process_is_killed_twice_is_counted(caplog: pytest.LogCaptu
 DRIVER = """
 import pathlib, sys
 sys.path[:0] = sys.argv[1:]
-from temper_trainer.config.data import RewardConfig
+from temper_trainer.config.reward import RewardConfig
 from temper_trainer.reward.scoring import Scorer
 from temper_trainer.types import Prompt
 prompt = Prompt(prompt_id=0, text="?", tokens=(1,), answer="", source="")

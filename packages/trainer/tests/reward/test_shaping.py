@@ -3,8 +3,8 @@
 import pytest
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.shaping import OverlongConfig, ShapingConfig
-from temper_trainer.reward.shaping import RewardMoments, overlong_penalty, shape_rewards
+from temper_trainer.config.reward import OverlongConfig, ShapingConfig
+from temper_trainer.reward.shaping import RunningStats, compute_overlong_penalty, shape_rewards
 
 
 @pytest.mark.parametrize(
@@ -12,7 +12,7 @@ from temper_trainer.reward.shaping import RewardMoments, overlong_penalty, shape
 )
 def test_the_overlong_penalty_grows_over_the_buffer(length: int, expected: float) -> None:
     # 100 tokens at most, a buffer of 20: nothing up to 80, then -2 * (length - 80) / 20.
-    assert overlong_penalty(
+    assert compute_overlong_penalty(
         length, max_tokens=100, config=OverlongConfig(buffer_tokens=20, penalty=2.0)
     ) == pytest.approx(expected)
 
@@ -21,7 +21,7 @@ def test_scale_penalty_and_bounds_in_this_order() -> None:
     # 2 * 1 = 2, bounded to 1.5; 2 * 0 - 1 = -1, bounded to -0.5; 2 * 0.5 - 0.5 = 0.5.
     config = ShapingConfig(scale=2.0, overlong=OverlongConfig(buffer_tokens=10), low=-0.5, high=1.5)
     shaped = shape_rewards(
-        [1.0, 0.0, 0.5], lengths=[1, 20, 15], max_tokens=20, config=config, moments=RewardMoments()
+        [1.0, 0.0, 0.5], lengths=[1, 20, 15], max_tokens=20, config=config, moments=RunningStats()
     )
     assert shaped.rewards == pytest.approx([1.5, -0.5, 0.5])
     assert shaped.metrics == pytest.approx(
@@ -36,21 +36,21 @@ def test_normalisation_over_the_step() -> None:
         lengths=[1, 1],
         max_tokens=9,
         config=ShapingConfig(normalization="step"),
-        moments=RewardMoments(count=5.0, mean=9.0),
+        moments=RunningStats(count=5.0, mean=9.0),
     )
     assert shaped.rewards == pytest.approx([-1.0, 1.0])
 
 
 def test_running_moments_are_those_of_everything_seen() -> None:
     # 1, 3, then 5: mean 3, squares 4 + 0 + 4 = 8.
-    moments = RewardMoments().updated([1.0, 3.0]).updated([5.0])
+    moments = RunningStats().updated([1.0, 3.0]).updated([5.0])
     assert (moments.count, moments.mean, moments.squares) == pytest.approx((3.0, 3.0, 8.0))
     shaped = shape_rewards(
         [5.0],
         lengths=[1],
         max_tokens=9,
         config=ShapingConfig(normalization="running"),
-        moments=RewardMoments().updated([1.0, 3.0]),
+        moments=RunningStats().updated([1.0, 3.0]),
     )
     assert shaped.rewards == pytest.approx([2.0 / (8.0 / 3.0) ** 0.5])
 
@@ -65,7 +65,7 @@ def test_baselines_are_shaped_alike_and_counted_nowhere() -> None:
         lengths=[1, 1],
         max_tokens=20,
         config=config,
-        moments=RewardMoments(),
+        moments=RunningStats(),
         baselines=[(1.0, 15)],
     )
     assert shaped.rewards == pytest.approx([-1.0, 1.0])
@@ -76,7 +76,7 @@ def test_baselines_are_shaped_alike_and_counted_nowhere() -> None:
 
 def test_no_shaping_leaves_scores_as_they_are() -> None:
     assert shape_rewards(
-        [0.1, 0.7], lengths=[1, 1], max_tokens=1, config=ShapingConfig(), moments=RewardMoments()
+        [0.1, 0.7], lengths=[1, 1], max_tokens=1, config=ShapingConfig(), moments=RunningStats()
     ).rewards == [0.1, 0.7]
 
 

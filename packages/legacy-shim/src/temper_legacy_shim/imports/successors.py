@@ -33,7 +33,7 @@ def _in(modules: tuple[str, ...], *names: str) -> tuple[str, ...]:
     return tuple(f"{PACKAGE}.{module}.{name}" for module in modules for name in names)
 
 
-_OBJECTIVE = "give it a PolicyObjective with set_loss_fn(), and call forward_backward_batch() and optimizer_step()"
+_OBJECTIVE = "give it a PpoObjective with set_loss_fn(), and call forward_backward_batch() and optimizer_step()"
 _VALUES = "configure it with model_type value_model, give it a ValueObjective with set_loss_fn(), and call forward_backward_batch()"
 _ROLES = (
     "make one for each role; temper_trainer.rollout.hf_sampler.HfSampler samples, "
@@ -72,11 +72,11 @@ _row((f"{PACKAGE}.DataProto", f"{PACKAGE}.protocol.DataProto"), "temper_engine_a
 _row((f"{_CORE}.agg_loss",), "temper_engine_api.reduction:reduce_loss", "its denominators are those of the whole mini-batch")
 _row((f"{_CORE}.kl_penalty",), f"{_ALGORITHMS}.kl:estimate_kl", "write kl, mse, low_var_kl as estimator k1, k2, k3")
 _row((f"{_CORE}.AdaptiveKLController", f"{_CORE}.FixedKLController"), f"{_ALGORITHMS}.kl:KlController", "it is one class for both")
-_row((f"{_CORE}.compute_gae_advantage_return",), f"{_ALGORITHMS}.gae:generalised_advantage", "samples are packed, not padded")
-_row((f"{_CORE}.compute_grpo_outcome_advantage",), f"{_ALGORITHMS}.grpo:group_relative_advantage", "rewards are one number a sample")
-_row((f"{_CORE}.compute_rloo_outcome_advantage",), f"{_ALGORITHMS}.rloo:leave_one_out_advantage", "rewards are one number a sample")
+_row((f"{_CORE}.compute_gae_advantage_return",), f"{_ALGORITHMS}.gae:compute_gae", "samples are packed, not padded")
+_row((f"{_CORE}.compute_grpo_outcome_advantage",), f"{_ALGORITHMS}.grpo:compute_grpo_advantages", "rewards are one number a sample")
+_row((f"{_CORE}.compute_rloo_outcome_advantage",), f"{_ALGORITHMS}.rloo:compute_rloo_advantages", "rewards are one number a sample")
 _policy = tuple(f"{_CORE}.{name}" for name in ("compute_policy_loss", "compute_policy_loss_vanilla"))
-_row(_policy, f"{_ALGORITHMS}.policy_loss:PolicyObjective", "an engine calls it; it returns losses by token, which the engine reduces")
+_row(_policy, f"{_ALGORITHMS}.policy_loss:PpoObjective", "an engine calls it; it returns losses by token, which the engine reduces")
 _row((f"{_CORE}.compute_value_loss",), f"{_ALGORITHMS}.value_loss:ValueObjective", "an engine calls it, as a loss of a value_model")
 
 WITHOUT: tuple[tuple[str, str], ...] = (

@@ -17,7 +17,7 @@ from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.workers.replica import of_replicas
 from temper_legacy_shim.workers.rows import read_rows
 from temper_legacy_shim.workers.updates import SplitSettings, append_metrics, scheduled
-from temper_trainer.algorithms.policy_loss import PolicyObjective
+from temper_trainer.algorithms.policy_losses import PpoObjective
 from temper_trainer.algorithms.value_loss import ValueObjective
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def update_critic_with_objective(critic: "PPOCritic", mini_batches: Iterable[Dat
     return metrics
 
 
-def _policy_objective(actor: "PPOActor", *, width: int) -> PolicyObjective:
+def _policy_objective(actor: "PPOActor", *, width: int) -> PpoObjective:
     settings, loss = actor.settings, actor.loss_settings
     if loss.loss_mode != "vanilla":
         raise ConfigError(f"policy_loss.loss_mode is {loss.loss_mode!r}, which numerics temper lacks: use vanilla, or numerics legacy.")
@@ -85,7 +85,7 @@ def _policy_objective(actor: "PPOActor", *, width: int) -> PolicyObjective:
         raise ConfigError(
             f"kl_loss_type is {settings.kl_loss_type!r}, which is no loss of the KL: use mse or low_var_kl, or numerics legacy."
         )
-    return PolicyObjective(
+    return PpoObjective(
         clip_low=loss.clip_low,
         clip_high=loss.clip_high,
         dual_clip=loss.clip_ratio_c,

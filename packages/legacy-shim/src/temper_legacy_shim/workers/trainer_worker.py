@@ -30,7 +30,7 @@ from temper_legacy_shim.workers.fsdp_workers import ActorRolloutRefWorker, Criti
 from temper_legacy_shim.workers.packed import PaddedPart, pad_part
 from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
-from temper_trainer.algorithms.policy_loss import PolicyObjective
+from temper_trainer.algorithms.policy_losses import PpoObjective
 from temper_trainer.algorithms.value_loss import ValueObjective
 from temper_trainer.runtime.training_worker import TrainingWorker, UpdateResult
 
@@ -138,7 +138,7 @@ class DeprecatedTrainingWorker(TrainingWorker):
             self._engine.close()
 
     def _columns(self) -> tuple[str, ...]:
-        assert isinstance(self._objective, PolicyObjective)
+        assert isinstance(self._objective, PpoObjective)
         columns: tuple[str, ...] = ("advantages",)
         columns += () if self._objective.old_is_current else ("old_logprobs",)
         return (*columns, "ref_logprobs") if self._objective.kl_coef else columns
@@ -179,7 +179,7 @@ class DeprecatedTrainingWorker(TrainingWorker):
         }
         dp_size = self._engine.topology.dp.size
         loss = float(cast("float", found["critic/vf_loss" if self._role == "critic" else "actor/pg_loss"]))
-        if isinstance(self._objective, PolicyObjective):
+        if isinstance(self._objective, PpoObjective):
             kl_loss = float(cast("float", found["actor/kl_loss"]))
             metrics["actor/kl_loss"] = Metric(value=kl_loss)
             loss += self._objective.kl_coef * kl_loss
@@ -226,7 +226,7 @@ def _old_settings(objective: Objective) -> dict[str, object]:
     mode = _AGGREGATIONS[objective.aggregation.mode]
     if isinstance(objective, ValueObjective):
         return {"cliprange_value": _NEVER_CLIPPED if objective.clip is None else objective.clip, "loss_agg_mode": mode}
-    if not isinstance(objective, PolicyObjective):
+    if not isinstance(objective, PpoObjective):
         raise ConfigError(f"objective {objective.name!r} has no deprecated counterpart: set use_legacy_worker_impl=disable.")
     return {
         "clip_ratio_low": objective.clip_low,

@@ -12,20 +12,25 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError
 from temper_engine_api.reduction import sequence_sum
-from temper_trainer.algorithms.gae import generalised_advantage
-from temper_trainer.algorithms.gdpo import decoupled_advantage
-from temper_trainer.algorithms.gpg import group_gradient_advantage
-from temper_trainer.algorithms.groups import group_statistics
-from temper_trainer.algorithms.grpo import group_relative_advantage
-from temper_trainer.algorithms.opo import optimal_baseline_advantage
-from temper_trainer.algorithms.own import own_advantages
-from temper_trainer.algorithms.reinforce_plus_plus import global_advantage, group_baseline_advantage
-from temper_trainer.algorithms.remax import greedy_baseline_advantage
-from temper_trainer.algorithms.rloo import leave_one_out_advantage
-from temper_trainer.algorithms.trained_tokens import outcome_at_last_token
-from temper_trainer.algorithms.whitening import whiten
+from temper_trainer.algorithms.custom_algorithms import compute_custom_advantages
+from temper_trainer.algorithms.group_advantages import (
+    compute_gdpo_advantages,
+    compute_gpg_advantages,
+    compute_group_statistics,
+    compute_grpo_advantages,
+    compute_opo_advantages,
+    compute_reinforce_plus_plus_baseline_advantages,
+    compute_remax_advantages,
+    compute_rloo_advantages,
+)
+from temper_trainer.algorithms.token_advantages import (
+    compute_gae,
+    compute_reinforce_plus_plus_advantages,
+    place_at_last_token,
+    whiten,
+)
 from temper_trainer.config.algorithm import AlgorithmConfig
-from temper_trainer.config.importing import is_import_path
+from temper_trainer.config.import_path import is_import_path
 from temper_trainer.types import Advantages
 
 
@@ -77,7 +82,7 @@ def estimate_advantages(
             )
         held = sequence_sum(penalty, samples)
         advantages, returns = (
-            decoupled_advantage(
+            compute_gdpo_advantages(
                 components, weights=component_weights, penalty=held, samples=samples
             ),
             None,
@@ -102,7 +107,7 @@ def estimate_advantages(
 
 def token_rewards(rewards: Tensor, *, penalty: Tensor, samples: SequenceBatch) -> Tensor:
     """[T] float64: the outcome [B] at the last trained token of each sample, less the penalty [T] at every trained one."""
-    return outcome_at_last_token(rewards, samples=samples) - penalty
+    return place_at_last_token(rewards, samples=samples) - penalty
 
 
 def _estimate(
@@ -119,7 +124,7 @@ def _estimate(
     name, groups = config.advantage, samples.group_ids
     if name == "gae":
         assert values is not None
-        return generalised_advantage(
+        return compute_gae(
             by_token,
             values=values,
             samples=samples,
@@ -127,26 +132,28 @@ def _estimate(
             gae_lambda=config.gae_lambda,
         )
     if name == "reinforce_plus_plus":
-        return global_advantage(by_token, samples=samples, gamma=config.gamma), None
+        return compute_reinforce_plus_plus_advantages(
+            by_token, samples=samples, gamma=config.gamma
+        ), None
     if name == "reinforce_plus_plus_baseline":
-        return group_baseline_advantage(whole, samples=samples), None
+        return compute_reinforce_plus_plus_baseline_advantages(whole, samples=samples), None
     if is_import_path(name):
-        own = own_advantages(config, rewards=whole, samples=samples)
+        own = compute_custom_advantages(config, rewards=whole, samples=samples)
         by_token = own if own.shape == (samples.num_tokens,) else own[samples.sequence_index]
         return torch.where(samples.loss_mask, by_token.double(), 0.0), None
     match name:
         case "rloo":
-            per_sample = leave_one_out_advantage(whole, group_ids=groups)
+            per_sample = compute_rloo_advantages(whole, group_ids=groups)
         case "remax":
             assert baselines is not None
-            per_sample = greedy_baseline_advantage(whole, baselines=baselines)
+            per_sample = compute_remax_advantages(whole, baselines=baselines)
         case "opo":
             lengths = sequence_sum(samples.loss_mask.double(), samples)
-            per_sample = optimal_baseline_advantage(whole, lengths=lengths, group_ids=groups)
+            per_sample = compute_opo_advantages(whole, lengths=lengths, group_ids=groups)
         case "gpg":
-            per_sample = group_gradient_advantage(whole, group_ids=groups)
+            per_sample = compute_gpg_advantages(whole, group_ids=groups)
         case _:
-            per_sample = group_relative_advantage(
+            per_sample = compute_grpo_advantages(
                 whole, group_ids=groups, scale_by_std=name == "grpo"
             )
     return torch.where(samples.loss_mask, per_sample[samples.sequence_index], 0.0), None
@@ -183,8 +190,11 @@ def _check(
 
 
 def _describe(advantages: Tensor, *, samples: SequenceBatch, rewards: Tensor) -> dict[str, float]:
-    group = group_statistics(rewards, group_ids=samples.group_ids)
-    metrics = {"groups/dead_share": group.flat_share, "groups/single_share": group.single_share}
+    group = compute_group_statistics(rewards, group_ids=samples.group_ids)
+    metrics = {
+        "groups/dead_share": group.zero_std_fraction,
+        "groups/single_share": group.single_fraction,
+    }
     trained = advantages[samples.loss_mask]
     if trained.numel():
         metrics |= {

@@ -13,7 +13,7 @@ from temper_engine_api.metrics import Metric, weighted_mean
 from temper_engine_api.objective import Aggregation, HeadOutput, HeadOutputs, LossTerms, Objective
 from temper_engine_api.reduction import sequence_sum
 from temper_trainer.algorithms.kl import MAX_LOG_RATIO, KlEstimator, estimate_kl
-from temper_trainer.algorithms.mismatch import mismatch_metrics
+from temper_trainer.algorithms.rollout_correction import compute_mismatch_metrics
 
 CORRECTION_WEIGHTS = "correction_weights"
 """Name of the [T] float32 column that ``rollout_correction`` makes and surrogates are multiplied with."""
@@ -26,7 +26,7 @@ class SurrogateObjective(Objective):
     A subclass says what the surrogate is. Only the surrogate is multiplied with correction weights.
     """
 
-    needs_measured_old: ClassVar[bool] = False
+    always_needs_old_logprobs: ClassVar[bool] = False
     """Whether it reads old_logprobs even in a step of one update."""
     prepared_columns: ClassVar[frozenset[str]] = frozenset()
     """Columns that ``prepare`` makes."""
@@ -40,9 +40,9 @@ class SurrogateObjective(Objective):
     old_is_current: bool = False
     """The step makes one update, so the policy before it is the policy itself: rho is exactly 1, its gradient that of log p, and no pass
     measures old_logprobs. Ratio metrics would then be constants and are not reported; the mismatch to rollout_logprobs is, here."""
-    is_corrected: bool = False
+    uses_correction_weights: bool = False
     """Whether surrogates are multiplied with the column correction_weights."""
-    watches_entropy: bool = False
+    reports_entropy: bool = False
     """Whether the entropy is measured where it has no weight: for a controller, or for the log."""
     aggregation: Aggregation = field(default_factory=Aggregation)
     """How the losses become one number."""
@@ -68,7 +68,7 @@ class SurrogateObjective(Objective):
         """[T] what is clipped: each token's own log-ratio, unless a subclass says otherwise."""
         return log_ratio
 
-    def held_metrics(
+    def clip_metrics(
         self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
     ) -> dict[str, Metric]:
         """How often the surrogate held a token back; by default nothing."""
@@ -79,7 +79,7 @@ class SurrogateObjective(Objective):
         """Log-probs, and the entropy where it has a weight or is watched."""
         return frozenset(
             {HeadOutput.LOGPROB, HeadOutput.ENTROPY}
-            if self.entropy_coef or self.watches_entropy
+            if self.entropy_coef or self.reports_entropy
             else {HeadOutput.LOGPROB}
         )
 
@@ -88,7 +88,7 @@ class SurrogateObjective(Objective):
         """advantages; old_logprobs, or rollout_logprobs for the mismatch; ref_logprobs and correction_weights where they are used."""
         read = {"advantages", "rollout_logprobs" if self.old_is_current else "old_logprobs"}
         read |= self.prepared_columns | ({"ref_logprobs"} if self.kl_coef else set())
-        return frozenset(read | {CORRECTION_WEIGHTS} if self.is_corrected else read)
+        return frozenset(read | {CORRECTION_WEIGHTS} if self.uses_correction_weights else read)
 
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         """[T] losses of one micro-batch."""
@@ -105,15 +105,15 @@ class SurrogateObjective(Objective):
             (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), batch
         )
         loss = self.surrogate(log_ratio, logprobs=logprobs, advantages=advantages, batch=batch)
-        if self.is_corrected:
+        if self.uses_correction_weights:
             loss = loss * torch.where(mask, batch.columns[CORRECTION_WEIGHTS], 0.0)
         metrics = (
-            mismatch_metrics(
+            compute_mismatch_metrics(
                 old, rollout_logprobs=batch.columns["rollout_logprobs"], loss_mask=mask
             )
             if self.old_is_current
             else _ratio_metrics(log_ratio.detach(), mask)
-            | self.held_metrics(log_ratio.detach(), advantages=advantages, batch=batch)
+            | self.clip_metrics(log_ratio.detach(), advantages=advantages, batch=batch)
         )
         if HeadOutput.ENTROPY in self.required_outputs:
             entropy = torch.where(mask, head_outputs[HeadOutput.ENTROPY], 0.0)
@@ -127,7 +127,7 @@ class SurrogateObjective(Objective):
         return LossTerms(loss=loss, metrics=metrics)
 
 
-def sequence_mean(column: Tensor, batch: SequenceBatch) -> Tensor:
+def compute_sequence_mean(column: Tensor, batch: SequenceBatch) -> Tensor:
     """[T] the mean of a column [T] over its sequence's trained tokens, on each of the sequence's tokens, with gradient."""
     mask = batch.loss_mask
     trained = sequence_sum(mask.float(), batch).clamp(min=1.0)
@@ -135,7 +135,7 @@ def sequence_mean(column: Tensor, batch: SequenceBatch) -> Tensor:
     return mean[batch.sequence_index]
 
 
-def clip_shares(
+def compute_clip_fractions(
     *, is_low: Tensor, is_high: Tensor, advantages: Tensor, mask: Tensor
 ) -> dict[str, Metric]:
     """Shares of trained tokens that a clip holds: below it with a negative advantage, above it with a positive one."""

@@ -61,7 +61,7 @@ class ValueObjective(Objective):
         return LossTerms(loss=error / 2, metrics=metrics)
 
 
-def explained_variance(metrics: Mapping[str, Metric]) -> float:
+def compute_explained_variance(metrics: Mapping[str, Metric]) -> float:
     """Share of the returns' variance that the values account for: 1 - Var(R - V) / Var(R); NaN where the returns don't vary.
 
     Args:

@@ -1,4 +1,4 @@
-"""What is optimised: advantages, the policy's objective, KL, and how per-token losses become one number."""
+"""Settings of the RL algorithm and of its batches."""
 
 import difflib
 import math
@@ -7,10 +7,100 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.correction import RolloutCorrectionConfig
-from temper_trainer.config.importing import is_import_path
+from temper_trainer.config.import_path import is_import_path
 from temper_trainer.config.ranges import check_range
-from temper_trainer.config.selection import DynamicSamplingConfig, ReweightConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCorrectionConfig:
+    """Weights w = p_old / p_rollout of tokens or whole completions; what is left out keeps its place in the denominators."""
+
+    level: Literal["token", "sequence", "none"] = "token"
+    """token: each token's own ratio; sequence: the product over a completion, on all its tokens; none: every weight is 1."""
+    truncate_at: float | None = 2.0
+    """Weights above this are lowered to it; None leaves them."""
+    mask_low: float | None = None
+    """Tokens (at level sequence, completions) with a ratio below this are left out; None leaves none out."""
+    mask_high: float | None = None
+    """Tokens (at level sequence, completions) with a ratio above this are left out; None leaves none out."""
+    self_normalize: bool = False
+    """Divide the weights by their mean over the step's trained tokens."""
+    reject_kl: float | None = None
+    """Completions whose mean KL(sampler, trainer) by token is above this, in nats, are left out; None leaves none out."""
+    reject_kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's; only with reject_kl."""
+    proximal: Literal["old", "rollout"] = "old"
+    """What the objective's ratio is taken to: old measures log-probs before the update; rollout takes the sampler's, and then the ratio is
+    the correction."""
+
+    def __post_init__(self) -> None:
+        name = "algorithm.rollout_correction"
+        check_range(f"{name}.truncate_at", self.truncate_at, above=0)
+        check_range(f"{name}.mask_low", self.mask_low, above=0)
+        check_range(f"{name}.mask_high", self.mask_high, above=0)
+        check_range(f"{name}.reject_kl", self.reject_kl, above=0)
+        bounds = (self.mask_low, self.mask_high)
+        if (
+            self.mask_low is not None
+            and self.mask_high is not None
+            and self.mask_low >= self.mask_high
+        ):
+            raise ConfigError(
+                f"{name}.mask_low is {self.mask_low} and mask_high is {self.mask_high}: the first must be below the second."
+            )
+        if self.level == "none" and (
+            bounds != (None, None) or self.self_normalize or self.truncate_at not in (None, 2.0)
+        ):
+            raise ConfigError(
+                f"{name}: truncate_at, mask_low, mask_high and self_normalize have no effect at level none: remove them."
+            )
+        if self.level == "none" and self.reject_kl is None and self.proximal == "old":
+            raise ConfigError(
+                f"{name}.level is none and reject_kl is not set, so nothing is corrected: set one, or remove the block."
+            )
+        if self.reject_kl is None and self.reject_kl_estimator != "k3":
+            raise ConfigError(
+                f"{name}.reject_kl_estimator has no effect without {name}.reject_kl: remove it, or set reject_kl."
+            )
+        if self.proximal == "rollout" and self.level != "none":
+            raise ConfigError(
+                f"{name}.proximal is rollout, where the objective's own ratio is the correction, and level is {self.level}, which would "
+                "correct a second time: set level=none, or proximal=old."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicSamplingConfig:
+    """Groups whose completions all have the same reward teach nothing: they are passed over, whole, and further prompts are drawn."""
+
+    max_rounds: int = 10
+    """Rounds of sampling of one step."""
+    prompts_per_round: int | None = None
+    """Prompts of each round; None takes batching.prompts_per_step."""
+    on: Literal["score", "reward"] = "score"
+    """What must differ within a group: the reward function's score, or the reward after shaping."""
+    shortage: Literal["error", "train"] = "error"
+    """After max_rounds with too few groups: stop the run, or train on those there are (at least one is needed)."""
+
+    def __post_init__(self) -> None:
+        check_range("algorithm.dynamic_sampling.max_rounds", self.max_rounds, at_least=1)
+        check_range(
+            "algorithm.dynamic_sampling.prompts_per_round", self.prompts_per_round, at_least=1
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReweightConfig:
+    """A step's completions drawn again, with replacement, as many as there were."""
+
+    method: Literal["power", "max_min", "max_random"] = "power"
+    """power: by |reward| ** exponent; max_min: the best and the worst of each group; max_random: the best and one at random."""
+    exponent: float = 2.0
+    """Only for power."""
+
+    def __post_init__(self) -> None:
+        check_range("algorithm.reweight.exponent", self.exponent, at_least=0)
+
 
 AdvantageName = Literal[
     "gae",
@@ -24,7 +114,11 @@ AdvantageName = Literal[
     "gpg",
     "gdpo",
 ]
+
+
 PolicyLossName = Literal["ppo", "gspo", "cispo", "gmpo", "clip_cov", "kl_cov", "sapo"]
+
+
 AggregationName = Literal[
     "token_mean",
     "sequence_mean_token_mean",

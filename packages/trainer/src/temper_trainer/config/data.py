@@ -1,13 +1,10 @@
 """Where prompts come from, how they become tokens, and what happens to those that do not fit."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.ranges import check_range
-from temper_trainer.config.reward_model import RewardModelConfig
-from temper_trainer.config.shaping import ShapingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,34 +124,3 @@ class DataConfig:
             raise ConfigError(
                 f"data.prompt_template is {self.prompt_template!r}, but must contain {{prompt}} where the prompt goes."
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardConfig:
-    """How a completion is scored."""
-
-    function: str = "gsm8k_strict"
-    """A registered name (gsm8k_strict, gsm8k_flexible, math_verify, exact_match), an import path ``package.module:function``, or
-    ``reward_model`` for the score of reward.model."""
-    arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
-    """Keyword arguments of the function."""
-    components: Mapping[str, float] = field(default_factory=dict)
-    """Several rewards, by name or import path, each with its weight, in place of function; the reward is their weighted sum."""
-    model: RewardModelConfig | None = None
-    """The reward model that is asked where function or a component is ``reward_model``."""
-    shaping: ShapingConfig = field(default_factory=ShapingConfig)
-    """From score to reward."""
-    timeout_s: float = 10.0
-    """Longest time of one call; a later answer counts as timed out."""
-    num_workers: int = 0
-    """Processes that score, killed where a call takes longer than timeout_s. 0 scores in a thread of the driver: one that hangs is
-    abandoned, but while a call holds the interpreter (a runaway regular expression) the whole run waits for its end."""
-    max_failure_share: float = 0.1
-    """Share of failed rewards (raised, timed out, not finite) in a step above which the run stops; below it they are left out."""
-
-    def __post_init__(self) -> None:
-        check_range("reward.timeout_s", self.timeout_s, above=0)
-        for name, weight in self.components.items():
-            check_range(f"reward.components.{name}", weight)
-        check_range("reward.num_workers", self.num_workers, at_least=0)
-        check_range("reward.max_failure_share", self.max_failure_share, at_least=0, at_most=1)

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.importing import import_named, is_import_path
+from temper_trainer.config.import_path import import_object, is_import_path
 from temper_trainer.config.ranges import check_range
 
-BUILT_IN = ("calculator", "python")
+BUILT_IN_ENVIRONMENTS = ("calculator", "python")
 """Environments that come with the trainer."""
 SandboxName = Literal["bubblewrap", "none"]
 """What programs of the environment python run in."""
@@ -48,11 +48,11 @@ class EnvironmentConfig:
     """Credit over turns: advantages of a turn are multiplied by turn_discount ** (turns after it)."""
 
     def __post_init__(self) -> None:
-        if self.name not in BUILT_IN and not is_import_path(self.name):
+        if self.name not in BUILT_IN_ENVIRONMENTS and not is_import_path(self.name):
             raise ConfigError(
-                f"environment.name is {self.name!r}, but must be {' or '.join(BUILT_IN)}, or an import path package.module:Class of yours."
+                f"environment.name is {self.name!r}, but must be {' or '.join(BUILT_IN_ENVIRONMENTS)}, or an import path package.module:Class of yours."
             )
-        if self.name in BUILT_IN and self.arguments:
+        if self.name in BUILT_IN_ENVIRONMENTS and self.arguments:
             raise ConfigError(
                 f"environment.arguments are set, but the environment {self.name} takes none: remove them."
             )
@@ -77,13 +77,13 @@ class EnvironmentConfig:
         return whole if self.max_tokens is None else min(whole, self.max_tokens)
 
 
-def environment_class(config: EnvironmentConfig) -> type[Any]:
+def load_environment_class(config: EnvironmentConfig) -> type[Any]:
     """The user's class at the import path that is the environment's name.
 
     Raises:
         ConfigError: the module can't be imported, or holds no such class.
     """
-    found = import_named(config.name, key="environment.name")
+    found = import_object(config.name, key="environment.name")
     if not isinstance(found, type):
         raise ConfigError(
             f"environment.name is {config.name}, which is no class there: mend the name."

@@ -1,6 +1,10 @@
 """From group choices, YAML files and the command line to a frozen TrainerConfig; Hydra ends here."""
 
-from temper_trainer.config_loading.loaded import LoadedConfig, printed, write_resolved
 from temper_trainer.config_loading.loading import load
+from temper_trainer.config_loading.resolved_config import (
+    LoadedConfig,
+    format_config,
+    write_resolved,
+)
 
-__all__ = ["LoadedConfig", "load", "printed", "write_resolved"]
+__all__ = ["LoadedConfig", "format_config", "load", "write_resolved"]

@@ -23,8 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.removed import OLD_CONFIG, OLD_CONFIGS
-from temper_trainer.config_loading.schema import Plain, leaves_of, plain
+from temper_trainer.config.removed_keys import OLD_CONFIG, OLD_CONFIGS
+from temper_trainer.config_loading.schema import Plain, flatten, to_plain
 
 OURS = "pkg://temper_trainer.conf"
 """Where the choices that come with the trainer lie."""
@@ -91,7 +91,7 @@ def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: st
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(_sentence(error, repository=repository)) from error
     assert isinstance(composed, DictConfig)
-    values = tree_of(composed)
+    values = to_plain_tree(composed)
     for override in parsed:
         if _is_bare_engine(override, repository=repository):
             values[ENGINE_GROUP] = str(override.value())
@@ -104,9 +104,9 @@ def group_choices(group: str, *, config_dir: str | None = None) -> list[str]:
     return list(_repository(config_dir).get_group_options(group))
 
 
-def tree_of(config: DictConfig, *, resolve: bool = False) -> dict[str, Plain]:
-    """A composed mapping as plain values, with or without its interpolations resolved."""
-    tree = plain(OmegaConf.to_container(config, resolve=resolve, throw_on_missing=resolve))
+def to_plain_tree(config: DictConfig, *, resolve: bool = False) -> dict[str, Plain]:
+    """A composed mapping as to_plain values, with or without its interpolations resolved."""
+    tree = to_plain(OmegaConf.to_container(config, resolve=resolve, throw_on_missing=resolve))
     assert isinstance(tree, dict)
     return tree
 
@@ -167,11 +167,11 @@ def _load_file(
     loaded = repository.load_config(default.config_path)
     if not isinstance(loaded.config, DictConfig):
         raise ConfigError(f"{default.config_path}.yaml is a list, but must be a mapping of keys.")
-    tree = tree_of(loaded.config)
+    tree = to_plain_tree(loaded.config)
     for part in reversed(default.package.split(".") if default.package else []):
         tree = {part: tree}
     return tree, Layer(
-        origin=_origin(loaded.path, default.config_path), leaves=tuple(leaves_of(tree))
+        origin=_origin(loaded.path, default.config_path), leaves=tuple(flatten(tree))
     )
 
 
@@ -200,7 +200,7 @@ def _override_layers(
             continue
         key = override.key_or_group
         value = override.value()
-        leaves = leaves_of({key: value}) if isinstance(value, dict) else {key: value}
+        leaves = flatten({key: value}) if isinstance(value, dict) else {key: value}
         layers.append(
             Layer(origin=COMMAND_LINE, leaves=tuple(leaves), is_deletion=override.is_delete())
         )

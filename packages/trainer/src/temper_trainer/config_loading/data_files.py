@@ -6,7 +6,7 @@ from pathlib import Path
 
 from temper_engine_api.errors import TemperError
 from temper_trainer.config.data import SourceConfig
-from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.model_folders import has_chat_template
 
 NUM_CHECKED_ROWS = 100

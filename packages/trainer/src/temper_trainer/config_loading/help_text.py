@@ -12,11 +12,11 @@ from importlib import resources
 from temper_engine_api.errors import EngineNotFoundError
 from temper_engine_api.registry import engine_config_class
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.composition import group_choices
-from temper_trainer.config_loading.schema import ANY_NAME, Entry, entries_of, is_optional
+from temper_trainer.config_loading.resolved_config import scalar_text
+from temper_trainer.config_loading.schema import ANY_NAME, Entry, is_optional, iterate_entries
 from temper_trainer.config_loading.structuring import describe_type
-from temper_trainer.config_loading.yaml_text import scalar_text
 
 USAGE = """\
 temper-train: post-training of language models (SFT, PPO, GRPO and kin) on any Temper engine.
@@ -95,8 +95,8 @@ def _block_lines(
     cls: type, *, prefix: str, engine_class: type[EngineConfig], seen: dict[type, str]
 ) -> Iterator[str]:
     """Fields in order; the fields of a block are listed where it appears first, and referred to afterwards."""
-    meanings = meanings_of(cls)
-    for entry in entries_of(cls, engine_class=engine_class):
+    meanings = read_field_docstrings(cls)
+    for entry in iterate_entries(cls, engine_class=engine_class):
         key, meaning = f"{prefix}{entry.name}", meanings.get(entry.name, "")
         if entry.item is not None:
             yield f"  {key}.{ANY_NAME}.*   [blocks by name]"
@@ -138,7 +138,7 @@ def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, width=110, initial_indent="      ", subsequent_indent="      ")
 
 
-def meanings_of(cls: type) -> dict[str, str]:
+def read_field_docstrings(cls: type) -> dict[str, str]:
     """The docstring under each field of a dataclass, those of its bases included."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):

@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import logging
+import os
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -10,25 +13,31 @@ from omegaconf.errors import OmegaConfBaseException
 from temper_engine_api.errors import ConfigError, EngineNotFoundError
 from temper_engine_api.registry import engine_config_class
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config.run import LEGACY_TRAINING_WORKER, LEGACY_WORKER_GROUP
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.composition import (
     COMMAND_LINE,
+    FILE,
     PRIMARY,
     Composition,
+    Layer,
     compose,
-    tree_of,
+    to_plain_tree,
 )
-from temper_trainer.config_loading.deprecated_workers import check_worker_switch, read_switch
-from temper_trainer.config_loading.home import with_home
-from temper_trainer.config_loading.ineffective import check_effects
-from temper_trainer.config_loading.loaded import LoadedConfig
-from temper_trainer.config_loading.origins import is_users, origins_of
-from temper_trainer.config_loading.schema import Plain, defaults_of, keys_of, leaves_of, plain
-from temper_trainer.config_loading.secrets import check_secrets, without_secrets
+from temper_trainer.config_loading.ineffective_keys import check_ineffective_keys
+from temper_trainer.config_loading.resolved_config import LoadedConfig
+from temper_trainer.config_loading.schema import (
+    Plain,
+    collect_defaults,
+    collect_keys,
+    flatten,
+    to_plain,
+)
+from temper_trainer.config_loading.secrets import check_secrets, restore_secret_references
 from temper_trainer.config_loading.structuring import structure
 from temper_trainer.config_loading.unknown_keys import check_keys
 
-WITHOUT_INFLUENCE = (
+DIGEST_EXCLUDED_KEYS = (
     "run.dir",
     "run.total_steps",
     "run.total_epochs",
@@ -80,32 +89,32 @@ def load(
     """
     composition = compose(overrides, config_dir=config_dir, config_name=config_name)
     engine_class = _engine_config(composition.values.get("model_engine"))
-    check_keys(composition.layers, known=keys_of(TrainerConfig, engine_class=engine_class))
+    check_keys(composition.layers, known=collect_keys(TrainerConfig, engine_class=engine_class))
     check_secrets(composition.values)
     _check_optional_roles(composition)
-    values = with_home(_with_defaults(composition, engine_class=engine_class))
+    values = expand_home(_with_defaults(composition, engine_class=engine_class))
     assert isinstance(values, dict)
     values["use_legacy_worker_impl"] = read_switch(values["use_legacy_worker_impl"])
     config = structure(values, TrainerConfig, engine_class=engine_class)
-    resolved = plain(config)
+    resolved = to_plain(config)
     assert isinstance(resolved, dict)
-    origins = origins_of(leaves_of(resolved), layers=composition.layers)
-    check_effects(
+    origins = find_origins(flatten(resolved), layers=composition.layers)
+    check_ineffective_keys(
         config, set_by_user=_set_by_user(origins, resolved=resolved, engine_class=engine_class)
     )
     check_worker_switch(config)
-    written = without_secrets(resolved, composed=composition.values)
+    written = restore_secret_references(resolved, composed=composition.values)
     return LoadedConfig(
-        config=config, resolved=written, origins=origins, digest=digest_of(resolved)
+        config=config, resolved=written, origins=origins, digest=compute_digest(resolved)
     )
 
 
-def digest_of(resolved: Mapping[str, Plain]) -> str:
-    """SHA-256 of everything that is not WITHOUT_INFLUENCE, in an order that does not matter."""
+def compute_digest(resolved: Mapping[str, Plain]) -> str:
+    """SHA-256 of everything that is not DIGEST_EXCLUDED_KEYS, in an order that does not matter."""
     kept = {
         key: value
-        for key, value in leaves_of(resolved).items()
-        if not any(_is_within(key, name) for name in WITHOUT_INFLUENCE)
+        for key, value in flatten(resolved).items()
+        if not any(_is_within(key, name) for name in DIGEST_EXCLUDED_KEYS)
     }
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
@@ -129,9 +138,9 @@ def _check_optional_roles(composition: Composition) -> None:
     }.items():
         block = composition.values.get(role)
         if isinstance(block, dict) and not any(
-            key.startswith("engine.model.") for key in leaves_of(block)
+            key.startswith("engine.model.") for key in flatten(block)
         ):
-            keys = ", ".join(leaves_of(block, prefix=f"{role}."))
+            keys = ", ".join(flatten(block, prefix=f"{role}."))
             raise ConfigError(f"{keys} has no effect without a {role}: add {choice}, or remove it.")
 
 
@@ -139,13 +148,13 @@ def _set_by_user(
     origins: Mapping[str, str], *, resolved: dict[str, Plain], engine_class: type[EngineConfig]
 ) -> dict[str, str]:
     """Origins of what the user wrote; a default repeated in a file is none, since ``config.yaml`` of a run holds every value."""
-    defaults = leaves_of(defaults_of(TrainerConfig, engine_class=engine_class, given=resolved))
-    values = leaves_of(resolved)
+    defaults = flatten(collect_defaults(TrainerConfig, engine_class=engine_class, given=resolved))
+    values = flatten(resolved)
     return {
         key: origin
         for key, origin in origins.items()
         if origin == COMMAND_LINE
-        or (is_users(origin) and (key not in defaults or values[key] != defaults[key]))
+        or (is_set_by_user(origin) and (key not in defaults or values[key] != defaults[key]))
     }
 
 
@@ -156,10 +165,103 @@ def _is_within(key: str, name: str) -> bool:
 def _with_defaults(
     composition: Composition, *, engine_class: type[EngineConfig]
 ) -> dict[str, Plain]:
-    defaults = defaults_of(TrainerConfig, engine_class=engine_class, given=composition.values)
+    defaults = collect_defaults(TrainerConfig, engine_class=engine_class, given=composition.values)
     try:
         merged = OmegaConf.merge(defaults, composition.values)
         assert isinstance(merged, DictConfig)
-        return tree_of(merged, resolve=True)
+        return to_plain_tree(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
+
+
+DEFAULT = "default"
+"""Origin of a value that nobody set."""
+
+
+def find_origins(leaves: Mapping[str, object], *, layers: Sequence[Layer]) -> dict[str, str]:
+    """Origin of each dotted key.
+
+    A layer that gives a block as a whole (an interpolation, an empty mapping, null) is the origin of what stands below it.
+
+    Args:
+        leaves: the resolved values.
+        layers: what was said, later ones winning.
+    """
+    origins = {}
+    for key in leaves:
+        origin = DEFAULT
+        for layer in layers:
+            if any(_concerns(said, key) for said in layer.leaves):
+                origin = DEFAULT if layer.is_deletion else layer.origin
+        origins[key] = origin
+    return origins
+
+
+def is_set_by_user(origin: str) -> bool:
+    """Whether the user wrote it, on the command line or in a file of theirs."""
+    return origin == COMMAND_LINE or origin.startswith(FILE)
+
+
+def _concerns(said: str, key: str) -> bool:
+    return said == key or key.startswith(f"{said}.") or said.startswith(f"{key}.")
+
+
+PATH_KEYS = frozenset({"dir", "file", "path", "paths", "resume", "rollout_python", "tools_path"})
+"""Last parts of keys whose values are paths."""
+
+
+def expand_home(value: Plain, *, key: str = "") -> Plain:
+    """The same values, with every path that begins with ``~`` made whole.
+
+    Args:
+        value: a tree of the configuration, or a value of it.
+        key: the last part of the value's own key.
+    """
+    if isinstance(value, dict):
+        return {name: expand_home(below, key=name) for name, below in value.items()}
+    if isinstance(value, list):
+        return [expand_home(item, key=key) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) and key in PATH_KEYS else value
+
+
+logger = logging.getLogger(__name__)
+
+
+_BOOLEANS = {True: "enable", False: "disable"}
+"""The RFC's spelling."""
+
+
+def read_switch(value: Plain) -> Plain:
+    """The word for a boolean; anything else is left to the type check."""
+    return _BOOLEANS[value] if isinstance(value, bool) else value
+
+
+def check_worker_switch(config: TrainerConfig) -> None:
+    """Warn about ``auto``; refuse ``enable`` where nothing can serve it.
+
+    Raises:
+        ConfigError: ``enable`` without the shim, with another engine than fsdp, or where no role would be trained by such a worker.
+    """
+    if config.use_legacy_worker_impl == "auto":
+        logger.warning(
+            "use_legacy_worker_impl=auto does the same as disable, the engine path, and will be refused in 0.3: remove it."
+        )
+    if config.use_legacy_worker_impl != "enable":
+        return
+    if LEGACY_TRAINING_WORKER not in {
+        point.name for point in entry_points(group=LEGACY_WORKER_GROUP)
+    }:
+        raise ConfigError(
+            f"use_legacy_worker_impl is enable, but no package offers deprecated workers (entry points {LEGACY_WORKER_GROUP!r}): "
+            "pip install 'temper-legacy-shim[workers]', or set use_legacy_worker_impl=disable to run on engines."
+        )
+    if config.task == "sft":
+        raise ConfigError(
+            "use_legacy_worker_impl is enable in task sft, which deprecated workers never did: set it to disable."
+        )
+    if config.model_engine != "fsdp":
+        raise ConfigError(
+            f"use_legacy_worker_impl is enable and model_engine is {config.model_engine}, but temper-train drives the deprecated workers "
+            "on fsdp alone: choose model_engine=fsdp, or set use_legacy_worker_impl=disable. Deprecated classes of other engines are for "
+            "code of your own."
+        )

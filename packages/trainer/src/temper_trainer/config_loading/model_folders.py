@@ -9,16 +9,24 @@ from pathlib import Path
 
 from temper_engine_api.specs import ModelSpec
 from temper_trainer.config.distillation import TeacherConfig
-from temper_trainer.config.images import image_part
-from temper_trainer.config.reward_model import RewardModelConfig
-from temper_trainer.config.run import RoleConfig, TrainerConfig
+from temper_trainer.config.reward import RewardModelConfig
+from temper_trainer.config.run import RoleConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Files that hold a vocabulary, for every tokenizer of transformers that has one."""
+
+
 _WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
 """Classes whose tokens are bytes or characters."""
+
+
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+
+
 _CONFIGS_OF_TRANSFORMERS = ("auto_mappings.py", "configuration_auto.py")
 
 
@@ -121,7 +129,7 @@ def _model_problem(key: str, model: ModelSpec) -> str | None:
     if not isinstance(fields, dict):
         return f"{key}.path: {folder}/config.json is a {type(fields).__name__}, but must be a JSON object: download it again."
     if not key.startswith("teachers.") and (
-        part := image_part(folder)
+        part := find_multimodal_part(folder)
     ):  # a server of a teacher answers text alone
         return (
             f"{key}.path is {path}, whose config.json says {part}: a model of images, video or sound, which no engine "
@@ -206,3 +214,56 @@ def _tokenizer_fields(folder: Path) -> Mapping[str, object]:
     except (OSError, ValueError):
         return {}
     return fields if isinstance(fields, dict) else {}
+
+
+_PARTS = re.compile(
+    r"(vision|visual|audio|speech|image|video|vit|vq)_(config|tower|encoder|backbone|model)|visual|(mm_vision|mm_audio)_tower"
+)
+"""Blocks that describe an encoder of images, video or sound."""
+
+
+_OTHER_PARTS = (
+    "thinker_config",
+    "talker_config",
+    "img_processor",
+    "audio_processor",
+    "num_mel_bins",
+)
+
+
+_CLASSES = re.compile(
+    r"VL(?![a-z])|VLM|Vision|Audio|Speech|Image|Video|Omni|Multimodal|Llava|Whisper|MiniCPM[VO]$"
+)
+
+
+_TYPES = re.compile(
+    r"(?<![a-z])vl(?![a-z])|qwen_?vl|internvl|llava|omni|whisper|minicpm[vo]$|\dv(?![a-z])"
+)
+
+
+def find_multimodal_part(model: Path) -> str:
+    """What in a folder's config.json says that its model sees or listens; empty where nothing does.
+
+    A file that cannot be read says nothing here: loading the model refuses it with its own sentence.
+    """
+    try:
+        fields = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return _part(fields) if isinstance(fields, dict) else ""
+
+
+def _part(fields: Mapping[str, object]) -> str:
+    for key, value in fields.items():
+        if value and (_PARTS.fullmatch(key) or key in _OTHER_PARTS):
+            return key
+    model_type = str(fields.get("model_type", ""))
+    if _TYPES.search(model_type):
+        return f"model_type {model_type}"
+    classes = fields.get("architectures")
+    for name in map(str, classes if isinstance(classes, list) else ()):
+        if _CLASSES.search(name) or (
+            name.endswith("ForConditionalGeneration") and "text_config" in fields
+        ):
+            return name
+    return ""

@@ -1,4 +1,4 @@
-"""The configuration's dataclasses seen as a tree of dotted keys: which exist, which are blocks, and their defaults as plain values."""
+"""The configuration's dataclasses seen as a tree of dotted keys: which exist, which are blocks, and their defaults as to_plain values."""
 
 import dataclasses
 import types
@@ -36,7 +36,7 @@ class Entry:
     """The default, made anew; None where there is none."""
 
 
-def entries_of(cls: type, *, engine_class: type[EngineConfig]) -> Iterator[Entry]:
+def iterate_entries(cls: type, *, engine_class: type[EngineConfig]) -> Iterator[Entry]:
     """The fields of a dataclass in order of definition."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
@@ -45,29 +45,35 @@ def entries_of(cls: type, *, engine_class: type[EngineConfig]) -> Iterator[Entry
         yield Entry(
             name=field.name,
             annotation=annotation,
-            block=block_of(annotation),
+            block=find_block_class(annotation),
             is_open=get_origin(annotation) in (dict, Mapping),
-            item=item_of(annotation),
+            item=find_item_class(annotation),
             has_default=default is not MISSING,
             default=None if default is MISSING else default,
         )
 
 
-def block_of(annotation: object) -> type | None:
+def find_block_class(annotation: object) -> type | None:
     """The dataclass that an annotation names, alone or beside None."""
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return annotation
     if get_origin(annotation) in (Union, types.UnionType):
         blocks = [
-            block for argument in get_args(annotation) if (block := block_of(argument)) is not None
+            block
+            for argument in get_args(annotation)
+            if (block := find_block_class(argument)) is not None
         ]
         return blocks[0] if blocks else None
     return None
 
 
-def item_of(annotation: object) -> type | None:
+def find_item_class(annotation: object) -> type | None:
     """The dataclass that a mapping from names to blocks holds."""
-    return block_of(get_args(annotation)[1]) if get_origin(annotation) in (dict, Mapping) else None
+    return (
+        find_block_class(get_args(annotation)[1])
+        if get_origin(annotation) in (dict, Mapping)
+        else None
+    )
 
 
 def is_optional(annotation: object) -> bool:
@@ -75,35 +81,37 @@ def is_optional(annotation: object) -> bool:
     return get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation)
 
 
-def keys_of(cls: type, *, engine_class: type[EngineConfig], prefix: str = "") -> dict[str, Entry]:
+def collect_keys(
+    cls: type, *, engine_class: type[EngineConfig], prefix: str = ""
+) -> dict[str, Entry]:
     """Every dotted key below a dataclass, blocks included, in order."""
     found: dict[str, Entry] = {}
-    for entry in entries_of(cls, engine_class=engine_class):
+    for entry in iterate_entries(cls, engine_class=engine_class):
         found[prefix + entry.name] = entry
         if entry.block is not None:
-            found |= keys_of(
+            found |= collect_keys(
                 entry.block, engine_class=engine_class, prefix=f"{prefix}{entry.name}."
             )
         if entry.item is not None:
-            found |= keys_of(
+            found |= collect_keys(
                 entry.item, engine_class=engine_class, prefix=f"{prefix}{entry.name}.{ANY_NAME}."
             )
     return found
 
 
-def defaults_of(
+def collect_defaults(
     cls: type, *, engine_class: type[EngineConfig], given: Mapping[str, Plain]
 ) -> dict[str, Plain]:
-    """Defaults as plain values; an optional block is filled in only where ``given`` sets something in it.
+    """Defaults as to_plain values; an optional block is filled in only where ``given`` sets something in it.
 
     Keys without a default are absent.
     """
     defaults: dict[str, Plain] = {}
-    for entry in entries_of(cls, engine_class=engine_class):
+    for entry in iterate_entries(cls, engine_class=engine_class):
         below = given.get(entry.name)
         if entry.item is not None and isinstance(below, dict):
             defaults[entry.name] = {
-                name: defaults_of(
+                name: collect_defaults(
                     entry.item,
                     engine_class=engine_class,
                     given=block if isinstance(block, dict) else {},
@@ -115,9 +123,9 @@ def defaults_of(
         is_off = entry.name in given and below is None
         is_unasked = is_optional(entry.annotation) and not isinstance(below, dict)
         if entry.has_default and (entry.default is not None or entry.block is None or is_unasked):
-            defaults[entry.name] = None if is_off else plain(entry.default)
+            defaults[entry.name] = None if is_off else to_plain(entry.default)
         elif entry.block is not None and not is_off:
-            defaults[entry.name] = defaults_of(
+            defaults[entry.name] = collect_defaults(
                 entry.block,
                 engine_class=engine_class,
                 given=below if isinstance(below, dict) else {},
@@ -125,26 +133,26 @@ def defaults_of(
     return defaults
 
 
-def plain(value: object) -> Plain:
-    """A setting, or a whole configuration, as plain values: dataclasses and mappings become dicts, tuples become lists."""
+def to_plain(value: object) -> Plain:
+    """A setting, or a whole configuration, as to_plain values: dataclasses and mappings become dicts, tuples become lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
-            field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+            field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)
         }
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     assert value is None or isinstance(value, (bool, int, float, str)), f"{value!r} is no setting"
     return value
 
 
-def leaves_of(tree: Mapping[str, Plain], *, prefix: str = "") -> dict[str, Plain]:
+def flatten(tree: Mapping[str, Plain], *, prefix: str = "") -> dict[str, Plain]:
     """Dotted keys of the values in a tree; a list and an empty mapping are values."""
     found: dict[str, Plain] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            found |= leaves_of(value, prefix=f"{prefix}{key}.")
+            found |= flatten(value, prefix=f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = value
     return found

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config_loading.schema import Plain, leaves_of
+from temper_trainer.config_loading.schema import Plain, flatten
 
 _SECRET_NAME = re.compile(
     r"(^|_)((api|access|secret|private)_?key|secret|password|passwd|credentials?|(hf|api|auth|access|bearer)_token)$|^token$",
@@ -29,7 +29,7 @@ def check_secrets(composed: Mapping[str, Plain]) -> None:
     Raises:
         ConfigError: If the value of a key such as `api_key` is a literal text, or an address holds a password.
     """
-    for key, value in leaves_of(dict(composed)).items():
+    for key, value in flatten(dict(composed)).items():
         name = key.rpartition(".")[2]
         if _is_secret(key) and isinstance(value, str) and value and _VARIABLE not in value:
             raise ConfigError(
@@ -43,13 +43,13 @@ def check_secrets(composed: Mapping[str, Plain]) -> None:
             )
 
 
-def without_secrets(
+def restore_secret_references(
     resolved: Mapping[str, Plain], *, composed: Mapping[str, Plain]
 ) -> dict[str, Plain]:
     """Return the resolved values with every secret as the interpolation that it was given by."""
     secrets = {
         key: value
-        for key, value in leaves_of(dict(composed)).items()
+        for key, value in flatten(dict(composed)).items()
         if _is_secret(key) and isinstance(value, str)
     }
 

@@ -1,11 +1,12 @@
 """The sizes that follow from a configuration, in prompts, completions, updates and tokens, for a person to look at before a run."""
 
 from temper_trainer.config.distillation import TeacherConfig
-from temper_trainer.config.reward_model import RewardModelConfig
-from temper_trainer.config.run import RoleConfig, TrainerConfig
+from temper_trainer.config.reward import RewardModelConfig
+from temper_trainer.config.run import RoleConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 
 
-def derived_sizes(config: TrainerConfig) -> list[str]:
+def describe_sizes(config: TrainerConfig) -> list[str]:
     """One line per fact, in words."""
     if config.task in ("rl", "distill"):
         lines = _rl_sizes(config)
@@ -54,9 +55,9 @@ def _rl_sizes(config: TrainerConfig) -> list[str]:
         )
     else:
         lines.append(_epochs_line(config.run.total_epochs))
-    length = config.data.max_prompt_tokens + config.longest_completion
+    length = config.data.max_prompt_tokens + config.max_completion_tokens
     lines.append(
-        f"a sample: at most {config.data.max_prompt_tokens:,} + {config.longest_completion:,} = {length:,} tokens"
+        f"a sample: at most {config.data.max_prompt_tokens:,} + {config.max_completion_tokens:,} = {length:,} tokens"
     )
     lines.append(
         f"a step's tokens: at most {completions:,} x {length:,} = {completions * length:,}"

@@ -16,7 +16,7 @@ from cattrs.gen import make_dict_structure_fn
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config_loading.schema import Plain, block_of, item_of
+from temper_trainer.config_loading.schema import Plain, find_block_class, find_item_class
 
 T = TypeVar("T")
 
@@ -108,28 +108,28 @@ def _is_block(kind: object) -> bool:
 
 
 def _is_optional_block(kind: object) -> bool:
-    return get_origin(kind) in (Union, types.UnionType) and block_of(kind) is not None
+    return get_origin(kind) in (Union, types.UnionType) and find_block_class(kind) is not None
 
 
 def _is_mapping_of_blocks(kind: object) -> bool:
-    return item_of(kind) is not None
+    return find_item_class(kind) is not None
 
 
 def _is_value(kind: object) -> bool:
-    return not _is_block(kind) and block_of(kind) is None and item_of(kind) is None
+    return not _is_block(kind) and find_block_class(kind) is None and find_item_class(kind) is None
 
 
 def _structure_optional(converter: Converter, value: object, kind: object) -> object:
     if value is None:
         return None
-    block = block_of(kind)
+    block = find_block_class(kind)
     assert block is not None
     return converter.structure(value, block)
 
 
 def _structure_named(converter: Converter, value: object, kind: object) -> object:
     """Blocks by name; every problem of theirs begins with the name."""
-    item = item_of(kind)
+    item = find_item_class(kind)
     assert item is not None
     if not isinstance(value, dict):
         raise ConfigError(f"is {value!r}, but must be a mapping from names to blocks.")

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.removed import removal_of, teacher_refusal
+from temper_trainer.config.removed_keys import describe_refused_teacher_key, describe_removed_key
 from temper_trainer.config_loading.composition import Layer
 from temper_trainer.config_loading.schema import ANY_NAME, Entry
 
@@ -28,7 +28,7 @@ def check_keys(layers: Sequence[Layer], *, known: Mapping[str, Entry]) -> None:
         key: layer.origin
         for layer in layers
         for key in layer.leaves
-        if not exists(key, known=known)
+        if not is_known_key(key, known=known)
     }
     problems = [f"{_refusal(key, known=known)} (set by: {origin})" for key, origin in wrong.items()]
     if len(problems) > SHOWN:
@@ -39,13 +39,13 @@ def check_keys(layers: Sequence[Layer], *, known: Mapping[str, Entry]) -> None:
 
 def _refusal(key: str, *, known: Mapping[str, Entry]) -> str:
     return (
-        removal_of(key)
-        or teacher_refusal(key)
-        or f"there is no key {key}: {suggestion(key, known=known)}"
+        describe_removed_key(key)
+        or describe_refused_teacher_key(key)
+        or f"there is no key {key}: {suggest_keys(key, known=known)}"
     )
 
 
-def exists(key: str, *, known: Mapping[str, Entry]) -> bool:
+def is_known_key(key: str, *, known: Mapping[str, Entry]) -> bool:
     """Whether a key is in the schema, or lies in a mapping whose keys are the user's own."""
     if key in known:
         return True
@@ -59,7 +59,7 @@ def exists(key: str, *, known: Mapping[str, Entry]) -> bool:
     return parts[-1] == ANY_NAME or ".".join(parts) in known
 
 
-def suggestion(key: str, *, known: Mapping[str, Entry]) -> str:
+def suggest_keys(key: str, *, known: Mapping[str, Entry]) -> str:
     """A sentence with the nearest valid keys: a slip in the name, then the right name in another block, then what resembles it."""
     block, _, name = key.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]

@@ -1,16 +1,18 @@
 """From rows to token ids: prompts to complete, and demonstrations to imitate."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
+import yaml
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import DataConfig
 from temper_trainer.data.conversations import encode_conversation
-from temper_trainer.data.rows import ChatMessage, DataError, Row
-from temper_trainer.data.tools import read_tools
-from temper_trainer.types import Demonstration, Prompt
+from temper_trainer.data.rows import ChatMessage, DataError, PairRow, Row
+from temper_trainer.types import Demonstration, Pair, Prompt
 
 _PLACE = "{prompt}"
 
@@ -209,3 +211,64 @@ def _as_message(row: Row, config: DataConfig) -> Row:
 def _without_end(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
     """A tokenizer that closes every text with its end token (T5's do) would leave nothing to complete."""
     return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+
+
+def encode_pairs(
+    rows: Sequence[PairRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+) -> tuple[list[Pair], int]:
+    """Pairs whose prompt fits, and how many were dropped.
+
+    Raises:
+        DataError: as encode_demonstrations.
+    """
+    chosen, num_dropped = encode_demonstrations([row.chosen for row in rows], tokenizer, config)
+    rejected, _ = encode_demonstrations([row.rejected for row in rows], tokenizer, config)
+    return [
+        Pair(chosen=good, rejected=bad) for good, bad in zip(chosen, rejected, strict=True)
+    ], num_dropped
+
+
+ToolSchema = Mapping[str, object]
+"""In the form that chat templates take: {type: function, function: {name, description, parameters}}."""
+
+
+@cache
+def read_tools(path: str) -> tuple[ToolSchema, ...]:
+    """The schemas of a YAML or JSON file, in its order.
+
+    Args:
+        path: a list, or a mapping with one under ``tools``. An entry is a schema, or holds one under ``tool_schema`` beside what the tool
+            itself needs.
+
+    Raises:
+        ConfigError: there is no such file, or it holds something else.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"data.tools_path is {path!r}, which can't be read as YAML or JSON: {error}"
+        ) from error
+    entries = content.get("tools") if isinstance(content, dict) else content
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(
+            f"data.tools_path is {path!r}, which holds no list of tools, alone or under `tools`: write one entry for each."
+        )
+    return tuple(
+        _schema(entry, number=number, path=path) for number, entry in enumerate(entries, 1)
+    )
+
+
+def _schema(entry: object, *, number: int, path: str) -> ToolSchema:
+    found = entry.get("tool_schema", entry) if isinstance(entry, dict) else entry
+    function = found.get("function") if isinstance(found, dict) else None
+    if (
+        not isinstance(found, dict)
+        or not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+    ):
+        raise ConfigError(
+            f"data.tools_path {path!r}: entry {number} is {found!r:.80}, but a schema is expected, "
+            "{type: function, function: {name: ..., description: ..., parameters: ...}}."
+        )
+    return found

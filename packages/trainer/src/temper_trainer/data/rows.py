@@ -81,16 +81,16 @@ def row_from_record(record: object, *, config: SourceConfig, row_id: int, source
         return _conversation_row(record, key=config.messages_key, row_id=row_id, source=source)
     _check_field(record, config.prompt_key, setting="prompt_key", source=source)
     _check_field(record, config.answer_key, setting="answer_key", source=source)
-    answer = value_at(record, config.answer_key)
+    answer = get_field(record, config.answer_key)
     if not isinstance(answer, str):
         raise DataError(
             f"{source}: field {config.answer_key!r} must be text, but is {type(answer).__name__} {answer!r:.80}."
         )
     prompt = _prompt(
-        value_at(record, config.prompt_key), where=f"{source}: field {config.prompt_key!r}"
+        get_field(record, config.prompt_key), where=f"{source}: field {config.prompt_key!r}"
     )
     extra = {
-        key: None if (value := value_at(record, key)) is ABSENT else value
+        key: None if (value := get_field(record, key)) is ABSENT else value
         for key in config.extra_keys
     }
     route = "" if config.route_key is None else _route(record, key=config.route_key, source=source)
@@ -127,7 +127,7 @@ def pair_from_record(record: object, *, config: SourceConfig, row_id: int, sourc
 
 
 def _check_field(record: Mapping[object, object], key: str, *, setting: str, source: str) -> None:
-    if value_at(record, key) is ABSENT:
+    if get_field(record, key) is ABSENT:
         fields = sorted(map(str, record))
         raise DataError(
             f"{source}: there is no field {key!r} among {fields}: correct the row, or set {setting}."
@@ -141,20 +141,20 @@ class _Absent:
 ABSENT = _Absent()
 
 
-def value_at(record: Mapping[object, object], key: str) -> object:
+def get_field(record: Mapping[object, object], key: str) -> object:
     """The value of a field, by its own name or, where none has that name, by the path OUTER.INNER; ABSENT where there is none."""
     if key in record:
         return record[key]
     outer, dot, inner = key.partition(".")
     below = record.get(outer) if dot else None
-    return value_at(below, inner) if isinstance(below, Mapping) else ABSENT
+    return get_field(below, inner) if isinstance(below, Mapping) else ABSENT
 
 
 def _conversation_row(
     record: Mapping[object, object], *, key: str, row_id: int, source: str
 ) -> Row:
     """A whole conversation as the prompt; what of it is trained is decided where it is tokenised."""
-    value = value_at(record, key)
+    value = get_field(record, key)
     if value is ABSENT:
         raise DataError(
             f"{source}: there is no field {key!r} among {sorted(map(str, record))}: correct the row, or set messages_key."
@@ -168,7 +168,7 @@ def _conversation_row(
 
 
 def _route(record: Mapping[object, object], *, key: str, source: str) -> str:
-    value = value_at(record, key)
+    value = get_field(record, key)
     if not isinstance(value, str):
         raise DataError(
             f"{source}: field {key!r}, which route_key names, must be text, but is {value!r:.80}: mend the row."

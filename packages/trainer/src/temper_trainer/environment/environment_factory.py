@@ -3,7 +3,11 @@
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.environment import BUILT_IN, EnvironmentConfig, environment_class
+from temper_trainer.config.environment import (
+    BUILT_IN_ENVIRONMENTS,
+    EnvironmentConfig,
+    load_environment_class,
+)
 from temper_trainer.environment.protocol import Environment, EnvironmentFactory
 from temper_trainer.environment.sandbox import open_sandbox
 from temper_trainer.environment.tool_environment import (
@@ -22,14 +26,14 @@ def make_environment_factory(
         ConfigError: If the name is no import path of a class that takes `environment.arguments`, or
             the sandbox of the Python tool cannot be started.
     """
-    if config.name in BUILT_IN:
+    if config.name in BUILT_IN_ENVIRONMENTS:
         tool = (
             run_calculator
             if config.name == "calculator"
             else make_python_tool(config, open_sandbox(config.sandbox))
         )
         return lambda: ToolEnvironment(tool, config, tokenizer)
-    found = environment_class(config)
+    found = load_environment_class(config)
 
     def make() -> Environment:
         made: Environment = found(config=config, tokenizer=tokenizer, **config.arguments)

@@ -8,21 +8,24 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import CheckpointError, ConfigError
-from temper_trainer.algorithms.objectives import preference_objective
+from temper_trainer.algorithms.objective_factory import build_preference_objective
 from temper_trainer.checkpoint.checkpoint_messages import (
     describe_deletion,
     describe_last_save,
     describe_policy,
 )
 from temper_trainer.checkpoint.checkpointer import Checkpointer
-from temper_trainer.config.resuming import describe_changes
-from temper_trainer.config.run import TrainerConfig
-from temper_trainer.data.order import PromptStream
-from temper_trainer.data.pairs import encode_pairs
-from temper_trainer.data.prompts import check_fits, encode_demonstrations, encode_prompts
+from temper_trainer.config.resume_changes import describe_changes
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.data.prompts import (
+    check_fits,
+    encode_demonstrations,
+    encode_pairs,
+    encode_prompts,
+)
 from temper_trainer.data.rows import PairRow, Row
 from temper_trainer.data.sources import iterate_rows, load_pairs
-from temper_trainer.data.streaming import StreamedItems
+from temper_trainer.data.streams import BufferedStream, InMemoryStream
 from temper_trainer.loops.boundary import StepBoundary
 from temper_trainer.loops.evaluation import evaluate_all, trained_among
 from temper_trainer.loops.folder import RunFolder, open_folder
@@ -346,7 +349,7 @@ class _Run:
 
     def _open_all(self, examples: Sequence[Example]) -> Callable[[DataCursor], ExampleStream]:
         run, shuffle = self.config.run, self.config.data.shuffle
-        return lambda cursor: PromptStream[Example](
+        return lambda cursor: InMemoryStream[Example](
             examples, seed=run.seed, shuffle=shuffle, cursor=cursor
         )
 
@@ -360,7 +363,7 @@ class _Run:
                 check_fits(demonstrations, max_tokens=limit)
                 yield from demonstrations
 
-        return lambda cursor: StreamedItems[Example](
+        return lambda cursor: BufferedStream[Example](
             one_pass,
             seed=config.run.seed,
             buffer=data.streaming_buffer,
@@ -381,7 +384,7 @@ class _Run:
             phase=config.task,
             engine=config.actor.engine,
             open_stream=self._open_all(pairs),
-            objective=preference_objective(config.preference, task=config.task),
+            objective=build_preference_objective(config.preference, task=config.task),
             reference=config.preference.reference if config.task == "dpo" else "none",
             total_steps=config.run.total_steps,
             batch_size=config.batching.prompts_per_step,

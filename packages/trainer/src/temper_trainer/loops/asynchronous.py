@@ -19,7 +19,7 @@ from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.sampling import Collected, collect
 from temper_trainer.loops.staleness import staleness_metrics
 from temper_trainer.loops.step import StepResult, train_on
-from temper_trainer.reward.shaping import RewardMoments
+from temper_trainer.reward.shaping import RunningStats
 from temper_trainer.rollout.pausable_sampler import PausableSampler
 from temper_trainer.types import DataCursor
 
@@ -39,7 +39,7 @@ class _Batch:
 class Asynchronous:
     """The steps of one run; ``rooms.sampler`` is a ContinuingSampler."""
 
-    def __init__(self, rooms: Rooms, *, first_step: int, moments: RewardMoments) -> None:
+    def __init__(self, rooms: Rooms, *, first_step: int, moments: RunningStats) -> None:
         """Begin to sample at once.
 
         Args:
@@ -120,7 +120,7 @@ class Asynchronous:
                 raise self._error
             return self._ready.pop(step)
 
-    def _sample(self, moments: RewardMoments) -> None:
+    def _sample(self, moments: RunningStats) -> None:
         """Runs in its own thread: batch after batch in order, until the last step or the account is closed."""
         try:
             while (number := self._account.wait_to_begin()) is not None:

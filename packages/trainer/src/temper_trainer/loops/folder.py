@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.folder import START_FILES, UNTRAINED, holds_run
 from temper_trainer.config.run import RunConfig
+from temper_trainer.config.run_files import START_FILES, UNTRAINED, contains_run
 from temper_trainer.metrics.run_files import next_superseded_path
 
 
@@ -38,9 +38,9 @@ class RunFolder:
         return RunFolder(self.root / "warm_start")
 
     @property
-    def holds_run(self) -> bool:
-        """Whether a run has trained here; see `temper_trainer.config.folder.holds_run`."""
-        return holds_run(self.root)
+    def contains_run(self) -> bool:
+        """Whether a run has trained here; see `temper_trainer.config.folder.contains_run`."""
+        return contains_run(self.root)
 
     def set_model_aside(self) -> None:
         """Rename the model of an earlier end to `NAME.superseded-N`, so that it is not taken for the last one."""
@@ -73,7 +73,7 @@ def open_folder(run: RunConfig, *, tokenizer: str | None = None) -> RunFolder:
         raise ConfigError(
             f"{folder.checkpoints} is {kind}, but must be a folder for checkpoints: rename or remove it."
         )
-    if folder.holds_run:
+    if folder.contains_run:
         if run.resume == "never":
             raise ConfigError(
                 f"run.dir {run.dir} already holds a run: go on with run.resume=auto, or choose another run.dir."

@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.run import TrainerConfig
-from temper_trainer.data.order import PromptStream
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.data.streams import InMemoryStream
 from temper_trainer.environment.environment_factory import make_environment_factory
 from temper_trainer.loops.folder import RunFolder
 from temper_trainer.loops.rooms import Rooms
@@ -44,7 +44,7 @@ def open_inference(
             config=config,
             log=log,
             tokenizer=tokenizer,
-            prompts=PromptStream(prompts, seed=config.run.seed, shuffle=False),
+            prompts=InMemoryStream(prompts, seed=config.run.seed, shuffle=False),
             eval_prompts=prompts,
             sampler=sampler,
             scorer=stack.enter_context(Scorer(config.reward, model=reward_model)),

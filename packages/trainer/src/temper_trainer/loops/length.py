@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config.run import RoleConfig, TrainerConfig
+from temper_trainer.config.run import RoleConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.rows import DataError
 
 

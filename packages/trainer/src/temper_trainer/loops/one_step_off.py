@@ -22,7 +22,7 @@ from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.sampling import Collected, collect
 from temper_trainer.loops.staleness import staleness_metrics
 from temper_trainer.loops.step import StepResult, train_on
-from temper_trainer.reward.shaping import RewardMoments
+from temper_trainer.reward.shaping import RunningStats
 from temper_trainer.types import DataCursor
 
 
@@ -104,7 +104,7 @@ class OneStepOff:
         """Wait for what was begun."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _begin(self, step: int, moments: RewardMoments) -> _Batch:
+    def _begin(self, step: int, moments: RunningStats) -> _Batch:
         clock, cursor = StepClock(), self._rooms.prompts.cursor
 
         def sample() -> Collected:

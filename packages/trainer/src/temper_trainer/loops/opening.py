@@ -11,7 +11,8 @@ from temper_engine_api.specs import EngineConfig, ModelSpec, Scalar
 from temper_trainer.checkpoint.checkpointer import Checkpointer, load_run_id
 from temper_trainer.config.data import SourceConfig
 from temper_trainer.config.distillation import TeacherConfig
-from temper_trainer.config.run import RoleConfig, TrainerConfig
+from temper_trainer.config.run import RoleConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.rows import Row
 from temper_trainer.data.sources import load_rows
 from temper_trainer.data.tokenizer import build_tokenizer

@@ -13,16 +13,16 @@ from temper_engine_api.errors import TemperError
 from temper_engine_api.objective import HeadOutput, Objective
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
-from temper_trainer.algorithms.objectives import (
-    policy_objective,
-    value_objective,
-    with_distillation,
+from temper_trainer.algorithms.objective_factory import (
+    add_distillation_loss,
+    build_policy_objective,
+    build_value_objective,
 )
 from temper_trainer.checkpoint.checkpoint_writer import CheckpointWriter
 from temper_trainer.checkpoint.checkpointer import Checkpointer
 from temper_trainer.checkpoint.trainer_state import TrainerState
-from temper_trainer.config.run import TrainerConfig
-from temper_trainer.data.order import PromptStream
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.data.streams import InMemoryStream
 from temper_trainer.environment.environment_factory import make_environment_factory
 from temper_trainer.loops.boundary import StepBoundary
 from temper_trainer.loops.controllers import Controllers, restored_controllers
@@ -172,7 +172,7 @@ def open_rooms(
             config=config,
             log=log,
             tokenizer=tokenizer,
-            prompts=PromptStream(
+            prompts=InMemoryStream(
                 prompts, seed=config.run.seed, shuffle=config.data.shuffle, cursor=state.cursor
             ),
             eval_prompts=eval_prompts,
@@ -323,18 +323,18 @@ def objectives_of(config: TrainerConfig, *, controllers: Controllers) -> dict[st
     is_measured = measures_old_logprobs(config) or (
         correction is not None and correction.proximal == "rollout"
     )
-    actor: Objective = policy_objective(
+    actor: Objective = build_policy_objective(
         config.algorithm, old_is_current=not is_measured, entropy_coef=controllers.entropy.coef
     )
     if config.teachers and config.distillation.apply_as == "loss":
-        actor = with_distillation(
+        actor = add_distillation_loss(
             actor if config.task == "rl" else None,
             config=config.distillation,
             algorithm=config.algorithm,
         )
     objectives: dict[str, Objective] = {"actor": actor}
     if config.critic is not None:
-        objectives["critic"] = value_objective(config.algorithm)
+        objectives["critic"] = build_value_objective(config.algorithm)
     return objectives
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from temper_trainer.config.run import TrainerConfig
-from temper_trainer.data.order import PromptStream
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.data.streams import InMemoryStream
 from temper_trainer.environment.protocol import EnvironmentFactory
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.reward.scoring import Scorer
@@ -27,7 +27,7 @@ class Rooms:
     """Where numbers go."""
     tokenizer: PreTrainedTokenizerBase
     """Of every role."""
-    prompts: PromptStream[Prompt]
+    prompts: InMemoryStream[Prompt]
     """Training prompts in their order."""
     eval_prompts: Sequence[Prompt]
     """Held-out prompts; may be empty."""

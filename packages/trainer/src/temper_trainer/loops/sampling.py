@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from temper_engine_api.errors import BatchError, ConfigError
-from temper_trainer.algorithms.groups import group_statistics
-from temper_trainer.config.run import TrainerConfig
+from temper_trainer.algorithms.group_advantages import compute_group_statistics
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.loops.clock import StepClock
 from temper_trainer.loops.rooms import Rooms
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.staleness import check_staleness
 from temper_trainer.loops.turns import Conversation, all_tokens, complete, rewards_of
 from temper_trainer.progress import track_progress
-from temper_trainer.reward.shaping import RewardMoments, shape_rewards
+from temper_trainer.reward.shaping import RunningStats, shape_rewards
 from temper_trainer.types import FinishReason, Prompt, Rollout, SamplingRequest
 
 
@@ -24,13 +24,13 @@ class Collected:
 
     rollouts: list[Rollout]
     """Complete groups but for failed rewards; group and sample ids count from 0."""
-    moments: RewardMoments
+    moments: RunningStats
     """Of all rewards so far."""
     metrics: dict[str, float]
     """Numbers for the log."""
 
 
-def collect(rooms: Rooms, *, step: int, clock: StepClock, moments: RewardMoments) -> Collected:
+def collect(rooms: Rooms, *, step: int, clock: StepClock, moments: RunningStats) -> Collected:
     """A step's rollouts.
 
     With dynamic sampling, groups whose scores are all equal are passed over, whole, and further prompts drawn, until there are
@@ -175,13 +175,13 @@ def _check_components(config: TrainerConfig, talks: Sequence[Conversation]) -> N
 
 
 def _shape(
-    config: TrainerConfig, rollouts: list[Rollout], *, moments: RewardMoments
-) -> tuple[list[Rollout], RewardMoments, dict[str, float]]:
+    config: TrainerConfig, rollouts: list[Rollout], *, moments: RunningStats
+) -> tuple[list[Rollout], RunningStats, dict[str, float]]:
     """The rollouts with rewards in place of scores, and their baselines with them."""
     shaped = shape_rewards(
         [rollout.reward for rollout in rollouts],
         lengths=[rollout.num_tokens for rollout in rollouts],
-        max_tokens=config.longest_completion,
+        max_tokens=config.max_completion_tokens,
         config=config.reward.shaping,
         moments=moments,
         baselines=[
@@ -201,19 +201,21 @@ def _shape(
 
 
 def _groups_that_teach(
-    config: TrainerConfig, rollouts: list[Rollout], *, moments: RewardMoments
+    config: TrainerConfig, rollouts: list[Rollout], *, moments: RunningStats
 ) -> list[int]:
     """Ids of the groups whose scores, or rewards, differ, in their order."""
     dynamic = config.algorithm.dynamic_sampling
     assert dynamic is not None
     judged = rollouts if dynamic.on == "score" else _shape(config, rollouts, moments=moments)[0]
     ids = torch.tensor([rollout.group_id for rollout in judged])
-    flat = group_statistics(
+    flat = compute_group_statistics(
         torch.tensor([rollout.reward for rollout in judged]), group_ids=ids
-    ).is_flat.tolist()
+    ).is_zero_std.tolist()
     return list(
         dict.fromkeys(
-            rollout.group_id for rollout, is_flat in zip(judged, flat, strict=True) if not is_flat
+            rollout.group_id
+            for rollout, is_zero_std in zip(judged, flat, strict=True)
+            if not is_zero_std
         )
     )
 

@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.objective import HeadOutput, Objective
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.algorithms.objectives import sft_objective
+from temper_trainer.algorithms.objective_factory import build_sft_objective
 from temper_trainer.batching.samples import demonstrations_to_samples, pairs_to_samples
 from temper_trainer.batching.step_plan import RoleLayout, pack_mini_batch, plan_step
 from temper_trainer.checkpoint.checkpoint_writer import CheckpointWriter
 from temper_trainer.checkpoint.huggingface_export import write_model_directory
 from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.algorithm import BatchingConfig
-from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.loops.boundary import StepBoundary
 from temper_trainer.loops.folder import RunFolder
 from temper_trainer.loops.interrupts import StopRequest
@@ -37,7 +37,7 @@ Example = Demonstration | Pair
 
 
 class ExampleStream(Protocol):
-    """Examples handed out for ever; see ``PromptStream`` and ``StreamedItems``."""
+    """Examples handed out for ever; see ``InMemoryStream`` and ``BufferedStream``."""
 
     @property
     def cursor(self) -> DataCursor:
@@ -63,7 +63,7 @@ class SftStage:
     """Of the actor, with this stage's optimiser and schedule."""
     open_stream: Callable[[DataCursor], ExampleStream]
     """What is learned from, from a cursor on."""
-    objective: Objective = field(default_factory=sft_objective)
+    objective: Objective = field(default_factory=build_sft_objective)
     """What is minimised."""
     reference: Literal["ref", "disabled_adapter", "none"] = "none"
     """Whose log-probs the objective reads beside the policy's."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from temper_engine_api.errors import BatchError
-from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.types import Completion, Rollout
 
 

@@ -14,15 +14,19 @@ from temper_engine_api.metrics import Metric, merge_metrics
 from temper_engine_api.objective import HeadOutput, Objective
 from temper_engine_api.outputs import gather_outputs
 from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.correction import rollout_correction
-from temper_trainer.algorithms.distillation import teacher_reward
-from temper_trainer.algorithms.kl import estimate_kl, sequence_kl
-from temper_trainer.algorithms.mismatch import SQUARES, effective_sample_share, mismatch_metrics
-from temper_trainer.algorithms.objectives import needs_old_logprobs
-from temper_trainer.algorithms.reweight import drawn_again
+from temper_trainer.algorithms.distillation_losses import compute_teacher_reward
+from temper_trainer.algorithms.kl import estimate_kl, mean_sequence_kl
+from temper_trainer.algorithms.objective_factory import needs_old_logprobs
+from temper_trainer.algorithms.resampling import resample_by_reward
+from temper_trainer.algorithms.rollout_correction import (
+    SQUARES,
+    compute_effective_sample_fraction,
+    compute_mismatch_metrics,
+    compute_rollout_correction,
+)
 from temper_trainer.algorithms.surrogate import CORRECTION_WEIGHTS
-from temper_trainer.algorithms.turns import discounted_by_turn
-from temper_trainer.algorithms.value_loss import ValueObjective, explained_variance
+from temper_trainer.algorithms.token_advantages import discount_by_turn
+from temper_trainer.algorithms.value_loss import ValueObjective, compute_explained_variance
 from temper_trainer.batching.samples import TURNS_AFTER, to_samples
 from temper_trainer.batching.step_plan import (
     RoleLayout,
@@ -33,7 +37,7 @@ from temper_trainer.batching.step_plan import (
     pack_mini_batch,
     plan_step,
 )
-from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.loops.clock import StepClock
 from temper_trainer.loops.controllers import Controllers
 from temper_trainer.loops.interrupts import abandonable_late
@@ -168,7 +172,7 @@ def _draw_again(
     """Samples drawn again by their rewards, under ids of their own, and their plan; advantages are those of the groups as sampled."""
     config, seed = rooms.config, rooms.config.run.seed
     assert config.algorithm.reweight is not None
-    places = drawn_again(
+    places = resample_by_reward(
         torch.tensor([rollout.reward for rollout in rollouts]),
         group_ids=samples.group_ids,
         config=config.algorithm.reweight,
@@ -307,7 +311,7 @@ def add_advantages(
         else None,
     )
     if token_kl is not None:
-        per_completion = sequence_kl(token_kl, samples=samples)
+        per_completion = mean_sequence_kl(token_kl, samples=samples)
         metrics |= {"ref/kl": per_completion, "ref/kl_coef": kl.coef}
         kl = kl.updated(kl=per_completion, num_samples=samples.num_sequences)
     advantages, taught = _with_teacher_reward(
@@ -329,7 +333,7 @@ def _over_turns(rooms: Rooms, samples: SequenceBatch, advantages: Tensor) -> Ten
         or TURNS_AFTER not in samples.columns
     ):
         return advantages
-    return discounted_by_turn(
+    return discount_by_turn(
         advantages, turns_after=samples.columns[TURNS_AFTER], discount=environment.turn_discount
     )
 
@@ -341,7 +345,7 @@ def _with_teacher_reward(
     config = rooms.config.distillation
     if rooms.teachers is None or config.apply_as != "reward":
         return advantages, {}
-    reward = config.coef * teacher_reward(
+    reward = config.coef * compute_teacher_reward(
         samples.columns["old_logprobs"],
         teacher_logprobs=samples.columns[TEACHER_LOGPROBS],
         weights=samples.columns[TEACHER_WEIGHTS],
@@ -355,7 +359,7 @@ def _with_teacher_reward(
 
 def _mismatch(samples: SequenceBatch) -> dict[str, float]:
     columns = samples.columns
-    found = mismatch_metrics(
+    found = compute_mismatch_metrics(
         columns["old_logprobs"],
         rollout_logprobs=columns["rollout_logprobs"],
         loss_mask=samples.loss_mask,
@@ -370,7 +374,7 @@ def _with_effective_share(
     if SQUARES not in metrics:
         return found
     kept = {name: value for name, value in found.items() if name != SQUARES}
-    return {**kept, "mismatch/effective_sample_share": effective_sample_share(metrics)}
+    return {**kept, "mismatch/effective_sample_share": compute_effective_sample_fraction(metrics)}
 
 
 def _with_correction(
@@ -382,7 +386,7 @@ def _with_correction(
         return samples, {}
     added, metrics = {}, {}
     if config.level != "none" or config.reject_kl is not None:
-        made = rollout_correction(
+        made = compute_rollout_correction(
             config,
             samples=samples,
             old_logprobs=columns["old_logprobs"],
@@ -428,7 +432,7 @@ def update_roles(
         }
         found |= _with_effective_share(merged, named)
         if isinstance(objective, ValueObjective):
-            found["value/explained_variance"] = explained_variance(merged)
+            found["value/explained_variance"] = compute_explained_variance(merged)
     return found
 
 

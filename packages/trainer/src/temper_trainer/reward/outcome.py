@@ -75,7 +75,7 @@ class Call:
         return Outcome(reward=float(value))
 
 
-def timed_out(item: Item, *, timeout_s: float) -> Outcome:
+def timeout_outcome(item: Item, *, timeout_s: float) -> Outcome:
     """Of a call that was given up."""
     return Outcome(
         kind=FailureKind.TIMEOUT,

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 
 from temper_engine_api.errors import ConfigError, TemperError
 from temper_trainer.progress import advance_progress
-from temper_trainer.reward.outcome import Call, FailureKind, Item, Outcome, timed_out
+from temper_trainer.reward.outcome import Call, FailureKind, Item, Outcome, timeout_outcome
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class ProcessScoring:
                     self._collect(worker, outcomes, repeated)
                 elif time.monotonic() - worker.since >= self._timeout_s:
                     index, item = worker.tasks.popleft()
-                    outcomes[index] = timed_out(item, timeout_s=self._timeout_s)
+                    outcomes[index] = timeout_outcome(item, timeout_s=self._timeout_s)
                     limit = f"took longer than reward.timeout_s = {self._timeout_s:g} s"
                     self._replace(worker, item=item, reason=f"{limit}, which counts as failed")
         return [outcomes[index] for index in range(len(items))]

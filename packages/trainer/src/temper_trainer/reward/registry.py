@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.data import RewardConfig
-from temper_trainer.config.importing import import_named, is_import_path
-from temper_trainer.config.reward_model import REWARD_MODEL
-from temper_trainer.reward.exact_match import exact_match
-from temper_trainer.reward.gsm8k import gsm8k_flexible, gsm8k_strict
-from temper_trainer.reward.math_verify import math_verify
+from temper_trainer.config.import_path import import_object, is_import_path
+from temper_trainer.config.reward import REWARD_MODEL, RewardConfig
+from temper_trainer.reward.builtin_rewards import (
+    exact_match,
+    gsm8k_flexible,
+    gsm8k_strict,
+    math_verify,
+)
 from temper_trainer.types import Prompt
 
 Argument = str | int | float | bool | None
@@ -58,7 +60,7 @@ def register_reward(name: str) -> Callable[[Function], Function]:
     return register
 
 
-def reward_parts(config: RewardConfig) -> list[RewardConfig]:
+def split_components(config: RewardConfig) -> list[RewardConfig]:
     """One configuration for each reward function of a run: that of ``function``, or those of ``components``, which take no arguments."""
     if not config.components:
         return [config]
@@ -72,7 +74,7 @@ def resolve_reward(config: RewardConfig) -> RewardFunction:
         ConfigError: no such name, module or function, an extra is missing, or the function does not take these arguments.
     """
     by_path = (
-        import_named(config.function, key="reward.function")
+        import_object(config.function, key="reward.function")
         if is_import_path(config.function)
         else None
     )

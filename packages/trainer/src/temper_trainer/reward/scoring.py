@@ -1,20 +1,27 @@
 """Completions in, scores out; failures are counted by kind, and too many of them stop the run."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol
 
 from temper_engine_api.errors import TemperError
-from temper_trainer.config.data import RewardConfig
-from temper_trainer.config.reward_model import REWARD_MODEL
+from temper_trainer.config.reward import REWARD_MODEL, RewardConfig
 from temper_trainer.progress import track_progress
-from temper_trainer.reward.model_scoring import ScoresTokens, model_outcomes
 from temper_trainer.reward.outcome import Call, FailureKind, Item, Outcome
 from temper_trainer.reward.process_scoring import ProcessScoring
-from temper_trainer.reward.registry import resolve_reward, reward_parts
+from temper_trainer.reward.registry import resolve_reward, split_components
 from temper_trainer.reward.thread_scoring import ThreadScoring
 from temper_trainer.types import Score
+
+
+class RewardModel(Protocol):
+    """A reward model, wherever it runs."""
+
+    def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """The score of each token sequence, in order."""
+        ...
 
 
 class RewardFailureError(TemperError, RuntimeError):
@@ -30,7 +37,7 @@ class _Scoring(Protocol):
 class Scorer:
     """Scores completions as the configuration says; a context manager, because it may hold processes."""
 
-    def __init__(self, config: RewardConfig, *, model: ScoresTokens | None = None) -> None:
+    def __init__(self, config: RewardConfig, *, model: RewardModel | None = None) -> None:
         """Resolve the functions; processes start on entering.
 
         Args:
@@ -46,7 +53,7 @@ class Scorer:
             None
             if each.function == REWARD_MODEL
             else Call(function=resolve_reward(each), arguments=dict(each.arguments))
-            for each in reward_parts(config)
+            for each in split_components(config)
         ]
         self._weights = list(config.components.values())
         self._scorings: list[_Scoring | None] = []
@@ -123,7 +130,7 @@ class Scorer:
             "the configuration was checked: what names a reward model has one"
         )
         assert tokens is not None
-        return model_outcomes(self._model, items, tokens=tokens)
+        return score_with_model(self._model, items, tokens=tokens)
 
     @property
     def _name(self) -> str:
@@ -147,3 +154,17 @@ class Scorer:
     def metrics(self) -> dict[str, float]:
         """How many calls of the last ``score`` failed, by kind."""
         return {f"reward/{kind}": float(self._failures[kind]) for kind in FailureKind}
+
+
+def score_with_model(
+    model: RewardModel, items: Sequence[Item], *, tokens: Sequence[Sequence[int]]
+) -> list[Outcome]:
+    """One outcome per item, in order; a score that is no finite number is a failure."""
+    found = []
+    for (prompt, _), score in zip(items, model.scores(tokens), strict=True):
+        if math.isfinite(score):
+            found.append(Outcome(reward=score))
+        else:
+            message = f"the reward model gave {score} (prompt {prompt.prompt_id}, {prompt.source})"
+            found.append(Outcome(kind=FailureKind.NOT_FINITE, message=message))
+    return found

@@ -4,14 +4,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from temper_trainer.config.shaping import OverlongConfig, ShapingConfig
+from temper_trainer.config.reward import OverlongConfig, ShapingConfig
 
 EPSILON = 1e-8
 """Added to the deviation, so that equal rewards become 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardMoments:
+class RunningStats:
     """Count, mean and sum of squared distances of all rewards seen, from which a deviation follows; goes into checkpoints as it is."""
 
     count: float = 0.0
@@ -26,7 +26,7 @@ class RewardMoments:
         """Deviation, divided by the count; 0 before the second reward."""
         return math.sqrt(self.squares / self.count) if self.count else 0.0
 
-    def updated(self, rewards: Sequence[float]) -> "RewardMoments":
+    def updated(self, rewards: Sequence[float]) -> "RunningStats":
         """With further rewards.
 
         Source: Chan, Golub and LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", equation 2.1.
@@ -36,7 +36,7 @@ class RewardMoments:
         count, mean = len(rewards), math.fsum(rewards) / len(rewards)
         squares = math.fsum((reward - mean) ** 2 for reward in rewards)
         total, distance = self.count + count, mean - self.mean
-        return RewardMoments(
+        return RunningStats(
             count=total,
             mean=self.mean + distance * count / total,
             squares=self.squares + squares + distance**2 * self.count * count / total,
@@ -49,7 +49,7 @@ class Shaped:
 
     rewards: list[float]
     """One per score, in their order."""
-    moments: RewardMoments
+    moments: RunningStats
     """For the next step."""
     metrics: dict[str, float]
     """Numbers for the log."""
@@ -57,7 +57,7 @@ class Shaped:
     """One per baseline, in their order."""
 
 
-def overlong_penalty(length: int, *, max_tokens: int, config: OverlongConfig) -> float:
+def compute_overlong_penalty(length: int, *, max_tokens: int, config: OverlongConfig) -> float:
     """DAPO's soft penalty of a completion, at most 0.
 
     0 up to max_tokens - buffer_tokens, then -penalty * (length - (max_tokens - buffer_tokens)) / buffer_tokens, and -penalty from
@@ -75,7 +75,7 @@ def shape_rewards(
     lengths: Sequence[int],
     max_tokens: int,
     config: ShapingConfig,
-    moments: RewardMoments,
+    moments: RunningStats,
     baselines: Sequence[tuple[float, int]] = (),
 ) -> Shaped:
     """Rewards of a step's completions.
@@ -95,7 +95,7 @@ def shape_rewards(
         return (
             0.0
             if config.overlong is None
-            else overlong_penalty(length, max_tokens=max_tokens, config=config.overlong)
+            else compute_overlong_penalty(length, max_tokens=max_tokens, config=config.overlong)
         )
 
     def bounded(score: float, length: int) -> float:
@@ -113,7 +113,7 @@ def shape_rewards(
         }
     if config.normalization == "none":
         return Shaped(rewards=rewards, baselines=compared, moments=moments, metrics=metrics)
-    yardstick = moments if config.normalization == "running" else RewardMoments().updated(rewards)
+    yardstick = moments if config.normalization == "running" else RunningStats().updated(rewards)
     metrics["reward/std_before_normalization"] = yardstick.std
 
     def normalised(values: list[float]) -> list[float]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from temper_trainer.progress import advance_progress
-from temper_trainer.reward.outcome import Call, Item, Outcome, timed_out
+from temper_trainer.reward.outcome import Call, Item, Outcome, timeout_outcome
 
 
 class ThreadScoring:
@@ -44,7 +44,9 @@ class ThreadScoring:
                 outcome = self._call(item)
                 # Whoever waits for it may have been stopped all the while, and would take a late answer for a prompt one.
                 is_late = time.monotonic() - begun > self._timeout_s
-                results.put(timed_out(item, timeout_s=self._timeout_s) if is_late else outcome)
+                results.put(
+                    timeout_outcome(item, timeout_s=self._timeout_s) if is_late else outcome
+                )
 
         threading.Thread(target=score_all, name="temper-reward", daemon=True).start()
         outcomes: list[Outcome] = []
@@ -54,5 +56,5 @@ class ThreadScoring:
                 advance_progress("rewards")
             except queue.Empty:
                 is_given_up.set()
-                return [*outcomes, timed_out(item, timeout_s=self._timeout_s)]
+                return [*outcomes, timeout_outcome(item, timeout_s=self._timeout_s)]
         return outcomes

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from temper_engine_api.checkpoint import verify
-from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 
 CLUSTER_BYTES = 8 << 30
 """Smaller checkpoints are read by the driver's threads: starting processes would take longer."""

@@ -12,7 +12,7 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
-from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.runtime.engine_teacher import GroupFactory
 from temper_trainer.runtime.placement import REWARD_MODEL_ROLE
 from temper_trainer.runtime.worker_group import WorkerGroup
@@ -20,7 +20,7 @@ from temper_trainer.teacher.token_map import describe_token_difference
 
 
 class EngineRewardModel:
-    """Scores token sequences; see ScoresTokens."""
+    """Scores token sequences; see RewardModel."""
 
     def __init__(self, group: WorkerGroup, *, max_tokens: int) -> None:
         """A model whose group is initialised.

@@ -21,7 +21,7 @@ from temper_engine_api.plan import pack_rank, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.distillation import TeacherConfig
-from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.replica import Replica
 from temper_trainer.runtime.placement import format_teacher_role
 from temper_trainer.runtime.training_worker import TrainingWorker

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.distillation import TeacherConfig
-from temper_trainer.config.run import RuntimeConfig, TrainerConfig
+from temper_trainer.config.run import RuntimeConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 
 REWARD_MODEL_ROLE = "reward_model"
 """Its name among worker groups and in the placement."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.runtime.placement import (
     Placement,
     collect_role_requests,

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.rendezvous import bind_collectives
 from temper_engine_api.specs import EngineConfig
-from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.hf_sampler import HfSampler
 from temper_trainer.rollout.replica import Replica
 from temper_trainer.rollout.sampler import Sampler

@@ -21,7 +21,7 @@ from temper_engine_api.registry import engine_class
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import WeightStream
-from temper_trainer.config.deprecated_workers import GROUP, TRAINING_WORKER
+from temper_trainer.config.run import LEGACY_TRAINING_WORKER, LEGACY_WORKER_GROUP
 
 T = TypeVar("T")
 
@@ -152,7 +152,7 @@ def make_worker(
     """
     kind: type[TrainingWorker] = TrainingWorker
     if is_deprecated:
-        (point,) = entry_points(group=GROUP, name=TRAINING_WORKER)
+        (point,) = entry_points(group=LEGACY_WORKER_GROUP, name=LEGACY_TRAINING_WORKER)
         kind = point.load()
     return kind(engine_name=engine_name, config=config, num_threads=num_threads)
 

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.replica import Replica, ReplicaError
 from temper_trainer.rollout.vllm.server_spec import build_teacher_server_spec
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler

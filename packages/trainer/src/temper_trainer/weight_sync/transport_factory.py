@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import cast
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.device_location import DeviceLocation
 from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler

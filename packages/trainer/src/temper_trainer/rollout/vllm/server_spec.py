@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.ranges import LOOPBACK
-from temper_trainer.config.run import TrainerConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.hf_model import read_end_token_ids
 from temper_trainer.rollout.vllm.messages import Argument, ServerSpec
 
@@ -154,7 +154,7 @@ def _build_arguments(
 
 def _count_max_tokens(config: TrainerConfig) -> int:
     """Tokens of a prompt with its completion, and one more that the canary draws."""
-    completion = config.longest_completion
+    completion = config.max_completion_tokens
     if config.data.eval is not None or config.task == "eval":
         completion = max(completion, config.run.eval_sampling.max_tokens)
     return config.data.max_prompt_tokens + completion + 1

@@ -1,0 +1,189 @@
+"""From the configuration to the objectives of a run, and whether the step needs a pass for old log-probs."""
+
+from collections.abc import Mapping
+from typing import TypedDict
+
+from temper_engine_api.objective import Aggregation, AggregationMode, Objective
+from temper_trainer.algorithms.combined_objective import CombinedObjective
+from temper_trainer.algorithms.covariance_losses import ClipCovObjective, KlCovObjective
+from temper_trainer.algorithms.custom_algorithms import load_policy_loss_class
+from temper_trainer.algorithms.distillation_losses import ReverseKlObjective, TopKObjective
+from temper_trainer.algorithms.kl import KlEstimator
+from temper_trainer.algorithms.policy_losses import (
+    CispoObjective,
+    GmpoObjective,
+    GspoObjective,
+    PpoObjective,
+    SapoObjective,
+)
+from temper_trainer.algorithms.supervised_losses import (
+    DpoObjective,
+    RewardModelObjective,
+    SftObjective,
+)
+from temper_trainer.algorithms.surrogate import SurrogateObjective
+from temper_trainer.algorithms.value_loss import ValueObjective
+from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
+from temper_trainer.config.distillation import DistillationConfig
+from temper_trainer.config.import_path import is_import_path
+from temper_trainer.config.tasks import PreferenceConfig
+
+_POLICY_LOSSES: Mapping[str, type[SurrogateObjective]] = {
+    "ppo": PpoObjective,
+    "gspo": GspoObjective,
+    "cispo": CispoObjective,
+    "gmpo": GmpoObjective,
+    "clip_cov": ClipCovObjective,
+    "kl_cov": KlCovObjective,
+    "sapo": SapoObjective,
+}
+
+
+def needs_old_logprobs(config: AlgorithmConfig, batching: BatchingConfig) -> bool:
+    """Whether old log-probs must be measured before the update.
+
+    With one update per step the policy before it is the policy itself, and the pass (12 to 19 % of a step) is saved, unless something
+    before the update needs the numbers: a KL penalty on the reward, rollout correction, the compute_covariances of Clip-Cov and KL-Cov.
+    """
+    is_single_update = batching.num_mini_batches == 1 and batching.num_passes == 1
+    correction = config.rollout_correction
+    if correction is not None and correction.proximal == "rollout":
+        return config.kl_reward_coef > 0 or correction.reject_kl is not None
+    needs_numbers = (
+        config.kl_reward_coef > 0
+        or correction is not None
+        or _policy_loss(config).always_needs_old_logprobs
+    )
+    return not is_single_update or needs_numbers
+
+
+def _policy_loss(config: AlgorithmConfig) -> type[SurrogateObjective]:
+    return (
+        load_policy_loss_class(config)
+        if is_import_path(config.policy_loss)
+        else _POLICY_LOSSES[config.policy_loss]
+    )
+
+
+def build_policy_objective(
+    config: AlgorithmConfig, *, old_is_current: bool = False, entropy_coef: float | None = None
+) -> SurrogateObjective:
+    """The actor's.
+
+    Args:
+        config: which surrogate, its clips and coefficients, aggregation.
+        old_is_current: True where the step makes one update and nothing measured the policy before it.
+        entropy_coef: where a controller sets it; None takes config.entropy_coef.
+    """
+    correction = config.rollout_correction
+    shared = _Shared(
+        entropy_coef=config.entropy_coef if entropy_coef is None else entropy_coef,
+        kl_coef=config.kl_loss_coef,
+        kl_estimator=config.kl_estimator,
+        old_is_current=old_is_current,
+        uses_correction_weights=correction is not None
+        and (correction.level != "none" or correction.reject_kl is not None),
+        reports_entropy=config.entropy_target is not None,
+        aggregation=build_aggregation(config),
+    )
+    match config.policy_loss:
+        case "ppo":
+            return PpoObjective(
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+                dual_clip=config.dual_clip,
+                **shared,
+            )
+        case "gspo":
+            return GspoObjective(clip_low=config.clip_low, clip_high=config.clip_high, **shared)
+        case "cispo":
+            return CispoObjective(clip_low=config.clip_low, clip_high=config.clip_high, **shared)
+        case "gmpo":
+            return GmpoObjective(clip_low=config.clip_low, clip_high=config.clip_high, **shared)
+        case "clip_cov":
+            return ClipCovObjective(
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+                share=config.cov_share,
+                low=config.cov_low,
+                high=config.cov_high,
+                **shared,
+            )
+        case "kl_cov":
+            return KlCovObjective(share=config.cov_share, kl_cov_coef=config.kl_cov_coef, **shared)
+        case "sapo":
+            return SapoObjective(
+                positive_temperature=config.sapo_positive_temperature,
+                negative_temperature=config.sapo_negative_temperature,
+                **shared,
+            )
+        case _:
+            return load_policy_loss_class(config)(**config.policy_loss_arguments, **shared)
+
+
+class _Shared(TypedDict):
+    """What every surrogate takes."""
+
+    entropy_coef: float
+    kl_coef: float
+    kl_estimator: KlEstimator
+    old_is_current: bool
+    uses_correction_weights: bool
+    reports_entropy: bool
+    aggregation: Aggregation
+
+
+def add_distillation_loss(
+    policy: Objective | None, *, config: DistillationConfig, algorithm: AlgorithmConfig
+) -> Objective:
+    """The policy's objective with the distillation's loss added; the latter alone where there is none."""
+    taught: Objective
+    if config.objective == "reverse_kl":
+        taught = ReverseKlObjective(
+            estimator=config.kl_estimator,
+            clamp=config.clamp,
+            aggregation=build_aggregation(algorithm),
+        )
+    else:
+        taught = TopKObjective(
+            divergence=config.objective,
+            tail=config.tail,
+            mixture=config.mixture,
+            clamp=config.clamp,
+            aggregation=build_aggregation(algorithm),
+        )
+    parts, coefs = (
+        ((taught,), (config.coef,)) if policy is None else ((policy, taught), (1.0, config.coef))
+    )
+    return CombinedObjective(parts=parts, coefs=coefs, aggregation=build_aggregation(algorithm))
+
+
+def build_value_objective(config: AlgorithmConfig) -> ValueObjective:
+    """The critic's: a mean over trained tokens, whatever the policy's aggregation."""
+    return ValueObjective(clip=config.value_clip)
+
+
+def build_preference_objective(config: PreferenceConfig, *, task: str) -> Objective:
+    """Of task dpo, or of task rm."""
+    if task == "rm":
+        return RewardModelObjective(
+            label_smoothing=config.label_smoothing, center_coef=config.center_coef
+        )
+    return DpoObjective(
+        loss=config.loss,
+        beta=config.beta,
+        label_smoothing=config.label_smoothing,
+        length_normalized=config.length_normalized,
+        has_reference=config.reference != "none",
+        sft_coef=config.sft_coef,
+    )
+
+
+def build_sft_objective() -> SftObjective:
+    """Of supervised fine-tuning and the warm start."""
+    return SftObjective()
+
+
+def build_aggregation(config: AlgorithmConfig) -> Aggregation:
+    """How the policy's per-token losses become one number; see ``AggregationMode``."""
+    return Aggregation(mode=AggregationMode(config.aggregation), horizon=config.horizon)

@@ -1,0 +1,286 @@
+"""Keys of the older generation that people still type, each with what replaced it; this table points to temper-legacy-shim."""
+
+from dataclasses import dataclass
+
+SINCE = "0.1"
+"""The release from which all of these are refused: the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemovedKey:
+    """One key that is refused with a sentence."""
+
+    key: str
+    """Dotted, as it was written."""
+    replacement: str
+    """The key or keys to use now, or why none is needed."""
+    since: str = SINCE
+    """The release that refuses it."""
+
+
+REMOVED = (
+    RemovedKey(
+        key="data.train_files",
+        replacement="data.train.paths=[FILE] with data.train.kind=parquet or jsonl",
+    ),
+    RemovedKey(
+        key="data.val_files",
+        replacement="data.eval.paths=[FILE] with data.eval.kind=parquet or jsonl",
+    ),
+    RemovedKey(key="data.train_batch_size", replacement="batching.prompts_per_step"),
+    RemovedKey(
+        key="data.val_batch_size",
+        replacement="nothing: evaluation decodes rollout.max_concurrent sequences together",
+    ),
+    RemovedKey(key="data.max_prompt_length", replacement="data.max_prompt_tokens"),
+    RemovedKey(
+        key="data.max_response_length",
+        replacement="sampling.max_tokens, and run.eval_sampling.max_tokens for evaluation",
+    ),
+    RemovedKey(key="data.prompt_key", replacement="data.train.prompt_key and data.eval.prompt_key"),
+    RemovedKey(
+        key="data.truncation",
+        replacement="data.overlong_prompts=error or drop; prompts are never cut",
+    ),
+    RemovedKey(key="data.filter_overlong_prompts", replacement="data.overlong_prompts=drop"),
+    RemovedKey(
+        key="algorithm.adv_estimator",
+        replacement="the group algorithm=NAME, or algorithm.advantage",
+    ),
+    RemovedKey(key="algorithm.lam", replacement="algorithm.gae_lambda"),
+    RemovedKey(
+        key="algorithm.use_kl_in_reward",
+        replacement="algorithm.kl_reward_coef above 0 together with ref=frozen",
+    ),
+    RemovedKey(
+        key="algorithm.kl_penalty",
+        replacement="algorithm.kl_estimator (kl is k1, mse is k2, low_var_kl is k3)",
+    ),
+    RemovedKey(key="algorithm.kl_ctrl.kl_coef", replacement="algorithm.kl_reward_coef"),
+    RemovedKey(
+        key="algorithm.norm_adv_by_std_in_grpo",
+        replacement="algorithm.advantage=grpo (true) or dr_grpo (false)",
+    ),
+    RemovedKey(key="actor_rollout_ref.model.path", replacement="actor.engine.model.path"),
+    RemovedKey(key="actor_rollout_ref.model.lora_rank", replacement="actor.engine.lora.rank"),
+    RemovedKey(
+        key="actor_rollout_ref.model.use_remove_padding",
+        replacement="nothing: engines always pack, there is no padding",
+    ),
+    RemovedKey(
+        key="actor_rollout_ref.model.enable_gradient_checkpointing",
+        replacement="actor.engine.activation_checkpointing",
+    ),
+    RemovedKey(key="actor_rollout_ref.actor.strategy", replacement="the group model_engine=fsdp"),
+    RemovedKey(key="actor_rollout_ref.actor.optim.lr", replacement="actor.engine.optimizer.lr"),
+    RemovedKey(
+        key="actor_rollout_ref.actor.ppo_mini_batch_size",
+        replacement="batching.num_mini_batches, the number of updates: prompts_per_step / ppo_mini_batch_size",
+    ),
+    RemovedKey(
+        key="actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        replacement="batching.max_tokens: micro-batches are capped in tokens, not in sequences",
+    ),
+    RemovedKey(
+        key="actor_rollout_ref.actor.ppo_max_token_len_per_gpu", replacement="batching.max_tokens"
+    ),
+    RemovedKey(
+        key="actor_rollout_ref.actor.use_dynamic_bsz",
+        replacement="nothing: micro-batches are always balanced by tokens",
+    ),
+    RemovedKey(key="actor_rollout_ref.actor.ppo_epochs", replacement="batching.num_passes"),
+    RemovedKey(
+        key="actor_rollout_ref.actor.clip_ratio",
+        replacement="algorithm.clip_low and algorithm.clip_high",
+    ),
+    RemovedKey(key="actor_rollout_ref.actor.clip_ratio_c", replacement="algorithm.dual_clip"),
+    RemovedKey(key="actor_rollout_ref.actor.entropy_coeff", replacement="algorithm.entropy_coef"),
+    RemovedKey(
+        key="actor_rollout_ref.actor.use_kl_loss",
+        replacement="algorithm.kl_loss_coef above 0 together with ref=frozen",
+    ),
+    RemovedKey(
+        key="actor_rollout_ref.actor.kl_loss_coef",
+        replacement="algorithm.kl_loss_coef together with ref=frozen",
+    ),
+    RemovedKey(
+        key="actor_rollout_ref.actor.kl_loss_type",
+        replacement="algorithm.kl_estimator (mse is k2, low_var_kl is k3)",
+    ),
+    RemovedKey(key="actor_rollout_ref.actor.loss_agg_mode", replacement="algorithm.aggregation"),
+    RemovedKey(
+        key="actor_rollout_ref.actor.fsdp_config.param_offload",
+        replacement="actor.engine.residency.offload_parameters",
+    ),
+    RemovedKey(
+        key="actor_rollout_ref.actor.fsdp_config.optimizer_offload",
+        replacement="actor.engine.residency.offload_optimizer",
+    ),
+    RemovedKey(key="actor_rollout_ref.rollout.name", replacement="rollout.sampler"),
+    RemovedKey(key="actor_rollout_ref.rollout.n", replacement="algorithm.group_size"),
+    RemovedKey(key="actor_rollout_ref.rollout.temperature", replacement="sampling.temperature"),
+    RemovedKey(key="critic.optim.lr", replacement="critic.engine.optimizer.lr"),
+    RemovedKey(key="critic.model.path", replacement="critic.engine.model.path"),
+    RemovedKey(
+        key="critic.ppo_mini_batch_size",
+        replacement="batching.num_mini_batches, which all roles share",
+    ),
+    RemovedKey(key="critic.ppo_micro_batch_size_per_gpu", replacement="batching.max_tokens"),
+    RemovedKey(key="critic.ppo_micro_batch_size", replacement="batching.max_tokens"),
+    RemovedKey(key="critic.cliprange_value", replacement="algorithm.value_clip"),
+    RemovedKey(
+        key="critic.optim", replacement="critic.engine.optimizer and critic.engine.schedule"
+    ),
+    RemovedKey(key="critic.model", replacement="critic.engine.model and critic.engine"),
+    RemovedKey(key="critic.fsdp", replacement="critic.engine"),
+    RemovedKey(key="critic.megatron", replacement="critic.engine"),
+    RemovedKey(key="critic.strategy", replacement="critic.engine.strategy (fsdp is fsdp1)"),
+    RemovedKey(
+        key="algorithm.kl_ctrl", replacement="algorithm.kl_reward_coef, kl_target and kl_horizon"
+    ),
+    RemovedKey(key="algorithm.filter_groups", replacement="algorithm.dynamic_sampling"),
+    RemovedKey(key="algorithm.use_pf_ppo", replacement="algorithm.reweight"),
+    RemovedKey(
+        key="data.custom_cls",
+        replacement="data.train.paths: write the rows of your data set class to a file",
+    ),
+    RemovedKey(key="data.micro_batch_size_per_gpu", replacement="batching.max_tokens"),
+    RemovedKey(key="data.micro_batch_size", replacement="batching.max_tokens"),
+    RemovedKey(
+        key="data.max_length",
+        replacement="data.max_prompt_tokens, and batching.max_tokens for whole demonstrations",
+    ),
+    RemovedKey(
+        key="reward_model.enable",
+        replacement="reward.function=reward_model and reward.model.engine.model",
+    ),
+    RemovedKey(
+        key="custom_reward_function.path", replacement="reward.function=package.module:function"
+    ),
+    RemovedKey(
+        key="trainer.total_epochs",
+        replacement="run.total_steps: epochs * prompts / batching.prompts_per_step",
+    ),
+    RemovedKey(key="trainer.total_training_steps", replacement="run.total_steps"),
+    RemovedKey(
+        key="trainer.save_freq",
+        replacement="run.save_every (-1 is 0); run.save_interval_s=null saves by steps alone",
+    ),
+    RemovedKey(
+        key="trainer.test_freq", replacement="run.eval_every (-1 is 0: only before and after)"
+    ),
+    RemovedKey(key="trainer.logger", replacement="run.trackers"),
+    RemovedKey(key="trainer.default_local_dir", replacement="run.dir"),
+    RemovedKey(key="trainer.resume_mode", replacement="run.resume"),
+    RemovedKey(key="trainer.nnodes", replacement="actor.num_workers under runtime.kind=ray"),
+    RemovedKey(
+        key="trainer.n_gpus_per_node",
+        replacement="actor.num_workers and runtime.gpus_per_worker under runtime.kind=ray",
+    ),
+    RemovedKey(
+        key="trainer.use_legacy_worker_impl", replacement="use_legacy_worker_impl, at the top level"
+    ),
+)
+
+
+BLOCKS = (
+    "actor_rollout_ref",
+    "reward_model",
+    "custom_reward_function",
+    "trainer",
+    "optim",
+    "engine",
+    "model",
+    "ray_init",
+    "ray_kwargs",
+    "global_profiler",
+    "async_training",
+)
+"""Blocks that are gone as a whole."""
+
+
+OLD_CONFIGS = (
+    *(
+        "ppo_trainer",
+        "ppo_megatron_trainer",
+        "sft_trainer",
+        "sft_trainer_engine",
+        "generation",
+        "evaluation",
+        "dapo_trainer",
+    ),
+    *(
+        "dapo_megatron_trainer",
+        "entropy_trainer",
+        "one_step_off_ppo_trainer",
+        "one_step_off_ppo_megatron_trainer",
+    ),
+    *("fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer"),
+)
+"""Names of the older generation's configurations."""
+
+
+OLD_CONFIG = (
+    "That is a configuration of the older generation: `temper-migrate config --config-name NAME KEY=VALUE...` translates it with its "
+    "overrides, and `temper-migrate script FILE` a launch script (pip install temper-legacy-shim)."
+)
+
+
+SHARES = ("colocated", "colocate", "is_colocated", "enable_colocation", "share_pool")
+"""Names under which other systems let a teacher share the policy's devices; compared without underscores, in any case."""
+
+
+SLEEPS = (
+    *(
+        "sleep",
+        "sleep_level",
+        "sleep_mode",
+        "enable_sleep",
+        "enable_sleep_mode",
+        "free_cache_engine",
+        "wake_up",
+        "offload",
+    ),
+    *("param_offload", "cpu_offload", "offload_to_cpu"),
+)
+"""Names under which they let it sleep, or leave its devices between steps."""
+
+
+def describe_refused_teacher_key(key: str) -> str | None:
+    """The sentence that refuses a teacher who shares devices or sleeps, or None where a key asks for neither.
+
+    Args:
+        key: dotted, and of no field.
+    """
+    parts = key.split(".")
+    if parts[0] != "teachers":
+        return None
+    words = {part.replace("_", "").lower() for part in parts[2:]}  # after the teacher's own name
+    if words & {name.replace("_", "") for name in SHARES}:
+        kind = "shares devices"
+    elif words & {name.replace("_", "") for name in SLEEPS}:
+        kind = "sleeps"
+    else:
+        return None
+    return (
+        f"{key} is for a teacher that {kind}, and none does: a teacher is asked while the policy samples and trains, so it would have to "
+        "sleep and wake within every step. Teachers stand on a resource pool of their own (teachers.NAME.pool) and never sleep: remove it."
+    )
+
+
+def describe_removed_key(key: str) -> str | None:
+    """The sentence that refuses a removed key, or None where it is not one."""
+    for row in REMOVED:
+        if key == row.key or key.startswith(f"{row.key}."):
+            return f"{key} is refused since {row.since}; now it is: {row.replacement}. {_hint(key)}"
+    block = key.partition(".")[0]
+    if block in BLOCKS:
+        return f"{key} belongs to the block {block} of the older generation, which is refused since {SINCE}. {_hint(key)}"
+    return None
+
+
+def _hint(key: str) -> str:
+    return (
+        f"`temper-migrate explain {key}` says more; `temper-migrate config FILE` translates a whole file or old overrides, and "
+        "`temper-migrate script FILE` a launch script (pip install temper-legacy-shim)."
+    )

@@ -1,0 +1,404 @@
+"""Settings that a user wrote and that have no effect in this combination: an error, not silence.
+
+Only what stands on the command line or in a user's own file counts: a group choice of ours may say more than one run needs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.import_path import is_import_path
+from temper_trainer.config.reward import REWARD_MODEL
+from temper_trainer.config.trainer_config import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Keys that do nothing under a condition."""
+
+    keys: tuple[str, ...]
+    """Dotted keys and blocks."""
+    but: tuple[str, ...] = ()
+    """Those of them that do something all the same."""
+    applies: Callable[[TrainerConfig], bool]
+    """Whether they do nothing in this configuration."""
+    reason: str
+    """Completes the sentence ``KEY has no effect ...``, naming the other key and what to do."""
+
+
+RULES = (
+    Rule(
+        keys=("reward.function", "reward.arguments"),
+        applies=lambda config: bool(config.reward.components),
+        reason="with reward.components, which name the functions: remove one of them",
+    ),
+    Rule(
+        keys=("reward.arguments", "reward.timeout_s", "reward.num_workers"),
+        applies=lambda config: (
+            not config.reward.components and config.reward.function == REWARD_MODEL
+        ),
+        reason="with reward.function reward_model, which calls no function: remove it",
+    ),
+    Rule(
+        keys=(
+            "algorithm",
+            "batching.num_mini_batches",
+            "batching.num_passes",
+            "run.eval_every",
+            "run.eval_sampling",
+            "run.eval_sampled",
+        ),
+        applies=lambda config: config.task in ("dpo", "rm"),
+        reason="in tasks dpo and rm, which learn from pairs: remove it",
+    ),
+    Rule(
+        keys=("sampling", "rollout", "reward", "data.eval", "run.table_every"),
+        applies=lambda config: config.task in ("dpo", "rm"),
+        reason="in tasks dpo and rm, which sample nothing: remove it",
+    ),
+    Rule(
+        keys=("data.streaming_buffer",),
+        applies=lambda config: not (config.data.streaming and config.data.shuffle),
+        reason="without data.streaming and data.shuffle: remove it",
+    ),
+    Rule(
+        keys=("data.train_on",),
+        applies=lambda config: config.data.train.messages_key is None,
+        reason="without data.train.messages_key, the field with whole conversations: remove it",
+    ),
+    Rule(
+        keys=("distillation",),
+        applies=lambda config: not config.teachers,
+        reason="without teachers: remove it, or set teachers.NAME.engine.model.path",
+    ),
+    Rule(
+        keys=("distillation.kl_estimator",),
+        applies=lambda config: config.distillation.objective != "reverse_kl",
+        reason="with a distillation.objective other than reverse_kl: remove it",
+    ),
+    Rule(
+        keys=("distillation.top_k", "distillation.tail"),
+        applies=lambda config: config.distillation.objective == "reverse_kl",
+        reason="with distillation.objective reverse_kl, which reads the sampled tokens only: remove it",
+    ),
+    Rule(
+        keys=("distillation.mixture",),
+        applies=lambda config: config.distillation.objective != "jensen_shannon",
+        reason="with a distillation.objective other than jensen_shannon: remove it",
+    ),
+    Rule(
+        keys=("preference",),
+        applies=lambda config: config.task not in ("dpo", "rm"),
+        reason="in a task other than dpo and rm: remove it",
+    ),
+    Rule(
+        keys=("generate",),
+        applies=lambda config: config.task != "generate",
+        reason="in a task other than generate: remove it",
+    ),
+    Rule(
+        keys=("algorithm.cov_share",),
+        applies=lambda config: config.algorithm.policy_loss not in ("clip_cov", "kl_cov"),
+        reason="with an algorithm.policy_loss other than clip_cov and kl_cov: remove it",
+    ),
+    Rule(
+        keys=("algorithm.cov_low", "algorithm.cov_high"),
+        applies=lambda config: config.algorithm.policy_loss != "clip_cov",
+        reason="with an algorithm.policy_loss other than clip_cov: remove it",
+    ),
+    Rule(
+        keys=("algorithm.kl_cov_coef",),
+        applies=lambda config: config.algorithm.policy_loss != "kl_cov",
+        reason="with an algorithm.policy_loss other than kl_cov: remove it",
+    ),
+    Rule(
+        keys=("algorithm.sapo_positive_temperature", "algorithm.sapo_negative_temperature"),
+        applies=lambda config: config.algorithm.policy_loss != "sapo",
+        reason="with an algorithm.policy_loss other than sapo: remove it",
+    ),
+    Rule(
+        keys=("algorithm.clip_low", "algorithm.clip_high"),
+        applies=lambda config: (
+            config.algorithm.policy_loss in ("kl_cov", "sapo")
+            or is_import_path(config.algorithm.policy_loss)
+        ),
+        reason="with algorithm.policy_loss kl_cov and sapo, which clip nothing, or your own, which has policy_loss_arguments: remove it",
+    ),
+    Rule(
+        keys=("run.prometheus_address",),
+        applies=lambda config: config.run.prometheus_port is None,
+        reason="without run.prometheus_port: remove it, or set the port",
+    ),
+    Rule(
+        keys=(
+            "runtime.cpus_per_worker",
+            "runtime.gpus_per_worker",
+            "runtime.address",
+            "runtime.worker_timeout_s",
+        ),
+        applies=lambda config: config.runtime.kind == "inline",
+        reason="with runtime.kind inline, which starts no workers: remove it, or set runtime.kind=ray",
+    ),
+    Rule(
+        keys=("actor.pool", "critic.pool", "ref.pool", "rollout.pool", "reward.model.pool"),
+        applies=lambda config: config.runtime.kind == "inline",
+        reason="with runtime.kind inline, which has no resource pools: remove it, or set runtime.kind=ray",
+    ),
+    Rule(
+        keys=(
+            "algorithm",
+            "batching.num_mini_batches",
+            "batching.num_passes",
+            "run.eval_every",
+            "run.eval_sampling",
+            "run.eval_sampled",
+        ),
+        applies=lambda config: config.task == "sft",
+        reason="with task sft, which only imitates: remove it, or set task=rl",
+    ),
+    Rule(
+        keys=(
+            "sampling",
+            "rollout",
+            "reward",
+            "data.eval",
+            "run.table_every",
+            "run.num_table_rows",
+        ),
+        applies=lambda config: config.task == "sft",
+        reason="with task sft, which samples nothing: remove it, or set task=rl",
+    ),
+    Rule(
+        keys=("loop", "asynchrony", "weight_sync"),
+        applies=lambda config: config.task not in ("rl", "distill"),
+        reason="with a task that does not train on what it samples: remove it, or set task=rl or task=distill",
+    ),
+    Rule(
+        keys=("weight_sync.max_changed_fraction",),
+        applies=lambda config: config.weight_sync.content != "delta",
+        reason="with a weight_sync.content other than delta: remove it, or set weight_sync.content=delta",
+    ),
+    Rule(
+        keys=("asynchrony",),
+        applies=lambda config: config.loop != "async",
+        reason="without loop async: remove it, or set loop=async",
+    ),
+    Rule(
+        keys=("runtime.rollout_devices",),
+        applies=lambda config: config.runtime.kind == "ray",
+        reason="with runtime.kind ray, which gives servers their devices: remove it, or set runtime.kind=inline",
+    ),
+    Rule(
+        keys=("rollout.vllm", "runtime.rollout_python"),
+        applies=lambda config: (
+            config.rollout.sampler != "vllm"
+            and all(t.backend != "vllm" for t in config.teachers.values())
+        ),
+        reason="with rollout.sampler hf: remove it, or set rollout=vllm",
+    ),
+    Rule(
+        keys=("runtime.rollout_devices",),
+        applies=lambda config: config.rollout.sampler != "vllm",
+        reason="with rollout.sampler hf: remove it, or set rollout=vllm",
+    ),
+    Rule(
+        keys=("run.eval_every", "run.eval_sampling", "run.eval_sampled"),
+        applies=lambda config: config.task == "rl" and config.data.eval is None,
+        reason="without data.eval, the problems to evaluate on: set data.eval.paths, or remove it",
+    ),
+    Rule(
+        keys=("algorithm.kl_estimator",),
+        applies=lambda config: (
+            config.algorithm.kl_loss_coef == 0 and config.algorithm.kl_reward_coef == 0
+        ),
+        reason="with algorithm.kl_loss_coef and algorithm.kl_reward_coef both 0: set one of them, or remove it",
+    ),
+    Rule(
+        keys=("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"),
+        applies=lambda config: (
+            config.task == "rl"
+            and config.batching.num_mini_batches * config.batching.num_passes == 1
+            and config.algorithm.kl_reward_coef == 0
+            and (
+                config.algorithm.rollout_correction is None
+                or config.algorithm.rollout_correction.proximal == "old"
+            )
+        ),
+        reason=(
+            "with batching.num_mini_batches and batching.num_passes both 1, where the policy's ratio is always 1: raise one of them, or "
+            "remove it"
+        ),
+    ),
+    Rule(
+        keys=("algorithm.gamma",),
+        applies=lambda config: config.algorithm.advantage not in ("gae", "reinforce_plus_plus"),
+        reason="with an algorithm.advantage that weighs whole completions: remove it, or use gae or reinforce_plus_plus",
+    ),
+    Rule(
+        keys=("algorithm.gae_lambda", "algorithm.value_clip"),
+        applies=lambda config: config.algorithm.advantage != "gae",
+        reason="with an algorithm.advantage other than gae: remove it, or use gae",
+    ),
+    Rule(
+        keys=("run.total_steps",),
+        applies=lambda config: config.run.total_epochs is not None,
+        reason="with run.total_epochs, which says how long the run is: remove one of them",
+    ),
+    Rule(
+        keys=("rollout.canary_tolerance",),
+        applies=lambda config: not config.rollout.canary,
+        reason="with rollout.canary false: remove it, or turn the canary on",
+    ),
+    Rule(
+        keys=("run.num_table_rows",),
+        applies=lambda config: (
+            config.task == "rl" and config.run.table_every == 0 and config.data.eval is None
+        ),
+        reason="with run.table_every 0, which shows no tables: remove it, or raise run.table_every",
+    ),
+)
+
+
+def check_ineffective_keys(config: TrainerConfig, *, set_by_user: Mapping[str, str]) -> None:
+    """Refuse what does nothing.
+
+    Args:
+        config: the whole configuration.
+        set_by_user: origins of the keys that stand on the command line or in a user's file.
+
+    Raises:
+        ConfigError: one line per key, naming it and the key that makes it idle.
+    """
+    found: dict[str, str] = {}
+    for rule in (*RULES, *_role_rules(config), *_source_rules(config), *_teacher_rules(config)):
+        if rule.applies(config):
+            for key, origin in set_by_user.items():
+                if _is_in(key, rule.keys) and not _is_in(key, rule.but):
+                    found.setdefault(key, f"{key} ({origin}) has no effect {rule.reason}.")
+    if found:
+        raise ConfigError("\n".join(found.values()))
+
+
+def _is_in(key: str, blocks: tuple[str, ...]) -> bool:
+    return any(key == block or key.startswith(f"{block}.") for block in blocks)
+
+
+def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
+    """What a teacher's server, which reads its weights from disk and is never asleep, does not read."""
+    teachers, vllm = config.teachers, "rollout.vllm"
+    if config.rollout.sampler != "vllm" and any(
+        teacher.backend == "vllm" for teacher in teachers.values()
+    ):
+        read = (
+            "gpu_memory_utilization",
+            "kv_cache_bytes",
+            "enforce_eager",
+            "start_timeout_s",
+            "stall_timeout_s",
+            "load_timeout_s",
+            "max_restarts",
+        )
+        reason = f"with rollout.sampler hf: servers of teachers never sleep, and read only {', '.join(read)} of {vllm}. Remove it"
+        yield Rule(
+            keys=(vllm,),
+            but=tuple(f"{vllm}.{key}" for key in read),
+            applies=lambda _: True,
+            reason=reason,
+        )
+    for name, teacher in teachers.items():
+        key = f"teachers.{name}"
+        if teacher.backend == "vllm":
+            kept = (
+                f"{key}.engine.model.path",
+                f"{key}.engine.model.trust_remote_code",
+                f"{key}.engine.precision.compute",
+            )
+            reason = f"with {key}.backend vllm, which reads only {', '.join(kept)}: remove it"
+            yield Rule(keys=(f"{key}.engine",), but=kept, applies=lambda _: True, reason=reason)
+        if config.runtime.kind == "inline":
+            yield _always(
+                (f"{key}.pool",),
+                "with runtime.kind inline, which has no resource pools: remove it, or set runtime.kind=ray",
+            )
+        if teacher.backend == "engine" or config.runtime.kind == "ray":
+            why = f"{key}.backend engine" if teacher.backend == "engine" else "runtime.kind ray"
+            yield _always(
+                (f"{key}.devices",),
+                f"with {why}: it is for backend vllm and runtime.kind inline. Remove it",
+            )
+
+
+def _role_rules(config: TrainerConfig) -> Iterator[Rule]:
+    for name, role in {"actor": config.actor, "critic": config.critic, "ref": config.ref}.items():
+        if role is None:
+            continue
+        model = role.engine.model
+        if role.engine.optimizer is None:
+            keys: tuple[str, ...] = (
+                f"{name}.engine.schedule",
+                f"{name}.engine.residency.offload_optimizer",
+                f"{name}.engine.residency.load_optimizer_in",
+                f"{name}.engine.residency.optimizer_on_cpu",
+            )
+            yield _always(keys, f"with {name}.engine.optimizer null, a frozen model: remove it")
+        if model.path is not None and model.model_type == "language_model":
+            yield _always(
+                (f"{name}.engine.model.seed",),
+                f"with {name}.engine.model.path, whose weights are loaded: remove it",
+            )
+        if model.path is None:
+            keys = (f"{name}.engine.model.trust_remote_code",)
+            yield _always(
+                keys, f"with {name}.engine.model.architecture, beside which no code lies: remove it"
+            )
+
+
+def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
+    warm_start = None if config.warm_start is None else config.warm_start.data
+    sources = {
+        "data.train": config.data.train,
+        "data.eval": config.data.eval,
+        "warm_start.data": warm_start,
+    }
+    if all(source is None or source.kind == "arithmetic" for source in sources.values()):
+        keys: tuple[str, ...] = ("data.chat_template", "data.tools_path")
+        yield _always(
+            keys, "with sources of kind arithmetic, whose prompts are no chat messages: remove it"
+        )
+    for name, source in sources.items():
+        if source is None:
+            continue
+        if source.kind in ("jsonl", "parquet"):
+            yield _always(
+                (f"{name}.split",),
+                f"with {name}.kind {source.kind}, whose files are named in paths: remove it",
+            )
+        if config.task not in ("dpo", "rm"):
+            keys = (f"{name}.chosen_key", f"{name}.rejected_key")
+            yield _always(
+                keys, f"with task {config.task}: pairs are for tasks dpo and rm. Remove it"
+            )
+        if source.messages_key is not None:
+            keys = (f"{name}.prompt_key", f"{name}.answer_key")
+            yield _always(
+                keys,
+                f"with {name}.messages_key, the field with whole conversations: remove one of them",
+            )
+        if not config.teachers:
+            yield _always(
+                (f"{name}.route_key",), "without teachers, who are chosen by it: remove it"
+            )
+        if source.kind == "arithmetic":
+            keys = (f"{name}.prompt_key", f"{name}.answer_key", f"{name}.extra_keys")
+            yield _always(
+                keys, f"with {name}.kind arithmetic, which generates its problems: remove it"
+            )
+        else:
+            keys = (f"{name}.seed", f"{name}.wrong_first_operation")
+            yield _always(
+                keys, f"with {name}.kind {source.kind}, which reads its problems: remove it"
+            )
+
+
+def _always(keys: tuple[str, ...], reason: str) -> Rule:
+    return Rule(keys=keys, applies=lambda _: True, reason=reason)

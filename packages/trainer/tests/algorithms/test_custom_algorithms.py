@@ -1,0 +1,124 @@
+"""An estimator and an objective of a user's own take the places of the named ones, or are refused before anything starts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from temper_engine_api.batch import SequenceBatch, from_sequences
+from temper_engine_api.errors import BatchError, ConfigError
+from temper_trainer.algorithms.advantages import estimate_advantages
+from temper_trainer.algorithms.objective_factory import build_policy_objective, needs_old_logprobs
+from temper_trainer.algorithms.surrogate import SurrogateObjective
+from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
+
+HERE = "test_custom_algorithms"
+SAMPLES = from_sequences(
+    [torch.arange(n) for n in (3, 2)], loss_masks=[torch.arange(n) > 0 for n in (3, 2)]
+)
+
+
+def half(rewards: Tensor, *, samples: SequenceBatch, factor: float = 0.5) -> Tensor:
+    return factor * rewards
+
+
+def by_token(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:
+    return samples.positions().double()
+
+
+def too_many(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:
+    return torch.zeros(4)
+
+
+def endless(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:
+    return rewards / 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain(SurrogateObjective):
+    factor: float = 1.0
+
+    def surrogate(
+        self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
+    ) -> Tensor:
+        return -self.factor * log_ratio.exp() * advantages
+
+
+@pytest.fixture(autouse=True)
+def module_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def advantages(name: str, **arguments: float) -> list[float]:
+    config = AlgorithmConfig(advantage=f"{HERE}:{name}", advantage_arguments=arguments)
+    return estimate_advantages(
+        config, samples=SAMPLES, rewards=torch.tensor([4.0, 2.0])
+    ).advantages.tolist()
+
+
+def test_an_own_estimator_answers_by_completion_or_by_token_and_prompts_stay_0() -> None:
+    assert advantages("half") == [0.0, 2.0, 2.0, 0.0, 1.0]
+    assert advantages("half", factor=-1.0) == [0.0, -4.0, -4.0, 0.0, -2.0]
+    assert advantages("by_token") == [0.0, 1.0, 2.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [("too_many", r"a tensor of shape \(4,\), but must return"), ("endless", "finite numbers")],
+)
+def test_what_it_must_not_return_is_refused(name: str, complaint: str) -> None:
+    with pytest.raises(BatchError, match=complaint):
+        advantages(name)
+
+
+def test_an_own_objective_gets_its_arguments_and_the_keys_that_all_share() -> None:
+    config = AlgorithmConfig(
+        policy_loss=f"{HERE}:Plain", policy_loss_arguments={"factor": 3.0}, entropy_coef=0.1
+    )
+    objective = build_policy_objective(config)
+    assert type(objective).__name__ == "Plain"
+    assert (objective.factor, objective.entropy_coef) == (3.0, 0.1)  # type: ignore[attr-defined]
+    assert not needs_old_logprobs(config, BatchingConfig())
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"advantage": "grop"}, "did you mean 'grpo'"),
+        (
+            {"policy_loss": "ppo", "policy_loss_arguments": {"factor": 1.0}},
+            "algorithm.policy_loss_arguments are set, but ppo takes none",
+        ),
+    ],
+)
+def test_names_that_lead_nowhere_are_refused_with_the_nearest(
+    fields: dict[str, object], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        AlgorithmConfig(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"policy_loss": f"{HERE}:half"}, "does not derive from .*SurrogateObjective"),
+        ({"policy_loss": f"{HERE}:Plaine"}, "did you mean 'Plain'"),
+        (
+            {"policy_loss": f"{HERE}:Plain", "policy_loss_arguments": {"width": 1.0}},
+            "names width, but .* has the fields factor",
+        ),
+        ({"policy_loss": "no_such_module:Loss"}, "put the folder that holds it on PYTHONPATH"),
+    ],
+)
+def test_an_own_objective_that_does_not_fit_is_refused(
+    fields: dict[str, object], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        build_policy_objective(AlgorithmConfig(**fields))  # type: ignore[arg-type]
+
+
+def test_arguments_that_the_estimator_does_not_take_are_refused() -> None:
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'width'"):
+        advantages("half", width=1.0)

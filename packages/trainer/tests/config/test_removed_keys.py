@@ -1,0 +1,46 @@
+import pytest
+
+from temper_engine_fsdp.config import FSDPConfig
+from temper_trainer.config.removed_keys import REMOVED, describe_removed_key
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.config_loading.schema import collect_keys
+
+KEYS = collect_keys(TrainerConfig, engine_class=FSDPConfig)
+
+
+@pytest.mark.parametrize("row", REMOVED, ids=lambda row: row.key)
+def test_removed_key_is_not_a_living_one(row: object) -> None:
+    assert row.key not in KEYS  # type: ignore[attr-defined]
+
+
+def test_every_replacement_names_living_keys() -> None:
+    roots = {key.partition(".")[0] for key in KEYS} | {
+        "algorithm=NAME",
+        "model_engine=fsdp",
+        "ref=frozen",
+    }
+    for row in REMOVED:
+        words = [word.strip(",.:();") for word in row.replacement.replace("=", " ").split()]
+        dotted = [word for word in words if "." in word and word.partition(".")[0] in roots]
+        assert all(word in KEYS for word in dotted), row
+
+
+def test_key_below_a_removed_one_is_refused_with_it() -> None:
+    assert str(describe_removed_key("trainer.logger.0")).startswith(
+        "trainer.logger.0 is refused since 0.1; now it is: run.trackers."
+    )
+
+
+def test_any_key_of_a_block_that_is_gone_is_refused() -> None:
+    assert "belongs to the block reward_model of the older generation" in str(
+        describe_removed_key("reward_model.megatron.seed")
+    )
+
+
+def test_the_rfcs_spelling_of_the_worker_switch_is_told_where_it_lives() -> None:
+    text = str(describe_removed_key("trainer.use_legacy_worker_impl"))
+    assert "now it is: use_legacy_worker_impl, at the top level." in text
+
+
+def test_living_keys_are_left_alone() -> None:
+    assert [key for key in KEYS if describe_removed_key(key) is not None] == []
