@@ -34,8 +34,10 @@ ARCHITECTURE: Mapping[str, Scalar] = {
 
 
 def pytest_collection_finish() -> None:
-    """Modules stay as long as the session: a full collection, such as every engine makes when it is
-    closed, need not look at them."""
+    """Exclude imported modules from garbage collection.
+
+    Every engine runs a full collection when it is closed, and modules live as long as the session.
+    """
     gc.freeze()
 
 

@@ -136,14 +136,14 @@ def start(
 ) -> tuple[list[ForkServerProcess], list[Connection]]:
     processes, ends = [], []
     for rank in range(WORLD_SIZE):
-        ours, theirs = context.Pipe()
+        parent_end, child_end = context.Pipe()
         process = context.Process(
-            target=target, args=(replace(job, rank=rank), theirs), daemon=True
+            target=target, args=(replace(job, rank=rank), child_end), daemon=True
         )
         process.start()
-        theirs.close()
+        child_end.close()
         processes.append(process)
-        ends.append(ours)
+        ends.append(parent_end)
     return processes, ends
 
 
@@ -156,7 +156,7 @@ def answers(ends: list[Connection]) -> list[tuple[int, str]]:
 def kill_once(
     context: ForkServerContext, folder: Path, *, seed: int, in_background: bool
 ) -> dict[str, object]:
-    """Result of one kill."""
+    """Kill a run once while it saves, and return what is left."""
     folder.mkdir(parents=True)
     draw = random.Random(f"kill {seed}")
     job = Job(

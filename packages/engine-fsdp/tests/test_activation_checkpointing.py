@@ -102,7 +102,7 @@ def test_inputs_of_all_layers_are_offloaded(
     # Three passes of two layers, each of which is entered again in the backward pass.
     assert len(made) == 3
     assert len(entered) == 3 * 2 * 2 + 3 * 2
-    hosts = [parked.host for offloader in made for parked in offloader.offloaded]
+    hosts = [pair.host for offloader in made for pair in offloader.offloaded]
     assert all(
         any(torch.equal(host, inputs) for host in hosts if host.shape == inputs.shape)
         for inputs in entered[:2]

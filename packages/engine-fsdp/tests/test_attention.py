@@ -95,7 +95,7 @@ def tokens() -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hidden_states_of_a_pack_equal_those_of_each_sequence_alone(
+def test_hidden_states_of_a_pack_equal_those_of_separate_sequences(
     family: str, tokens: Tensor
 ) -> None:
     model = packed_model(family).eval()
@@ -109,7 +109,7 @@ def test_hidden_states_of_a_pack_equal_those_of_each_sequence_alone(
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral-window"])
-def test_gradients_of_a_pack_equal_those_of_each_sequence_alone(
+def test_gradients_of_a_pack_equal_those_of_separate_sequences(
     family: str, checkpointing: bool, tokens: Tensor
 ) -> None:
     model = packed_model(family)
@@ -119,11 +119,11 @@ def test_gradients_of_a_pack_equal_those_of_each_sequence_alone(
     model.train()
     packed_hidden(model, tokens).cos().sum().backward()
     hidden_one_by_one(twin, tokens).cos().sum().backward()
-    for (name, ours), theirs in zip(
+    for (name, parameter), reference in zip(
         model.base_model.named_parameters(), twin.base_model.parameters()
     ):
-        assert ours.grad is not None, name
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=2e-5)
+        assert parameter.grad is not None, name
+        torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral-window"])
@@ -214,16 +214,16 @@ def test_half_precision_is_attended_in_float32_on_a_cpu(tokens: Tensor) -> None:
             return func(*args, **(kwargs or {}))  # type: ignore[dict-item]
 
     with torch.no_grad():
-        whole = packed_hidden(model, tokens)
+        exact = packed_hidden(model, tokens)
         with SeesAttention():
             rounded = packed_hidden(model.to(torch.bfloat16), tokens)
     assert seen == {torch.float32}
     assert rounded.dtype == torch.bfloat16
-    torch.testing.assert_close(rounded.float(), whole, rtol=0.0, atol=0.1)
+    torch.testing.assert_close(rounded.float(), exact, rtol=0.0, atol=0.1)
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("arguments", "sentence"),
     [
         (
             {"s_aux": torch.zeros(4)},
@@ -238,7 +238,7 @@ def test_half_precision_is_attended_in_float32_on_a_cpu(tokens: Tensor) -> None:
 )
 @pytest.mark.parametrize("kernel", [packed_attention.SDPA_VARLEN, packed_attention.TORCH_VARLEN])
 def test_what_a_kernel_does_not_compute_is_refused(
-    kernel: str, asked: dict[str, object], sentence: str
+    kernel: str, arguments: dict[str, object], sentence: str
 ) -> None:
     packed_attention.register_kernels()
     query = torch.zeros(1, 4, 30, 8)
@@ -250,7 +250,7 @@ def test_what_a_kernel_does_not_compute_is_refused(
     }
     with pytest.raises(CapabilityError, match=sentence):
         AttentionInterface()[kernel](
-            torch.nn.Module(), query, query, query, None, **{**known, **asked}
+            torch.nn.Module(), query, query, query, None, **{**known, **arguments}
         )
 
 

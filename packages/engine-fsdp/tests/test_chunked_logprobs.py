@@ -106,10 +106,10 @@ def test_entropy_without_gradient_leaves_the_other_gradients_as_they_are() -> No
         entropy=naive.entropy.detach(),
         logprob_at=naive.logprob_at,
     )
-    for ours, theirs in zip(
+    for actual, expected in zip(
         gradients(case, mixed_loss(columns)), gradients(case, mixed_loss(naive))
     ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_peaked_logits_stay_finite_and_exact() -> None:
@@ -119,11 +119,11 @@ def test_peaked_logits_stay_finite_and_exact() -> None:
     fused, naive = case.fused(chunk_tokens=5), case.naive()
     torch.testing.assert_close(fused.logprob, naive.logprob.float(), rtol=2e-6, atol=2e-4)
     torch.testing.assert_close(fused.entropy, naive.entropy.float(), rtol=1e-4, atol=1e-5)
-    for ours, theirs in zip(
+    for actual, expected in zip(
         gradients(case, mixed_loss(case.fused())), gradients(case, mixed_loss(naive))
     ):
-        assert bool(ours.isfinite().all())
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+        assert bool(actual.isfinite().all())
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_uniform_logits_have_the_entropy_and_logprob_of_the_vocabulary() -> None:
@@ -137,7 +137,7 @@ def test_uniform_logits_have_the_entropy_and_logprob_of_the_vocabulary() -> None
     torch.testing.assert_close(columns.logsumexp, expected)
 
 
-def test_an_id_asked_twice_gets_its_gradient_twice() -> None:
+def test_an_id_requested_twice_gets_its_gradient_twice() -> None:
     case = make_case(positions=1)
     once = chunked_logprobs(case.hidden, case.weight, case.labels, ids=torch.tensor([[4]]))
     twice = chunked_logprobs(case.hidden, case.weight, case.labels, ids=torch.tensor([[4, 4]]))
@@ -166,11 +166,11 @@ def test_bf16_inputs_give_float32_columns_from_bf16_logits() -> None:
 
 
 @pytest.mark.bitwise
-def test_a_log_prob_does_not_depend_on_how_many_others_are_asked() -> None:
+def test_a_log_prob_does_not_depend_on_the_number_of_requested_ones() -> None:
     # Evaluation answers every position, training only the trained ones: an on-policy ratio must be
     # exactly 1 all the same.
     case = make_case()
-    whole = case.fused()
+    all_tokens = case.fused()
     for size in (1, 2, 3, 5, 36):
         few = chunked_logprobs(
             case.hidden[:size],
@@ -179,5 +179,5 @@ def test_a_log_prob_does_not_depend_on_how_many_others_are_asked() -> None:
             temperature=case.temperature[:size],
             needs_entropy=True,
         )
-        assert torch.equal(few.logprob, whole.logprob[:size])
-        assert torch.equal(few.entropy, whole.entropy[:size])
+        assert torch.equal(few.logprob, all_tokens.logprob[:size])
+        assert torch.equal(few.entropy, all_tokens.entropy[:size])

@@ -30,7 +30,7 @@ def test_the_rank_that_waits_says_where_and_for_whom(tmp_path: Path) -> None:
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(tmp_path / "told")],
+            [sys.executable, str(SCRIPT), str(tmp_path / "log")],
             env={**os.environ, **meeting, "RANK": str(rank)},
         )
         for rank in range(2)
@@ -40,18 +40,18 @@ def test_the_rank_that_waits_says_where_and_for_whom(tmp_path: Path) -> None:
     finally:
         ranks[1].kill()
         ranks[1].wait()
-    told = (tmp_path / "told").read_text()
+    log = (tmp_path / "log").read_text()
     assert re.match(
         r"rank 0 timed out in [a-z_]+ during a training call \(micro-batch 1 of 1\), "
         r"\d+ s after it began "
         r"\(collective_timeout_s is 15\)\. Rank 1 is in between calls since \d+ s\.",
-        told,
-    ), told
-    begun = (tmp_path / "told.begun").read_text()
+        log,
+    ), log
+    begun = (tmp_path / "log.begun").read_text()
     assert re.fullmatch(r"[a-z_]+ of \[\[\d+.*\]\] in group \w+", begun), begun
 
 
-def alone() -> CollectiveTracer:
+def standalone_tracer() -> CollectiveTracer:
     return CollectiveTracer(
         Membership(rank=0, world_size=1, device=torch.device("cpu"), owns_group=False),
         timeout_s=1.0,
@@ -59,14 +59,14 @@ def alone() -> CollectiveTracer:
 
 
 def test_errors_that_no_collective_raised_pass_as_they_are() -> None:
-    stages = alone()
+    stages = standalone_tracer()
     for error in (RuntimeError("out of memory"), KeyError("labels")):
         with pytest.raises(type(error), match=str(error.args[0])), stages.stage("a training call"):
             raise error
 
 
 def test_a_stage_lasts_until_the_device_is_done_with_it() -> None:
-    stages, is_done = alone(), [False, False]
+    stages, is_done = standalone_tracer(), [False, False]
     for i, name in enumerate(("a training call", "the update")):
         with stages.stage(name):
             stages.detail = f"micro-batch {i + 1}"
@@ -79,7 +79,7 @@ def test_a_stage_lasts_until_the_device_is_done_with_it() -> None:
 
 
 def test_a_stage_within_a_stage_belongs_to_it() -> None:
-    stages, seen = alone(), []
+    stages, seen = standalone_tracer(), []
     with stages.stage("saving a checkpoint"):
         with stages.stage("an exchange of objects"):
             seen.append(stages._now)

@@ -74,9 +74,9 @@ def test_the_training_loop_of_the_rfc_lowers_the_loss(start: Start, batch: Seque
 def test_offloading_everything_does_not_change_a_bit(start: Start, batch: SequenceBatch) -> None:
     here, away = start(), start(residency=EVERYTHING_OFFLOADED)
     assert train(here, [batch] * 3) == train(away, [batch] * 3)
-    theirs = weights_of(away)
+    offloaded = weights_of(away)
     for name, tensor in weights_of(here).items():
-        assert torch.equal(tensor, theirs[name]), name
+        assert torch.equal(tensor, offloaded[name]), name
 
 
 def test_offloaded_parameters_leave_the_device_between_contexts(
@@ -132,16 +132,16 @@ def test_exported_weights_load_in_transformers_with_the_same_logprobs(
         [],
     )  # tied: the index of a safetensors file has no head either
     with engine.eval_mode():
-        ours = engine.forward_backward_batch(
+        outputs = engine.forward_backward_batch(
             engine.shard_data(batch, max_tokens=64), forward_only=True, outputs=[HeadOutput.LOGPROB]
         ).outputs
-    assert ours is not None
-    ours = ours.reorder(batch.sample_ids)
+    assert outputs is not None
+    outputs = outputs.reorder(batch.sample_ids)
     tokens = batch.tokens[:9]  # sample 0, at temperature 1
     with torch.no_grad():
         logits = model(tokens[None]).logits[0]
-    theirs = torch.log_softmax(logits, -1)[:-1].gather(1, tokens[1:, None])[:, 0]
-    torch.testing.assert_close(ours.columns[HeadOutput.LOGPROB][1:9], theirs, rtol=1e-5, atol=1e-5)
+    expected = torch.log_softmax(logits, -1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    torch.testing.assert_close(outputs.columns[HeadOutput.LOGPROB][1:9], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_weight_too_few_changes_nothing(start: Start) -> None:
@@ -164,12 +164,12 @@ def test_bf16_compute_exports_bf16_and_keeps_float32_masters(
 
 
 @pytest.mark.bitwise
-def test_activation_checkpointing_leaves_the_bits_alone(start: Start, batch: SequenceBatch) -> None:
+def test_activation_checkpointing_does_not_change_a_bit(start: Start, batch: SequenceBatch) -> None:
     assert train(start(), [batch] * 2) == train(start(activation_checkpointing=True), [batch] * 2)
 
 
 @pytest.mark.bitwise
-def test_keeping_gathered_parameters_leaves_the_bits_alone(
+def test_keeping_gathered_parameters_does_not_change_a_bit(
     start: Start, batch: SequenceBatch
 ) -> None:
     assert train(start(), [batch] * 2) == train(start(reshard_after_forward=False), [batch] * 2)
@@ -203,8 +203,8 @@ def test_a_deterministic_run_repeats_bit_for_bit_on_many_threads(
     finally:
         torch.set_num_threads(threads)
     assert ends[0][0] == ends[1][0]
-    for ours, theirs in zip(ends[0][1], ends[1][1], strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    for first, second in zip(ends[0][1], ends[1][1], strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def test_a_loss_that_raises_leaves_the_engine_able_to_train(
@@ -282,7 +282,7 @@ def test_a_window_not_passed_to_attention_is_rejected_for_longer_sequences(
         train(engine, [batch])
 
 
-def test_a_window_that_a_model_does_not_read_is_left_alone(
+def test_a_window_that_a_model_does_not_read_is_not_changed(
     start: Start, config: FSDPConfig, batch: SequenceBatch
 ) -> None:
     settings = {**config.model.architecture, "model_type": "llama"}

@@ -41,18 +41,18 @@ def test_answers_and_gradients_are_those_of_the_chunked_head(
     chunked = chunked_logprobs(
         **given, needs_entropy=True, entropy_has_gradient=with_entropy, chunk_tokens=7
     )
-    whole = full_logprobs(
+    full = full_logprobs(
         **given, needs_entropy=True, entropy_has_gradient=with_entropy, is_compiled=is_compiled
     )
     for name in ("logprob", "logsumexp", "entropy", "logprob_at"):
         torch.testing.assert_close(
-            getattr(whole, name), getattr(chunked, name), rtol=1e-5, atol=1e-5
+            getattr(full, name), getattr(chunked, name), rtol=1e-5, atol=1e-5
         )
-    ours, theirs = (
-        gradients(columns, given, with_entropy=with_entropy) for columns in (whole, chunked)
+    full_gradients, chunked_gradients = (
+        gradients(columns, given, with_entropy=with_entropy) for columns in (full, chunked)
     )
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-3)
+    for actual, expected in zip(full_gradients, chunked_gradients, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_without_a_temperature_logits_stay_as_they_are() -> None:

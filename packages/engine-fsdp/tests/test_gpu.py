@@ -58,9 +58,9 @@ def test_float32_logprobs_equal_those_of_the_cpu(
     start: Callable[..., FSDPEngine], batch: SequenceBatch
 ) -> None:
     exact = PrecisionSpec(compute="fp32")
-    theirs = logprobs(start(device="cpu", precision=exact), batch)
+    on_cpu = logprobs(start(device="cpu", precision=exact), batch)
     torch.testing.assert_close(
-        logprobs(start(precision=exact), batch), theirs, rtol=1e-4, atol=1e-4
+        logprobs(start(precision=exact), batch), on_cpu, rtol=1e-4, atol=1e-4
     )
 
 
@@ -68,10 +68,10 @@ def test_float32_logprobs_equal_those_of_the_cpu(
 def test_bf16_logprobs_are_near_those_of_the_cpu(
     kernel: str, start: Callable[..., FSDPEngine], batch: SequenceBatch
 ) -> None:
-    theirs = logprobs(start(device="cpu", precision=PrecisionSpec(compute="fp32")), batch)
+    on_cpu = logprobs(start(device="cpu", precision=PrecisionSpec(compute="fp32")), batch)
     # bf16 keeps 8 bits: 4e-3 an operation on logits of size 1, a dozen operations deep.
     torch.testing.assert_close(
-        logprobs(start(attention=kernel), batch), theirs, rtol=0.0, atol=5e-2
+        logprobs(start(attention=kernel), batch), on_cpu, rtol=0.0, atol=5e-2
     )
 
 
@@ -79,12 +79,12 @@ def test_the_fused_head_equals_all_logits_at_once() -> None:
     hidden = torch.randn(500, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
     weight = torch.randn(3001, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(0, 3001, (500,), device="cuda")
-    ours = chunked_logprobs(hidden, weight, labels, chunk_tokens=130).logprob
-    theirs = torch.log_softmax((hidden @ weight.t()).float(), -1).gather(1, labels[:, None])[:, 0]
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+    actual = chunked_logprobs(hidden, weight, labels, chunk_tokens=130).logprob
+    expected = torch.log_softmax((hidden @ weight.t()).float(), -1).gather(1, labels[:, None])[:, 0]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
     for a, b in zip(
-        torch.autograd.grad(ours.sum(), (hidden, weight)),
-        torch.autograd.grad(theirs.sum(), (hidden, weight)),
+        torch.autograd.grad(actual.sum(), (hidden, weight)),
+        torch.autograd.grad(expected.sum(), (hidden, weight)),
     ):
         assert float((a - b).float().norm() / b.float().norm()) < 1e-2
 
@@ -118,17 +118,17 @@ def norms(engine: FSDPEngine, batch: SequenceBatch, *, count: int) -> list[float
 
 
 @pytest.mark.parametrize(
-    "residency", OFFLOADS, ids=["everything", "loaded ahead", "updated on the CPU"]
+    "offload", OFFLOADS, ids=["everything", "loaded ahead", "updated on the CPU"]
 )
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
 def test_copies_on_their_own_stream_change_no_number(
-    start: Callable[..., FSDPEngine], batch: SequenceBatch, residency: ResidencySpec, strategy: str
+    start: Callable[..., FSDPEngine], batch: SequenceBatch, offload: ResidencySpec, strategy: str
 ) -> None:
     exact = PrecisionSpec(compute="fp32")
     here = norms(start(precision=exact, strategy=strategy), batch, count=5)
-    away = norms(start(precision=exact, strategy=strategy, residency=residency), batch, count=5)
+    away = norms(start(precision=exact, strategy=strategy, residency=offload), batch, count=5)
     # The update on the CPU rounds in another order than the fused kernel.
-    assert away == (pytest.approx(here, rel=1e-4) if residency.optimizer_on_cpu else here)
+    assert away == (pytest.approx(here, rel=1e-4) if offload.optimizer_on_cpu else here)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
@@ -143,28 +143,28 @@ def test_fp16_trains_on_cuda(
 
 
 @pytest.mark.parametrize(
-    "residency",
+    "offload",
     [ResidencySpec(), *OFFLOADS],
     ids=["nothing", "everything", "loaded ahead", "updated on the CPU"],
 )
 def test_a_save_in_the_background_holds_what_was_there(
-    start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path, residency: ResidencySpec
+    start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path, offload: ResidencySpec
 ) -> None:
-    engine = start(residency=residency, save_huggingface_weights=True)
+    engine = start(residency=offload, save_huggingface_weights=True)
     norms(engine, batch, count=1)
     state = list(engine.export_state())
     step = engine.save_checkpoint(str(tmp_path), global_step=1, in_background=True)
     norms(engine, batch, count=3)
     engine.finish_saving()
-    other = start(residency=residency)
+    other = start(residency=offload)
     other.load_checkpoint(step)
-    for ours, theirs in zip(other.export_state(), state, strict=True):
-        assert torch.equal(ours.master, theirs.master), ours.name
-        assert torch.equal(ours.second_moment, theirs.second_moment), ours.name
+    for loaded, saved in zip(other.export_state(), state, strict=True):
+        assert torch.equal(loaded.master, saved.master), loaded.name
+        assert torch.equal(loaded.second_moment, saved.second_moment), loaded.name
 
 
 @contextmanager
-def without_waiting() -> Iterator[None]:
+def forbid_synchronization() -> Iterator[None]:
     """Raise an error whenever the host waits for the device."""
     with warnings.catch_warnings():
         # Torch warns of every use.
@@ -186,20 +186,20 @@ def test_a_training_pass_never_waits_for_the_device(
     packed = engine.shard_data(batch, max_tokens=20)
     micro_batch_loss = partial(_mean_logprob, denominator=packed.denominators.tokens)
     runner = engine._components.runner
-    asked = frozenset({HeadOutput.LOGPROB})
+    requested = frozenset({HeadOutput.LOGPROB})
 
     def update() -> None:
         runner.run(
             packed,
-            requested_outputs=asked,
-            with_gradient=asked,
+            requested_outputs=requested,
+            with_gradient=requested,
             micro_batch_loss=micro_batch_loss,
             forward_only=False,
             reduce_gradients=True,
         )
 
     update()
-    with without_waiting():
+    with forbid_synchronization():
         update()
 
 
@@ -223,7 +223,7 @@ def test_an_update_is_launched_before_its_norm_is_known(
         launched.append(torch.cuda.get_sync_debug_mode())
         torch.cuda.set_sync_debug_mode("default")
 
-    with without_waiting():
+    with forbid_synchronization():
         norm = optimizer.step(lr=1e-2, after_launch=note)
     assert launched == [2]
     assert norm > 0

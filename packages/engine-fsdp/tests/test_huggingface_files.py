@@ -94,7 +94,7 @@ def test_an_export_holds_less_than_a_file_in_memory(tmp_path: Path) -> None:
     assert len(list((tmp_path / "huggingface").glob("*.safetensors"))) == 2
 
 
-def test_the_tokenizer_is_copied_beside_the_config(tmp_path: Path) -> None:
+def test_the_tokenizer_is_copied_next_to_the_config(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / "tokenizer.json").write_text("{}")

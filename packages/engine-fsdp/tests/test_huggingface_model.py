@@ -32,7 +32,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_random_weights_depend_on_the_seed_alone() -> None:
+def test_random_weights_depend_only_on_the_seed() -> None:
     torch.manual_seed(5)
     first = build_model(ModelSpec(architecture=TINY, seed=1), attention="eager")
     torch.manual_seed(6)

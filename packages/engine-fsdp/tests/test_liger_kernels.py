@@ -46,7 +46,7 @@ def test_the_plain_formulas_are_as_exact_as_themselves(compute: torch.dtype) -> 
 
 
 def shifted_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Norm of Gemma: multiplies by 1 + weight."""
+    """Normalize like Gemma, which multiplies by 1 + weight."""
     return PLAIN.norm(x, weight + 1, eps)
 
 
@@ -60,7 +60,7 @@ def detached_gate(gate: Tensor, up: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "told"),
+    ("kernels", "message"),
     [
         (Kernels(norm=shifted_norm, gate=PLAIN.gate), "the norm of strange 1.0 has an error of"),
         (
@@ -73,8 +73,8 @@ def detached_gate(gate: Tensor, up: Tensor) -> Tensor:
         ),
     ],
 )
-def test_kernels_that_compute_something_else_are_refused(kernels: Kernels, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_kernels_that_compute_something_else_are_refused(kernels: Kernels, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         check_kernels(kernels, name="strange 1.0", device=CPU, compute=torch.float32, sizes=SIZES)
 
 

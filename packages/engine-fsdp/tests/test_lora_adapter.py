@@ -105,7 +105,7 @@ def test_only_the_adapter_has_moments_and_a_gradient(start: Start, batch: Sequen
     assert names == set(engine.export_adapter()[1])
 
 
-def test_a_language_head_may_be_trained_whole(
+def test_a_language_head_may_be_fully_trained(
     start: Start, config: FSDPConfig, batch: SequenceBatch
 ) -> None:
     model = ModelSpec(architecture={**config.model.architecture, "tie_word_embeddings": False})
@@ -118,7 +118,7 @@ def test_a_language_head_may_be_trained_whole(
         assert weights_of(engine)["lm_head.weight"].equal(before)
 
 
-def test_a_fresh_adapter_depends_on_the_seed_alone(start: Start) -> None:
+def test_a_fresh_adapter_depends_only_on_the_seed(start: Start) -> None:
     first = start(lora=LORA).export_adapter()[1]
     torch.manual_seed(99)
     second = start(lora=LORA).export_adapter()[1]
@@ -215,7 +215,7 @@ def test_a_checkpoint_without_the_base_is_refused_where_the_base_was_replaced(
         engine.load_checkpoint(step)
 
 
-def test_a_checkpoint_of_the_whole_model_is_not_one_of_an_adapter(
+def test_a_checkpoint_of_the_full_model_is_not_one_of_an_adapter(
     start: Start, tmp_path: Path
 ) -> None:
     step = start().save_checkpoint(str(tmp_path), global_step=1)

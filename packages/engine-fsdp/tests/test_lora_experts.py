@@ -25,7 +25,7 @@ INSIDE = replace(LORA, target_parameters=BOTH)
 
 
 def mixture(config: FSDPConfig) -> ModelSpec:
-    """The tiny model with four experts in the place of each dense layer."""
+    """Return the tiny model with four experts in place of each dense layer."""
     experts = {
         "model_type": "qwen3_moe",
         "num_experts": 4,
@@ -106,17 +106,17 @@ def test_adapter_of_streamed_weights_has_the_same_initial_values(
     streamed = start(model=ModelSpec(path=str(tmp_path)), lora=lora)
     assert not built
     monkeypatch.setattr(components, "build_streaming_model", lambda *args, **kwargs: None)
-    whole = start(model=ModelSpec(path=str(tmp_path)), lora=lora)
+    plain = start(model=ModelSpec(path=str(tmp_path)), lora=lora)
     assert built
-    (config_of, ours), (other, theirs) = streamed.export_adapter(), whole.export_adapter()
+    (config_of, actual), (other, expected) = streamed.export_adapter(), plain.export_adapter()
     assert config_of == other
-    assert any("experts" in name and tensor.any() for name, tensor in ours.items())
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    with streamed.export_weights() as mine, whole.export_weights() as others:
+    assert any("experts" in name and tensor.any() for name, tensor in actual.items())
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
+    with streamed.export_weights() as streamed_weights, plain.export_weights() as plain_weights:
         assert all(
-            torch.equal(tensor, wanted)
-            for (_, tensor), (_, wanted) in zip(mine, others, strict=True)
+            torch.equal(tensor, plain_tensor)
+            for (_, tensor), (_, plain_tensor) in zip(streamed_weights, plain_weights, strict=True)
         )
 
 

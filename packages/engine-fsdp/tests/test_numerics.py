@@ -55,9 +55,9 @@ def test_16_bits_on_a_cpu_without_kernels_warn_once(
     )
     for compute in ("fp32", "bf16", "bf16"):
         start(precision=PrecisionSpec(compute=compute))
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == (0 if has_kernels else 1)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (0 if has_kernels else 1)
     assert all(
         "precision.compute is bf16" in line and "set precision.compute=fp32" in line
-        for line in told
+        for line in messages
     )

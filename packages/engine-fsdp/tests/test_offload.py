@@ -23,7 +23,7 @@ def weight() -> Tensor:
 
 
 @pytest.fixture
-def residency(weight: Tensor) -> Offloader:
+def offloader(weight: Tensor) -> Offloader:
     # A view shares its storage: both move once.
     def tensors() -> Iterator[Tensor]:
         yield weight
@@ -33,70 +33,70 @@ def residency(weight: Tensor) -> Offloader:
 
 
 def test_offloaded_tensor_has_no_device_memory_and_loads_completely(
-    residency: Offloader, weight: Tensor
+    offloader: Offloader, weight: Tensor
 ) -> None:
     view = weight[2:4]
-    residency.offload("model")
+    offloader.offload("model")
     assert weight.untyped_storage().nbytes() == 0
-    residency.load("model")
+    offloader.load("model")
     assert weight.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert view.tolist() == [2.0, 3.0]
 
 
-def test_changes_inside_a_context_survive_offloading(residency: Offloader, weight: Tensor) -> None:
-    residency.offload("model")
-    with residency.loaded("model"):
+def test_changes_inside_a_context_survive_offloading(offloader: Offloader, weight: Tensor) -> None:
+    offloader.offload("model")
+    with offloader.loaded("model"):
         weight.add_(1.0)
     assert weight.untyped_storage().nbytes() == 0
-    residency.load("model")
+    offloader.load("model")
     assert weight.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
 def test_nested_contexts_move_nothing_and_the_outer_one_offloads(
-    residency: Offloader, weight: Tensor
+    offloader: Offloader, weight: Tensor
 ) -> None:
-    residency.offload("model")
-    with residency.loaded("model"):
-        with residency.loaded("model"):
+    offloader.offload("model")
+    with offloader.loaded("model"):
+        with offloader.loaded("model"):
             pass
         assert weight.untyped_storage().nbytes() == 24
-    assert residency.is_offloaded("model")
+    assert offloader.is_offloaded("model")
 
 
-def test_what_was_on_the_device_stays_there(residency: Offloader, weight: Tensor) -> None:
-    with residency.loaded("model"):
+def test_what_was_on_the_device_stays_there(offloader: Offloader, weight: Tensor) -> None:
+    with offloader.loaded("model"):
         pass
-    assert not residency.is_offloaded("model")
+    assert not offloader.is_offloaded("model")
 
 
-def test_an_exception_parks_again(residency: Offloader) -> None:
-    residency.offload("model")
-    with pytest.raises(KeyError), residency.loaded("model"):
+def test_an_exception_offloads_again(offloader: Offloader) -> None:
+    offloader.offload("model")
+    with pytest.raises(KeyError), offloader.loaded("model"):
         raise KeyError
-    assert residency.is_offloaded("model")
+    assert offloader.is_offloaded("model")
 
 
-def test_parking_twice_and_bringing_in_twice_are_harmless(
-    residency: Offloader, weight: Tensor
+def test_offloading_twice_and_loading_twice_are_harmless(
+    offloader: Offloader, weight: Tensor
 ) -> None:
-    residency.offload("model")
-    residency.offload("model")
-    residency.load("model")
-    residency.load("model")
+    offloader.offload("model")
+    offloader.offload("model")
+    offloader.load("model")
+    offloader.load("model")
     assert weight.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 @pytest.fixture
 def groups() -> Offloader:
-    held = {name: torch.arange(3.0) for name in (PARAMETERS, GRADIENTS, OPTIMIZER)}
+    tensors = {name: torch.arange(3.0) for name in (PARAMETERS, GRADIENTS, OPTIMIZER)}
     return Offloader(
-        {name: (lambda tensor=tensor: [tensor]) for name, tensor in held.items()},
+        {name: (lambda tensor=tensor: [tensor]) for name, tensor in tensors.items()},
         device=torch.device("cpu"),
     )
 
 
-def parked(residency: Offloader) -> set[str]:
-    return {name for name in (PARAMETERS, GRADIENTS, OPTIMIZER) if residency.is_offloaded(name)}
+def offloaded_groups(offloader: Offloader) -> set[str]:
+    return {name for name in (PARAMETERS, GRADIENTS, OPTIMIZER) if offloader.is_offloaded(name)}
 
 
 @pytest.mark.parametrize(
@@ -113,10 +113,10 @@ def test_each_kind_leaves_on_its_own(
     groups: Offloader, spec: ResidencySpec, gone: set[str]
 ) -> None:
     offloading = OffloadPolicy(groups, spec=spec)
-    assert parked(groups) == gone
+    assert offloaded_groups(groups) == gone
     with offloading.mode_context("update"):
-        assert parked(groups) == set()
-    assert parked(groups) == gone
+        assert offloaded_groups(groups) == set()
+    assert offloaded_groups(groups) == gone
 
 
 def test_what_is_loaded_in_train_mode_stays_for_the_step(groups: Offloader) -> None:
@@ -136,7 +136,7 @@ def test_what_is_loaded_in_train_mode_stays_for_the_step(groups: Offloader) -> N
         assert groups.is_offloaded(OPTIMIZER) != after, mode
 
 
-def test_an_exception_in_a_step_parks_what_was_loaded_ahead(groups: Offloader) -> None:
+def test_an_exception_in_a_step_offloads_what_was_prefetched(groups: Offloader) -> None:
     offloading = OffloadPolicy(
         groups, spec=ResidencySpec(offload_optimizer=True, load_optimizer_in="train_mode")
     )
@@ -144,4 +144,4 @@ def test_an_exception_in_a_step_parks_what_was_loaded_ahead(groups: Offloader) -
         pass
     with pytest.raises(KeyError), offloading.mode_context("update"):
         raise KeyError
-    assert parked(groups) == {OPTIMIZER}
+    assert offloaded_groups(groups) == {OPTIMIZER}

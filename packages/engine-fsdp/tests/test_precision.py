@@ -74,10 +74,10 @@ def test_bf16_masters_train_and_are_exported(
     assert norm_of_update(lower, batch) == pytest.approx(norm_of_update(exact, batch), rel=5e-2)
     with lower.export_weights() as stream:
         assert {weight.tensor.dtype for weight in stream} == {torch.bfloat16}
-    for ours, theirs in zip(lower.export_state(), exact.export_state(), strict=True):
-        assert ours.master.dtype == ours.first_moment.dtype == torch.float32
+    for state, reference in zip(lower.export_state(), exact.export_state(), strict=True):
+        assert state.master.dtype == state.first_moment.dtype == torch.float32
         # bf16 keeps 8 bits of a weight, and the first update moves each by up to lr.
-        torch.testing.assert_close(ours.master, theirs.master, rtol=1e-2, atol=2.1e-2)
+        torch.testing.assert_close(state.master, reference.master, rtol=1e-2, atol=2.1e-2)
 
 
 def test_memory_is_among_the_metrics(
@@ -87,5 +87,5 @@ def test_memory_is_among_the_metrics(
     with engine.eval_mode():
         packed = engine.shard_data(batch, max_tokens=64)
         result = engine.forward_backward_batch(packed, forward_only=True, outputs=["logprob"])  # type: ignore[list-item]
-    # torch alone takes a hundred mebibytes, and no machine of ours has a tebibyte.
+    # torch alone takes a hundred mebibytes, and no machine of state has a tebibyte.
     assert 0.1 < result.metrics["memory/host_gib"].result < 1024

@@ -48,10 +48,10 @@ def test_shards_lie_on_the_mesh_of_their_own_engine() -> None:
     for _ in range(2):
         membership = join(device=torch.device("cpu"), timeout_s=20.0)
         mesh, linear = build_mesh(membership, fsdp_size=None), nn.Linear(4, 3)
-        whole = linear.weight.detach().clone()
+        full = linear.weight.detach().clone()
         fully_shard(linear, mesh=mesh)
         weight = FSDP2Parameter("weight", linear.weight, mesh=mesh, host_mesh=mesh)
         # Not on the host, as with CUDA.
         assert weight.to_row_dtensor(weight.local_shard().to("meta")).device_mesh is mesh
-        assert torch.equal(weight.gather(weight.local_shard()), whole)
+        assert torch.equal(weight.gather(weight.local_shard()), full)
         leave(membership)

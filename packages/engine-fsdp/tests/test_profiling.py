@@ -23,7 +23,7 @@ def update(engine: FSDPEngine, batch: SequenceBatch) -> None:
     engine.optimizer_step()
 
 
-def test_a_trace_holds_the_update_that_was_asked_for(
+def test_a_trace_contains_the_requested_update(
     start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path
 ) -> None:
     engine = start(profile_to=str(tmp_path), profile_from=2, profile_updates=1)

@@ -57,8 +57,8 @@ def run_ranks(
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return run_ranks(1, fsdp_size="all", folder=tmp_path_factory.mktemp("ranks") / "alone")[0]
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run_ranks(1, fsdp_size="all", folder=tmp_path_factory.mktemp("ranks") / "one_rank")[0]
 
 
 # Two shards of one copy; two copies that are not sharded; parameters gathered for the next pass;
@@ -79,17 +79,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     ],
 )
 def test_two_ranks_train_like_one(
-    alone: Outcome, fsdp_size: str, strategy: str, keeping: str, tmp_path: Path
+    one_rank: Outcome, fsdp_size: str, strategy: str, keeping: str, tmp_path: Path
 ) -> None:
     for outcome in run_ranks(
         2, fsdp_size=fsdp_size, strategy=strategy, keeping=keeping, folder=tmp_path / "ranks"
     ):
         # The last update is that of the first weights, loaded again.
         assert outcome["norms"][3] == pytest.approx(outcome["norms"][0], rel=1e-6)
-        assert outcome["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+        assert outcome["norms"] == pytest.approx(one_rank["norms"], rel=1e-5)
         # Gradients are reduced with the last micro-batch only.
         assert outcome["reductions"][0] == outcome["reductions"][1] > 0
         if strategy == "fsdp2" and fsdp_size == "all":
             assert outcome["reductions"][0] == (2 if "together" in keeping else 3)
-        for name, weight in alone["weights"].items():
+        for name, weight in one_rank["weights"].items():
             torch.testing.assert_close(outcome["weights"][name], weight, rtol=1e-4, atol=1e-5)

@@ -23,11 +23,11 @@ def ask(*, bounds: tuple[int, int]) -> HeadRequest:
     batch = from_sequences(
         [torch.arange(4), torch.arange(3)], loss_masks=[torch.arange(4) > 0, torch.arange(3) > 0]
     )
-    asked = frozenset({HeadOutput.LOGPROB})
+    requested = frozenset({HeadOutput.LOGPROB})
     return build_head_request(
         batch,
-        requested_outputs=asked,
-        with_gradient=asked,
+        requested_outputs=requested,
+        with_gradient=requested,
         trained_only=False,
         device=torch.device("cpu"),
         bounds=bounds,

@@ -34,7 +34,7 @@ def weights_of(engine: FSDPEngine) -> dict[str, torch.Tensor]:
         return dict(stream)
 
 
-def test_no_more_than_one_module_is_whole_at_a_time(
+def test_no_more_than_one_module_is_full_at_a_time(
     start: Callable[..., FSDPEngine], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill, filled, models = WeightStreamer.materialize, [], []
@@ -42,12 +42,12 @@ def test_no_more_than_one_module_is_whole_at_a_time(
     def watched(self: WeightStreamer, module: nn.Module) -> None:
         models.append(module)
         fill(self, module)
-        whole = {
+        full = {
             name
             for name, p in module.named_parameters()
             if not p.is_meta and not isinstance(p.data, DTensor)
         }
-        filled.append(whole)
+        filled.append(full)
 
     monkeypatch.setattr(WeightStreamer, "materialize", watched)
     engine = start(model=ModelSpec(path=str(folder)))
@@ -84,7 +84,7 @@ def test_streamed_weights_are_those_of_the_directory(
     ],
     ids=["fresh", "adapter", "streamed", "new head"],
 )
-def test_first_values_leave_random_numbers_of_gpus_and_cpu_alone(
+def test_first_values_do_not_change_random_numbers_of_gpus_and_cpu(
     start: Callable[..., FSDPEngine],
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -124,15 +124,15 @@ def test_base_weights_are_streamed_unless_the_adapter_needs_them(
     streamed = start(model=ModelSpec(path=str(folder)), lora=lora)
     assert loaded == ([1] if lora.dora or lora.modules_to_save else [])
     monkeypatch.setattr(components, "build_streaming_model", lambda *args, **kwargs: None)
-    whole = start(model=ModelSpec(path=str(folder)), lora=lora)
-    (config, ours), (other, theirs) = streamed.export_adapter(), whole.export_adapter()
+    full = start(model=ModelSpec(path=str(folder)), lora=lora)
+    (config, actual), (other, expected) = streamed.export_adapter(), full.export_adapter()
     assert config == other
-    assert ours.keys() == theirs.keys()
-    assert any(tensor.any() for tensor in ours.values()), (
+    assert actual.keys() == expected.keys()
+    assert any(tensor.any() for tensor in actual.values()), (
         "an adapter begins with random numbers on one side"
     )
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    weights = weights_of(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
+    weights = weights_of(full)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(streamed).items())
 
 
@@ -150,10 +150,10 @@ def test_a_value_model_is_streamed_from_a_language_model(
     streamed = weights_of(start(model=spec))
     assert not loaded
     monkeypatch.setattr(components, "build_streaming_model", lambda *args, **kwargs: None)
-    whole = weights_of(start(model=spec))
-    assert streamed.keys() == whole.keys()
+    full = weights_of(start(model=spec))
+    assert streamed.keys() == full.keys()
     assert streamed["score.weight"].any()
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in streamed.items())
+    assert all(torch.equal(tensor, full[name]) for name, tensor in streamed.items())
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def mixture(tmp_path: Path) -> Path:
 
 
 def _refused(*args: object, **kwargs: object) -> None:
-    raise AssertionError("built whole")
+    raise AssertionError("built in full")
 
 
 def test_experts_are_streamed_into_the_joined_tensors_of_a_layer(
@@ -201,16 +201,16 @@ def test_a_directory_with_other_names_is_left_to_transformers(
     start: Callable[..., FSDPEngine], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The tied head stands beside the embedding, as some exporters write it.
-    whole = {
+    full = {
         name: tensor
         for path in folder.glob("*.safetensors")
         for name, tensor in load_file(path).items()
     }
     for path in (*folder.glob("*.safetensors"), *folder.glob("*.index.json")):
         path.unlink()
-    embedding = whole["model.embed_tokens.weight"]
+    embedding = full["model.embed_tokens.weight"]
     save_file(
-        {**whole, "lm_head.weight": embedding.clone()},
+        {**full, "lm_head.weight": embedding.clone()},
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )

@@ -38,7 +38,7 @@ def update(engine: FSDPEngine, batch: SequenceBatch) -> dict[str, torch.Tensor]:
 
 
 def logprobs_of(model: PreTrainedModel, batch: SequenceBatch) -> torch.Tensor:
-    """[T] of one sequence after the other; 0 for the first token of each."""
+    """Return the [T] log-probs of all sequences; 0 for the first token of each."""
     found = []
     for tokens, temperature in zip(
         batch.tokens.split(batch.lengths.tolist()), batch.temperature, strict=True
@@ -85,11 +85,11 @@ def test_its_state_is_resumed_bit_for_bit(
     engine = start(optimizer=spec, strategy=saver, residency=ResidencySpec(offload_optimizer=True))
     update(engine, batch)
     step = engine.save_checkpoint(str(tmp_path), global_step=1)
-    whole = update(engine, batch)
+    uninterrupted = update(engine, batch)
     other = start(optimizer=spec, strategy=loader)
     other.load_checkpoint(step)
     resumed = update(other, batch)
-    assert all(torch.equal(resumed[key], weight) for key, weight in whole.items())
+    assert all(torch.equal(resumed[key], weight) for key, weight in uninterrupted.items())
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,10 @@ def test_trying_an_optimizer_leaves_weights_and_its_states_as_they_were(
     start: Callable[..., FSDPEngine],
 ) -> None:
     engine, plain = start(optimizer=MOMENTUM), start()
-    with engine.export_weights() as ours, plain.export_weights() as theirs:
+    with engine.export_weights() as native, plain.export_weights() as torch_weights:
         assert all(
-            torch.equal(tensor, other) for (_, tensor), (_, other) in zip(ours, theirs, strict=True)
+            torch.equal(tensor, other)
+            for (_, tensor), (_, other) in zip(native, torch_weights, strict=True)
         )
     optimizer = engine._components.optimizer
     assert isinstance(optimizer, TorchOptimizer)
@@ -252,8 +253,8 @@ def test_torchs_optimizers_train_as_they_do_on_a_model_that_is_not_sharded(
     step = engine.save_checkpoint(str(tmp_path), global_step=1)
     other = start(optimizer=spec, strategy=strategy)
     other.load_checkpoint(step)
-    whole, resumed = update(engine, batch), update(other, batch)
-    assert all(torch.equal(resumed[key], weight) for key, weight in whole.items())
+    uninterrupted, resumed = update(engine, batch), update(other, batch)
+    assert all(torch.equal(resumed[key], weight) for key, weight in uninterrupted.items())
 
 
 def test_an_optimizer_that_needs_full_parameters_is_rejected_with_fsdp1(

@@ -57,10 +57,13 @@ def test_moments_and_counts_come_back_bit_for_bit(
         engine.optimizer_step()
     step = engine.save_checkpoint(str(tmp_path), global_step=2)
     other.load_checkpoint(step)
-    for ours, theirs in zip(engine.export_state(), other.export_state()):
-        assert (theirs.name, theirs.update_count) == (ours.name, 2)
+    for saved, loaded in zip(engine.export_state(), other.export_state()):
+        assert (loaded.name, loaded.update_count) == (saved.name, 2)
         for column in ("master", "first_moment", "second_moment"):
-            assert torch.equal(getattr(theirs, column), getattr(ours, column)), (ours.name, column)
+            assert torch.equal(getattr(loaded, column), getattr(saved, column)), (
+                saved.name,
+                column,
+            )
 
 
 def trained_once(engine: FSDPEngine, batch: SequenceBatch) -> None:
@@ -90,9 +93,9 @@ def test_a_part_that_is_written_in_the_background_holds_what_was_there(
     assert engine.has_written_part
     other.read_part(str(tmp_path))
     assert other.num_updates == 1
-    for ours, theirs in zip(other.export_state(), state, strict=True):
-        assert torch.equal(ours.master, theirs.master), ours.name
-        assert torch.equal(ours.second_moment, theirs.second_moment), ours.name
+    for loaded, saved in zip(other.export_state(), state, strict=True):
+        assert torch.equal(loaded.master, saved.master), loaded.name
+        assert torch.equal(loaded.second_moment, saved.second_moment), loaded.name
 
 
 def test_safetensors_that_are_written_in_the_background_hold_what_was_there(
@@ -119,7 +122,7 @@ def test_a_part_that_was_never_staged_cannot_be_finished(start: Callable[..., FS
         start().finish_part()
 
 
-def test_a_part_that_can_not_be_written_is_told_by_whoever_finishes_it(
+def test_a_part_that_cannot_be_written_is_reported_by_the_rank_that_finishes_it(
     start: Callable[..., FSDPEngine], tmp_path: Path
 ) -> None:
     engine = start()
@@ -158,8 +161,8 @@ def test_a_checkpoint_of_another_model_is_refused(
         CheckpointError, match=rf"{difference}.*Resume with the configuration that made it"
     ):
         engine.load_checkpoint(step)
-    for ours, theirs in zip(engine.export_state(), before, strict=True):
-        assert torch.equal(ours.master, theirs.master), ours.name
+    for loaded, saved in zip(engine.export_state(), before, strict=True):
+        assert torch.equal(loaded.master, saved.master), loaded.name
 
 
 def test_an_engine_without_an_optimizer_reads_the_weights_of_one_that_trained(
@@ -167,13 +170,14 @@ def test_an_engine_without_an_optimizer_reads_the_weights_of_one_that_trained(
 ) -> None:
     trained, reader = start(model=replace(config.model, seed=1)), start(optimizer=None)
     reader.load_checkpoint(trained.save_checkpoint(str(tmp_path), global_step=1))
-    with reader.export_weights() as ours, trained.export_weights() as theirs:
+    with reader.export_weights() as loaded, trained.export_weights() as expected:
         assert all(
-            torch.equal(one.tensor, other.tensor) for one, other in zip(ours, theirs, strict=True)
+            torch.equal(one.tensor, other.tensor)
+            for one, other in zip(loaded, expected, strict=True)
         )
 
 
-def test_weights_alone_do_not_resume_training(
+def test_weights_without_a_state_do_not_resume_training(
     start: Callable[..., FSDPEngine], tmp_path: Path
 ) -> None:
     step = start(optimizer=None).save_checkpoint(str(tmp_path), global_step=1)

@@ -31,8 +31,11 @@ ARCHITECTURE = {
 }
 
 
-def tell_what_began(file: Path, is_over: threading.Event) -> None:
-    """What waits a second later too, however long a busy machine takes to get there."""
+def log_started_stages(file: Path, is_over: threading.Event) -> None:
+    """Write the unfinished collective to a file once it is the same for a second.
+
+    A busy host may take long to reach it.
+    """
     before, begun = "", find_unfinished_collective()
     while (begun == "a collective" or begun != before) and not is_over.wait(1.0):
         before, begun = begun, find_unfinished_collective()
@@ -55,7 +58,7 @@ def main(file: Path) -> None:
         time.sleep(600)
     batch = from_sequences([torch.arange(9)] * 2, loss_masks=[torch.arange(9) >= 2] * 2)
     is_over = threading.Event()
-    teller = threading.Thread(target=tell_what_began, args=(file.with_suffix(".begun"), is_over))
+    teller = threading.Thread(target=log_started_stages, args=(file.with_suffix(".begun"), is_over))
     teller.start()
     try:
         with engine.train_mode():

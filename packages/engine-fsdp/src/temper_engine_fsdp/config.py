@@ -12,7 +12,7 @@ Strategy = Literal["fsdp2", "fsdp1"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FSDPConfig(EngineConfig):
-    """How a model is sharded and computed with PyTorch FSDP."""
+    """Sharding, memory and kernels of the PyTorch FSDP engine."""
 
     strategy: Strategy = "fsdp2"
     """fsdp2 is `fully_shard`, fsdp1 is `FullyShardedDataParallel`.

@@ -228,7 +228,7 @@ AdapterContent = tuple[Mapping[str, object], Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CheckpointContent:
-    """What one rank saves."""
+    """Contents of a checkpoint that one rank saves."""
 
     tensors: Mapping[str, Tensor]
     """Parameters, buffers and optimizer states, sharded by rows."""

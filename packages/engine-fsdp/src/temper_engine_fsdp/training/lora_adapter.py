@@ -118,7 +118,7 @@ class LoraAdapter:
         owner, _, kind = name.rpartition(".")
         if self._is_off:
             return weight
-        if any(name.startswith(f"{whole}.") for whole in self._fully_trained):
+        if any(name.startswith(f"{module}.") for module in self._fully_trained):
             return _gather_tensor(PEFT_PREFIX + name, trained)
         if name in self._experts:
             return self._merge_experts(name, weight, trained=trained)
@@ -128,16 +128,16 @@ class LoraAdapter:
             _gather_tensor(f"{PEFT_PREFIX}{owner}.{part}.weight", trained)
             for part in ("lora_A", "lora_B")
         )
-        whole = torch.addmm(
+        merged = torch.addmm(
             weight.float(), up.float(), down.float(), alpha=self._linears[owner].scaling[_ADAPTER]
         )
         magnitude = f"{PEFT_PREFIX}{owner}.lora_magnitude_vector"
         if magnitude in trained:
             # DoRA rescales each row to a trained norm; arXiv:2402.09353, equation 5.
-            whole *= (
-                _gather_tensor(magnitude, trained).float() / torch.linalg.vector_norm(whole, dim=1)
+            merged *= (
+                _gather_tensor(magnitude, trained).float() / torch.linalg.vector_norm(merged, dim=1)
             )[:, None]
-        return whole
+        return merged
 
     def _merge_experts(self, name: str, weight: Tensor, *, trained: ShardedParameters) -> Tensor:
         """Merge into a joined expert tensor; PEFT stacks A by expert and interleaves B."""
@@ -294,7 +294,7 @@ def _initialize(hf: nn.Module, *, seed: int) -> None:
     peft leaves adapters of meta-device layers on the meta device.
     """
     restart_rng(seed)
-    for layer in _in_peft_order(hf):
+    for layer in _sort_like_peft(hf):
         for part in (layer.lora_A, layer.lora_B):
             if any(parameter.is_meta for parameter in part.parameters()):
                 part.to_empty(device="cpu")
@@ -303,7 +303,7 @@ def _initialize(hf: nn.Module, *, seed: int) -> None:
         layer.reset_lora_parameters(_ADAPTER, init_lora_weights=True)
 
 
-def _in_peft_order(hf: nn.Module) -> Iterator[LoraLinear | ParamWrapper]:
+def _sort_like_peft(hf: nn.Module) -> Iterator[LoraLinear | ParamWrapper]:
     """Yield layers in the order in which peft initializes them.
 
     Linear layers first, then expert tensors; of nested wrappers the innermost first.
@@ -340,11 +340,13 @@ def requires_loaded_weights(spec: LoraSpec, *, model: ModelSpec) -> bool:
 def _fresh_config(spec: LoraSpec, *, model: ModelSpec) -> LoraConfig:
     is_language_model = model.model_type == "language_model"
     # The head of a value or reward model is newly initialized, so it must be trained in full.
-    whole = {*spec.modules_to_save} if is_language_model else {*spec.modules_to_save, "score"}
+    fully_trained = (
+        {*spec.modules_to_save} if is_language_model else {*spec.modules_to_save, "score"}
+    )
     excluded = (
         spec.exclude_modules
         if isinstance(spec.exclude_modules, str)
-        else sorted({*spec.exclude_modules, *whole})
+        else sorted({*spec.exclude_modules, *fully_trained})
     )
     return LoraConfig(
         task_type=TaskType.CAUSAL_LM if is_language_model else TaskType.TOKEN_CLS,
@@ -359,7 +361,7 @@ def _fresh_config(spec: LoraSpec, *, model: ModelSpec) -> LoraConfig:
         else list(spec.target_modules),
         exclude_modules=excluded or None,
         target_parameters=list(spec.target_parameters) or None,
-        modules_to_save=sorted(whole) or None,
+        modules_to_save=sorted(fully_trained) or None,
         use_rslora=spec.rslora,
         use_dora=spec.dora,
     )
