@@ -89,7 +89,11 @@ STEPS = (
     Step(
         name="lint",
         budget_s=20,
-        commands=(("-m", "ruff", "check", "."), ("-m", "ruff", "format", "--check", ".")),
+        commands=(
+            ("-m", "ruff", "check", "."),
+            ("-m", "ruff", "format", "--check", "."),
+            ("tools/wording.py",),
+        ),
     ),
     Step(name="types", budget_s=80, commands=(("-m", "mypy"),)),
     Step(

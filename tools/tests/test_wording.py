@@ -1,0 +1,88 @@
+"""Tests of the checker of names and docstrings."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.wording import Wording, check_folder, main, read_wording
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def wording() -> Wording:
+    return read_wording(ROOT / "tools" / "wording.toml")
+
+
+def _faults(folder: Path, source: str, wording: Wording, *, name: str = "module.py") -> list[str]:
+    (folder / name).write_text(source)
+    return check_folder(folder, wording, root=folder)
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        ("def sum_up():\n    '''Of all tensors.'''\n", "module.py:2: the function docstring starts with 'Of'"),
+        ("class Plan:\n    steps: int\n    '''Of the run.'''\n", "module.py:3: the field docstring starts with 'Of'"),
+        ("'''What a run leaves.'''\n", "module.py:1: the module docstring starts with 'What'"),
+        ("def read():\n    '''Read nobody's file.'''\n", "module.py:2: the docstring says 'nobody': write no one, or say who"),
+        ("class WeightParcel: ...\n", "module.py:1: 'parcel' in `WeightParcel`: write weight file (it hides that a file is written)"),
+        ("def run(*, rooms): ...\n", "module.py:1: 'rooms' in `rooms`: write component, context"),
+        ("self.is_held = True\n", "module.py:1: 'held' in `is_held`: write cached, kept or last_sent"),
+        ("import torch as guest\n", "module.py:1: 'guest' in `guest`: write dependency"),
+        ("def without_idle(): ...\n", "module.py:1: function `without_idle` starts with the preposition 'without'"),
+        ("def _of_rank(): ...\n", "module.py:1: function `_of_rank` starts with the preposition 'of'"),
+    ],
+)  # fmt: skip
+def test_a_fault_is_reported_with_its_line_and_what_to_write(
+    tmp_path: Path, wording: Wording, source: str, fault: str
+) -> None:
+    (found,) = [
+        line for line in _faults(tmp_path, source, wording) if "docstrings start with" not in line
+    ][:1]
+    assert found.startswith(fault)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def to_device(): ...\n\n\ndef with_seed(): ...\n",
+        "@property\ndef in_flight(self):\n    '''Requests that are not answered yet.'''\n",
+        "@pytest.fixture\ndef batch():\n    '''Six sequences.'''\n",
+        "x = torch.add(a, b).share_memory_()\nguests.rooms()\n",  # names that this file only uses
+        "tie_word_embeddings = True\nin_place = False\n",
+        "pass\n",
+    ],
+)
+def test_plain_code_has_no_fault(tmp_path: Path, wording: Wording, source: str) -> None:
+    assert _faults(tmp_path, source, wording) == []
+
+
+def test_file_names_are_checked(tmp_path: Path, wording: Wording) -> None:
+    (found,) = _faults(tmp_path, "", wording, name="parcels.py")
+    assert found.startswith("parcels.py:1: 'parcels' in the path parcels.py: write weight file")
+
+
+def test_too_few_verbs_are_reported_with_the_functions_that_lack_one(
+    tmp_path: Path, wording: Wording
+) -> None:
+    with_verb = "def f():\n    '''Return it.'''\n"
+    without_verb = "def g():\n    '''The names.'''\n"
+    assert _faults(tmp_path, with_verb * 4 + without_verb, wording) == []
+    assert _faults(tmp_path, with_verb * 3 + without_verb, wording) == [
+        "module.py:8: the function docstring starts with 'The': start with an imperative verb",
+        ".: 75% of the function docstrings start with a verb that tools/wording.toml lists; 80% must",
+    ]
+
+
+def test_every_exempt_folder_exists_and_would_be_checked(wording: Wording) -> None:
+    folders = {
+        folder.relative_to(ROOT).as_posix()
+        for pattern in wording.checked
+        for folder in ROOT.glob(pattern)
+    }
+    assert set(wording.exempt) <= folders
+
+
+def test_this_repository_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0, capsys.readouterr().out

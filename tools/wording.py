@@ -1,0 +1,274 @@
+"""Check names and docstrings against the words of the style guide, which ruff cannot do.
+
+Ruff checks the form of docstrings; this checks how they open, how many of them start with a verb,
+and whether identifiers and file names use the field's words. All words are in tools/wording.toml.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = Path("tools") / "wording.toml"
+
+_PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_FIRST_WORD = re.compile(r"[^\W\d_]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BannedName:
+    """One entry of `[[name]]` in wording.toml."""
+
+    words: tuple[str, ...]
+    instead: str
+    why: str
+    allow: tuple[str, ...] = ()
+    """Identifiers in which the word is right, for example because a library named them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BannedPhrase:
+    """One entry of `[[phrase]]` in wording.toml: words not to use in docstrings and comments."""
+
+    phrase: str
+    instead: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wording:
+    """The contents of wording.toml."""
+
+    checked: tuple[str, ...]
+    """Glob patterns of folders to check, below the repository."""
+    exempt: Mapping[str, str]
+    """Why a folder is not checked yet, by its path."""
+    openings: frozenset[str]
+    """Words that no docstring starts with."""
+    verbs: frozenset[str]
+    min_verb_fraction: float
+    """Fraction of the function docstrings of a folder that must start with one of `verbs`."""
+    prepositions: frozenset[str]
+    """First words of function names that say nothing about what the function does."""
+    names: Mapping[str, BannedName]
+    """By word, in lower case."""
+    phrases: tuple[BannedPhrase, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Docstring:
+    """One docstring, with the definition it belongs to."""
+
+    kind: str
+    """module, class, function, property (or fixture), or field."""
+    line: int
+    text: str
+
+    @property
+    def first_word(self) -> str:
+        """The first word in lower case; empty if the text has none."""
+        found = _FIRST_WORD.search(self.text)
+        return found.group().lower() if found else ""
+
+
+def read_wording(file: Path) -> Wording:
+    """Read the word lists."""
+    data: dict[str, Any] = tomllib.loads(file.read_text())
+    banned = [
+        BannedName(
+            words=tuple(entry["words"]),
+            instead=entry["instead"],
+            why=entry["why"],
+            allow=tuple(entry.get("allow", ())),
+        )
+        for entry in data["name"]
+    ]
+    return Wording(
+        checked=tuple(data["checked"]),
+        exempt=data["exempt"],
+        openings=frozenset(data["docstrings"]["openings"]),
+        verbs=frozenset(data["docstrings"]["verbs"].split()),
+        min_verb_fraction=data["docstrings"]["min_verb_fraction"],
+        prepositions=frozenset(data["functions"]["prepositions"]),
+        names={word: entry for entry in banned for word in entry.words},
+        phrases=tuple(BannedPhrase(**entry) for entry in data["phrase"]),
+    )
+
+
+def check_folder(folder: Path, wording: Wording, *, root: Path) -> list[str]:
+    """Check every Python file below a folder; return one line for each fault."""
+    faults: list[str] = []
+    functions: list[tuple[str, Docstring]] = []
+    for path in sorted(folder.rglob("*.py")):
+        shown = path.relative_to(root).as_posix()
+        faults += [f"{shown}:1: {fault}" for fault in _file_name_faults(path, folder, wording)]
+        tree = ast.parse(path.read_text())
+        docstrings = list(_docstrings(tree))
+        faults += [
+            f"{shown}:{line}: {fault}"
+            for line, fault in sorted(
+                [*_name_faults(tree, wording), *_docstring_faults(docstrings, wording)]
+            )
+        ]
+        functions += [(shown, each) for each in docstrings if each.kind == "function"]
+    return faults + _verb_faults(functions, wording, folder=folder.relative_to(root).as_posix())
+
+
+def _file_name_faults(path: Path, folder: Path, wording: Wording) -> Iterator[str]:
+    relative = path.relative_to(folder)
+    for part in (*relative.parts[:-1], relative.stem):
+        for word, banned in _banned_words(part, wording):
+            yield _name_fault(f"the path {relative.as_posix()}", word, banned)
+
+
+def _name_faults(tree: ast.Module, wording: Wording) -> Iterator[tuple[int, str]]:
+    for line, name in sorted(set(_defined_names(tree))):
+        for word, banned in _banned_words(name, wording):
+            yield line, _name_fault(f"`{name}`", word, banned)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_noun(node):
+            parts = _words(node.name)
+            if len(parts) > 1 and parts[0] in wording.prepositions:
+                yield (
+                    node.lineno,
+                    (
+                        f"function `{node.name}` starts with the preposition '{parts[0]}': "
+                        "start with a verb that says what it does"
+                    ),
+                )
+
+
+def _docstring_faults(
+    docstrings: Sequence[Docstring], wording: Wording
+) -> Iterator[tuple[int, str]]:
+    for each in docstrings:
+        if each.first_word in wording.openings:
+            opening = each.text.split(maxsplit=1)[0]
+            form = "an imperative verb" if each.kind == "function" else "a noun phrase"
+            yield (
+                each.line,
+                (
+                    f"the {each.kind} docstring starts with '{opening}': start with {form}, "
+                    "or delete it if it adds nothing to the name"
+                ),
+            )
+        for banned in wording.phrases:
+            if re.search(rf"\b{banned.phrase}\b", each.text, re.IGNORECASE):
+                yield each.line, f"the docstring says '{banned.phrase}': write {banned.instead}"
+
+
+def _verb_faults(
+    functions: Sequence[tuple[str, Docstring]], wording: Wording, *, folder: str
+) -> list[str]:
+    """Report the functions without a verb if there are too many of them."""
+    others = [(path, each) for path, each in functions if each.first_word not in wording.verbs]
+    fraction = 1 - len(others) / len(functions) if functions else 1.0
+    if fraction >= wording.min_verb_fraction:
+        return []
+    return [
+        *(
+            f"{path}:{each.line}: the function docstring starts with "
+            f"'{each.text.split(maxsplit=1)[0]}': start with an imperative verb"
+            for path, each in others
+        ),
+        (
+            f"{folder}: {fraction:.0%} of the function docstrings start with a verb that {WORDS} lists; "
+            f"{wording.min_verb_fraction:.0%} must"
+        ),
+    ]
+
+
+def _name_fault(subject: str, word: str, banned: BannedName) -> str:
+    return f"'{word}' in {subject}: write {banned.instead} ({banned.why})"
+
+
+def _banned_words(name: str, wording: Wording) -> Iterator[tuple[str, BannedName]]:
+    for word in _words(name):
+        banned = wording.names.get(word)
+        if banned is not None and not any(allowed in name for allowed in banned.allow):
+            yield word, banned
+
+
+def _words(name: str) -> list[str]:
+    """Split an identifier into lower-case words: `WeightParcel_of` gives weight, parcel, of."""
+    return [word.lower() for word in _PARTS.findall(name)]
+
+
+def _defined_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield the names that a file defines; names of others that it only uses are not its own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.lineno, node.asname
+
+
+def _docstrings(tree: ast.Module) -> Iterator[Docstring]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        text = ast.get_docstring(node, clean=False)
+        if text is not None:
+            line = node.body[0].lineno
+            yield Docstring(kind=_kind(node), line=line, text=text)
+        if isinstance(node, ast.Module | ast.ClassDef):
+            yield from _field_docstrings(node.body)
+
+
+def _field_docstrings(body: Sequence[ast.stmt]) -> Iterator[Docstring]:
+    """Yield strings that follow an assignment, as documentation tools read them."""
+    for before, after in itertools.pairwise(body):
+        if (
+            isinstance(before, ast.Assign | ast.AnnAssign)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+            and isinstance(after.value.value, str)
+        ):
+            yield Docstring(kind="field", line=after.lineno, text=after.value.value)
+
+
+def _kind(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    if isinstance(node, ast.Module):
+        return "module"
+    if isinstance(node, ast.ClassDef):
+        return "class"
+    return "property" if _is_noun(node) else "function"
+
+
+def _is_noun(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return True for properties and pytest fixtures, which readers use as values."""
+    decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+    return any("property" in each or "fixture" in each for each in decorators)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check the repository, or the folders that are named; return 1 if there is a fault."""
+    chosen = sys.argv[1:] if arguments is None else arguments
+    wording = read_wording(ROOT / WORDS)
+    # A folder that is named is checked even if it is exempt: to see what is left to rewrite.
+    folders = [Path(name).resolve() for name in chosen] or [
+        folder
+        for pattern in wording.checked
+        for folder in sorted(ROOT.glob(pattern))
+        if folder.relative_to(ROOT).as_posix() not in wording.exempt
+    ]
+    faults = [line for folder in folders for line in check_folder(folder, wording, root=ROOT)]
+    print("\n".join(faults) or f"wording: {len(folders)} folders use the words of the style guide")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
