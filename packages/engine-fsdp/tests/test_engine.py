@@ -141,7 +141,9 @@ def test_exported_weights_load_in_transformers_with_the_same_logprobs(
     with torch.no_grad():
         logits = model(tokens[None]).logits[0]
     expected = torch.log_softmax(logits, -1)[:-1].gather(1, tokens[1:, None])[:, 0]
-    torch.testing.assert_close(outputs.columns[HeadOutput.LOGPROB][1:9], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        outputs.columns[HeadOutput.LOGPROB][1:9], expected, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_weight_too_few_changes_nothing(start: Start) -> None:
