@@ -138,7 +138,7 @@ OTHERS = (
     "mismatch/kl",
     "staleness/max",
     "rollout/tokens",
-    "groups/dead_share",
+    "groups/zero_std_fraction",
     "actor/grad_norm",
 )
 

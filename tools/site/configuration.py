@@ -87,10 +87,15 @@ NO_UNIT = frozenset(
             "gpu_memory_utilization",
             "sleep_level",
         ),
-        *("wrong_first_operation", "max_failure_share", "max_changed_fraction", "prometheus_port"),
+        *(
+            "wrong_first_operation",
+            "max_failure_fraction",
+            "max_changed_fraction",
+            "prometheus_port",
+        ),
         *("scale", "low", "high", "penalty", "clip_low", "clip_high", "dual_clip"),
         *(
-            "cov_share",
+            "cov_fraction",
             "cov_low",
             "cov_high",
             "kl_cov_coef",

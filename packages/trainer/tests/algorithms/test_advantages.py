@@ -138,7 +138,7 @@ def test_dead_groups_are_counted_and_give_zero() -> None:
     samples = make_samples(group_ids=(0, 0, 1, 1, 2, 2))
     rewards = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 1.0])
     found = estimate_advantages(AlgorithmConfig(advantage="grpo"), samples=samples, rewards=rewards)
-    assert found.metrics["groups/dead_share"] == pytest.approx(2 / 3)
+    assert found.metrics["groups/zero_std_fraction"] == pytest.approx(2 / 3)
     assert not bool(found.advantages[: LENGTHS[0] + LENGTHS[1] + LENGTHS[2] + LENGTHS[3]].any())
 
 

@@ -29,14 +29,14 @@ def corrected(**settings: object) -> Correction:
 def test_weights_are_truncated_above() -> None:
     found = corrected(truncate_at=1.2)
     assert found.weights.tolist() == pytest.approx([0.0, 1.2, 0.367879, 1.0], abs=1e-6)
-    assert found.metrics["correction/truncated_share"] == pytest.approx(1 / 3)
+    assert found.metrics["correction/truncated_fraction"] == pytest.approx(1 / 3)
 
 
 def test_tokens_outside_the_bounds_are_left_out_and_the_rest_normalised() -> None:
     # 1.2 + 1 = 2.2 over 3 tokens: times 3 / 2.2.
     found = corrected(truncate_at=1.2, mask_low=0.5, self_normalize=True)
     assert found.weights.tolist() == pytest.approx([0.0, 1.636364, 0.0, 1.363636], abs=1e-6)
-    assert found.metrics["correction/masked_share"] == pytest.approx(1 / 3)
+    assert found.metrics["correction/masked_fraction"] == pytest.approx(1 / 3)
     assert found.metrics["correction/weight_mean"] == pytest.approx(1.0)
 
 
@@ -54,7 +54,7 @@ def test_a_completion_too_far_from_the_trainer_is_left_out_whole(
     # k3 with d = 0.5, -1, 0: 0.148721, 0.367879, 0; mean 0.172200.
     found = corrected(level="none", reject_kl=bound)
     assert found.weights[1:].tolist() == ([0.0] * 3 if is_rejected else [1.0] * 3)
-    assert found.metrics["correction/rejected_share"] == float(is_rejected)
+    assert found.metrics["correction/rejected_fraction"] == float(is_rejected)
 
 
 def test_equal_log_probs_correct_nothing() -> None:
@@ -62,7 +62,7 @@ def test_equal_log_probs_correct_nothing() -> None:
         RolloutCorrectionConfig(), samples=SAMPLES, old_logprobs=OLD, rollout_logprobs=OLD
     )
     assert found.weights.tolist() == [0.0, 1.0, 1.0, 1.0]
-    assert found.metrics["correction/effective_sample_share"] == pytest.approx(1.0)
+    assert found.metrics["correction/effective_sample_fraction"] == pytest.approx(1.0)
 
 
 def test_the_effective_sample_share_is_always_reported() -> None:

@@ -95,8 +95,8 @@ def test_reverse_kl_by_k2_pulls_to_the_teacher_and_is_clamped() -> None:
         head_outputs, reverse_batch([-2.0, -1.0, math.nan], [1.0, 1.0, 0.0])
     )
     assert terms.loss.tolist() == pytest.approx([0.0, 0.5, 1.5, 0.0])
-    assert terms.metrics["distill/clamped_share"].result == pytest.approx(0.5)
-    assert terms.metrics["distill/taught_share"].result == pytest.approx(2 / 3)
+    assert terms.metrics["distill/clamped_fraction"].result == pytest.approx(0.5)
+    assert terms.metrics["distill/taught_fraction"].result == pytest.approx(2 / 3)
     (gradient,) = torch.autograd.grad(terms.loss.sum(), head_outputs[HeadOutput.LOGPROB])
     assert gradient.tolist() == pytest.approx([0.0, 1.0, 0.0, 0.0]), (
         "log p is above log q by 1: push it down"

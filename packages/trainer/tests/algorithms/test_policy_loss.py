@@ -52,8 +52,8 @@ def test_the_clip_holds_gains_not_losses() -> None:
     objective = PpoObjective(clip_low=0.2, clip_high=0.28)
     terms = objective(answers_of([-0.5, -1.5, -0.5, -1.5]), batch)
     assert trained(terms) == pytest.approx([-1.28, -0.606531, 1.648721, 0.8], abs=1e-6)
-    assert terms.metrics["policy/clip_share_high"].result == pytest.approx(0.25)
-    assert terms.metrics["policy/clip_share_low"].result == pytest.approx(0.25)
+    assert terms.metrics["policy/clip_fraction_high"].result == pytest.approx(0.25)
+    assert terms.metrics["policy/clip_fraction_low"].result == pytest.approx(0.25)
 
 
 def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
@@ -61,7 +61,7 @@ def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
     batch = batch_of(advantages=[-1.0, 1.0], old_logprobs=[-3.0, -3.0])
     terms = PpoObjective(dual_clip=3.0)(answers_of([-1.0, -1.0]), batch)
     assert trained(terms) == pytest.approx([3.0, -1.2])
-    assert terms.metrics["policy/dual_clip_share"].result == pytest.approx(0.5)
+    assert terms.metrics["policy/dual_clip_fraction"].result == pytest.approx(0.5)
 
 
 def test_clipped_tokens_get_no_gradient_and_others_the_ratio_times_the_advantage() -> None:

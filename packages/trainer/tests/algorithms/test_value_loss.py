@@ -37,7 +37,7 @@ def test_the_clipped_loss_is_the_larger_of_both() -> None:
         answers_of([1.0, 1.0, 0.1]), batch_of([1.0, 0.0, 0.0], [0.0, 0.0, 0.0])
     )
     assert terms.loss[1:].tolist() == pytest.approx([0.32, 0.5, 0.005])
-    assert terms.metrics["value/clip_share"].result == pytest.approx(1 / 3)
+    assert terms.metrics["value/clip_fraction"].result == pytest.approx(1 / 3)
 
 
 def test_old_values_are_read_only_where_there_is_a_clip() -> None:

@@ -27,8 +27,8 @@ PPO = [*RL, "algorithm=ppo"]
         (RL, "run.table_every=-1"),
         (RL, "run.num_table_rows=-1"),
         (RL, "run.max_ckpt_to_keep=0"),
-        (RL, "reward.max_failure_share=-1"),
-        (RL, "reward.max_failure_share=1.5"),
+        (RL, "reward.max_failure_fraction=-1"),
+        (RL, "reward.max_failure_fraction=1.5"),
         (RL, "reward.timeout_s=-1"),
         (RL, "reward.num_workers=-1"),
         (RL, "sampling.temperature=nan"),
@@ -76,13 +76,13 @@ def test_number_outside_its_range_is_refused_with_key_and_value(
     "overrides",
     [
         [
-            "reward.max_failure_share=0",
+            "reward.max_failure_fraction=0",
             "reward.num_workers=0",
             "run.save_every=0",
             "run.max_ckpt_to_keep=1",
         ],
         [
-            "reward.max_failure_share=1",
+            "reward.max_failure_fraction=1",
             "data.train.max_rows=1",
             "run.num_threads=1",
             "algorithm.entropy_coef=-0.01",

@@ -85,10 +85,10 @@ def test_rollout_correction_reports_weights_and_changes_the_update(
     run(tmp_path / "run", *SHORT, correction)
     (first, _) = rows(tmp_path / "run")
     assert first["correction/weight_mean"] == pytest.approx(1.0, abs=1e-6)
-    assert first["correction/effective_sample_share"] == pytest.approx(1.0, abs=1e-3), (
+    assert first["correction/effective_sample_fraction"] == pytest.approx(1.0, abs=1e-3), (
         "the sampler has the trainer's weights"
     )
-    assert first["mismatch/effective_sample_share"] == pytest.approx(1.0, abs=1e-3)
+    assert first["mismatch/effective_sample_fraction"] == pytest.approx(1.0, abs=1e-3)
 
 
 def test_the_samplers_log_probs_may_be_the_old_ones(run: Run, rows: Rows, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_dynamic_sampling_fills_a_step_with_groups_that_differ(
     )
     found = rows(tmp_path / "run")
     assert [row["dynamic_sampling/kept_groups"] for row in found] == [4.0, 4.0]
-    assert [row["groups/dead_share"] for row in found] == [0.0, 0.0]
+    assert [row["groups/zero_std_fraction"] for row in found] == [0.0, 0.0]
     assert sum(row["dynamic_sampling/flat_groups"] for row in found) > 0
 
 

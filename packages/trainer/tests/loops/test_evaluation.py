@@ -26,7 +26,7 @@ def test_what_could_not_be_scored_and_what_is_trained_on_too_is_said(
     result = run(
         tmp_path / "run",
         *same,
-        "reward.max_failure_share=1.0",
+        "reward.max_failure_fraction=1.0",
         "warm_start=null",
         "run.total_steps=1",
         "run.save_model=false",

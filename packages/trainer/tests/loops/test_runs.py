@@ -450,7 +450,7 @@ def test_failing_rewards_are_counted_and_left_out(run: Run, rows: Rows, tmp_path
     run(
         tmp_path / "run",
         reward,
-        "reward.max_failure_share=1.0",
+        "reward.max_failure_fraction=1.0",
         "batching.prompts_per_step=64",
         "run.total_steps=1",
         "data.eval=null",

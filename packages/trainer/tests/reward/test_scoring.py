@@ -18,7 +18,9 @@ from temper_trainer.reward.registry import register_reward
 from temper_trainer.reward.scoring import RewardFailureError, Scorer
 from temper_trainer.types import Prompt
 
-PATIENT = RewardConfig(function="functions_for_tests:by_text", timeout_s=1.0, max_failure_share=1.0)
+PATIENT = RewardConfig(
+    function="functions_for_tests:by_text", timeout_s=1.0, max_failure_fraction=1.0
+)
 
 
 def items(*texts: str) -> list[Item]:
@@ -173,7 +175,7 @@ def children(process: int) -> list[int]:
 
 
 def test_more_failures_than_accepted_stop_the_run_with_the_first_traceback() -> None:
-    with Scorer(replace(PATIENT, max_failure_share=0.25)) as scorer:
+    with Scorer(replace(PATIENT, max_failure_fraction=0.25)) as scorer:
         assert [score.reward for score in scorer.score(items("1", "raise", "1", "1"))] == [
             1.0,
             None,

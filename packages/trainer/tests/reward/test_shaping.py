@@ -25,7 +25,7 @@ def test_scale_penalty_and_bounds_in_this_order() -> None:
     )
     assert shaped.rewards == pytest.approx([1.5, -0.5, 0.5])
     assert shaped.metrics == pytest.approx(
-        {"reward/overlong_mean": -0.5, "reward/overlong_share": 2 / 3}
+        {"reward/overlong_mean": -0.5, "reward/overlong_fraction": 2 / 3}
     )
 
 
@@ -71,7 +71,7 @@ def test_baselines_are_shaped_alike_and_counted_nowhere() -> None:
     assert shaped.rewards == pytest.approx([-1.0, 1.0])
     assert shaped.baselines == pytest.approx([-1.25])
     assert shaped.moments.count == 2.0
-    assert shaped.metrics["reward/overlong_share"] == 0.0
+    assert shaped.metrics["reward/overlong_fraction"] == 0.0
 
 
 def test_no_shaping_leaves_scores_as_they_are() -> None:

@@ -115,7 +115,7 @@ DEFAULTS: dict[str, Plain] = {
     "algorithm.clip_low": 0.2,
     "algorithm.clip_high": 0.2,
     "algorithm.dual_clip": None,
-    "algorithm.cov_share": 2e-4,
+    "algorithm.cov_fraction": 2e-4,
     "algorithm.cov_low": 1.0,
     "algorithm.cov_high": 5.0,
     "algorithm.kl_cov_coef": 1.0,

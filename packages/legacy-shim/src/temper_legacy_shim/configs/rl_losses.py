@@ -28,11 +28,11 @@ def build_policy_loss(draft: Draft) -> None:
     draft.put("algorithm.policy_loss", ours, rule="policy-loss", old=[key])
     block = key.rpartition(".")[0]
     if ours == "clip_cov":
-        draft.copy("algorithm.cov_share", f"{block}.clip_cov_ratio", rule="covariance", expected="number")
+        draft.copy("algorithm.cov_fraction", f"{block}.clip_cov_ratio", rule="covariance", expected="number")
         draft.copy("algorithm.cov_low", f"{block}.clip_cov_lb", rule="covariance", expected="number")
         draft.copy("algorithm.cov_high", f"{block}.clip_cov_ub", rule="covariance", expected="number")
     if ours == "kl_cov":
-        draft.copy("algorithm.cov_share", f"{block}.kl_cov_ratio", rule="covariance", expected="number")
+        draft.copy("algorithm.cov_fraction", f"{block}.kl_cov_ratio", rule="covariance", expected="number")
         draft.copy("algorithm.kl_cov_coef", f"{block}.ppo_kl_coef", rule="covariance", expected="number")
     if ours == "sapo":
         draft.copy("algorithm.sapo_positive_temperature", f"{_ACTOR}.tau_pos", rule="sapo", expected="number")

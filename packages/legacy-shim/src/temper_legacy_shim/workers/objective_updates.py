@@ -71,7 +71,7 @@ def update_critic_with_objective(critic: "PPOCritic", mini_batches: Iterable[Dat
             temperature=1.0,
             step=critic,
         )
-        names = {"critic/vf_loss": "loss", "critic/vf_clipfrac": "value/clip_share", "critic/grad_norm": "grad_norm"}
+        names = {"critic/vf_loss": "loss", "critic/vf_clipfrac": "value/clip_fraction", "critic/grad_norm": "grad_norm"}
         append_metrics(metrics, {old: found[new] for old, new in names.items()})
     critic.engine.optimizer_zero_grad()
     return metrics
@@ -144,8 +144,8 @@ def _over_ranks(sequences: SequenceBatch, *, engine: BaseEngine) -> Denominators
 def _actor_names(found: Mapping[str, float], *, has_kl: bool) -> dict[str, float]:
     """The old names; pg_loss is the whole loss here, KL included."""
     names = {"actor/pg_loss": found["loss"], "actor/ppo_kl": found["policy/old_kl"], "actor/grad_norm": found["grad_norm"]}
-    names["actor/pg_clipfrac"] = found["policy/clip_share_low"] + found["policy/clip_share_high"]
-    names["actor/pg_clipfrac_lower"] = found["policy/dual_clip_share"]
+    names["actor/pg_clipfrac"] = found["policy/clip_fraction_low"] + found["policy/clip_fraction_high"]
+    names["actor/pg_clipfrac_lower"] = found["policy/dual_clip_fraction"]
     if "policy/entropy" in found:
         names["actor/entropy"] = found["policy/entropy"]
     names["actor/kl_loss"] = found["policy/ref_kl"] if has_kl else 0.0

@@ -192,8 +192,8 @@ def _check(
 def _describe(advantages: Tensor, *, samples: SequenceBatch, rewards: Tensor) -> dict[str, float]:
     group = compute_group_statistics(rewards, group_ids=samples.group_ids)
     metrics = {
-        "groups/dead_share": group.zero_std_fraction,
-        "groups/single_share": group.single_fraction,
+        "groups/zero_std_fraction": group.zero_std_fraction,
+        "groups/single_fraction": group.single_fraction,
     }
     trained = advantages[samples.loss_mask]
     if trained.numel():

@@ -82,7 +82,9 @@ class ClipCovObjective(ClippedObjective):
         found = ClippedObjective.clip_metrics(self, log_ratio, advantages=advantages, batch=batch)
         return {
             **found,
-            "policy/held_share": weighted_mean(batch.columns[IS_SELECTED], batch.loss_mask),
+            "policy/cov_selected_fraction": weighted_mean(
+                batch.columns[IS_SELECTED], batch.loss_mask
+            ),
         }
 
 
@@ -127,7 +129,9 @@ class KlCovObjective(SurrogateObjective):
         found = SurrogateObjective.clip_metrics(self, log_ratio, advantages=advantages, batch=batch)
         return {
             **found,
-            "policy/held_share": weighted_mean(batch.columns[IS_SELECTED], batch.loss_mask),
+            "policy/cov_selected_fraction": weighted_mean(
+                batch.columns[IS_SELECTED], batch.loss_mask
+            ),
         }
 
 

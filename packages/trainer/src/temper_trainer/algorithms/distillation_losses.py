@@ -179,8 +179,8 @@ def _shared_metrics(
 ) -> dict[str, Metric]:
     found = {
         "distill/divergence": weighted_mean(column, mask),
-        "distill/taught_share": weighted_mean(mask, batch.loss_mask),
+        "distill/taught_fraction": weighted_mean(mask, batch.loss_mask),
     }
     if clamp is not None:
-        found["distill/clamped_share"] = weighted_mean(column.detach().abs() > clamp, mask)
+        found["distill/clamped_fraction"] = weighted_mean(column.detach().abs() > clamp, mask)
     return found

@@ -104,13 +104,15 @@ def build_policy_objective(
             return ClipCovObjective(
                 clip_low=config.clip_low,
                 clip_high=config.clip_high,
-                share=config.cov_share,
+                share=config.cov_fraction,
                 low=config.cov_low,
                 high=config.cov_high,
                 **shared,
             )
         case "kl_cov":
-            return KlCovObjective(share=config.cov_share, kl_cov_coef=config.kl_cov_coef, **shared)
+            return KlCovObjective(
+                share=config.cov_fraction, kl_cov_coef=config.kl_cov_coef, **shared
+            )
         case "sapo":
             return SapoObjective(
                 positive_temperature=config.sapo_positive_temperature,

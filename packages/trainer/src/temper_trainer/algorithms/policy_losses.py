@@ -78,7 +78,7 @@ class PpoObjective(ClippedObjective):
         """Of both sides, and of the dual clip where there is one."""
         found = ClippedObjective.clip_metrics(self, log_ratio, advantages=advantages, batch=batch)
         if self.dual_clip is not None:
-            found["policy/dual_clip_share"] = weighted_mean(
+            found["policy/dual_clip_fraction"] = weighted_mean(
                 (log_ratio.exp() > self.dual_clip) & (advantages < 0), batch.loss_mask
             )
         return found

@@ -56,7 +56,7 @@ def compute_rollout_correction(
     if config.self_normalize and total > 0:
         weights = weights * (int(mask.sum()) / total)
     metrics = _describe(config, raw=raw[mask], weights=weights[mask], is_kept=is_kept[mask])
-    metrics["correction/rejected_share"] = float(
+    metrics["correction/rejected_fraction"] = float(
         is_rejected[trained_sequences(samples)].double().mean()
     )
     return Correction(weights=weights.float(), metrics=metrics)
@@ -101,12 +101,12 @@ def _describe(
     return {
         "correction/weight_mean": float(weights.mean()),
         "correction/weight_max": float(weights.max()),
-        "correction/masked_share": float((~is_kept).double().mean()),
+        "correction/masked_fraction": float((~is_kept).double().mean()),
         # From the raw weights: after truncation none is above the bound.
-        "correction/truncated_share": 0.0
+        "correction/truncated_fraction": 0.0
         if config.truncate_at is None
         else float((raw > config.truncate_at).double().mean()),
-        "correction/effective_sample_share": float(weights.mean()) ** 2 / squares
+        "correction/effective_sample_fraction": float(weights.mean()) ** 2 / squares
         if squares > 0
         else 0.0,
     }

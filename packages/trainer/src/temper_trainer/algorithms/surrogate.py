@@ -140,8 +140,8 @@ def compute_clip_fractions(
 ) -> dict[str, Metric]:
     """Shares of trained tokens that a clip holds: below it with a negative advantage, above it with a positive one."""
     return {
-        "policy/clip_share_low": weighted_mean(is_low & (advantages < 0), mask),
-        "policy/clip_share_high": weighted_mean(is_high & (advantages > 0), mask),
+        "policy/clip_fraction_low": weighted_mean(is_low & (advantages < 0), mask),
+        "policy/clip_fraction_high": weighted_mean(is_high & (advantages > 0), mask),
     }
 
 

@@ -56,7 +56,7 @@ class ValueObjective(Objective):
             old = torch.where(mask, batch.columns["values"], 0.0)
             near = torch.clamp(values, old - self.clip, old + self.clip)
             held = (near - returns).square()
-            metrics["value/clip_share"] = weighted_mean(held.detach() > error.detach(), mask)
+            metrics["value/clip_fraction"] = weighted_mean(held.detach() > error.detach(), mask)
             error = torch.maximum(error, held)
         return LossTerms(loss=error / 2, metrics=metrics)
 

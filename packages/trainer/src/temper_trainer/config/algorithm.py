@@ -149,7 +149,7 @@ class AlgorithmConfig:
     """The ratio is clipped above at 1 + clip_high."""
     dual_clip: float | None = None
     """Bound, above 1, on the loss of negative advantages; None is off. Only for ppo."""
-    cov_share: float = 2e-4
+    cov_fraction: float = 2e-4
     """Share of a mini-batch's trained tokens that clip_cov cuts out of the gradient, or that kl_cov holds back."""
     cov_low: float = 1.0
     """Only for clip_cov: tokens are drawn from those whose covariance of log-prob and advantage is above this, ..."""
@@ -227,7 +227,7 @@ class AlgorithmConfig:
         check_range("algorithm.clip_high", self.clip_high, at_least=0)
         check_range("algorithm.dual_clip", self.dual_clip, above=1)
         check_range("algorithm.horizon", self.horizon, at_least=1)
-        check_range("algorithm.cov_share", self.cov_share, above=0, at_most=1)
+        check_range("algorithm.cov_fraction", self.cov_fraction, above=0, at_most=1)
         check_range("algorithm.cov_low", self.cov_low)
         check_range("algorithm.cov_high", self.cov_high)
         check_range("algorithm.kl_cov_coef", self.kl_cov_coef, above=0)

@@ -91,7 +91,7 @@ class RewardConfig:
     num_workers: int = 0
     """Processes that score, killed where a call takes longer than timeout_s. 0 scores in a thread of the driver: one that hangs is
     abandoned, but while a call holds the interpreter (a runaway regular expression) the whole run waits for its end."""
-    max_failure_share: float = 0.1
+    max_failure_fraction: float = 0.1
     """Share of failed rewards (raised, timed out, not finite) in a step above which the run stops; below it they are left out."""
 
     def __post_init__(self) -> None:
@@ -99,4 +99,4 @@ class RewardConfig:
         for name, weight in self.components.items():
             check_range(f"reward.components.{name}", weight)
         check_range("reward.num_workers", self.num_workers, at_least=0)
-        check_range("reward.max_failure_share", self.max_failure_share, at_least=0, at_most=1)
+        check_range("reward.max_failure_fraction", self.max_failure_fraction, at_least=0, at_most=1)

@@ -97,7 +97,7 @@ RULES = (
         reason="in a task other than generate: remove it",
     ),
     Rule(
-        keys=("algorithm.cov_share",),
+        keys=("algorithm.cov_fraction",),
         applies=lambda config: config.algorithm.policy_loss not in ("clip_cov", "kl_cov"),
         reason="with an algorithm.policy_loss other than clip_cov and kl_cov: remove it",
     ),

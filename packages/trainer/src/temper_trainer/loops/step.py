@@ -374,7 +374,10 @@ def _with_effective_share(
     if SQUARES not in metrics:
         return found
     kept = {name: value for name, value in found.items() if name != SQUARES}
-    return {**kept, "mismatch/effective_sample_share": compute_effective_sample_fraction(metrics)}
+    return {
+        **kept,
+        "mismatch/effective_sample_fraction": compute_effective_sample_fraction(metrics),
+    }
 
 
 def _with_correction(

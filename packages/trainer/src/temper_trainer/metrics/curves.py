@@ -89,7 +89,7 @@ PANELS = (
     Panel(
         title="fractions",
         phase="rl",
-        metrics=("groups/dead_share", "rollout/cut_share", "policy/clip_share_high"),
+        metrics=("groups/zero_std_fraction", "rollout/cut_share", "policy/clip_fraction_high"),
         is_fraction=True,
     ),
     Panel(

@@ -93,7 +93,7 @@ class Scorer:
             tokens: for a reward model, needed where there is one: of each item, the prompt's and everything after it.
 
         Raises:
-            RewardFailureError: a larger share of these failed than reward.max_failure_share.
+            RewardFailureError: a larger share of these failed than reward.max_failure_fraction.
         """
         assert self._scorings, "a Scorer scores inside its `with` only"
         with track_progress("rewards", total=len(items) * len(self._scorings)):
@@ -108,11 +108,11 @@ class Scorer:
         ]
         failed = [outcome for outcome in outcomes if outcome.kind is not None]
         self._failures = Counter(outcome.kind for outcome in failed if outcome.kind is not None)
-        if len(failed) > self._config.max_failure_share * len(items):
+        if len(failed) > self._config.max_failure_fraction * len(items):
             counts = ", ".join(f"{count} {kind}" for kind, count in self._failures.items())
             raise RewardFailureError(
                 f"{len(failed)} of {len(items)} calls of {self._name} failed ({counts}), more than "
-                f"reward.max_failure_share = {self._config.max_failure_share}. The first: {failed[0].kind}: {failed[0].message}\n"
+                f"reward.max_failure_fraction = {self._config.max_failure_fraction}. The first: {failed[0].kind}: {failed[0].message}\n"
                 f"{failed[0].trace}"
             )
         scores = [outcome.as_score() for outcome in outcomes]

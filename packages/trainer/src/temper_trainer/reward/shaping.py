@@ -109,7 +109,7 @@ def shape_rewards(
     if config.overlong is not None:
         metrics |= {
             "reward/overlong_mean": math.fsum(penalties) / len(penalties),
-            "reward/overlong_share": sum(penalty < 0 for penalty in penalties) / len(penalties),
+            "reward/overlong_fraction": sum(penalty < 0 for penalty in penalties) / len(penalties),
         }
     if config.normalization == "none":
         return Shaped(rewards=rewards, baselines=compared, moments=moments, metrics=metrics)
