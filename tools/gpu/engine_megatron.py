@@ -49,7 +49,7 @@ from tools.gpu.workload import (
     timed,
 )
 
-KIT_GROUPS = "gradient,logprob,value,update,weights,checkpoint,residency,rfc_loop,adapter"
+KIT_GROUPS = "gradient,logprob,value,update,weights,checkpoint,offload,rfc_loop,adapter"
 SHAPE = SHAPES["0.5B"]
 SHORTEST_PHASE_S = 20.0
 """With less time left a phase is not begun."""

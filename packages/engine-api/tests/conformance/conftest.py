@@ -11,17 +11,19 @@ from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 # Rank processes import the broken engines by name; they start with this session's path.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kit_runner import Kit, Lent
+from kit_runner import Kit, SharedKitResources
 
 
 @pytest.fixture(scope="session")
-def lent(tmp_path_factory):
+def shared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kit")
-    lent = Lent(rank_pool=RankPool(2, folder=folder), oracle=OracleCache(folder=folder))
-    yield lent
-    lent.rank_pool.close()
+    shared = SharedKitResources(
+        rank_pool=RankPool(2, folder=folder), oracle=OracleCache(folder=folder)
+    )
+    yield shared
+    shared.rank_pool.close()
 
 
 @pytest.fixture
-def kit(lent, tmp_path):
-    return Kit(lent=lent, folder=tmp_path)
+def kit(shared, tmp_path):
+    return Kit(shared=shared, folder=tmp_path)

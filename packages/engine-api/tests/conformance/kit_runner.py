@@ -12,21 +12,21 @@ from temper_engine_api.conformance.plugin import SHARED_RESOURCES_PLUGIN
 
 
 @dataclass
-class Laws:
+class OutcomeRecorder:
     """Which laws a run of the kit found to hold, and which broken; a pytest plugin."""
 
-    held: list[str] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
+    passed: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
-            self.broken.append(report.nodeid.rpartition("::")[2])
+            self.failed.append(report.nodeid.rpartition("::")[2])
         elif report.when == "call":
-            self.held.append(report.nodeid.rpartition("::")[2])
+            self.passed.append(report.nodeid.rpartition("::")[2])
 
 
 @dataclass
-class Lent:
+class SharedKitResources:
     """What is costly to start."""
 
     rank_pool: RankPool
@@ -37,7 +37,7 @@ class Lent:
 class Kit:
     """Runs the kit in this process."""
 
-    lent: Lent
+    shared: SharedKitResources
     folder: Path
 
     def run(self, engine, *arguments, tests=(), world_sizes="1", layouts=None, status=None):
@@ -45,7 +45,7 @@ class Kit:
         where = ("--layouts", layouts) if layouts else ("--world-sizes", world_sizes)
         ini = self.folder / "empty.ini"
         ini.write_text("[pytest]\n")
-        found = Laws()
+        found = OutcomeRecorder()
         code = pytest.main(
             [
                 *(
@@ -62,7 +62,7 @@ class Kit:
                 *("--tb=short", "--pyargs", *([f"{KIT}.tests.{test}" for test in tests] or [KIT])),
                 *("--engine", engine, *where, *arguments),
             ],
-            plugins=[found, _Lender(self.lent)],
+            plugins=[found, _Lender(self.shared)],
         )
         if status is not None:
             assert code == status
@@ -70,8 +70,8 @@ class Kit:
 
 
 class _Lender:
-    def __init__(self, lent):
-        self._lent = lent
+    def __init__(self, shared):
+        self._lent = shared
 
     def pytest_configure(self, config):
         config.pluginmanager.register(self._lent, SHARED_RESOURCES_PLUGIN)

@@ -9,8 +9,8 @@ from temper_engine_api.conformance import KIT
 from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine
 
 ORACLE = "temper_engine_api.conformance.oracle:OracleEngine"
-LAW = "test_update::test_clip_is_applied"
-FAULTY = "saboteurs_of_state:IgnoresClip"
+TEST = "test_update::test_gradient_is_clipped"
+FAULTY = "faulty_state:IgnoresClip"
 
 
 class ClaimsNothing(OracleEngine):
@@ -18,7 +18,7 @@ class ClaimsNothing(OracleEngine):
 
 
 def usage_error(kit, capsys, *arguments, engine=ORACLE, **options):
-    kit.run(engine, *arguments, tests=[LAW], status=pytest.ExitCode.USAGE_ERROR, **options)
+    kit.run(engine, *arguments, tests=[TEST], status=pytest.ExitCode.USAGE_ERROR, **options)
     return capsys.readouterr().err
 
 
@@ -63,36 +63,36 @@ def test_world_sizes_that_are_not_claimed_are_refused(kit, capsys):
 
 
 def test_a_broken_law_fails_the_run(kit):
-    found = kit.run(FAULTY, tests=[LAW], status=pytest.ExitCode.TESTS_FAILED)
-    assert (len(found.broken), len(found.held)) == (1, 0)
+    found = kit.run(FAULTY, tests=[TEST], status=pytest.ExitCode.TESTS_FAILED)
+    assert (len(found.failed), len(found.passed)) == (1, 0)
 
 
 def test_an_expected_failure_passes_the_run(kit, tmp_path):
     expected = expecting(
         tmp_path,
-        test="test_clip_is_applied",
+        test="test_gradient_is_clipped",
         reason="clip is a dead key, issue 7",
         layouts=["1-rank"],
     )
     report = tmp_path / "report.md"
-    kit.run(FAULTY, *expected, "--report", str(report), tests=[LAW], status=pytest.ExitCode.OK)
+    kit.run(FAULTY, *expected, "--report", str(report), tests=[TEST], status=pytest.ExitCode.OK)
     assert "clip is a dead key, issue 7" in report.read_text()
 
 
 def test_an_expected_failure_that_holds_fails_the_run(kit, tmp_path):
     expected = expecting(
-        tmp_path, test="test_clip_is_applied", reason="clip is a dead key, issue 7"
+        tmp_path, test="test_gradient_is_clipped", reason="clip is a dead key, issue 7"
     )
-    found = kit.run(ORACLE, *expected, tests=[LAW], status=pytest.ExitCode.TESTS_FAILED)
-    assert len(found.broken) == 1
+    found = kit.run(ORACLE, *expected, tests=[TEST], status=pytest.ExitCode.TESTS_FAILED)
+    assert len(found.failed) == 1
 
 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
         ({"test": "test_no_such_law", "reason": "none"}, "no collected law matches"),
-        ({"test": "test_clip_is_applied"}, "a reason is needed"),
-        ({"test": "test_clip_is_applied", "reason": "x", "weather": "bad"}, "weather"),
+        ({"test": "test_gradient_is_clipped"}, "a reason is needed"),
+        ({"test": "test_gradient_is_clipped", "reason": "x", "weather": "bad"}, "weather"),
     ],
 )
 def test_a_malformed_expected_failure_is_refused(kit, capsys, tmp_path, fields, sentence):
@@ -102,30 +102,31 @@ def test_a_malformed_expected_failure_is_refused(kit, capsys, tmp_path, fields, 
 def test_laws_about_what_is_not_claimed_are_left_out_and_listed(kit, tmp_path):
     report = tmp_path / "report.md"
     tests = [
-        "test_residency::test_offloaded_weights_answer_as_well",
-        "test_residency::test_moving_by_hand_changes_no_number",
+        "test_offload::test_offloaded_weights_give_the_same_logprobs",
+        "test_offload::test_manual_moves_change_no_number",
     ]
     found = kit.run(ORACLE, "--report", str(report), tests=tests, status=pytest.ExitCode.OK)
-    assert [name.partition("[")[0] for name in found.held] == [
-        "test_moving_by_hand_changes_no_number"
+    assert [name.partition("[")[0] for name in found.passed] == [
+        "test_manual_moves_change_no_number"
     ]
     assert (
-        "## Not claimed\n\n* `test_offloaded_weights_answer_as_well[1-rank]`" in report.read_text()
+        "## Not claimed\n\n* `test_offloaded_weights_give_the_same_logprobs[1-rank]`"
+        in report.read_text()
     )
 
 
 def test_a_part_of_the_laws_is_no_report_of_conformance(kit, tmp_path, capsys):
-    kit.run(ORACLE, tests=[LAW], status=pytest.ExitCode.OK)
+    kit.run(ORACLE, tests=[TEST], status=pytest.ExitCode.OK)
     assert "a partial run, from which nothing follows" in capsys.readouterr().out
 
 
-def test_a_law_of_a_mandatory_group_does_not_skip(kit, lent, monkeypatch):
+def test_a_law_of_a_mandatory_group_does_not_skip(kit, shared, monkeypatch):
     def skipping(*_, **__):
         pytest.skip("this machine is too small")
 
-    monkeypatch.setattr(lent.rank_pool, "run", skipping)
-    found = kit.run(ORACLE, tests=[LAW], status=pytest.ExitCode.TESTS_FAILED)
-    assert len(found.broken) == 1
+    monkeypatch.setattr(shared.rank_pool, "run", skipping)
+    found = kit.run(ORACLE, tests=[TEST], status=pytest.ExitCode.TESTS_FAILED)
+    assert len(found.failed) == 1
 
 
 def test_the_command_starts_where_warnings_are_errors(tmp_path):
@@ -153,7 +154,7 @@ def test_the_command_starts_where_warnings_are_errors(tmp_path):
 def test_the_oracle_keeps_every_law(kit, tmp_path):
     report = tmp_path / "report.md"
     found = kit.run(ORACLE, "--report", str(report), status=pytest.ExitCode.OK)
-    assert len(found.held) > 150
+    assert len(found.passed) > 150
     assert "It conforms:" in report.read_text()
 
 
@@ -162,4 +163,4 @@ def test_the_oracle_keeps_every_law_over_two_ranks(kit):
     found = kit.run(
         "data_parallel_oracle:DataParallelOracle", world_sizes="1,2", status=pytest.ExitCode.OK
     )
-    assert len(found.held) > 300
+    assert len(found.passed) > 300

@@ -14,25 +14,25 @@ from temper_engine_api.layout import Layout
 
 ORACLE = "temper_engine_api.conformance.oracle:OracleEngine"
 STAGED = "staged_oracle:StagedOracle"
-LAW = "test_capability::test_topologies_fit_together"
+TEST = "test_capability::test_topologies_are_consistent"
 
 
 def usage_error(kit, capsys, *arguments, engine=STAGED, **options):
-    kit.run(engine, *arguments, tests=[LAW], status=pytest.ExitCode.USAGE_ERROR, **options)
+    kit.run(engine, *arguments, tests=[TEST], status=pytest.ExitCode.USAGE_ERROR, **options)
     return capsys.readouterr().err
 
 
 def test_a_law_runs_in_every_layout_that_was_named(kit):
-    found = kit.run(STAGED, tests=[LAW], layouts="all", status=pytest.ExitCode.OK)
-    assert found.held == [
-        f"test_topologies_fit_together[{name}]" for name in ("stages1", "stages2", "contexts2")
+    found = kit.run(STAGED, tests=[TEST], layouts="all", status=pytest.ExitCode.OK)
+    assert found.passed == [
+        f"test_topologies_are_consistent[{name}]" for name in ("stages1", "stages2", "contexts2")
     ]
     found = kit.run(
-        STAGED, "--world-sizes", "2", tests=[LAW], layouts="stages2", status=pytest.ExitCode.OK
+        STAGED, "--world-sizes", "2", tests=[TEST], layouts="stages2", status=pytest.ExitCode.OK
     )
-    assert sorted(found.held) == [
-        "test_topologies_fit_together[2-ranks]",
-        "test_topologies_fit_together[stages2]",
+    assert sorted(found.passed) == [
+        "test_topologies_are_consistent[2-ranks]",
+        "test_topologies_are_consistent[stages2]",
     ]
 
 
@@ -93,10 +93,10 @@ def test_groups_that_were_not_chosen_make_a_partial_run(kit, capsys):
         STAGED,
         "--groups",
         "capability",
-        tests=[LAW, "test_update::test_clip_is_applied"],
+        tests=[TEST, "test_update::test_gradient_is_clipped"],
         status=pytest.ExitCode.OK,
     )
-    assert found.held == ["test_topologies_fit_together[1-rank]"]
+    assert found.passed == ["test_topologies_are_consistent[1-rank]"]
     assert "a partial run, from which nothing follows" in capsys.readouterr().out
     assert "the groups are gradient, update" in usage_error(kit, capsys, "--groups", "colour")
 
@@ -106,7 +106,7 @@ def test_findings_of_several_runs_stand_side_by_side(kit, tmp_path):
     for engine, layouts in ((ORACLE, None), (STAGED, "stages2")):
         files.append(str(tmp_path / f"{len(files)}.json"))
         kit.run(
-            engine, "--results", files[-1], tests=[LAW], layouts=layouts, status=pytest.ExitCode.OK
+            engine, "--results", files[-1], tests=[TEST], layouts=layouts, status=pytest.ExitCode.OK
         )
     report = tmp_path / "report.md"
     command = [sys.executable, "-m", "temper_engine_api.conformance.report"]
@@ -114,7 +114,7 @@ def test_findings_of_several_runs_stand_side_by_side(kit, tmp_path):
     text = report.read_text()
     assert f"# Conformance of `{ORACLE}` and `{STAGED}`" in text
     assert f"| group | about | {ORACLE} 1-rank | {STAGED} stages2 |" in text
-    assert "| capability | what is not claimed is refused | 1/1 | 1/1 |" in text
+    assert "| capability | what is not claimed is rejected | 1/1 | 1/1 |" in text
     assert text.count("version (") == 2
     other = tmp_path / "other.json"
     other.write_text("[]")
@@ -131,7 +131,7 @@ def test_runs_of_one_engine_in_layouts_of_their_own_are_one(kit, tmp_path):
             STAGED,
             "--results",
             str(path),
-            tests=[LAW],
+            tests=[TEST],
             layouts=path.stem,
             status=pytest.ExitCode.OK,
         )
@@ -145,12 +145,12 @@ def test_runs_of_one_engine_in_layouts_of_their_own_are_one(kit, tmp_path):
 def test_laws_hold_where_only_the_last_stage_has_outputs(kit):
     tests = ["test_update", "test_batch", "test_rfc_loop", "test_capability"]
     found = kit.run(STAGED, tests=tests, layouts="stages2")
-    assert not found.broken
-    assert len(found.held) > 35
+    assert not found.failed
+    assert len(found.passed) > 35
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["stages2", "contexts2"])
 def test_every_law_holds_where_several_ranks_make_one_replica(kit, layout):
     found = kit.run(STAGED, layouts=layout, status=pytest.ExitCode.OK)
-    assert len(found.held) > 150
+    assert len(found.passed) > 150

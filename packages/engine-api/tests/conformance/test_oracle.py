@@ -28,8 +28,8 @@ def padded_logits(engine, batch):
     return engine.model(input_ids=tokens, attention_mask=mask).logits, tokens, mask
 
 
-def test_its_logprobs_are_minus_the_cross_entropy_of_a_padded_batch(lent):
-    oracle, batch = lent.oracle, lent.oracle.get_batch()
+def test_its_logprobs_are_minus_the_cross_entropy_of_a_padded_batch(shared):
+    oracle, batch = shared.oracle, shared.oracle.get_batch()
     setup = oracle.make_setup(QWEN2_GROUPED)
     engine = oracle.rank.cached_engine(setup)
     with torch.no_grad():
@@ -47,8 +47,8 @@ def test_its_logprobs_are_minus_the_cross_entropy_of_a_padded_batch(lent):
     assert not torch.allclose(actual, expected.roll(1), atol=1e-1)
 
 
-def test_its_entropy_is_that_of_a_categorical_distribution(lent):
-    oracle, batch = lent.oracle, lent.oracle.get_batch()
+def test_its_entropy_is_that_of_a_categorical_distribution(shared):
+    oracle, batch = shared.oracle, shared.oracle.get_batch()
     setup = oracle.make_setup(QWEN2_GROUPED)
     with torch.no_grad():
         logits, _, mask = padded_logits(oracle.rank.cached_engine(setup), batch)
@@ -59,8 +59,8 @@ def test_its_entropy_is_that_of_a_categorical_distribution(lent):
     assert torch.allclose(oracle.get_outputs(setup, batch, HeadOutput.ENTROPY), expected, atol=3e-6)
 
 
-def test_its_gradient_is_that_of_the_padded_mean_cross_entropy(lent):
-    oracle, batch = lent.oracle, lent.oracle.get_batch()
+def test_its_gradient_is_that_of_the_padded_mean_cross_entropy(shared):
+    oracle, batch = shared.oracle, shared.oracle.get_batch()
     setup = oracle.make_setup(QWEN2_GROUPED)
     measured = oracle.get_update(setup, SftProbe(), batch).gradients
     engine = oracle.rank.cached_engine(setup)
@@ -74,8 +74,8 @@ def test_its_gradient_is_that_of_the_padded_mean_cross_entropy(lent):
     engine.optimizer_zero_grad()
 
 
-def test_its_updates_are_those_of_torchs_adamw(lent):
-    oracle = lent.oracle
+def test_its_updates_are_those_of_torchs_adamw(shared):
+    oracle = shared.oracle
     spec = OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, clip_grad_norm=0.5)
     engine = Rank(
         type(oracle.rank.cached_engine(oracle.make_setup(QWEN2_GROUPED)))
@@ -103,8 +103,8 @@ def test_its_updates_are_those_of_torchs_adamw(lent):
             assert torch.allclose(engine.parameters()[name], copy, atol=1e-6), name
 
 
-def test_its_values_are_those_of_the_token_classifier_one_step_earlier(lent):
-    oracle, batch = lent.oracle, lent.oracle.get_batch()
+def test_its_values_are_those_of_the_token_classifier_one_step_earlier(shared):
+    oracle, batch = shared.oracle, shared.oracle.get_batch()
     engine = oracle.rank.cached_engine(oracle.make_setup(VALUE))
     values = oracle.get_outputs(oracle.make_setup(VALUE), batch, HeadOutput.VALUE)
     first, last = batch.sequence_starts[:2].tolist()
@@ -114,8 +114,8 @@ def test_its_values_are_those_of_the_token_classifier_one_step_earlier(lent):
     assert torch.allclose(values[first + 1 : last], scores[:-1], atol=1e-6)
 
 
-def test_its_scores_are_those_of_the_last_token(lent):
-    oracle, batch = lent.oracle, lent.oracle.get_batch()
+def test_its_scores_are_those_of_the_last_token(shared):
+    oracle, batch = shared.oracle, shared.oracle.get_batch()
     engine = oracle.rank.cached_engine(oracle.make_setup(REWARD))
     scores = oracle.get_outputs(oracle.make_setup(REWARD), batch, HeadOutput.SCORE)
     first, last = batch.sequence_starts[2:4].tolist()

@@ -112,8 +112,8 @@ def test_value_probe_takes_the_worse_of_two():
     assert terms.loss[batch.loss_mask].tolist() == pytest.approx([0.32, 0.5])
 
 
-def test_batch_statistic_probe_chooses_by_sample_and_not_by_place(lent):
-    batch = lent.oracle.get_batch()
+def test_batch_statistic_probe_chooses_by_sample_and_not_by_place(shared):
+    batch = shared.oracle.get_batch()
     order = [6, 0, 3, 7, 1, 5, 2, 4]
     probe = ClipCovProbe()
     kept = probe.prepare(batch, seed=3)
@@ -124,8 +124,8 @@ def test_batch_statistic_probe_chooses_by_sample_and_not_by_place(lent):
     assert not torch.equal(probe.prepare(batch, seed=4)["is_kept"], kept["is_kept"])
 
 
-def test_batch_statistic_probe_drops_only_large_covariances(lent):
-    batch = lent.oracle.get_batch()
+def test_batch_statistic_probe_drops_only_large_covariances(shared):
+    batch = shared.oracle.get_batch()
     mask = batch.loss_mask
     logprobs, advantages = batch.columns["old_logprobs"], batch.columns["advantages"]
     covariance = (logprobs - logprobs[mask].mean()) * (advantages - advantages[mask].mean())

@@ -22,24 +22,24 @@ class Group:
 
 
 GROUPS = {
-    "gradient": Group(about="one loss and one gradient, however the mini-batch is split"),
-    "update": Group(about="AdamW, clipping, schedules, and updates that must not happen"),
-    "logprob": Group(about="log-probs and entropies, packed, tempered, in float32"),
+    "gradient": Group(about="loss and gradient do not depend on how the mini-batch is split"),
+    "update": Group(about="AdamW, clipping, schedules and skipped updates"),
+    "logprob": Group(about="log-probs and entropies: packing, temperature, float32"),
     "value": Group(about="values and scores", is_mandatory=False),
-    "batch": Group(about="plans are executed, order and samples are kept"),
-    "checkpoint": Group(about="resume, damage, retention, other world sizes"),
-    "weights": Group(about="export and load under Hugging Face names, the portable state"),
+    "batch": Group(about="plans are executed as given, outputs are in input order"),
+    "checkpoint": Group(about="resume, damage, retention, other layouts"),
+    "weights": Group(about="export and load under Hugging Face names, portable state"),
     "adapter": Group(
-        about="low-rank adapters: trained, switched off, merged, exchanged with PEFT",
+        about="LoRA: training, disabling, merging, exchange with PEFT",
         is_mandatory=False,
     ),
     "expert_adapter": Group(
-        about="low-rank adapters inside experts, exchanged with PEFT", is_mandatory=False
+        about="LoRA inside MoE experts, exchange with PEFT", is_mandatory=False
     ),
-    "state_machine": Group(about="calls in an order without meaning are refused"),
+    "call_order": Group(about="invalid call orders are rejected"),
     "rfc_loop": Group(about="the RFC's training loop as users write it"),
-    "residency": Group(about="moving and offloading change no number", is_mandatory=False),
-    "capability": Group(about="what is not claimed is refused"),
+    "offload": Group(about="offloading and moving change no number", is_mandatory=False),
+    "capability": Group(about="what is not claimed is rejected"),
 }
 
 

@@ -72,7 +72,7 @@ every_adapter = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter:
 
 
 @every_adapter
-def test_gradient_equals_the_oracle_with_the_same_adapter(
+def test_adapter_gradient_matches_oracle(
     engine_under_test: EngineUnderTest, oracle: OracleCache, adapter: TinyAdapter
 ) -> None:
     setup, batch = oracle.make_adapter_setup(adapter), oracle.get_batch(model=adapter.model)
@@ -96,7 +96,7 @@ def test_gradient_equals_the_oracle_with_the_same_adapter(
 
 
 @pytest.mark.if_claimed(Capability.VALUE_MODEL)
-def test_a_value_head_is_trained_beside_its_adapter(
+def test_value_head_is_trained_with_the_adapter(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_adapter_setup(VALUE_ADAPTER), oracle.get_batch()
@@ -108,7 +108,7 @@ def test_a_value_head_is_trained_beside_its_adapter(
     assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
 
 
-def test_a_fresh_adapter_changes_nothing(
+def test_new_adapter_changes_no_output(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
@@ -121,7 +121,7 @@ def test_a_fresh_adapter_changes_nothing(
 
 
 @every_adapter
-def test_a_continued_adapter_comes_out_again_bit_for_bit(
+def test_loaded_adapter_is_exported_unchanged(
     engine_under_test: EngineUnderTest, oracle: OracleCache, adapter: TinyAdapter
 ) -> None:
     setup = oracle.make_adapter_setup(adapter)
@@ -200,7 +200,7 @@ def test_merged_weights_give_same_logits_in_transformers(
 
 
 @every_adapter
-def test_disabled_adapter_is_the_base(
+def test_disabled_adapter_gives_base_logprobs(
     trained: "TrainedAdapter", oracle: OracleCache, adapter: TinyAdapter
 ) -> None:
     setup, batch = (
@@ -254,7 +254,7 @@ def train_adapter(
     return TrainedAdapter(rank.temporary_engine(setup), batches=batches)
 
 
-def test_an_adapter_checkpoint_resumes_bitwise(
+def test_adapter_checkpoint_resumes_bitwise(
     engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
 ) -> None:
     schedule = ScheduleSpec(kind="cosine", warmup_steps=1, total_steps=6)
@@ -276,7 +276,7 @@ def train_without_stop(
     return train(rank.temporary_engine(setup), batches)
 
 
-def test_a_checkpoint_holds_the_adapter_for_peft_and_no_base(
+def test_checkpoint_contains_only_the_adapter(
     engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
 ) -> None:
     setup = oracle.make_adapter_setup(ATTENTION, optimizer=ADAMW)
@@ -301,7 +301,7 @@ def test_a_checkpoint_holds_the_adapter_for_peft_and_no_base(
     )
 
 
-def test_a_loaded_adapter_is_the_one_that_is_used(
+def test_load_adapter_replaces_the_adapter(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_adapter_setup(PLAIN), oracle.get_batch()
@@ -337,7 +337,7 @@ def outputs_with_adapter(
     return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids)
 
 
-def test_a_wrong_adapter_is_refused_and_nothing_changes(
+def test_invalid_adapter_is_rejected_without_changes(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup = oracle.make_adapter_setup(PLAIN)
@@ -363,7 +363,7 @@ def load_wrong_adapters(rank: Rank, *, setup: EngineSetup) -> None:
     assert_all_equal(dict(engine.export_adapter()[1]), dict(before), what="adapter")
 
 
-def test_dropout_of_an_adapter_is_for_training_only(
+def test_adapter_dropout_is_off_in_eval(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_adapter_setup(PLAIN, dropout=0.5), oracle.get_batch()
@@ -394,7 +394,7 @@ def refusal_of_dropout(rank: Rank, *, setup: EngineSetup) -> str:
     return ""
 
 
-def test_a_backward_pass_without_the_adapter_is_refused(
+def test_backward_with_disabled_adapter_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     engine_under_test.run(
@@ -414,7 +414,7 @@ def train_the_reference(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch)
     assert engine.optimizer_step() > 0
 
 
-def test_adapter_calls_without_an_adapter_are_refused(
+def test_adapter_calls_without_an_adapter_are_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     engine_under_test.run(call_without_adapter, setup=oracle.make_setup(QWEN2_GROUPED))

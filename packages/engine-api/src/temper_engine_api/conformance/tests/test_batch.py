@@ -80,7 +80,7 @@ def value_of(metric: Metric) -> float:
     return float(metric.value)
 
 
-def test_every_sample_is_on_one_rank_and_counts_are_equal(
+def test_each_sample_is_on_one_rank(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
@@ -118,7 +118,7 @@ def shard_batch(
     return local_batch if engine.topology.returns_outputs else None
 
 
-def test_unshard_of_shard_is_the_batch(
+def test_unshard_restores_the_sharded_batch(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
@@ -178,7 +178,7 @@ def vars_of(batch: SequenceBatch) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.name)
-def test_output_order_is_restored(
+def test_outputs_are_in_input_order(
     engine_under_test: EngineUnderTest, oracle: OracleCache, split: Split
 ) -> None:
     setup = oracle.make_setup(QWEN2_GROUPED)
@@ -195,7 +195,7 @@ def test_output_order_is_restored(
         assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, what="log-probs")
 
 
-def test_outputs_of_a_rank_are_in_input_order(
+def test_rank_outputs_are_in_input_order(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
@@ -226,7 +226,7 @@ def outputs_of_rank(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> 
     return Order(wanted=local_batch.sample_ids[~local_batch.is_dummy].tolist(), given=given)
 
 
-def test_the_order_of_samples_does_not_matter(
+def test_gradient_does_not_depend_on_sample_order(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     # Batch statistics with random choices too: they depend on the seed, the sample and the position only.
@@ -246,7 +246,9 @@ def gradients_by_shard_data(
     return run_update(engine, [engine.shard_data(batch, max_tokens=40, seed=7)]).gradients
 
 
-def test_dummies_do_not_count(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
+def test_dummy_samples_do_not_count(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
     # Six micro-batches for four atoms: the metrics weigh real tokens only, and the loss is the same number.
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     plain, padded = (
@@ -273,7 +275,7 @@ def mean_ratio_and_weight(
     )
 
 
-def test_evaluating_an_objective_gives_the_training_loss(
+def test_eval_loss_equals_training_loss(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()

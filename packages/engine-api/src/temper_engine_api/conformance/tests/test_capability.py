@@ -38,12 +38,12 @@ CONFIGURED: dict[Capability, Callable[[OracleCache], EngineSetup]] = {
 """What a configuration can ask for."""
 
 
-def test_an_engine_claims_what_the_kit_stands_on(engine_under_test: EngineUnderTest) -> None:
+def test_engine_claims_what_the_kit_needs(engine_under_test: EngineUnderTest) -> None:
     assert {Capability.LANGUAGE_MODEL, Capability.PORTABLE_STATE} <= engine_under_test.capabilities
 
 
 @pytest.mark.parametrize("capability", CONFIGURED, ids=lambda capability: capability.value)
-def test_what_is_configured_works_or_is_refused_by_name(
+def test_configured_capability_works_or_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache, capability: Capability
 ) -> None:
     sentences = engine_under_test.run(refusal_of_init, setup=CONFIGURED[capability](oracle))
@@ -67,7 +67,9 @@ def refusal_of_init(rank: Rank, *, setup: EngineSetup) -> str:
 
 
 @pytest.mark.if_not_claimed(Capability.ADAPTER)
-def test_adapter_calls_are_refused(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
+def test_unclaimed_adapter_calls_are_rejected(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
     engine_under_test.run(call_adapter, setup=oracle.make_setup(QWEN2_GROUPED))
 
 
@@ -84,7 +86,7 @@ def call_adapter(rank: Rank, *, setup: EngineSetup) -> None:
 
 @pytest.mark.if_claimed(Capability.ADAPTER)
 @pytest.mark.if_not_claimed(Capability.ADAPTER_ON_EXPERTS)
-def test_adapters_on_experts_are_refused(
+def test_unclaimed_expert_adapters_are_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     inside = replace(oracle.make_lora_spec(rank=2), target_parameters=("mlp.experts.down_proj",))
@@ -95,7 +97,7 @@ def test_adapters_on_experts_are_refused(
 
 
 @pytest.mark.if_not_claimed(Capability.LOGPROB_AT)
-def test_given_ids_are_refused_by_name(
+def test_unclaimed_logprob_at_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     engine_under_test.run(
@@ -114,7 +116,7 @@ def ask_given_ids(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> No
         )
 
 
-def test_topologies_fit_together(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
+def test_topologies_are_consistent(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
     topologies = engine_under_test.run(topology_of, setup=oracle.make_setup(QWEN2_GROUPED))
     assert [topology.global_rank for topology in topologies] == list(
         range(engine_under_test.world_size)
@@ -139,7 +141,7 @@ def topology_of(rank: Rank, *, setup: EngineSetup) -> Topology:
     return rank.cached_engine(setup).topology
 
 
-def test_only_ranks_that_return_outputs_do(
+def test_outputs_come_from_the_declared_ranks(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
@@ -164,7 +166,7 @@ def outputs_claimed_and_given(
     return engine.topology.returns_outputs, result.outputs is not None
 
 
-def test_a_missing_model_is_found_out_by_init_model(
+def test_init_model_reports_a_missing_model(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup = oracle.make_setup(QWEN2_GROUPED)

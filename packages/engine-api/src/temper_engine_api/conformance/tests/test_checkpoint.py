@@ -105,7 +105,7 @@ def test_saving_changes_nothing(
 
 
 @pytest.mark.if_claimed(Capability.BACKGROUND_SAVE)
-def test_a_save_in_the_background_holds_what_was_there_when_it_was_asked_for(
+def test_background_save_captures_the_state_at_the_call(
     engine_under_test: EngineUnderTest,
     setup: EngineSetup,
     batches: list[SequenceBatch],
@@ -139,7 +139,7 @@ def train_while_saving(
 
 
 @pytest.mark.if_claimed(Capability.BACKGROUND_SAVE)
-def test_a_failed_save_in_the_background_surfaces_on_every_rank(
+def test_failed_background_save_raises_on_every_rank(
     engine_under_test: EngineUnderTest,
     setup: EngineSetup,
     batches: list[SequenceBatch],
@@ -177,7 +177,7 @@ def train_until_refused(
 
 
 @pytest.mark.if_not_claimed(Capability.BACKGROUND_SAVE)
-def test_a_save_in_the_background_is_refused_by_name(
+def test_unclaimed_background_save_is_rejected(
     engine_under_test: EngineUnderTest, setup: EngineSetup, tmp_path: Path
 ) -> None:
     engine_under_test.run(save_in_background_refused, setup=setup, folder=tmp_path)
@@ -200,7 +200,7 @@ def train_save_train(
     return train(engine, batches[1:])[0]
 
 
-def test_counters_and_rate_are_resumed(
+def test_counters_and_learning_rate_are_resumed(
     engine_under_test: EngineUnderTest,
     setup: EngineSetup,
     batches: list[SequenceBatch],
@@ -224,7 +224,7 @@ def test_counters_and_rate_are_resumed(
 
 
 @pytest.mark.if_claimed(Capability.FP16)
-def test_an_overflow_of_fp16_halves_the_scale_and_the_scale_is_resumed(
+def test_fp16_loss_scale_is_halved_and_resumed(
     engine_under_test: EngineUnderTest,
     oracle: OracleCache,
     batches: list[SequenceBatch],
@@ -281,7 +281,7 @@ def draws_around_a_save(rank: Rank, *, setup: EngineSetup, folder: Path) -> tupl
 
 
 @pytest.mark.if_claimed(Capability.RESHARD_ON_LOAD)
-def test_resume_at_another_world_size_gives_the_same_next_update(
+def test_resume_in_another_layout_gives_the_same_loss(
     engine_under_test: EngineUnderTest,
     setup: EngineSetup,
     batches: list[SequenceBatch],
@@ -310,7 +310,7 @@ def test_resume_at_another_world_size_gives_the_same_next_update(
 
 
 @pytest.mark.parametrize("how", ["altered", "truncated", "removed"])
-def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file(
+def test_damaged_checkpoint_is_rejected_naming_the_file(
     engine_under_test: EngineUnderTest,
     setup: EngineSetup,
     batches: list[SequenceBatch],
@@ -360,7 +360,7 @@ def refused_load(
     return str(caught.value), before, collect_state(engine)
 
 
-def test_a_step_without_its_manifest_is_refused(
+def test_step_without_manifest_is_rejected(
     engine_under_test: EngineUnderTest,
     setup: EngineSetup,
     batches: list[SequenceBatch],
@@ -380,7 +380,7 @@ def test_a_step_without_its_manifest_is_refused(
 
 
 @pytest.mark.parametrize("other", OTHER_SHAPES, ids=lambda model: model.name)
-def test_a_checkpoint_of_another_model_is_refused(
+def test_checkpoint_of_another_model_is_rejected(
     engine_under_test: EngineUnderTest,
     oracle: OracleCache,
     setup: EngineSetup,
@@ -420,7 +420,7 @@ def save_if_buildable(
     return True
 
 
-def test_a_save_that_fails_leaves_the_step_before(
+def test_failed_save_keeps_the_previous_step(
     engine_under_test: EngineUnderTest,
     setup: EngineSetup,
     batches: list[SequenceBatch],
@@ -454,7 +454,7 @@ def failing_save(rank: Rank, *, setup: EngineSetup, folder: Path, step: int) -> 
     return str(caught.value)
 
 
-def test_a_killed_save_leaves_the_step_before(
+def test_killed_save_keeps_the_previous_step(
     engine_under_test: EngineUnderTest,
     setup: EngineSetup,
     batches: list[SequenceBatch],

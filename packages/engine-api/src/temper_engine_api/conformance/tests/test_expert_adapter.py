@@ -72,7 +72,7 @@ every_adapter = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter:
 
 
 @every_adapter
-def test_gradient_equals_the_oracle_with_the_same_adapter(
+def test_adapter_gradient_matches_oracle(
     engine_under_test: EngineUnderTest, oracle: OracleCache, adapter: TinyAdapter
 ) -> None:
     # In bf16 a router sends some tokens to another expert than in float32, and a good part of that expert's gradient with them.
@@ -99,7 +99,7 @@ def test_gradient_equals_the_oracle_with_the_same_adapter(
         assert_close(updates[0].grad_norm, expected.grad_norm, LOSS, what="gradient norm")
 
 
-def test_a_fresh_adapter_changes_nothing(
+def test_new_adapter_changes_no_output(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
@@ -112,7 +112,7 @@ def test_a_fresh_adapter_changes_nothing(
 
 
 @every_adapter
-def test_a_continued_adapter_comes_out_again_bit_for_bit(
+def test_loaded_adapter_is_exported_unchanged(
     engine_under_test: EngineUnderTest, oracle: OracleCache, adapter: TinyAdapter
 ) -> None:
     setup = oracle.make_adapter_setup(adapter)
@@ -184,7 +184,7 @@ def test_merged_weights_give_same_logits_in_transformers(
 
 
 @every_adapter
-def test_disabled_adapter_is_the_base(
+def test_disabled_adapter_gives_base_logprobs(
     trained: TrainedAdapter, oracle: OracleCache, adapter: TinyAdapter
 ) -> None:
     setup, batch = (
@@ -196,7 +196,7 @@ def test_disabled_adapter_is_the_base(
     assert trained.logprobs_again.equal(trained.logprobs)
 
 
-def test_an_adapter_checkpoint_resumes_bitwise(
+def test_adapter_checkpoint_resumes_bitwise(
     engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
 ) -> None:
     schedule = ScheduleSpec(kind="cosine", warmup_steps=1, total_steps=6)
@@ -211,7 +211,7 @@ def test_an_adapter_checkpoint_resumes_bitwise(
     assert (resumed[0].grad_norm, resumed[0].next_lr) == (whole[2].grad_norm, whole[2].next_lr)
 
 
-def test_what_peft_does_not_have_on_experts_is_refused(
+def test_unsupported_expert_adapter_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup = oracle.make_adapter_setup(INSIDE, dropout=0.5)

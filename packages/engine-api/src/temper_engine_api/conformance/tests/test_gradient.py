@@ -160,7 +160,7 @@ def update_in_two_calls(
 
 
 @pytest.mark.parametrize("model", LANGUAGE_MODELS, ids=lambda model: model.name)
-def test_gradient_equals_the_oracle_for_every_model(
+def test_gradient_matches_oracle_for_every_model(
     engine_under_test: EngineUnderTest, oracle: OracleCache, model: TinyModel
 ) -> None:
     batch = oracle.get_batch(model=model)
@@ -177,7 +177,7 @@ def test_gradient_equals_the_oracle_for_every_model(
 @pytest.mark.parametrize(
     "aggregation", AGGREGATIONS, ids=lambda aggregation: aggregation.mode.value
 )
-def test_gradient_equals_the_oracle_for_every_aggregation(
+def test_gradient_matches_oracle_for_every_aggregation(
     engine_under_test: EngineUnderTest, oracle: OracleCache, aggregation: Aggregation
 ) -> None:
     probe = ClippedPpoProbe(aggregation=aggregation)
@@ -191,7 +191,7 @@ def test_gradient_equals_the_oracle_for_every_aggregation(
     )
 
 
-def test_an_entropy_bonus_has_a_gradient(
+def test_entropy_bonus_has_a_gradient(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     check_against_oracle(
@@ -244,7 +244,7 @@ def test_first_response_token_contributes(
     )
 
 
-def test_nothing_leaks_from_masked_positions(
+def test_masked_positions_do_not_contribute(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
@@ -269,7 +269,7 @@ def test_nothing_leaks_from_masked_positions(
     [ClippedPpoProbe(), GspoProbe(), DpoProbe(), ClipCovProbe()],
     ids=lambda probe: probe.name,
 )
-def test_ranks_without_samples_add_nothing(
+def test_ranks_without_samples_contribute_nothing(
     engine_under_test: EngineUnderTest, oracle: OracleCache, probe: Objective
 ) -> None:
     # One atom: at two ranks or more all but one hold only dummies.
@@ -284,7 +284,7 @@ def test_ranks_without_samples_add_nothing(
     )
 
 
-def test_gradient_norm_is_that_of_the_whole_gradient(
+def test_gradient_norm_covers_all_ranks(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
@@ -312,7 +312,7 @@ def test_metrics_do_not_scale_with_ranks_or_micro_batches(
 
 
 @pytest.mark.bitwise
-def test_the_same_update_twice_gives_the_same_bits(
+def test_repeated_update_is_bitwise_equal(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()

@@ -53,7 +53,7 @@ every_query = pytest.mark.parametrize(
 
 @every_query
 @pytest.mark.parametrize("model", LANGUAGE_MODELS, ids=lambda model: model.name)
-def test_answers_equal_the_oracle(
+def test_head_outputs_match_oracle(
     engine_under_test: EngineUnderTest,
     oracle: OracleCache,
     model: TinyModel,
@@ -72,7 +72,7 @@ def test_answers_equal_the_oracle(
 
 
 @pytest.mark.parametrize("head_output", LANGUAGE_OUTPUTS, ids=lambda head_output: head_output.value)
-def test_peaked_distributions_equal_the_oracle(
+def test_peaked_distributions_match_oracle(
     engine_under_test: EngineUnderTest, oracle: OracleCache, head_output: HeadOutput
 ) -> None:
     # Most mass on one token of a prime vocabulary: what is lost beside the block size of a kernel shows.
@@ -88,7 +88,9 @@ def test_peaked_distributions_equal_the_oracle(
     )
 
 
-def test_packed_equals_alone(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
+def test_packed_sequence_equals_unpacked(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     packed = engine_under_test.run(
         measure_outputs, setup=setup, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
@@ -107,7 +109,7 @@ def test_packed_equals_alone(engine_under_test: EngineUnderTest, oracle: OracleC
         )
 
 
-def test_answers_are_independent_of_the_split(
+def test_logprobs_do_not_depend_on_micro_batches(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
@@ -128,7 +130,7 @@ def test_answers_are_independent_of_the_split(
         )
 
 
-def test_given_position_ids_are_used(
+def test_custom_position_ids_are_used(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     # Every second position: rotary attention sees only differences, so a shift alone would show nothing.
@@ -169,7 +171,7 @@ def test_temperature_scales_logits_before_log_softmax(
             )
 
 
-def test_asking_for_entropy_does_not_change_log_probs(
+def test_requesting_entropy_does_not_change_logprobs(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
@@ -183,7 +185,7 @@ def test_asking_for_entropy_does_not_change_log_probs(
 
 
 @pytest.mark.bitwise
-def test_eval_twice_gives_the_same_bits(
+def test_repeated_eval_is_bitwise_equal(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
@@ -243,7 +245,7 @@ def _mask_without_dummies(local_batch: SequenceBatch) -> torch.Tensor:
     return local_batch.loss_mask[~local_batch.is_dummy[local_batch.sequence_index]]
 
 
-def test_positions_that_nothing_trains_hold_zero(
+def test_untrained_positions_are_zero(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
@@ -263,7 +265,7 @@ def test_positions_that_nothing_trains_hold_zero(
         )
 
 
-def test_the_first_token_of_a_sequence_has_no_answer(
+def test_first_token_of_a_sequence_is_zero(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
@@ -274,7 +276,7 @@ def test_the_first_token_of_a_sequence_has_no_answer(
         assert bool((outputs.columns[head_output][batch.sequence_starts[:-1].long()] == 0).all())
 
 
-def test_one_token_sequences_are_answered(
+def test_one_token_sequences_are_accepted(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup = oracle.make_setup(QWEN2_GROUPED)
@@ -296,7 +298,7 @@ def test_one_token_sequences_are_answered(
     assert outputs.columns[HeadOutput.LOGPROB].tolist() == [0.0, 0.0]
 
 
-def test_answers_are_float32_under_bf16_compute(
+def test_head_outputs_are_float32_under_bf16(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED, compute="bf16"), oracle.get_batch()

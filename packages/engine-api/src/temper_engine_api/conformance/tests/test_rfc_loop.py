@@ -84,7 +84,7 @@ def assert_same_loop(results: list[LoopResult], expected: LoopResult) -> None:
     assert_all_close(masters[0], masters[1], UPDATE, what="weights")
 
 
-def test_rfc_predictions_are_detached_columns_of_the_call(
+def test_rfc_predictions_are_detached(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
@@ -105,7 +105,9 @@ def test_rfc_predictions_are_detached_columns_of_the_call(
         assert_close(result.seen, trained, LOGPROB, what="predictions in training")
 
 
-def test_two_rfc_calls_add_up(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
+def test_rfc_calls_accumulate_gradients(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
     # Calls before a step add up: the same call twice doubles the gradient.
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     once, twice = (

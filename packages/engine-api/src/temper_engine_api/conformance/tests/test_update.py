@@ -45,9 +45,7 @@ SCHEDULES = (
 FALLING = ScheduleSpec(kind="linear", total_steps=10)
 
 
-def test_three_updates_equal_adamw_by_hand(
-    engine_under_test: EngineUnderTest, oracle: OracleCache
-) -> None:
+def test_three_updates_match_adamw(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
     batches = [oracle.get_batch(seed=seed) for seed in range(3)]
     expected = oracle.run(
@@ -68,7 +66,7 @@ def test_three_updates_equal_adamw_by_hand(
         }
 
 
-def test_weight_decay_spares_vectors(
+def test_weight_decay_skips_vectors(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     # With betas 0 and an enormous eps the gradient's share of the update vanishes: what is left is the decay, 1 - lr wd = 0.99 exactly
@@ -88,7 +86,7 @@ def test_weight_decay_spares_vectors(
         assert_close(weight, factor * before[name], LOSS, what=name)
 
 
-def test_weight_decay_reaches_vectors_where_asked(
+def test_decays_vectors_decays_vectors(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     decays = OptimizerSpec(
@@ -110,7 +108,7 @@ def test_weight_decay_reaches_vectors_where_asked(
         assert_close(weight, 0.99 * before[name], LOSS, what=name)
 
 
-def test_clip_is_applied(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
+def test_gradient_is_clipped(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
     clipped = replace(READ_GRADIENTS, clip_grad_norm=0.01)
     batch = oracle.get_batch()
     whole_norm = oracle.get_update(
@@ -125,7 +123,7 @@ def test_clip_is_applied(engine_under_test: EngineUnderTest, oracle: OracleCache
     assert_close(update.grad_norm, whole_norm, LOSS, what="reported norm, before clipping")
 
 
-def test_a_gradient_below_the_limit_is_not_clipped(
+def test_small_gradient_is_not_clipped(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     batch = oracle.get_batch()
@@ -138,7 +136,7 @@ def test_a_gradient_below_the_limit_is_not_clipped(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.kind)
-def test_learning_rate_is_a_pure_function_of_the_step(
+def test_learning_rate_follows_the_schedule(
     engine_under_test: EngineUnderTest, oracle: OracleCache, schedule: ScheduleSpec
 ) -> None:
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=schedule)
@@ -161,7 +159,7 @@ def rates_of(
     ]
 
 
-def test_the_scheduled_rate_is_the_one_that_is_used(
+def test_optimizer_uses_the_scheduled_rate(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     # Without decay, and with betas 0 and an eps far below the largest gradients, an update moves those weights by lr * sign(gradient).
@@ -180,7 +178,7 @@ def test_the_scheduled_rate_is_the_one_that_is_used(
         )
 
 
-def test_all_masked_mini_batch_updates_nothing(
+def test_fully_masked_mini_batch_changes_nothing(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=FALLING)
@@ -205,7 +203,7 @@ def test_all_masked_mini_batch_updates_nothing(
             assert_same_state(update.state, trained.state)
 
 
-def test_nonfinite_gradient_skips_on_every_rank(
+def test_nonfinite_gradient_skips_the_step_on_every_rank(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=FALLING)
@@ -270,7 +268,7 @@ def skip_until_refused(
     raise AssertionError("nine skips in a row, and the engine went on")
 
 
-def test_zeroed_gradients_do_not_come_back(
+def test_zeroed_gradients_stay_zero(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()

@@ -25,7 +25,7 @@ from temper_engine_api.objective import HeadOutput
 
 
 @pytest.mark.if_claimed(Capability.VALUE_MODEL)
-def test_values_equal_the_oracle(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
+def test_values_match_oracle(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
     setup, batch = oracle.make_setup(VALUE), oracle.get_batch()
     expected = oracle.get_outputs(setup, batch, HeadOutput.VALUE)
     for split in SPLITS:
@@ -42,7 +42,7 @@ def test_values_equal_the_oracle(engine_under_test: EngineUnderTest, oracle: Ora
 
 
 @pytest.mark.if_claimed(Capability.VALUE_MODEL)
-def test_a_value_does_not_see_its_own_token(
+def test_value_does_not_depend_on_its_own_token(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     # Another last token changes nothing: the value at t is that of the state before tokens[t].

@@ -51,7 +51,7 @@ MODELS = (
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_exported_weights_are_those_of_the_index(
+def test_exported_weights_equal_the_loaded_files(
     engine_under_test: EngineUnderTest, oracle: OracleCache, model: TinyModel
 ) -> None:
     setup = oracle.make_setup(model)
@@ -135,7 +135,7 @@ def train_once(engine: BaseEngine, batch: SequenceBatch) -> Update:
 
 
 @pytest.mark.parametrize("model", [QWEN2_TIED, QWEN2_UNTIED], ids=lambda model: model.name)
-def test_loaded_weights_come_out_again_bit_for_bit(
+def test_loaded_weights_are_exported_unchanged(
     engine_under_test: EngineUnderTest, oracle: OracleCache, model: TinyModel
 ) -> None:
     setup = oracle.make_setup(model)
@@ -156,9 +156,7 @@ def weights_after_loading(
     }
 
 
-def test_loaded_weights_are_the_ones_that_are_used(
-    engine_under_test: EngineUnderTest, oracle: OracleCache
-) -> None:
+def test_loaded_weights_are_used(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     other = oracle.write_model(QWEN2_GROUPED, seed=1)
     expected = oracle.get_outputs(replace(setup, model_path=str(other)), batch, HeadOutput.LOGPROB)
@@ -184,7 +182,7 @@ def outputs_after_loading(
 
 
 @pytest.mark.parametrize("fault", ["missing", "unexpected", "repeated", "misshapen"])
-def test_wrong_weights_are_refused_and_nothing_changes(
+def test_invalid_weights_are_rejected_without_changes(
     engine_under_test: EngineUnderTest, oracle: OracleCache, fault: str
 ) -> None:
     setup = oracle.make_setup(QWEN2_GROUPED)
@@ -220,7 +218,7 @@ def refused_weights(
     return str(caught.value), before, collect_weights(engine)
 
 
-def test_weights_are_read_inside_the_with_only(
+def test_weights_are_readable_only_inside_the_context(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     engine_under_test.run(read_outside, setup=oracle.make_setup(QWEN2_GROUPED))
@@ -241,7 +239,7 @@ def read_outside(rank: Rank, *, setup: EngineSetup) -> None:
         pass
 
 
-def test_masters_are_the_exported_weights(
+def test_exported_weights_equal_master_weights(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW), oracle.get_batch()
@@ -281,7 +279,7 @@ def continued_twice(
     return train_once(taker, batches[1]), train_once(giver, batches[1])
 
 
-def test_portable_state_equals_the_oracles(
+def test_oracle_continues_from_portable_state(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     # The oracle goes on where the engine stopped, and agrees about the gradient there.
@@ -312,7 +310,7 @@ def update_from_state(
     return train_once(engine, batch)
 
 
-def test_incomplete_state_is_refused(
+def test_incomplete_state_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     engine_under_test.run(load_incomplete_state, setup=oracle.make_setup(QWEN2_GROUPED))

@@ -12,7 +12,7 @@ from temper_engine_api.metrics import Metric
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 
 
-class _OtherBatch(DataParallelOracle):
+class _ChangedBatch(DataParallelOracle):
     """Runs another batch than the one it was given."""
 
     def _change(self, batch):
@@ -22,7 +22,7 @@ class _OtherBatch(DataParallelOracle):
         return super()._run_micro_batches(self._change(batch), **arguments)
 
 
-class _OtherLoss(DataParallelOracle):
+class _ScaledLoss(DataParallelOracle):
     """Differentiates another scalar than the one it was given."""
 
     def _factor(self, batch, micro):
@@ -37,7 +37,7 @@ class _OtherLoss(DataParallelOracle):
         )
 
 
-class _OtherAnswers(DataParallelOracle):
+class _ChangedOutputs(DataParallelOracle):
     """Its head answers something else."""
 
     def _change(self, columns, micro):
@@ -50,7 +50,7 @@ class _OtherAnswers(DataParallelOracle):
         return HeadOutputs(columns=self._change(dict(head_outputs.columns), micro))
 
 
-class MeanPerMicroBatch(_OtherLoss):
+class MeanPerMicroBatch(_ScaledLoss):
     """Divides by the trained tokens of each micro-batch and by their number, instead of by those of the mini-batch."""
 
     def _factor(self, batch, micro):
@@ -58,7 +58,7 @@ class MeanPerMicroBatch(_OtherLoss):
         return batch.denominators.tokens / here / batch.num_micro_batches
 
 
-class MeanPerRank(_OtherLoss):
+class MeanPerRank(_ScaledLoss):
     """Divides by the trained tokens of its own rank, and averages over ranks."""
 
     def _factor(self, batch, micro):
@@ -67,7 +67,7 @@ class MeanPerRank(_OtherLoss):
         )
 
 
-class CountsDummies(_OtherLoss):
+class CountsDummies(_ScaledLoss):
     """Counts the dummy of an empty micro-batch as one more trained token."""
 
     def _factor(self, batch, micro):
@@ -83,7 +83,7 @@ class ReducesTwice(DataParallelOracle):
         return super()._apply_gradients(lr=lr)
 
 
-class FinalisesEveryCall(DataParallelOracle):
+class ReducesEveryCall(DataParallelOracle):
     """Sums gradients over ranks at the end of every call, those of an earlier call of the same update once more."""
 
     def _run_micro_batches(self, batch, *, reduce_gradients, forward_only, **arguments):
@@ -111,20 +111,20 @@ class NeverReducesPending(DataParallelOracle):
         """Nothing."""
 
 
-class ForgetsTemperature(_OtherBatch):
+class IgnoresTemperature(_ChangedBatch):
     """Log-softmax of the raw logits."""
 
     def _change(self, batch):
         return replace(batch, temperature=torch.ones_like(batch.temperature))
 
 
-class TempersLogProbs(_OtherAnswers):
+class DividesLogprobsByTemperature(_ChangedOutputs):
     """Divides log-probs by the temperature, instead of logits."""
 
     def _compute_outputs(self, micro, *, requested_outputs, only_trained):
         plain = replace(micro, temperature=torch.ones_like(micro.temperature))
         columns = dict(
-            super(_OtherAnswers, self)
+            super(_ChangedOutputs, self)
             ._compute_outputs(plain, requested_outputs=requested_outputs, only_trained=only_trained)
             .columns
         )
@@ -135,7 +135,7 @@ class TempersLogProbs(_OtherAnswers):
         return HeadOutputs(columns=columns)
 
 
-class ShiftsLabels(_OtherAnswers):
+class ShiftsLabels(_ChangedOutputs):
     """Gives each token the log-prob of the one before."""
 
     def _change(self, columns, micro):
@@ -144,7 +144,7 @@ class ShiftsLabels(_OtherAnswers):
         return columns
 
 
-class DropsFirstResponseToken(_OtherBatch):
+class DropsFirstResponseToken(_ChangedBatch):
     """Masks the token that follows the prompt."""
 
     def _change(self, batch):
@@ -159,7 +159,7 @@ class DropsFirstResponseToken(_OtherBatch):
         return replace(batch, loss_mask=batch.loss_mask & ~starts)
 
 
-class IgnoresWeights(_OtherBatch):
+class IgnoresWeights(_ChangedBatch):
     """Takes every token as seriously as any other."""
 
     def _change(self, batch):
@@ -168,7 +168,7 @@ class IgnoresWeights(_OtherBatch):
         return batch.with_columns({"weights": torch.ones_like(batch.columns["weights"])})
 
 
-class IgnoresPositions(_OtherBatch):
+class IgnoresPositions(_ChangedBatch):
     """Counts positions itself, whatever was given."""
 
     def _change(self, batch):
@@ -209,7 +209,7 @@ class LeaksAcrossSequences(DataParallelOracle):
         return join_outputs(parts, mask=micro.loss_mask if only_trained else None)
 
 
-class AnswersUntrained(DataParallelOracle):
+class ReturnsUntrainedOutputs(DataParallelOracle):
     """Answers every position in training, also those that nothing trains."""
 
     def _compute_outputs(self, micro, *, requested_outputs, only_trained):
@@ -218,14 +218,14 @@ class AnswersUntrained(DataParallelOracle):
         )
 
 
-class RoundsLogProbs(_OtherAnswers):
+class RoundsOutputsToBf16(_ChangedOutputs):
     """Log-probs in bf16."""
 
     def _change(self, columns, micro):
         return {head_output: column.bfloat16().float() for head_output, column in columns.items()}
 
 
-class EntropySpoilsLogProbs(_OtherAnswers):
+class EntropyChangesLogprobs(_ChangedOutputs):
     """Computing the entropy overwrites what the log-probs are read from."""
 
     def _change(self, columns, micro):
@@ -234,7 +234,7 @@ class EntropySpoilsLogProbs(_OtherAnswers):
         return columns
 
 
-class IsRandomInEval(_OtherAnswers):
+class IsRandomInEval(_ChangedOutputs):
     """Keeps a little dropout when it should not."""
 
     def _change(self, columns, micro):
@@ -244,15 +244,15 @@ class IsRandomInEval(_OtherAnswers):
         }
 
 
-class ValueSeesItsToken(_OtherAnswers):
+class ShiftsValues(_ChangedOutputs):
     """The value at t is that of the state after tokens[t]."""
 
     def _compute_outputs(self, micro, *, requested_outputs, only_trained):
         if HeadOutput.VALUE not in requested_outputs:
-            return super(_OtherAnswers, self)._compute_outputs(
+            return super(_ChangedOutputs, self)._compute_outputs(
                 micro, requested_outputs=requested_outputs, only_trained=only_trained
             )
-        values = super(_OtherAnswers, self)._compute_outputs(
+        values = super(_ChangedOutputs, self)._compute_outputs(
             micro, requested_outputs=requested_outputs | {HeadOutput.SCORE}, only_trained=False
         )
         column = values[HeadOutput.VALUE].roll(-1)
@@ -277,7 +277,7 @@ class MergesMicroBatches(DataParallelOracle):
         return super()._run_micro_batches(replace(batch, micro_batch_starts=ends), **arguments)
 
 
-class LosesOrder(DataParallelOracle):
+class ReturnsOutputsInRankOrder(DataParallelOracle):
     """Returns gathered outputs in the order of the ranks."""
 
     def unshard_outputs(self, outputs, *, sample_ids):

@@ -64,8 +64,8 @@ def hash_of(rank, *, word):
 
 
 @pytest.fixture(scope="module")
-def rank_pool(lent):
-    return lent.rank_pool
+def rank_pool(shared):
+    return shared.rank_pool
 
 
 def run(rank_pool, job, *, world_size=2, **arguments):
@@ -108,7 +108,7 @@ def test_ranks_hash_differently_and_alike_in_every_run(rank_pool):
 def test_a_rank_that_raises_is_named_with_its_traceback(rank_pool):
     with pytest.raises(
         RankFailureError,
-        match=r"rank 1 raised in \S*test_fleet:raise_on:\n(.|\n)*a fault of this rank",
+        match=r"rank 1 raised in \S*test_rank_pool:raise_on:\n(.|\n)*a fault of this rank",
     ):
         run(rank_pool, raise_on, index=1)
     assert run(rank_pool, raise_on, index=7) == ["fine", "fine"]
@@ -124,7 +124,7 @@ def test_ranks_that_wait_for_one_that_raised_are_ended(rank_pool):
 
 def test_a_rank_that_dies_is_named_with_its_exit_code(rank_pool):
     with pytest.raises(
-        RankFailureError, match=r"rank 1 died in \S*test_fleet:die with exit code 3"
+        RankFailureError, match=r"rank 1 died in \S*test_rank_pool:die with exit code 3"
     ):
         run(rank_pool, die)
 
@@ -134,7 +134,8 @@ def test_a_rank_that_hangs_is_named_with_its_stack(tmp_path):
     run(impatient, raise_on, index=7)
     impatient.job_timeout_s = 1.0
     with pytest.raises(
-        RankFailureError, match=r"rank 1 did not answer \S*test_fleet:sleep_long(.|\n)*sleep_long"
+        RankFailureError,
+        match=r"rank 1 did not answer \S*test_rank_pool:sleep_long(.|\n)*sleep_long",
     ):
         run(impatient, sleep_long)
     impatient.close()

@@ -113,7 +113,7 @@ def test_rfc_loop_runs_with_everything_offloaded(
 
 
 @pytest.mark.if_claimed(Capability.OFFLOAD)
-def test_residency_is_restored_when_a_body_raises(
+def test_offload_is_restored_after_an_exception(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     offloaded = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, residency=EVERYTHING)
@@ -140,7 +140,7 @@ def update_with_and_without_interruption(
 
 
 @pytest.mark.if_claimed(Capability.OFFLOAD)
-def test_saving_offloaded_state_leaves_training_as_it_was(
+def test_saving_offloaded_state_does_not_change_training(
     engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
 ) -> None:
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, residency=EVERYTHING)
@@ -172,7 +172,7 @@ def save_offloaded(
 
 
 @pytest.mark.bitwise
-def test_moving_by_hand_changes_no_number(
+def test_manual_moves_change_no_number(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW), oracle.get_batch()
@@ -200,7 +200,7 @@ def update_after_moves(
 
 @pytest.mark.bitwise
 @pytest.mark.if_claimed(Capability.OFFLOAD)
-def test_offloaded_weights_answer_as_well(
+def test_offloaded_weights_give_the_same_logprobs(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     batch = oracle.get_batch()

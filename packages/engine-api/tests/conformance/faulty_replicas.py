@@ -11,7 +11,7 @@ __all__ = [
 ]
 
 
-class _OtherMicroLoss(StagedOracle):
+class _ScaledMicroLoss(StagedOracle):
     """Differentiates another scalar than the one it was given."""
 
     def _factor(self, batch, micro):
@@ -26,14 +26,14 @@ class _OtherMicroLoss(StagedOracle):
         )
 
 
-class DividesByMicroBatchesTwice(_OtherMicroLoss):
+class DividesByMicroBatchesTwice(_ScaledMicroLoss):
     """Divides by the number of micro-batches in the schedule, and once more when gradients are finalised."""
 
     def _factor(self, batch, micro):
         return 1 / batch.num_micro_batches**2
 
 
-class FloorsTokenCounts(_OtherMicroLoss):
+class FloorsTokenCounts(_ScaledMicroLoss):
     """Counts the tokens of each micro-batch as those of one rank of the replica, rounded down, times the ranks."""
 
     def _factor(self, batch, micro):

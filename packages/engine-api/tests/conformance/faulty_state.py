@@ -45,7 +45,7 @@ class ReportsNormOfOneRank(DataParallelOracle):
         return self._local_norm if math.isfinite(norm) else norm
 
 
-class SkipsAlone(DataParallelOracle):
+class SkipsOnOneRank(DataParallelOracle):
     """Only the rank that saw the non-finite gradient skips; the others go on with what they have."""
 
     def _reduce_pending_gradients(self):
@@ -76,7 +76,7 @@ class StepsOnAllMasked(DataParallelOracle):
         return super().optimizer_step()
 
 
-class RateAdvancesOnSkip(DataParallelOracle):
+class AdvancesLrOnSkip(DataParallelOracle):
     """The schedule moves on although nothing was updated."""
 
     def lr_scheduler_step(self):
@@ -84,7 +84,7 @@ class RateAdvancesOnSkip(DataParallelOracle):
         return self.current_lr
 
 
-class FirstStepHasNoRate(DataParallelOracle):
+class StartsWarmupAtZero(DataParallelOracle):
     """Warm-up begins at 0."""
 
     @property
@@ -104,14 +104,14 @@ class DecaysVectors(DataParallelOracle):
         super()._adamw(name, parameter, gradient, lr=lr, spec=spec)
 
 
-class SparesVectorsAlways(DataParallelOracle):
+class NeverDecaysVectors(DataParallelOracle):
     """Norms and biases never decay: ``decays_vectors`` is a dead setting."""
 
     def _adamw(self, name, parameter, gradient, *, lr, spec):
         super()._adamw(name, parameter, gradient, lr=lr, spec=replace(spec, decays_vectors=False))
 
 
-class ForgetsBiasCorrection(DataParallelOracle):
+class OmitsBiasCorrection(DataParallelOracle):
     """Counts every update as a late one."""
 
     def _adamw(self, name, parameter, gradient, *, lr, spec):
@@ -127,7 +127,7 @@ class KeepsZeroedGradients(DataParallelOracle):
         """Nothing."""
 
 
-class DropsGradientsOnLeave(DataParallelOracle):
+class DropsGradientsOnExit(DataParallelOracle):
     """Leaving a mode frees gradients too."""
 
     @contextmanager
@@ -151,7 +151,7 @@ class StaysInModeOnError(DataParallelOracle):
             self._mode = None
 
 
-class LosesTiedHead(DataParallelOracle):
+class ExportsTiedHeadTwice(DataParallelOracle):
     """Exports the tied head as a tensor of its own, as it was at the start."""
 
     def _build(self):
@@ -178,7 +178,7 @@ class ExportsStaleWeights(DataParallelOracle):
         yield from self._first
 
 
-class LoadsLeniently(DataParallelOracle):
+class IgnoresUnknownWeights(DataParallelOracle):
     """Takes the weights that it knows, and says nothing of the others."""
 
     def _load_weights(self, stream):
@@ -189,7 +189,7 @@ class LoadsLeniently(DataParallelOracle):
                     known[name].copy_(tensor)
 
 
-class LosesMoments(DataParallelOracle):
+class DropsMoments(DataParallelOracle):
     """Loads weights, and begins with fresh moments."""
 
     def _read_state(self, directory):
@@ -206,7 +206,7 @@ class RestartsSchedule(DataParallelOracle):
         super()._restore_progress({**progress, "num_schedule_steps": 0})
 
 
-class ForgetsRandomState(DataParallelOracle):
+class DropsRngState(DataParallelOracle):
     """Random numbers after loading are others."""
 
     def _read_state(self, directory):
@@ -215,14 +215,14 @@ class ForgetsRandomState(DataParallelOracle):
         torch.set_rng_state(before)
 
 
-class LoadsUnchecked(DataParallelOracle):
+class SkipsManifestCheck(DataParallelOracle):
     """Reads a checkpoint without looking at its manifest."""
 
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False):
         self.read_part(str(find_step(local_path) / ENGINE_PART))
 
 
-class LoadsWhatItKnows(DataParallelOracle):
+class LoadsOtherModels(DataParallelOracle):
     """Takes from a checkpoint what has its names, and passes over the layers of a deeper model."""
 
     def _check_saved(self, masters, *, directory):
@@ -232,7 +232,7 @@ class LoadsWhatItKnows(DataParallelOracle):
         )
 
 
-class PortableStateLosesCounts(DataParallelOracle):
+class DropsUpdateCounts(DataParallelOracle):
     """The portable state arrives without its update counts."""
 
     def _load_state(self, stream):
@@ -289,7 +289,7 @@ class ExportsAdapterWithoutAlpha(DataParallelOracle):
         return {**config, "lora_alpha": config["r"]}, tensors
 
 
-class OrdersExpertsOfAnAdapterAlike(DataParallelOracle):
+class OrdersExpertAdapterWrongly(DataParallelOracle):
     """Both factors come out expert after expert; PEFT has them next to each other in the second."""
 
     def _export_adapter(self):
@@ -303,7 +303,7 @@ class OrdersExpertsOfAnAdapterAlike(DataParallelOracle):
         return config, swapped
 
 
-class LoadsAdapterLeniently(DataParallelOracle):
+class IgnoresUnknownAdapterWeights(DataParallelOracle):
     """Takes the tensors that it knows, and says nothing of the others."""
 
     def _load_adapter(self, config, tensors):
@@ -314,7 +314,7 @@ class LoadsAdapterLeniently(DataParallelOracle):
                     known[name].copy_(tensors[name])
 
 
-class SavesTheBase(DataParallelOracle):
+class SavesBaseWeights(DataParallelOracle):
     """An adapter's checkpoint holds the frozen weights too."""
 
     def _write_state(self, directory):
@@ -325,7 +325,7 @@ class SavesTheBase(DataParallelOracle):
         return [*files, "base.pt"]
 
 
-class DropsInEval(DataParallelOracle):
+class AppliesDropoutInEval(DataParallelOracle):
     """Dropout of the adapter acts in evaluation too."""
 
     def _run_micro_batches(self, batch, **options):

@@ -32,7 +32,7 @@ from temper_engine_api.errors import ConfigError, EngineStateError
 from temper_engine_api.objective import HeadOutput
 
 
-def test_calls_in_a_meaningless_order_are_refused(
+def test_invalid_call_order_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     engine_under_test.run(
@@ -62,7 +62,7 @@ def call_out_of_order(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -
     assert run_update(engine, [local_batch]).report.outcome == "stepped"
 
 
-def test_a_second_final_call_is_refused(
+def test_call_after_final_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     engine_under_test.run(
@@ -87,7 +87,7 @@ def call_after_final(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) ->
         engine.optimizer_step()
 
 
-def test_a_step_on_zeroed_gradients_is_refused(
+def test_step_without_gradients_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     engine_under_test.run(
@@ -108,7 +108,7 @@ def step_after_zeroing(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) 
         engine.optimizer_step()
 
 
-def test_an_engine_without_optimizer_evaluates_and_refuses_to_train(
+def test_engine_without_optimizer_only_evaluates(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED, optimizer=None), oracle.get_batch()
@@ -136,7 +136,7 @@ def evaluate_frozen(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> 
     ]
 
 
-def test_modes_end_when_their_body_raises(
+def test_modes_end_after_an_exception(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
@@ -161,7 +161,7 @@ def update_after_interruptions(
     return run_update(engine, [local_batch]).gradients
 
 
-def test_nothing_is_known_before_init_model(
+def test_engine_is_unusable_before_init_model(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     engine_under_test.run(use_before_init, setup=oracle.make_setup(QWEN2_GROUPED))
@@ -177,7 +177,7 @@ def use_before_init(rank: Rank, *, setup: EngineSetup) -> None:
 
 
 @pytest.mark.bitwise
-def test_a_second_engine_follows_a_closed_one(
+def test_engine_after_a_closed_engine_gives_the_same_update(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     # Nothing of the first life is left in the second: the same update from the same weights gives the same bits.
@@ -199,7 +199,7 @@ def two_lives(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> list[U
     return updates
 
 
-def test_the_kit_reads_gradients_as_they_are(
+def test_reading_gradients_changes_no_weight(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     # Reading changes no weight, so engines can be kept between laws.
