@@ -134,13 +134,58 @@ def test_sft_asks_for_no_reward(there: list[str]) -> None:
 def test_folder_that_holds_a_run_is_refused_before_the_run(
     there: list[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "metrics.jsonl").write_text("")
-    taken = [*there, f"run.dir={tmp_path}"]
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    taken = [*there, f"run.dir={run}"]
     assert (
         refusal(taken)
-        == f"run.dir {tmp_path} already holds a run: go on with run.resume=auto, or choose another run.dir."
+        == f"run.dir {run} already holds a run: go on with run.resume=auto, or choose another run.dir."
     )
     check_external_objects(load([*taken, "run.resume=auto"]).config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("data.train.paths", "[{dir}/samples.jsonl]"),
+        ("+data.eval.paths", "[{dir}/samples.jsonl]"),
+        ("data.tools_path", "{dir}/tools.yaml"),
+        ("data.tokenizer.path", "{dir}/tokenizer"),
+        ("actor.engine.model.path", "{dir}/huggingface"),
+        ("actor.engine.model.path", "{dir}/warm_start/huggingface"),
+        ("actor.engine.model.path", "{dir}"),
+        ("actor.engine.model.path", "{dir}/../link-into-it"),
+        ("+teachers.t.engine.model.path", "{dir}/huggingface"),
+        ("runtime.rollout_python", "{dir}/env/bin/python"),
+        ("+reward.arguments.answers", "{dir}/samples.jsonl"),
+    ],
+)
+def test_an_input_inside_the_run_folder_is_refused_before_the_run(
+    there: list[str], tmp_path: Path, key: str, value: str
+) -> None:
+    folder = tmp_path / "run"
+    for name in ("samples.jsonl", "tools.yaml", "env/bin/python"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    for name in ("tokenizer", "huggingface", "warm_start/huggingface"):
+        (folder / name).mkdir(parents=True)
+    (tmp_path / "link-into-it").symlink_to(folder / "huggingface")
+    named = value.format(dir=folder)
+    servers = ["rollout=vllm"] if key == "runtime.rollout_python" else []
+    text = refusal([*there, *servers, f"run.dir={folder}", "run.resume=auto", f"{key}={named}"])
+    assert (
+        f"{key.removeprefix('+')} is {named.strip('[]')}, which is inside run.dir ({folder}), where the run "
+        "writes, renames and replaces files: move it out of run.dir, or choose another run.dir."
+    ) in text
+
+
+def test_the_checkpoint_to_resume_from_may_be_inside_the_run_folder(
+    there: list[str], tmp_path: Path
+) -> None:
+    step = tmp_path / "run" / "checkpoints" / "step_00000001"
+    step.mkdir(parents=True)
+    check_external_objects(load([*there, f"run.dir={tmp_path}/run", f"run.resume={step}"]).config)
 
 
 def test_misspelt_resume_is_told_what_there_is(there: list[str], tmp_path: Path) -> None:

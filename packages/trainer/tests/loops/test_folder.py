@@ -1,11 +1,15 @@
 """What a start does with files that lie in its run folder."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.data import TokenizerConfig
 from temper_trainer.config.run import RunConfig
+from temper_trainer.config_loading import load
+from temper_trainer.loops import train
 from temper_trainer.loops.folder import open_folder
 
 
@@ -23,13 +27,18 @@ def test_files_in_the_folder_of_a_start_that_failed_are_renamed_and_never_delete
     assert (tmp_path / "config.superseded-1.yaml").read_text() == "mine"
 
 
-def test_a_tokenizer_inside_what_would_be_renamed_is_refused(tmp_path: Path) -> None:
-    run = RunConfig(dir=str(tmp_path))
-    open_folder(run)
-    (tmp_path / "tokenizer").mkdir()
+def test_a_run_with_an_input_in_its_own_folder_is_refused_before_it_changes_anything(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / ".untrained").touch()  # left by a start that failed
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    config = load(["experiment=quickstart", f"run.dir={tmp_path}"]).config
+    own = TokenizerConfig(kind="pretrained", path=str(tokenizer))
+    config = replace(config, data=replace(config.data, tokenizer=own))
     with pytest.raises(ConfigError, match=r"data\.tokenizer\.path is .*move it out of run\.dir"):
-        open_folder(run, tokenizer=str(tmp_path / "tokenizer"))
-    assert (tmp_path / "tokenizer").is_dir()
+        train(config, digest="", write_config=lambda folder: None)
+    assert tokenizer.is_dir()
 
 
 @pytest.mark.parametrize("is_link", [True, False])

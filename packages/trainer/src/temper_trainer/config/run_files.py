@@ -1,5 +1,8 @@
 """Which files mark a run folder as taken; read before a run begins, without torch."""
 
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 RUN_FILES = (
@@ -28,3 +31,50 @@ def contains_run(folder: Path) -> bool:
     A start that failed before its first step does not count: the corrected command may use the folder.
     """
     return not (folder / UNTRAINED).exists() and any((folder / name).exists() for name in RUN_FILES)
+
+
+def input_problems(config: object, folder: Path) -> Iterator[str]:
+    """Yield a sentence for each setting that names a file or directory inside a run folder.
+
+    A run appends to, renames and replaces files of its folder, so it must not read its inputs there.
+    A value counts as a path if its key ends in path or paths, or if it has a slash, and if there is
+    a file or directory of that name. `run` is left out: its paths are those of the run itself.
+
+    Args:
+        config: A `TrainerConfig`.
+        folder: `run.dir`.
+    """
+    for key, value in _strings(config):
+        if key.startswith("run.") or not (key.endswith(("path", "paths")) or "/" in value):
+            continue
+        if os.path.lexists(value) and _is_inside(value, folder):
+            yield (
+                f"{key} is {value}, which is inside run.dir ({folder}), where the run writes, renames and "
+                "replaces files: move it out of run.dir, or choose another run.dir."
+            )
+
+
+def _strings(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every string of a configuration with its key; those of a list have the key of the list."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, list | tuple):
+        for child in value:
+            yield from _strings(child, key)
+    elif is_dataclass(value) or isinstance(value, Mapping):
+        children = (
+            {str(name): child for name, child in value.items()}
+            if isinstance(value, Mapping)
+            else {item.name: getattr(value, item.name) for item in fields(value)}
+        )
+        for name, child in children.items():
+            yield from _strings(child, f"{key}.{name}" if key else name)
+
+
+def _is_inside(path: str, folder: Path) -> bool:
+    # As written and with links followed: a link inside the folder is renamed with what it is in, and
+    # a link elsewhere may lead into it.
+    return any(
+        Path(normal(path)).is_relative_to(normal(folder))
+        for normal in (os.path.abspath, os.path.realpath)
+    )

@@ -25,7 +25,7 @@ from temper_trainer.config.environment import (
 from temper_trainer.config.import_path import is_import_path
 from temper_trainer.config.reward import REWARD_MODEL
 from temper_trainer.config.run import RunConfig
-from temper_trainer.config.run_files import contains_run
+from temper_trainer.config.run_files import contains_run, input_problems
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.data_files import data_problems
 from temper_trainer.config_loading.model_folders import model_problems
@@ -50,7 +50,12 @@ def check_external_objects(config: TrainerConfig) -> None:
     Raises:
         ConfigError: one line per file, directory or library that is missing, or in the way; or the reward's own sentence.
     """
-    if problems := [*data_problems(config), *model_problems(config), *_problems_of_run(config.run)]:
+    if problems := [
+        *data_problems(config),
+        *model_problems(config),
+        *_problems_of_run(config.run),
+        *input_problems(config, Path(config.run.dir)),
+    ]:
         raise ConfigError("\n".join(problems))
     if config.samples:
         for part in split_components(config.reward):

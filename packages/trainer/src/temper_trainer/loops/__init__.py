@@ -16,6 +16,7 @@ from temper_trainer.checkpoint.checkpoint_messages import (
 )
 from temper_trainer.checkpoint.checkpointer import Checkpointer
 from temper_trainer.config.resume_changes import describe_changes
+from temper_trainer.config.run_files import input_problems
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.prompts import (
     check_fits,
@@ -85,7 +86,9 @@ def train(
     with StopRequest(grace_s=config.run.stop_grace_s) as stop:
         found, done = None, 0
         try:
-            folder = open_folder(config.run, tokenizer=config.data.tokenizer.path)
+            if problems := list(input_problems(config, Path(config.run.dir))):
+                raise ConfigError("\n".join(problems))
+            folder = open_folder(config.run)
             checkpointer = open_checkpointer(config, folder=folder)
             found = checkpointer.find(config.run.resume)
             done = 0 if found is None else _steps_done(checkpointer, found, config)

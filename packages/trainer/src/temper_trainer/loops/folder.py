@@ -52,20 +52,16 @@ class RunFolder:
         (self.root / UNTRAINED).unlink(missing_ok=True)
 
 
-def open_folder(run: RunConfig, *, tokenizer: str | None = None) -> RunFolder:
+def open_folder(run: RunConfig) -> RunFolder:
     """Return the folder of a run; the caller holds its lock.
 
     What a start left that failed before its first step is renamed to `NAME.superseded-N`, so that
     the corrected command finds no half-written tokenizer and no configuration of another run.
     Nothing is deleted: a user may have put files there meanwhile.
 
-    Args:
-        run: The settings of the run.
-        tokenizer: `data.tokenizer.path`, which must not be among what is renamed.
-
     Raises:
-        ConfigError: If the folder holds a run and `run.resume` is never, if `checkpoints` is no
-            folder, or if the tokenizer would be renamed.
+        ConfigError: If the folder holds a run and `run.resume` is never, or if `checkpoints` is no
+            folder.
     """
     folder = RunFolder(Path(run.dir))
     if os.path.lexists(folder.checkpoints) and not folder.checkpoints.is_dir():
@@ -82,12 +78,6 @@ def open_folder(run: RunConfig, *, tokenizer: str | None = None) -> RunFolder:
     marker = folder.root / UNTRAINED
     if marker.exists():
         present = [path for name in START_FILES if (path := folder.root / name).exists()]
-        for path in present:
-            if tokenizer is not None and Path(tokenizer).resolve().is_relative_to(path.resolve()):
-                raise ConfigError(
-                    f"data.tokenizer.path is {tokenizer}, but {path.name} in run.dir is where the run "
-                    "writes its own: move it out of run.dir, or choose another run.dir."
-                )
         for path in present:
             path.rename(next_superseded_path(path))
     marker.touch()
