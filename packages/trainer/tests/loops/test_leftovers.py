@@ -243,7 +243,7 @@ def test_driver_killed_while_it_starts_ray_leaves_nothing(site: Site, tmp_path: 
     ] == []
 
 
-@pytest.mark.parametrize("kind", [RAY, VLLM, RAY_AND_VLLM])
+@pytest.mark.parametrize("kind", ["", RAY, VLLM, RAY_AND_VLLM])
 def test_run_that_ends_leaves_no_process_and_no_file(site: Site, tmp_path: Path, kind: str) -> None:
     site.finish(tmp_path / "run", *overrides_of(kind), "run.total_steps=1")
     site.check_processes()

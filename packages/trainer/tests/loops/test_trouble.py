@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -165,6 +166,38 @@ def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(
     done = finish(again)
     assert done.returncode == 0, done.stderr
     assert f"going on from step {last} " in done.stdout
+
+
+def test_the_report_of_a_killed_run_is_brought_up_to_its_last_step_by_the_next_start(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    run, settings = tmp_path / "run", ("run.total_steps=1000", "run.save_every=1")
+    report, marker = run / "report.html", Path(environment["TEMPER_TEST_MARKER"])
+    process = start(environment, run, *settings)
+    wait_for_step(run, step=4, process=process)
+    process.kill()
+    finish(process)
+    steps = [int(name.removeprefix("step_")) for name in steps_of(run) if name.startswith("step_")]
+    assert last_step_in(report) == 1  # written after the first step, and then once in 60 s
+    slow = "reward.function=temper_trainer_test_rewards:slow_after_two_steps"
+    calls = marker.stat().st_size
+    again = start(environment, run, *settings, slow, "run.resume=auto")
+    while marker.stat().st_size == calls:  # until its first step is under way
+        assert again.poll() is None, again.communicate()[1]
+        time.sleep(0.05)
+    again.kill()  # so that neither its own first step nor its end writes a report
+    finish(again)
+    assert last_step_in(report) == steps[-1] >= 3
+
+
+def last_step_in(report: Path) -> int:
+    """Return the last step of which the report shows the reward."""
+    row = re.search(
+        r"<td class=text>reward/mean</td>(?:<td class=number>[^<]*</td>){2}<td class=number>(\d+)<",
+        report.read_text(),
+    )
+    assert row
+    return int(row[1])
 
 
 def test_a_full_disk_while_saving_keeps_the_earlier_checkpoint(
