@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from temper_engine_api.registry import engine_class
+from temper_engine_api.registry import load_engine_class
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.loops import step as step_page
 from temper_trainer.loops import train
@@ -77,7 +77,7 @@ class Meter:
 
 def install(meter: Meter, rows: list[dict[str, float]]) -> None:
     """Count the models' calls, and end a step's row when its numbers are logged."""
-    engine: Any = engine_class("fsdp")
+    engine: Any = load_engine_class("fsdp")
     for kind, name, method in (
         (HfSampler, "sampling", "sample"),
         (engine, "engine", "forward_backward_batch"),

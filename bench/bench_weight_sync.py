@@ -27,7 +27,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from temper_engine_api.weights import NamedWeight, WeightStream, checksum
+from temper_engine_api.weights import NamedWeight, WeightStream, hash_tensors
 from temper_trainer.config.rollout import WeightSyncConfig
 from temper_trainer.rollout.packed_bucket import (
     PackedBucket,
@@ -460,7 +460,7 @@ def main() -> None:
     found = {
         "plain copy in one process": best(lambda: target.copy_(flat), chosen.repeats),
         "checksum of parcels": best(lambda: compute_digest(flat), chosen.repeats),
-        "checksum SHA-256, as buckets in one process have": best(lambda: checksum([flat]), 1),
+        "checksum SHA-256, as buckets in one process have": best(lambda: hash_tensors([flat]), 1),
     }
     for with_digest in (True, False):
         suffix = "with checksum" if with_digest else "without checksum"

@@ -47,7 +47,7 @@ class VariableLengthAttention:
     def __call__(
         self,
         module: nn.Module,
-        query: Tensor,
+        head_output: Tensor,
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
@@ -61,7 +61,7 @@ class VariableLengthAttention:
             enable_gqa=True,
         )
         parts = [
-            attend(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b])
+            attend(head_output[:, :, a:b], key[:, :, a:b], value[:, :, a:b])
             for a, b in pairwise(self.starts)
         ]
         return torch.cat(parts, dim=2).transpose(1, 2), None
@@ -423,20 +423,20 @@ def give_verl_a_cpu() -> None:
     module.reset_peak_memory_stats = module.set_device = lambda *args, **kwargs: None
     module.mem_get_info, module.current_device = lambda *args: (1, 1), lambda: 0
 
-    answers = {
+    head_outputs = {
         "is_available": True, "current_device": torch.device("cpu"), "device_count": 1, "communication_backend_name": "gloo",
         "set_device": None, "synchronize": None, "manual_seed": None, "manual_seed_all": None, "empty_cache": None,
         "set_allocator_settings": None,
     }  # fmt: skip
 
-    def answering(value: object) -> Callable[..., object]:
+    def head_outputs_with(value: object) -> Callable[..., object]:
         return lambda self, *args: value
 
     members: dict[str, Any] = {"device_name": "cpu", "device_module": module, "vendor_name": "cpu"}
     cpu = type(
         "CPU",
         (PlatformCUDA,),
-        members | {name: answering(value) for name, value in answers.items()},
+        members | {name: head_outputs_with(value) for name, value in head_outputs.items()},
     )
     cpu.__abstractmethods__ = frozenset()
     platform_manager.set_platform(cpu())

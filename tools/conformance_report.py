@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from temper_engine_api.conformance.results import GROUPS, from_json, to_json
-from temper_engine_api.layout import Layout, plain_layout
-from temper_engine_api.registry import conformance_layouts
+from temper_engine_api.layout import Layout, default_layout
+from temper_engine_api.registry import load_conformance_layouts
 from tools.held_before import held_in
 
 PLAIN_SIZES = {"fsdp": (1, 2, 4), "megatron": (1, 2)}
@@ -137,11 +137,12 @@ class Room:
 def runs_of(engine: str) -> list[Run]:
     """Defaults at each world size, then every named layout."""
     plain = [
-        Run(engine=engine, layout=plain_layout(size), is_plain=True)
+        Run(engine=engine, layout=default_layout(size), is_plain=True)
         for size in PLAIN_SIZES.get(engine, (1, 2))
     ]
     return plain + [
-        Run(engine=engine, layout=layout, is_plain=False) for layout in conformance_layouts(engine)
+        Run(engine=engine, layout=layout, is_plain=False)
+        for layout in load_conformance_layouts(engine)
     ]
 
 

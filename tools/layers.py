@@ -72,7 +72,12 @@ GUESTS = (
     # torch itself requires fsspec; only copies of checkpoints go through it.
     Guest(
         module="fsspec",
-        hosts=("temper_engine_api.checkpoint.remote", KIT, "temper_trainer", "temper_legacy_shim"),
+        hosts=(
+            "temper_engine_api.checkpoint.remote_copy",
+            KIT,
+            "temper_trainer",
+            "temper_legacy_shim",
+        ),
     ),
     Guest(module="vllm", hosts=("temper_trainer.rollout.vllm",)),
     # import-linter asks this of what is written as an import, and of the trainer and the engines alone.

@@ -120,7 +120,7 @@ SCENARIOS = {
             (
                 "python",
                 "-c",
-                "from temper_engine_api.registry import engine_class; print(engine_class('megatron'))",
+                "from temper_engine_api.registry import load_engine_class; print(load_engine_class('megatron'))",
             ),
         ),
     ),

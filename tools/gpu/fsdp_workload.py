@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
-from temper_engine_api.plan import MiniBatchPlan, pack_rank, plan_mini_batch
+from temper_engine_api.plan import MiniBatchPlan, build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from tools.gpu.workload import (
     HALF_BILLION,
@@ -129,7 +129,7 @@ def plan_of(scale: Scale, batch: SequenceBatch, *, world_size: int) -> MiniBatch
 def share_of(scale: Scale, batch: SequenceBatch, *, rank: int, world_size: int) -> PackedBatch:
     """One rank's part of it, for a loop without an engine."""
     plan = plan_of(scale, batch, world_size=world_size)
-    return pack_rank(batch, plan=plan, rank=rank, denominators=count_denominators(batch))
+    return build_packed_batch(batch, plan=plan, rank=rank, denominators=count_denominators(batch))
 
 
 def imbalance(scale: Scale, shape: Shape, batch: SequenceBatch, *, world_size: int) -> float:

@@ -143,7 +143,7 @@ class PlainLoop:
                 int(micro.lengths.max()),
             )
             _PACK.bounds = micro.sequence_starts.tolist()
-            ids, positions = self._send(micro.tokens), self._send(micro.positions())
+            ids, positions = self._send(micro.tokens), self._send(micro.get_position_ids())
             hidden = self.model.model(
                 input_ids=ids[None], position_ids=positions[None]
             ).last_hidden_state[0]

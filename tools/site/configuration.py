@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from temper_engine_api.registry import engine_config_class
+from temper_engine_api.registry import load_engine_config_class
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.help_text import read_field_docstrings
@@ -145,7 +145,7 @@ def configuration_page() -> str:
         *_block("", TrainerConfig, engine_class=EngineConfig, seen={}),
     ]
     for name in ("fsdp", "megatron"):
-        cls = engine_config_class(name)
+        cls = load_engine_config_class(name)
         known = {entry.name for entry in iterate_entries(EngineConfig, engine_class=EngineConfig)}
         own = [entry for entry in iterate_entries(cls, engine_class=cls) if entry.name not in known]
         parts += [

@@ -222,7 +222,7 @@ def test_the_next_contract_refuses_the_last_release_of_an_engine(tmp_path: Path)
     path = os.pathsep.join(
         str(each) for each in sorted(wheels.iterdir())
     )  # Python reads a wheel where it lies
-    program = "from temper_engine_api.registry import engine_class; engine_class('fsdp')"
+    program = "from temper_engine_api.registry import load_engine_class; load_engine_class('fsdp')"
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"PYTHONPATH": path},

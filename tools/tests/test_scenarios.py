@@ -12,7 +12,7 @@ from tools.scenarios import SCENARIOS, own_loop
 
 def test_the_loop_of_ones_own_is_the_pages_program() -> None:
     names = {node.id for node in ast.walk(ast.parse(own_loop())) if isinstance(node, ast.Name)}
-    assert {"engine", "engine_class"} <= names
+    assert {"engine", "load_engine_class"} <= names
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -98,7 +98,9 @@ def test_ray_vllm_and_hydra_have_one_door_each_in_the_trainer() -> None:
 
 
 def test_a_guest_that_comes_along_is_seen() -> None:
-    assert _guests("temper_engine_api.versions", "fractions", unwanted=("numpy", "fractions")) == (
+    assert _guests(
+        "temper_engine_api.contract_version", "fractions", unwanted=("numpy", "fractions")
+    ) == (
         2,
         ["fractions"],
     )

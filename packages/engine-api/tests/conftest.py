@@ -19,7 +19,7 @@ from temper_engine_api.engine import BaseEngine
 from temper_engine_api.objective import Aggregation, HeadOutput, HeadOutputs, LossTerms, Objective
 from temper_engine_api.specs import EngineConfig, ModelSpec, OptimizerSpec, ScheduleSpec
 from temper_engine_api.topology import Axis, Topology
-from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_complete
+from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_weight_entries
 
 # A machine that is busy with other tests is slow now and then; that is no failure.
 settings.register_profile("temper", deadline=None)
@@ -141,7 +141,7 @@ class BigramEngine(BaseEngine):
         self.table.grad = None
 
     @contextmanager
-    def _resident(self, mode: str) -> Iterator[None]:
+    def _loaded(self, mode: str) -> Iterator[None]:
         self.residency.append(f"in {mode}")
         try:
             yield
@@ -157,7 +157,7 @@ class BigramEngine(BaseEngine):
             WeightEntry(name=w.name, shape=tuple(w.tensor.shape), dtype=w.tensor.dtype)
             for w in arrived
         ]
-        check_complete(
+        check_weight_entries(
             [WeightEntry(name="table", shape=(VOCAB, VOCAB), dtype=torch.float32)], entries
         )
         self.table.data.copy_(arrived[0].tensor)

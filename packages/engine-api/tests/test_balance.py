@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_engine_api.balance import assign_to_ranks, fill_bins, spread_over_bins
+from temper_engine_api.balance import assign_to_ranks, balance_bins, pack_bins
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
@@ -55,14 +55,14 @@ def test_one_rank_takes_everything() -> None:
 def test_bins_hold_every_item_once_and_at_most_their_capacity(
     sizes: list[int], capacity: int
 ) -> None:
-    bins = fill_bins(sizes, capacity=capacity)
+    bins = pack_bins(sizes, capacity=capacity)
     assert sorted(i for b in bins for i in b) == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in b) <= capacity for b in bins)
 
 
 @given(sizes=SIZES, capacity=st.integers(40, 90))
 def test_no_two_bins_could_be_one(sizes: list[int], capacity: int) -> None:
-    loads = sorted(sum(sizes[i] for i in b) for b in fill_bins(sizes, capacity=capacity))
+    loads = sorted(sum(sizes[i] for i in b) for b in pack_bins(sizes, capacity=capacity))
     assert len(loads) < 2 or loads[0] + loads[1] > capacity
 
 
@@ -70,9 +70,7 @@ def test_no_two_bins_could_be_one(sizes: list[int], capacity: int) -> None:
 def test_spreading_respects_the_capacity_or_gives_up(
     sizes: list[int], num_bins: int, capacity: int
 ) -> None:
-    bins = spread_over_bins(
-        sizes, [size**2 for size in sizes], num_bins=num_bins, capacity=capacity
-    )
+    bins = balance_bins(sizes, [size**2 for size in sizes], num_bins=num_bins, capacity=capacity)
     if bins is None:
         assert (
             sum(sizes) + max(sizes) * num_bins > capacity * num_bins

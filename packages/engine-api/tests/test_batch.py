@@ -20,7 +20,7 @@ from temper_engine_api.batch import (
     slice_sequences,
 )
 from temper_engine_api.errors import BatchError
-from temper_engine_api.plan import pack_rank, plan_mini_batch
+from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 
 MakeBatch = Callable[..., SequenceBatch]
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=8)
@@ -31,7 +31,7 @@ def test_lengths_positions_and_index_count_from_the_starts(make_batch: MakeBatch
     assert batch.sequence_starts.tolist() == [0, 2, 5, 6]
     assert batch.lengths.tolist() == [2, 3, 1]
     assert batch.sequence_index.tolist() == [0, 0, 1, 1, 1, 2]
-    assert batch.positions().tolist() == [0, 1, 0, 1, 2, 0]
+    assert batch.get_position_ids().tolist() == [0, 1, 0, 1, 2, 0]
 
 
 @given(lengths=LENGTHS, data=st.data())
@@ -59,7 +59,7 @@ def test_a_slice_copies_nothing(make_batch: MakeBatch) -> None:
 def test_joining_keeps_given_positions_and_counts_the_others(make_batch: MakeBatch) -> None:
     given_positions = replace(make_batch([2]), position_ids=torch.tensor([7, 8]))
     both = concatenate([given_positions, make_batch([3])])
-    assert both.positions().tolist() == [7, 8, 0, 1, 2]
+    assert both.get_position_ids().tolist() == [7, 8, 0, 1, 2]
 
 
 def test_concatenating_keeps_the_media_of_every_batch(make_batch: MakeBatch) -> None:
@@ -102,7 +102,8 @@ def test_packing_keeps_every_column_of_every_sequence(
     plan = plan_mini_batch(lengths, dp_size=dp_size, max_tokens=10)
     counts = Denominators(tokens=1, sequences=1, groups=1)
     packed = [
-        pack_rank(batch, plan=plan, rank=rank, denominators=counts) for rank in range(dp_size)
+        build_packed_batch(batch, plan=plan, rank=rank, denominators=counts)
+        for rank in range(dp_size)
     ]
     joined = concatenate(packed)
     real = [i for i, is_dummy in enumerate(joined.is_dummy.tolist()) if not is_dummy]
@@ -158,7 +159,7 @@ def test_a_batch_that_breaks_its_contract_is_refused(
 
 def test_a_packed_batch_refuses_an_empty_micro_batch(make_batch: MakeBatch) -> None:
     batch = make_batch([2, 3])
-    packed = pack_rank(
+    packed = build_packed_batch(
         batch,
         plan=plan_mini_batch([2, 3], dp_size=1, max_tokens=9),
         rank=0,
@@ -171,7 +172,7 @@ def test_a_packed_batch_refuses_an_empty_micro_batch(make_batch: MakeBatch) -> N
 def test_moving_keeps_every_column_and_the_type(make_batch: MakeBatch) -> None:
     batch = replace(make_batch([2, 3]), position_ids=torch.arange(5), media=("a", "b"))
     denominators = Denominators(tokens=1, sequences=1, groups=1)
-    packed = pack_rank(
+    packed = build_packed_batch(
         batch,
         plan=plan_mini_batch([2, 3], dp_size=1, max_tokens=3),
         rank=0,
@@ -203,6 +204,9 @@ def test_ids_default_to_the_sample_and_temperature_to_one() -> None:
         loss_masks=[torch.tensor([False, True]), torch.tensor([False])],
     )
     assert (
-        batch.sample_ids.tolist() == batch.group_ids.tolist() == batch.atom_ids.tolist() == [0, 1]
+        batch.sample_ids.tolist()
+        == batch.group_ids.tolist()
+        == batch.pack_group_ids.tolist()
+        == [0, 1]
     )
     assert batch.temperature.tolist() == [1.0, 1.0]

@@ -104,7 +104,7 @@ def test_adapter_calls_need_the_capability(engine: BaseEngine) -> None:
     for call in (
         engine.export_adapter,
         lambda: engine.load_adapter({}, {}),
-        engine.adapter_disabled().__enter__,
+        engine.disable_adapter().__enter__,
     ):
         with pytest.raises(CapabilityError, match=Capability.ADAPTER):
             call()

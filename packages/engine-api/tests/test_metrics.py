@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from temper_engine_api.metrics import (
-    LateMetrics,
+    LazyMetrics,
     Metric,
     Reduction,
+    materialize_metrics,
     merge_metrics,
-    settle_metrics,
     weighted_mean,
 )
 
@@ -65,7 +65,7 @@ def test_a_weighted_mean_carries_no_graph() -> None:
 
 
 def test_settling_makes_floats_of_tensors_and_keeps_the_reduction() -> None:
-    settled = settle_metrics(
+    settled = materialize_metrics(
         {
             "a": Metric(value=torch.tensor(2.5), weight=torch.tensor(2), reduction="max"),
             "b": Metric(value=3),
@@ -75,7 +75,7 @@ def test_settling_makes_floats_of_tensors_and_keeps_the_reduction() -> None:
         "a": Metric(value=2.5, weight=2.0, reduction="max"),
         "b": Metric(value=3.0, weight=1.0),
     }
-    assert settle_metrics({}) == {}
+    assert materialize_metrics({}) == {}
 
 
 def test_late_metrics_are_made_once_when_they_are_first_read() -> None:
@@ -85,7 +85,7 @@ def test_late_metrics_are_made_once_when_they_are_first_read() -> None:
         made.append(1)
         return {"loss": Metric(value=6.0, weight=2.0)}
 
-    late = LateMetrics(make)
+    late = LazyMetrics(make)
     assert not made
     assert late["loss"].result == 3.0
     assert (list(late), len(late), len(made)) == (["loss"], 1, 1)
@@ -93,7 +93,7 @@ def test_late_metrics_are_made_once_when_they_are_first_read() -> None:
 
 def test_late_metrics_travel_as_a_plain_dict() -> None:
     arrived = pickle.loads(
-        pickle.dumps(LateMetrics(lambda: {"loss": Metric(value=6.0, weight=2.0)}))
+        pickle.dumps(LazyMetrics(lambda: {"loss": Metric(value=6.0, weight=2.0)}))
     )
     assert type(arrived) is dict
     assert arrived["loss"].result == 3.0

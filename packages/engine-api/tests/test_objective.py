@@ -8,9 +8,9 @@ from temper_engine_api.objective import (
     HeadOutput,
     HeadOutputs,
     Objective,
-    objective_class,
+    get_objective_class,
+    list_objectives,
     register_objective,
-    registered_objectives,
 )
 
 
@@ -27,15 +27,15 @@ def mine(objective: Objective, monkeypatch: pytest.MonkeyPatch) -> type[Objectiv
 
 def test_a_registered_objective_is_found_by_name(mine: type[Objective]) -> None:
     register_objective("mine")(mine)
-    assert objective_class("mine") is mine
-    assert dict(registered_objectives()) == {"mine": mine}
+    assert get_objective_class("mine") is mine
+    assert dict(list_objectives()) == {"mine": mine}
     assert mine.name == "mine"
 
 
 def test_an_unknown_objective_names_those_there_are(mine: type[Objective]) -> None:
     register_objective("mine")(mine)
     with pytest.raises(ConfigError, match=r"no objective is called 'yours'; registered are mine\."):
-        objective_class("yours")
+        get_objective_class("yours")
 
 
 def test_a_name_belongs_to_one_class(mine: type[Objective]) -> None:

@@ -11,7 +11,7 @@ from temper_engine_api.batch import Denominators, SequenceBatch
 from temper_engine_api.errors import BatchError
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.outputs import collect_outputs, gather_outputs
-from temper_engine_api.plan import pack_rank, plan_mini_batch
+from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 
 MakeBatch = Callable[..., SequenceBatch]
 NOTHING = Denominators(tokens=1, sequences=1, groups=1)
@@ -25,7 +25,7 @@ def test_outputs_of_a_planned_batch_come_back_in_input_order(
     plan = plan_mini_batch(lengths, dp_size=dp_size, max_tokens=9)
     parts = []
     for rank in range(dp_size):
-        packed = pack_rank(batch, plan=plan, rank=rank, denominators=NOTHING)
+        packed = build_packed_batch(batch, plan=plan, rank=rank, denominators=NOTHING)
         columns = {
             HeadOutput.LOGPROB: packed.columns["advantages"],
             HeadOutput.SCORE: packed.sequence_columns["scores"],
@@ -39,7 +39,7 @@ def test_outputs_of_a_planned_batch_come_back_in_input_order(
 
 def test_dummies_are_dropped(make_batch: MakeBatch) -> None:
     plan = plan_mini_batch([3], dp_size=2, max_tokens=9)
-    packed = pack_rank(make_batch([3]), plan=plan, rank=1, denominators=NOTHING)
+    packed = build_packed_batch(make_batch([3]), plan=plan, rank=1, denominators=NOTHING)
     outputs = collect_outputs(packed, {HeadOutput.LOGPROB: torch.ones(1)})
     assert outputs.sample_ids.tolist() == []
     assert outputs.columns[HeadOutput.LOGPROB].shape == (0,)

@@ -24,7 +24,7 @@ def assert_same(one: SequenceBatch, other: SequenceBatch) -> None:
         "loss_mask",
         "sample_ids",
         "group_ids",
-        "atom_ids",
+        "pack_group_ids",
         "temperature",
     ):
         a, b = getattr(one, name), getattr(other, name)
@@ -88,7 +88,7 @@ def test_a_padded_mapping_comes_back_as_it_was(side: Literal["left", "right"]) -
         "loss_mask": torch.tensor([trained, [0, 0, 1, 1]]).bool(),
         "sample_ids": torch.tensor([3, 9]),
         "group_ids": torch.tensor([0, 0]),
-        "atom_ids": torch.tensor([1, 2]),
+        "pack_group_ids": torch.tensor([1, 2]),
         "temperature": torch.tensor([1.0, 0.7]),
         "advantages": torch.tensor([mask, [2, 3, 4, 5]]).float(),
         "scores": torch.tensor([0.25, 0.5]),
@@ -108,7 +108,10 @@ def test_without_a_loss_mask_all_but_the_first_token_is_trained() -> None:
     assert batch.loss_mask.tolist() == [False, True, True, False, True]
     assert batch.temperature.tolist() == [1.0, 1.0]
     assert (
-        batch.sample_ids.tolist() == batch.group_ids.tolist() == batch.atom_ids.tolist() == [0, 1]
+        batch.sample_ids.tolist()
+        == batch.group_ids.tolist()
+        == batch.pack_group_ids.tolist()
+        == [0, 1]
     )
 
 

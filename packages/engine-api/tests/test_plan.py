@@ -15,8 +15,8 @@ from temper_engine_api.errors import PlanError
 from temper_engine_api.plan import (
     CostModel,
     MiniBatchPlan,
-    describe,
-    pack_rank,
+    build_packed_batch,
+    format_plan,
     plan_fingerprint,
     plan_mini_batch,
     plan_single_micro_batch,
@@ -84,10 +84,10 @@ def test_all_ranks_have_the_same_allowed_number_of_micro_batches(
 @given(lengths=LENGTHS, dp_size=st.integers(1, 4), data=st.data())
 def test_atoms_are_never_split(lengths: list[int], dp_size: int, data: st.DataObject) -> None:
     # At most 4 sequences of at most 50 tokens share an atom: 200 tokens.
-    atom_ids = [i // 4 for i in data.draw(st.permutations(range(len(lengths))))]
-    plan = plan_mini_batch(lengths, dp_size=dp_size, max_tokens=200, atom_ids=atom_ids)
-    homes = {(atom_ids[i], slot) for slot, micro in enumerate(slots(plan)) for i in micro}
-    assert len(homes) == len(set(atom_ids))
+    pack_group_ids = [i // 4 for i in data.draw(st.permutations(range(len(lengths))))]
+    plan = plan_mini_batch(lengths, dp_size=dp_size, max_tokens=200, pack_group_ids=pack_group_ids)
+    homes = {(pack_group_ids[i], slot) for slot, micro in enumerate(slots(plan)) for i in micro}
+    assert len(homes) == len(set(pack_group_ids))
 
 
 @given(lengths=LENGTHS, dp_size=st.integers(1, 4), cap=st.integers(50, 120))
@@ -166,7 +166,7 @@ def test_an_atom_above_the_cap_names_its_longest_sample() -> None:
         PlanError,
         match=r"sample 2 has 40 tokens and shares its atom with 1 more, 70 tokens together",
     ):
-        plan_mini_batch([30, 5, 40], dp_size=1, max_tokens=64, atom_ids=[8, 9, 8])
+        plan_mini_batch([30, 5, 40], dp_size=1, max_tokens=64, pack_group_ids=[8, 9, 8])
 
 
 def test_the_cap_counts_the_padding() -> None:
@@ -206,7 +206,8 @@ def test_packing_loses_no_token(
     batch = make_batch(lengths)
     plan = plan_mini_batch(lengths, dp_size=dp_size, max_tokens=cap)
     parts = [
-        pack_rank(batch, plan=plan, rank=rank, denominators=NOTHING) for rank in range(dp_size)
+        build_packed_batch(batch, plan=plan, rank=rank, denominators=NOTHING)
+        for rank in range(dp_size)
     ]
     found = {}
     for part in parts:
@@ -225,11 +226,11 @@ def test_an_empty_micro_batch_becomes_one_untrained_token(
     make_batch: Callable[..., SequenceBatch],
 ) -> None:
     plan = plan_mini_batch([4], dp_size=2, max_tokens=64)
-    empty = pack_rank(make_batch([4]), plan=plan, rank=1, denominators=NOTHING)
+    empty = build_packed_batch(make_batch([4]), plan=plan, rank=1, denominators=NOTHING)
     assert (
         empty.sample_ids.tolist()
         == empty.group_ids.tolist()
-        == empty.atom_ids.tolist()
+        == empty.pack_group_ids.tolist()
         == [DUMMY_ID]
     )
     assert empty.loss_mask.tolist() == [False]
@@ -245,7 +246,7 @@ def test_given_position_ids_and_media_travel_with_the_dummy(
     plan = plan_mini_batch(
         [4, 2], dp_size=1, max_tokens=4, constraints=PlanConstraints(min_micro_batches=3)
     )
-    packed = pack_rank(batch, plan=plan, rank=0, denominators=NOTHING)
+    packed = build_packed_batch(batch, plan=plan, rank=0, denominators=NOTHING)
     assert packed.position_ids is not None
     assert packed.position_ids.tolist() == [
         [0, 1, 2, 3, 4, 5, 0],
@@ -318,7 +319,7 @@ def test_without_a_seed_small_groups_in_front_leave_no_mini_batch_out() -> None:
 
 def test_an_atom_that_spans_groups_joins_them() -> None:
     parts = split_mini_batches(
-        [0, 0, 1, 1, 2, 2], num_mini_batches=2, seed=3, atom_ids=[0, 7, 7, 3, 4, 5]
+        [0, 0, 1, 1, 2, 2], num_mini_batches=2, seed=3, pack_group_ids=[0, 7, 7, 3, 4, 5]
     )
     assert sorted(parts) == [[0, 1, 2, 3], [4, 5]]
 
@@ -329,7 +330,7 @@ def test_more_mini_batches_than_groups_is_an_error() -> None:
 
 
 def test_the_description_counts_what_the_plan_holds() -> None:
-    table = describe(plan_mini_batch([10, 20, 30], dp_size=2, max_tokens=64), [10, 20, 30])
+    table = format_plan(plan_mini_batch([10, 20, 30], dp_size=2, max_tokens=64), [10, 20, 30])
     assert [line.split() for line in table.splitlines()[1:3]] == [
         ["0", "1", "30", "30", "1.000"],
         ["1", "2", "30", "30", "1.000"],
@@ -339,7 +340,7 @@ def test_the_description_counts_what_the_plan_holds() -> None:
 
 def test_costs_are_linear_and_quadratic_in_the_length() -> None:
     # 1 + 2 * 1 = 3 and 3 + 2 * 9 = 21: a quarter and seven quarters of their mean, 12.
-    table = describe(
+    table = format_plan(
         plan_mini_batch([1, 3], dp_size=2, max_tokens=3),
         [1, 3],
         cost=CostModel(linear=1, quadratic=2),

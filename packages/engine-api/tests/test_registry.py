@@ -9,10 +9,10 @@ import pytest
 from temper_engine_api.errors import EngineNotFoundError
 from temper_engine_api.registry import (
     EngineEntry,
-    engine_class,
-    engine_config_class,
-    import_faults,
+    find_import_errors,
     list_engines,
+    load_engine_class,
+    load_engine_config_class,
 )
 
 ENTRY_POINTS = """\
@@ -65,12 +65,12 @@ def test_listing_names_every_engine_and_imports_none() -> None:
 
 @pytest.mark.usefixtures("acme")
 def test_looking_up_imports_the_engine() -> None:
-    assert engine_class("healthy").__name__ == "HealthyEngine"
+    assert load_engine_class("healthy").__name__ == "HealthyEngine"
 
 
 @pytest.mark.usefixtures("acme")
 def test_a_configuration_is_found_without_its_engine() -> None:
-    assert engine_config_class("healthy").__name__ == "HealthyConfig"
+    assert load_engine_config_class("healthy").__name__ == "HealthyConfig"
     assert "acme_engine" not in sys.modules
 
 
@@ -80,14 +80,14 @@ def test_an_engine_that_can_not_be_imported_says_why() -> None:
         EngineNotFoundError,
         match=r"'broken' of acme-engines 1.2 .*No module named 'acme_kernels_that_are_missing'",
     ):
-        engine_class("broken")
+        load_engine_class("broken")
     with pytest.raises(EngineNotFoundError, match=r"'misspelt' .*HaelthyEngine"):
-        engine_class("misspelt")
+        load_engine_class("misspelt")
 
 
 @pytest.mark.usefixtures("acme")
 def test_every_fault_is_listed_with_its_reason() -> None:
-    faults = import_faults()
+    faults = find_import_errors()
     assert {"broken", "misspelt", "wrong"} <= faults.keys()
     assert "healthy" not in faults
     assert "acme_kernels_that_are_missing" in faults["broken"]
@@ -98,12 +98,12 @@ def test_a_class_of_another_kind_is_refused() -> None:
     with pytest.raises(
         EngineNotFoundError, match=r"'wrong' gives .*HealthyConfig.*, which is no BaseEngine"
     ):
-        engine_class("wrong")
+        load_engine_class("wrong")
     with pytest.raises(
         EngineNotFoundError,
         match=r"'wrong' is configured by .*HealthyEngine.*, which is no EngineConfig",
     ):
-        engine_config_class("wrong")
+        load_engine_config_class("wrong")
 
 
 @pytest.mark.usefixtures("acme")
@@ -112,7 +112,7 @@ def test_an_unknown_name_says_what_is_installed_and_how_to_install() -> None:
         EngineNotFoundError,
         match=r"no engine is called 'fdsp'; installed are: .*healthy.*pip install temper-engine-fsdp",
     ):
-        engine_class("fdsp")
+        load_engine_class("fdsp")
 
 
 @pytest.mark.parametrize(

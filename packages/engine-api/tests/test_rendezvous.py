@@ -25,8 +25,8 @@ from temper_engine_api.errors import EngineStateError
 from temper_engine_api.rendezvous import (
     StoreServer,
     TokenStore,
-    interface_of,
-    run_token,
+    find_interface,
+    get_run_token,
     store_from_environment,
 )
 
@@ -283,13 +283,13 @@ def test_ranks_find_the_store_that_their_environment_names(
 
 
 def test_the_run_has_one_long_token() -> None:
-    assert run_token() == run_token()
-    assert len(run_token()) == 64
+    assert get_run_token() == get_run_token()
+    assert len(get_run_token()) == 64
 
 
 @pytest.mark.skipif(
     not os.path.exists("/sys/class/net/lo"), reason="needs Linux with the interface lo"
 )
 def test_the_loopback_interface_is_found_by_its_address() -> None:
-    assert interface_of(LOOPBACK) == "lo"
-    assert interface_of("192.0.2.1") is None
+    assert find_interface(LOOPBACK) == "lo"
+    assert find_interface("192.0.2.1") is None

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_engine_api.schedule import learning_rate
+from temper_engine_api.schedule import compute_learning_rate
 from temper_engine_api.specs import ScheduleSpec
 
 SCHEDULES = st.builds(
@@ -28,18 +28,21 @@ SCHEDULES = st.builds(
 
 @given(spec=SCHEDULES)
 def test_the_first_step_never_has_rate_zero(spec: ScheduleSpec) -> None:
-    assert learning_rate(0, peak=1e-3, spec=spec) > 0
+    assert compute_learning_rate(0, peak=1e-3, spec=spec) > 0
 
 
 @given(spec=SCHEDULES, step=st.integers(0, 200))
 def test_the_rate_stays_between_the_floor_and_the_peak(spec: ScheduleSpec, step: int) -> None:
-    rate = learning_rate(step, peak=2.0, spec=spec)
+    rate = compute_learning_rate(step, peak=2.0, spec=spec)
     floor = 0.0 if step < spec.warmup_steps else 2.0 * spec.min_lr_ratio
     assert floor - 1e-12 <= rate <= 2.0 + 1e-12
 
 
 def test_warm_up_is_linear_and_reaches_the_peak() -> None:
-    rates = [learning_rate(step, peak=8.0, spec=ScheduleSpec(warmup_steps=4)) for step in range(6)]
+    rates = [
+        compute_learning_rate(step, peak=8.0, spec=ScheduleSpec(warmup_steps=4))
+        for step in range(6)
+    ]
     assert rates == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
 
 
@@ -52,16 +55,18 @@ def test_warm_up_is_linear_and_reaches_the_peak() -> None:
 )
 def test_decay_starts_at_the_peak_and_ends_at_the_floor(kind: str, middle: float) -> None:
     spec = ScheduleSpec(kind=kind, warmup_steps=2, total_steps=10, min_lr_ratio=0.2)  # type: ignore[arg-type]
-    assert learning_rate(2, peak=1.0, spec=spec) == 1.0
-    assert learning_rate(4, peak=1.0, spec=spec) == pytest.approx(middle)  # a quarter of the way
-    assert learning_rate(10, peak=1.0, spec=spec) == pytest.approx(0.2)
-    assert learning_rate(1000, peak=1.0, spec=spec) == pytest.approx(0.2)
+    assert compute_learning_rate(2, peak=1.0, spec=spec) == 1.0
+    assert compute_learning_rate(4, peak=1.0, spec=spec) == pytest.approx(
+        middle
+    )  # a quarter of the way
+    assert compute_learning_rate(10, peak=1.0, spec=spec) == pytest.approx(0.2)
+    assert compute_learning_rate(1000, peak=1.0, spec=spec) == pytest.approx(0.2)
 
 
 def test_wsd_stays_at_the_peak_until_its_fall() -> None:
     spec = ScheduleSpec(kind="wsd", warmup_steps=2, total_steps=10, decay_steps=4, min_lr_ratio=0.2)
     # Two steps of rise, the peak until step 6, then from 1 to 0.2 in four steps of 0.2.
-    rates = [learning_rate(step, peak=1.0, spec=spec) for step in range(12)]
+    rates = [compute_learning_rate(step, peak=1.0, spec=spec) for step in range(12)]
     assert rates == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
 
 
@@ -71,11 +76,16 @@ def test_wsd_stays_at_the_peak_until_its_fall() -> None:
 def test_a_warm_up_ratio_is_a_share_of_all_steps(ratio: float, steps: int) -> None:
     by_ratio = ScheduleSpec(kind="cosine", warmup_ratio=ratio, total_steps=30)
     by_steps = ScheduleSpec(kind="cosine", warmup_steps=steps, total_steps=30)
-    assert [learning_rate(n, peak=1.0, spec=by_ratio) for n in range(31)] == [
-        learning_rate(n, peak=1.0, spec=by_steps) for n in range(31)
+    assert [compute_learning_rate(n, peak=1.0, spec=by_ratio) for n in range(31)] == [
+        compute_learning_rate(n, peak=1.0, spec=by_steps) for n in range(31)
     ]
 
 
 def test_a_constant_rate_may_warm_up_by_a_ratio() -> None:
     spec = ScheduleSpec(warmup_ratio=0.5, total_steps=4)
-    assert [learning_rate(step, peak=2.0, spec=spec) for step in range(4)] == [1.0, 2.0, 2.0, 2.0]
+    assert [compute_learning_rate(step, peak=2.0, spec=spec) for step in range(4)] == [
+        1.0,
+        2.0,
+        2.0,
+        2.0,
+    ]

@@ -210,7 +210,7 @@ def test_a_setting_without_sense_is_refused_with_a_sentence(
 def test_experts_alone_can_be_adapted() -> None:
     assert LoraSpec(
         rank=8, alpha=8.0, target_modules=(), target_parameters=("experts.down_proj",)
-    ).is_on
+    ).is_enabled
 
 
 def test_defaults_make_sense() -> None:

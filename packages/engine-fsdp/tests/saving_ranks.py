@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from temper_engine_api.batch import from_sequences
-from temper_engine_api.checkpoint import complete_steps
-from temper_engine_api.checkpoint.layout import leftovers
+from temper_engine_api.checkpoint import list_complete_steps
+from temper_engine_api.checkpoint.step_directories import list_partial_saves
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
@@ -171,13 +171,13 @@ def kill_once(
     for _ in range(draw.randint(1, 3)):
         answers(ends)
     time.sleep(draw.uniform(0.0, 1.2 * took_s))
-    before = complete_steps(folder)[-1]
+    before = list_complete_steps(folder)[-1]
     processes[draw.randrange(WORLD_SIZE)].kill()
     time.sleep(draw.choice([0.0, 0.3]))  # the other one goes on for a while, or dies with it
     for process in processes:
         process.kill()
         process.join()
-    was_saving = bool(leftovers(folder))
+    was_saving = bool(list_partial_saves(folder))
     processes, ends = start(
         context, load_and_report, replace(job, rendezvous=str(folder / "meet-2"))
     )
@@ -188,7 +188,7 @@ def kill_once(
         "seed": seed,
         "was_saving": was_saving,
         "before": before,
-        "complete": complete_steps(folder),
+        "complete": list_complete_steps(folder),
         "loaded": [step for step, _ in found],
         "digests": [digest for _, digest in found],
         "saved_digest": (folder / f"digest-{found[0][0]}").read_text(),

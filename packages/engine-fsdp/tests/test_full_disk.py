@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from temper_engine_api.checkpoint import complete_steps
+from temper_engine_api.checkpoint import list_complete_steps
 from temper_engine_api.conformance.harness.rank import ADAMW, EngineSetup, Rank
 from temper_engine_api.conformance.harness.rank_pool import RankPool
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
@@ -85,7 +85,7 @@ def test_a_full_disk_of_one_rank_stops_both(
     assert sentences[0] == sentences[1]
     assert "step 2 could not be saved: " in sentences[0]
     assert sentence in sentences[0]
-    assert complete_steps(tmp_path / "steps") == [1]
+    assert list_complete_steps(tmp_path / "steps") == [1]
 
 
 def save_twice(rank: Rank, *, setup: EngineSetup, folder: Path, full: int) -> str:

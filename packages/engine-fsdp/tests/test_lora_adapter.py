@@ -114,7 +114,7 @@ def test_a_language_head_may_be_fully_trained(
     train(engine, batch, num_updates=1)
     assert "base_model.model.lm_head.weight" in engine.export_adapter()[1]
     assert not weights_of(engine)["lm_head.weight"].equal(before)
-    with engine.adapter_disabled():
+    with engine.disable_adapter():
         assert weights_of(engine)["lm_head.weight"].equal(before)
 
 
@@ -192,7 +192,7 @@ def test_a_base_that_was_loaded_is_part_of_the_checkpoint(
     start: Start, batch: SequenceBatch, tmp_path: Path
 ) -> None:
     engine = start(lora=LORA)
-    with engine.adapter_disabled():
+    with engine.disable_adapter():
         base = weights_of(engine)
     engine.load_weights(NamedWeight(name, tensor + 0.01) for name, tensor in base.items())
     train(engine, batch, num_updates=1)
@@ -208,7 +208,7 @@ def test_a_checkpoint_without_the_base_is_refused_where_the_base_was_replaced(
 ) -> None:
     step = start(lora=LORA).save_checkpoint(str(tmp_path), global_step=1)
     engine = start(lora=LORA)
-    with engine.adapter_disabled():
+    with engine.disable_adapter():
         base = weights_of(engine)
     engine.load_weights(NamedWeight(name, tensor + 0.01) for name, tensor in base.items())
     with pytest.raises(CheckpointError, match="load the checkpoint in a new engine"):

@@ -23,13 +23,13 @@ from temper_engine_api.conformance.harness.tolerances import assert_all_equal, a
 from temper_engine_api.conformance.inputs.probes import SftProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError
-from temper_engine_api.registry import conformance_layouts
+from temper_engine_api.registry import load_conformance_layouts
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_engine_megatron.checkpoint.checkpoint_files import check_layout_is_ours
 from temper_engine_megatron.engine import MegatronEngine
 
-LAYOUTS = {layout.name: layout for layout in conformance_layouts("megatron")}
+LAYOUTS = {layout.name: layout for layout in load_conformance_layouts("megatron")}
 LORA = LoraSpec(rank=4, alpha=8.0)
 
 
@@ -201,7 +201,7 @@ def test_a_base_that_was_loaded_is_part_of_the_checkpoint_and_moments_are_the_ad
     start, batch, tmp_path
 ):
     engine = start(lora=LORA)
-    with engine.adapter_disabled():
+    with engine.disable_adapter():
         base = collect_weights(engine)
     engine.load_weights(NamedWeight(name, tensor + 0.01) for name, tensor in base.items())
     update(engine, batch)

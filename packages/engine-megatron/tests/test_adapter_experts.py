@@ -30,7 +30,7 @@ from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_adapters import TinyAdapter, save_adapter
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_TIED
 from temper_engine_api.errors import CapabilityError, ConfigError
-from temper_engine_api.layout import Layout, plain_layout
+from temper_engine_api.layout import Layout, default_layout
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_megatron.adapter.expert_adapters import joined, part_of
@@ -50,7 +50,7 @@ ALONE_INSIDE = TinyAdapter(
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        plain_layout(1),
+        default_layout(1),
         Layout(
             name="ep2", world_size=2, fields={"expert_parallel": 2, "distributed_optimizer": True}
         ),

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.registry import conformance_layouts, engine_config_class
+from temper_engine_api.registry import load_conformance_layouts, load_engine_config_class
 from temper_engine_api.specs import ModelSpec
 from temper_engine_megatron.config import MegatronConfig
 
@@ -32,12 +32,12 @@ def test_a_replica_takes_the_ranks_of_all_splits():
 
 
 def test_the_engine_is_found_by_its_name():
-    assert engine_config_class("megatron") is MegatronConfig
+    assert load_engine_config_class("megatron") is MegatronConfig
 
 
 def test_layouts_set_fields_that_exist_and_fill_their_ranks():
     known = {field.name for field in fields(MegatronConfig)}
-    layouts = conformance_layouts("megatron")
+    layouts = load_conformance_layouts("megatron")
     assert {"tp2", "pp2", "pp2-vpp2", "cp2", "dp2-distopt", "tp2-pp2"} <= {
         layout.name for layout in layouts
     }

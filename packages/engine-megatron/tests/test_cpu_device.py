@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
-from temper_engine_api.layout import plain_layout
+from temper_engine_api.layout import default_layout
 from temper_engine_megatron.runtime import cpu_device
 from temper_engine_megatron.runtime.cpu_device import megatron_on_cpu
 
@@ -58,7 +58,7 @@ def test_where_there_is_cuda_nothing_is_replaced(monkeypatch):
 def test_ranks_gather_parts_of_any_sizes_as_nccl_does(rank_pool, oracle):
     setup = oracle.make_setup(QWEN2_GROUPED)
     for parts in rank_pool.run(
-        gather_parts, engine="megatron", layout=plain_layout(2), arguments={"setup": setup}
+        gather_parts, engine="megatron", layout=default_layout(2), arguments={"setup": setup}
     ):
         assert parts == [[[0.0, 0.0]] * 3, [[1.0, 1.0]]]
 

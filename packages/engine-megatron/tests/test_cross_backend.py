@@ -25,8 +25,8 @@ from temper_engine_api.conformance.harness.tolerances import (
 from temper_engine_api.conformance.inputs.tiny_adapters import TinyAdapter
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, QWEN2_TIED, VALUE
 from temper_engine_api.errors import CheckpointError
-from temper_engine_api.layout import plain_layout
-from temper_engine_api.registry import conformance_layouts
+from temper_engine_api.layout import default_layout
+from temper_engine_api.registry import load_conformance_layouts
 from temper_engine_api.specs import LoraSpec, ScheduleSpec
 from temper_engine_megatron.huggingface.expert_names import split_saved_experts
 
@@ -34,8 +34,8 @@ pytest.importorskip(
     "temper_engine_fsdp", reason="the other engine is not installed: pip install temper-engine-fsdp"
 )
 
-ALONE, TWO = plain_layout(1), plain_layout(2)
-MEGATRON = {layout.name: layout for layout in conformance_layouts("megatron")}
+ALONE, TWO = default_layout(1), default_layout(2)
+MEGATRON = {layout.name: layout for layout in load_conformance_layouts("megatron")}
 SCHEDULE = ScheduleSpec(kind="cosine", warmup_steps=1, total_steps=6)
 WAYS = [
     pytest.param("fsdp", TWO, "megatron", MEGATRON["pp2"], id="fsdp-to-pp2"),

@@ -19,12 +19,12 @@ from temper_engine_api.conformance.harness.rank import ADAMW
 from temper_engine_api.conformance.harness.tolerances import assert_same_state
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, QWEN2_UNTIED
 from temper_engine_api.layout import Layout
-from temper_engine_api.registry import conformance_layouts
+from temper_engine_api.registry import load_conformance_layouts
 from temper_engine_megatron.checkpoint import checkpoint_files
 from temper_engine_megatron.weights.owners import assign_writers
 
 ALONE = Layout(name="alone", world_size=1)
-LAYOUTS = {layout.name: layout for layout in conformance_layouts("megatron")}
+LAYOUTS = {layout.name: layout for layout in load_conformance_layouts("megatron")}
 
 
 def test_shares_are_equal_to_the_largest_tensor_and_given_to_those_that_hold_it():

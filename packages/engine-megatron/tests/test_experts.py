@@ -37,7 +37,7 @@ from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, Tiny
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.layout import Layout
 from temper_engine_api.objective import Aggregation, HeadOutput, LossTerms, Objective
-from temper_engine_api.plan import pack_rank, plan_mini_batch
+from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_engine_api.specs import ModelSpec
 from temper_engine_megatron.engine import MegatronEngine
@@ -305,17 +305,20 @@ def router_gradient(rank, *, setup, batch, repeats, settings):
         whole = concatenate(
             [
                 replace(
-                    batch, sample_ids=batch.sample_ids + size * i, atom_ids=batch.atom_ids * 0 + i
+                    batch,
+                    sample_ids=batch.sample_ids + size * i,
+                    pack_group_ids=batch.pack_group_ids * 0 + i,
                 )
                 for i in range(repeats)
             ]
         )
         plan = plan_mini_batch(
-            whole.lengths.tolist(), atom_ids=whole.atom_ids.tolist(), dp_size=1, max_tokens=batch.num_tokens + 8,
+            whole.lengths.tolist(), pack_group_ids=whole.pack_group_ids.tolist(), dp_size=1, max_tokens=batch.num_tokens + 8,
             constraints=engine.topology.plan_constraints,
         )  # fmt: skip
         return run_update(
-            engine, [pack_rank(whole, plan=plan, rank=0, denominators=count_denominators(whole))]
+            engine,
+            [build_packed_batch(whole, plan=plan, rank=0, denominators=count_denominators(whole))],
         )
     finally:
         engine.close()

@@ -6,15 +6,15 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from temper_engine_api.checkpoint import complete_steps
+from temper_engine_api.checkpoint import list_complete_steps
 from temper_engine_api.conformance.harness.measurements import train
 from temper_engine_api.conformance.harness.rank import ADAMW
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.errors import CheckpointError
-from temper_engine_api.registry import conformance_layouts
+from temper_engine_api.registry import load_conformance_layouts
 from temper_engine_megatron.checkpoint import checkpoint_files
 
-LAYOUTS = {layout.name: layout for layout in conformance_layouts("megatron")}
+LAYOUTS = {layout.name: layout for layout in load_conformance_layouts("megatron")}
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def test_a_full_disk_of_one_rank_stops_both(rank_pool, oracle, tmp_path, full):
     )
     assert sentences[0] == sentences[1]
     assert f"step 2 could not be saved: rank {full}: could not write" in sentences[0]
-    assert complete_steps(tmp_path) == [1]
+    assert list_complete_steps(tmp_path) == [1]
 
 
 def save_twice(rank, *, setup, batch, folder, full):

@@ -11,7 +11,7 @@ import torch
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.conformance.harness.rank import Rank
 from temper_engine_api.conformance.harness.rank_pool import RankPool
-from temper_engine_api.registry import conformance_layouts
+from temper_engine_api.registry import load_conformance_layouts
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.engine import MegatronEngine
@@ -86,7 +86,7 @@ def test_a_released_checkpoint_of_one_rank_is_read_bit_for_bit_by_two(
     rank_pool: RankPool, file: Path, layout: str
 ) -> None:
     written = json.loads(file.read_text())
-    (two,) = (each for each in conformance_layouts("megatron") if each.name == layout)
+    (two,) = (each for each in load_conformance_layouts("megatron") if each.name == layout)
     for digests in rank_pool.run(
         load_and_digest, engine="megatron", layout=two, arguments={"file": file}
     ):

@@ -15,12 +15,12 @@ from temper_engine_api.conformance.harness.tolerances import (
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN3, TinyModel
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.registry import conformance_layouts
+from temper_engine_api.registry import load_conformance_layouts
 from temper_engine_api.specs import LoraSpec
 from temper_engine_megatron.bridge_compat import BridgeTranslation
 from temper_engine_megatron.model.gpt_chunks import check_divisible_sizes
 
-LAYOUTS = {layout.name: layout for layout in conformance_layouts("megatron")}
+LAYOUTS = {layout.name: layout for layout in load_conformance_layouts("megatron")}
 ONE_KEY_HEAD = TinyModel(
     name="qwen3-one-key-head", architecture={**QWEN3.architecture, "num_key_value_heads": 1}
 )

@@ -35,14 +35,14 @@ from temper_engine_api.conformance.harness.tolerances import (
 )
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, QWEN2_TIED, QWEN2_UNTIED
-from temper_engine_api.layout import plain_layout
+from temper_engine_api.layout import default_layout
 from temper_engine_api.objective import HeadOutput
-from temper_engine_api.registry import conformance_layouts
+from temper_engine_api.registry import load_conformance_layouts
 from temper_engine_megatron.engine import MegatronEngine
 
 LAYOUTS = {
     layout.name: layout
-    for layout in (plain_layout(1), plain_layout(2), *conformance_layouts("megatron"))
+    for layout in (default_layout(1), default_layout(2), *load_conformance_layouts("megatron"))
 }
 TWO = Split(name="two", min_micro_batches=2)
 

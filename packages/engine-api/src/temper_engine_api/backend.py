@@ -98,7 +98,7 @@ class EngineBackend(ABC):
         """Drop gradients."""
 
     @abstractmethod
-    def _resident(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
+    def _loaded(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
         """Bring in what a mode needs and put it back on exit, also when the body raises. Nested entries cost nothing."""
 
     @abstractmethod
@@ -155,7 +155,7 @@ class EngineBackend(ABC):
     def close(self) -> None:
         """Free memory and the process groups this engine made; a second engine may follow in the same process."""
 
-    def _adapter_off(self) -> AbstractContextManager[None]:
+    def _disable_adapter(self) -> AbstractContextManager[None]:
         """The base model alone inside; of engines that claim ADAPTER. Nested entries are harmless."""
         raise NotImplementedError
 

@@ -129,7 +129,7 @@ def _move(
     ranks[entry[1]] = goal
 
 
-def fill_bins(sizes: Sequence[int], *, capacity: int) -> list[list[int]]:
+def pack_bins(sizes: Sequence[int], *, capacity: int) -> list[list[int]]:
     """Best-fit decreasing: items into few bins, each item into the fullest bin that still takes it; at most 11/9 of the fewest + 1.
 
     Args:
@@ -153,7 +153,7 @@ def fill_bins(sizes: Sequence[int], *, capacity: int) -> list[list[int]]:
     return bins
 
 
-def spread_over_bins(
+def balance_bins(
     sizes: Sequence[int], costs: Sequence[int], *, num_bins: int, capacity: int
 ) -> list[list[int]] | None:
     """Costliest first into the lightest bin that still takes it; None when an item finds no bin.

@@ -73,7 +73,7 @@ class SequenceBatch:
     """[B] int64, unique in a mini-batch; DUMMY_ID marks a dummy."""
     group_ids: Tensor = field(metadata=_PER_SEQUENCE)
     """[B] int64; completions of one prompt share it."""
-    atom_ids: Tensor = field(metadata=_PER_SEQUENCE)
+    pack_group_ids: Tensor = field(metadata=_PER_SEQUENCE)
     """[B] int64; sequences with the same value (preference pairs) stay in one micro-batch."""
     temperature: Tensor = field(metadata=_PER_SEQUENCE)
     """[B] float32, above 0; logits are divided by it before the log-softmax."""
@@ -158,7 +158,7 @@ class SequenceBatch:
         """[B] bool."""
         return self.sample_ids == DUMMY_ID
 
-    def positions(self) -> Tensor:
+    def get_position_ids(self) -> Tensor:
         """[T] or [3, T] int64 position of each token: those given, else counted from 0 in each sequence."""
         if self.position_ids is not None:
             return self.position_ids
@@ -294,7 +294,7 @@ def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
                 f"against {sorted(other.columns)} + {sorted(other.sequence_columns)}."
             )
     if any(batch.position_ids is not None for batch in batches):
-        batches = [replace(batch, position_ids=batch.positions()) for batch in batches]
+        batches = [replace(batch, position_ids=batch.get_position_ids()) for batch in batches]
     if any(batch.media is not None for batch in batches):
         batches = [
             replace(batch, media=batch.media or (None,) * batch.num_sequences) for batch in batches
@@ -311,7 +311,7 @@ def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
     )
 
 
-def dummy_sequence(batch: SequenceBatch) -> SequenceBatch:
+def make_dummy_sequence(batch: SequenceBatch) -> SequenceBatch:
     """Return a one-token sequence with the columns of `batch`, all zero, that trains nothing.
 
     It fills a micro-batch that would be empty: every rank must run the same number of
@@ -332,7 +332,7 @@ def dummy_sequence(batch: SequenceBatch) -> SequenceBatch:
         zeros,
         sample_ids=marker,
         group_ids=marker,
-        atom_ids=marker,
+        pack_group_ids=marker,
         temperature=torch.ones_like(zeros.temperature),
     )
 
@@ -391,7 +391,7 @@ def from_sequences(
     loss_masks: Sequence[Tensor],
     sample_ids: Sequence[int] | None = None,
     group_ids: Sequence[int] | None = None,
-    atom_ids: Sequence[int] | None = None,
+    pack_group_ids: Sequence[int] | None = None,
     temperature: float | Sequence[float] = 1.0,
     columns: Mapping[str, Sequence[Tensor]] | None = None,
     sequence_columns: Mapping[str, Tensor] | None = None,
@@ -401,9 +401,9 @@ def from_sequences(
     Args:
         tokens: B tensors [L_b] of token ids.
         loss_masks: B tensors [L_b] bool.
-        sample_ids: B ids, by default 0 to B - 1; group_ids and atom_ids are by default the sample's own id.
+        sample_ids: B ids, by default 0 to B - 1; group_ids and pack_group_ids are by default the sample's own id.
         group_ids: see sample_ids.
-        atom_ids: see sample_ids.
+        pack_group_ids: see sample_ids.
         temperature: one for all, or one each.
         columns: per name B tensors [L_b] or [L_b, K].
         sequence_columns: per name [B] or [B, K].
@@ -423,7 +423,9 @@ def from_sequences(
         group_ids=ids.clone()
         if group_ids is None
         else torch.as_tensor(group_ids, dtype=torch.int64),
-        atom_ids=ids.clone() if atom_ids is None else torch.as_tensor(atom_ids, dtype=torch.int64),
+        pack_group_ids=ids.clone()
+        if pack_group_ids is None
+        else torch.as_tensor(pack_group_ids, dtype=torch.int64),
         temperature=heat,
         columns={name: torch.cat(list(parts)) for name, parts in (columns or {}).items()},
         sequence_columns=dict(sequence_columns or {}),

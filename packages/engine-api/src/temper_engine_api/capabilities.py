@@ -17,7 +17,7 @@ class Capability(StrEnum):
     LOGPROB_AT = "logprob_at"
     """Answers ``HeadOutput.LOGPROB_AT``."""
     ADAPTER = "adapter"
-    """LoRA adapters: ``adapter_disabled``, ``export_adapter``, ``load_adapter``."""
+    """LoRA adapters: ``disable_adapter``, ``export_adapter``, ``load_adapter``."""
     ADAPTER_ON_EXPERTS = "adapter_on_experts"
     """The same on the tensors in which a layer's experts are joined: ``lora.target_parameters``."""
     OFFLOAD = "offload"

@@ -29,7 +29,7 @@ from typing import ParamSpec, TypeVar, cast
 
 from typing_extensions import deprecated as _mark_for_type_checkers
 
-from temper_engine_api.versions import numbers
+from temper_engine_api.contract_version import parse_version
 
 MINORS = 2
 """For how many minor versions a deprecated name stays, at least."""
@@ -65,8 +65,8 @@ class Deprecation:
 
     def __post_init__(self) -> None:
         (major, minor, _), (removed_major, removed_minor, _) = (
-            numbers(self.since),
-            numbers(self.removed_in),
+            parse_version(self.since),
+            parse_version(self.removed_in),
         )
         if removed_major < major or (removed_major == major and removed_minor < minor + MINORS):
             raise ValueError(
@@ -83,7 +83,7 @@ class Deprecation:
 
     def is_overdue(self, version: str) -> bool:
         """Whether a release of this version should no longer have it."""
-        return numbers(version) >= numbers(self.removed_in)
+        return parse_version(version) >= parse_version(self.removed_in)
 
 
 def deprecated(record: Deprecation) -> Callable[[Callable[P, T]], Callable[P, T]]:

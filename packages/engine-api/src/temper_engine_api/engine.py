@@ -28,20 +28,20 @@ from temper_engine_api.hooks import (
     PreprocessFn,
     RawBatch,
 )
-from temper_engine_api.metrics import LateMetrics, Metric, merge_metrics, settle_metrics
+from temper_engine_api.metrics import LazyMetrics, Metric, materialize_metrics, merge_metrics
 from temper_engine_api.objective import HeadOutput, HeadOutputs, LossTerms, Objective
 from temper_engine_api.outputs import ForwardOutputs, StepResult, collect_outputs, gather_outputs
 from temper_engine_api.padding import from_padded
-from temper_engine_api.plan import pack_rank, plan_mini_batch, plan_single_micro_batch
+from temper_engine_api.plan import build_packed_batch, plan_mini_batch, plan_single_micro_batch
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_engine_api.specs import PrecisionSpec
-from temper_engine_api.updates import Gradients, UpdateCycle, UpdateReport
+from temper_engine_api.updates import GradientState, UpdateCycle, UpdateReport
 from temper_engine_api.weights import NamedWeight, TrainingState, WeightStream
 
 __all__ = [
     "BaseEngine",
     "Context",
-    "Gradients",
+    "GradientState",
     "LossFn",
     "MicroBatchLoss",
     "ObjectT",
@@ -71,7 +71,7 @@ class BaseEngine(UpdateCycle):
             if self.config.optimizer is not None and not self.config.optimizer.is_adamw
             else set()
         )
-        needed |= {Capability.ADAPTER} if self.config.lora.is_on else set()
+        needed |= {Capability.ADAPTER} if self.config.lora.is_enabled else set()
         needed |= {Capability.ADAPTER_ON_EXPERTS} if self.config.lora.target_parameters else set()
         needed |= {Capability.OFFLOAD} if self.config.residency.offloads_anything else set()
         self.require(*needed)
@@ -156,7 +156,7 @@ class BaseEngine(UpdateCycle):
                 objective, denominators=batch.denominators, metrics=metrics
             )
         if not forward_only:
-            self._note_training(batch, final=final)
+            self._record_backward(batch, final=final)
         head_outputs = self._run_micro_batches(
             batch,
             requested_outputs=requested_outputs,
@@ -165,7 +165,7 @@ class BaseEngine(UpdateCycle):
             reduce_gradients=final and not forward_only,
         )
         metrics.append(self._collect_metrics())
-        settled = LateMetrics(lambda: settle_metrics(merge_metrics(metrics)))
+        settled = LazyMetrics(lambda: materialize_metrics(merge_metrics(metrics)))
         if head_outputs is None or not asked or not self.topology.returns_outputs:
             return StepResult(outputs=None, metrics=settled)
         columns = {
@@ -225,7 +225,7 @@ class BaseEngine(UpdateCycle):
                 raise EngineStateError(
                     "no loss function is set: call set_loss_fn() before training."
                 )
-            self._note_training(packed, final=False)
+            self._record_backward(packed, final=False)
         head_outputs = self._run_micro_batches(
             packed,
             requested_outputs=self._hook_outputs(),
@@ -253,12 +253,12 @@ class BaseEngine(UpdateCycle):
             batch = batch.with_columns(self._objective.prepare(batch, seed=seed))
         plan = plan_mini_batch(
             batch.lengths.tolist(),
-            atom_ids=batch.atom_ids.tolist(),
+            pack_group_ids=batch.pack_group_ids.tolist(),
             dp_size=topology.dp.size,
             max_tokens=max_tokens,
             constraints=topology.plan_constraints,
         )
-        return pack_rank(
+        return build_packed_batch(
             batch, plan=plan, rank=topology.dp.rank, denominators=count_denominators(batch)
         )
 
@@ -289,14 +289,14 @@ class BaseEngine(UpdateCycle):
         return gather_outputs(self._gather_objects(outputs), sample_ids=sample_ids)
 
     @contextmanager
-    def adapter_disabled(self) -> Iterator[None]:
+    def disable_adapter(self) -> Iterator[None]:
         """Forward passes without the adapter: the reference policy. Weights exported inside are those of the base.
 
         Raises:
             EngineStateError: this engine has no adapter; and inside, by a backward pass.
         """
         self._require_adapter()
-        with self._adapter_off():
+        with self._disable_adapter():
             self._is_adapter_disabled = True
             try:
                 yield
@@ -310,7 +310,7 @@ class BaseEngine(UpdateCycle):
             EngineStateError: this engine has no adapter.
         """
         self._require_adapter()
-        with self._resident("eval"):
+        with self._loaded("eval"):
             return self._export_adapter()
 
     def load_adapter(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
@@ -322,7 +322,7 @@ class BaseEngine(UpdateCycle):
             WeightError: a name is missing or unexpected, or a shape differs; nothing has been loaded then.
         """
         self._require_adapter()
-        with self._resident("eval"):
+        with self._loaded("eval"):
             self._load_adapter(config, tensors)
 
     def gather_objects(self, item: ObjectT) -> list[ObjectT]:
@@ -339,24 +339,24 @@ class BaseEngine(UpdateCycle):
         Raises:
             WeightError: a name is missing, unexpected or repeated, or a shape differs.
         """
-        with self._resident("eval"):
+        with self._loaded("eval"):
             self._load_weights(stream)
 
     def export_state(self) -> Iterator[TrainingState]:
         """The portable training state, parameter by parameter. Collective."""
         self.require(Capability.PORTABLE_STATE)
-        with self._resident("update"):
+        with self._loaded("update"):
             yield from self._iterate_state()
 
     def load_state(self, stream: Iterable[TrainingState]) -> None:
         """Load the portable training state. Collective."""
         self.require(Capability.PORTABLE_STATE)
-        with self._resident("update"):
+        with self._loaded("update"):
             self._load_state(stream)
 
     def write_part(self, directory: str) -> checkpoint.PartReport:
         """This rank's files of the engine's part of a checkpoint, for a transaction with several participants. Collective."""
-        with self._resident("update"):
+        with self._loaded("update"):
             files = self._write_state(directory)
         if self.topology.global_rank == 0:
             files = [
@@ -402,7 +402,7 @@ class BaseEngine(UpdateCycle):
 
     def read_part(self, directory: str) -> None:
         """Read the engine's part of a checkpoint. Collective."""
-        with self._resident("update"):
+        with self._loaded("update"):
             self._read_state(directory)
         self._restore_progress(checkpoint.read_json(directory, checkpoint.PROGRESS_FILE))
         self.optimizer_zero_grad()
@@ -437,7 +437,7 @@ class BaseEngine(UpdateCycle):
             return self._save_in_background(
                 local_path, hdfs_path, step=global_step, max_to_keep=max_ckpt_to_keep
             )
-        return checkpoint.save_alone(
+        return checkpoint.save_engine_checkpoint(
             self,
             local_path=local_path,
             remote_url=hdfs_path,
@@ -462,7 +462,7 @@ class BaseEngine(UpdateCycle):
             CheckpointError: a model with other parameters or shapes made it; nothing has changed then.
         """
         self.finish_saving()
-        checkpoint.load_alone(
+        checkpoint.load_engine_checkpoint(
             self,
             local_path=local_path,
             remote_url=hdfs_path,
@@ -479,7 +479,7 @@ class BaseEngine(UpdateCycle):
         goal = checkpoint.step_directory(local_path, step)
         staged = self._stage()
         self._background_save.start(
-            lambda: checkpoint.save_alone(
+            lambda: checkpoint.save_engine_checkpoint(
                 staged,
                 local_path=local_path,
                 remote_url=remote_url,
@@ -492,7 +492,7 @@ class BaseEngine(UpdateCycle):
         return str(goal)
 
     def _stage(self) -> checkpoint.StagedEngine:
-        with self._resident("update"):
+        with self._loaded("update"):
             write = self._stage_state()
         return checkpoint.StagedEngine(
             config=self.config, topology=self.topology, write=write, progress=self._progress()
@@ -504,7 +504,7 @@ class BaseEngine(UpdateCycle):
             raise EngineStateError(
                 f"{mode}_mode() inside {self._mode}_mode(): leave the first one before."
             )
-        with self._resident(mode):
+        with self._loaded(mode):
             self._mode = mode
             try:
                 yield
@@ -513,7 +513,7 @@ class BaseEngine(UpdateCycle):
 
     def _require_adapter(self) -> None:
         self.require(Capability.ADAPTER)
-        if not self.config.lora.is_on:
+        if not self.config.lora.is_enabled:
             raise EngineStateError(
                 "this engine has no adapter: set lora.rank and lora.alpha, or lora.path."
             )
@@ -521,14 +521,14 @@ class BaseEngine(UpdateCycle):
     def _check_can_run(self, *, forward_only: bool) -> None:
         if self._is_adapter_disabled and not forward_only:
             raise EngineStateError(
-                "a backward pass inside adapter_disabled(): the reference policy is not trained, leave the context before."
+                "a backward pass inside disable_adapter(): the reference policy is not trained, leave the context before."
             )
         if self._mode is None or (self._mode == "eval" and not forward_only):
             wanted = "train_mode() or eval_mode()" if forward_only else "train_mode()"
             raise EngineStateError(
                 f"a {'forward' if forward_only else 'backward'} pass needs `with engine.{wanted}`."
             )
-        if not forward_only and self._gradients in (Gradients.FINAL, Gradients.SPENT):
+        if not forward_only and self._gradients in (GradientState.REDUCED, GradientState.APPLIED):
             raise EngineStateError(
                 "gradients of this update are already reduced: call optimizer_zero_grad() before the next update, "
                 "and pass final=False to every call of an update but the last."
@@ -568,10 +568,10 @@ class BaseEngine(UpdateCycle):
         plan = plan_single_micro_batch(
             batch.num_sequences, constraints=self.topology.plan_constraints
         )
-        return pack_rank(batch, plan=plan, rank=0, denominators=denominators)
+        return build_packed_batch(batch, plan=plan, rank=0, denominators=denominators)
 
     def _weights_while_resident(self) -> Iterator[NamedWeight]:
-        with self._resident("eval"):
+        with self._loaded("eval"):
             yield from self._iterate_weights()
 
 

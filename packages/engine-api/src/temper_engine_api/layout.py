@@ -44,6 +44,6 @@ class Layout:
         return isinstance(ranks, int) and ranks > 1
 
 
-def plain_layout(world_size: int) -> Layout:
+def default_layout(world_size: int) -> Layout:
     """The engine's own defaults on so many ranks."""
     return Layout(name=f"{world_size}-rank{'s' if world_size > 1 else ''}", world_size=world_size)

@@ -13,14 +13,14 @@ class LossScale:
     """1 and never changing unless the compute dtype is fp16. The same on every rank, since every rank sees the same global norm."""
 
     def __init__(self, precision: PrecisionSpec) -> None:
-        self.is_on = precision.compute == "fp16"
-        self.value = (precision.initial_loss_scale or INITIAL) if self.is_on else 1.0
+        self.is_enabled = precision.compute == "fp16"
+        self.value = (precision.initial_loss_scale or INITIAL) if self.is_enabled else 1.0
         self._interval = precision.loss_scale_growth_interval or GROWTH_INTERVAL
         self._num_good = 0
 
     def note(self, *, is_finite: bool) -> None:
         """After each attempt to update."""
-        if not self.is_on:
+        if not self.is_enabled:
             return
         self._num_good = self._num_good + 1 if is_finite else 0
         if not is_finite:
@@ -46,5 +46,5 @@ class LossScale:
             raise DamagedCheckpointError(
                 f"progress.json should hold a loss scale, but holds {dict(state)}: load a step that is whole."
             )
-        if self.is_on:
+        if self.is_enabled:
             self.value, self._num_good = value, num_good

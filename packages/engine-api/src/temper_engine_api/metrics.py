@@ -52,7 +52,7 @@ class Metric:
         return value
 
 
-class LateMetrics(Mapping[str, Metric]):
+class LazyMetrics(Mapping[str, Metric]):
     """Metrics that are made when they are first looked at: until then nobody waits for the device that computes them.
 
     Pickled, they are a plain dict.
@@ -90,7 +90,7 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     return merged
 
 
-def settle_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+def materialize_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """The same metrics as Python floats, moved from their device in one copy."""
     if not metrics:
         return {}

@@ -170,7 +170,7 @@ def register_objective(name: str) -> Callable[[ObjectiveT], ObjectiveT]:
     return add
 
 
-def objective_class(name: str) -> type[Objective]:
+def get_objective_class(name: str) -> type[Objective]:
     """The registered class of that name.
 
     Raises:
@@ -183,6 +183,6 @@ def objective_class(name: str) -> type[Objective]:
     return _REGISTRY[name]
 
 
-def registered_objectives() -> Mapping[str, type[Objective]]:
+def list_objectives() -> Mapping[str, type[Objective]]:
     """Every registered objective by name."""
     return MappingProxyType(_REGISTRY)

@@ -12,7 +12,7 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError
 
-_IDS = ("sample_ids", "group_ids", "atom_ids")
+_IDS = ("sample_ids", "group_ids", "pack_group_ids")
 _OWN_FIELDS = frozenset(
     {"input_ids", "attention_mask", "loss_mask", "position_ids", "temperature", *_IDS}
 )
@@ -24,7 +24,7 @@ def from_padded(padded: Mapping[str, Tensor]) -> SequenceBatch:
     Args:
         padded: input_ids [B, L] integers and attention_mask [B, L] of 0 and 1 (or bool), padded left, right or on both sides. Optional:
             loss_mask [B, L] (by default every token but the first of each row), position_ids [B, L] or [3, B, L], temperature [] or [B]
-            (by default 1), sample_ids, group_ids, atom_ids [B] (by default the row's number; groups and atoms by default the sample's
+            (by default 1), sample_ids, group_ids, pack_group_ids [B] (by default the row's number; groups and atoms by default the sample's
             id). Any other entry is a per-token column when it is [B, L] or [B, L, K], else a per-sequence column [B] or [B, K].
 
     Raises:
@@ -46,7 +46,7 @@ def from_padded(padded: Mapping[str, Tensor]) -> SequenceBatch:
         loss_mask=loss_mask,
         sample_ids=sample_ids,
         group_ids=_ids(padded, "group_ids", default=sample_ids),
-        atom_ids=_ids(padded, "atom_ids", default=sample_ids),
+        pack_group_ids=_ids(padded, "pack_group_ids", default=sample_ids),
         temperature=_temperature(padded, mask),
         columns=token_columns,
         sequence_columns=sequence_columns,
@@ -90,7 +90,7 @@ def to_padded(
     padded |= {
         "sample_ids": batch.sample_ids,
         "group_ids": batch.group_ids,
-        "atom_ids": batch.atom_ids,
+        "pack_group_ids": batch.pack_group_ids,
     }
     padded |= {"temperature": batch.temperature, **batch.sequence_columns}
     padded |= {name: pad(column) for name, column in batch.columns.items()}

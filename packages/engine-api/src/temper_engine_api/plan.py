@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from temper_engine_api.balance import assign_to_ranks, fill_bins, spread_over_bins
+from temper_engine_api.balance import assign_to_ranks, balance_bins, pack_bins
 from temper_engine_api.batch import (
     Denominators,
     PackedBatch,
     SequenceBatch,
     concatenate,
-    dummy_sequence,
+    make_dummy_sequence,
 )
 from temper_engine_api.errors import PlanError
 from temper_engine_api.topology import PlanConstraints
@@ -58,7 +58,7 @@ class MiniBatchPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Atom:
+class _PackGroup:
     """Sequences that stay together."""
 
     members: tuple[int, ...]
@@ -71,7 +71,7 @@ def plan_mini_batch(
     *,
     dp_size: int,
     max_tokens: int,
-    atom_ids: Sequence[int] | None = None,
+    pack_group_ids: Sequence[int] | None = None,
     constraints: PlanConstraints = NO_CONSTRAINTS,
     cost: CostModel = CostModel(),
 ) -> MiniBatchPlan:
@@ -81,7 +81,7 @@ def plan_mini_batch(
         lengths: tokens of each sequence, >= 1.
         dp_size: data-parallel ranks.
         max_tokens: cap of a micro-batch, its padding to constraints.token_multiple included.
-        atom_ids: sequences with the same id share a micro-batch; None is each alone.
+        pack_group_ids: sequences with the same id share a micro-batch; None is each alone.
         constraints: of the engine's layout.
         cost: what is balanced.
 
@@ -92,7 +92,7 @@ def plan_mini_batch(
         raise PlanError(
             f"{len(lengths)} sequences over {dp_size} ranks can't be planned: both must be at least 1."
         )
-    atoms = _atoms_of(lengths, atom_ids, cost)
+    atoms = _make_pack_groups(lengths, pack_group_ids, cost)
     capacity = max_tokens // constraints.token_multiple * constraints.token_multiple
     _check_fits(
         atoms,
@@ -101,11 +101,11 @@ def plan_mini_batch(
         capacity=capacity,
         token_multiple=constraints.token_multiple,
     )
-    shares: list[list[_Atom]] = [[] for _ in range(dp_size)]
+    shares: list[list[_PackGroup]] = [[] for _ in range(dp_size)]
     ranks = assign_to_ranks(torch.tensor([atom.cost for atom in atoms]), num_ranks=dp_size)
     for atom, rank in zip(atoms, ranks.tolist(), strict=True):
         shares[rank].append(atom)
-    filled = [fill_bins([atom.tokens for atom in share], capacity=capacity) for share in shares]
+    filled = [pack_bins([atom.tokens for atom in share], capacity=capacity) for share in shares]
     count = _allowed_count(max(len(bins) for bins in filled), constraints)
     return MiniBatchPlan(
         ranks=tuple(
@@ -123,7 +123,7 @@ def plan_single_micro_batch(num_sequences: int, *, constraints: PlanConstraints)
     )
 
 
-def pack_rank(
+def build_packed_batch(
     batch: SequenceBatch, *, plan: MiniBatchPlan, rank: int, denominators: Denominators
 ) -> PackedBatch:
     """A rank's share of a mini-batch, in the order of its micro-batches; a dummy token stands in each empty one.
@@ -137,7 +137,7 @@ def pack_rank(
     micro_batches = plan.ranks[rank].micro_batches
     dummy = batch.num_sequences
     filled = [micro or (dummy,) for micro in micro_batches]
-    source = batch if all(micro_batches) else concatenate([batch, dummy_sequence(batch)])
+    source = batch if all(micro_batches) else concatenate([batch, make_dummy_sequence(batch)])
     share = source.select([i for micro in filled for i in micro])
     sizes = torch.tensor([0, *(len(micro) for micro in filled)])
     return PackedBatch(
@@ -152,7 +152,7 @@ def split_mini_batches(
     *,
     num_mini_batches: int,
     seed: int | None,
-    atom_ids: Sequence[int] | None = None,
+    pack_group_ids: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Members of each mini-batch, ascending: whole groups and whole atoms, numbers of sequences as equal as those allow.
 
@@ -160,12 +160,12 @@ def split_mini_batches(
         group_ids: of each sequence.
         num_mini_batches: how many.
         seed: membership is a pure function of it; None cuts the given order without shuffling.
-        atom_ids: of each sequence; an atom that spans groups joins them.
+        pack_group_ids: of each sequence; an atom that spans groups joins them.
 
     Raises:
         PlanError: fewer groups than mini-batches.
     """
-    units = _joined(group_ids, group_ids if atom_ids is None else atom_ids)
+    units = _join_groups(group_ids, group_ids if pack_group_ids is None else pack_group_ids)
     if not 1 <= num_mini_batches <= len(units):
         raise PlanError(
             f"{len(units)} groups can't fill {num_mini_batches} mini-batches: groups are never split, so use at most "
@@ -189,7 +189,9 @@ def plan_fingerprint(plan: MiniBatchPlan) -> str:
     return hashlib.sha256(repr([rank.micro_batches for rank in plan.ranks]).encode()).hexdigest()
 
 
-def describe(plan: MiniBatchPlan, lengths: Sequence[int], *, cost: CostModel = CostModel()) -> str:
+def format_plan(
+    plan: MiniBatchPlan, lengths: Sequence[int], *, cost: CostModel = CostModel()
+) -> str:
     """A table for people: sequences, tokens, largest micro-batch and share of the mean cost of each rank."""
     rows = ["rank  sequences  tokens  largest micro-batch  cost/mean"]
     costs = [
@@ -211,14 +213,14 @@ def _cost(length: int, cost: CostModel) -> int:
     return cost.linear * length + cost.quadratic * length * length
 
 
-def _atoms_of(
-    lengths: Sequence[int], atom_ids: Sequence[int] | None, cost: CostModel
-) -> list[_Atom]:
+def _make_pack_groups(
+    lengths: Sequence[int], pack_group_ids: Sequence[int] | None, cost: CostModel
+) -> list[_PackGroup]:
     members: dict[int, list[int]] = {}
-    for i, atom in enumerate(range(len(lengths)) if atom_ids is None else atom_ids):
+    for i, atom in enumerate(range(len(lengths)) if pack_group_ids is None else pack_group_ids):
         members.setdefault(atom, []).append(i)
     return [
-        _Atom(
+        _PackGroup(
             members=tuple(m),
             tokens=sum(lengths[i] for i in m),
             cost=sum(_cost(lengths[i], cost) for i in m),
@@ -228,7 +230,7 @@ def _atoms_of(
 
 
 def _check_fits(
-    atoms: list[_Atom],
+    atoms: list[_PackGroup],
     lengths: Sequence[int],
     *,
     max_tokens: int,
@@ -253,10 +255,12 @@ def _allowed_count(count: int, constraints: PlanConstraints) -> int:
     return -(-max(count, constraints.min_micro_batches, 1) // multiple) * multiple
 
 
-def _rank_plan(share: list[_Atom], bins: list[list[int]], *, count: int, capacity: int) -> RankPlan:
+def _rank_plan(
+    share: list[_PackGroup], bins: list[list[int]], *, count: int, capacity: int
+) -> RankPlan:
     """Balanced where balance finds room for everything, else as tightly as the bins that are known to fit."""
     tokens, costs = [atom.tokens for atom in share], [atom.cost for atom in share]
-    even = spread_over_bins(tokens, costs, num_bins=count, capacity=capacity)
+    even = balance_bins(tokens, costs, num_bins=count, capacity=capacity)
     chosen = bins + [[]] * (count - len(bins)) if even is None else even
     heaviest_first = sorted(chosen, key=lambda b: -sum(costs[a] for a in b))
     return RankPlan(
@@ -266,7 +270,7 @@ def _rank_plan(share: list[_Atom], bins: list[list[int]], *, count: int, capacit
     )
 
 
-def _joined(group_ids: Sequence[int], atom_ids: Sequence[int]) -> list[list[int]]:
+def _join_groups(group_ids: Sequence[int], pack_group_ids: Sequence[int]) -> list[list[int]]:
     """Sequences that share a group or an atom, directly or through others, in order of first appearance."""
     parent = list(range(len(group_ids)))
 
@@ -276,7 +280,7 @@ def _joined(group_ids: Sequence[int], atom_ids: Sequence[int]) -> list[list[int]
             i = parent[i]
         return i
 
-    for ids in (group_ids, atom_ids):
+    for ids in (group_ids, pack_group_ids):
         first: dict[int, int] = {}
         for i, name in enumerate(ids):
             a, b = sorted((root(i), root(first.setdefault(name, i))))

@@ -29,7 +29,7 @@ def reduce_loss(
         BatchError: shapes or level do not fit the batch or the mode.
     """
     is_token_level = terms.level == "token"
-    mask = batch.loss_mask if is_token_level else trained_sequences(batch)
+    mask = batch.loss_mask if is_token_level else find_trained_sequences(batch)
     _check_terms(terms, mask, aggregation.mode)
     # Both are masked before they meet: 0 * NaN would leak into the gradient.
     loss = torch.where(mask, terms.loss.float(), 0.0)
@@ -41,7 +41,7 @@ def reduce_loss(
     if mode == AggregationMode.GROUP_MEAN:
         return loss.sum() / max(denominators.groups, 1)
     if is_token_level and mode == AggregationMode.SEQUENCE_MEAN_TOKEN_MEAN:
-        trained = sequence_sum(batch.loss_mask.float(), batch).clamp(min=1.0)
+        trained = sum_per_sequence(batch.loss_mask.float(), batch).clamp(min=1.0)
         loss = loss / trained[batch.sequence_index]
     if mode == AggregationMode.SEQUENCE_MEAN_TOKEN_SUM_NORM:
         assert aggregation.horizon is not None
@@ -65,19 +65,19 @@ def _check_terms(terms: LossTerms, mask: Tensor, mode: AggregationMode) -> None:
         )
 
 
-def sequence_sum(column: Tensor, batch: SequenceBatch) -> Tensor:
+def sum_per_sequence(column: Tensor, batch: SequenceBatch) -> Tensor:
     """[B] sum of a per-token column [T] over each sequence, in the column's dtype, with gradient."""
     return column.new_zeros(batch.num_sequences).index_add(0, batch.sequence_index, column)
 
 
-def trained_sequences(batch: SequenceBatch) -> Tensor:
+def find_trained_sequences(batch: SequenceBatch) -> Tensor:
     """[B] bool: sequences with at least one trained token."""
-    return sequence_sum(batch.loss_mask.float(), batch) > 0
+    return sum_per_sequence(batch.loss_mask.float(), batch) > 0
 
 
 def count_denominators(batch: SequenceBatch) -> Denominators:
     """Trained tokens, sequences and groups of a whole mini-batch, counted after all masking."""
-    trained = trained_sequences(batch)
+    trained = find_trained_sequences(batch)
     groups = torch.unique(batch.group_ids[trained])
     return Denominators(
         tokens=int(batch.loss_mask.sum()), sequences=int(trained.sum()), groups=groups.numel()

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
+from temper_engine_api.contract_version import check_contract
 from temper_engine_api.errors import EngineNotFoundError
-from temper_engine_api.handshake import check_contract
 from temper_engine_api.layout import Layout
 from temper_engine_api.specs import EngineConfig
 
@@ -53,18 +53,18 @@ def list_engines() -> list[EngineEntry]:
     ]
 
 
-def import_faults() -> dict[str, str]:
+def find_import_errors() -> dict[str, str]:
     """Import every installed engine: the reason by name of each that can't be."""
     faults = {}
     for name in _points(ENGINES):
         try:
-            engine_class(name)
+            load_engine_class(name)
         except EngineNotFoundError as error:
             faults[name] = str(error)
     return faults
 
 
-def engine_class(name: str) -> "type[BaseEngine]":
+def load_engine_class(name: str) -> "type[BaseEngine]":
     """The engine of that name, imported.
 
     Raises:
@@ -81,7 +81,7 @@ def engine_class(name: str) -> "type[BaseEngine]":
     return loaded
 
 
-def engine_config_class(name: str) -> type[EngineConfig]:
+def load_engine_config_class(name: str) -> type[EngineConfig]:
     """The configuration of the engine of that name; the engine itself is not imported.
 
     Raises:
@@ -96,7 +96,7 @@ def engine_config_class(name: str) -> type[EngineConfig]:
     return loaded
 
 
-def conformance_layouts(name: str) -> tuple[Layout, ...]:
+def load_conformance_layouts(name: str) -> tuple[Layout, ...]:
     """The layouts that the engine of that name offers to the conformance kit; none where it has no such entry point.
 
     Raises:

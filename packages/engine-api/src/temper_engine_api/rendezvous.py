@@ -42,7 +42,7 @@ _FOREVER_S = 365 * 86400.0
 
 
 @functools.cache
-def run_token() -> str:
+def get_run_token() -> str:
     """Return the token of this run: random, made at the first call, kept in memory only."""
     return os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
 
@@ -337,7 +337,7 @@ def bind_collectives(address: str) -> None:
     Left to themselves they listen on whatever interface they find. GLOO_SOCKET_IFNAME and
     NCCL_SOCKET_IFNAME stay as they are where the user has set them.
     """
-    interface = interface_of(address)
+    interface = find_interface(address)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault(
@@ -345,7 +345,7 @@ def bind_collectives(address: str) -> None:
         )  # "=" asks for exactly this name
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """Return the network interface that has an IPv4 address, or None where Linux does not say so."""
     if sys.platform != "linux":
         return None

@@ -6,7 +6,7 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import ScheduleSpec
 
 
-def learning_rate(step: int, *, peak: float, spec: ScheduleSpec) -> float:
+def compute_learning_rate(step: int, *, peak: float, spec: ScheduleSpec) -> float:
     """Rate of the update that follows ``step`` completed ones.
 
     Warm-up is linear and never zero: (step + 1) / warmup_steps of the peak. Then constant, or a linear or cosine fall that reaches

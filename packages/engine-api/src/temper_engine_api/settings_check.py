@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from temper_engine_api.errors import ConfigError
 
 
-def check_fields(settings: object, *, prefix: str = "") -> None:
+def check_field_types(settings: object, *, prefix: str = "") -> None:
     """Refuse a word that is not among those of a Literal field, and a fraction in a field of whole numbers.
 
     Args:

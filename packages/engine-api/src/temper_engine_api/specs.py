@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.settings_check import check_fields
+from temper_engine_api.settings_check import check_field_types
 from temper_engine_api.training_specs import (
     OptimizerSpec,
     PrecisionSpec,
@@ -47,7 +47,7 @@ class ModelSpec:
     """Of random weights: a model from scratch, and a new value or reward head."""
 
     def __post_init__(self) -> None:
-        check_fields(self, prefix="model.")
+        check_field_types(self, prefix="model.")
         if (self.path is None) == (not self.architecture):
             raise ConfigError(
                 f"exactly one of model.path (now {self.path!r}) and model.architecture (now {dict(self.architecture)!r}) must be set: "
@@ -87,7 +87,7 @@ class LoraSpec:
     """Directory in the format of Hugging Face PEFT that training goes on from; all of the above but dropout then comes from there."""
 
     def __post_init__(self) -> None:
-        check_fields(self, prefix="lora.")
+        check_field_types(self, prefix="lora.")
         if self.rank < 0:
             raise ConfigError(f"lora.rank is {self.rank}, but must be at least 0: 0 is no adapter.")
         if not 0 <= self.dropout < 1:
@@ -119,7 +119,7 @@ class LoraSpec:
             self._refuse_what_has_no_effect()
 
     @property
-    def is_on(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether there is an adapter, fresh or continued."""
         return self.rank > 0 or self.path is not None
 
@@ -181,7 +181,7 @@ class EngineConfig:
     """Longest wait of a collective before the run stops."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_field_types(self)
         if not 0 < self.collective_timeout_s < math.inf:
             raise ConfigError(
                 f"collective_timeout_s is {self.collective_timeout_s}, but must be above 0: seconds."

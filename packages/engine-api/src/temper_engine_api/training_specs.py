@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.settings_check import check_fields
+from temper_engine_api.settings_check import check_field_types
 
 Scalar = str | int | float | bool | None
 Compute = Literal["bf16", "fp16", "fp32"]
@@ -40,7 +40,7 @@ class OptimizerSpec:
     """Updates in a row that may be skipped for non-finite gradients before the run stops."""
 
     def __post_init__(self) -> None:
-        check_fields(self, prefix="optimizer.")
+        check_field_types(self, prefix="optimizer.")
         if len(self.betas) != 2:
             raise ConfigError(
                 f"optimizer.betas is {self.betas}, but must be two numbers: of the first and of the second moment."
@@ -128,7 +128,7 @@ class ScheduleSpec:
         return math.ceil(round(self.warmup_ratio * self.total_steps, 9))
 
     def __post_init__(self) -> None:
-        check_fields(self, prefix="schedule.")
+        check_field_types(self, prefix="schedule.")
         if self.warmup_steps < 0:
             raise ConfigError(
                 f"schedule.warmup_steps is {self.warmup_steps}, but must be at least 0."
@@ -208,7 +208,7 @@ class PrecisionSpec:
     """Updates without an overflow after which the factor doubles; None is 2000."""
 
     def __post_init__(self) -> None:
-        check_fields(self, prefix="precision.")
+        check_field_types(self, prefix="precision.")
         scale, interval = self.initial_loss_scale, self.loss_scale_growth_interval
         if self.compute != "fp16" and (scale is not None or interval is not None):
             raise ConfigError(
@@ -258,7 +258,7 @@ class ResidencySpec:
         )
 
     def __post_init__(self) -> None:
-        check_fields(self, prefix="residency.")
+        check_field_types(self, prefix="residency.")
         if self.optimizer_on_cpu and self.offload_optimizer:
             raise ConfigError(
                 "residency.offload_optimizer has no effect with residency.optimizer_on_cpu, which keeps optimiser states in host "

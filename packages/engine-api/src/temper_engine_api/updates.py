@@ -14,20 +14,20 @@ from temper_engine_api.batch import PackedBatch
 from temper_engine_api.checkpoint import BackgroundSave, PartReport
 from temper_engine_api.errors import DamagedCheckpointError, EngineStateError
 from temper_engine_api.loss_scale import LossScale
-from temper_engine_api.schedule import learning_rate
+from temper_engine_api.schedule import compute_learning_rate
 from temper_engine_api.specs import EngineConfig
 
 
-class Gradients(Enum):
+class GradientState(Enum):
     """What the gradient buffers hold."""
 
     EMPTY = "empty"
     """Nothing since the last ``optimizer_zero_grad``."""
-    PENDING = "pending"
+    ACCUMULATED = "accumulated"
     """Local sums that are not yet reduced."""
-    FINAL = "final"
+    REDUCED = "reduced"
     """Reduced across ranks; only ``optimizer_step`` or ``optimizer_zero_grad`` may follow."""
-    SPENT = "spent"
+    APPLIED = "applied"
     """Used by ``optimizer_step``; only ``optimizer_zero_grad`` may follow."""
 
 
@@ -55,7 +55,7 @@ class UpdateCycle(EngineBackend):
         self.loss_scale = LossScale(config.precision)
         self._background_save = BackgroundSave[str]()
         self._background_part = BackgroundSave[PartReport]()
-        self._gradients = Gradients.EMPTY
+        self._gradients = GradientState.EMPTY
         self._trains_something = False
         self._pending_sample_ids: list[Tensor] = []
         self._consecutive_skips = 0
@@ -64,7 +64,7 @@ class UpdateCycle(EngineBackend):
         """Drop gradients and begin an update."""
         self._zero_gradients()
         self._gradients, self._trains_something, self._pending_sample_ids = (
-            Gradients.EMPTY,
+            GradientState.EMPTY,
             False,
             [],
         )
@@ -85,19 +85,19 @@ class UpdateCycle(EngineBackend):
             raise EngineStateError(
                 "this engine was configured without an optimiser (optimizer: null) and can't step."
             )
-        self._settle_background_save()
-        if self._gradients in (Gradients.EMPTY, Gradients.SPENT):
+        self._check_background_save()
+        if self._gradients in (GradientState.EMPTY, GradientState.APPLIED):
             raise EngineStateError(
                 "there are no gradients: run a forward and backward between optimizer_zero_grad() and optimizer_step()."
             )
-        with self._resident("update"):
-            if self._gradients is Gradients.PENDING:
+        with self._loaded("update"):
+            if self._gradients is GradientState.ACCUMULATED:
                 self._reduce_pending_gradients()
-                self._gradients = Gradients.FINAL
+                self._gradients = GradientState.REDUCED
             norm = self._apply_gradients(lr=self.current_lr) if self._trains_something else 0.0
         if self._trains_something:
             self.loss_scale.note(is_finite=math.isfinite(norm))
-        self._gradients = Gradients.SPENT
+        self._gradients = GradientState.APPLIED
         self._report_update(norm)
         return norm
 
@@ -110,7 +110,7 @@ class UpdateCycle(EngineBackend):
         self._background_part.wait()
         self._background_save.finish()
 
-    def _settle_background_save(self) -> None:
+    def _check_background_save(self) -> None:
         """Let a failure of a save in the background surface once it has ended on every rank, without waiting for it."""
         if self._background_save.is_pending and all(
             self._gather_objects(self._background_save.is_done)
@@ -132,16 +132,16 @@ class UpdateCycle(EngineBackend):
         """Learning rate of the next update."""
         if self.config.optimizer is None:
             return 0.0
-        return learning_rate(
+        return compute_learning_rate(
             self.num_schedule_steps, peak=self.config.optimizer.lr, spec=self.config.schedule
         )
 
-    def _note_training(self, batch: PackedBatch, *, final: bool) -> None:
+    def _record_backward(self, batch: PackedBatch, *, final: bool) -> None:
         if self.config.optimizer is None:
             raise EngineStateError(
                 "this engine was configured without an optimiser (optimizer: null) and can't train."
             )
-        self._gradients = Gradients.FINAL if final else Gradients.PENDING
+        self._gradients = GradientState.REDUCED if final else GradientState.ACCUMULATED
         self._trains_something |= self._loss_fn is not None or not batch.denominators.is_empty
         self._pending_sample_ids.append(batch.sample_ids)
 
@@ -174,11 +174,11 @@ class UpdateCycle(EngineBackend):
                 f"{self._consecutive_skips} updates in a row had a non-finite gradient (norm {norm}); the last batch holds samples "
                 f"{self.last_update.sample_ids[:8]}. Lower optimizer.lr or look at those samples; "
                 "optimizer.max_consecutive_skips is how many are passed over."
-                + self._told_loss_scale()
+                + self._loss_scale_hint()
             )
 
-    def _told_loss_scale(self) -> str:
-        if not self.loss_scale.is_on:
+    def _loss_scale_hint(self) -> str:
+        if not self.loss_scale.is_enabled:
             return ""
         return (
             f" The loss scale of fp16 has fallen to {self.loss_scale.value}: if gradients overflowed only because it began too high, "
@@ -191,7 +191,7 @@ class UpdateCycle(EngineBackend):
             "num_schedule_steps": self.num_schedule_steps,
             "num_nonfinite_updates": self.num_nonfinite_updates,
             "consecutive_skips": self._consecutive_skips,
-            **(self.loss_scale.state() if self.loss_scale.is_on else {}),
+            **(self.loss_scale.state() if self.loss_scale.is_enabled else {}),
         }
 
     def _restore_progress(self, progress: Mapping[str, object]) -> None:

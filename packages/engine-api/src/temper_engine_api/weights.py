@@ -94,7 +94,7 @@ class WeightStream:
         return next(self._source)
 
 
-def check_complete(expected: Iterable[WeightEntry], arrived: Sequence[WeightEntry]) -> None:
+def check_weight_entries(expected: Iterable[WeightEntry], arrived: Sequence[WeightEntry]) -> None:
     """Strict both ways: every expected name arrived once with its shape, and nothing else did.
 
     Raises:
@@ -119,23 +119,23 @@ def check_complete(expected: Iterable[WeightEntry], arrived: Sequence[WeightEntr
         )
 
 
-def check_saved(
+def check_saved_entries(
     expected: Iterable[WeightEntry], saved: Sequence[WeightEntry], *, directory: str | Path
 ) -> None:
-    """As ``check_complete``, for what a checkpoint holds: to be called before the first tensor is read.
+    """As ``check_weight_entries``, for what a checkpoint holds: to be called before the first tensor is read.
 
     Raises:
         CheckpointError: another configuration made it; names up to five differences.
     """
     try:
-        check_complete(expected, saved)
+        check_weight_entries(expected, saved)
     except WeightError as error:
         raise CheckpointError(
             f"the checkpoint in {directory} is that of another model or optimizer: {error} Resume with the configuration that made it."
         ) from error
 
 
-def checksum(tensors: Iterable[Tensor]) -> str:
+def hash_tensors(tensors: Iterable[Tensor]) -> str:
     """SHA-256 over the bytes of tensors, in order, whatever their dtype."""
     digest = hashlib.sha256()
     for tensor in tensors:

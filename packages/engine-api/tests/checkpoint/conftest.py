@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from temper_engine_api.checkpoint import ManifestInfo, begin, report_part
+from temper_engine_api.checkpoint import ManifestInfo, begin_checkpoint, report_part
 
 INFO = ManifestInfo(
     topology={"dp": 1}, config_hash="c0ffee", packages={"temper-engine-api": "0.1.0"}
@@ -26,7 +26,7 @@ def save_step(tmp_path: Path) -> Callable[..., Path]:
     def save(
         step: int, *, content: str = "weights", root: Path = tmp_path, run_id: str | None = None
     ) -> Path:
-        with begin(root, step, run_id=run_id) as transaction:
+        with begin_checkpoint(root, step, run_id=run_id) as transaction:
             engine, trainer = transaction.part("engine"), transaction.part("trainer")
             (engine / "shards").mkdir()
             (engine / "shards" / "0.bin").write_text(f"{content} of step {step}")

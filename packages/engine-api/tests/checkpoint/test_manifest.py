@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from temper_engine_api.checkpoint import FileRecord, config_hash, package_versions, verify
 from temper_engine_api.checkpoint.manifest import (
     parse_manifest,
+    partition_by_size,
     read_manifest,
-    shares_by_size,
     topology_sizes,
 )
-from temper_engine_api.checkpoint.parts import read_json, report_part, write_json
+from temper_engine_api.checkpoint.part_files import read_json, report_part, write_json
 from temper_engine_api.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -62,12 +62,12 @@ def test_damage_is_refused_naming_the_file(
 def test_ranks_share_the_reading_and_all_see_the_sizes(save_step: SaveStep) -> None:
     step = save_step(1)
     flip(step / "engine" / "shards" / "0.bin")  # the first of two files
-    verify(step, share=(1, 2))
+    verify(step, shard=(1, 2))
     with pytest.raises(DamagedCheckpointError, match=r"0\.bin has another checksum"):
-        verify(step, share=(0, 2))
+        verify(step, shard=(0, 2))
     (step / "trainer" / "state.json").unlink()
     with pytest.raises(DamagedCheckpointError, match=r"state.json is missing"):
-        verify(step, share=(2, 3))
+        verify(step, shard=(2, 3))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
@@ -128,16 +128,16 @@ def test_only_a_manifest_with_a_run_id_needs_the_newer_schema(save_step: SaveSte
 
 def test_shares_of_all_ranks_are_every_file_once_and_balanced_by_size() -> None:
     files = [FileRecord(path=f"{size}", num_bytes=size, sha256="") for size in (7, 5, 4, 3, 1)]
-    shares = shares_by_size(files, num_shares=2)
+    shares = partition_by_size(files, num_shards=2)
     assert [[record.num_bytes for record in share] for share in shares] == [[7, 3], [5, 4, 1]]
 
 
 def test_each_rank_reads_only_its_share_and_together_they_notice(save_step: SaveStep) -> None:
     step = save_step(1)
     flip(step / "trainer/state.json")  # the smaller one of two files: rank 1 reads it
-    verify(step, share=(0, 2))
+    verify(step, shard=(0, 2))
     with pytest.raises(DamagedCheckpointError, match=r"state\.json has another checksum"):
-        verify(step, share=(1, 2))
+        verify(step, shard=(1, 2))
     verify(step, with_content=False)
 
 

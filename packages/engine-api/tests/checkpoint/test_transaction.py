@@ -11,13 +11,13 @@ import pytest
 
 from temper_engine_api.checkpoint import (
     ManifestInfo,
-    begin,
-    complete_steps,
-    last_complete_step,
+    begin_checkpoint,
+    find_latest_step,
+    list_complete_steps,
     report_part,
     verify,
 )
-from temper_engine_api.checkpoint.layout import leftovers
+from temper_engine_api.checkpoint.step_directories import list_partial_saves
 from temper_engine_api.errors import CheckpointError, ConfigError
 
 SaveStep = Callable[..., Path]
@@ -37,13 +37,13 @@ def test_a_committed_step_holds_its_parts_and_verifies(save_step: SaveStep, tmp_
         len("weights of step 10") + 2,
     )
     assert sorted(path.name for path in final.iterdir()) == ["engine", "manifest.json", "trainer"]
-    assert leftovers(tmp_path) == []
+    assert list_partial_saves(tmp_path) == []
 
 
 def test_nothing_is_visible_before_the_commit(tmp_path: Path) -> None:
-    transaction = begin(tmp_path, 3)
+    transaction = begin_checkpoint(tmp_path, 3)
     (transaction.part("engine") / "a").write_text("a")
-    assert complete_steps(tmp_path) == []
+    assert list_complete_steps(tmp_path) == []
     assert not transaction.final.exists()
 
 
@@ -53,7 +53,7 @@ def test_leaving_uncommitted_removes_the_staging_directory_only(
     save_step(1)
 
     def die_while_saving() -> None:
-        with begin(tmp_path, 2) as transaction:
+        with begin_checkpoint(tmp_path, 2) as transaction:
             (transaction.part("engine") / "a").write_text("a")
             raise KeyError
 
@@ -67,17 +67,17 @@ def test_an_existing_step_is_never_overwritten(save_step: SaveStep, tmp_path: Pa
     with pytest.raises(
         CheckpointError, match=r"step_00000010 already exists and is never overwritten"
     ):
-        begin(tmp_path, 10)
+        begin_checkpoint(tmp_path, 10)
     verify(tmp_path / "step_00000010")
 
 
 def test_steps_can_be_saved_at_the_same_time(tmp_path: Path, info: ManifestInfo) -> None:
-    one, two = begin(tmp_path, 1), begin(tmp_path, 2)
+    one, two = begin_checkpoint(tmp_path, 1), begin_checkpoint(tmp_path, 2)
     for transaction in (two, one):
         (transaction.part("engine") / "a").write_text(str(transaction.step))
     for transaction in (two, one):
         transaction.commit({"engine": [report_part(transaction.part("engine"), ["a"])]}, info=info)
-    assert complete_steps(tmp_path) == [1, 2]
+    assert list_complete_steps(tmp_path) == [1, 2]
     assert [(tmp_path / f"step_0000000{step}/engine/a").read_text() for step in (1, 2)] == [
         "1",
         "2",
@@ -87,7 +87,7 @@ def test_steps_can_be_saved_at_the_same_time(tmp_path: Path, info: ManifestInfo)
 def test_of_two_saves_of_one_step_the_first_commit_stays(
     tmp_path: Path, info: ManifestInfo
 ) -> None:
-    one, two = begin(tmp_path, 1), begin(tmp_path, 1)
+    one, two = begin_checkpoint(tmp_path, 1), begin_checkpoint(tmp_path, 1)
     for content, transaction in (("first", one), ("second", two)):
         (transaction.part("engine") / "a").write_text(content)
     final = one.commit({"engine": [report_part(one.part("engine"), ["a"])]}, info=info)
@@ -99,7 +99,7 @@ def test_of_two_saves_of_one_step_the_first_commit_stays(
 
 def save_after(damage: Callable[[Path], object], root: Path, info: ManifestInfo) -> None:
     """Commit a step whose part was damaged after its report."""
-    with begin(root, 1) as transaction:
+    with begin_checkpoint(root, 1) as transaction:
         part = transaction.part("engine")
         (part / "a").write_text("aaaa")
         report = report_part(part, ["a"])
@@ -133,7 +133,7 @@ def test_a_part_that_is_not_as_reported_stops_the_commit(
 def test_two_ranks_may_report_the_same_file_but_not_different_content(
     tmp_path: Path, info: ManifestInfo
 ) -> None:
-    transaction = begin(tmp_path, 1)
+    transaction = begin_checkpoint(tmp_path, 1)
     part = transaction.part("engine")
     (part / "a").write_text("one")
     early = report_part(part, ["a"])
@@ -146,7 +146,7 @@ def test_two_ranks_may_report_the_same_file_but_not_different_content(
 
 def test_a_negative_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"step is -1"):
-        begin(tmp_path, -1)
+        begin_checkpoint(tmp_path, -1)
 
 
 def test_a_full_disk_leaves_the_earlier_step_and_says_how_much_was_needed(
@@ -156,7 +156,7 @@ def test_a_full_disk_leaves_the_earlier_step_and_says_how_much_was_needed(
     sentence = r"step 2 could not be saved: .*No space left.* MiB of it were written and 0.0 MiB are free .*step 1 takes 0.1 MiB"
     with (
         pytest.raises(CheckpointError, match=sentence) as caught,
-        begin(small_disk, 2) as transaction,
+        begin_checkpoint(small_disk, 2) as transaction,
     ):
         (transaction.part("engine") / "big.bin").write_bytes(b"x" * 300_000)
     assert isinstance(caught.value.__cause__, OSError)
@@ -172,7 +172,7 @@ def test_a_damaged_earlier_step_does_not_hide_that_the_disk_is_full(
     (save_step(1, root=small_disk) / "manifest.json").write_text("{")
     with (
         pytest.raises(CheckpointError, match=r"step 2 could not be saved"),
-        begin(small_disk, 2) as transaction,
+        begin_checkpoint(small_disk, 2) as transaction,
     ):
         (transaction.part("engine") / "big.bin").write_bytes(b"x" * 300_000)
 
@@ -180,9 +180,9 @@ def test_a_damaged_earlier_step_does_not_hide_that_the_disk_is_full(
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from temper_engine_api.checkpoint import begin
+from temper_engine_api.checkpoint import begin_checkpoint
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-with begin(sys.argv[1], 2) as transaction:
+with begin_checkpoint(sys.argv[1], 2) as transaction:
     (transaction.part("engine") / "big.bin").write_bytes(b"x" * 100_000)
 """
 
@@ -204,7 +204,7 @@ def test_a_file_that_can_not_grow_is_a_checkpoint_error(
 DIES = """
 import os, sys
 from pathlib import Path
-from temper_engine_api.checkpoint import ManifestInfo, begin, prune, report_part
+from temper_engine_api.checkpoint import ManifestInfo, begin_checkpoint, prune, report_part
 
 root, point = sys.argv[1:]
 
@@ -215,7 +215,7 @@ def reach(name):
     if point == name:
         die()
 
-transaction = begin(root, 2)
+transaction = begin_checkpoint(root, 2)
 reach("begun")
 part = transaction.part("engine")
 (part / "a.bin").write_text("new")
@@ -253,9 +253,9 @@ def test_a_run_that_dies_before_the_rename_leaves_the_earlier_step(
 ) -> None:
     save_step(1)
     die_at(point, tmp_path)
-    assert last_complete_step(tmp_path) == 1
+    assert find_latest_step(tmp_path) == 1
     verify(tmp_path / "step_00000001")
-    (left,) = leftovers(tmp_path)
+    (left,) = list_partial_saves(tmp_path)
     verify(save_step(2))  # the next run saves the same step
     assert f"{left} was never committed" in caplog.text
 
@@ -266,7 +266,7 @@ def test_a_run_that_dies_after_the_rename_leaves_the_later_step(
 ) -> None:
     save_step(1)
     die_at(point, tmp_path)
-    assert last_complete_step(tmp_path) == 2
+    assert find_latest_step(tmp_path) == 2
     assert verify(tmp_path / "step_00000002").step == 2
-    for step in complete_steps(tmp_path):
+    for step in list_complete_steps(tmp_path):
         verify(tmp_path / f"step_{step:08d}")

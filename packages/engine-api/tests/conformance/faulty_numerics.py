@@ -189,10 +189,10 @@ class LeaksAcrossSequences(DataParallelOracle):
                 loss_mask=torch.zeros(last, dtype=torch.bool),
                 sample_ids=micro.sample_ids[b : b + 1],
                 group_ids=micro.group_ids[b : b + 1],
-                atom_ids=micro.atom_ids[b : b + 1],
+                pack_group_ids=micro.pack_group_ids[b : b + 1],
                 temperature=micro.temperature[b : b + 1],
                 columns=columns,
-                position_ids=micro.positions()[:last],
+                position_ids=micro.get_position_ids()[:last],
             )
             head_outputs = compute_sequence_outputs(
                 self.model, seen, requested_outputs=requested_outputs

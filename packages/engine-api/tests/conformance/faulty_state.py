@@ -131,8 +131,8 @@ class DropsGradientsOnExit(DataParallelOracle):
     """Leaving a mode frees gradients too."""
 
     @contextmanager
-    def _resident(self, mode):
-        with super()._resident(mode):
+    def _loaded(self, mode):
+        with super()._loaded(mode):
             yield
         if mode != "update":
             super()._zero_gradients()
@@ -145,7 +145,7 @@ class StaysInModeOnError(DataParallelOracle):
     def _in_mode(self, mode):
         if self._mode is not None:
             raise EngineStateError(f"{mode}_mode() inside {self._mode}_mode().")
-        with self._resident(mode):
+        with self._loaded(mode):
             self._mode = mode
             yield
             self._mode = None
@@ -277,7 +277,7 @@ class MergesWithoutScale(DataParallelOracle):
 class AdapterStaysOn(DataParallelOracle):
     """The reference policy is the policy."""
 
-    def _adapter_off(self):
+    def _disable_adapter(self):
         return nullcontext()
 
 

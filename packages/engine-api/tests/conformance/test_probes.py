@@ -18,7 +18,7 @@ from temper_engine_api.objective import (
     LOGPROB_AT_IDS,
     HeadOutput,
     HeadOutputs,
-    registered_objectives,
+    list_objectives,
 )
 
 
@@ -33,7 +33,7 @@ def pair(columns=None, sequence_columns=None):
         [torch.tensor([1, 2]), torch.tensor([3, 4])],
         loss_masks=[mask, mask],
         sample_ids=[10, 11],
-        atom_ids=[0, 0],
+        pack_group_ids=[0, 0],
         group_ids=[0, 0],
         columns=parts,
         sequence_columns={
@@ -143,4 +143,4 @@ def test_the_six_probes_are_registered():
         "probe_clip_cov",
         "probe_clipped_value",
     }
-    assert names <= registered_objectives().keys()
+    assert names <= list_objectives().keys()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from temper_engine_api.conformance.harness.rank_pool import RankFailureError, RankPool
 from temper_engine_api.conformance.harness.rank_process import JobReply, pickle_reply
-from temper_engine_api.layout import plain_layout
+from temper_engine_api.layout import default_layout
 
 ANY_ENGINE = "temper_engine_api.engine:BaseEngine"
 """Nothing is built here, so nothing but torch need be imported."""
@@ -70,7 +70,7 @@ def rank_pool(shared):
 
 def run(rank_pool, job, *, world_size=2, **arguments):
     return rank_pool.run(
-        job, engine=ANY_ENGINE, layout=plain_layout(world_size), arguments=arguments
+        job, engine=ANY_ENGINE, layout=default_layout(world_size), arguments=arguments
     )
 
 

@@ -140,7 +140,7 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
     adapter: LoraAdapter | None = (
         _import_lora_adapter().attach_adapter(hf, spec=config.lora, model=config.model)
-        if config.lora.is_on
+        if config.lora.is_enabled
         else None
     )
     if adapter is not None and adapter.targets_experts and config.strategy == "fsdp1":
@@ -254,7 +254,7 @@ def _build_hf(
     FSDP1, DoRA and fully trained modules need a model with loaded weights.
     """
     if config.strategy == "fsdp2" and not (
-        config.lora.is_on
+        config.lora.is_enabled
         and _import_lora_adapter().requires_loaded_weights(config.lora, model=config.model)
     ):
         streaming = build_streaming_model(config.model, attention=kernel, membership=membership)

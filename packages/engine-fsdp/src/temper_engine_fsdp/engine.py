@@ -13,14 +13,14 @@ from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.capabilities import Capability
-from temper_engine_api.checkpoint.saved_state import SavedState, holds_files
+from temper_engine_api.checkpoint.saved_state import SavedState, has_safetensors_state
 from temper_engine_api.engine import BaseEngine, MicroBatchLoss
 from temper_engine_api.errors import EngineStateError
 from temper_engine_api.metrics import Metric
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Axis, PlanConstraints, Topology
-from temper_engine_api.weights import NamedWeight, TrainingState, check_saved
+from temper_engine_api.weights import NamedWeight, TrainingState, check_saved_entries
 from temper_engine_fsdp.checkpoint import training_checkpoint, weight_export
 from temper_engine_fsdp.checkpoint.weight_export import open_portable_state
 from temper_engine_fsdp.components import EngineComponents, build_components
@@ -94,7 +94,7 @@ class FSDPEngine(BaseEngine):
             )
         return self._built
 
-    def _resident(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
+    def _loaded(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
         # Gathered copies would become stale after an update, and take memory during an evaluation.
         if mode != "train":
             self._components.runner.reshard()
@@ -198,7 +198,7 @@ class FSDPEngine(BaseEngine):
     def _zero_gradients(self) -> None:
         if self._components.runner.has_unreduced_gradients:
             # FSDP cannot drop unreduced gradients: reduce them into `.grad`, then drop those.
-            with self._resident("train"):
+            with self._loaded("train"):
                 self._reduce_pending_gradients()
         for parameter in self._components.trainable.values():
             parameter.tensor.grad = None
@@ -228,7 +228,7 @@ class FSDPEngine(BaseEngine):
             # Checkpoints must now contain the base weights, which the adapter was not started on.
             self._components.adapter.has_replaced_base = True
 
-    def _adapter_off(self) -> AbstractContextManager[None]:
+    def _disable_adapter(self) -> AbstractContextManager[None]:
         return self._adapter.disabled()
 
     def _export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
@@ -291,7 +291,7 @@ class FSDPEngine(BaseEngine):
     def _read_state(self, directory: str) -> None:
         components, membership = self._components, self._components.membership
         # An engine of another backend may have saved this part of the checkpoint.
-        if holds_files(directory):
+        if has_safetensors_state(directory):
             self._load_portable_state(open_portable_state(directory))
         else:
             if components.adapter is not None:
@@ -320,7 +320,7 @@ class FSDPEngine(BaseEngine):
         expected = weight_export.list_weight_entries(
             components.checkpoint_parameters, {}, dtype=torch.float32
         )
-        check_saved(expected, saved.entries(), directory=saved.directory)
+        check_saved_entries(expected, saved.entries(), directory=saved.directory)
         if components.optimizer is None:
             own = (NamedWeight(name, buffer) for name, buffer in components.buffers.items())
             weight_export.load_weights(

@@ -79,7 +79,7 @@ def build_components(config: MegatronConfig, *, loss_scale: LossScale) -> Engine
     except BaseException:
         leave(membership)
         raise
-    if loss_scale.is_on:
+    if loss_scale.is_enabled:
         # Also of what experts add to the loss.
         translation.settings.grad_scale_func = lambda loss: loss * loss_scale.value
     return components
@@ -93,7 +93,7 @@ def _build(
     membership: Membership,
 ) -> EngineComponents:
     site = None
-    if config.lora.is_on:
+    if config.lora.is_enabled:
         site = plan_placement(
             config, hf_config=hf_config, translation=translation, membership=membership
         )

@@ -79,7 +79,7 @@ class MegatronEngine(BaseEngine):
             )
         return self._built
 
-    def _resident(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
+    def _loaded(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
         return self._components.residency.around(mode)
 
     def to(
@@ -174,7 +174,7 @@ class MegatronEngine(BaseEngine):
         if self._components.adapter is not None:
             self._components.adapter.has_replaced_base = True
 
-    def _adapter_off(self) -> AbstractContextManager[None]:
+    def _disable_adapter(self) -> AbstractContextManager[None]:
         return self._adapter.disabled()
 
     def _export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:

@@ -6,7 +6,7 @@ from temper_legacy_shim.configs.our_defaults import DEFAULTS, is_our_default
 
 pytest.importorskip("temper_trainer", reason="needs temper-trainer and its engines")
 
-from temper_engine_api.registry import engine_config_class
+from temper_engine_api.registry import load_engine_config_class
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.schema import collect_defaults, flatten
 
@@ -21,7 +21,7 @@ SET_BY_GROUPS = ("critic.engine.optimizer.lr", "critic.engine.precision.compute"
 def test_defaults_are_the_trainers() -> None:
     found: dict[str, object] = {}
     for engine in ("fsdp", "megatron"):
-        tree = collect_defaults(TrainerConfig, engine_class=engine_config_class(engine), given=GIVEN)  # type: ignore[arg-type]
+        tree = collect_defaults(TrainerConfig, engine_class=load_engine_config_class(engine), given=GIVEN)  # type: ignore[arg-type]
         found |= flatten(tree)
     differing = {
         key: (value, found[key])

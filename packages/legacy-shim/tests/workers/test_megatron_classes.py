@@ -22,7 +22,7 @@ from temper_engine_api.conformance.harness.rank_pool import RankPool
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import BatchError, CapabilityError, ConfigError
 from temper_engine_api.layout import Layout
-from temper_engine_api.registry import engine_class
+from temper_engine_api.registry import load_engine_class
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_megatron.config import MegatronConfig
@@ -85,7 +85,7 @@ def open_engine(
 ) -> BaseEngine:
     spec = ModelSpec(path=str(folder), model_type=kind)  # type: ignore[arg-type]
     cls: Any = MegatronConfig if name == "megatron" else FSDPConfig
-    engine: BaseEngine = engine_class(name)(cls(model=spec, optimizer=optimizer, precision=FP32, device="cpu", **(layout or {})))
+    engine: BaseEngine = load_engine_class(name)(cls(model=spec, optimizer=optimizer, precision=FP32, device="cpu", **(layout or {})))
     engine.init_model()
     return engine
 

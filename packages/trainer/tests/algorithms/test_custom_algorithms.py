@@ -25,7 +25,7 @@ def half(rewards: Tensor, *, samples: SequenceBatch, factor: float = 0.5) -> Ten
 
 
 def by_token(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:
-    return samples.positions().double()
+    return samples.get_position_ids().double()
 
 
 def too_many(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:

@@ -21,7 +21,7 @@ def pair() -> SequenceBatch:
         [torch.arange(3), torch.arange(2)],
         loss_masks=[torch.arange(3) > 0, torch.arange(2) > 0],
         group_ids=[0, 0],
-        atom_ids=[0, 0],
+        pack_group_ids=[0, 0],
         columns={
             "ref_logprobs": [torch.tensor([math.nan, -1.5, -1.5]), torch.tensor([math.nan, -1.0])]
         },

@@ -18,10 +18,10 @@ from temper_engine_api.objective import (
     HeadOutput,
     HeadOutputs,
     Objective,
-    registered_objectives,
+    list_objectives,
 )
-from temper_engine_api.plan import pack_rank, plan_mini_batch
-from temper_engine_api.reduction import count_denominators, reduce_loss, sequence_sum
+from temper_engine_api.plan import build_packed_batch, plan_mini_batch
+from temper_engine_api.reduction import count_denominators, reduce_loss, sum_per_sequence
 from temper_trainer.algorithms.combined_objective import CombinedObjective
 from temper_trainer.algorithms.covariance_losses import ClipCovObjective, KlCovObjective
 from temper_trainer.algorithms.distillation_losses import ReverseKlObjective, TopKObjective
@@ -78,9 +78,7 @@ PAIRS = (0, 0, 1, 1, 2, 2)
 
 def test_every_objective_of_the_trainer_is_held_to_the_law() -> None:
     ours = {
-        cls
-        for cls in registered_objectives().values()
-        if cls.__module__.startswith("temper_trainer.")
+        cls for cls in list_objectives().values() if cls.__module__.startswith("temper_trainer.")
     }
     assert {type(objective) for objective in OBJECTIVES} == ours
 
@@ -109,11 +107,13 @@ def run(
         batch.lengths.tolist(),
         dp_size=dp_size,
         max_tokens=max_tokens,
-        atom_ids=batch.atom_ids.tolist(),
+        pack_group_ids=batch.pack_group_ids.tolist(),
     )
     gradient, metrics = torch.zeros(3), []
     for rank in range(dp_size):
-        share: PackedBatch = pack_rank(batch, plan=plan, rank=rank, denominators=denominators)
+        share: PackedBatch = build_packed_batch(
+            batch, plan=plan, rank=rank, denominators=denominators
+        )
         for micro in share.micro_batches():
             terms = objective(answers_of(theta, micro), micro)
             loss = reduce_loss(
@@ -131,7 +131,9 @@ def answers_of(theta: Tensor, micro: SequenceBatch) -> HeadOutputs:
     }
     head_outputs = {q: torch.where(micro.loss_mask, column, 0.0) for q, column in columns.items()}
     named = micro.columns["base_top"] + 0.5 * (micro.columns["features"] @ theta)[:, None]
-    scores = sequence_sum(micro.columns["base_value"] + micro.columns["features"] @ theta, micro)
+    scores = sum_per_sequence(
+        micro.columns["base_value"] + micro.columns["features"] @ theta, micro
+    )
     return HeadOutputs(
         columns={
             **head_outputs,
@@ -166,7 +168,7 @@ def mini_batch() -> SequenceBatch:
         [torch.arange(n) for n in LENGTHS],
         loss_masks=masks,
         group_ids=PAIRS,
-        atom_ids=PAIRS,
+        pack_group_ids=PAIRS,
         columns={name: column.split(LENGTHS) for name, column in columns.items()},
         sequence_columns={"is_chosen": torch.tensor([True, False, False, True, True, False])},
     )

@@ -57,7 +57,7 @@ def test_each_sample_has_its_own_atom() -> None:
     samples = to_samples(
         [make_rollout((1,), (2,), (-1.0,), sample=i, group=0) for i in range(3)], temperature=1.0
     )
-    assert len(set(samples.atom_ids.tolist())) == 3
+    assert len(set(samples.pack_group_ids.tolist())) == 3
 
 
 def test_all_completion_tokens_of_a_demonstration_and_no_prompt_tokens_are_trained() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from temper_engine_api.capabilities import Capability
-from temper_engine_api.checkpoint import PartReport, last_complete_step, report_part
+from temper_engine_api.checkpoint import PartReport, find_latest_step, report_part
 from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError
 from temper_trainer.checkpoint.checkpoint_writer import CheckpointWriter
 from temper_trainer.checkpoint.checkpointer import Checkpointer
@@ -75,10 +75,10 @@ def test_save_is_committed_once_every_role_has_written_it(tmp_path: Path) -> Non
     with open_writer(tmp_path, role) as writer:
         goal = writer.save(make_state(1), wait=False)
         writer.commit_if_written()
-        assert last_complete_step(tmp_path) is None
+        assert find_latest_step(tmp_path) is None
         role.is_written = True
         writer.commit_if_written()
-        assert last_complete_step(tmp_path) == 1
+        assert find_latest_step(tmp_path) == 1
         assert (goal / "actor" / "weights").is_file()
 
 
@@ -86,8 +86,8 @@ def test_next_save_and_end_wait_for_the_previous_save(tmp_path: Path) -> None:
     with open_writer(tmp_path, SlowRole()) as writer:
         writer.save(make_state(1), wait=False)
         writer.save(make_state(2), wait=False)
-        assert last_complete_step(tmp_path) == 1
-    assert last_complete_step(tmp_path) == 2
+        assert find_latest_step(tmp_path) == 1
+    assert find_latest_step(tmp_path) == 2
 
 
 def test_waiting_save_is_committed_when_it_returns(tmp_path: Path) -> None:
@@ -114,13 +114,13 @@ def test_failed_save_raises_after_the_next_step_and_leaves_earlier_ones(tmp_path
 def test_failing_run_completes_the_save_in_progress(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="reward"):
         fail_during_save(ValueError("reward"), open_writer(tmp_path, SlowRole()))
-    assert last_complete_step(tmp_path) == 1
+    assert find_latest_step(tmp_path) == 1
 
 
 def test_keyboard_interrupt_does_not_wait_for_the_save_in_progress(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         fail_during_save(KeyboardInterrupt(), open_writer(tmp_path, SlowRole()))
-    assert last_complete_step(tmp_path) is None
+    assert find_latest_step(tmp_path) is None
 
 
 def test_engine_without_background_saves_is_refused_before_the_first_step(tmp_path: Path) -> None:

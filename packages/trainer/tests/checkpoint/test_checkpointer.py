@@ -12,9 +12,9 @@ import pytest
 
 from temper_engine_api.checkpoint import (
     PartReport,
-    begin,
-    complete_steps,
-    leftovers,
+    begin_checkpoint,
+    list_complete_steps,
+    list_partial_saves,
     report_part,
     verify,
 )
@@ -201,7 +201,7 @@ def test_remains_of_a_killed_save_are_renamed_and_later_deleted(
 ) -> None:
     checkpointer = make_checkpointer(tmp_path, max_to_keep=2)
     save(checkpointer, 1)
-    begin(tmp_path, 2, run_id="ours")
+    begin_checkpoint(tmp_path, 2, run_id="ours")
     foreign = tmp_path / ".step_00000009.abc.partial"
     foreign.mkdir()
     assert checkpointer.find("auto") == tmp_path / "step_00000001"
@@ -212,7 +212,7 @@ def test_remains_of_a_killed_save_are_renamed_and_later_deleted(
         "step_00000001",
         "step_00000002",
     ]
-    assert leftovers(tmp_path) == [foreign]
+    assert list_partial_saves(tmp_path) == [foreign]
 
 
 @pytest.fixture
@@ -275,7 +275,7 @@ def test_requested_damaged_checkpoint_is_refused_and_later_ones_remain(tmp_path:
         match=r"actor/weights has another checksum.*run\.resume=auto renames",
     ):
         checkpointer.find(str(first))
-    assert complete_steps(tmp_path) == [1, 2]
+    assert list_complete_steps(tmp_path) == [1, 2]
     with pytest.raises(IncompleteCheckpointError, match=r"has no manifest\.json"):
         checkpointer.find(str(second.with_name("step_00000005")))
 
@@ -299,9 +299,9 @@ def test_retention_keeps_the_newest_two_and_checkpoints_of_other_runs(tmp_path: 
     save(make_checkpointer(tmp_path, run_id="before"), 1)
     checkpointer = make_checkpointer(tmp_path, max_to_keep=2)
     save(checkpointer, 2, 3, 4, 5)
-    assert complete_steps(tmp_path) == [1, 4, 5]
+    assert list_complete_steps(tmp_path) == [1, 4, 5]
     save(make_checkpointer(tmp_path, max_to_keep=2, keep_every=4), 6, 7, 8)
-    assert complete_steps(tmp_path) == [1, 4, 7, 8]
+    assert list_complete_steps(tmp_path) == [1, 4, 7, 8]
 
 
 def test_retention_verifies_checkpoints_of_an_earlier_process(
@@ -310,14 +310,14 @@ def test_retention_verifies_checkpoints_of_an_earlier_process(
     save(Checkpointer(root=tmp_path, max_to_keep=2, run_id="ours"), 1, 2)
     flip_bit(tmp_path / "step_00000002/actor/weights")
     save(Checkpointer(root=tmp_path, max_to_keep=2, run_id="ours"), 3)
-    assert complete_steps(tmp_path) == [1, 2, 3]
+    assert list_complete_steps(tmp_path) == [1, 2, 3]
 
 
 def test_retention_does_not_verify_checkpoints_of_this_process_again(tmp_path: Path) -> None:
     read: list[Path] = []
     checkpointer = Checkpointer(root=tmp_path, max_to_keep=2, run_id="ours", verify=read.append)
     save(checkpointer, 1, 2, 3)
-    assert (read, complete_steps(tmp_path)) == ([], [2, 3])
+    assert (read, list_complete_steps(tmp_path)) == ([], [2, 3])
 
 
 def test_a_run_keeps_its_id(tmp_path: Path) -> None:

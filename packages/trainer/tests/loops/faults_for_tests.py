@@ -124,7 +124,7 @@ class Row:
     repeated: int = 0
     """Logged steps that were computed again, over all restarts."""
     equal: bool = False
-    leftovers: list[str] = field(default_factory=list)
+    list_partial_saves: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """Why the case failed; empty if it passed."""
     seconds: float = 0.0
@@ -340,7 +340,7 @@ def logged_numbers(run: Path) -> list[dict[str, float]]:
     ]
 
 
-def complete_steps(run: Path) -> list[int]:
+def list_complete_steps(run: Path) -> list[int]:
     """Return the steps of the committed checkpoints, the newest first."""
     found = (
         path.parent.name.removeprefix("step_")
@@ -522,7 +522,7 @@ class CaseRunner:
             )
 
     def _damage(self) -> None:
-        steps = complete_steps(self.run)
+        steps = list_complete_steps(self.run)
         num_damaged = self.draw.randint(1, 2)
         for step in steps[:num_damaged]:
             damage(self.run / "checkpoints" / f"step_{step:08d}", self.draw)
@@ -534,21 +534,23 @@ class CaseRunner:
         while (children := start.children()) and time.monotonic() < deadline:
             time.sleep(0.05)
         for pid in children:
-            self.row.leftovers.append(f"process {_command_line(pid)[:120]}")
+            self.row.list_partial_saves.append(f"process {_command_line(pid)[:120]}")
             os.kill(pid, signal.SIGKILL)
 
     def _compare(self) -> None:
         self.row.equal = logged_numbers(self.run) == self.expected
         if not self.row.equal:
             self.row.problems.append("metrics.jsonl differs from that of the undisturbed run")
-        self.row.leftovers += [f"TMPDIR/{path.name}" for path in (self.folder / "tmp").iterdir()]
+        self.row.list_partial_saves += [
+            f"TMPDIR/{path.name}" for path in (self.folder / "tmp").iterdir()
+        ]
         shared = [path.name for path in Path("/dev/shm").glob("temper-*")]
-        self.row.leftovers += [
+        self.row.list_partial_saves += [
             name for name in shared if any(f"-{pid}-" in name for pid in self.pids)
         ]
         if (self.run / "run.lock").exists():
-            self.row.leftovers.append("run.lock")
-        if self.row.leftovers:
+            self.row.list_partial_saves.append("run.lock")
+        if self.row.list_partial_saves:
             self.row.problems.append("something was left over")
 
 

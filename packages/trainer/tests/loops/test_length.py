@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.schedule import learning_rate
+from temper_engine_api.schedule import compute_learning_rate
 from temper_engine_api.specs import ScheduleSpec
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading import load
@@ -59,7 +59,7 @@ def test_a_schedule_with_a_length_of_its_own_keeps_it() -> None:
 def test_an_unfilled_length_never_trains() -> None:
     spec = replace(ScheduleSpec(kind="linear", total_steps=0))
     with pytest.raises(ConfigError, match="only a trainer knows"):
-        learning_rate(0, peak=1.0, spec=spec)
+        compute_learning_rate(0, peak=1.0, spec=spec)
 
 
 def test_steps_and_epochs_together_are_refused() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from temper_engine_api.rendezvous import run_token
+from temper_engine_api.rendezvous import get_run_token
 from temper_trainer.loops import RunResult
 
 from .listeners_for_tests import Listeners, Row, rows
@@ -34,7 +34,7 @@ def test_a_run_in_one_process_opens_the_listed_sockets_and_shows_no_token(
     with Listeners() as listeners:
         run(tmp_path / "run", *LEAN)
     listeners.check(rows(run="inline"))
-    listeners.check_secret(run_token(), folder=tmp_path)
+    listeners.check_secret(get_run_token(), folder=tmp_path)
 
 
 def test_a_socket_that_is_not_listed_is_found() -> None:
@@ -70,4 +70,4 @@ def test_a_run_on_ray_opens_the_listed_sockets_and_shows_no_token(
             "actor.num_workers=2",
         )
     listeners.check(rows(run="ray"))
-    listeners.check_secret(run_token(), folder=tmp_path)
+    listeners.check_secret(get_run_token(), folder=tmp_path)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from temper_engine_api.checkpoint import ManifestInfo, begin, report_part
+from temper_engine_api.checkpoint import ManifestInfo, begin_checkpoint, report_part
 from temper_engine_api.errors import CheckpointError, ConfigError
 from temper_trainer import progress
 from temper_trainer.data.rows import DataError
@@ -579,7 +579,7 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(run: Run) -> None:
 def as_converted(step: Path, folder: Path, *, roles: Sequence[str]) -> None:
     """What a run saved, in the layout of ``temper-migrate checkpoint --to temper``: each engine alone, and nothing of the trainer."""
     for role in roles:
-        transaction = begin(
+        transaction = begin_checkpoint(
             folder / role if len(roles) > 1 else folder, int(step.name.removeprefix("step_"))
         )
         part = transaction.part("engine")

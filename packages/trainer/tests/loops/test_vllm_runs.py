@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from temper_engine_api.rendezvous import run_token
+from temper_engine_api.rendezvous import get_run_token
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.loops import RunResult, train
 from temper_trainer.loops import step as step_page
@@ -89,7 +89,7 @@ def test_a_run_with_a_server_opens_the_sockets_that_security_md_lists(
     with Listeners() as listeners:
         run(tmp_path / "run", *LEAN, *on_vllm, "weight_sync.transport=collective")
     listeners.check(listed(run="vllm"))
-    listeners.check_secret(run_token(), folder=tmp_path)
+    listeners.check_secret(get_run_token(), folder=tmp_path)
 
 
 def without_sizes(found: list[dict[str, float]]) -> list[dict[str, float]]:

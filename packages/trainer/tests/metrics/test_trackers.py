@@ -18,7 +18,7 @@ import yaml
 from rich.console import Console
 
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.rendezvous import run_token
+from temper_engine_api.rendezvous import get_run_token
 from temper_trainer.metrics.run_log import RunLog
 
 # Raised between the dependencies of the trackers' clients.
@@ -388,7 +388,7 @@ def test_prometheus_token_is_private_and_differs_from_the_token_of_the_run(
     (tmp_path / "prometheus_token").write_text("old")
     with open_log(tmp_path, "", port=port):
         assert (tmp_path / "prometheus_token").stat().st_mode & 0o777 == 0o600
-        assert read_token(tmp_path) not in ("old", run_token())
+        assert read_token(tmp_path) not in ("old", get_run_token())
     assert not (tmp_path / "prometheus_token").exists()
 
 

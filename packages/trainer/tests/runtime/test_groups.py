@@ -12,7 +12,7 @@ from temper_engine_api.batch import from_sequences
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.errors import CapabilityError, EngineStateError
 from temper_engine_api.objective import HeadOutput
-from temper_engine_api.plan import pack_rank, plan_mini_batch
+from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
@@ -32,7 +32,7 @@ CONFIG = FSDPConfig(model=ModelSpec(architecture=ARCHITECTURE, seed=1), device="
 TOKENS = [torch.tensor([3, 1, 4, 1, 5]), torch.tensor([9, 2, 6]), torch.tensor([5, 3, 5, 8])]
 LENGTHS = [len(tokens) for tokens in TOKENS]
 SAMPLES = from_sequences(TOKENS, loss_masks=[torch.arange(length) > 0 for length in LENGTHS])
-SHARE = pack_rank(
+SHARE = build_packed_batch(
     SAMPLES,
     plan=plan_mini_batch(LENGTHS, dp_size=1, max_tokens=9),
     rank=0,

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ray", reason="needs the extra ray")
 
-from temper_engine_api.checkpoint import ManifestInfo, begin, report_part
+from temper_engine_api.checkpoint import ManifestInfo, begin_checkpoint, report_part
 from temper_engine_api.errors import DamagedCheckpointError
 from temper_trainer.config.run import RuntimeConfig
 from temper_trainer.runtime.ray.ray_verification import verify_on_cluster
@@ -17,7 +17,7 @@ def test_processes_verify_their_shares_and_damage_is_named(tmp_path: Path) -> No
     import ray
 
     names = [f"{i}.bin" for i in range(4)]
-    with begin(tmp_path, 1) as transaction:
+    with begin_checkpoint(tmp_path, 1) as transaction:
         part = transaction.part("actor")
         for i, name in enumerate(names):
             (part / name).write_bytes(bytes([i]) * (1000 + i))

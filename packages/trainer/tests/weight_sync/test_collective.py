@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from temper_engine_api.rendezvous import run_token
+from temper_engine_api.rendezvous import get_run_token
 from temper_engine_api.weights import NamedWeight, WeightStream
 from temper_trainer.rollout.packed_bucket import PackedBucket, unpack_tensors
 from temper_trainer.rollout.replica import ReplicaError
@@ -161,7 +161,7 @@ def test_a_channel_listens_on_the_configured_address_alone() -> None:
         other.bind((address, port))
     with socket.socket() as elsewhere:
         elsewhere.bind(("127.0.0.1", port))
-    assert (address, token) == ("127.0.0.3", run_token())
+    assert (address, token) == ("127.0.0.3", get_run_token())
 
 
 def test_a_channel_stops_listening_when_it_is_closed() -> None:

@@ -1,17 +1,10 @@
 """Checkpoints as transactions: one layout for all engines, committed by a rename, checked by a manifest."""
 
-from temper_engine_api.checkpoint.alone import ENGINE_PART, load_alone, save_alone
-from temper_engine_api.checkpoint.background import PROGRESS_FILE, BackgroundSave, StagedEngine
-from temper_engine_api.checkpoint.layout import (
-    complete_steps,
-    find_step,
-    last_complete_step,
-    leftovers,
-    prune,
-    reading,
-    set_aside,
-    step_directory,
-    step_entries,
+from temper_engine_api.checkpoint.background_save import PROGRESS_FILE, BackgroundSave, StagedEngine
+from temper_engine_api.checkpoint.engine_checkpoint import (
+    ENGINE_PART,
+    load_engine_checkpoint,
+    save_engine_checkpoint,
 )
 from temper_engine_api.checkpoint.manifest import (
     Manifest,
@@ -20,43 +13,54 @@ from temper_engine_api.checkpoint.manifest import (
     package_versions,
     verify,
 )
-from temper_engine_api.checkpoint.parts import (
+from temper_engine_api.checkpoint.part_files import (
     FileRecord,
     PartReport,
     read_json,
     report_part,
     write_json,
 )
-from temper_engine_api.checkpoint.remote import download, upload
-from temper_engine_api.checkpoint.transaction import Transaction, begin
+from temper_engine_api.checkpoint.remote_copy import download, upload
+from temper_engine_api.checkpoint.step_directories import (
+    find_latest_step,
+    find_step,
+    list_complete_steps,
+    list_partial_saves,
+    list_step_entries,
+    lock_for_reading,
+    prune,
+    set_aside,
+    step_directory,
+)
+from temper_engine_api.checkpoint.transaction import CheckpointTransaction, begin_checkpoint
 
 __all__ = [
     "ENGINE_PART",
     "PROGRESS_FILE",
     "BackgroundSave",
+    "CheckpointTransaction",
     "FileRecord",
     "Manifest",
     "ManifestInfo",
     "PartReport",
     "StagedEngine",
-    "Transaction",
-    "begin",
-    "complete_steps",
+    "begin_checkpoint",
     "config_hash",
     "download",
+    "find_latest_step",
     "find_step",
-    "last_complete_step",
-    "leftovers",
-    "load_alone",
+    "list_complete_steps",
+    "list_partial_saves",
+    "list_step_entries",
+    "load_engine_checkpoint",
+    "lock_for_reading",
     "package_versions",
     "prune",
     "read_json",
-    "reading",
     "report_part",
-    "save_alone",
+    "save_engine_checkpoint",
     "set_aside",
     "step_directory",
-    "step_entries",
     "upload",
     "verify",
     "write_json",

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
 
-from temper_engine_api.checkpoint.parts import FileRecord, fault_of
+from temper_engine_api.checkpoint.part_files import FileRecord, find_file_damage
 from temper_engine_api.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -107,7 +107,7 @@ def read_manifest(directory: str | Path) -> Manifest:
             f"{directory} has no {MANIFEST_NAME}, so it was never committed: load another step directory."
         ) from error
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise unreadable_error(path, error) from error
     return parse_manifest(content, source=str(path))
 
 
@@ -151,7 +151,7 @@ def parse_manifest(content: bytes, *, source: str) -> Manifest:
 def verify(
     directory: str | Path,
     *,
-    share: tuple[int, int] = (0, 1),
+    shard: tuple[int, int] = (0, 1),
     with_content: bool = True,
     num_threads: int | None = None,
 ) -> Manifest:
@@ -159,7 +159,7 @@ def verify(
 
     Args:
         directory: a step directory.
-        share: (rank, ranks): read only this rank's share of the files, so that all ranks together
+        shard: (rank, num_ranks): read only this shard of the files, so that all ranks together
             read every file once. Shares are balanced by size. Sizes of all files are always checked.
         with_content: read the files and compare checksums; False checks only sizes.
         num_threads: files that are read at once; None is one per CPU, up to 8.
@@ -174,7 +174,7 @@ def verify(
     for record in manifest.files:
         _check_file(folder, record, with_content=False)
     if with_content:
-        records = shares_by_size(manifest.files, num_shares=share[1])[share[0]]
+        records = partition_by_size(manifest.files, num_shards=shard[1])[shard[0]]
         # hashlib releases the GIL, so threads hash in parallel.
         workers = min(os.cpu_count() or 1, MAX_READ_THREADS) if num_threads is None else num_threads
         with ThreadPoolExecutor(max_workers=workers) as pool:
@@ -188,28 +188,28 @@ def verify(
     return manifest
 
 
-def shares_by_size(files: Sequence[FileRecord], *, num_shares: int) -> list[list[FileRecord]]:
+def partition_by_size(files: Sequence[FileRecord], *, num_shards: int) -> list[list[FileRecord]]:
     """Divide files among ranks so that each reads about as many bytes; the same on every rank."""
-    shares: list[list[FileRecord]] = [[] for _ in range(num_shares)]
-    loads = [(0, i) for i in range(num_shares)]  # a heap: the least loaded rank takes the next file
+    shards: list[list[FileRecord]] = [[] for _ in range(num_shards)]
+    loads = [(0, i) for i in range(num_shards)]  # a heap: the least loaded rank takes the next file
     for record in sorted(files, key=lambda r: (-r.num_bytes, r.path)):
         num_bytes, rank = loads[0]
-        shares[rank].append(record)
+        shards[rank].append(record)
         heapq.heapreplace(loads, (num_bytes + record.num_bytes, rank))
-    return shares
+    return shards
 
 
 def _check_file(directory: Path, record: FileRecord, *, with_content: bool) -> None:
     try:
-        fault = fault_of(directory, record, with_content=with_content)
+        fault = find_file_damage(directory, record, with_content=with_content)
     except OSError as error:
-        raise unreadable(directory / record.path, error) from error
+        raise unreadable_error(directory / record.path, error) from error
     if fault is not None:
         path = directory / record.path
         raise DamagedCheckpointError(f"{path} {fault}: load another step directory.")
 
 
-def unreadable(path: Path, error: OSError) -> CheckpointError:
+def unreadable_error(path: Path, error: OSError) -> CheckpointError:
     """Return the error for a file that is there but cannot be read."""
     return CheckpointError(
         f"{path} cannot be read ({error.strerror}). The checkpoint is not damaged and was not "

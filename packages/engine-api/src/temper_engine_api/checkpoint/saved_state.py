@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from temper_engine_api.checkpoint.state_reader import StateReader
+from temper_engine_api.checkpoint.dcp_reader import SafeDcpReader
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry
 
 DCP_FOLDER = "dcp"
 """Of torch's distributed checkpoint."""
-FILES_FOLDER = "state"
+SAFETENSORS_FOLDER = "state"
 """Of safetensors."""
 FIRST, SECOND, COUNT = "first_moment", "second_moment", "update_count"
 """Kinds beside the weight itself."""
@@ -73,19 +73,19 @@ class SavedState:
             )
 
 
-def holds_dcp(directory: str | Path) -> bool:
+def has_dcp_state(directory: str | Path) -> bool:
     """Whether an engine's part of a checkpoint holds torch's distributed checkpoint."""
     return Path(directory, DCP_FOLDER, ".metadata").is_file()
 
 
-def holds_files(directory: str | Path) -> bool:
+def has_safetensors_state(directory: str | Path) -> bool:
     """Whether an engine's part of a checkpoint holds safetensors with a training state."""
-    return any(Path(directory, FILES_FOLDER).glob("*.safetensors"))
+    return any(Path(directory, SAFETENSORS_FOLDER).glob("*.safetensors"))
 
 
-def open_dcp(directory: str) -> SavedState:
+def open_dcp_state(directory: str) -> SavedState:
     """The state in ``dcp/``; no communication: every rank that asks reads whole tensors from the disk."""
-    reader = StateReader(Path(directory, DCP_FOLDER))
+    reader = SafeDcpReader(Path(directory, DCP_FOLDER))
     saved = {
         name: m
         for name, m in reader.read_metadata().state_dict_metadata.items()

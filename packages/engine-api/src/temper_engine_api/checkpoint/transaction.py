@@ -1,6 +1,6 @@
 """A step directory as a transaction: staged beside its place, checked, and renamed into it.
 
-``begin``, a part per participant, ``commit`` by the one process that began, once every participant has reported. A crash at any moment
+``begin_checkpoint``, a part per participant, ``commit`` by the one process that began, once every participant has reported. A crash at any moment
 leaves earlier steps as they were.
 """
 
@@ -13,22 +13,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from temper_engine_api.checkpoint.layout import (
+from temper_engine_api.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestInfo
+from temper_engine_api.checkpoint.part_files import FileRecord, PartReport, find_file_damage
+from temper_engine_api.checkpoint.step_directories import (
     MARKER_NAME,
-    last_complete_step,
-    leftovers,
+    find_latest_step,
+    list_partial_saves,
     partial_directory,
     step_directory,
 )
-from temper_engine_api.checkpoint.manifest import MANIFEST_NAME, Manifest, ManifestInfo
-from temper_engine_api.checkpoint.parts import FileRecord, PartReport, fault_of
 from temper_engine_api.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transaction:
+class CheckpointTransaction:
     """A step that is being written. Only the process that began it commits or aborts it; leaving its ``with`` uncommitted aborts it."""
 
     step: int
@@ -38,7 +38,7 @@ class Transaction:
     final: Path
     """Where it will lie."""
 
-    def __enter__(self) -> "Transaction":
+    def __enter__(self) -> "CheckpointTransaction":
         return self
 
     def __exit__(
@@ -106,7 +106,7 @@ class Transaction:
     def failure(self, reason: str) -> CheckpointError:
         """The error for a save that failed, with what the disk has to say; to be called before ``abort``."""
         root = self.final.parent
-        last = last_complete_step(root)
+        last = find_latest_step(root)
         needed = (
             ""
             if last is None
@@ -120,7 +120,7 @@ class Transaction:
 
     def _check(self, files: Sequence[FileRecord]) -> None:
         for record in files:
-            fault = fault_of(self.staging, record, with_content=False)
+            fault = find_file_damage(self.staging, record, with_content=False)
             if fault is not None:
                 raise CheckpointError(
                     f"{record.path} {fault}, so step {self.step} is not committed: does every participant write to the same file system?"
@@ -138,7 +138,9 @@ class Transaction:
             )
 
 
-def begin(root: str | Path, step: int, *, run_id: str | None = None) -> Transaction:
+def begin_checkpoint(
+    root: str | Path, step: int, *, run_id: str | None = None
+) -> CheckpointTransaction:
     """Begin to write a step; creates the root if it does not exist.
 
     Args:
@@ -154,12 +156,12 @@ def begin(root: str | Path, step: int, *, run_id: str | None = None) -> Transact
         raise CheckpointError(
             f"{final} already exists and is never overwritten: save to another folder or remove it first."
         )
-    for partial in leftovers(root):
+    for partial in list_partial_saves(root):
         logger.warning("%s was never committed: its run died, or is still saving", partial)
     staging = partial_directory(root, step)
     staging.mkdir(parents=True)
     (staging / MARKER_NAME).write_text(run_id or "")
-    return Transaction(step=step, staging=staging, final=final)
+    return CheckpointTransaction(step=step, staging=staging, final=final)
 
 
 def write_durably(path: Path, content: str) -> None:

@@ -13,7 +13,7 @@ from temper_engine_api.conformance.harness.engine_lookup import load_engine_clas
 from temper_engine_api.conformance.results import GROUPS
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import EngineNotFoundError
-from temper_engine_api.layout import Layout, plain_layout
+from temper_engine_api.layout import Layout, default_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ def _plain_layouts(text: str, name: str, engine: type[BaseEngine]) -> list[Layou
         raise pytest.UsageError(
             f"--world-sizes {text}: engine {name!r} does not claim data_parallel, so only 1 is possible."
         )
-    return [plain_layout(size) for size in sizes]
+    return [default_layout(size) for size in sizes]
 
 
 def _named_layouts(

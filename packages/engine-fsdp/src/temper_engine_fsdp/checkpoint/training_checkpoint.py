@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from temper_engine_api.checkpoint.state_reader import StateReader
+from temper_engine_api.checkpoint.dcp_reader import SafeDcpReader
 from temper_engine_api.errors import CheckpointError
-from temper_engine_api.weights import NamedWeight, WeightEntry, check_saved
+from temper_engine_api.weights import NamedWeight, WeightEntry, check_saved_entries
 from temper_engine_fsdp.checkpoint import huggingface_files
 from temper_engine_fsdp.checkpoint.weight_export import list_weight_entries
 from temper_engine_fsdp.components import EngineComponents
@@ -95,7 +95,7 @@ def write_dcp(
 
 def read_dcp_weights(entries: Sequence[WeightEntry], *, directory: str) -> Iterator[NamedWeight]:
     """Yield parameters and buffers from DCP files one at a time. No communication."""
-    reader = StateReader(Path(directory, STATE_FOLDER))
+    reader = SafeDcpReader(Path(directory, STATE_FOLDER))
     saved = {
         entry.name.partition(".")[2]: entry
         for entry in _saved_entries(reader)
@@ -107,7 +107,7 @@ def read_dcp_weights(entries: Sequence[WeightEntry], *, directory: str) -> Itera
         yield NamedWeight(entry.name, tensor.to(entry.dtype))
 
 
-def _read_tensor(name: str, tensor: Tensor, reader: StateReader) -> None:
+def _read_tensor(name: str, tensor: Tensor, reader: SafeDcpReader) -> None:
     """Read one tensor.
 
     Uses the steps of DCP directly, because its `load` warns on every call without a process group.
@@ -135,7 +135,7 @@ def load_training_state(
     Raises:
         CheckpointError: If another configuration made the checkpoint; nothing is loaded then.
     """
-    reader = StateReader(Path(directory, STATE_FOLDER))
+    reader = SafeDcpReader(Path(directory, STATE_FOLDER))
     saved = _saved_entries(reader)
     if optimizer is not None:
         optimizer.allocate_state([entry.name for entry in saved])
@@ -148,7 +148,7 @@ def load_training_state(
     kinds = {"parameter", "buffer"} | {_kind(name) for name in state_tensors}
     # DCP ignores extra tensors in the files: a shallower model would load the first layers of a
     # deeper one.
-    check_saved(
+    check_saved_entries(
         expected, [entry for entry in saved if _kind(entry.name) in kinds], directory=directory
     )
     tensors = to_row_dtensors(state_tensors)
@@ -163,7 +163,7 @@ def load_training_state(
 
 def has_any_parameter(directory: str, parameters: Collection[str]) -> bool:
     """Return True if a checkpoint contains any of these parameters."""
-    saved = {entry.name for entry in _saved_entries(StateReader(Path(directory, STATE_FOLDER)))}
+    saved = {entry.name for entry in _saved_entries(SafeDcpReader(Path(directory, STATE_FOLDER)))}
     return any(f"parameter.{name}" in saved for name in parameters)
 
 
@@ -171,7 +171,7 @@ def _shape_of(piece: StateTensor) -> tuple[int, ...]:
     return tuple(piece.tensor.shape if piece.owner is None else piece.owner.shape)
 
 
-def _saved_entries(reader: StateReader) -> list[WeightEntry]:
+def _saved_entries(reader: SafeDcpReader) -> list[WeightEntry]:
     saved = reader.read_metadata().state_dict_metadata
     return [
         WeightEntry(name=name, shape=tuple(tensor.size), dtype=tensor.properties.dtype)

@@ -10,9 +10,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from temper_engine_api.checkpoint.saved_state import COUNT, FILES_FOLDER, FIRST, SECOND, SavedState
+from temper_engine_api.checkpoint.saved_state import (
+    COUNT,
+    FIRST,
+    SAFETENSORS_FOLDER,
+    SECOND,
+    SavedState,
+)
 from temper_engine_api.errors import WeightError
-from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_complete
+from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_weight_entries
 from temper_engine_fsdp.model.weight_names import ExpertJoiner, list_file_shapes, split_experts
 from temper_engine_fsdp.sharding.sharded_parameter import Buffers, ShardedParameters
 from temper_engine_fsdp.training.sharded_optimizer import AdamState
@@ -92,7 +98,7 @@ def load_weights(
         elif (tensor_by_name := joiners.add(part, tensor)) is not None:
             name, full = tensor_by_name
             shards[name] = parameters[name].take_shard(full).to(parameters[name].dtype)
-    check_complete(list_weight_entries(parameters, buffers, dtype=torch.float32), received)
+    check_weight_entries(list_weight_entries(parameters, buffers, dtype=torch.float32), received)
     for name, shard in shards.items():
         (parameters[name].local_shard() if name in parameters else buffers[name]).copy_(shard)
 
@@ -156,7 +162,7 @@ def load_state(
             )
             # All experts of a tensor have the same update count.
             shards[name] = (master, first, second, state.update_count)
-    check_complete(list_weight_entries(parameters, {}, dtype=torch.float32), received)
+    check_weight_entries(list_weight_entries(parameters, {}, dtype=torch.float32), received)
     for name, (master, first, second, count) in shards.items():
         parameters[name].local_shard().copy_(master)
         moments[name].first.copy_(first)
@@ -171,7 +177,7 @@ def open_portable_state(directory: str) -> SavedState:
     """
     files: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(Path(directory, FILES_FOLDER).glob("*.safetensors")):
+    for path in sorted(Path(directory, SAFETENSORS_FOLDER).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             names: list[str] = file.keys()
             files |= dict.fromkeys(names, path)

@@ -60,7 +60,7 @@ class PackedModel(nn.Module):
             hidden states. Adding it to the loss gives every layer a gradient even if the loss
             ignores all outputs, so that all ranks run the same collectives.
         """
-        tokens, positions = batch.tokens, batch.positions()
+        tokens, positions = batch.tokens, batch.get_position_ids()
         if packing.sequence_group is not None:
             tokens, positions = (
                 packing.sequence_group.take_slice(tokens),

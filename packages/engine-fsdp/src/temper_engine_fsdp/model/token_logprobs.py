@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from temper_engine_api.projection import LEAST_ROWS, project
+from temper_engine_api.batch_invariant import MIN_ROWS, batch_invariant_linear
 
 CPU_CHUNK_BYTES = 128 << 20
 CUDA_CHUNK_BYTES = 1 << 30
@@ -191,10 +191,10 @@ def _logits(hidden: Tensor, weight: Tensor, *, temperatures: Tensor, out: Tensor
     """Return [C, V] float32 logits in the first rows of `out`."""
     logits = out[: hidden.shape[0]]
     # Small matmuls take another CPU kernel, whose results depend on the number of rows.
-    if weight.dtype == torch.float32 and hidden.shape[0] >= LEAST_ROWS:
+    if weight.dtype == torch.float32 and hidden.shape[0] >= MIN_ROWS:
         torch.mm(hidden, weight.t(), out=logits)
     else:
-        logits.copy_(project(hidden, weight))
+        logits.copy_(batch_invariant_linear(hidden, weight))
     return logits.div_(temperatures) if temperatures.numel() > 0 else logits
 
 
@@ -297,7 +297,7 @@ class _FullLogprobs(torch.autograd.Function):
         ids: Tensor,
         options: _FullOptions,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        logits = project(hidden, weight)
+        logits = batch_invariant_linear(hidden, weight)
         chosen = logits.gather(1, torch.cat([labels[:, None], ids], dim=1)).float() / temperatures
         if options.needs_entropy:
             logsumexp, entropy = _maybe_compiled(_logsumexp_and_entropy, options.is_compiled)(

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError, WeightError
 from temper_engine_api.specs import LoraSpec, ModelSpec
-from temper_engine_api.weights import WeightEntry, check_complete
+from temper_engine_api.weights import WeightEntry, check_weight_entries
 from temper_engine_fsdp.model.weight_names import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -522,7 +522,7 @@ def _set_initial_tensors(hf: PreTrainedModel, tensors: Mapping[str, Tensor]) -> 
 
 
 def _check_complete(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:
-    check_complete(
+    check_weight_entries(
         [
             WeightEntry(name=name, shape=tuple(shape), dtype=torch.float32)
             for name, shape in shapes.items()

@@ -17,7 +17,7 @@ from temper_engine_api.specs import OptimizerSpec
 from temper_engine_fsdp.runtime.host_device import AsyncScalar
 from temper_engine_fsdp.sharding.sharded_parameter import ShardedParameter, ShardedParameters
 
-Gradients = Mapping[str, Tensor]
+GradientState = Mapping[str, Tensor]
 """This rank's shard of each reduced gradient, by Hugging Face name."""
 
 
@@ -98,7 +98,7 @@ class ShardedOptimizer(ABC):
         return norm_value
 
     @abstractmethod
-    def _update(self, gradients: Gradients, *, lr: float) -> None:
+    def _update(self, gradients: GradientState, *, lr: float) -> None:
         """Update the parameters that have a gradient."""
 
     @abstractmethod
@@ -116,7 +116,7 @@ class ShardedOptimizer(ABC):
     def _decays(self, name: str) -> bool:
         return self._parameters[name].is_matrix or self._spec.decays_vectors
 
-    def _launch_update(self, gradients: Gradients, *, norm: Tensor, lr: float) -> bool:
+    def _launch_update(self, gradients: GradientState, *, norm: Tensor, lr: float) -> bool:
         """Launch kernels that clip and update, or do nothing if the norm [] is not finite.
 
         The host does not need to know the norm.
@@ -165,7 +165,7 @@ class ShardedAdamW(ShardedOptimizer):
             for name, device in devices.items()
         }
 
-    def _launch_update(self, gradients: Gradients, *, norm: Tensor, lr: float) -> bool:
+    def _launch_update(self, gradients: GradientState, *, norm: Tensor, lr: float) -> bool:
         if not self.is_async or not all(self._can_update_in_place(name) for name in gradients):
             return False
         is_finite, limit = torch.isfinite(norm), self._spec.clip_grad_norm
@@ -189,7 +189,7 @@ class ShardedAdamW(ShardedOptimizer):
             )
         return True
 
-    def _decay_groups(self, gradients: Gradients) -> Iterator[tuple[list[str], float]]:
+    def _decay_groups(self, gradients: GradientState) -> Iterator[tuple[list[str], float]]:
         """Yield names of non-empty shards with their weight decay."""
         for decays, weight_decay in ((True, self._spec.weight_decay), (False, 0.0)):
             yield (
@@ -201,7 +201,7 @@ class ShardedAdamW(ShardedOptimizer):
                 weight_decay,
             )
 
-    def _update(self, gradients: Gradients, *, lr: float) -> None:
+    def _update(self, gradients: GradientState, *, lr: float) -> None:
         for name in gradients:
             if gradients[name].numel() == 0:
                 # Empty shard: still count the update, for checkpoints at another world size.

@@ -16,7 +16,11 @@ from temper_engine_fsdp.sharding.sharded_parameter import (
     ShardedParameters,
     local_tensor,
 )
-from temper_engine_fsdp.training.sharded_optimizer import Gradients, ShardedOptimizer, StateTensor
+from temper_engine_fsdp.training.sharded_optimizer import (
+    GradientState,
+    ShardedOptimizer,
+    StateTensor,
+)
 
 ELEMENTWISE = frozenset(
     {
@@ -142,7 +146,7 @@ class TorchOptimizer(ShardedOptimizer):
             owner.tensor.grad = None
             owner.local_shard().copy_(weight)
 
-    def _update(self, gradients: Gradients, *, lr: float) -> None:
+    def _update(self, gradients: GradientState, *, lr: float) -> None:
         for name, gradient in gradients.items():
             parameter = self._parameters[name].tensor
             if parameter.grad is None:

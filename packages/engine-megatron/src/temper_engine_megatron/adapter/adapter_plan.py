@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.specs import LoraSpec, ModelSpec
-from temper_engine_api.weights import WeightEntry, check_complete
+from temper_engine_api.weights import WeightEntry, check_weight_entries
 from temper_engine_megatron.adapter.linear_adapters import LoraSettings
 from temper_engine_megatron.huggingface.weight_names import (
     ADAPTER_CONFIG,
@@ -353,7 +353,7 @@ def _told(target: object) -> str:
 
 
 def _check_complete(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
-    check_complete(
+    check_weight_entries(
         [
             WeightEntry(name=name, shape=shape, dtype=torch.float32)
             for name, shape in shapes.items()

@@ -18,18 +18,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from temper_engine_api.checkpoint.dcp_reader import SafeDcpReader
 from temper_engine_api.checkpoint.saved_state import (
     COUNT,
     DCP_FOLDER,
-    FILES_FOLDER,
     FIRST,
+    SAFETENSORS_FOLDER,
     SECOND,
     SavedState,
-    holds_dcp,
-    holds_files,
-    open_dcp,
+    has_dcp_state,
+    has_safetensors_state,
+    open_dcp_state,
 )
-from temper_engine_api.checkpoint.state_reader import StateReader
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError
 from temper_engine_api.weights import NamedWeight, TrainingState
 from temper_engine_megatron.huggingface import expert_names
@@ -102,12 +102,12 @@ def open_saved_state(directory: str) -> SavedState:
     Raises:
         DamagedCheckpointError: neither is there.
     """
-    if holds_files(directory):
+    if has_safetensors_state(directory):
         return _open_files(directory)
-    if holds_dcp(directory):
-        return open_dcp(directory)
+    if has_dcp_state(directory):
+        return open_dcp_state(directory)
     raise DamagedCheckpointError(
-        f"{directory} holds no training state: expected {FILES_FOLDER}/*.safetensors, or dcp/.metadata of an engine on torch's distributed "
+        f"{directory} holds no training state: expected {SAFETENSORS_FOLDER}/*.safetensors, or dcp/.metadata of an engine on torch's distributed "
         "checkpoint."
     )
 
@@ -115,7 +115,7 @@ def open_saved_state(directory: str) -> SavedState:
 def _open_files(directory: str) -> SavedState:
     places: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(Path(directory, FILES_FOLDER).glob("*.safetensors")):
+    for path in sorted(Path(directory, SAFETENSORS_FOLDER).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             tensors: list[str] = file.keys()
             places |= dict.fromkeys(tensors, path)
@@ -141,15 +141,15 @@ def _open_files(directory: str) -> SavedState:
 
 def part_of(saved: SavedState, names: Collection[str]) -> SavedState:
     """These names of it alone, by names in files: what is trained has moments, also where weights beside it have none."""
-    if holds_files(saved.directory):
+    if has_safetensors_state(saved.directory):
         stored = {
             key
-            for path in Path(saved.directory, FILES_FOLDER).glob("*.safetensors")
+            for path in Path(saved.directory, SAFETENSORS_FOLDER).glob("*.safetensors")
             for key in _keys_of(path)
         }
     else:
         stored = set(
-            StateReader(Path(saved.directory, DCP_FOLDER)).read_metadata().state_dict_metadata
+            SafeDcpReader(Path(saved.directory, DCP_FOLDER)).read_metadata().state_dict_metadata
         )
     home_of = expert_names.homes(saved)
     here = dict.fromkeys(home_of[name] for name in names)
@@ -180,7 +180,7 @@ def _file_name(rank: int, number: int) -> str:
 
 
 def _write_file(tensors: FileTensors, *, directory: str, name: str) -> str:
-    relative = f"{FILES_FOLDER}/{name}"
+    relative = f"{SAFETENSORS_FOLDER}/{name}"
     path = Path(directory, relative)
     with _writing(path):
         save_file(tensors, path)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from temper_engine_api.weights import check_saved
+from temper_engine_api.weights import check_saved_entries
 from temper_engine_megatron.checkpoint import checkpoint_files
 from temper_engine_megatron.checkpoint.checkpoint_files import FileTensors
 from temper_engine_megatron.components import EngineComponents
@@ -97,7 +97,7 @@ def read_state(components: EngineComponents, *, directory: str) -> None:
         )
         if components.adapter.has_replaced_base:
             expected = [*components.state.expected(), *expected]
-    check_saved(expected, in_files.entries(), directory=directory)
+    check_saved_entries(expected, in_files.entries(), directory=directory)
     if components.adapter is not None and components.adapter.has_replaced_base:
         components.state.load_local_weights(
             checkpoint_files.part_of(saved, components.state.local_names()).iterate_weights()

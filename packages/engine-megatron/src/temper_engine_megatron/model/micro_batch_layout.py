@@ -86,7 +86,7 @@ def build_local_micro_batch(
     return LocalMicroBatch(
         whole=whole,
         tokens=spread(whole.tokens, 0),
-        positions=spread(whole.positions(), 0),
+        positions=spread(whole.get_position_ids(), 0),
         is_padding=spread(torch.zeros_like(whole.loss_mask), True),
         attention=attention,
         place=torch.where(is_here, (column - mine.start) * num_rows + row, -1),

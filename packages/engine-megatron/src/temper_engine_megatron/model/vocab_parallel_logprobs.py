@@ -15,7 +15,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from temper_engine_api.projection import project
+from temper_engine_api.batch_invariant import batch_invariant_linear
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -164,8 +164,10 @@ def _logits(hidden: Tensor, words: Tensor, share: VocabShard) -> Tensor:
     """[C, V / ranks] in the compute dtype, without temperature."""
     size = hidden.shape[0]
     if not share.fills_chunks or size == share.chunk:
-        return project(hidden, words)
-    return project(functional.pad(hidden, (0, 0, 0, share.chunk - size)), words)[:size]
+        return batch_invariant_linear(hidden, words)
+    return batch_invariant_linear(functional.pad(hidden, (0, 0, 0, share.chunk - size)), words)[
+        :size
+    ]
 
 
 @cache

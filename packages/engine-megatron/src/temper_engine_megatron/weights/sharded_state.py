@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_complete
+from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_weight_entries
 from temper_engine_megatron.training.megatron_optimizer import MegatronAdamW, ParameterState
 from temper_engine_megatron.weights.parameter_map import (
     MappedParameter,
@@ -253,7 +253,7 @@ class _Collector:
         Raises:
             WeightError: what arrived is not what was expected.
         """
-        check_complete(self._expected, self._arrived)
+        check_weight_entries(self._expected, self._arrived)
         for entry in self._map.entries:
             if self._map.holders(entry):
                 yield entry, self._parts[entry.described.name]

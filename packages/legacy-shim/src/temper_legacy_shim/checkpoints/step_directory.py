@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from temper_engine_api.checkpoint import ENGINE_PART, ManifestInfo, begin, report_part, write_json
+from temper_engine_api.checkpoint import ENGINE_PART, ManifestInfo, begin_checkpoint, report_part, write_json
 from temper_engine_api.errors import TemperError
 from temper_legacy_shim.checkpoints import receipt as receipts
 from temper_legacy_shim.checkpoints.convert import (
@@ -153,7 +153,7 @@ def _join(root: Path, job: Job, plan: StepPlan, groups: Mapping[Path, Sequence[W
     """The step's directory, and what is known of its files of tensors, by path in the output."""
     state = plan.state
     try:
-        with begin(root, job.role.step or 0) as transaction:
+        with begin_checkpoint(root, job.role.step or 0) as transaction:
             part = transaction.part(ENGINE_PART)
             moved = join(part / "dcp", list(groups), plan.tensors)
             shutil.rmtree(root / _GROUPS)

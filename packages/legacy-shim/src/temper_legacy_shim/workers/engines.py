@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.registry import engine_class
+from temper_engine_api.registry import load_engine_class
 from temper_engine_api.specs import EngineConfig, ModelSpec, ModelType, OptimizerSpec, PrecisionSpec
 from temper_engine_api.weights import NamedWeight
 from temper_legacy_shim.workers.updates import set_rate
@@ -111,7 +111,7 @@ def adopt(
         optimizer=None if optimizer is None else optimizer_spec(optimizer, grad_clip=grad_clip),
         precision=PrecisionSpec(compute="bf16" if module.dtype == torch.bfloat16 else "fp32"),
     )
-    engine = engine_class(engine_name)(config)
+    engine = load_engine_class(engine_name)(config)
     engine.init_model()
     return Adopted(engine, module=module, optimizer=optimizer, folder=folder)
 

@@ -10,7 +10,7 @@ from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import BatchError, ConfigError
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.outputs import ForwardOutputs
-from temper_engine_api.plan import MiniBatchPlan, RankPlan, pack_rank
+from temper_engine_api.plan import MiniBatchPlan, RankPlan, build_packed_batch
 from temper_engine_api.reduction import count_denominators
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.numerics.micro_batches import rows_by_count, rows_by_tokens
@@ -24,7 +24,7 @@ def compute_outputs(
 ) -> Mapping[HeadOutput, Tensor]:
     """[B, W] by query, on the CPU; tokens of the response only, 0 at padding."""
     rows = read_rows(data, temperature=temperature)
-    packed = pack_rank(
+    packed = build_packed_batch(
         rows.sequences,
         plan=MiniBatchPlan(ranks=(RankPlan(micro_batches=tuple(map(tuple, scheduled(micro_batches, engine=engine)))),)),
         rank=0,
@@ -88,4 +88,4 @@ def _number(data: DataProto, name: str) -> int:
 def empty_batch(like: SequenceBatch) -> SequenceBatch:
     """One dummy token: what a rank runs while the others still have a micro-batch."""
     plan = MiniBatchPlan(ranks=(RankPlan(micro_batches=((),)),))
-    return pack_rank(like, plan=plan, rank=0, denominators=count_denominators(like))
+    return build_packed_batch(like, plan=plan, rank=0, denominators=count_denominators(like))

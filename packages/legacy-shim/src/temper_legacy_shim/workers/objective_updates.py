@@ -11,7 +11,7 @@ from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.metrics import Metric, merge_metrics
 from temper_engine_api.objective import Aggregation, AggregationMode, Objective
-from temper_engine_api.plan import MiniBatchPlan, RankPlan, pack_rank
+from temper_engine_api.plan import MiniBatchPlan, RankPlan, build_packed_batch
 from temper_engine_api.reduction import count_denominators
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.workers.replica import of_replicas
@@ -117,7 +117,7 @@ def _update(
     sequences = read_rows(mini_batch, temperature=temperature, columns=tuple(columns)).sequences
     sequences = sequences.with_columns({new: sequences.columns[old] for old, new in columns.items()})
     micro_batches = scheduled(split.micro_batches(mini_batch), engine=engine)
-    packed = pack_rank(
+    packed = build_packed_batch(
         sequences,
         plan=MiniBatchPlan(ranks=(RankPlan(micro_batches=tuple(map(tuple, micro_batches))),)),
         rank=0,

@@ -48,7 +48,7 @@ class PaddedPart:
         tensors = {
             "input_ids": ids,
             "attention_mask": attention,
-            "position_ids": self._pad(self.kept.positions()),
+            "position_ids": self._pad(self.kept.get_position_ids()),
             "prompts": ids[:, : self.prompt_width],
             "responses": ids[:, self.prompt_width :],
             "response_mask": self._pad(self.kept.loss_mask.long())[:, self.prompt_width :],

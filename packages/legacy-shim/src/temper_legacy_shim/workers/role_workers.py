@@ -12,7 +12,7 @@ from torch import Tensor
 
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import ConfigError, EngineStateError
-from temper_engine_api.registry import engine_class, engine_config_class
+from temper_engine_api.registry import load_engine_class, load_engine_config_class
 from temper_engine_api.specs import EngineConfig
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.workers import checkpoints
@@ -73,7 +73,7 @@ class RoleWorker(ABC):
         return Rates(engine, old=self._old_rates(optim) if keeps else None)
 
     def _open_engine(self, config: EngineConfig) -> BaseEngine:
-        engine: BaseEngine = engine_class(self.engine_name)(config)
+        engine: BaseEngine = load_engine_class(self.engine_name)(config)
         engine.init_model()
         return engine
 
@@ -84,7 +84,7 @@ class RoleWorker(ABC):
         if numerics != "legacy" and numerics != "temper":
             raise ConfigError(f"numerics is {numerics!r}, but must be legacy or temper.")
         engines = kwargs.get("engines") or {}
-        expected = engine_config_class(self.engine_name) if engines else EngineConfig
+        expected = load_engine_config_class(self.engine_name) if engines else EngineConfig
         if not isinstance(engines, Mapping) or not all(isinstance(config, expected) for config in engines.values()):
             raise ConfigError(f"engines must map roles to {expected.__name__}, but is {engines!r}.")
         return ("temper" if numerics == "temper" else "legacy"), dict(engines)
@@ -172,7 +172,7 @@ class PolicyWorker(RoleWorker):
         actor, _ = self._trained()
         is_reference = bool(data.meta_info.pop("is_lora", False))
         asked = self._asked(data, "ref" if is_reference else "rollout")
-        with actor.engine.adapter_disabled() if is_reference else nullcontext():
+        with actor.engine.disable_adapter() if is_reference else nullcontext():
             found = self._answers(actor, asked, calculate_entropy=not is_reference)
         found["ref_log_prob" if is_reference else "old_log_probs"] = found.pop("log_probs")
         return DataProto.from_dict(tensors=found, meta_info={"temperature": asked.meta_info["temperature"]})

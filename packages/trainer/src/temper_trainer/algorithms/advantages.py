@@ -11,7 +11,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError
-from temper_engine_api.reduction import sequence_sum
+from temper_engine_api.reduction import sum_per_sequence
 from temper_trainer.algorithms.custom_algorithms import compute_custom_advantages
 from temper_trainer.algorithms.group_advantages import (
     compute_gdpo_advantages,
@@ -80,7 +80,7 @@ def estimate_advantages(
             raise BatchError(
                 "advantages by gdpo need components [B, K] and K component_weights: set reward.components."
             )
-        held = sequence_sum(penalty, samples)
+        held = sum_per_sequence(penalty, samples)
         advantages, returns = (
             compute_gdpo_advantages(
                 components, weights=component_weights, penalty=held, samples=samples
@@ -120,7 +120,7 @@ def _estimate(
     baselines: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     by_token = token_rewards(rewards, penalty=penalty, samples=samples)
-    whole = rewards.double() - sequence_sum(penalty, samples)
+    whole = rewards.double() - sum_per_sequence(penalty, samples)
     name, groups = config.advantage, samples.group_ids
     if name == "gae":
         assert values is not None
@@ -148,7 +148,7 @@ def _estimate(
             assert baselines is not None
             per_sample = compute_remax_advantages(whole, baselines=baselines)
         case "opo":
-            lengths = sequence_sum(samples.loss_mask.double(), samples)
+            lengths = sum_per_sequence(samples.loss_mask.double(), samples)
             per_sample = compute_opo_advantages(whole, lengths=lengths, group_ids=groups)
         case "gpg":
             per_sample = compute_gpg_advantages(whole, group_ids=groups)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.metrics import Metric, weighted_mean
-from temper_engine_api.reduction import sequence_sum, trained_sequences
+from temper_engine_api.reduction import find_trained_sequences, sum_per_sequence
 from temper_trainer.algorithms.kl import MAX_LOG_RATIO, estimate_kl
 from temper_trainer.config.algorithm import RolloutCorrectionConfig
 
@@ -57,7 +57,7 @@ def compute_rollout_correction(
         weights = weights * (int(mask.sum()) / total)
     metrics = _describe(config, raw=raw[mask], weights=weights[mask], is_kept=is_kept[mask])
     metrics["correction/rejected_fraction"] = float(
-        is_rejected[trained_sequences(samples)].double().mean()
+        is_rejected[find_trained_sequences(samples)].double().mean()
     )
     return Correction(weights=weights.float(), metrics=metrics)
 
@@ -66,7 +66,7 @@ def _raw_weights(level: str, log_ratio: Tensor, *, samples: SequenceBatch) -> Te
     if level == "none":
         return torch.ones_like(log_ratio)
     if level == "sequence":
-        log_ratio = sequence_sum(log_ratio, samples)[samples.sequence_index]
+        log_ratio = sum_per_sequence(log_ratio, samples)[samples.sequence_index]
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -86,9 +86,10 @@ def _rejected(
     if config.reject_kl is None:
         return torch.zeros(samples.num_sequences, dtype=torch.bool)
     kl = estimate_kl(theirs, ref_logprobs=ours, estimator=config.reject_kl_estimator)
-    trained = sequence_sum(samples.loss_mask.double(), samples).clamp(min=1.0)
+    trained = sum_per_sequence(samples.loss_mask.double(), samples).clamp(min=1.0)
     return (
-        sequence_sum(torch.where(samples.loss_mask, kl, 0.0), samples) / trained > config.reject_kl
+        sum_per_sequence(torch.where(samples.loss_mask, kl, 0.0), samples) / trained
+        > config.reject_kl
     )
 
 

@@ -18,7 +18,7 @@ from temper_engine_api.objective import (
     Objective,
     register_objective,
 )
-from temper_engine_api.reduction import sequence_sum
+from temper_engine_api.reduction import sum_per_sequence
 from temper_trainer.types import IS_CHOSEN
 
 
@@ -103,14 +103,14 @@ class DpoObjective(Objective):
             if self.has_reference
             else torch.zeros_like(logprobs)
         )
-        trained = sequence_sum(mask.float(), batch).clamp(min=1.0)
-        total = sequence_sum(logprobs - reference, batch)
+        trained = sum_per_sequence(mask.float(), batch).clamp(min=1.0)
+        total = sum_per_sequence(logprobs - reference, batch)
         log_ratio = total / trained if self.length_normalized or self.loss == "ipo" else total
         is_chosen = batch.sequence_columns[IS_CHOSEN]
         margin = compute_pair_difference(log_ratio, batch)
         loss = 0.5 * self._loss(margin)
         if self.sft_coef:
-            likelihood = sequence_sum(logprobs, batch) / trained
+            likelihood = sum_per_sequence(logprobs, batch) / trained
             loss = loss - self.sft_coef * torch.where(is_chosen, likelihood, 0.0)
         real = ~batch.is_dummy
         metrics = {
@@ -187,5 +187,5 @@ def compute_pair_difference(column: Tensor, batch: SequenceBatch) -> Tensor:
 
 def _over_pair(column: Tensor, batch: SequenceBatch) -> Tensor:
     """[B] sum over the sequences of each pair, on both members."""
-    pairs, place = torch.unique(batch.atom_ids, return_inverse=True)
+    pairs, place = torch.unique(batch.pack_group_ids, return_inverse=True)
     return column.new_zeros(len(pairs)).index_add(0, place, column)[place]

@@ -11,7 +11,7 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.metrics import Metric, weighted_mean
 from temper_engine_api.objective import Aggregation, HeadOutput, HeadOutputs, LossTerms, Objective
-from temper_engine_api.reduction import sequence_sum
+from temper_engine_api.reduction import sum_per_sequence
 from temper_trainer.algorithms.kl import MAX_LOG_RATIO, KlEstimator, estimate_kl
 from temper_trainer.algorithms.rollout_correction import compute_mismatch_metrics
 
@@ -130,8 +130,8 @@ class SurrogateObjective(Objective):
 def compute_sequence_mean(column: Tensor, batch: SequenceBatch) -> Tensor:
     """[T] the mean of a column [T] over its sequence's trained tokens, on each of the sequence's tokens, with gradient."""
     mask = batch.loss_mask
-    trained = sequence_sum(mask.float(), batch).clamp(min=1.0)
-    mean = sequence_sum(torch.where(mask, column, 0.0), batch) / trained
+    trained = sum_per_sequence(mask.float(), batch).clamp(min=1.0)
+    mean = sum_per_sequence(torch.where(mask, column, 0.0), batch) / trained
     return mean[batch.sequence_index]
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.reduction import trained_sequences
+from temper_engine_api.reduction import find_trained_sequences
 
 
 def place_at_last_token(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:
@@ -13,7 +13,7 @@ def place_at_last_token(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:
     place = torch.nonzero(samples.loss_mask)[:, 0]
     last = torch.zeros(samples.num_sequences, dtype=torch.long)
     last.scatter_reduce_(0, samples.sequence_index[place], place, reduce="amax", include_self=False)
-    trained = trained_sequences(samples)
+    trained = find_trained_sequences(samples)
     column[last[trained]] = rewards.double()[trained]
     return column
 

@@ -193,7 +193,7 @@ def pairs_to_samples(pairs: Sequence[Pair]) -> SequenceBatch:
     return replace(
         samples,
         group_ids=index // 2,
-        atom_ids=index // 2,
+        pack_group_ids=index // 2,
         sequence_columns={IS_CHOSEN: index % 2 == 0},
     )
 

@@ -18,12 +18,12 @@ from temper_engine_api.objective import LOGPROB_AT_IDS, HeadOutput, Objective
 from temper_engine_api.plan import (
     MiniBatchPlan,
     RankPlan,
-    pack_rank,
+    build_packed_batch,
     plan_mini_batch,
     split_mini_batches,
 )
-from temper_engine_api.plan import describe as describe_mini_batch
-from temper_engine_api.reduction import count_denominators, sequence_sum
+from temper_engine_api.plan import format_plan as describe_mini_batch
+from temper_engine_api.reduction import count_denominators, sum_per_sequence
 from temper_engine_api.topology import PlanConstraints, Topology
 from temper_trainer.config.algorithm import BatchingConfig
 
@@ -133,13 +133,13 @@ def plan_step(
 
 def _split_samples(samples: SequenceBatch, config: BatchingConfig, *, seed: int) -> list[list[int]]:
     """Return the indices of each mini-batch of one pass."""
-    groups, atoms = samples.group_ids.tolist(), samples.atom_ids.tolist()
+    groups, atoms = samples.group_ids.tolist(), samples.pack_group_ids.tolist()
     if config.num_mini_batches == 1:
         return [list(range(samples.num_sequences))]
     # If the rewards of some groups failed, there may be fewer groups than mini-batches. The step
     # then makes fewer updates instead of ending the run; `batch/updates` reports it.
     count = min(config.num_mini_batches, len(set(groups)))
-    return split_mini_batches(groups, num_mini_batches=count, seed=seed, atom_ids=atoms)
+    return split_mini_batches(groups, num_mini_batches=count, seed=seed, pack_group_ids=atoms)
 
 
 def _plan_mini_batch(
@@ -151,13 +151,13 @@ def _plan_mini_batch(
     seed: int,
 ) -> MiniBatch:
     selected = samples.select(indices)
-    lengths, atoms = selected.lengths.tolist(), selected.atom_ids.tolist()
+    lengths, atoms = selected.lengths.tolist(), selected.pack_group_ids.tolist()
     plan_by_layout = {
         layout: plan_mini_batch(
             lengths,
             dp_size=layout.dp_size,
             max_tokens=max_tokens,
-            atom_ids=atoms,
+            pack_group_ids=atoms,
             constraints=layout.constraints,
         )
         for layout in set(layouts.values())
@@ -175,7 +175,7 @@ def find_zero_advantage_samples(samples: SequenceBatch) -> Tensor:
 
     These are the samples of groups in which all completions have the same reward.
     """
-    return sequence_sum((samples.columns["advantages"] != 0).float(), samples) == 0
+    return sum_per_sequence((samples.columns["advantages"] != 0).float(), samples) == 0
 
 
 def drop_zero_advantage_samples(
@@ -189,7 +189,7 @@ def drop_zero_advantage_samples(
     """
     is_zero = find_zero_advantage_samples(samples)
     lengths: list[int] = samples.lengths.tolist()
-    atoms: list[int] = samples.atom_ids.tolist()
+    atoms: list[int] = samples.pack_group_ids.tolist()
 
     def plan_without(mini_batch: MiniBatch) -> MiniBatch:
         # A mini-batch with only zero-advantage samples keeps its first one: the update must still
@@ -201,7 +201,7 @@ def drop_zero_advantage_samples(
             [lengths[i] for i in kept],
             dp_size=layout.dp_size,
             max_tokens=max_tokens,
-            atom_ids=[atoms[i] for i in kept],
+            pack_group_ids=[atoms[i] for i in kept],
             constraints=layout.constraints,
         )
         role_plan = _map_indices(smaller, positions)
@@ -267,7 +267,7 @@ def pack_mini_batch(
     )
     plan = mini_batch.plans[role]
     return [
-        pack_rank(trimmed, plan=plan, rank=rank, denominators=mini_batch.denominators)
+        build_packed_batch(trimmed, plan=plan, rank=rank, denominators=mini_batch.denominators)
         for rank in range(len(plan.ranks))
     ]
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from temper_engine_api.checkpoint import complete_steps, step_directory, verify
+from temper_engine_api.checkpoint import list_complete_steps, step_directory, verify
 from temper_engine_api.checkpoint.manifest import read_manifest
 from temper_engine_api.errors import CheckpointError
 from temper_trainer.checkpoint.checkpointer import Checkpointer
@@ -51,7 +51,7 @@ def describe_deletion(checkpointer: Checkpointer) -> str | None:
         return None
     own_steps = [
         step
-        for step in complete_steps(root)
+        for step in list_complete_steps(root)
         if _read_run_id(step_directory(root, step)) == checkpointer.run_id
     ]
     # Plus one, because the next save is itself among the newest ones.
@@ -80,7 +80,7 @@ def describe_last_save(root: Path, *, warm_start: Path | None = None) -> str:
         warm_start: Folder of the warm start's step directories, if the run has a warm start.
     """
     for folder, prefix in ((root, ""), (warm_start, "warm start: ")):
-        for step in reversed([] if folder is None else complete_steps(folder)):
+        for step in reversed([] if folder is None else list_complete_steps(folder)):
             directory = step_directory(folder or root, step)
             try:
                 verify(directory, with_content=False)

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Protocol
 
 from temper_engine_api.capabilities import Capability
-from temper_engine_api.checkpoint import PartReport, Transaction
+from temper_engine_api.checkpoint import CheckpointTransaction, PartReport
 from temper_engine_api.errors import TemperError
 from temper_trainer.checkpoint.checkpointer import Checkpointer, abort_on_error
 from temper_trainer.checkpoint.trainer_state import TrainerState
@@ -48,7 +48,7 @@ class SavedRole(Protocol):
 class _PendingSave:
     """A save that roles are writing in the background."""
 
-    transaction: Transaction
+    transaction: CheckpointTransaction
     state: TrainerState
 
 

@@ -16,23 +16,23 @@ from typing import Literal
 
 from temper_engine_api.checkpoint import (
     ENGINE_PART,
+    CheckpointTransaction,
     ManifestInfo,
     PartReport,
-    Transaction,
-    begin,
-    complete_steps,
+    begin_checkpoint,
     find_step,
-    leftovers,
+    list_complete_steps,
+    list_partial_saves,
+    list_step_entries,
+    lock_for_reading,
     package_versions,
     prune,
-    reading,
     report_part,
     set_aside,
-    step_entries,
     verify,
 )
-from temper_engine_api.checkpoint.layout import MARKER_NAME, STEP_NAME
 from temper_engine_api.checkpoint.manifest import read_manifest
+from temper_engine_api.checkpoint.step_directories import MARKER_NAME, STEP_NAME
 from temper_engine_api.checkpoint.transaction import write_durably
 from temper_engine_api.errors import (
     CheckpointError,
@@ -54,7 +54,7 @@ ReadPart = Callable[[str], None]
 
 
 @contextmanager
-def abort_on_error(transaction: Transaction) -> Iterator[None]:
+def abort_on_error(transaction: CheckpointTransaction) -> Iterator[None]:
     """Remove the staging directory if the body raises.
 
     Raises:
@@ -111,17 +111,17 @@ class Checkpointer:
                 topology=topology,
             )
 
-    def begin(self, step: int) -> Transaction:
+    def begin(self, step: int) -> CheckpointTransaction:
         """Start the transaction of a step.
 
         Raises:
             CheckpointError: If the step's directory already exists.
         """
-        return begin(self.root, step, run_id=self.run_id)
+        return begin_checkpoint(self.root, step, run_id=self.run_id)
 
     def commit(
         self,
-        transaction: Transaction,
+        transaction: CheckpointTransaction,
         *,
         state: TrainerState,
         parts: Mapping[str, Sequence[PartReport]],
@@ -170,9 +170,9 @@ class Checkpointer:
 
     def _find_newest_good(self) -> Path | None:
         num_renamed = 0
-        for step, directory in sorted(step_entries(self.root).items(), reverse=True):
+        for step, directory in sorted(list_step_entries(self.root).items(), reverse=True):
             try:
-                with reading(directory):
+                with lock_for_reading(directory):
                     self._verify(directory)
                     _check_step(directory, step=step)
             except IncompleteCheckpointError as error:
@@ -194,7 +194,7 @@ class Checkpointer:
         is_own = self._is_own(checkpoint)
         try:
             for directory in find_engine_checkpoints(checkpoint).values() or [checkpoint]:
-                with reading(directory):
+                with lock_for_reading(directory):
                     self._verify(directory)
             if is_own:
                 _check_step(checkpoint, step=_parse_step(checkpoint.name))
@@ -212,7 +212,7 @@ class Checkpointer:
         Checked at the start: at the next save, the steps since the start would be lost.
         """
         done = 0 if checkpoint is None else self._read_step(checkpoint)
-        later = [path for step, path in step_entries(self.root).items() if step > done]
+        later = [path for step, path in list_step_entries(self.root).items() if step > done]
         if checkpoint is not None and self._is_own(checkpoint):
             for path in later:
                 cause = f"run.resume names the earlier {checkpoint.name}"
@@ -235,7 +235,7 @@ class Checkpointer:
     def _rename_partial_saves(self) -> None:
         # Safe because this process has the lock of the run folder: no other one is writing them.
         # Folders without the marker are not ours and are left alone.
-        for path in leftovers(self.root):
+        for path in list_partial_saves(self.root):
             if (path / MARKER_NAME).is_file():
                 cause = "its run died while saving or deleting it"
                 self._rename(path, "incomplete", cause=cause)
@@ -337,7 +337,7 @@ class Checkpointer:
                     f"{directory} has no part for {name}, which this configuration has: resume "
                     "with the configuration of the run that wrote it."
                 )
-            with reading(part.parent):
+            with lock_for_reading(part.parent):
                 read(str(part))
 
 
@@ -355,7 +355,7 @@ def find_engine_checkpoints(path: Path) -> dict[str, Path]:
         steps = {"actor": find_step(path)}
     except IncompleteCheckpointError:
         children = sorted(path.iterdir()) if path.is_dir() else []
-        steps = {child.name: find_step(child) for child in children if complete_steps(child)}
+        steps = {child.name: find_step(child) for child in children if list_complete_steps(child)}
     return steps if all((step / ENGINE_PART).is_dir() for step in steps.values()) else {}
 
 

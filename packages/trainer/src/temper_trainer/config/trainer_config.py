@@ -164,7 +164,7 @@ def _adapters_that_do_not_fit(config: TrainerConfig, *, needs_kl: bool) -> list[
     """Adapters where they have no effect, or would act twice."""
     found = []
     is_disabled_adapter = config.algorithm.kl_reference == "disabled_adapter"
-    if is_disabled_adapter and not config.actor.engine.lora.is_on:
+    if is_disabled_adapter and not config.actor.engine.lora.is_enabled:
         found.append(
             "algorithm.kl_reference is disabled_adapter, but the actor has no adapter: set actor.engine.lora.rank and "
             "actor.engine.lora.alpha, or take the ref role (algorithm.kl_reference=ref)."
@@ -204,10 +204,10 @@ def _rollouts_that_do_not_fit(config: TrainerConfig) -> list[str]:
             f"weight_sync.transport is {sync.transport}, but with rollout.sampler {sampler} and runtime.kind {kind} it must be auto or "
             f"{' or '.join(fitting)}."
         )
-    if sync.content == "adapter" and (sampler != "vllm" or not config.actor.engine.lora.is_on):
+    if sync.content == "adapter" and (sampler != "vllm" or not config.actor.engine.lora.is_enabled):
         found.append(
             f"weight_sync.content is adapter, but rollout.sampler is {sampler} and actor.engine.lora is "
-            f"{'on' if config.actor.engine.lora.is_on else 'off'}: it needs rollout=vllm and an adapter; full sends an adapter merged."
+            f"{'on' if config.actor.engine.lora.is_enabled else 'off'}: it needs rollout=vllm and an adapter; full sends an adapter merged."
         )
     if sync.content == "adapter" and sync.transport not in ("auto", "shared_memory"):
         found.append(
@@ -302,7 +302,7 @@ def task_problems(config: TrainerConfig) -> Iterator[str]:
     if (
         config.task == "dpo"
         and config.preference.reference == "disabled_adapter"
-        and not config.actor.engine.lora.is_on
+        and not config.actor.engine.lora.is_enabled
     ):
         yield "preference.reference is disabled_adapter, but the actor has no adapter: set actor.engine.lora.rank and alpha, or use ref."
     if (
@@ -376,7 +376,7 @@ def _placement_problems(config: TrainerConfig) -> Iterator[str]:
             )
         if teacher.engine.residency.offloads_anything:
             yield f"teachers.{name}.engine.residency offloads, but a teacher on its own pool never sleeps: remove it."
-        if teacher.engine.lora.is_on:
+        if teacher.engine.lora.is_enabled:
             yield f"teachers.{name}.engine.lora is set, but a teacher is frozen: merge the adapter into its model and remove it."
         if teacher.engine.model.model_type != "language_model":
             yield f"teachers.{name}.engine.model.model_type is {teacher.engine.model.model_type}: a teacher is a language_model."
@@ -426,7 +426,7 @@ def reward_model_problems(config: TrainerConfig) -> Iterator[str]:
         yield f"reward.model.engine.model.model_type is {engine.model.model_type}: set it to reward_model."
     if engine.model.path is None:
         yield "reward.model.engine.model.path is not set: a reward model from scratch knows nothing. Train one with task=rm."
-    if engine.lora.is_on:
+    if engine.lora.is_enabled:
         yield "reward.model.engine.lora is set, but a reward model is frozen: merge the adapter into its model and remove it."
     if model.num_workers % engine.replica_size:
         yield (

@@ -89,7 +89,7 @@ def check_libraries(config: TrainerConfig) -> None:
     adapted = [
         name
         for name, role in (("actor", config.actor), ("critic", config.critic))
-        if role is not None and role.engine.lora.is_on
+        if role is not None and role.engine.lora.is_enabled
     ]
     if adapted and config.model_engine in _NEED_PEFT and not _is_installed("peft"):
         raise ConfigError(

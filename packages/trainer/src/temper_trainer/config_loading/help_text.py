@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from importlib import resources
 
 from temper_engine_api.errors import EngineNotFoundError
-from temper_engine_api.registry import engine_config_class
+from temper_engine_api.registry import load_engine_config_class
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.composition import group_choices
@@ -65,7 +65,7 @@ def _engine_class(overrides: Sequence[str]) -> type[EngineConfig]:
         if override.startswith("model_engine=")
     ]
     try:
-        return engine_config_class(names[-1] if names else "fsdp")
+        return load_engine_config_class(names[-1] if names else "fsdp")
     except EngineNotFoundError:
         return EngineConfig
 

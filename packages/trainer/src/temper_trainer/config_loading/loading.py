@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from temper_engine_api.errors import ConfigError, EngineNotFoundError
-from temper_engine_api.registry import engine_config_class
+from temper_engine_api.registry import load_engine_config_class
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.run import LEGACY_TRAINING_WORKER, LEGACY_WORKER_GROUP
 from temper_trainer.config.trainer_config import TrainerConfig
@@ -125,7 +125,7 @@ def _engine_config(name: Plain) -> type[EngineConfig]:
             "model_engine is not set: a file of yours begins with defaults: [temper, _self_], which sets it."
         )
     try:
-        return engine_config_class(str(name))
+        return load_engine_config_class(str(name))
     except EngineNotFoundError as error:
         raise ConfigError(f"model_engine is {name}, but {error}") from error
 

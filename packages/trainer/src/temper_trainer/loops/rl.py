@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.errors import TemperError
 from temper_engine_api.objective import HeadOutput, Objective
-from temper_engine_api.plan import pack_rank, plan_mini_batch
+from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_trainer.algorithms.objective_factory import (
     add_distillation_loss,
@@ -385,7 +385,7 @@ def _canary(config: TrainerConfig, actor: WorkerGroup, *, prompt: Prompt) -> Can
     )
     denominators = count_denominators(batch)
     parts = [
-        pack_rank(batch, plan=plan, rank=rank, denominators=denominators)
+        build_packed_batch(batch, plan=plan, rank=rank, denominators=denominators)
         for rank in range(actor.dp_size)
     ]
 

@@ -179,7 +179,7 @@ def _draw_again(
         seed=derive_seed(seed, "reweight", step),
     )
     own = torch.arange(len(places))
-    drawn = replace(samples.select(places), sample_ids=own, atom_ids=own)
+    drawn = replace(samples.select(places), sample_ids=own, pack_group_ids=own)
     plan = plan_step(
         drawn, config.batching, layouts=layouts, seed=derive_seed(seed, "mini-batches", step)
     )

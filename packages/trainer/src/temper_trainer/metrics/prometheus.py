@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.rendezvous import run_token
+from temper_engine_api.rendezvous import get_run_token
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
@@ -74,7 +74,7 @@ class PrometheusTracker:
             "temper_step_timestamp_seconds": self._step_time,
         }
         # Derived from the run's token, so that a scraper cannot access the run's other servers.
-        token = hmac.digest(run_token().encode(), b"prometheus", "sha256").hex()
+        token = hmac.digest(get_run_token().encode(), b"prometheus", "sha256").hex()
         app = _require_token(prometheus_client.make_wsgi_app(self._registry), token=token)
         try:
             self._server = make_server(address, port, app, _ThreadingServer, _SilentHandler)

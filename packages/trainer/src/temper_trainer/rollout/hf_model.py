@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec
-from temper_engine_api.weights import NamedWeight, WeightEntry, check_complete
+from temper_engine_api.weights import NamedWeight, WeightEntry, check_weight_entries
 from temper_trainer.rollout.kv_cache import SLOT_ATTENTION
 from temper_trainer.rollout.weight_delta import (
     DeltaBucket,
@@ -129,7 +129,7 @@ def load_weights(model: PreTrainedModel, stream: Iterable[NamedWeight]) -> None:
         for whole in stream
         for name, tensor in _split_experts(*whole).items()
     ]
-    check_complete(
+    check_weight_entries(
         (_make_entry(name, place) for name, place in places.items()),
         [_make_entry(w.name, w.tensor) for w in arrived],
     )

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import HeadOutput
-from temper_engine_api.plan import pack_rank, plan_mini_batch
+from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.runtime.engine_teacher import GroupFactory
@@ -47,7 +47,7 @@ class EngineRewardModel:
         )
         denominators = count_denominators(batch)
         parts = [
-            pack_rank(batch, plan=plan, rank=rank, denominators=denominators)
+            build_packed_batch(batch, plan=plan, rank=rank, denominators=denominators)
             for rank in range(group.dp_size)
         ]
         outputs = group.forward(parts, outputs=[HeadOutput.SCORE], sample_ids=batch.sample_ids)

@@ -17,7 +17,7 @@ from temper_engine_api.batch import PackedBatch, from_sequences
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import LOGPROB_AT_IDS, HeadOutput
 from temper_engine_api.outputs import ForwardOutputs
-from temper_engine_api.plan import pack_rank, plan_mini_batch
+from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.distillation import TeacherConfig
@@ -133,7 +133,7 @@ class EngineTeacher:
         )
         denominators = count_denominators(batch)
         parts = [
-            pack_rank(batch, plan=plan, rank=rank, denominators=denominators)
+            build_packed_batch(batch, plan=plan, rank=rank, denominators=denominators)
             for rank in range(topology.dp.size)
         ]
         by_rank = [(parts[place.dp.rank], top_k, self._vocab_size) for place in group.topologies]
@@ -161,7 +161,7 @@ def score_tokens(
             loss_mask=micro.loss_mask,
             sample_ids=micro.sample_ids,
             group_ids=micro.group_ids,
-            atom_ids=micro.atom_ids,
+            pack_group_ids=micro.pack_group_ids,
             temperature=micro.temperature,
             columns=columns,
             micro_batch_starts=torch.tensor([0, micro.num_sequences], dtype=torch.int32),

@@ -17,7 +17,7 @@ from temper_engine_api.engine import BaseEngine, UpdateReport
 from temper_engine_api.metrics import Metric
 from temper_engine_api.objective import HeadOutput, Objective
 from temper_engine_api.outputs import StepResult
-from temper_engine_api.registry import engine_class
+from temper_engine_api.registry import load_engine_class
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import WeightStream
@@ -46,7 +46,7 @@ class TrainingWorker:
     def __init__(self, *, engine_name: str, config: EngineConfig, num_threads: int | None) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._engine: BaseEngine = engine_class(engine_name)(config)
+        self._engine: BaseEngine = load_engine_class(engine_name)(config)
         self._advances_per_update = config.schedule.advance == "update"
 
     def init(self) -> Topology:
@@ -62,7 +62,7 @@ class TrainingWorker:
         self, part: PackedBatch, outputs: Collection[HeadOutput], without_adapter: bool = False
     ) -> StepResult:
         """Answers without gradients, in input order; None as outputs where this rank returns none."""
-        base_alone = self._engine.adapter_disabled() if without_adapter else nullcontext()
+        base_alone = self._engine.disable_adapter() if without_adapter else nullcontext()
         with self._engine.eval_mode(), base_alone:
             return self._engine.forward_backward_batch(part, forward_only=True, outputs=outputs)
 

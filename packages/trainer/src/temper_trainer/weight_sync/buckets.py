@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.errors import WeightError
-from temper_engine_api.weights import NamedWeight, WeightEntry, WeightStream, checksum
+from temper_engine_api.weights import NamedWeight, WeightEntry, WeightStream, hash_tensors
 
 DEFAULT_BUCKET_BYTES = 256 << 20
 """Large enough that per-bucket costs vanish, small enough that two fit beside a model."""
@@ -91,7 +91,7 @@ def unpack_buckets(buckets: Iterable[WeightBucket]) -> Iterator[NamedWeight]:
             raise WeightError(
                 f"weight bucket {bucket.index} came where {expected} was due: publish the weights again."
             )
-        if checksum(bucket.tensors) != bucket.sha256:
+        if hash_tensors(bucket.tensors) != bucket.sha256:
             raise WeightError(
                 f"weight bucket {bucket.index} arrived damaged (checksum differs): publish the weights again."
             )
@@ -110,5 +110,5 @@ def _make_bucket(held: list[NamedWeight], *, index: int, is_last: bool) -> Weigh
         WeightEntry(name=w.name, shape=tuple(w.tensor.shape), dtype=w.tensor.dtype) for w in held
     )
     return WeightBucket(
-        index=index, is_last=is_last, entries=entries, tensors=tensors, sha256=checksum(tensors)
+        index=index, is_last=is_last, entries=entries, tensors=tensors, sha256=hash_tensors(tensors)
     )

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from temper_engine_api.rendezvous import TOKEN_VARIABLE, StoreServer, run_token
+from temper_engine_api.rendezvous import TOKEN_VARIABLE, StoreServer, get_run_token
 from temper_trainer.config.ranges import LOOPBACK
 from temper_trainer.rollout.device_location import DeviceLocation, locate_device
 from temper_trainer.rollout.packed_bucket import (
@@ -229,9 +229,9 @@ def open_store(worker: WeightExporter, bind_address: str) -> tuple[str, int, str
     address = os.environ["MASTER_ADDR"] if TOKEN_VARIABLE in os.environ else bind_address
     if not worker.is_first:
         return address, 0, ""
-    server = StoreServer(address, token=run_token())
+    server = StoreServer(address, token=get_run_token())
     _servers[f"{address}:{server.port}"] = server
-    return address, server.port, run_token()
+    return address, server.port, get_run_token()
 
 
 def plan_buckets(worker: WeightExporter, bucket_bytes: int) -> list[PackedBucket]:

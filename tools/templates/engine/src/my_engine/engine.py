@@ -23,8 +23,8 @@ from temper_engine_api.weights import (
     NamedWeight,
     TrainingState,
     WeightEntry,
-    check_complete,
-    check_saved,
+    check_saved_entries,
+    check_weight_entries,
 )
 
 STATE_FILE = "state.pt"
@@ -90,7 +90,7 @@ class MyEngine(BaseEngine):
                 sequence = micro.select([number])
                 logits = self._model(
                     input_ids=sequence.tokens[None],
-                    position_ids=sequence.positions()[None],
+                    position_ids=sequence.get_position_ids()[None],
                     attention_mask=torch.ones_like(sequence.tokens)[None],
                     use_cache=False,
                 ).logits[0]
@@ -135,7 +135,7 @@ class MyEngine(BaseEngine):
         self._model.zero_grad(set_to_none=True)
 
     @contextmanager
-    def _resident(self, mode: Literal["train", "eval", "update"]) -> Iterator[None]:
+    def _loaded(self, mode: Literal["train", "eval", "update"]) -> Iterator[None]:
         """Bring in what the mode needs, and put it back also when the body raises. Here everything stays where it is."""
         before = self._model.training
         if mode != "update":
@@ -152,7 +152,7 @@ class MyEngine(BaseEngine):
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
         arrived = list(stream)
-        check_complete(self._entries(), [_entry(name, tensor) for name, tensor in arrived])
+        check_weight_entries(self._entries(), [_entry(name, tensor) for name, tensor in arrived])
         with torch.no_grad():
             for name, tensor in arrived:
                 self._model.get_parameter(name).copy_(tensor)
@@ -171,7 +171,9 @@ class MyEngine(BaseEngine):
 
     def _load_state(self, stream: Iterable[TrainingState]) -> None:
         arrived = list(stream)
-        check_complete(self._entries(), [_entry(state.name, state.master) for state in arrived])
+        check_weight_entries(
+            self._entries(), [_entry(state.name, state.master) for state in arrived]
+        )
         for state in arrived:
             self._restore(
                 state.name,
@@ -193,7 +195,7 @@ class MyEngine(BaseEngine):
     def _read_state(self, directory: str) -> None:
         saved = torch.load(Path(directory) / STATE_FILE, weights_only=True)
         entries = [_entry(name, master) for name, (master, *_) in saved["state"].items()]
-        check_saved(self._entries(), entries, directory=directory)
+        check_saved_entries(self._entries(), entries, directory=directory)
         for name, (master, first, second, count) in saved["state"].items():
             self._restore(name, master, first, second, count)
         torch.set_rng_state(saved["random"])

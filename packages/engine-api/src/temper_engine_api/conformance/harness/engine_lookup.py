@@ -2,10 +2,10 @@
 
 from importlib import import_module
 
+from temper_engine_api import registry
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import EngineNotFoundError
 from temper_engine_api.layout import Layout
-from temper_engine_api.registry import check_layouts, conformance_layouts, engine_class
 
 MODULE_TABLE = "CONFORMANCE_LAYOUTS"
 """Attribute of a module that holds the layouts of an engine that was named as ``module:Class``."""
@@ -19,7 +19,7 @@ def load_engine_class(name: str) -> type[BaseEngine]:
     """
     module, separator, attribute = name.partition(":")
     if not separator:
-        return engine_class(name)
+        return registry.load_engine_class(name)
     try:
         found = vars(import_module(module)).get(attribute)
     except ModuleNotFoundError as error:
@@ -41,7 +41,7 @@ def load_layouts(name: str) -> tuple[Layout, ...]:
     """
     module, separator, _ = name.partition(":")
     if not separator:
-        return conformance_layouts(name)
-    return check_layouts(
+        return registry.load_conformance_layouts(name)
+    return registry.check_layouts(
         vars(import_module(module)).get(MODULE_TABLE, ()), source=f"{MODULE_TABLE} of {module}"
     )

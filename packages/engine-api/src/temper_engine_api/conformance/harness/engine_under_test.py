@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.harness.rank import Job, P, T
 from temper_engine_api.conformance.harness.rank_pool import RankPool
-from temper_engine_api.layout import Layout, plain_layout
+from temper_engine_api.layout import Layout, default_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class EngineUnderTest:
     def comparable_layouts(self) -> tuple[Layout, ...]:
         """Those of the run that are held to the laws with the models of this one; beside layouts with experts also one rank."""
         if self.layout.has_experts:
-            return plain_layout(1), *(layout for layout in self.all_layouts if layout.has_experts)
+            return default_layout(1), *(layout for layout in self.all_layouts if layout.has_experts)
         return tuple(layout for layout in self.all_layouts if not layout.has_experts)
 
     def run(self, job: Job[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:

@@ -18,7 +18,7 @@ from temper_engine_api.engine import BaseEngine, UpdateReport
 from temper_engine_api.metrics import Metric, merge_metrics
 from temper_engine_api.objective import HeadOutput, Objective
 from temper_engine_api.outputs import ForwardOutputs
-from temper_engine_api.plan import pack_rank, plan_mini_batch
+from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_engine_api.weights import TrainingState
 
@@ -83,12 +83,12 @@ def rank_slice(
     if objective is not None:
         batch = batch.with_columns(objective.prepare(batch, seed=SEED))
     atom_tokens = batch.tokens.new_zeros(batch.num_sequences)
-    _, atom_of = torch.unique(batch.atom_ids, return_inverse=True)
+    _, atom_of = torch.unique(batch.pack_group_ids, return_inverse=True)
     longest_atom = int(atom_tokens.index_add(0, atom_of, batch.lengths).max())
     constraints = engine.topology.plan_constraints
     plan = plan_mini_batch(
         batch.lengths.tolist(),
-        atom_ids=batch.atom_ids.tolist(),
+        pack_group_ids=batch.pack_group_ids.tolist(),
         dp_size=engine.topology.dp.size,
         max_tokens=longest_atom + constraints.token_multiple
         if split.is_dynamic
@@ -98,7 +98,7 @@ def rank_slice(
             min_micro_batches=max(constraints.min_micro_batches, split.min_micro_batches),
         ),
     )
-    return pack_rank(
+    return build_packed_batch(
         batch, plan=plan, rank=engine.topology.dp.rank, denominators=count_denominators(batch)
     )
 

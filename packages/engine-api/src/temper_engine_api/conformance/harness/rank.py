@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from temper_engine_api.engine import BaseEngine
-from temper_engine_api.layout import Layout, plain_layout
+from temper_engine_api.layout import Layout, default_layout
 from temper_engine_api.specs import (
     EngineConfig,
     LoraSpec,
@@ -29,7 +29,7 @@ READ_GRADIENTS = OptimizerSpec(lr=0.0, betas=(0.0, 0.999), weight_decay=0.0, cli
 ADAMW = OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, clip_grad_norm=0.5)
 """Every term of the update is large enough to be missed."""
 
-ONE_RANK = plain_layout(1)
+ONE_RANK = default_layout(1)
 """One rank."""
 
 COLLECTIVE_TIMEOUT_S = 60.0

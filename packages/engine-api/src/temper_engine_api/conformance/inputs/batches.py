@@ -47,7 +47,7 @@ def make_ragged_batch(*, num_sequences: int = 8, seed: int = 0) -> SequenceBatch
         loss_masks=masks,
         sample_ids=[100 + b for b in range(num_sequences)],
         group_ids=[b // 2 for b in range(num_sequences)],
-        atom_ids=[b // 2 for b in range(num_sequences)],
+        pack_group_ids=[b // 2 for b in range(num_sequences)],
         temperature=[_TEMPERATURES[b % len(_TEMPERATURES)] for b in range(num_sequences)],
     )
 

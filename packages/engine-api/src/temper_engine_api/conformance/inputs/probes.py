@@ -24,7 +24,7 @@ from temper_engine_api.objective import (
     Objective,
     register_objective,
 )
-from temper_engine_api.reduction import sequence_sum
+from temper_engine_api.reduction import sum_per_sequence
 
 _PER_SEQUENCE = Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_MEAN)
 _PER_GROUP = Aggregation(mode=AggregationMode.GROUP_MEAN)
@@ -103,8 +103,8 @@ class GspoProbe(Objective):
         log_ratio = torch.where(
             batch.loss_mask, head_outputs[HeadOutput.LOGPROB] - batch.columns["old_logprobs"], 0.0
         )
-        trained = sequence_sum(batch.loss_mask.float(), batch).clamp(min=1.0)
-        ratio = torch.exp(sequence_sum(log_ratio, batch) / trained)
+        trained = sum_per_sequence(batch.loss_mask.float(), batch).clamp(min=1.0)
+        ratio = torch.exp(sum_per_sequence(log_ratio, batch) / trained)
         advantages = batch.sequence_columns["sequence_advantages"]
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
         return LossTerms(
@@ -143,9 +143,9 @@ class DpoProbe(Objective):
             batch.loss_mask, head_outputs[HeadOutput.LOGPROB] - batch.columns["ref_logprobs"], 0.0
         )
         sign = torch.where(batch.sequence_columns["is_chosen"], 1.0, -1.0)
-        atoms, pair_of = torch.unique(batch.atom_ids, return_inverse=True)
+        atoms, pair_of = torch.unique(batch.pack_group_ids, return_inverse=True)
         margin = log_ratio.new_zeros(atoms.shape[0]).index_add(
-            0, pair_of, sign * sequence_sum(log_ratio, batch)
+            0, pair_of, sign * sum_per_sequence(log_ratio, batch)
         )
         loss = -torch.nn.functional.logsigmoid(self.beta * margin)
         return LossTerms(loss=0.5 * loss[pair_of], level="sequence")

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import LoraSpec
-from temper_engine_api.weights import WeightEntry, check_complete
+from temper_engine_api.weights import WeightEntry, check_weight_entries
 
 
 class OracleAdapter:
@@ -76,7 +76,7 @@ class OracleAdapter:
                 raise ConfigError(
                     f"the adapter to load has {key} {config[key]}, expected {own_config[key]}."
                 )
-        check_complete(
+        check_weight_entries(
             [_entry(n, t) for n, t in trained.items()], [_entry(n, t) for n, t in tensors.items()]
         )
         with torch.no_grad():

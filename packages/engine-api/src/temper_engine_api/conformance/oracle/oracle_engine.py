@@ -37,8 +37,8 @@ from temper_engine_api.weights import (
     NamedWeight,
     TrainingState,
     WeightEntry,
-    check_complete,
-    check_saved,
+    check_saved_entries,
+    check_weight_entries,
 )
 
 STATE_FILE, ADAPTER_FOLDER = "oracle.pt", "adapter"
@@ -63,7 +63,7 @@ class OracleEngine(BaseEngine):
     def _build(self) -> Topology:
         self.model = load_model(self.config)
         self.adapter = (
-            OracleAdapter(self.model, self.config.lora) if self.config.lora.is_on else None
+            OracleAdapter(self.model, self.config.lora) if self.config.lora.is_enabled else None
         )
         self.first_moments = {name: torch.zeros_like(p) for name, p in self.parameters().items()}
         self.second_moments = {name: torch.zeros_like(p) for name, p in self.parameters().items()}
@@ -170,7 +170,7 @@ class OracleEngine(BaseEngine):
             parameter.grad = None
 
     @contextmanager
-    def _resident(self, mode: Literal["train", "eval", "update"]) -> Iterator[None]:
+    def _loaded(self, mode: Literal["train", "eval", "update"]) -> Iterator[None]:
         """Everything is always in host memory; only the module's mode changes."""
         was_training = self.model.training
         if mode != "update":
@@ -192,7 +192,7 @@ class OracleEngine(BaseEngine):
             self.parameters() if self.adapter is None else self.adapter.base_parameters()
         )
         received = list(stream)
-        check_complete(
+        check_weight_entries(
             [_entry(name, p) for name, p in targets.items()],
             [_entry(name, tensor) for name, tensor in received],
         )
@@ -200,7 +200,7 @@ class OracleEngine(BaseEngine):
             for name, tensor in received:
                 targets[name].copy_(tensor)
 
-    def _adapter_off(self) -> AbstractContextManager[None]:
+    def _disable_adapter(self) -> AbstractContextManager[None]:
         assert self.adapter is not None, "the base class refuses it"
         return self.adapter.disabled()
 
@@ -243,7 +243,7 @@ class OracleEngine(BaseEngine):
             _split_experts(kind)
             for kind in (self.parameters(), self.first_moments, self.second_moments)
         )
-        check_complete(
+        check_weight_entries(
             [_entry(name, p) for name, p in masters.items()],
             [_entry(state.name, state.master) for state in received],
         )
@@ -283,7 +283,7 @@ class OracleEngine(BaseEngine):
 
     def _check_saved(self, masters: Mapping[str, Tensor], *, directory: str) -> None:
         """Refuse another model's before anything changes."""
-        check_saved(
+        check_saved_entries(
             self._entries(),
             [_entry(name, tensor) for name, tensor in masters.items()],
             directory=directory,

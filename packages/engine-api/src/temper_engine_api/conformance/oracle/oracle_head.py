@@ -88,7 +88,7 @@ def _build_inputs(sequence: SequenceBatch) -> dict[str, Tensor | bool]:
     """The mask is given because transformers, left without one, takes position ids that jump for a pack of several sequences."""
     return {
         "input_ids": sequence.tokens[None],
-        "position_ids": sequence.positions()[None],
+        "position_ids": sequence.get_position_ids()[None],
         "attention_mask": torch.ones_like(sequence.tokens)[None],
         "use_cache": False,
     }

@@ -214,7 +214,7 @@ def test_disabled_adapter_gives_base_logprobs(
     )
     assert float((trained.logprobs - base).abs().max()) > 0.01, "the adapter does nothing"
     assert trained.logprobs_again.equal(trained.logprobs), (
-        "the adapter did not come back after adapter_disabled()"
+        "the adapter did not come back after disable_adapter()"
     )
 
 
@@ -223,11 +223,11 @@ class TrainedAdapter:
 
     def __init__(self, engine: BaseEngine, *, batches: list[SequenceBatch]) -> None:
         whole = batches[0]
-        with engine.adapter_disabled():
+        with engine.disable_adapter():
             self.disabled_before = logprobs_of(engine, whole)
         train(engine, batches)
         self.logprobs = logprobs_of(engine, whole)
-        with engine.adapter_disabled():
+        with engine.disable_adapter():
             self.disabled_after = logprobs_of(engine, whole)
         self.logprobs_again = logprobs_of(engine, whole)
         self.adapter = engine.export_adapter()
@@ -403,12 +403,12 @@ def test_backward_with_disabled_adapter_is_rejected(
 
 
 def train_the_reference(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> None:
-    """Inside ``adapter_disabled``; outside it works."""
+    """Inside ``disable_adapter``; outside it works."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)
     with engine.train_mode():
-        with engine.adapter_disabled(), pytest.raises(EngineStateError, match="adapter_disabled"):
+        with engine.disable_adapter(), pytest.raises(EngineStateError, match="disable_adapter"):
             engine.forward_backward_batch(local_batch, forward_only=False)
         engine.forward_backward_batch(local_batch, forward_only=False)
     assert engine.optimizer_step() > 0
@@ -423,7 +423,7 @@ def test_adapter_calls_without_an_adapter_are_rejected(
 def call_without_adapter(rank: Rank, *, setup: EngineSetup) -> None:
     """Of an engine that could have one."""
     engine = rank.cached_engine(setup)
-    with pytest.raises(EngineStateError, match="no adapter"), engine.adapter_disabled():
+    with pytest.raises(EngineStateError, match="no adapter"), engine.disable_adapter():
         pass
     with pytest.raises(EngineStateError, match="no adapter"):
         engine.export_adapter()

@@ -99,7 +99,7 @@ def test_each_sample_is_on_one_rank(
     for local_batch in local_batches:
         assert all(micro.num_tokens <= 24 for micro in local_batch.micro_batches())
         assert all(
-            len(set(micro.atom_ids.tolist())) * 2 == micro.num_sequences
+            len(set(micro.pack_group_ids.tolist())) * 2 == micro.num_sequences
             for micro in _real(local_batch)
         )
 
@@ -151,7 +151,7 @@ def assert_same_batch(actual: SequenceBatch, expected: SequenceBatch) -> None:
         "loss_mask",
         "sample_ids",
         "group_ids",
-        "atom_ids",
+        "pack_group_ids",
         "temperature",
     ):
         assert torch.equal(vars_of(actual)[name], vars_of(expected)[name]), f"{name} differs"
@@ -172,7 +172,7 @@ def vars_of(batch: SequenceBatch) -> dict[str, Tensor]:
         "loss_mask": batch.loss_mask,
         "sample_ids": batch.sample_ids,
         "group_ids": batch.group_ids,
-        "atom_ids": batch.atom_ids,
+        "pack_group_ids": batch.pack_group_ids,
         "temperature": batch.temperature,
     }
 

@@ -76,7 +76,7 @@ def test_unclaimed_adapter_calls_are_rejected(
 def call_adapter(rank: Rank, *, setup: EngineSetup) -> None:
     """Each of the three."""
     engine = rank.cached_engine(setup)
-    with pytest.raises(CapabilityError, match="adapter"), engine.adapter_disabled():
+    with pytest.raises(CapabilityError, match="adapter"), engine.disable_adapter():
         pass
     with pytest.raises(CapabilityError, match="adapter"):
         engine.export_adapter()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.capabilities import Capability
-from temper_engine_api.checkpoint import complete_steps
+from temper_engine_api.checkpoint import list_complete_steps
 from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.measurements import (
     ONE_MICRO_BATCH,
@@ -43,7 +43,7 @@ from temper_engine_api.errors import (
     DamagedCheckpointError,
     IncompleteCheckpointError,
 )
-from temper_engine_api.layout import plain_layout
+from temper_engine_api.layout import default_layout
 from temper_engine_api.loss_scale import INITIAL
 from temper_engine_api.specs import ScheduleSpec
 from temper_engine_api.weights import TrainingState
@@ -116,7 +116,7 @@ def test_background_save_captures_the_state_at_the_call(
         train_while_saving, setup=setup, batches=batches, folder=tmp_path
     )[0]
     assert_same_state(went_on[-1].state, whole[-1].state)
-    assert complete_steps(tmp_path) == [1, 2]
+    assert list_complete_steps(tmp_path) == [1, 2]
     resumed = engine_under_test.run(
         load_and_train, setup=setup, batches=batches[2:], folder=tmp_path
     )[0]
@@ -396,7 +396,7 @@ def test_checkpoint_of_another_model_is_rejected(
     ):
         # The layout fixes how many layers there are; another one makes the checkpoint that this one must refuse.
         engine_under_test.run_in(
-            plain_layout(1),
+            default_layout(1),
             train_and_save,
             setup=foreign,
             batches=batches[:1],
@@ -430,7 +430,7 @@ def test_failed_save_keeps_the_previous_step(
     whole = engine_under_test.run(train_without_stop, setup=setup, batches=batches[:2])[0]
     messages = engine_under_test.run(failing_save, setup=setup, folder=tmp_path, step=2)
     assert all("No space left" in message for message in messages)
-    assert complete_steps(tmp_path) == [1]
+    assert list_complete_steps(tmp_path) == [1]
     resumed = engine_under_test.run(
         load_and_train, setup=setup, batches=batches[1:2], folder=tmp_path
     )[0]
@@ -464,7 +464,7 @@ def test_killed_save_keeps_the_previous_step(
     whole = engine_under_test.run(train_without_stop, setup=setup, batches=batches[:2])[0]
     with pytest.raises(RankFailureError, match="died"):
         engine_under_test.run(killed_save, setup=setup, folder=tmp_path, step=2)
-    assert complete_steps(tmp_path) == [1]
+    assert list_complete_steps(tmp_path) == [1]
     resumed = engine_under_test.run(
         load_and_train, setup=setup, batches=batches[1:2], folder=tmp_path
     )[0]
@@ -490,7 +490,7 @@ def test_only_the_newest_steps_are_kept(
     engine_under_test: EngineUnderTest, setup: EngineSetup, tmp_path: Path
 ) -> None:
     engine_under_test.run(save_often, setup=setup, folder=tmp_path, num_saves=4, max_to_keep=2)
-    assert complete_steps(tmp_path) == [3, 4]
+    assert list_complete_steps(tmp_path) == [3, 4]
 
 
 def save_often(
@@ -521,7 +521,7 @@ def test_only_the_downloaded_copy_is_deleted(
     )
     assert_same_state(states[0][1], states[0][0])
     assert [path.name for path in downloads.iterdir()] == ["mine.txt"]
-    assert (complete_steps(local), complete_steps(remote)) == ([1], [1])
+    assert (list_complete_steps(local), list_complete_steps(remote)) == ([1], [1])
 
 
 def save_and_load_remotely(

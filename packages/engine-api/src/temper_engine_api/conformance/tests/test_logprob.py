@@ -135,7 +135,7 @@ def test_custom_position_ids_are_used(
 ) -> None:
     # Every second position: rotary attention sees only differences, so a shift alone would show nothing.
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
-    strided = replace(batch, position_ids=2 * batch.positions())
+    strided = replace(batch, position_ids=2 * batch.get_position_ids())
     expected = oracle.get_outputs(setup, strided, HeadOutput.LOGPROB)
     assert (
         float((expected - oracle.get_outputs(setup, batch, HeadOutput.LOGPROB)).abs().max()) > 0.1
@@ -287,7 +287,7 @@ def test_one_token_sequences_are_accepted(
         loss_mask=torch.zeros(2, dtype=torch.bool),
         sample_ids=torch.tensor([5, 6]),
         group_ids=torch.tensor([5, 6]),
-        atom_ids=torch.tensor([5, 6]),
+        pack_group_ids=torch.tensor([5, 6]),
         temperature=torch.ones(2),
         columns={},
         sequence_columns={},

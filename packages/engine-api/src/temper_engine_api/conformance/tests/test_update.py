@@ -34,7 +34,7 @@ from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.errors import EngineStateError
-from temper_engine_api.schedule import learning_rate
+from temper_engine_api.schedule import compute_learning_rate
 from temper_engine_api.specs import OptimizerSpec, ScheduleSpec
 
 SCHEDULES = (
@@ -141,7 +141,7 @@ def test_learning_rate_follows_the_schedule(
 ) -> None:
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=schedule)
     rates = engine_under_test.run(rates_of, setup=setup, batch=oracle.get_batch(), num_updates=4)
-    expected = [learning_rate(step, peak=ADAMW.lr, spec=schedule) for step in range(5)]
+    expected = [compute_learning_rate(step, peak=ADAMW.lr, spec=schedule) for step in range(5)]
     assert all(of_rank == expected for of_rank in rates)
     assert expected[0] > 0.0
 
@@ -218,7 +218,7 @@ def test_nonfinite_gradient_skips_the_step_on_every_rank(
         batches=[good, good.with_columns({"advantages": advantages}), good],
         split=ONE_MICRO_BATCH,
     )
-    rates = [learning_rate(step, peak=ADAMW.lr, spec=FALLING) for step in range(3)]
+    rates = [compute_learning_rate(step, peak=ADAMW.lr, spec=FALLING) for step in range(3)]
     for first, skipped, later in updates:
         assert not math.isfinite(skipped.grad_norm)
         assert (first.report.outcome, skipped.report.outcome, later.report.outcome) == (

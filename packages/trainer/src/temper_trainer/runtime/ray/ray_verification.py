@@ -33,7 +33,7 @@ def verify_on_cluster(directory: Path, *, num_ranks: int, runtime: RuntimeConfig
             ray.get(ref)
         except ray.exceptions.RayError as error:
             # The driver decides: a node that does not see the folder must not condemn a checkpoint.
-            verify(directory, share=(rank, num_ranks))
+            verify(directory, shard=(rank, num_ranks))
             reason = str(getattr(error, "cause", None) or error).splitlines()[0]
             raise CheckpointError(
                 f"{directory} is good as the driver sees it, but a process on another node failed to "
@@ -43,4 +43,4 @@ def verify_on_cluster(directory: Path, *, num_ranks: int, runtime: RuntimeConfig
 
 
 def _verify_share(directory: str, rank: int, num_ranks: int) -> None:
-    verify(directory, share=(rank, num_ranks))
+    verify(directory, shard=(rank, num_ranks))

@@ -11,8 +11,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError, WeightError
-from temper_engine_api.registry import engine_class
-from temper_engine_api.rendezvous import TOKEN_VARIABLE, StoreServer, bind_collectives, run_token
+from temper_engine_api.registry import load_engine_class
+from temper_engine_api.rendezvous import (
+    TOKEN_VARIABLE,
+    StoreServer,
+    bind_collectives,
+    get_run_token,
+)
 from temper_engine_api.specs import EngineConfig, ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import RolloutConfig
@@ -56,7 +61,7 @@ class RoleActor:
 
     def prepare(self, engine_name: str) -> None:
         """Import the engine, which takes seconds: actors of every role do so side by side, before the first one builds its model."""
-        engine_class(engine_name)
+        load_engine_class(engine_name)
 
     def rendezvous(self, token: str) -> tuple[str, int]:
         """Open the store at which the ranks of the role meet.
@@ -204,7 +209,7 @@ class RayWorkerGroup(WorkerGroup):
         """Tell every rank where rank 0 is, at the first call."""
         _wait_all(self._preparing, timeout_s=self._timeout_s, what=f"{self.role}: start")
         (place,) = _wait_all(
-            [self._actors[0].rendezvous.remote(run_token())],
+            [self._actors[0].rendezvous.remote(get_run_token())],
             timeout_s=self._timeout_s,
             what=f"{self.role} rank 0: rendezvous",
         )
@@ -216,7 +221,7 @@ class RayWorkerGroup(WorkerGroup):
                 len(self._actors),
                 address,
                 port,
-                run_token(),
+                get_run_token(),
                 self._is_deprecated,
             )
             for rank, actor in enumerate(self._actors)

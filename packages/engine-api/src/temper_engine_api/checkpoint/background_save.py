@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from temper_engine_api.checkpoint.parts import PartReport, report_part, write_json
+from temper_engine_api.checkpoint.part_files import PartReport, report_part, write_json
 from temper_engine_api.errors import EngineStateError
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
@@ -22,7 +22,7 @@ PROGRESS_FILE = "progress.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedEngine:
-    """An engine as it was when a save was asked for; a participant of ``save_alone``."""
+    """An engine as it was when a save was asked for; a participant of ``save_engine_checkpoint``."""
 
     config: EngineConfig
     """Its configuration."""

@@ -9,8 +9,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from temper_engine_api.checkpoint import ManifestInfo, begin, complete_steps, report_part, verify
-from temper_engine_api.checkpoint.alone import _check_seen
+from temper_engine_api.checkpoint import (
+    ManifestInfo,
+    begin_checkpoint,
+    list_complete_steps,
+    report_part,
+    verify,
+)
+from temper_engine_api.checkpoint.engine_checkpoint import _check_seen
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import (
     CheckpointError,
@@ -64,7 +70,7 @@ def test_saving_keeps_the_newest_steps(make_engines: MakeEngines, tmp_path: Path
     engines = make_engines(2)
     for step in (1, 2, 3):
         on_every_rank(engines, save(step, tmp_path, max_ckpt_to_keep=2))
-    assert complete_steps(tmp_path) == [2, 3]
+    assert list_complete_steps(tmp_path) == [2, 3]
 
 
 def test_an_existing_step_is_refused_on_every_rank(
@@ -156,7 +162,7 @@ def test_damage_is_refused_before_the_first_weight_changes(
 
 def test_counters_that_are_none_are_damage(make_engines: MakeEngines, tmp_path: Path) -> None:
     (engine,) = make_engines()
-    with begin(tmp_path, 1) as transaction:
+    with begin_checkpoint(tmp_path, 1) as transaction:
         part = transaction.part("engine")
         report = engine.write_part(str(part))
         (part / "progress.json").write_text('{"num_updates": "many"}')
@@ -181,7 +187,7 @@ def test_a_step_of_several_participants_is_refused_naming_them(
     make_engines: MakeEngines, tmp_path: Path
 ) -> None:
     (engine,) = make_engines()
-    with begin(tmp_path, 1) as transaction:
+    with begin_checkpoint(tmp_path, 1) as transaction:
         report = engine.write_part(str(transaction.part("actor")))
         final = transaction.commit(
             {"actor": [report]}, info=ManifestInfo(topology={}, config_hash="")

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from temper_engine_api.contract_version import parse_version, satisfies_bounds
 from temper_engine_api.errors import ContractVersionError
 from temper_engine_api.registry import (
-    conformance_layouts,
-    engine_class,
-    engine_config_class,
-    import_faults,
+    find_import_errors,
     list_engines,
+    load_conformance_layouts,
+    load_engine_class,
+    load_engine_config_class,
 )
 
 INSTALLED = version("temper-engine-api")
@@ -55,7 +56,7 @@ def test_an_engine_of_a_later_contract_is_refused_with_both_versions_and_what_to
 ) -> None:
     _install(folder, "numpy>=1.26", "temper-engine-api<9,>=8.3")
     with pytest.raises(ContractVersionError) as refused:
-        engine_class("acme")
+        load_engine_class("acme")
     assert str(refused.value) == (
         f"engine 'acme' of acme-engines 7.1 is built for temper-engine-api<9,>=8.3, and temper-engine-api {INSTALLED} is installed: "
         f'either `pip install "temper-engine-api<9,>=8.3"`, or `pip install "temper-engine-api=={INSTALLED}" --upgrade acme-engines` '
@@ -66,7 +67,7 @@ def test_an_engine_of_a_later_contract_is_refused_with_both_versions_and_what_to
 
 def test_no_part_of_such_an_engine_is_imported(folder: Path) -> None:
     _install(folder, "Temper_Engine.API (==0.0.1)")
-    for look_up in (engine_class, engine_config_class, conformance_layouts):
+    for look_up in (load_engine_class, load_engine_config_class, load_conformance_layouts):
         with pytest.raises(ContractVersionError, match=r"is built for temper-engine-api==0\.0\.1"):
             look_up("acme")
     assert "acme_everything" not in sys.modules
@@ -75,7 +76,7 @@ def test_no_part_of_such_an_engine_is_imported(folder: Path) -> None:
 def test_it_is_listed_with_the_reason(folder: Path) -> None:
     _install(folder, "temper-engine-api>=8")
     assert "acme" in {entry.name for entry in list_engines()}
-    assert "is built for temper-engine-api>=8" in import_faults()["acme"]
+    assert "is built for temper-engine-api>=8" in find_import_errors()["acme"]
 
 
 @pytest.mark.parametrize(
@@ -91,4 +92,42 @@ def test_an_engine_that_fits_or_asks_for_nothing_is_let_in(
     folder: Path, requirements: list[str]
 ) -> None:
     _install(folder, *requirements)
-    assert engine_class("acme").__name__ == "AcmeEngine"
+    assert load_engine_class("acme").__name__ == "AcmeEngine"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0.3", (0, 3, 0)), ("0.3.0rc1", (0, 3, 0)), ("2.13.0+cpu", (2, 13, 0)), ("1", (1, 0, 0))],
+)
+def test_a_version_is_its_three_numbers(text: str, expected: tuple[int, int, int]) -> None:
+    assert parse_version(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside"),
+    [
+        (">=0.1,<0.2", ["0.1.0", "0.1.9"], ["0.0.9", "0.2.0"]),
+        ("<0.2,>=0.1", ["0.1.0"], ["0.2.0"]),
+        ("~=0.1.2", ["0.1.2", "0.1.9"], ["0.1.1", "0.2.0"]),
+        ("~=0.1", ["0.1.0", "0.9.0"], ["0.0.9", "1.0.0"]),
+        ("==0.1.*", ["0.1.0", "0.1.7"], ["0.2.0"]),
+        ("==0.1", ["0.1.0"], ["0.1.1"]),
+        ("!=0.1.1,>0.1", ["0.1.2"], ["0.1.0", "0.1.1"]),
+        ("<=0.2.0", ["0.2.0"], ["0.2.1"]),
+        ("!=0.1.*", ["0.2.0"], ["0.1.5"]),
+        ("", ["9.9.9"], []),
+    ],
+)
+def test_a_bound_lets_in_what_pip_lets_in(
+    bounds: str, inside: list[str], outside: list[str]
+) -> None:
+    assert [satisfies_bounds(version, bounds) for version in [*inside, *outside]] == [True] * len(
+        inside
+    ) + [False] * len(outside)
+
+
+def test_what_can_not_be_read_is_named() -> None:
+    with pytest.raises(ValueError, match="'newest' is no version"):
+        parse_version("newest")
+    with pytest.raises(ValueError, match=r"'=>0\.1' is no bound"):
+        satisfies_bounds("0.1.0", "=>0.1")

@@ -9,7 +9,7 @@ from uuid import uuid4
 import fsspec
 import pytest
 
-from temper_engine_api.checkpoint import begin, download, upload, verify
+from temper_engine_api.checkpoint import begin_checkpoint, download, upload, verify
 from temper_engine_api.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -155,6 +155,6 @@ def test_without_fsspec_one_sentence_says_what_to_install(monkeypatch: pytest.Mo
 
 def test_a_download_leaves_other_saves_alone(save_step: SaveStep, tmp_path: Path, url: str) -> None:
     upload(save_step(1), url)
-    running = begin(tmp_path / "fresh", 5)
+    running = begin_checkpoint(tmp_path / "fresh", 5)
     download(url, tmp_path / "fresh")
     assert running.staging.is_dir()

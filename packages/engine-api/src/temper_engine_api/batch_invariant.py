@@ -3,11 +3,11 @@
 import torch.nn.functional as functional
 from torch import Tensor
 
-LEAST_ROWS = 16
+MIN_ROWS = 16
 """Below this, kernels for a few rows add up in another order (seen on CPUs below 4 rows)."""
 
 
-def project(hidden: Tensor, weight: Tensor) -> Tensor:
+def batch_invariant_linear(hidden: Tensor, weight: Tensor) -> Tensor:
     """``hidden @ weight.T`` in which a row does not depend on how many others are asked beside it.
 
     Evaluation answers more positions of a micro-batch than training does; where a rank has only a few of them, the plain product would give
@@ -21,6 +21,6 @@ def project(hidden: Tensor, weight: Tensor) -> Tensor:
         [N, V] in that dtype.
     """
     size = hidden.shape[0]
-    if size >= LEAST_ROWS:
+    if size >= MIN_ROWS:
         return hidden @ weight.t()
-    return (functional.pad(hidden, (0, 0, 0, LEAST_ROWS - size)) @ weight.t())[:size]
+    return (functional.pad(hidden, (0, 0, 0, MIN_ROWS - size)) @ weight.t())[:size]

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-from temper_engine_api.checkpoint.layout import STEP_NAME
 from temper_engine_api.checkpoint.manifest import MANIFEST_NAME, parse_manifest, read_manifest
-from temper_engine_api.checkpoint.parts import fault_of
-from temper_engine_api.checkpoint.transaction import begin
+from temper_engine_api.checkpoint.part_files import find_file_damage
+from temper_engine_api.checkpoint.step_directories import STEP_NAME
+from temper_engine_api.checkpoint.transaction import begin_checkpoint
 from temper_engine_api.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -106,7 +106,7 @@ def download(url: str, root: str | Path) -> Path:
     manifest = parse_manifest(
         files.cat_file(f"{source}/{MANIFEST_NAME}"), source=f"{url}: {MANIFEST_NAME}"
     )
-    with begin(root, manifest.step) as transaction:
+    with begin_checkpoint(root, manifest.step) as transaction:
         for record in manifest.files:
             goal = transaction.staging / record.path
             goal.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def download(url: str, root: str | Path) -> Path:
                 raise DamagedCheckpointError(
                     f"{record.path} of {url} is missing: load another step."
                 ) from error
-            fault = fault_of(transaction.staging, record, with_content=True)
+            fault = find_file_damage(transaction.staging, record, with_content=True)
             if fault is not None:
                 raise DamagedCheckpointError(f"{record.path} of {url} {fault}: load another step.")
         return transaction.publish(manifest)

@@ -38,7 +38,7 @@ _DTYPES = frozenset(
 )
 
 
-class StateReader(FileSystemReader):
+class SafeDcpReader(FileSystemReader):
     """A `FileSystemReader` whose metadata can name nothing but the parts of a tensor's description."""
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:

@@ -7,7 +7,6 @@ import re
 from importlib.metadata import Distribution, PackageNotFoundError, version
 
 from temper_engine_api.errors import ContractVersionError
-from temper_engine_api.versions import fits
 
 CONTRACT = "temper-engine-api"
 """The distribution whose releases number the contract."""
@@ -31,8 +30,8 @@ def check_contract(distribution: Distribution, *, engine: str) -> None:
         installed = version(CONTRACT)
     except PackageNotFoundError:
         return
-    for bounds in contract_bounds(distribution):
-        if not fits(installed, bounds):
+    for bounds in read_contract_bounds(distribution):
+        if not satisfies_bounds(installed, bounds):
             name = distribution.name
             raise ContractVersionError(
                 f"engine {engine!r} of {name} {distribution.version} is built for {CONTRACT}{bounds}, and {CONTRACT} {installed} is "
@@ -41,7 +40,7 @@ def check_contract(distribution: Distribution, *, engine: str) -> None:
             )
 
 
-def contract_bounds(distribution: Distribution) -> list[str]:
+def read_contract_bounds(distribution: Distribution) -> list[str]:
     """What a distribution requires of the contract, such as ``>=0.1,<0.2``; requirements of its extras are left out."""
     found = (_REQUIREMENT.fullmatch(line) for line in distribution.requires or ())
     return [
@@ -51,3 +50,55 @@ def contract_bounds(distribution: Distribution) -> list[str]:
         and not match.group(3)
         and re.sub(r"[._-]+", "-", match.group(1)).lower() == CONTRACT
     ]
+
+
+_CLAUSE = re.compile(r"(~=|===|==|!=|<=|>=|<|>)\s*v?(\d+(?:\.\d+)*)(\.\*)?[^,\s]*")
+
+
+def parse_version(version: str) -> tuple[int, int, int]:
+    """(0, 3, 0) of ``0.3`` and of ``0.3.0rc1``.
+
+    Raises:
+        ValueError: the text does not begin with a number.
+    """
+    found = re.match(r"v?(\d+)(?:\.(\d+))?(?:\.(\d+))?", version)
+    if found is None:
+        raise ValueError(f"{version!r} is no version: expected numbers with dots, such as 0.3.0.")
+    major, minor, patch = (int(part or 0) for part in found.groups())
+    return major, minor, patch
+
+
+def satisfies_bounds(version: str, bounds: str) -> bool:
+    """Whether a version satisfies every bound of, say, ``>=0.1,<0.2``; no bound lets every version in.
+
+    Raises:
+        ValueError: a bound can't be read.
+    """
+    return all(
+        _satisfies_bound(parse_version(version), clause.strip())
+        for clause in bounds.split(",")
+        if clause.strip()
+    )
+
+
+def _satisfies_bound(version: tuple[int, int, int], clause: str) -> bool:
+    found = _CLAUSE.fullmatch(clause)
+    if found is None:
+        raise ValueError(f"{clause!r} is no bound on a version: expected one such as >=0.1.")
+    operator, text, has_star = found.groups()
+    bound, length = parse_version(text), len(text.split(".")) if has_star else 3
+    match operator:
+        case "==" | "===":
+            return version[:length] == bound[:length]
+        case "!=":
+            return version[:length] != bound[:length]
+        case "~=":
+            return version >= bound and version[: text.count(".")] == bound[: text.count(".")]
+        case ">=":
+            return version >= bound
+        case "<=":
+            return version <= bound
+        case ">":
+            return version > bound
+        case _:
+            return version < bound

@@ -25,7 +25,7 @@ from temper_engine_api.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
     read_manifest,
-    unreadable,
+    unreadable_error,
     verify,
 )
 from temper_engine_api.errors import CheckpointError, ConfigError, IncompleteCheckpointError
@@ -62,7 +62,7 @@ def partial_directory(root: str | Path, step: int) -> Path:
     return final.with_name(f".{final.name}.{secrets.token_hex(6)}.partial")
 
 
-def complete_steps(root: str | Path) -> list[int]:
+def list_complete_steps(root: str | Path) -> list[int]:
     """Steps that have a manifest, ascending."""
     if not Path(root).is_dir():
         return []
@@ -72,7 +72,7 @@ def complete_steps(root: str | Path) -> list[int]:
     )
 
 
-def step_entries(root: str | Path) -> dict[int, Path]:
+def list_step_entries(root: str | Path) -> dict[int, Path]:
     """Return everything that has the name of a step, complete or not, by ascending step."""
     if not Path(root).is_dir():
         return {}
@@ -96,13 +96,13 @@ def set_aside(path: Path, reason: Literal["damaged", "incomplete", "superseded"]
     return goal
 
 
-def last_complete_step(root: str | Path) -> int | None:
+def find_latest_step(root: str | Path) -> int | None:
     """The highest step that has a manifest; None when there is none."""
-    steps = complete_steps(root)
+    steps = list_complete_steps(root)
     return steps[-1] if steps else None
 
 
-def leftovers(root: str | Path) -> list[Path]:
+def list_partial_saves(root: str | Path) -> list[Path]:
     """Directories of saves that have not been committed: running now, or of a run that died."""
     if not Path(root).is_dir():
         return []
@@ -121,7 +121,7 @@ def find_step(path: str | Path) -> Path:
     path = _folder(path)
     if (path / MANIFEST_NAME).is_file():
         return path
-    last = last_complete_step(path)
+    last = find_latest_step(path)
     if last is not None and not STEP_NAME.fullmatch(path.name):
         return step_directory(path, last)
     if not path.is_dir():
@@ -167,10 +167,10 @@ def prune(
         raise ConfigError(
             f"max_ckpt_to_keep is {max_to_keep}, but at least 1 is kept: null keeps all."
         )
-    for left in [*leftovers(root), *_set_aside_partials(root)]:
+    for left in [*list_partial_saves(root), *_set_aside_partials(root)]:
         if _owner_of(left) == (run_id or ""):
             _delete_uncommitted(left)
-    manifests = {step: _readable(step_directory(root, step)) for step in complete_steps(root)}
+    manifests = {step: _readable(step_directory(root, step)) for step in list_complete_steps(root)}
     own = {s: m for s, m in manifests.items() if m is not None and m.info.run_id == run_id}
     if len(own) <= max_to_keep:
         return []
@@ -212,7 +212,7 @@ def remove_step(directory: Path, manifest: Manifest, *, is_read: bool = False) -
 
 
 @contextmanager
-def reading(directory: str | Path) -> Iterator[None]:
+def lock_for_reading(directory: str | Path) -> Iterator[None]:
     """Keep retention, in any process, from deleting a step directory while the body runs.
 
     The lock is ``flock`` on the manifest, shared among readers. Linux extends it over NFS to all
@@ -238,7 +238,7 @@ def reading(directory: str | Path) -> Iterator[None]:
                 f"{directory} has no {MANIFEST_NAME}: load another step directory."
             ) from error
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise unreadable_error(path, error) from error
         yield
 
 

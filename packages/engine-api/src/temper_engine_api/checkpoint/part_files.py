@@ -50,7 +50,7 @@ def _record(directory: Path, path: str) -> FileRecord:
         )
 
 
-def fault_of(directory: Path, record: FileRecord, *, with_content: bool) -> str | None:
+def find_file_damage(directory: Path, record: FileRecord, *, with_content: bool) -> str | None:
     """Return what is wrong with a file, worded to follow its name, or None if it is as recorded.
 
     Args:

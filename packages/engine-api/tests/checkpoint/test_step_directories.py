@@ -8,33 +8,33 @@ from pathlib import Path
 import pytest
 
 from temper_engine_api.checkpoint import (
-    begin,
-    complete_steps,
+    begin_checkpoint,
+    find_latest_step,
     find_step,
-    last_complete_step,
-    leftovers,
+    list_complete_steps,
+    list_partial_saves,
+    lock_for_reading,
     prune,
-    reading,
     set_aside,
     verify,
 )
-from temper_engine_api.checkpoint.layout import partial_directory, remove_step
 from temper_engine_api.checkpoint.manifest import read_manifest
+from temper_engine_api.checkpoint.step_directories import partial_directory, remove_step
 from temper_engine_api.errors import ConfigError, IncompleteCheckpointError
 
 SaveStep = Callable[..., Path]
 
 
 def test_complete_steps_are_those_with_a_manifest(save_step: SaveStep, tmp_path: Path) -> None:
-    assert complete_steps(tmp_path / "nowhere") == []
-    assert last_complete_step(tmp_path) is None
+    assert list_complete_steps(tmp_path / "nowhere") == []
+    assert find_latest_step(tmp_path) is None
     for step in (20, 3, 100_000_000):
         save_step(step)
     (tmp_path / "step_00000050").mkdir()
     (tmp_path / "step_7").mkdir()
-    begin(tmp_path, 60)
-    assert complete_steps(tmp_path) == [3, 20, 100_000_000]
-    assert last_complete_step(tmp_path) == 100_000_000
+    begin_checkpoint(tmp_path, 60)
+    assert list_complete_steps(tmp_path) == [3, 20, 100_000_000]
+    assert find_latest_step(tmp_path) == 100_000_000
 
 
 def test_a_path_means_its_step_or_the_last_complete_one(
@@ -62,7 +62,7 @@ def test_pruning_keeps_the_newest(save_step: SaveStep, tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save_step(step)
     assert prune(tmp_path, max_to_keep=2) == [1, 2]
-    assert complete_steps(tmp_path) == [3, 4]
+    assert list_complete_steps(tmp_path) == [3, 4]
     assert prune(tmp_path, max_to_keep=9) == []
     for step in (3, 4):
         verify(tmp_path / f"step_0000000{step}")
@@ -98,25 +98,28 @@ def test_pruning_never_removes_what_we_did_not_write(
 
 def test_pruning_removes_what_died_before_its_commit(save_step: SaveStep, tmp_path: Path) -> None:
     save_step(1)
-    dead = begin(tmp_path, 2)
-    assert leftovers(tmp_path) == [dead.staging]
+    dead = begin_checkpoint(tmp_path, 2)
+    assert list_partial_saves(tmp_path) == [dead.staging]
     prune(tmp_path, max_to_keep=1)
-    assert leftovers(tmp_path) == []
-    assert complete_steps(tmp_path) == [1]
+    assert list_partial_saves(tmp_path) == []
+    assert list_complete_steps(tmp_path) == [1]
 
 
 def test_pruning_deletes_only_what_the_same_run_wrote(save_step: SaveStep, tmp_path: Path) -> None:
     for step, run_id in ((1, None), (2, "other"), (3, "ours"), (4, "ours"), (5, "other")):
         save_step(step, run_id=run_id)
-    left = {run_id: begin(tmp_path, 9, run_id=run_id).staging for run_id in (None, "other", "ours")}
+    left = {
+        run_id: begin_checkpoint(tmp_path, 9, run_id=run_id).staging
+        for run_id in (None, "other", "ours")
+    }
     assert prune(tmp_path, max_to_keep=1, run_id="ours") == [3]
-    assert complete_steps(tmp_path) == [1, 2, 4, 5]
-    assert set(leftovers(tmp_path)) == {left[None], left["other"]}
+    assert list_complete_steps(tmp_path) == [1, 2, 4, 5]
+    assert set(list_partial_saves(tmp_path)) == {left[None], left["other"]}
 
 
 def write_half_a_step(root: Path, step: int) -> Path:
     """Leave what a save that is killed leaves."""
-    staging = begin(root, step, run_id="ours").staging
+    staging = begin_checkpoint(root, step, run_id="ours").staging
     (staging / "engine").mkdir()
     (staging / "engine" / "0.bin").write_text("half")
     return staging
@@ -178,7 +181,7 @@ def test_a_deletion_that_is_killed_at_any_file_is_finished_by_the_next_one(
         [sys.executable, "-c", DIES_WHILE_PRUNING, str(tmp_path), str(num_deleted)], check=False
     )
     assert ended.returncode == 9
-    assert leftovers(tmp_path) != []
+    assert list_partial_saves(tmp_path) != []
     prune(tmp_path, max_to_keep=1, run_id="ours")
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
 
@@ -207,7 +210,7 @@ def test_permanent_steps_are_kept_beyond_the_newest(save_step: SaveStep, tmp_pat
     for step in range(1, 8):
         save_step(step)
     assert prune(tmp_path, max_to_keep=2, keep_every=3) == [1, 2, 4, 5]
-    assert complete_steps(tmp_path) == [3, 6, 7]
+    assert list_complete_steps(tmp_path) == [3, 6, 7]
 
 
 def test_a_damaged_step_does_not_count_among_those_to_keep(
@@ -217,13 +220,13 @@ def test_a_damaged_step_does_not_count_among_those_to_keep(
         save_step(step)
     (tmp_path / "step_00000004" / "trainer" / "state.json").unlink()
     assert prune(tmp_path, max_to_keep=2) == [1]
-    assert complete_steps(tmp_path) == [2, 3, 4]
+    assert list_complete_steps(tmp_path) == [2, 3, 4]
 
 
 READER = """
 import sys
-from temper_engine_api.checkpoint import reading
-with reading(sys.argv[1]):
+from temper_engine_api.checkpoint import lock_for_reading
+with lock_for_reading(sys.argv[1]):
     print("reading", flush=True)
     sys.stdin.read()
 """
@@ -248,7 +251,7 @@ def test_a_download_is_deleted_while_another_rank_still_holds_its_lock(
     save_step: SaveStep, tmp_path: Path
 ) -> None:
     first = save_step(1)
-    with reading(first):
+    with lock_for_reading(first):
         assert not remove_step(first, read_manifest(first))
         assert remove_step(first, read_manifest(first), is_read=True)
     assert list(tmp_path.iterdir()) == []
@@ -260,7 +263,7 @@ def test_a_step_that_was_deleted_cannot_be_read(save_step: SaveStep, tmp_path: P
     prune(tmp_path, max_to_keep=1)
     with (
         pytest.raises(IncompleteCheckpointError, match=r"step_00000001 has no manifest\.json"),
-        reading(first),
+        lock_for_reading(first),
     ):
         pass
 
@@ -270,9 +273,9 @@ def test_setting_aside_never_replaces_what_was_set_aside_before(
 ) -> None:
     names = [set_aside(save_step(7), "damaged").name for _ in range(2)]
     assert names == ["step_00000007.damaged-1", "step_00000007.damaged-2"]
-    partial = begin(tmp_path, 8, run_id="ours")
+    partial = begin_checkpoint(tmp_path, 8, run_id="ours")
     assert set_aside(partial.staging, "incomplete").name == "step_00000008.incomplete-1"
-    assert complete_steps(tmp_path) == []
+    assert list_complete_steps(tmp_path) == []
     save_step(9, run_id="ours")
     prune(tmp_path, max_to_keep=1, run_id="ours")
     assert sorted(path.name for path in tmp_path.iterdir()) == [*names, "step_00000009"]
@@ -283,14 +286,16 @@ def test_keeping_none_is_refused(save_step: SaveStep, tmp_path: Path, number: in
     save_step(1)
     with pytest.raises(ConfigError, match=r"at least 1 is kept"):
         prune(tmp_path, max_to_keep=number)
-    assert complete_steps(tmp_path) == [1]
+    assert list_complete_steps(tmp_path) == [1]
 
 
 def test_partial_names_do_not_collide(tmp_path: Path) -> None:
     assert partial_directory(tmp_path, 1) != partial_directory(tmp_path, 1)
 
 
-@pytest.mark.parametrize("use", [find_step, lambda url: begin(url, 1)], ids=["load", "save"])
+@pytest.mark.parametrize(
+    "use", [find_step, lambda url: begin_checkpoint(url, 1)], ids=["load", "save"]
+)
 def test_a_url_is_no_folder_of_this_name(
     use: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

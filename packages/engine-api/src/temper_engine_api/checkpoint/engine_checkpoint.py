@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from temper_engine_api.checkpoint.layout import MARKER_NAME, find_step, prune, reading, remove_step
 from temper_engine_api.checkpoint.manifest import (
     MANIFEST_NAME,
     ManifestInfo,
@@ -19,9 +18,16 @@ from temper_engine_api.checkpoint.manifest import (
     topology_sizes,
     verify,
 )
-from temper_engine_api.checkpoint.parts import PartReport
-from temper_engine_api.checkpoint.remote import download, upload
-from temper_engine_api.checkpoint.transaction import Transaction, begin
+from temper_engine_api.checkpoint.part_files import PartReport
+from temper_engine_api.checkpoint.remote_copy import download, upload
+from temper_engine_api.checkpoint.step_directories import (
+    MARKER_NAME,
+    find_step,
+    lock_for_reading,
+    prune,
+    remove_step,
+)
+from temper_engine_api.checkpoint.transaction import CheckpointTransaction, begin_checkpoint
 from temper_engine_api.errors import CheckpointError, ConfigError, TemperError
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
@@ -67,7 +73,7 @@ class _Outcome(Generic[T]):
     error: TemperError | None = None
 
 
-def save_alone(
+def save_engine_checkpoint(
     engine: Participant,
     *,
     local_path: str,
@@ -97,7 +103,9 @@ def save_alone(
             f"max_ckpt_to_keep is {max_to_keep}, but at least 1 is kept: null keeps all."
         )
     rank = engine.topology.global_rank
-    transaction = _on_rank_zero(lambda: begin(local_path, step), rank=rank, gather=gather)
+    transaction = _on_rank_zero(
+        lambda: begin_checkpoint(local_path, step), rank=rank, gather=gather
+    )
     with ExitStack() as undo:
         if rank == 0:
             undo.enter_context(transaction)
@@ -113,7 +121,7 @@ def save_alone(
     return str(final)
 
 
-def load_alone(
+def load_engine_checkpoint(
     engine: Participant,
     *,
     local_path: str,
@@ -121,7 +129,7 @@ def load_alone(
     delete_download: bool,
     gather: Gather,
 ) -> None:
-    """Load what ``save_alone`` saved, verified before the first weight changes. Collective.
+    """Load what ``save_engine_checkpoint`` saved, verified before the first weight changes. Collective.
 
     Args:
         engine: on each rank its own, at this or another layout.
@@ -149,9 +157,9 @@ def load_alone(
         if delete_download and rank == 0:
             undo.callback(lambda: remove_step(directory, read_manifest(directory), is_read=True))
         _check_seen(directory / MANIFEST_NAME, gather)
-        _together(_attempt(lambda: undo.enter_context(reading(directory))), gather)
-        share = (rank, engine.topology.world_size)
-        _together(_attempt(lambda: verify(directory, share=share)), gather)
+        _together(_attempt(lambda: undo.enter_context(lock_for_reading(directory))), gather)
+        shard = (rank, engine.topology.world_size)
+        _together(_attempt(lambda: verify(directory, shard=shard)), gather)
         if not (directory / ENGINE_PART).is_dir():
             parts = sorted(path.name for path in directory.iterdir() if path.is_dir())
             raise CheckpointError(
@@ -169,7 +177,9 @@ def _check_seen(path: Path, gather: Gather) -> None:
         )
 
 
-def _write(engine: Participant, transaction: Transaction, gather: Gather) -> list[PartReport]:
+def _write(
+    engine: Participant, transaction: CheckpointTransaction, gather: Gather
+) -> list[PartReport]:
     outcomes = gather(_attempt(lambda: engine.write_part(str(transaction.part(ENGINE_PART)))))
     failed = [
         f"rank {rank}: {outcome.error}"
@@ -186,7 +196,9 @@ def _write(engine: Participant, transaction: Transaction, gather: Gather) -> lis
     return [outcome.value for outcome in outcomes if outcome.value is not None]
 
 
-def _commit(engine: Participant, transaction: Transaction, reports: list[PartReport]) -> Path:
+def _commit(
+    engine: Participant, transaction: CheckpointTransaction, reports: list[PartReport]
+) -> Path:
     info = ManifestInfo(
         topology=topology_sizes(engine.topology),
         config_hash=config_hash(engine.config),
