@@ -99,7 +99,7 @@ DEFAULTS: dict[str, Plain] = {
     "rollout.num_replicas": 1,
     "rollout.max_concurrent": 256,
     "rollout.pool": "train",
-    "rollout.canary_tolerance": 0.05,
+    "rollout.canary_tolerance": None,
     "rollout.vllm.tensor_parallel_size": 1,
     "rollout.vllm.gpu_memory_utilization": None,
     "rollout.vllm.max_model_len": None,
