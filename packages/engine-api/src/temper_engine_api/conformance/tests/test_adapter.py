@@ -1,4 +1,4 @@
-"""Laws: an adapter is trained alone, leaves the base as it is, and is worth the same in PEFT, merged, and after a resume."""
+"""Conformance tests of adapters: training, disabling, merging, PEFT's format and resume."""
 
 import shutil
 from dataclasses import replace
@@ -75,6 +75,7 @@ every_adapter = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter:
 def test_adapter_gradient_matches_oracle(
     engine_under_test: EngineUnderTest, oracle: OracleCache, adapter: TinyAdapter
 ) -> None:
+    """Adapter gradients, loss and norm equal the oracle's; the base gets no gradient."""
     setup, batch = oracle.make_adapter_setup(adapter), oracle.get_batch(model=adapter.model)
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     assert all(name.startswith("base_model.model.") for name in expected.gradients), (
@@ -99,6 +100,7 @@ def test_adapter_gradient_matches_oracle(
 def test_value_head_is_trained_with_the_adapter(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """A value head in `modules_to_save` gets the oracle's gradient."""
     setup, batch = oracle.make_adapter_setup(VALUE_ADAPTER), oracle.get_batch()
     expected = oracle.get_update(setup, ClippedValueProbe(), batch)
     assert "base_model.model.score.weight" in expected.gradients
@@ -111,6 +113,7 @@ def test_value_head_is_trained_with_the_adapter(
 def test_new_adapter_changes_no_output(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """A newly initialized adapter leaves log-probs as they are, since its B factors are 0."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     fresh = replace(setup, lora=oracle.make_lora_spec(rank=4))
     expected = oracle.get_outputs(setup, batch, HeadOutput.LOGPROB)
@@ -124,6 +127,7 @@ def test_new_adapter_changes_no_output(
 def test_loaded_adapter_is_exported_unchanged(
     engine_under_test: EngineUnderTest, oracle: OracleCache, adapter: TinyAdapter
 ) -> None:
+    """`export_adapter` returns the tensors of `lora.path` bit for bit on every rank."""
     setup = oracle.make_adapter_setup(adapter)
     _, on_disk = read_adapter(Path(str(setup.lora.path)))
     for _, tensors in engine_under_test.run(export_adapter, setup=setup):
@@ -133,14 +137,14 @@ def test_loaded_adapter_is_exported_unchanged(
 def export_adapter(
     rank: Rank, *, setup: EngineSetup
 ) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """As exported on every rank."""
+    """Return the configuration and tensors that every rank exports."""
     config, tensors = rank.cached_engine(setup).export_adapter()
     return dict(config), dict(tensors)
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, "TrainedAdapter"]:
-    """By engine and adapter."""
+def trained_adapters() -> dict[str, "TrainedAdapter"]:
+    """Cache trained adapters by engine layout and adapter."""
     return {}
 
 
@@ -150,24 +154,29 @@ def trained(
     engine_under_test: EngineUnderTest,
     oracle: OracleCache,
     adapter: TinyAdapter,
-    seen: dict[str, "TrainedAdapter"],
+    trained_adapters: dict[str, "TrainedAdapter"],
 ) -> "TrainedAdapter":
-    """One engine serves three laws; their parameters, which name it, are the same."""
+    """Train one adapter for three tests, which have the same parameters."""
     key = request.node.callspec.id
-    if key not in seen:
+    if key not in trained_adapters:
         setup, batch = (
             oracle.make_adapter_setup(adapter, optimizer=ADAMW),
             oracle.get_batch(model=adapter.model),
         )
-        seen[key] = engine_under_test.run(train_adapter, setup=setup, batches=[batch])[0]
-    return seen[key]
+        trained_adapters[key] = engine_under_test.run(train_adapter, setup=setup, batches=[batch])[
+            0
+        ]
+    return trained_adapters[key]
 
 
 @every_adapter
 def test_adapter_loads_in_peft_with_same_logits(
     trained: "TrainedAdapter", oracle: OracleCache, adapter: TinyAdapter, tmp_path: Path
 ) -> None:
-    # The oracle loads the directory with PeftModel.from_pretrained.
+    """A trained and exported adapter gives the same log-probs in PEFT.
+
+    The oracle loads the saved directory with `PeftModel.from_pretrained`.
+    """
     setup, batch = (
         oracle.make_adapter_setup(adapter, optimizer=ADAMW),
         oracle.get_batch(model=adapter.model),
@@ -183,6 +192,7 @@ def test_adapter_loads_in_peft_with_same_logits(
 def test_merged_weights_give_same_logits_in_transformers(
     trained: "TrainedAdapter", oracle: OracleCache, adapter: TinyAdapter, tmp_path: Path
 ) -> None:
+    """Exported weights include the adapter and give the same log-probs in transformers."""
     setup, batch = (
         oracle.make_adapter_setup(adapter, optimizer=ADAMW),
         oracle.get_batch(model=adapter.model),
@@ -203,6 +213,10 @@ def test_merged_weights_give_same_logits_in_transformers(
 def test_disabled_adapter_gives_base_logprobs(
     trained: "TrainedAdapter", oracle: OracleCache, adapter: TinyAdapter
 ) -> None:
+    """Inside `adapter_disabled` log-probs are the base's, before and after training.
+
+    The adapter is active again outside.
+    """
     setup, batch = (
         oracle.make_adapter_setup(adapter, optimizer=ADAMW),
         oracle.get_batch(model=adapter.model),
@@ -212,30 +226,32 @@ def test_disabled_adapter_gives_base_logprobs(
     assert trained.disabled_after.equal(trained.disabled_before), (
         "training an adapter changed the base"
     )
-    assert float((trained.logprobs - base).abs().max()) > 0.01, "the adapter does nothing"
+    assert float((trained.logprobs - base).abs().max()) > 0.01, (
+        "the adapter does not change the log-probs"
+    )
     assert trained.logprobs_again.equal(trained.logprobs), (
         "the adapter did not come back after disable_adapter()"
     )
 
 
 class TrainedAdapter:
-    """An engine with an adapter, after some updates."""
+    """Measurements of an engine with an adapter, before and after one update per batch."""
 
     def __init__(self, engine: BaseEngine, *, batches: list[SequenceBatch]) -> None:
-        whole = batches[0]
+        uninterrupted = batches[0]
         with engine.disable_adapter():
-            self.disabled_before = logprobs_of(engine, whole)
+            self.disabled_before = logprobs_of(engine, uninterrupted)
         train(engine, batches)
-        self.logprobs = logprobs_of(engine, whole)
+        self.logprobs = logprobs_of(engine, uninterrupted)
         with engine.disable_adapter():
-            self.disabled_after = logprobs_of(engine, whole)
-        self.logprobs_again = logprobs_of(engine, whole)
+            self.disabled_after = logprobs_of(engine, uninterrupted)
+        self.logprobs_again = logprobs_of(engine, uninterrupted)
         self.adapter = engine.export_adapter()
         self.weights = collect_weights(engine)
 
 
 def logprobs_of(engine: BaseEngine, batch: SequenceBatch) -> Tensor:
-    """[T] in the order of the batch."""
+    """Return log-probs [T] in the order of the batch."""
     with engine.eval_mode():
         result = engine.forward_backward_batch(
             rank_slice(engine, batch, split=ONE_MICRO_BATCH),
@@ -250,35 +266,43 @@ def logprobs_of(engine: BaseEngine, batch: SequenceBatch) -> Tensor:
 def train_adapter(
     rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch]
 ) -> TrainedAdapter:
-    """In an engine of its own."""
+    """Train an adapter in a temporary engine."""
     return TrainedAdapter(rank.temporary_engine(setup), batches=batches)
 
 
 def test_adapter_checkpoint_resumes_bitwise(
     engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
 ) -> None:
+    """Resuming from an adapter's checkpoint gives the next update bit for bit."""
     schedule = ScheduleSpec(kind="cosine", warmup_steps=1, total_steps=6)
     setup = oracle.make_adapter_setup(PLAIN, optimizer=ADAMW, schedule=schedule)
     batches = [oracle.get_batch(seed=seed) for seed in range(3)]
-    whole = engine_under_test.run(train_without_stop, setup=setup, batches=batches)[0]
+    uninterrupted = engine_under_test.run(train_without_stop, setup=setup, batches=batches)[0]
     engine_under_test.run(train_and_save, setup=setup, batches=batches[:2], folder=tmp_path, step=2)
     resumed = engine_under_test.run(
         load_and_train, setup=setup, batches=batches[2:], folder=tmp_path
     )[0]
-    assert_same_state(resumed[0].state, whole[2].state)
-    assert (resumed[0].grad_norm, resumed[0].next_lr) == (whole[2].grad_norm, whole[2].next_lr)
+    assert_same_state(resumed[0].state, uninterrupted[2].state)
+    assert (resumed[0].grad_norm, resumed[0].next_lr) == (
+        uninterrupted[2].grad_norm,
+        uninterrupted[2].next_lr,
+    )
 
 
 def train_without_stop(
     rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch]
 ) -> list[Update]:
-    """Without a stop."""
+    """Run one update per batch without a checkpoint."""
     return train(rank.temporary_engine(setup), batches)
 
 
 def test_checkpoint_contains_only_the_adapter(
     engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
 ) -> None:
+    """A checkpoint holds the adapter in PEFT's format and no weights of the frozen base.
+
+    A row of the embedding is searched in all files.
+    """
     setup = oracle.make_adapter_setup(ATTENTION, optimizer=ADAMW)
     step = Path(
         engine_under_test.run(
@@ -295,15 +319,18 @@ def test_checkpoint_contains_only_the_adapter(
         .numpy()
         .tobytes()
     )
-    holders = [path.name for path in step.rglob("*") if path.is_file() and row in path.read_bytes()]
-    assert not holders, (
-        f"{', '.join(holders)} holds weights of the base, which training leaves as they are"
+    files_with_base = [
+        path.name for path in step.rglob("*") if path.is_file() and row in path.read_bytes()
+    ]
+    assert not files_with_base, (
+        f"{', '.join(files_with_base)} contains weights of the frozen base; save only the adapter"
     )
 
 
 def test_load_adapter_replaces_the_adapter(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """`load_adapter` replaces the adapter that forward passes use."""
     setup, batch = oracle.make_adapter_setup(PLAIN), oracle.get_batch()
     other = oracle.make_adapter_setup(PLAIN, seed=1)
     content = read_adapter(Path(str(other.lora.path)))
@@ -325,7 +352,7 @@ def outputs_with_adapter(
     content: tuple[dict[str, object], dict[str, Tensor]],
     batch: SequenceBatch,
 ) -> ForwardOutputs:
-    """Loaded over the one that the engine started with."""
+    """Load an adapter into an engine that started with another one; return its log-probs."""
     engine = rank.temporary_engine(setup)
     engine.load_adapter(*content)
     with engine.eval_mode():
@@ -340,22 +367,23 @@ def outputs_with_adapter(
 def test_invalid_adapter_is_rejected_without_changes(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Missing, unknown or misshapen tensors and another `lora_alpha` raise; nothing changes."""
     setup = oracle.make_adapter_setup(PLAIN)
-    engine_under_test.run(load_wrong_adapters, setup=setup)
+    engine_under_test.run(load_invalid_adapters, setup=setup)
 
 
-def load_wrong_adapters(rank: Rank, *, setup: EngineSetup) -> None:
-    """A tensor too few, one too many, one of another shape, another scale."""
+def load_invalid_adapters(rank: Rank, *, setup: EngineSetup) -> None:
+    """Try each invalid adapter and compare the adapter before and after."""
     engine = rank.cached_engine(setup)
     config, before = engine.export_adapter()
     name = next(iter(before))
     altered = {key: tensor + 1 for key, tensor in before.items()}
-    wrong = [
+    invalid = [
         {key: tensor for key, tensor in altered.items() if key != name},
         {**altered, "base_model.model.unknown.lora_A.weight": altered[name]},
         {**altered, name: altered[name][:1]},
     ]
-    for tensors in wrong:
+    for tensors in invalid:
         with pytest.raises(WeightError):
             engine.load_adapter(config, tensors)
     with pytest.raises(ConfigError, match="lora_alpha"):
@@ -366,13 +394,17 @@ def load_wrong_adapters(rank: Rank, *, setup: EngineSetup) -> None:
 def test_adapter_dropout_is_off_in_eval(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Dropout of the adapter is inactive in `eval_mode`, or the layout rejects it by name.
+
+    A layout that cannot have dropout must name `lora.dropout` and the setting it conflicts with.
+    """
     setup, batch = oracle.make_adapter_setup(PLAIN, dropout=0.5), oracle.get_batch()
-    sentences = set(engine_under_test.run(refusal_of_dropout, setup=setup))
-    assert len(sentences) == 1, "ranks disagree"
-    if sentence := sentences.pop():
-        # A layout may rule it out, if it says by the name of its own setting which of the two to leave.
-        assert "lora.dropout" in sentence, sentence
-        assert any(name in sentence for name in engine_under_test.layout.fields), sentence
+    messages = set(engine_under_test.run(read_dropout_error, setup=setup))
+    assert len(messages) == 1, f"ranks raise different errors: {messages}"
+    if message := messages.pop():
+        # A layout may reject dropout if the message names the setting that conflicts with it.
+        assert "lora.dropout" in message, message
+        assert any(name in message for name in engine_under_test.layout.fields), message
         return
     first, second = (
         engine_under_test.run(
@@ -381,12 +413,12 @@ def test_adapter_dropout_is_off_in_eval(
         for _ in range(2)
     )
     assert first.columns[HeadOutput.LOGPROB].equal(second.columns[HeadOutput.LOGPROB])
-    without = oracle.get_outputs(oracle.make_adapter_setup(PLAIN), batch, HeadOutput.LOGPROB)
-    assert_close(first.columns[HeadOutput.LOGPROB], without, LOGPROB, what="log-probs")
+    expected = oracle.get_outputs(oracle.make_adapter_setup(PLAIN), batch, HeadOutput.LOGPROB)
+    assert_close(first.columns[HeadOutput.LOGPROB], expected, LOGPROB, what="log-probs")
 
 
-def refusal_of_dropout(rank: Rank, *, setup: EngineSetup) -> str:
-    """The sentence, or nothing where the engine was built."""
+def read_dropout_error(rank: Rank, *, setup: EngineSetup) -> str:
+    """Return the error message; empty if the engine was built."""
     try:
         rank.cached_engine(setup)
     except ConfigError as error:
@@ -397,13 +429,16 @@ def refusal_of_dropout(rank: Rank, *, setup: EngineSetup) -> str:
 def test_backward_with_disabled_adapter_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """A backward pass inside `adapter_disabled` raises EngineStateError; outside it works."""
     engine_under_test.run(
-        train_the_reference, setup=oracle.make_adapter_setup(PLAIN), batch=oracle.get_batch()
+        train_with_disabled_adapter,
+        setup=oracle.make_adapter_setup(PLAIN),
+        batch=oracle.get_batch(),
     )
 
 
-def train_the_reference(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> None:
-    """Inside ``disable_adapter``; outside it works."""
+def train_with_disabled_adapter(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> None:
+    """Try a backward pass inside `adapter_disabled`, then outside."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)
@@ -417,11 +452,12 @@ def train_the_reference(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch)
 def test_adapter_calls_without_an_adapter_are_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """An engine without an adapter raises EngineStateError from all adapter methods."""
     engine_under_test.run(call_without_adapter, setup=oracle.make_setup(QWEN2_GROUPED))
 
 
 def call_without_adapter(rank: Rank, *, setup: EngineSetup) -> None:
-    """Of an engine that could have one."""
+    """Call each adapter method on an engine that has none."""
     engine = rank.cached_engine(setup)
     with pytest.raises(EngineStateError, match="no adapter"), engine.disable_adapter():
         pass

@@ -1,4 +1,4 @@
-"""Laws: plans are executed as they are, and every sample comes back where it was."""
+"""Conformance tests of batches: plans are executed as given, outputs are in input order."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -41,11 +41,15 @@ from temper_engine_api.objective import HeadOutput
 def test_plan_is_executed_unchanged(
     engine_under_test: EngineUnderTest, oracle: OracleCache, split: Split
 ) -> None:
+    """The objective sees exactly the micro-batches of the plan, in number and content.
+
+    Engines that merge or split micro-batches change memory use and per-batch metrics.
+    """
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     pairs = [
         pair
         for pair in engine_under_test.run(
-            witnessed_and_planned, setup=setup, batch=batch, split=split
+            recorded_and_planned, setup=setup, batch=batch, split=split
         )
         if pair is not None
     ]
@@ -54,10 +58,13 @@ def test_plan_is_executed_unchanged(
         assert seen == planned
 
 
-def witnessed_and_planned(
+def recorded_and_planned(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, split: Split
 ) -> tuple[dict[str, float], dict[str, float]] | None:
-    """How often the objective saw which micro-batch, and how often the plan has it; None where the rank's metrics don't count."""
+    """Count the micro-batches that the objective saw and those of the plan.
+
+    Returns None on ranks whose metrics do not count.
+    """
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(MicroBatchRecorder())
     local_batch = rank_slice(engine, batch, split=split)
@@ -68,21 +75,26 @@ def witnessed_and_planned(
         name_micro_batch_metric(micro.sample_ids) for micro in local_batch.micro_batches()
     )
     # An engine may add metrics of its own.
-    witnessed = {
+    recorded = {
         name: value_of(metric)
         for name, metric in seen.items()
         if name.startswith(MICRO_BATCH_METRIC)
     }
-    return witnessed, {name: float(count) for name, count in planned.items()}
+    return recorded, {name: float(count) for name, count in planned.items()}
 
 
 def value_of(metric: Metric) -> float:
+    """Return the metric's value as a float."""
     return float(metric.value)
 
 
 def test_each_sample_is_on_one_rank(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """`shard_data` puts each sample on one rank, keeps pairs together and obeys `max_tokens`.
+
+    All ranks get the same number of micro-batches, otherwise their collectives would not match.
+    """
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     local_batches = [
         local_batch
@@ -111,7 +123,7 @@ def _real(local_batch: PackedBatch) -> list[SequenceBatch]:
 def shard_batch(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, max_tokens: int
 ) -> PackedBatch | None:
-    """By the engine's own ``shard_data``; of one rank of each replica."""
+    """Return the rank's local batch from `shard_data`; None on ranks that return no outputs."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     local_batch = engine.shard_data(batch, max_tokens=max_tokens)
@@ -121,6 +133,7 @@ def shard_batch(
 def test_unshard_restores_the_sharded_batch(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """`unshard_data` restores the batch bit for bit, in ascending and in a given order."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     ids = batch.sample_ids[
         torch.randperm(batch.num_sequences, generator=torch.Generator().manual_seed(1))
@@ -129,14 +142,14 @@ def test_unshard_restores_the_sharded_batch(
         sharded_and_back, setup=setup, batch=batch, order=ids
     ):
         assert_same_batch(whole, batch)
-        places = [batch.sample_ids.tolist().index(sample) for sample in ids.tolist()]
-        assert_same_batch(in_given_order, batch.select(places))
+        positions = [batch.sample_ids.tolist().index(sample) for sample in ids.tolist()]
+        assert_same_batch(in_given_order, batch.select(positions))
 
 
 def sharded_and_back(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, order: Tensor
 ) -> tuple[SequenceBatch, SequenceBatch]:
-    """In ascending and in a given order."""
+    """Shard the batch; return it unsharded in ascending order and in the given order."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     local_batch = engine.shard_data(batch, max_tokens=40)
@@ -144,7 +157,7 @@ def sharded_and_back(
 
 
 def assert_same_batch(actual: SequenceBatch, expected: SequenceBatch) -> None:
-    """Every tensor, bit for bit."""
+    """Compare every tensor of two batches bit for bit."""
     for name in (
         "tokens",
         "sequence_starts",
@@ -181,6 +194,7 @@ def vars_of(batch: SequenceBatch) -> dict[str, Tensor]:
 def test_outputs_are_in_input_order(
     engine_under_test: EngineUnderTest, oracle: OracleCache, split: Split
 ) -> None:
+    """`unshard_outputs` returns outputs in the order of the input, on every rank and split."""
     setup = oracle.make_setup(QWEN2_GROUPED)
     batch = oracle.get_batch().select([6, 0, 3, 7, 1, 5, 2, 4])
     expected = oracle.get_outputs(setup, batch, HeadOutput.LOGPROB)
@@ -198,24 +212,25 @@ def test_outputs_are_in_input_order(
 def test_rank_outputs_are_in_input_order(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """A rank's outputs are in the order of its local batch, without the dummies."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
-    for of_rank in engine_under_test.run(outputs_of_rank, setup=setup, batch=batch):
-        if of_rank.given is not None:
-            assert of_rank.given == of_rank.wanted
+    for order in engine_under_test.run(outputs_of_rank, setup=setup, batch=batch):
+        if order.actual is not None:
+            assert order.actual == order.expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class SampleOrder:
     """Sample ids of one rank."""
 
-    wanted: list[int]
-    """Of its share, dummies dropped."""
-    given: list[int] | None
-    """Of its outputs."""
+    expected: list[int]
+    """Ids in the rank's local batch, without dummies."""
+    actual: list[int] | None
+    """Ids in the rank's outputs; None on ranks that return no outputs."""
 
 
-def outputs_of_rank(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> Order:
-    """With dummies among the micro-batches."""
+def outputs_of_rank(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> SampleOrder:
+    """Run a forward pass over six micro-batches, some of which are dummies."""
     engine = rank.cached_engine(setup)
     local_batch = rank_slice(engine, batch, split=Split(name="many", min_micro_batches=6))
     with engine.eval_mode():
@@ -223,13 +238,18 @@ def outputs_of_rank(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> 
             local_batch, forward_only=True, outputs=[HeadOutput.LOGPROB]
         )
     given = None if result.outputs is None else result.outputs.sample_ids.tolist()
-    return Order(wanted=local_batch.sample_ids[~local_batch.is_dummy].tolist(), given=given)
+    return SampleOrder(
+        expected=local_batch.sample_ids[~local_batch.is_dummy].tolist(), actual=given
+    )
 
 
 def test_gradient_does_not_depend_on_sample_order(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    # Batch statistics with random choices too: they depend on the seed, the sample and the position only.
+    """A shuffled batch gives the same gradient, also with random choices in the objective.
+
+    `ClipCovProbe.prepare` draws from (seed, sample id, position), never from the order of samples.
+    """
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     shuffled = batch.select([6, 0, 3, 7, 1, 5, 2, 4])
     expected = oracle.get_update(setup, ClipCovProbe(), batch)
@@ -240,7 +260,7 @@ def test_gradient_does_not_depend_on_sample_order(
 def gradients_by_shard_data(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
 ) -> dict[str, Tensor]:
-    """With the engine's own plan, and its own call of ``prepare``."""
+    """Return the gradients of an update planned by the engine's own `shard_data`."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClipCovProbe())
     return run_update(engine, [engine.shard_data(batch, max_tokens=40, seed=7)]).gradients
@@ -249,22 +269,25 @@ def gradients_by_shard_data(
 def test_dummy_samples_do_not_count(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    # Six micro-batches for four atoms: the metrics weigh real tokens only, and the loss is the same number.
+    """Dummy samples change neither weights nor values of metrics.
+
+    Four pairs are run in one and in six micro-batches; the latter need dummies.
+    """
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     plain, padded = (
         engine_under_test.run(mean_ratio_and_weight, setup=setup, batch=batch, split=split)
         for split in (ONE_MICRO_BATCH, Split(name="many", min_micro_batches=6))
     )
-    weights = [sum(weight for _, weight in of_ranks) for of_ranks in (plain, padded)]
+    weights = [sum(weight for _, weight in rank_values) for rank_values in (plain, padded)]
     assert weights == [float(batch.loss_mask.sum())] * 2
-    totals = [sum(value for value, _ in of_ranks) for of_ranks in (plain, padded)]
+    totals = [sum(value for value, _ in rank_values) for rank_values in (plain, padded)]
     assert_close(totals[1], totals[0], GRADIENT, what="sum of ratios")
 
 
 def mean_ratio_and_weight(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, split: Split
 ) -> tuple[float, float]:
-    """The weighted sum and the weight of a metric of the objective, of this rank."""
+    """Return this rank's weighted sum and weight of the objective's ratio metric."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     metrics = run_update(engine, [rank_slice(engine, batch, split=split)]).metrics
@@ -278,6 +301,7 @@ def mean_ratio_and_weight(
 def test_eval_loss_equals_training_loss(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """A forward-only pass in `eval_mode` reports the loss of training on the same local batch."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     pairs = [
         pair
@@ -292,7 +316,7 @@ def test_eval_loss_equals_training_loss(
 def trained_and_evaluated_loss(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
 ) -> tuple[float, float] | None:
-    """Of this rank's share; None where its metrics don't count."""
+    """Return this rank's loss in training and in eval; None where its metrics do not count."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)

@@ -1,4 +1,4 @@
-"""Laws: calls in an order that has no meaning are refused, and the RFC's loop runs as it is written."""
+"""Conformance tests of call order: invalid orders raise and leave the engine usable."""
 
 from dataclasses import replace
 
@@ -35,13 +35,14 @@ from temper_engine_api.objective import HeadOutput
 def test_invalid_call_order_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Calls out of order raise EngineStateError, and the engine still works afterwards."""
     engine_under_test.run(
         call_out_of_order, setup=oracle.make_setup(QWEN2_GROUPED), batch=oracle.get_batch()
     )
 
 
 def call_out_of_order(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> None:
-    """Each in turn; every refusal leaves an engine that still works, which the update at the end shows."""
+    """Try each invalid call, then run an update."""
     engine = rank.temporary_engine(setup)
     local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)
     with engine.train_mode(), pytest.raises(EngineStateError, match="Objective"):
@@ -65,13 +66,14 @@ def call_out_of_order(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -
 def test_call_after_final_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """After a final backward call, further calls raise until gradients are zeroed."""
     engine_under_test.run(
         call_after_final, setup=oracle.make_setup(QWEN2_GROUPED), batch=oracle.get_batch()
     )
 
 
 def call_after_final(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> None:
-    """Before the step, and after it until gradients are zeroed."""
+    """Call backward before and after the step without zeroing gradients."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)
@@ -90,13 +92,14 @@ def call_after_final(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) ->
 def test_step_without_gradients_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """`optimizer_step` after `optimizer_zero_grad` raises EngineStateError."""
     engine_under_test.run(
         step_after_zeroing, setup=oracle.make_setup(QWEN2_GROUPED), batch=oracle.get_batch()
     )
 
 
 def step_after_zeroing(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> None:
-    """Gradients were there, and were dropped."""
+    """Run backward, zero the gradients, then step."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     with engine.train_mode():
@@ -111,6 +114,7 @@ def step_after_zeroing(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) 
 def test_engine_without_optimizer_only_evaluates(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Without an optimizer, forward passes work and training raises EngineStateError."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED, optimizer=None), oracle.get_batch()
     expected = oracle.get_outputs(oracle.make_setup(QWEN2_GROUPED), batch, HeadOutput.LOGPROB)
     for column in engine_under_test.run(evaluate_frozen, setup=setup, batch=batch):
@@ -118,7 +122,7 @@ def test_engine_without_optimizer_only_evaluates(
 
 
 def evaluate_frozen(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> torch.Tensor:
-    """Log-probs, after every way to train was refused."""
+    """Try every way to train; return log-probs."""
     engine = rank.temporary_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)
@@ -139,6 +143,7 @@ def evaluate_frozen(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> 
 def test_modes_end_after_an_exception(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """An exception inside a mode leaves the mode, and the next update is right."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     gradients = engine_under_test.run(update_after_interruptions, setup=setup, batch=batch)[0]
@@ -148,7 +153,7 @@ def test_modes_end_after_an_exception(
 def update_after_interruptions(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
 ) -> dict[str, torch.Tensor]:
-    """Bodies that raise before and after a backward pass, then one that does not."""
+    """Raise before and after a backward pass, then update; return the gradients."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)
@@ -164,31 +169,36 @@ def update_after_interruptions(
 def test_engine_is_unusable_before_init_model(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Constructing an engine reads no file; using it before `init_model` raises."""
     engine_under_test.run(use_before_init, setup=oracle.make_setup(QWEN2_GROUPED))
 
 
 def use_before_init(rank: Rank, *, setup: EngineSetup) -> None:
-    """Constructing reads no file: a path that does not exist is found out by ``init_model`` only."""
+    """Use an engine before `init_model`, and construct engines with invalid arguments."""
     with pytest.raises(EngineStateError, match="init_model"):
         _ = rank.construct_engine(setup).topology
     rank.construct_engine(replace(setup, model_path=setup.model_path + "-that-does-not-exist"))
     with pytest.raises(ConfigError, match=rank.engine_class.config_class.__name__):
-        rank.engine_class("not a configuration")  # type: ignore[arg-type]  # that is the question
+        rank.engine_class("not a configuration")  # type: ignore[arg-type]  # the wrong type is what is tested
 
 
 @pytest.mark.bitwise
 def test_engine_after_a_closed_engine_gives_the_same_update(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    # Nothing of the first life is left in the second: the same update from the same weights gives the same bits.
+    """A new engine shares no state with a closed one: the same update gives the same bits."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW), oracle.get_batch()
-    for first, second in engine_under_test.run(two_lives, setup=setup, batch=batch):
+    for first, second in engine_under_test.run(
+        update_closed_and_new_engine, setup=setup, batch=batch
+    ):
         assert_same_state(second.state, first.state)
         assert second.grad_norm == first.grad_norm
 
 
-def two_lives(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> list[Update]:
-    """Of an engine that is closed, and of the one after it."""
+def update_closed_and_new_engine(
+    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
+) -> list[Update]:
+    """Build, update and close an engine twice; return both updates."""
     updates = []
     for _ in range(2):
         engine: BaseEngine = rank.construct_engine(setup)
@@ -202,7 +212,10 @@ def two_lives(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> list[U
 def test_reading_gradients_changes_no_weight(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    # Reading changes no weight, so engines can be kept between laws.
+    """The kit's gradient reading (AdamW with lr 0) leaves weights bitwise unchanged.
+
+    Engines are cached between tests on that condition.
+    """
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     masters = oracle.get_update(setup, ClippedPpoProbe(), batch).masters
     update = engine_under_test.run(

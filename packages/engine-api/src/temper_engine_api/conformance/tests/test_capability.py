@@ -1,4 +1,4 @@
-"""Laws: an engine is where it says it is, does what it claims, and refuses with a sentence what it does not claim."""
+"""Conformance tests of capabilities: what is claimed works, what is not claimed is rejected."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +18,7 @@ from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import OptimizerSpec, ResidencySpec
 from temper_engine_api.topology import Topology
 
-CONFIGURED: dict[Capability, Callable[[OracleCache], EngineSetup]] = {
+SETUPS: dict[Capability, Callable[[OracleCache], EngineSetup]] = {
     Capability.VALUE_MODEL: lambda oracle: oracle.make_setup(VALUE),
     Capability.REWARD_MODEL: lambda oracle: oracle.make_setup(REWARD),
     Capability.ADAPTER: lambda oracle: oracle.make_setup(
@@ -35,30 +35,35 @@ CONFIGURED: dict[Capability, Callable[[OracleCache], EngineSetup]] = {
         QWEN2_GROUPED, compute="bf16", parameters="bf16"
     ),
 }
-"""What a configuration can ask for."""
+"""Engine setups that need a capability."""
 
 
 def test_engine_claims_what_the_kit_needs(engine_under_test: EngineUnderTest) -> None:
+    """An engine claims LANGUAGE_MODEL and PORTABLE_STATE, by which the kit reads gradients."""
     assert {Capability.LANGUAGE_MODEL, Capability.PORTABLE_STATE} <= engine_under_test.capabilities
 
 
-@pytest.mark.parametrize("capability", CONFIGURED, ids=lambda capability: capability.value)
+@pytest.mark.parametrize("capability", SETUPS, ids=lambda capability: capability.value)
 def test_configured_capability_works_or_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache, capability: Capability
 ) -> None:
-    sentences = engine_under_test.run(refusal_of_init, setup=CONFIGURED[capability](oracle))
+    """A claimed capability can be configured; one that is not claimed is rejected by name.
+
+    A layout may reject a claimed capability if the message names the conflicting layout setting.
+    All ranks must raise the same error, otherwise some would wait for the others.
+    """
+    messages = engine_under_test.run(read_init_error, setup=SETUPS[capability](oracle))
     if capability in engine_under_test.capabilities:
-        # A layout may rule out what the engine can do elsewhere, if it says by the name of its own setting which of the two to leave.
-        assert len(set(sentences)) == 1, "ranks disagree"
-        assert not sentences[0] or any(
-            name in sentences[0] for name in engine_under_test.layout.fields
-        ), sentences[0]
+        assert len(set(messages)) == 1, f"ranks raise different errors: {set(messages)}"
+        assert not messages[0] or any(
+            name in messages[0] for name in engine_under_test.layout.fields
+        ), messages[0]
     else:
-        assert all(repr(capability.value) in sentence for sentence in sentences)
+        assert all(repr(capability.value) in message for message in messages)
 
 
-def refusal_of_init(rank: Rank, *, setup: EngineSetup) -> str:
-    """The sentence, or nothing where the engine was built."""
+def read_init_error(rank: Rank, *, setup: EngineSetup) -> str:
+    """Return the message of the CapabilityError; empty if the engine was built."""
     try:
         rank.temporary_engine(setup)
     except CapabilityError as error:
@@ -70,11 +75,12 @@ def refusal_of_init(rank: Rank, *, setup: EngineSetup) -> str:
 def test_unclaimed_adapter_calls_are_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Without the claim, all adapter methods raise CapabilityError."""
     engine_under_test.run(call_adapter, setup=oracle.make_setup(QWEN2_GROUPED))
 
 
 def call_adapter(rank: Rank, *, setup: EngineSetup) -> None:
-    """Each of the three."""
+    """Call each of the three adapter methods."""
     engine = rank.cached_engine(setup)
     with pytest.raises(CapabilityError, match="adapter"), engine.disable_adapter():
         pass
@@ -89,24 +95,26 @@ def call_adapter(rank: Rank, *, setup: EngineSetup) -> None:
 def test_unclaimed_expert_adapters_are_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Without the claim, a LoRA on experts raises CapabilityError naming the capability."""
     inside = replace(oracle.make_lora_spec(rank=2), target_parameters=("mlp.experts.down_proj",))
-    for told in engine_under_test.run(
-        refusal_of_init, setup=oracle.make_setup(QWEN2_GROUPED, lora=inside)
+    for message in engine_under_test.run(
+        read_init_error, setup=oracle.make_setup(QWEN2_GROUPED, lora=inside)
     ):
-        assert repr(Capability.ADAPTER_ON_EXPERTS.value) in told
+        assert repr(Capability.ADAPTER_ON_EXPERTS.value) in message
 
 
 @pytest.mark.if_not_claimed(Capability.LOGPROB_AT)
 def test_unclaimed_logprob_at_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Without the claim, requesting log-probs at given ids raises CapabilityError."""
     engine_under_test.run(
-        ask_given_ids, setup=oracle.make_setup(QWEN2_GROUPED), batch=oracle.get_batch()
+        request_logprob_at, setup=oracle.make_setup(QWEN2_GROUPED), batch=oracle.get_batch()
     )
 
 
-def ask_given_ids(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> None:
-    """Of an engine that does not claim to answer."""
+def request_logprob_at(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> None:
+    """Request log-probs at given ids from an engine that does not claim them."""
     engine = rank.cached_engine(setup)
     with engine.eval_mode(), pytest.raises(CapabilityError, match="logprob_at"):
         engine.forward_backward_batch(
@@ -117,7 +125,11 @@ def ask_given_ids(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> No
 
 
 def test_topologies_are_consistent(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
-    topologies = engine_under_test.run(topology_of, setup=oracle.make_setup(QWEN2_GROUPED))
+    """Global ranks, axis sizes and output ranks of all topologies fit the world size.
+
+    Exactly one rank of each data-parallel replica returns outputs.
+    """
+    topologies = engine_under_test.run(get_topology, setup=oracle.make_setup(QWEN2_GROUPED))
     assert [topology.global_rank for topology in topologies] == list(
         range(engine_under_test.world_size)
     )
@@ -130,20 +142,21 @@ def test_topologies_are_consistent(engine_under_test: EngineUnderTest, oracle: O
             * topology.sp.size
         )
         assert topology.world_size == engine_under_test.world_size == sizes
-    replicas = [topology.dp.rank for topology in topologies if topology.returns_outputs]
-    assert sorted(replicas) == list(range(topologies[0].dp.size)), (
-        "not one rank of each replica returns outputs"
+    output_ranks = [topology.dp.rank for topology in topologies if topology.returns_outputs]
+    assert sorted(output_ranks) == list(range(topologies[0].dp.size)), (
+        "expected exactly one rank with returns_outputs per data-parallel replica"
     )
 
 
-def topology_of(rank: Rank, *, setup: EngineSetup) -> Topology:
-    """After ``init_model``."""
+def get_topology(rank: Rank, *, setup: EngineSetup) -> Topology:
+    """Return the topology after `init_model`."""
     return rank.cached_engine(setup).topology
 
 
 def test_outputs_come_from_the_declared_ranks(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Exactly the ranks with `returns_outputs` return outputs."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     for returns_outputs, has_outputs in engine_under_test.run(
         outputs_claimed_and_given, setup=setup, batch=batch
@@ -154,7 +167,7 @@ def test_outputs_come_from_the_declared_ranks(
 def outputs_claimed_and_given(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
 ) -> tuple[bool, bool]:
-    """By the topology, and by a forward pass."""
+    """Return what the topology declares and whether a forward pass returned outputs."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     with engine.eval_mode():
@@ -169,14 +182,17 @@ def outputs_claimed_and_given(
 def test_init_model_reports_a_missing_model(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """`init_model` raises an error that names a model path that does not exist."""
     setup = oracle.make_setup(QWEN2_GROUPED)
     path = setup.model_path + "-that-does-not-exist"
-    for sentence in engine_under_test.run(failure_of_init, setup=replace(setup, model_path=path)):
-        assert path in sentence
+    for message in engine_under_test.run(
+        read_missing_model_error, setup=replace(setup, model_path=path)
+    ):
+        assert path in message
 
 
-def failure_of_init(rank: Rank, *, setup: EngineSetup) -> str:
-    """What ``init_model`` says; the error is the backend's own."""
+def read_missing_model_error(rank: Rank, *, setup: EngineSetup) -> str:
+    """Return the error message of `init_model`; its type is up to the backend."""
     with pytest.raises(Exception) as caught:
         rank.temporary_engine(setup)
     return str(caught.value)

@@ -1,4 +1,4 @@
-"""Laws: a resumed run is the same run, at any world size; what is damaged or was never committed is refused; a crash costs one save."""
+"""Conformance tests of checkpoints: resume, damaged or incomplete steps, failed saves."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ COSINE = ScheduleSpec(kind="cosine", warmup_steps=1, total_steps=6)
 
 @pytest.fixture
 def setup(oracle: OracleCache) -> EngineSetup:
-    """An engine that trains with a rate that changes at every step."""
+    """An engine setup whose learning rate changes at every step."""
     return oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=COSINE)
 
 
@@ -69,25 +69,28 @@ def test_resume_is_bitwise(
     batches: list[SequenceBatch],
     tmp_path: Path,
 ) -> None:
-    whole = engine_under_test.run(train_without_stop, setup=setup, batches=batches)
+    """A run resumed from a checkpoint has the state, norms, rates and losses of an unbroken run."""
+    uninterrupted = engine_under_test.run(train_without_stop, setup=setup, batches=batches)
     engine_under_test.run(train_and_save, setup=setup, batches=batches[:2], folder=tmp_path, step=2)
     resumed = engine_under_test.run(
         load_and_train, setup=setup, batches=batches[2:], folder=tmp_path
     )
     for number in range(2):
-        updates, wanted = (
-            [of_rank[-2 + number] for of_rank in of_ranks] for of_ranks in (resumed, whole)
+        updates, expected_updates = (
+            [of_rank[-2 + number] for of_rank in of_ranks] for of_ranks in (resumed, uninterrupted)
         )
-        for update, want in zip(updates, wanted, strict=True):
-            assert_same_state(update.state, want.state)
-            assert (update.grad_norm, update.next_lr) == (want.grad_norm, want.next_lr)
-        assert merge_update_metrics(updates)["loss"] == merge_update_metrics(wanted)["loss"]
+        for update, expected in zip(updates, expected_updates, strict=True):
+            assert_same_state(update.state, expected.state)
+            assert (update.grad_norm, update.next_lr) == (expected.grad_norm, expected.next_lr)
+        assert (
+            merge_update_metrics(updates)["loss"] == merge_update_metrics(expected_updates)["loss"]
+        )
 
 
 def train_without_stop(
     rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch]
 ) -> list[Update]:
-    """Without a stop."""
+    """Run one update per batch without a checkpoint."""
     return train(rank.temporary_engine(setup), batches)
 
 
@@ -97,11 +100,12 @@ def test_saving_changes_nothing(
     batches: list[SequenceBatch],
     tmp_path: Path,
 ) -> None:
-    whole = engine_under_test.run(train_without_stop, setup=setup, batches=batches[:2])[0]
-    saving = engine_under_test.run(
+    """Saving between two updates does not change the second one."""
+    uninterrupted = engine_under_test.run(train_without_stop, setup=setup, batches=batches[:2])[0]
+    with_save = engine_under_test.run(
         train_save_train, setup=setup, batches=batches[:2], folder=tmp_path
     )[0]
-    assert_same_state(saving.state, whole[1].state)
+    assert_same_state(with_save.state, uninterrupted[1].state)
 
 
 @pytest.mark.if_claimed(Capability.BACKGROUND_SAVE)
@@ -111,23 +115,27 @@ def test_background_save_captures_the_state_at_the_call(
     batches: list[SequenceBatch],
     tmp_path: Path,
 ) -> None:
-    whole = engine_under_test.run(train_without_stop, setup=setup, batches=batches)[0]
-    went_on = engine_under_test.run(
+    """A background save holds the state at the call, although training continues.
+
+    Training must not be disturbed either.
+    """
+    uninterrupted = engine_under_test.run(train_without_stop, setup=setup, batches=batches)[0]
+    continued = engine_under_test.run(
         train_while_saving, setup=setup, batches=batches, folder=tmp_path
     )[0]
-    assert_same_state(went_on[-1].state, whole[-1].state)
+    assert_same_state(continued[-1].state, uninterrupted[-1].state)
     assert list_complete_steps(tmp_path) == [1, 2]
     resumed = engine_under_test.run(
         load_and_train, setup=setup, batches=batches[2:], folder=tmp_path
     )[0]
-    for update, want in zip(resumed, whole[2:], strict=True):
-        assert_same_state(update.state, want.state)
+    for update, expected in zip(resumed, uninterrupted[2:], strict=True):
+        assert_same_state(update.state, expected.state)
 
 
 def train_while_saving(
     rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], folder: Path
 ) -> list[Update]:
-    """The first two updates are saved while the next ones run."""
+    """Save the first two updates in the background while the next ones run."""
     engine = rank.temporary_engine(setup)
     updates = []
     for step, batch in enumerate(batches, start=1):
@@ -145,22 +153,28 @@ def test_failed_background_save_raises_on_every_rank(
     batches: list[SequenceBatch],
     tmp_path: Path,
 ) -> None:
+    """A later `optimizer_step` raises the save's error on every rank and loses no update.
+
+    The step's folder exists already, so the background save fails.
+    """
     (tmp_path / "step_00000001").mkdir()
-    for sentence, num_updates in engine_under_test.run(
-        train_until_refused, setup=setup, batches=batches, folder=tmp_path
+    for message, num_updates in engine_under_test.run(
+        train_until_error, setup=setup, batches=batches, folder=tmp_path
     ):
-        assert "step_00000001 already exists" in sentence
-        assert num_updates == len(batches), "the update that raised was lost"
+        assert "step_00000001 already exists" in message
+        assert num_updates == len(batches), (
+            "calling optimizer_step again after the error must apply the update"
+        )
 
 
-def train_until_refused(
+def train_until_error(
     rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], folder: Path
 ) -> tuple[str, int]:
-    """The sentence that an ``optimizer_step`` raises; it is called again and goes on."""
+    """Return the message that `optimizer_step` raises, and the updates made after calling it again."""
     engine = rank.temporary_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     engine.save_checkpoint(str(folder), global_step=1, in_background=True)
-    sentence = ""
+    message = ""
     for batch in batches:
         engine.optimizer_zero_grad()
         with engine.train_mode():
@@ -171,20 +185,21 @@ def train_until_refused(
         try:
             engine.optimizer_step()
         except CheckpointError as error:
-            sentence = str(error)
+            message = str(error)
             engine.optimizer_step()
-    return sentence, engine.num_updates
+    return message, engine.num_updates
 
 
 @pytest.mark.if_not_claimed(Capability.BACKGROUND_SAVE)
 def test_unclaimed_background_save_is_rejected(
     engine_under_test: EngineUnderTest, setup: EngineSetup, tmp_path: Path
 ) -> None:
-    engine_under_test.run(save_in_background_refused, setup=setup, folder=tmp_path)
+    """Without the claim, `in_background=True` raises CapabilityError."""
+    engine_under_test.run(save_in_background_unclaimed, setup=setup, folder=tmp_path)
 
 
-def save_in_background_refused(rank: Rank, *, setup: EngineSetup, folder: Path) -> None:
-    """Of an engine that does not claim it."""
+def save_in_background_unclaimed(rank: Rank, *, setup: EngineSetup, folder: Path) -> None:
+    """Request a background save from an engine that does not claim it."""
     engine = rank.temporary_engine(setup)
     with pytest.raises(CapabilityError, match="background_save"):
         engine.save_checkpoint(str(folder), global_step=1, in_background=True)
@@ -193,7 +208,7 @@ def save_in_background_refused(rank: Rank, *, setup: EngineSetup, folder: Path) 
 def train_save_train(
     rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], folder: Path
 ) -> Update:
-    """One update, a save, another update."""
+    """Run one update, save, run another update."""
     engine = rank.temporary_engine(setup)
     train(engine, batches[:1])
     engine.save_checkpoint(str(folder), global_step=1)
@@ -206,6 +221,7 @@ def test_counters_and_learning_rate_are_resumed(
     batches: list[SequenceBatch],
     tmp_path: Path,
 ) -> None:
+    """Counters and learning rate are restored, with one skipped update among the three."""
     bad = batches[1].with_columns(
         {"advantages": torch.full_like(batches[1].columns["advantages"], torch.inf)}
     )
@@ -230,13 +246,14 @@ def test_fp16_loss_scale_is_halved_and_resumed(
     batches: list[SequenceBatch],
     tmp_path: Path,
 ) -> None:
+    """An overflow halves the fp16 loss scale on every rank, and the scale is restored."""
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=COSINE, compute="fp16")
-    # Far beyond what fp16 holds once it is scaled: every rank sees it in the global norm.
-    large = batches[1].with_columns({"advantages": batches[1].columns["advantages"] * 1e9})
+    # Overflows fp16 once the loss is scaled; every rank sees it in the global norm.
+    overflowing = batches[1].with_columns({"advantages": batches[1].columns["advantages"] * 1e9})
     for saved, loaded in engine_under_test.run(
         progress_around_a_save,
         setup=setup,
-        batches=[batches[0], large, batches[2]],
+        batches=[batches[0], overflowing, batches[2]],
         folder=tmp_path,
     ):
         assert loaded == saved
@@ -251,7 +268,7 @@ def test_fp16_loss_scale_is_halved_and_resumed(
 def progress_around_a_save(
     rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], folder: Path
 ) -> tuple[Progress, Progress]:
-    """Before the save, and in a new engine after loading."""
+    """Return the progress before the save, and of a new engine after loading."""
     engine = rank.temporary_engine(setup)
     train(engine, batches)
     engine.save_checkpoint(str(folder), global_step=3)
@@ -263,6 +280,7 @@ def progress_around_a_save(
 def test_random_state_is_resumed(
     engine_under_test: EngineUnderTest, setup: EngineSetup, tmp_path: Path
 ) -> None:
+    """After loading, torch draws the numbers that it drew after the save."""
     for after_save, after_load in engine_under_test.run(
         draws_around_a_save, setup=setup, folder=tmp_path
     ):
@@ -270,7 +288,7 @@ def test_random_state_is_resumed(
 
 
 def draws_around_a_save(rank: Rank, *, setup: EngineSetup, folder: Path) -> tuple[Tensor, Tensor]:
-    """What torch draws after a save, and after loading it."""
+    """Return what torch draws after a save, and after loading it."""
     engine = rank.temporary_engine(setup)
     torch.manual_seed(rank.index + 5)
     engine.save_checkpoint(str(folder), global_step=0)
@@ -287,9 +305,10 @@ def test_resume_in_another_layout_gives_the_same_loss(
     batches: list[SequenceBatch],
     tmp_path: Path,
 ) -> None:
-    whole = engine_under_test.run(train_without_stop, setup=setup, batches=batches[:3])
+    """A checkpoint resumes in other layouts and world sizes with the same next loss and rate."""
+    uninterrupted = engine_under_test.run(train_without_stop, setup=setup, batches=batches[:3])
     engine_under_test.run(train_and_save, setup=setup, batches=batches[:2], folder=tmp_path, step=2)
-    # Here, in the run's first layout and in the one after this.
+    # Three layouts cover the cases without trying all pairs: this one, the first and the next one.
     layouts = engine_under_test.comparable_layouts
     for other in {
         layouts[0],
@@ -301,56 +320,60 @@ def test_resume_in_another_layout_gives_the_same_loss(
         )
         losses = [
             merge_update_metrics([of_rank[-1] for of_rank in of_ranks])["loss"]
-            for of_ranks in (resumed, whole)
+            for of_ranks in (resumed, uninterrupted)
         ]
         assert_close(
             losses[0], losses[1], LOSS, what=f"next loss at {other.name}", min_scale=LOSS_TERM_SCALE
         )
-        assert resumed[0][-1].next_lr == whole[0][-1].next_lr
+        assert resumed[0][-1].next_lr == uninterrupted[0][-1].next_lr
 
 
-@pytest.mark.parametrize("how", ["altered", "truncated", "removed"])
+@pytest.mark.parametrize("damage_kind", ["altered", "truncated", "removed"])
 def test_damaged_checkpoint_is_rejected_naming_the_file(
     engine_under_test: EngineUnderTest,
     setup: EngineSetup,
     batches: list[SequenceBatch],
     tmp_path: Path,
-    how: str,
+    damage_kind: str,
 ) -> None:
+    """An altered, truncated or removed file raises DamagedCheckpointError with its name.
+
+    The largest engine file is damaged. The engine's state must not change.
+    """
     step = Path(
         engine_under_test.run(
             train_and_save, setup=setup, batches=batches[:1], folder=tmp_path, step=1
         )[0]
     )
-    victim = max(
+    file = max(
         (path for path in (step / "engine").rglob("*") if path.is_file()),
         key=lambda path: path.stat().st_size,
     )
-    damage(victim, how)
+    damage(file, damage_kind)
     for message, before, after in engine_under_test.run(
-        refused_load, setup=setup, folder=step, kind="damaged"
+        load_and_expect_error, setup=setup, folder=step, kind="damaged"
     ):
-        assert victim.name in message
+        assert file.name in message
         assert_same_state(after, before)
 
 
-def damage(victim: Path, how: str) -> None:
-    content = bytearray(victim.read_bytes())
+def damage(file: Path, damage_kind: str) -> None:
+    content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
-    if how == "removed":
-        victim.unlink()
+    if damage_kind == "removed":
+        file.unlink()
     else:
-        victim.write_bytes(content if how == "altered" else content[:-1])
+        file.write_bytes(content if damage_kind == "altered" else content[:-1])
 
 
-def refused_load(
+def load_and_expect_error(
     rank: Rank, *, setup: EngineSetup, folder: Path, kind: str
 ) -> tuple[str, dict[str, TrainingState], dict[str, TrainingState]]:
-    """The refusal's sentence, and the state around it."""
+    """Return the error message, and the state before and after."""
     expected = {
         "damaged": DamagedCheckpointError,
         "incomplete": IncompleteCheckpointError,
-        "foreign": CheckpointError,
+        "other_model": CheckpointError,
     }[kind]
     engine = rank.temporary_engine(setup)
     before = collect_state(engine)
@@ -366,15 +389,19 @@ def test_step_without_manifest_is_rejected(
     batches: list[SequenceBatch],
     tmp_path: Path,
 ) -> None:
+    """A step without a manifest raises IncompleteCheckpointError, also by its parent folder.
+
+    The manifest is written last: without it the save did not complete.
+    """
     step = Path(
         engine_under_test.run(
             train_and_save, setup=setup, batches=batches[:1], folder=tmp_path, step=1
         )[0]
     )
     (step / "manifest.json").unlink()
-    for place in (step, tmp_path):
+    for folder in (step, tmp_path):
         for _, before, after in engine_under_test.run(
-            refused_load, setup=setup, folder=place, kind="incomplete"
+            load_and_expect_error, setup=setup, folder=folder, kind="incomplete"
         ):
             assert_same_state(after, before)
 
@@ -388,23 +415,24 @@ def test_checkpoint_of_another_model_is_rejected(
     tmp_path: Path,
     other: TinyModel,
 ) -> None:
-    foreign = oracle.make_setup(other, optimizer=ADAMW, schedule=COSINE)
+    """A checkpoint with other layers or shapes raises CheckpointError; the state is unchanged."""
+    other_setup = oracle.make_setup(other, optimizer=ADAMW, schedule=COSINE)
     if not all(
         engine_under_test.run(
-            save_if_buildable, setup=foreign, batches=batches[:1], folder=tmp_path, step=1
+            save_if_buildable, setup=other_setup, batches=batches[:1], folder=tmp_path, step=1
         )
     ):
-        # The layout fixes how many layers there are; another one makes the checkpoint that this one must refuse.
+        # This layout fixes the number of layers, so one rank writes the checkpoint to reject.
         engine_under_test.run_in(
             default_layout(1),
             train_and_save,
-            setup=foreign,
+            setup=other_setup,
             batches=batches[:1],
             folder=tmp_path,
             step=1,
         )
     for _, before, after in engine_under_test.run(
-        refused_load, setup=setup, folder=tmp_path, kind="foreign"
+        load_and_expect_error, setup=setup, folder=tmp_path, kind="other_model"
     ):
         assert_same_state(after, before)
 
@@ -412,7 +440,7 @@ def test_checkpoint_of_another_model_is_rejected(
 def save_if_buildable(
     rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], folder: Path, step: int
 ) -> bool:
-    """Whether this layout can have such a model; its checkpoint is saved then."""
+    """Save a checkpoint if this layout can hold the model; return whether it can."""
     try:
         train_and_save(rank, setup=setup, batches=batches, folder=folder, step=step)
     except ConfigError:
@@ -426,19 +454,20 @@ def test_failed_save_keeps_the_previous_step(
     batches: list[SequenceBatch],
     tmp_path: Path,
 ) -> None:
+    """After a full disk on one rank, all ranks raise and training resumes from the step before."""
     engine_under_test.run(train_and_save, setup=setup, batches=batches[:1], folder=tmp_path, step=1)
-    whole = engine_under_test.run(train_without_stop, setup=setup, batches=batches[:2])[0]
+    uninterrupted = engine_under_test.run(train_without_stop, setup=setup, batches=batches[:2])[0]
     messages = engine_under_test.run(failing_save, setup=setup, folder=tmp_path, step=2)
     assert all("No space left" in message for message in messages)
     assert list_complete_steps(tmp_path) == [1]
     resumed = engine_under_test.run(
         load_and_train, setup=setup, batches=batches[1:2], folder=tmp_path
     )[0]
-    assert_same_state(resumed[0].state, whole[1].state)
+    assert_same_state(resumed[0].state, uninterrupted[1].state)
 
 
 def failing_save(rank: Rank, *, setup: EngineSetup, folder: Path, step: int) -> str:
-    """The disk of the last rank is full once everything is written."""
+    """Save with an OSError on the last rank after its files were written; return the message."""
     engine = rank.temporary_engine(setup)
     write = engine._write_state
 
@@ -448,7 +477,7 @@ def failing_save(rank: Rank, *, setup: EngineSetup, folder: Path, step: int) -> 
             raise OSError(28, "No space left on device")
         return files
 
-    engine._write_state = write_and_fail  # type: ignore[method-assign]  # a fault, not a stand-in
+    engine._write_state = write_and_fail  # type: ignore[method-assign]  # injected failure: the real save runs first
     with pytest.raises(CheckpointError) as caught:
         engine.save_checkpoint(str(folder), global_step=step)
     return str(caught.value)
@@ -460,19 +489,20 @@ def test_killed_save_keeps_the_previous_step(
     batches: list[SequenceBatch],
     tmp_path: Path,
 ) -> None:
+    """After a rank is killed during a save, training resumes from the step before."""
     engine_under_test.run(train_and_save, setup=setup, batches=batches[:1], folder=tmp_path, step=1)
-    whole = engine_under_test.run(train_without_stop, setup=setup, batches=batches[:2])[0]
+    uninterrupted = engine_under_test.run(train_without_stop, setup=setup, batches=batches[:2])[0]
     with pytest.raises(RankFailureError, match="died"):
         engine_under_test.run(killed_save, setup=setup, folder=tmp_path, step=2)
     assert list_complete_steps(tmp_path) == [1]
     resumed = engine_under_test.run(
         load_and_train, setup=setup, batches=batches[1:2], folder=tmp_path
     )[0]
-    assert_same_state(resumed[0].state, whole[1].state)
+    assert_same_state(resumed[0].state, uninterrupted[1].state)
 
 
 def killed_save(rank: Rank, *, setup: EngineSetup, folder: Path, step: int) -> None:
-    """The last rank is killed once its files are written."""
+    """Kill the last rank once its files are written."""
     engine = rank.temporary_engine(setup)
     write = engine._write_state
 
@@ -482,13 +512,14 @@ def killed_save(rank: Rank, *, setup: EngineSetup, folder: Path, step: int) -> N
             os.kill(os.getpid(), signal.SIGKILL)
         return files
 
-    engine._write_state = write_and_die  # type: ignore[method-assign]  # a fault, not a stand-in
+    engine._write_state = write_and_die  # type: ignore[method-assign]  # injected failure: the real save runs first
     engine.save_checkpoint(str(folder), global_step=step)
 
 
 def test_only_the_newest_steps_are_kept(
     engine_under_test: EngineUnderTest, setup: EngineSetup, tmp_path: Path
 ) -> None:
+    """`max_ckpt_to_keep` deletes the oldest steps."""
     engine_under_test.run(save_often, setup=setup, folder=tmp_path, num_saves=4, max_to_keep=2)
     assert list_complete_steps(tmp_path) == [3, 4]
 
@@ -496,7 +527,7 @@ def test_only_the_newest_steps_are_kept(
 def save_often(
     rank: Rank, *, setup: EngineSetup, folder: Path, num_saves: int, max_to_keep: int
 ) -> None:
-    """Steps 1 to num_saves."""
+    """Save steps 1 to num_saves."""
     engine = rank.temporary_engine(setup)
     for step in range(1, num_saves + 1):
         engine.save_checkpoint(str(folder), global_step=step, max_ckpt_to_keep=max_to_keep)
@@ -508,9 +539,10 @@ def test_only_the_downloaded_copy_is_deleted(
     batches: list[SequenceBatch],
     tmp_path: Path,
 ) -> None:
+    """`del_local_after_load` deletes the downloaded step and no other file."""
     local, remote, downloads = tmp_path / "local", tmp_path / "remote", tmp_path / "downloads"
     downloads.mkdir()
-    (downloads / "mine.txt").write_text("the user's own")
+    (downloads / "notes.txt").write_text("a file of the user")
     states = engine_under_test.run(
         save_and_load_remotely,
         setup=setup,
@@ -520,7 +552,7 @@ def test_only_the_downloaded_copy_is_deleted(
         downloads=downloads,
     )
     assert_same_state(states[0][1], states[0][0])
-    assert [path.name for path in downloads.iterdir()] == ["mine.txt"]
+    assert [path.name for path in downloads.iterdir()] == ["notes.txt"]
     assert (list_complete_steps(local), list_complete_steps(remote)) == ([1], [1])
 
 
@@ -533,7 +565,7 @@ def save_and_load_remotely(
     url: str,
     downloads: Path,
 ) -> tuple[dict[str, TrainingState], dict[str, TrainingState]]:
-    """State when saved, and when loaded from the copy."""
+    """Return the state when saved, and when loaded from the remote copy."""
     engine = rank.temporary_engine(setup)
     train(engine, batches)
     saved = collect_state(engine)

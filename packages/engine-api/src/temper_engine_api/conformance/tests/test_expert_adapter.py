@@ -1,4 +1,8 @@
-"""Laws: those of adapters where one lies inside experts, on the tensors in which transformers joins the matrices of a layer's experts."""
+"""Conformance tests of adapters inside MoE experts.
+
+transformers keeps the matrices of all experts of a layer in one tensor, and PEFT adapts that
+tensor.
+"""
 
 import shutil
 from dataclasses import replace
@@ -52,22 +56,22 @@ pytestmark = [
     pytest.mark.moe,
 ]
 
-BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-INSIDE = TinyAdapter(
+EXPERT_PARAMETERS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+ALL_EXPERT_MATRICES = TinyAdapter(
     name="inside",
     model=QWEN2_GROUPED,
     fields={
         "target_modules": ["q_proj", "o_proj"],
-        "target_parameters": list(BOTH),
+        "target_parameters": list(EXPERT_PARAMETERS),
         "use_rslora": True,
     },
 )
-FIRST = TinyAdapter(
+FIRST_EXPERT_MATRICES = TinyAdapter(
     name="first-matrices",
     model=QWEN2_GROUPED,
     fields={"target_modules": ["v_proj"], "target_parameters": ["experts.gate_up_proj"]},
 )
-ADAPTERS = (INSIDE, FIRST)
+ADAPTERS = (ALL_EXPERT_MATRICES, FIRST_EXPERT_MATRICES)
 every_adapter = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
 
 
@@ -75,7 +79,9 @@ every_adapter = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter:
 def test_adapter_gradient_matches_oracle(
     engine_under_test: EngineUnderTest, oracle: OracleCache, adapter: TinyAdapter
 ) -> None:
-    # In bf16 a router sends some tokens to another expert than in float32, and a good part of that expert's gradient with them.
+    """Gradients, loss and norm of an adapter inside experts equal the oracle's, in float32."""
+    # Always in float32: in bf16 the router sends some tokens to other experts than the oracle's
+    # router does, which moves a large part of those experts' gradients.
     setup, batch = (
         replace(oracle.make_adapter_setup(adapter), compute="fp32"),
         oracle.get_batch(model=adapter.model),
@@ -102,8 +108,9 @@ def test_adapter_gradient_matches_oracle(
 def test_new_adapter_changes_no_output(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """A newly initialized adapter inside experts leaves log-probs as they are."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
-    fresh = replace(setup, lora=LoraSpec(rank=4, alpha=8.0, target_parameters=BOTH))
+    fresh = replace(setup, lora=LoraSpec(rank=4, alpha=8.0, target_parameters=EXPERT_PARAMETERS))
     expected = oracle.get_outputs(setup, batch, HeadOutput.LOGPROB)
     outputs = engine_under_test.run(
         measure_outputs, setup=fresh, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
@@ -115,16 +122,17 @@ def test_new_adapter_changes_no_output(
 def test_loaded_adapter_is_exported_unchanged(
     engine_under_test: EngineUnderTest, oracle: OracleCache, adapter: TinyAdapter
 ) -> None:
+    """`export_adapter` returns tensors and `target_parameters` of `lora.path` unchanged."""
     setup = oracle.make_adapter_setup(adapter)
     config, on_disk = read_adapter(Path(str(setup.lora.path)))
-    for described, tensors in engine_under_test.run(export_adapter, setup=setup):
+    for exported_config, tensors in engine_under_test.run(export_adapter, setup=setup):
         assert_all_equal(tensors, on_disk, what="adapter")
-        assert sorted(described["target_parameters"]) == sorted(config["target_parameters"])  # type: ignore[call-overload]
+        assert sorted(exported_config["target_parameters"]) == sorted(config["target_parameters"])  # type: ignore[call-overload]
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, TrainedAdapter]:
-    """By engine and adapter."""
+def trained_adapters() -> dict[str, TrainedAdapter]:
+    """Cache trained adapters by engine layout and adapter."""
     return {}
 
 
@@ -134,24 +142,29 @@ def trained(
     engine_under_test: EngineUnderTest,
     oracle: OracleCache,
     adapter: TinyAdapter,
-    seen: dict[str, TrainedAdapter],
+    trained_adapters: dict[str, TrainedAdapter],
 ) -> TrainedAdapter:
-    """One engine serves three laws; their parameters, which name it, are the same."""
+    """Train one adapter for three tests, which have the same parameters."""
     key = request.node.callspec.id
-    if key not in seen:
+    if key not in trained_adapters:
         setup, batch = (
             oracle.make_adapter_setup(adapter, optimizer=ADAMW),
             oracle.get_batch(model=adapter.model),
         )
-        seen[key] = engine_under_test.run(train_adapter, setup=setup, batches=[batch])[0]
-    return seen[key]
+        trained_adapters[key] = engine_under_test.run(train_adapter, setup=setup, batches=[batch])[
+            0
+        ]
+    return trained_adapters[key]
 
 
 @every_adapter
 def test_adapter_loads_in_peft_with_same_logits(
     trained: TrainedAdapter, oracle: OracleCache, adapter: TinyAdapter, tmp_path: Path
 ) -> None:
-    # The oracle loads the directory with PeftModel.from_pretrained.
+    """A trained and exported adapter gives the same log-probs in PEFT.
+
+    PEFT keeps the factors of all experts in one tensor; the wrong order of experts shows here.
+    """
     setup, batch = (
         oracle.make_adapter_setup(adapter, optimizer=ADAMW),
         oracle.get_batch(model=adapter.model),
@@ -167,6 +180,7 @@ def test_adapter_loads_in_peft_with_same_logits(
 def test_merged_weights_give_same_logits_in_transformers(
     trained: TrainedAdapter, oracle: OracleCache, adapter: TinyAdapter, tmp_path: Path
 ) -> None:
+    """Exported weights include the adapter and give the same log-probs in transformers."""
     setup, batch = (
         oracle.make_adapter_setup(adapter, optimizer=ADAMW),
         oracle.get_batch(model=adapter.model),
@@ -187,6 +201,7 @@ def test_merged_weights_give_same_logits_in_transformers(
 def test_disabled_adapter_gives_base_logprobs(
     trained: TrainedAdapter, oracle: OracleCache, adapter: TinyAdapter
 ) -> None:
+    """Inside `adapter_disabled` log-probs are the base's; outside the adapter is active again."""
     setup, batch = (
         oracle.make_adapter_setup(adapter, optimizer=ADAMW),
         oracle.get_batch(model=adapter.model),
@@ -199,36 +214,42 @@ def test_disabled_adapter_gives_base_logprobs(
 def test_adapter_checkpoint_resumes_bitwise(
     engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
 ) -> None:
+    """Resuming from an adapter's checkpoint gives the next update bit for bit."""
     schedule = ScheduleSpec(kind="cosine", warmup_steps=1, total_steps=6)
-    setup = oracle.make_adapter_setup(INSIDE, optimizer=ADAMW, schedule=schedule)
+    setup = oracle.make_adapter_setup(ALL_EXPERT_MATRICES, optimizer=ADAMW, schedule=schedule)
     batches = [oracle.get_batch(seed=seed) for seed in range(3)]
-    whole = engine_under_test.run(train_without_stop, setup=setup, batches=batches)[0]
+    uninterrupted = engine_under_test.run(train_without_stop, setup=setup, batches=batches)[0]
     engine_under_test.run(train_and_save, setup=setup, batches=batches[:2], folder=tmp_path, step=2)
     resumed = engine_under_test.run(
         load_and_train, setup=setup, batches=batches[2:], folder=tmp_path
     )[0]
-    assert_same_state(resumed[0].state, whole[2].state)
-    assert (resumed[0].grad_norm, resumed[0].next_lr) == (whole[2].grad_norm, whole[2].next_lr)
+    assert_same_state(resumed[0].state, uninterrupted[2].state)
+    assert (resumed[0].grad_norm, resumed[0].next_lr) == (
+        uninterrupted[2].grad_norm,
+        uninterrupted[2].next_lr,
+    )
 
 
 def test_unsupported_expert_adapter_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    setup = oracle.make_adapter_setup(INSIDE, dropout=0.5)
+    """Dropout on experts and unknown `target_parameters` raise ConfigError by name."""
+    setup = oracle.make_adapter_setup(ALL_EXPERT_MATRICES, dropout=0.5)
     unknown = replace(
         setup, lora=LoraSpec(rank=4, alpha=8.0, target_parameters=("mlp.experts.sideways_proj",))
     )
     assert all(
-        "lora.dropout is 0.5" in told for told in engine_under_test.run(refusal_of, setup=setup)
+        "lora.dropout is 0.5" in message
+        for message in engine_under_test.run(read_init_error, setup=setup)
     )
     assert all(
-        "names mlp.experts.sideways_proj" in told
-        for told in engine_under_test.run(refusal_of, setup=unknown)
+        "names mlp.experts.sideways_proj" in message
+        for message in engine_under_test.run(read_init_error, setup=unknown)
     )
 
 
-def refusal_of(rank: Rank, *, setup: EngineSetup) -> str:
-    """What ``init_model`` says."""
+def read_init_error(rank: Rank, *, setup: EngineSetup) -> str:
+    """Return the message of the ConfigError that `init_model` raises."""
     with pytest.raises(ConfigError) as caught:
         rank.temporary_engine(setup)
     return str(caught.value)

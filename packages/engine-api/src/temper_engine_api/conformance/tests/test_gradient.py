@@ -1,4 +1,4 @@
-"""Laws: the mini-batch has one loss and one gradient, however it is split over micro-batches, calls and ranks."""
+"""Conformance tests of loss and gradient: both are independent of the mini-batch's split."""
 
 from dataclasses import replace
 
@@ -57,7 +57,7 @@ def _parameter(probe: Objective) -> object:
 
 
 every_probe = pytest.mark.parametrize("probe", [_parameter(probe) for probe in PROBES])
-"""Decorator: the law runs once for each of the six."""
+"""Decorator that runs a test once with each probe objective that the engine can compute."""
 
 AGGREGATIONS = tuple(
     Aggregation(
@@ -77,6 +77,7 @@ def check_against_oracle(
     split: Split,
     model: TinyModel,
 ) -> list[Update]:
+    """Compare the engine's gradients and loss with the oracle's; return the update of each rank."""
     setup = oracle.make_setup(model)
     expected = oracle.get_update(setup, objective, batch)
     updates = engine_under_test.run(
@@ -98,6 +99,11 @@ def check_against_oracle(
 def test_gradient_is_independent_of_micro_batch_split(
     engine_under_test: EngineUnderTest, oracle: OracleCache, probe: Objective, split: Split
 ) -> None:
+    """Every split into micro-batches gives the oracle's gradients and loss.
+
+    A difference in one split only usually means that a loss or gradient is averaged over micro-
+    batches.
+    """
     check_against_oracle(
         engine_under_test,
         oracle,
@@ -112,7 +118,11 @@ def test_gradient_is_independent_of_micro_batch_split(
 def test_gradient_is_independent_of_data_parallel_size(
     engine_under_test: EngineUnderTest, oracle: OracleCache, probe: Objective
 ) -> None:
-    # Three pairs over two or four ranks: unequal numbers of sequences, and of tokens all the more.
+    """Ranks with unequal numbers of samples and tokens give the oracle's gradients and loss.
+
+    Three pairs are spread over the data-parallel ranks. An engine that averages each rank's mean
+    gradient instead of dividing by the global token count fails here.
+    """
     batch = oracle.get_batch(num_sequences=6, seed=3)
     check_against_oracle(
         engine_under_test,
@@ -128,6 +138,11 @@ def test_gradient_is_independent_of_data_parallel_size(
 def test_two_calls_then_step_equal_one_call(
     engine_under_test: EngineUnderTest, oracle: OracleCache, probe: Objective
 ) -> None:
+    """Two backward calls before one step give the gradients of one call on all samples.
+
+    Runs with and without `final=True` on the last call: without it, `optimizer_step` must reduce
+    the pending gradients itself.
+    """
     setup, batch = oracle.make_setup(model_with_head_for(probe)), oracle.get_batch()
     expected = oracle.get_update(setup, probe, batch)
     for mark_final in (True, False):
@@ -146,7 +161,7 @@ def test_two_calls_then_step_equal_one_call(
 def update_in_two_calls(
     rank: Rank, *, setup: EngineSetup, objective: Objective, batch: SequenceBatch, mark_final: bool
 ) -> Update:
-    """The first two pairs, then the others, both with the denominators of the whole; the last call final or not."""
+    """Train on the first two pairs, then on the rest, with the denominators of the full batch."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(objective)
     whole = batch.with_columns(objective.prepare(batch, seed=7))
@@ -163,6 +178,7 @@ def update_in_two_calls(
 def test_gradient_matches_oracle_for_every_model(
     engine_under_test: EngineUnderTest, oracle: OracleCache, model: TinyModel
 ) -> None:
+    """Compare gradients and loss with the oracle's for tied and untied heads, GQA, Llama, Qwen3."""
     batch = oracle.get_batch(model=model)
     check_against_oracle(
         engine_under_test,
@@ -180,6 +196,7 @@ def test_gradient_matches_oracle_for_every_model(
 def test_gradient_matches_oracle_for_every_aggregation(
     engine_under_test: EngineUnderTest, oracle: OracleCache, aggregation: Aggregation
 ) -> None:
+    """Compare gradients and loss with the oracle's for every loss aggregation mode."""
     probe = ClippedPpoProbe(aggregation=aggregation)
     check_against_oracle(
         engine_under_test,
@@ -194,6 +211,7 @@ def test_gradient_matches_oracle_for_every_aggregation(
 def test_entropy_bonus_has_a_gradient(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """The entropy that an objective requests takes part in the backward pass."""
     check_against_oracle(
         engine_under_test,
         oracle,
@@ -207,6 +225,10 @@ def test_entropy_bonus_has_a_gradient(
 def test_sft_loss_is_the_mean_over_all_trained_tokens(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """The merged loss metric is the mean negative log-prob over all trained tokens.
+
+    Checked against the oracle's log-probs for every split.
+    """
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     logprobs = oracle.get_outputs(setup, batch, HeadOutput.LOGPROB)
     expected = -logprobs[batch.loss_mask].double().mean()
@@ -226,8 +248,12 @@ def test_sft_loss_is_the_mean_over_all_trained_tokens(
 def test_first_response_token_contributes(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    # One sequence of 2 prompt tokens; of its response only the first token, at index 2, is trained. Its label is itself, so the loss is
-    # -log p(tokens[2] | tokens[:2]).
+    """The first token after the prompt is trained; its label is the token itself.
+
+    One sequence has a prompt of 2 tokens and trains index 2 only, so the loss is -log p(tokens[2]
+
+     tokens[:2]). A mask that is shifted by one gives 0 or another token's loss.
+    """
     batch = oracle.get_batch(num_sequences=2).select([0])
     only_first = torch.zeros_like(batch.loss_mask)
     only_first[2] = True
@@ -247,6 +273,7 @@ def test_first_response_token_contributes(
 def test_masked_positions_do_not_contribute(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """NaN in the columns of untrained positions reaches neither loss nor gradient."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     assert not bool(batch.loss_mask[batch.sequence_index == UNTRAINED_SEQUENCE].any())
     poisoned = {
@@ -272,7 +299,11 @@ def test_masked_positions_do_not_contribute(
 def test_ranks_without_samples_contribute_nothing(
     engine_under_test: EngineUnderTest, oracle: OracleCache, probe: Objective
 ) -> None:
-    # One atom: at two ranks or more all but one hold only dummies.
+    """Ranks that hold only dummy samples add nothing to gradients and loss.
+
+    The batch has one indivisible pair, so with two or more data-parallel ranks all others get
+    dummies.
+    """
     batch = oracle.get_batch(num_sequences=2, seed=1)
     check_against_oracle(
         engine_under_test,
@@ -287,6 +318,10 @@ def test_ranks_without_samples_contribute_nothing(
 def test_gradient_norm_covers_all_ranks(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """`optimizer_step` returns the norm of the full gradient on every rank.
+
+    The expected norm is computed from the oracle's gradients.
+    """
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     norm = torch.cat([g.flatten().double() for g in expected.gradients.values()]).norm()
@@ -301,6 +336,7 @@ def test_gradient_norm_covers_all_ranks(
 def test_metrics_do_not_scale_with_ranks_or_micro_batches(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """A merged mean metric equals the mean over all trained tokens, for every split."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     logprobs = oracle.get_outputs(setup, batch, HeadOutput.LOGPROB)
     ratio = (logprobs - batch.columns["old_logprobs"]).exp()[batch.loss_mask].double().mean()
@@ -315,6 +351,7 @@ def test_metrics_do_not_scale_with_ranks_or_micro_batches(
 def test_repeated_update_is_bitwise_equal(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """The same update from the same weights gives bitwise equal gradients."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     first, second = (
         engine_under_test.run(

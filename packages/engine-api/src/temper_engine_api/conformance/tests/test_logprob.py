@@ -1,4 +1,4 @@
-"""Laws: log-probs and entropies in float32, each sequence as if it were alone, tempered before the log-softmax."""
+"""Conformance tests of log-probs and entropies: packing, temperature, float32."""
 
 from dataclasses import replace
 
@@ -59,6 +59,7 @@ def test_head_outputs_match_oracle(
     model: TinyModel,
     head_output: HeadOutput,
 ) -> None:
+    """Compare log-probs, entropies and log-sum-exps with the oracle, for every tiny model."""
     setup, batch = oracle.make_setup(model), oracle.get_batch()
     outputs = engine_under_test.run(
         measure_outputs, setup=setup, batch=batch, requested_outputs=[head_output]
@@ -75,7 +76,10 @@ def test_head_outputs_match_oracle(
 def test_peaked_distributions_match_oracle(
     engine_under_test: EngineUnderTest, oracle: OracleCache, head_output: HeadOutput
 ) -> None:
-    # Most mass on one token of a prime vocabulary: what is lost beside the block size of a kernel shows.
+    """Compare head outputs when almost all probability is on one token.
+
+    The vocabulary size is prime, so a kernel that drops its last partial block of columns fails.
+    """
     setup, batch = oracle.make_setup(PEAKED), oracle.get_batch()
     outputs = engine_under_test.run(
         measure_outputs, setup=setup, batch=batch, requested_outputs=[head_output]
@@ -91,6 +95,7 @@ def test_peaked_distributions_match_oracle(
 def test_packed_sequence_equals_unpacked(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """A sequence gets the same log-probs packed with others as in a batch of its own."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     packed = engine_under_test.run(
         measure_outputs, setup=setup, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
@@ -112,6 +117,7 @@ def test_packed_sequence_equals_unpacked(
 def test_logprobs_do_not_depend_on_micro_batches(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Every split into micro-batches gives the oracle's log-probs."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     expected = oracle.get_outputs(setup, batch, HeadOutput.LOGPROB)
     for split in SPLITS:
@@ -133,7 +139,11 @@ def test_logprobs_do_not_depend_on_micro_batches(
 def test_custom_position_ids_are_used(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    # Every second position: rotary attention sees only differences, so a shift alone would show nothing.
+    """Pass doubled position ids and compare the log-probs with the oracle's.
+
+    Rotary embeddings only see differences between positions, so a constant shift would not show
+    whether an engine ignores the ids.
+    """
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     strided = replace(batch, position_ids=2 * batch.get_position_ids())
     expected = oracle.get_outputs(setup, strided, HeadOutput.LOGPROB)
@@ -154,7 +164,11 @@ def test_custom_position_ids_are_used(
 def test_temperature_scales_logits_before_log_softmax(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    # log p at temperature 2 is not half of log p at 1, and each sequence has its own temperature.
+    """Logits are divided by each sequence's own temperature before the log-softmax.
+
+    Dividing log-probs instead gives other numbers: log p at temperature 2 is not half of log p at
+    1.
+    """
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     for temperature in (torch.tensor([0.5, 1.0, 2.0, 4.0] * 2), torch.tensor([1, 2, 3, 4] * 2)):
         tempered = replace(batch, temperature=temperature)
@@ -174,6 +188,7 @@ def test_temperature_scales_logits_before_log_softmax(
 def test_requesting_entropy_does_not_change_logprobs(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Log-probs are bitwise equal with and without entropy and log-sum-exp in the same call."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     alone, together = (
         engine_under_test.run(
@@ -188,6 +203,10 @@ def test_requesting_entropy_does_not_change_logprobs(
 def test_repeated_eval_is_bitwise_equal(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Two forward passes in `eval_mode` give the same bits on every rank.
+
+    A difference means that something random, such as dropout, is active in eval mode.
+    """
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     for first, second in engine_under_test.run(outputs_twice, setup=setup, batch=batch):
         for head_output in LANGUAGE_OUTPUTS:
@@ -202,7 +221,7 @@ def test_repeated_eval_is_bitwise_equal(
 def outputs_twice(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
 ) -> tuple[ForwardOutputs, ForwardOutputs]:
-    """One after the other, the random state of the second being where the first left it."""
+    """Run two forward passes without resetting the RNG in between."""
     first = measure_outputs(rank, setup=setup, batch=batch, requested_outputs=LANGUAGE_OUTPUTS)
     return first, measure_outputs(
         rank, setup=setup, batch=batch, requested_outputs=LANGUAGE_OUTPUTS
@@ -214,7 +233,11 @@ def outputs_twice(
 def test_on_policy_ratio_is_exactly_one(
     engine_under_test: EngineUnderTest, oracle: OracleCache, split: Split
 ) -> None:
-    # The old log-probs are computed with the plan of the update, so training must meet the same bits again.
+    """Log-probs from `eval_mode` equal those of training bit for bit, with one plan and weights.
+
+    The old log-probs of PPO come from `eval_mode`; any difference makes the on-policy ratio differ
+    from 1. On CUDA a small difference is allowed, see `SAME_PLAN`.
+    """
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     for deviation in engine_under_test.run(
         largest_deviation_from_old, setup=setup, batch=batch, split=split
@@ -225,7 +248,7 @@ def test_on_policy_ratio_is_exactly_one(
 def largest_deviation_from_old(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, split: Split
 ) -> float:
-    """Between log-probs of ``eval_mode`` and those that training sees, at trained positions, with one plan."""
+    """Return the largest difference of eval and training log-probs at trained positions."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     local_batch = rank_slice(engine, batch, split=split)
@@ -248,6 +271,7 @@ def _mask_without_dummies(local_batch: SequenceBatch) -> torch.Tensor:
 def test_untrained_positions_are_zero(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """In training, outputs are 0 wherever the loss mask is False."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     updates = engine_under_test.run(
         measure_update,
@@ -268,6 +292,7 @@ def test_untrained_positions_are_zero(
 def test_first_token_of_a_sequence_is_zero(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """No token predicts the first one of a sequence, so its outputs are 0."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     outputs = engine_under_test.run(
         measure_outputs, setup=setup, batch=batch, requested_outputs=LANGUAGE_OUTPUTS
@@ -279,6 +304,7 @@ def test_first_token_of_a_sequence_is_zero(
 def test_one_token_sequences_are_accepted(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Sequences of a single token give log-prob 0 and no error."""
     setup = oracle.make_setup(QWEN2_GROUPED)
     whole = oracle.get_batch()
     single = SequenceBatch(
@@ -301,6 +327,7 @@ def test_one_token_sequences_are_accepted(
 def test_head_outputs_are_float32_under_bf16(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """With bf16 compute, head outputs are float32 and not rounded to bf16 on the way."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED, compute="bf16"), oracle.get_batch()
     exact = oracle.make_setup(QWEN2_GROUPED)
     outputs = engine_under_test.run(

@@ -1,4 +1,4 @@
-"""Laws: where tensors live between contexts changes no number."""
+"""Conformance tests of offload: moving tensors between devices changes no number."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ OFFLOADS = (
     ResidencySpec(offload_optimizer=True),
     ResidencySpec(offload_parameters=True, offload_optimizer=True),
 )
-EVERYTHING = OFFLOADS[-1]
+OFFLOAD_ALL = OFFLOADS[-1]
 every_offload = pytest.mark.parametrize(
     "residency",
     [
@@ -54,25 +54,28 @@ every_offload = pytest.mark.parametrize(
 def test_offloading_changes_no_number(
     engine_under_test: EngineUnderTest, oracle: OracleCache, residency: ResidencySpec
 ) -> None:
+    """Training with offloaded parameters or optimizer gives bitwise equal state and weights."""
     batches = [oracle.get_batch(seed=seed) for seed in range(2)]
-    stays = engine_under_test.run(
-        everyday, setup=oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW), batches=batches
+    resident = engine_under_test.run(
+        evaluate_train_export,
+        setup=oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW),
+        batches=batches,
     )
-    leaves = engine_under_test.run(
-        everyday,
+    offloaded = engine_under_test.run(
+        evaluate_train_export,
         setup=oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, residency=residency),
         batches=batches,
     )
-    for (update, weights), (want, want_weights) in zip(leaves, stays, strict=True):
-        assert_same_state(update.state, want.state)
-        assert update.grad_norm == want.grad_norm
-        assert_all_equal(weights, want_weights, what="weights")
+    for (update, weights), (expected, expected_weights) in zip(offloaded, resident, strict=True):
+        assert_same_state(update.state, expected.state)
+        assert update.grad_norm == expected.grad_norm
+        assert_all_equal(weights, expected_weights, what="weights")
 
 
-def everyday(
+def evaluate_train_export(
     rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch]
 ) -> tuple[Update, dict[str, torch.Tensor]]:
-    """Evaluate, train in two calls with a pause between them, export."""
+    """Evaluate, train in two calls with a pause between them, then export."""
     engine = rank.temporary_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     for batch in batches:
@@ -95,8 +98,9 @@ def everyday(
 def test_rfc_loop_runs_with_everything_offloaded(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """The RFC's loop gives the same losses, norms and state with everything offloaded."""
     batches = [oracle.get_batch(seed=seed) for seed in range(3)]
-    stays, leaves = (
+    resident, offloaded = (
         engine_under_test.run(
             rfc_loop,
             setup=oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, residency=residency),
@@ -105,45 +109,47 @@ def test_rfc_loop_runs_with_everything_offloaded(
             preprocess_fn=preprocess_fn,
             postprocess_fn=postprocess_fn,
         )
-        for residency in (ResidencySpec(), EVERYTHING)
+        for residency in (ResidencySpec(), OFFLOAD_ALL)
     )
-    for result, want in zip(leaves, stays, strict=True):
-        assert (result.losses, result.grad_norms) == (want.losses, want.grad_norms)
-        assert_same_state(result.state, want.state)
+    for result, expected in zip(offloaded, resident, strict=True):
+        assert (result.losses, result.grad_norms) == (expected.losses, expected.grad_norms)
+        assert_same_state(result.state, expected.state)
 
 
 @pytest.mark.if_claimed(Capability.OFFLOAD)
 def test_offload_is_restored_after_an_exception(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    offloaded = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, residency=EVERYTHING)
+    """After an exception inside either mode, an offloaded engine trains as if none happened."""
+    offloaded = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, residency=OFFLOAD_ALL)
     batch = oracle.get_batch()
-    for interrupted, calm in engine_under_test.run(
+    for interrupted, undisturbed in engine_under_test.run(
         update_with_and_without_interruption, setup=offloaded, batch=batch
     ):
-        assert_same_state(interrupted.state, calm.state)
+        assert_same_state(interrupted.state, undisturbed.state)
 
 
 def update_with_and_without_interruption(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
 ) -> tuple[Update, Update]:
-    """The first engine was interrupted in both modes before its update."""
-    interrupted, calm = rank.temporary_engine(setup), rank.temporary_engine(setup)
-    for engine in (interrupted, calm):
+    """Interrupt the first engine in both modes, then update both engines."""
+    interrupted, undisturbed = rank.temporary_engine(setup), rank.temporary_engine(setup)
+    for engine in (interrupted, undisturbed):
         engine.set_loss_fn(ClippedPpoProbe())
     local_batch = rank_slice(interrupted, batch, split=ONE_MICRO_BATCH)
     with pytest.raises(InjectedError), interrupted.eval_mode():
         raise InjectedError
     with pytest.raises(InjectedError):
         fail_during_training(interrupted, local_batch, is_final=False)
-    return run_update(interrupted, [local_batch]), run_update(calm, [local_batch])
+    return run_update(interrupted, [local_batch]), run_update(undisturbed, [local_batch])
 
 
 @pytest.mark.if_claimed(Capability.OFFLOAD)
 def test_saving_offloaded_state_does_not_change_training(
     engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
 ) -> None:
-    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, residency=EVERYTHING)
+    """Saving an offloaded engine writes its state exactly and does not disturb training."""
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, residency=OFFLOAD_ALL)
     for saved, loaded, continued, resumed in engine_under_test.run(
         save_offloaded, setup=setup, batch=oracle.get_batch(), folder=tmp_path
     ):
@@ -154,7 +160,7 @@ def test_saving_offloaded_state_does_not_change_training(
 def save_offloaded(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, folder: Path
 ) -> tuple[dict[str, TrainingState], ...]:
-    """State when saved and when loaded, then after one more update in either engine."""
+    """Return the state when saved and loaded, and after one more update of either engine."""
     first, second = rank.temporary_engine(setup), rank.temporary_engine(setup)
     for engine in (first, second):
         engine.set_loss_fn(ClippedPpoProbe())
@@ -175,27 +181,28 @@ def save_offloaded(
 def test_manual_moves_change_no_number(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Moving the engine with `to` changes no number, also when it is not moved back."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW), oracle.get_batch()
-    for moved, still in engine_under_test.run(update_after_moves, setup=setup, batch=batch):
-        assert_same_state(moved.state, still.state)
-        assert moved.grad_norm == still.grad_norm
+    for moved, unmoved in engine_under_test.run(update_after_moves, setup=setup, batch=batch):
+        assert_same_state(moved.state, unmoved.state)
+        assert moved.grad_norm == unmoved.grad_norm
 
 
 def update_after_moves(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
 ) -> tuple[Update, Update]:
-    """Two updates each; the first engine is moved away and back between them, and once more without being brought back."""
-    moved, still = rank.temporary_engine(setup), rank.temporary_engine(setup)
-    for engine in (moved, still):
+    """Update two engines twice; move the first one in between and leave its optimizer on the CPU."""
+    moved, unmoved = rank.temporary_engine(setup), rank.temporary_engine(setup)
+    for engine in (moved, unmoved):
         engine.set_loss_fn(ClippedPpoProbe())
     local_batch = rank_slice(moved, batch, split=ONE_MICRO_BATCH)
-    for engine in (moved, still):
+    for engine in (moved, unmoved):
         run_update(engine, [local_batch])
     moved.to("cpu")
     moved.to("device", optimizer=False)
     moved.to("device")
     moved.to("cpu", model=False)
-    return run_update(moved, [local_batch]), run_update(still, [local_batch])
+    return run_update(moved, [local_batch]), run_update(unmoved, [local_batch])
 
 
 @pytest.mark.bitwise
@@ -203,14 +210,15 @@ def update_after_moves(
 def test_offloaded_weights_give_the_same_logprobs(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Log-probs are bitwise equal with and without offload."""
     batch = oracle.get_batch()
-    stays, leaves = (
+    resident, offloaded = (
         engine_under_test.run(
             measure_outputs,
             setup=oracle.make_setup(QWEN2_GROUPED, residency=residency),
             batch=batch,
             requested_outputs=[HeadOutput.LOGPROB],
         )[0].columns[HeadOutput.LOGPROB]
-        for residency in (ResidencySpec(), EVERYTHING)
+        for residency in (ResidencySpec(), OFFLOAD_ALL)
     )
-    assert torch.equal(stays, leaves)
+    assert torch.equal(resident, offloaded)

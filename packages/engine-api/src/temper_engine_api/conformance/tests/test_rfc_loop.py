@@ -1,4 +1,4 @@
-"""Laws: the RFC's training loop runs as users write it, with a callable and with an objective, on padded rows of each rank's own."""
+"""Conformance tests of the RFC's training loop, with a callable and with an objective."""
 
 import torch
 
@@ -28,11 +28,15 @@ from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import ScheduleSpec
 
-FALLING = ScheduleSpec(kind="linear", total_steps=8)
+LINEAR_DECAY = ScheduleSpec(kind="linear", total_steps=8)
 
 
 def test_rfc_loop_with_a_callable(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
-    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=FALLING)
+    """The RFC's loop with a callable loss and both hooks gives the oracle's numbers.
+
+    The loss is each rank's own mean, so the oracle computes the mean of the ranks' means.
+    """
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=LINEAR_DECAY)
     batches = [oracle.get_batch(seed=seed) for seed in range(3)]
     results = engine_under_test.run(
         rfc_loop,
@@ -51,15 +55,18 @@ def test_rfc_loop_with_a_callable(engine_under_test: EngineUnderTest, oracle: Or
         postprocess_fn=postprocess_fn,
     )
     assert_same_loop(results, expected)
-    # Two hooks in each of three training calls and in one evaluation; the second one runs where there are predictions.
+    # Two hooks in three training calls and one evaluation; postprocess_fn needs predictions.
     assert {result.num_hook_calls for result in results if result.evaluated is not None} == {8}
 
 
 def test_rfc_loop_with_an_objective(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    # Rows lie on other ranks than a plan would put them, and the loss is the same: the denominators are those of the whole mini-batch.
-    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=FALLING)
+    """The RFC's loop with an objective gives the oracle's numbers.
+
+    Rows are on other ranks than a plan would put them; the denominators are still the mini-batch's.
+    """
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=LINEAR_DECAY)
     batches = [oracle.get_batch(seed=seed) for seed in range(3)]
     results = engine_under_test.run(
         rfc_loop, setup=setup, batches=batches, loss_fn=ClippedPpoProbe()
@@ -70,12 +77,12 @@ def test_rfc_loop_with_an_objective(
 
 
 def assert_same_loop(results: list[LoopResult], expected: LoopResult) -> None:
-    """Losses and norms on every rank, and the weights at the end."""
+    """Compare losses, norms and rates on every rank, and the final weights."""
     for result in results:
-        for loss, want in zip(result.losses, expected.losses, strict=True):
-            assert_close(loss, want, LOSS, what="loss", min_scale=LOSS_TERM_SCALE)
-        for norm, want in zip(result.grad_norms, expected.grad_norms, strict=True):
-            assert_close(norm, want, UPDATE, what="gradient norm")
+        for loss, expected_value in zip(result.losses, expected.losses, strict=True):
+            assert_close(loss, expected_value, LOSS, what="loss", min_scale=LOSS_TERM_SCALE)
+        for norm, expected_value in zip(result.grad_norms, expected.grad_norms, strict=True):
+            assert_close(norm, expected_value, UPDATE, what="gradient norm")
         assert result.rates == expected.rates
     masters = [
         {name: entry.master for name, entry in each.state.items()}
@@ -87,6 +94,7 @@ def assert_same_loop(results: list[LoopResult], expected: LoopResult) -> None:
 def test_rfc_predictions_are_detached(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Predictions are detached, cover the rank's own rows, and are 0 at untrained positions."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     logprobs = oracle.get_outputs(setup, batch, HeadOutput.LOGPROB)
     results = engine_under_test.run(
@@ -94,21 +102,24 @@ def test_rfc_predictions_are_detached(
     )
     for result in results:
         rows = range(result.dp.rank, batch.num_sequences, result.dp.size)
-        mine = batch.with_columns({"expected": logprobs}).select(rows)
+        own_rows = batch.with_columns({"expected": logprobs}).select(rows)
         if result.seen is None or result.evaluated is None:
             continue
         assert not result.seen.requires_grad
         assert_close(
-            result.evaluated, mine.columns["expected"], LOGPROB, what="predictions, forward only"
+            result.evaluated,
+            own_rows.columns["expected"],
+            LOGPROB,
+            what="predictions, forward only",
         )
-        trained = torch.where(mine.loss_mask, mine.columns["expected"], 0.0)
+        trained = torch.where(own_rows.loss_mask, own_rows.columns["expected"], 0.0)
         assert_close(result.seen, trained, LOGPROB, what="predictions in training")
 
 
 def test_rfc_calls_accumulate_gradients(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    # Calls before a step add up: the same call twice doubles the gradient.
+    """Two equal calls before a step give twice the gradient of one call."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     once, twice = (
         engine_under_test.run(gradients_of_rfc_calls, setup=setup, batch=batch, num_calls=n)[0]
@@ -122,7 +133,7 @@ def test_rfc_calls_accumulate_gradients(
 def gradients_of_rfc_calls(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, num_calls: int
 ) -> dict[str, torch.Tensor]:
-    """Of a callable, called so many times before the step."""
+    """Call a callable loss `num_calls` times before the step; return the gradients."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(mean_cost)
     dp = engine.topology.dp

@@ -1,4 +1,4 @@
-"""Laws: AdamW and clipping as written down, schedules as pure functions of a counter, and updates that must not happen."""
+"""Conformance tests of the update: AdamW, clipping, schedules and skipped updates."""
 
 import math
 from dataclasses import replace
@@ -42,10 +42,11 @@ SCHEDULES = (
     ScheduleSpec(kind="linear", warmup_steps=1, total_steps=4, min_lr_ratio=0.1),
     ScheduleSpec(kind="cosine", total_steps=3),
 )
-FALLING = ScheduleSpec(kind="linear", total_steps=10)
+LINEAR_DECAY = ScheduleSpec(kind="linear", total_steps=10)
 
 
 def test_three_updates_match_adamw(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
+    """Three AdamW updates with clipping and weight decay give the oracle's weights and norms."""
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
     batches = [oracle.get_batch(seed=seed) for seed in range(3)]
     expected = oracle.run(
@@ -58,19 +59,24 @@ def test_three_updates_match_adamw(engine_under_test: EngineUnderTest, oracle: O
         batches=batches,
         split=TWO_MICRO_BATCHES,
     )[0]
-    for update, want in zip(updates, expected, strict=True):
-        assert_close(update.grad_norm, want.grad_norm, UPDATE, what="gradient norm")
-        assert_all_close(update.masters, want.masters, UPDATE, what="weights after the update")
+    for update, expected_update in zip(updates, expected, strict=True):
+        assert_close(update.grad_norm, expected_update.grad_norm, UPDATE, what="gradient norm")
+        assert_all_close(
+            update.masters, expected_update.masters, UPDATE, what="weights after the update"
+        )
         assert {state.update_count for state in update.state.values()} == {
-            state.update_count for state in want.state.values()
+            state.update_count for state in expected_update.state.values()
         }
 
 
 def test_weight_decay_skips_vectors(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    # With betas 0 and an enormous eps the gradient's share of the update vanishes: what is left is the decay, 1 - lr wd = 0.99 exactly
-    # for matrices, and nothing for norms and biases.
+    """Weight decay applies to matrices and not to norms and biases.
+
+    With betas 0 and a huge eps the gradient term vanishes. What is left is the decay: a factor 1 -
+    lr * weight_decay = 0.99 for matrices, and 1 for vectors.
+    """
     decays = OptimizerSpec(
         lr=0.1, betas=(0.0, 0.0), eps=1e30, weight_decay=0.1, clip_grad_norm=None
     )
@@ -89,6 +95,7 @@ def test_weight_decay_skips_vectors(
 def test_decays_vectors_decays_vectors(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """With `decays_vectors=True` weight decay applies to norms and biases too."""
     decays = OptimizerSpec(
         lr=0.1,
         betas=(0.0, 0.0),
@@ -109,9 +116,13 @@ def test_decays_vectors_decays_vectors(
 
 
 def test_gradient_is_clipped(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
+    """The optimizer uses the clipped gradient, while `optimizer_step` returns the unclipped norm.
+
+    The norm of the gradient that was used is read from the first moments.
+    """
     clipped = replace(READ_GRADIENTS, clip_grad_norm=0.01)
     batch = oracle.get_batch()
-    whole_norm = oracle.get_update(
+    unclipped_norm = oracle.get_update(
         oracle.make_setup(QWEN2_GROUPED), ClippedPpoProbe(), batch
     ).grad_norm
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=clipped)
@@ -120,12 +131,13 @@ def test_gradient_is_clipped(engine_under_test: EngineUnderTest, oracle: OracleC
     )[0]
     used = torch.cat([gradient.flatten().double() for gradient in update.gradients.values()]).norm()
     assert_close(used, 0.01, UPDATE, what="norm of the gradient that was used")
-    assert_close(update.grad_norm, whole_norm, LOSS, what="reported norm, before clipping")
+    assert_close(update.grad_norm, unclipped_norm, LOSS, what="reported norm, before clipping")
 
 
 def test_small_gradient_is_not_clipped(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """A gradient whose norm is below the limit is used unchanged."""
     batch = oracle.get_batch()
     expected = oracle.get_update(oracle.make_setup(QWEN2_GROUPED), ClippedPpoProbe(), batch)
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=replace(READ_GRADIENTS, clip_grad_norm=1e6))
@@ -139,17 +151,20 @@ def test_small_gradient_is_not_clipped(
 def test_learning_rate_follows_the_schedule(
     engine_under_test: EngineUnderTest, oracle: OracleCache, schedule: ScheduleSpec
 ) -> None:
+    """`current_lr` and `lr_scheduler_step` follow the schedule's formula on every rank."""
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=schedule)
-    rates = engine_under_test.run(rates_of, setup=setup, batch=oracle.get_batch(), num_updates=4)
+    rates = engine_under_test.run(
+        collect_learning_rates, setup=setup, batch=oracle.get_batch(), num_updates=4
+    )
     expected = [compute_learning_rate(step, peak=ADAMW.lr, spec=schedule) for step in range(5)]
-    assert all(of_rank == expected for of_rank in rates)
+    assert all(rank_rates == expected for rank_rates in rates)
     assert expected[0] > 0.0
 
 
-def rates_of(
+def collect_learning_rates(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, num_updates: int
 ) -> list[float]:
-    """The rate before any update, then what ``lr_scheduler_step`` returns after each."""
+    """Return the rate before any update, then the rate after each update."""
     engine = rank.temporary_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)
@@ -162,7 +177,11 @@ def rates_of(
 def test_optimizer_uses_the_scheduled_rate(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    # Without decay, and with betas 0 and an eps far below the largest gradients, an update moves those weights by lr * sign(gradient).
+    """Each update moves weights by the scheduled learning rate.
+
+    With betas 0, no decay and a tiny eps, AdamW moves the weights with the largest gradients by lr
+    * sign(gradient).
+    """
     signs = OptimizerSpec(lr=0.4, betas=(0.0, 0.0), eps=1e-8, weight_decay=0.0, clip_grad_norm=None)
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=signs, schedule=ScheduleSpec(warmup_steps=4))
     batches = [oracle.get_batch(seed=seed) for seed in range(3)]
@@ -181,20 +200,21 @@ def test_optimizer_uses_the_scheduled_rate(
 def test_fully_masked_mini_batch_changes_nothing(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=FALLING)
+    """A mini-batch without trained tokens changes no weight, moment, count or learning rate."""
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=LINEAR_DECAY)
     batches = [
         oracle.get_batch(),
         mask_everything(oracle.get_batch()),
         mask_everything(oracle.get_batch(seed=1)),
     ]
-    for of_rank in engine_under_test.run(
+    for updates in engine_under_test.run(
         measure_updates,
         setup=setup,
         objective=ClippedPpoProbe(),
         batches=batches,
         split=TWO_MICRO_BATCHES,
     ):
-        trained, *masked = of_rank
+        trained, *masked = updates
         for update in masked:
             assert update.report.outcome == "nothing_trained"
             assert update.grad_norm == 0.0
@@ -206,9 +226,13 @@ def test_fully_masked_mini_batch_changes_nothing(
 def test_nonfinite_gradient_skips_the_step_on_every_rank(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=FALLING)
+    """One infinite advantage makes every rank skip the step and report all sample ids.
+
+    State, counts and schedule stay as they were, and the next step works.
+    """
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=LINEAR_DECAY)
     good = oracle.get_batch()
-    # One trained token of one sample, so of one rank.
+    # A single trained token is infinite, so only one data-parallel rank sees it locally.
     advantages = good.columns["advantages"].clone()
     advantages[int(good.loss_mask.nonzero()[0])] = math.inf
     updates = engine_under_test.run(
@@ -218,7 +242,7 @@ def test_nonfinite_gradient_skips_the_step_on_every_rank(
         batches=[good, good.with_columns({"advantages": advantages}), good],
         split=ONE_MICRO_BATCH,
     )
-    rates = [compute_learning_rate(step, peak=ADAMW.lr, spec=FALLING) for step in range(3)]
+    rates = [compute_learning_rate(step, peak=ADAMW.lr, spec=LINEAR_DECAY) for step in range(3)]
     for first, skipped, later in updates:
         assert not math.isfinite(skipped.grad_norm)
         assert (first.report.outcome, skipped.report.outcome, later.report.outcome) == (
@@ -240,19 +264,20 @@ def test_nonfinite_gradient_skips_the_step_on_every_rank(
 def test_too_many_skips_in_a_row_stop_the_run(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """The engine raises EngineStateError after more than `max_consecutive_skips` skips in a row."""
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=replace(ADAMW, max_consecutive_skips=2))
     batch = oracle.get_batch()
     bad = batch.with_columns({"advantages": torch.full_like(batch.columns["advantages"], math.nan)})
     assert (
-        engine_under_test.run(skip_until_refused, setup=setup, good=batch, bad=bad)
+        engine_under_test.run(skip_until_error, setup=setup, good=batch, bad=bad)
         == [3] * engine_under_test.world_size
     )
 
 
-def skip_until_refused(
+def skip_until_error(
     rank: Rank, *, setup: EngineSetup, good: SequenceBatch, bad: SequenceBatch
 ) -> int:
-    """Two skips, a good update that forgives them, then skips until the engine stops; how many those were."""
+    """Skip twice, do a good update, then skip until the engine raises; return that number of skips."""
     engine = rank.temporary_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     for batch in (bad, bad, good):
@@ -265,12 +290,15 @@ def skip_until_refused(
                 f"counted {engine.num_nonfinite_updates}"
             )
             return count
-    raise AssertionError("nine skips in a row, and the engine went on")
+    raise AssertionError(
+        "the engine did not stop after nine consecutive skipped steps; max_consecutive_skips is 2"
+    )
 
 
 def test_zeroed_gradients_stay_zero(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """`optimizer_zero_grad` drops local and reduced gradients for the next update."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     update = engine_under_test.run(
@@ -282,7 +310,7 @@ def test_zeroed_gradients_stay_zero(
 def update_after_a_dropped_one(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, dropped: SequenceBatch
 ) -> Update:
-    """Gradients of one mini-batch are dropped, local ones and reduced ones; then another one is trained."""
+    """Compute and drop the gradients of one batch, reduced and not, then train on another one."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     for is_final in (False, True):
@@ -299,6 +327,7 @@ def update_after_a_dropped_one(
 def test_leaving_train_mode_keeps_gradients(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Gradients survive leaving `train_mode` and a forward pass in `eval_mode`."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     for is_final in (True, False):
@@ -311,7 +340,7 @@ def test_leaving_train_mode_keeps_gradients(
 def gradients_after_a_pause(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, is_final: bool
 ) -> dict[str, Tensor]:
-    """Backward, leave, evaluate something, then step."""
+    """Run backward, leave the mode, evaluate, step; return the gradients."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)

@@ -1,4 +1,4 @@
-"""Laws: values belong to the state before a token, scores to the last token of a sequence."""
+"""Conformance tests of value and reward models: positions of values and scores."""
 
 from dataclasses import replace
 
@@ -19,13 +19,14 @@ from temper_engine_api.conformance.harness.tolerances import (
     assert_close,
 )
 from temper_engine_api.conformance.inputs.probes import ClippedValueProbe
-from temper_engine_api.conformance.inputs.tiny_models import REWARD, VALUE
+from temper_engine_api.conformance.inputs.tiny_models import REWARD, VALUE, VOCABULARY
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.objective import HeadOutput
 
 
 @pytest.mark.if_claimed(Capability.VALUE_MODEL)
 def test_values_match_oracle(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
+    """Every split gives the oracle's values; the value at t is that of the state before tokens[t]."""
     setup, batch = oracle.make_setup(VALUE), oracle.get_batch()
     expected = oracle.get_outputs(setup, batch, HeadOutput.VALUE)
     for split in SPLITS:
@@ -45,10 +46,10 @@ def test_values_match_oracle(engine_under_test: EngineUnderTest, oracle: OracleC
 def test_value_does_not_depend_on_its_own_token(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    # Another last token changes nothing: the value at t is that of the state before tokens[t].
+    """Changing the last token does not change its value: the value at t sees only tokens[:t]."""
     setup, batch = oracle.make_setup(VALUE), oracle.get_batch(num_sequences=2).select([0])
     changed = batch.tokens.clone()
-    changed[-1] = (changed[-1] + 1) % 211
+    changed[-1] = (changed[-1] + 1) % VOCABULARY
     before, after = (
         engine_under_test.run(
             measure_outputs, setup=setup, batch=each, requested_outputs=[HeadOutput.VALUE]
@@ -62,6 +63,7 @@ def test_value_does_not_depend_on_its_own_token(
 def test_value_loss_ignores_prompts(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """NaN returns at untrained positions reach neither loss nor gradient."""
     setup, batch = oracle.make_setup(VALUE), oracle.get_batch()
     poisoned = torch.where(batch.loss_mask, batch.columns["returns"], float("nan"))
     expected = oracle.get_update(setup, ClippedValueProbe(), batch)
@@ -78,6 +80,7 @@ def test_value_loss_ignores_prompts(
 def test_scores_are_read_at_the_last_token(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Every split gives the oracle's scores, which a reward model reads at the last token."""
     setup, batch = oracle.make_setup(REWARD), oracle.get_batch()
     expected = oracle.get_outputs(setup, batch, HeadOutput.SCORE)
     for split in SPLITS:

@@ -1,4 +1,4 @@
-"""Laws: weights leave and arrive whole, under Hugging Face names; the portable state carries a run from one engine to another."""
+"""Conformance tests of weights: export, load, and the portable state."""
 
 import shutil
 from dataclasses import replace
@@ -54,20 +54,24 @@ MODELS = (
 def test_exported_weights_equal_the_loaded_files(
     engine_under_test: EngineUnderTest, oracle: OracleCache, model: TinyModel
 ) -> None:
+    """Exported names and tensors equal model.safetensors, in the same order on every rank.
+
+    A tied head must not be exported as a tensor of its own.
+    """
     setup = oracle.make_setup(model)
     on_disk = load_file(Path(setup.model_path) / "model.safetensors")
-    of_ranks = engine_under_test.run(export_weights, setup=setup)
-    for exported in of_ranks:
+    exports = engine_under_test.run(export_weights, setup=setup)
+    for exported in exports:
         assert_all_equal(
-            exported, as_exported(on_disk, exported, engine_under_test), what="weights"
+            exported, cast_like_export(on_disk, exported, engine_under_test), what="weights"
         )
-        assert list(exported) == list(of_ranks[0]), "the order differs between ranks"
+        assert list(exported) == list(exports[0]), "the ranks export weights in different orders"
 
 
-def as_exported(
+def cast_like_export(
     expected: dict[str, Tensor], exported: dict[str, Tensor], engine_under_test: EngineUnderTest
 ) -> dict[str, Tensor]:
-    """Where an engine computes in bf16 it may export that; else the bits of the master weights."""
+    """Cast expected tensors to bf16 where an engine with bf16 compute exports bf16."""
     if engine_under_test.rank_pool.compute != "bf16":
         return expected
     return {
@@ -77,7 +81,7 @@ def as_exported(
 
 
 def export_weights(rank: Rank, *, setup: EngineSetup) -> dict[str, Tensor]:
-    """In the order of the stream."""
+    """Return the exported weights in stream order."""
     return collect_weights(rank.cached_engine(setup))
 
 
@@ -85,12 +89,16 @@ def export_weights(rank: Rank, *, setup: EngineSetup) -> dict[str, Tensor]:
 def test_exported_weights_give_same_logits_in_transformers(
     engine_under_test: EngineUnderTest, oracle: OracleCache, model: TinyModel, tmp_path: Path
 ) -> None:
-    # After an update, so that a stale copy shows; loaded by transformers itself, which names what is missing or unexpected.
+    """Transformers loads the weights of a trained engine and computes the same log-probs.
+
+    The export follows an update, so a stale copy shows. transformers reports missing and unexpected
+    names.
+    """
     setup, batch = oracle.make_setup(model, optimizer=ADAMW), oracle.get_batch(model=model)
     exported, outputs = engine_under_test.run(
         weights_and_outputs_after_an_update, setup=setup, batch=batch
     )[0]
-    folder = write_directory(exported, like=Path(setup.model_path), folder=tmp_path / "exported")
+    folder = write_model_folder(exported, like=Path(setup.model_path), folder=tmp_path / "exported")
     _, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not loading["unexpected_keys"]
     assert set(loading["missing_keys"]) <= ({"lm_head.weight"} if is_tied(model) else set())
@@ -102,7 +110,7 @@ def is_tied(model: TinyModel) -> bool:
     return bool(model.architecture["tie_word_embeddings"])
 
 
-def write_directory(weights: dict[str, Tensor], *, like: Path, folder: Path) -> Path:
+def write_model_folder(weights: dict[str, Tensor], *, like: Path, folder: Path) -> Path:
     folder.mkdir()
     shutil.copy(like / "config.json", folder)
     save_file(
@@ -116,7 +124,7 @@ def write_directory(weights: dict[str, Tensor], *, like: Path, folder: Path) -> 
 def weights_and_outputs_after_an_update(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
 ) -> tuple[dict[str, Tensor], ForwardOutputs]:
-    """What is exported and what the engine itself computes with it."""
+    """Return exported weights and the engine's own log-probs after one update."""
     engine = rank.temporary_engine(setup)
     train_once(engine, batch)
     with engine.eval_mode():
@@ -138,17 +146,18 @@ def train_once(engine: BaseEngine, batch: SequenceBatch) -> Update:
 def test_loaded_weights_are_exported_unchanged(
     engine_under_test: EngineUnderTest, oracle: OracleCache, model: TinyModel
 ) -> None:
+    """`load_weights` followed by export returns the same bits, in master weights too."""
     setup = oracle.make_setup(model)
     other = load_file(oracle.write_model(model, seed=1) / "model.safetensors")
     weights, masters = engine_under_test.run(weights_after_loading, setup=setup, weights=other)[0]
-    assert_all_equal(weights, as_exported(other, weights, engine_under_test), what="weights")
+    assert_all_equal(weights, cast_like_export(other, weights, engine_under_test), what="weights")
     assert_all_equal(masters, other, what="master weights")
 
 
 def weights_after_loading(
     rank: Rank, *, setup: EngineSetup, weights: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Exported weights, and master weights."""
+    """Load weights; return exported and master weights."""
     engine = rank.temporary_engine(setup)
     engine.load_weights(NamedWeight(name, tensor) for name, tensor in weights.items())
     return collect_weights(engine), {
@@ -157,6 +166,7 @@ def weights_after_loading(
 
 
 def test_loaded_weights_are_used(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
+    """Forward passes after `load_weights` use the new weights."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     other = oracle.write_model(QWEN2_GROUPED, seed=1)
     expected = oracle.get_outputs(replace(setup, model_path=str(other)), batch, HeadOutput.LOGPROB)
@@ -170,7 +180,7 @@ def test_loaded_weights_are_used(engine_under_test: EngineUnderTest, oracle: Ora
 def outputs_after_loading(
     rank: Rank, *, setup: EngineSetup, weights: dict[str, Tensor], batch: SequenceBatch
 ) -> ForwardOutputs:
-    """In an engine of its own."""
+    """Load weights into a temporary engine; return its log-probs."""
     engine = rank.temporary_engine(setup)
     engine.load_weights(NamedWeight(name, tensor) for name, tensor in weights.items())
     with engine.eval_mode():
@@ -181,21 +191,26 @@ def outputs_after_loading(
     return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids)
 
 
-@pytest.mark.parametrize("fault", ["missing", "unexpected", "repeated", "misshapen"])
+@pytest.mark.parametrize("defect", ["missing", "unexpected", "repeated", "misshapen"])
 def test_invalid_weights_are_rejected_without_changes(
-    engine_under_test: EngineUnderTest, oracle: OracleCache, fault: str
+    engine_under_test: EngineUnderTest, oracle: OracleCache, defect: str
 ) -> None:
+    """A bad stream raises WeightError naming the weight, and no weight changes.
+
+    The defect is the last tensor, so an engine that writes while it reads has changed the others
+    already.
+    """
     setup = oracle.make_setup(QWEN2_GROUPED)
     other = load_file(oracle.write_model(QWEN2_GROUPED, seed=1) / "model.safetensors")
     for message, before, after in engine_under_test.run(
-        refused_weights, setup=setup, stream=spoilt(other, fault)
+        load_invalid_weights, setup=setup, stream=make_invalid_stream(other, defect)
     ):
         assert "model.norm.weight" in message or "twice" in message
         assert_all_equal(after, before, what="weights")
 
 
-def spoilt(weights: dict[str, Tensor], fault: str) -> list[NamedWeight]:
-    """The fault comes last, when everything else has already arrived."""
+def make_invalid_stream(weights: dict[str, Tensor], defect: str) -> list[NamedWeight]:
+    """Build a weight stream whose last entries have the defect."""
     name = "model.norm.weight"
     good = [NamedWeight(n, tensor) for n, tensor in weights.items() if n != name]
     last = NamedWeight(name, weights[name])
@@ -204,13 +219,13 @@ def spoilt(weights: dict[str, Tensor], fault: str) -> list[NamedWeight]:
         "unexpected": [*good, last, NamedWeight("model.norm.weight.extra", last.tensor)],
         "repeated": [*good, last, last],
         "misshapen": [*good, NamedWeight(name, last.tensor[:-1])],
-    }[fault]
+    }[defect]
 
 
-def refused_weights(
+def load_invalid_weights(
     rank: Rank, *, setup: EngineSetup, stream: list[NamedWeight]
 ) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
-    """The refusal's sentence, and the weights around it."""
+    """Return the error message, and the weights before and after."""
     engine = rank.cached_engine(setup)
     before = collect_weights(engine)
     with pytest.raises(WeightError) as caught:
@@ -221,11 +236,12 @@ def refused_weights(
 def test_weights_are_readable_only_inside_the_context(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """`export_weights` is readable once, inside its `with` block; tensors outlive it."""
     engine_under_test.run(read_outside, setup=oracle.make_setup(QWEN2_GROUPED))
 
 
 def read_outside(rank: Rank, *, setup: EngineSetup) -> None:
-    """Before, after, and a second time."""
+    """Read before, after and a second time; each must raise EngineStateError."""
     engine = rank.cached_engine(setup)
     stream = engine.export_weights()
     with pytest.raises(EngineStateError, match="inside"):
@@ -234,7 +250,9 @@ def read_outside(rank: Rank, *, setup: EngineSetup) -> None:
         first = next(stream)
     with pytest.raises(EngineStateError, match="inside"):
         next(stream)
-    assert bool(first.tensor.isfinite().all()), "a tensor does not outlive its stream"
+    assert bool(first.tensor.isfinite().all()), (
+        "an exported tensor must stay valid after its stream is closed"
+    )
     with pytest.raises(EngineStateError, match="again"), stream:
         pass
 
@@ -242,17 +260,18 @@ def read_outside(rank: Rank, *, setup: EngineSetup) -> None:
 def test_exported_weights_equal_master_weights(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Exported weights equal the master weights of the portable state."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW), oracle.get_batch()
     weights, update = engine_under_test.run(weights_and_update, setup=setup, batch=batch)[0]
     assert_all_equal(
-        weights, as_exported(update.masters, weights, engine_under_test), what="weights"
+        weights, cast_like_export(update.masters, weights, engine_under_test), what="weights"
     )
 
 
 def weights_and_update(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
 ) -> tuple[dict[str, Tensor], Update]:
-    """Of one engine after one update."""
+    """Return exported weights and the update of a temporary engine."""
     engine = rank.temporary_engine(setup)
     update = train_once(engine, batch)
     return collect_weights(engine), update
@@ -262,27 +281,30 @@ def weights_and_update(
 def test_portable_state_continues_bitwise(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """An engine that loads another one's portable state makes the same next update bit for bit."""
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
     batches = [oracle.get_batch(seed=seed) for seed in range(2)]
-    for carried, continued in engine_under_test.run(continued_twice, setup=setup, batches=batches):
-        assert_same_state(carried.state, continued.state)
-        assert carried.grad_norm == continued.grad_norm
+    for target_update, source_update in engine_under_test.run(
+        continue_in_both_engines, setup=setup, batches=batches
+    ):
+        assert_same_state(target_update.state, source_update.state)
+        assert target_update.grad_norm == source_update.grad_norm
 
 
-def continued_twice(
+def continue_in_both_engines(
     rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch]
 ) -> tuple[Update, Update]:
-    """A second update in an engine that got the state, and in the one that gave it."""
-    giver, taker = rank.temporary_engine(setup), rank.temporary_engine(setup)
-    train_once(giver, batches[0])
-    taker.load_state(iter(list(giver.export_state())))
-    return train_once(taker, batches[1]), train_once(giver, batches[1])
+    """Update the source, move its state to the target, then update both."""
+    source, target = rank.temporary_engine(setup), rank.temporary_engine(setup)
+    train_once(source, batches[0])
+    target.load_state(iter(list(source.export_state())))
+    return train_once(target, batches[1]), train_once(source, batches[1])
 
 
 def test_oracle_continues_from_portable_state(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    # The oracle goes on where the engine stopped, and agrees about the gradient there.
+    """The oracle loads the engine's state and computes the same next gradient norm."""
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
     batches = [oracle.get_batch(seed=seed) for seed in range(2)]
     state, second = engine_under_test.run(state_and_next_update, setup=setup, batches=batches)[0]
@@ -295,7 +317,7 @@ def test_oracle_continues_from_portable_state(
 def state_and_next_update(
     rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch]
 ) -> tuple[dict[str, TrainingState], Update]:
-    """State after the first update, and the second update."""
+    """Return the state after the first update, and the second update."""
     engine = rank.temporary_engine(setup)
     first = train_once(engine, batches[0])
     return dict(first.state), train_once(engine, batches[1])
@@ -304,7 +326,7 @@ def state_and_next_update(
 def update_from_state(
     rank: Rank, *, setup: EngineSetup, state: dict[str, TrainingState], batch: SequenceBatch
 ) -> Update:
-    """One update that begins at a given state."""
+    """Load a state, then run one update."""
     engine = rank.temporary_engine(setup)
     engine.load_state(iter(state.values()))
     return train_once(engine, batch)
@@ -313,23 +335,25 @@ def update_from_state(
 def test_incomplete_state_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """`load_state` raises WeightError naming a missing or unknown parameter."""
     engine_under_test.run(load_incomplete_state, setup=oracle.make_setup(QWEN2_GROUPED))
 
 
 def load_incomplete_state(rank: Rank, *, setup: EngineSetup) -> None:
-    """One parameter lacks, one is unknown."""
+    """Load a state without its last entry, and one with an unknown entry."""
     engine = rank.cached_engine(setup)
     state = list(engine.export_state())
-    for wrong in (state[:-1], [*state, replace(state[-1], name="model.unknown")]):
+    for invalid in (state[:-1], [*state, replace(state[-1], name="model.unknown")]):
         with pytest.raises(
-            WeightError, match=state[-1].name if len(wrong) < len(state) else "model.unknown"
+            WeightError, match=state[-1].name if len(invalid) < len(state) else "model.unknown"
         ):
-            engine.load_state(iter(wrong))
+            engine.load_state(iter(invalid))
 
 
 def test_export_does_not_disturb_training(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
+    """Exporting weights between backward and step does not change the gradient."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     norms = engine_under_test.run(norm_with_an_export_between, setup=setup, batch=batch)
@@ -338,7 +362,7 @@ def test_export_does_not_disturb_training(
 
 
 def norm_with_an_export_between(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> float:
-    """Backward, export, step."""
+    """Run backward, export, step; return the gradient norm."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     with engine.train_mode():
