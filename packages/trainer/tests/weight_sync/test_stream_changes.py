@@ -16,13 +16,12 @@ from temper_engine_api.weights import NamedWeight, WeightStream
 from temper_trainer.config.rollout import RolloutConfig
 from temper_trainer.rollout.hf_sampler import HfSampler
 from temper_trainer.rollout.weight_delta import StaleBaseError
-from temper_trainer.weight_sync.buckets import export_buckets
 from temper_trainer.weight_sync.stream_transport import (
     StreamDeltaTransport,
     cache_current_weights,
     export_delta,
 )
-from temper_trainer.weight_sync.transport import StreamTransport
+from temper_trainer.weight_sync.transport import InProcessTransport
 
 BUCKET_BYTES = 3000
 """Of matrices of 24 x 40 and 41 x 24 in float32, one fits."""
@@ -80,9 +79,7 @@ def weights_of(sampler: HfSampler) -> dict[str, Tensor]:
 
 
 def transport_to(sampler: HfSampler, actor: Actor) -> StreamDeltaTransport:
-    whole = StreamTransport(
-        export=lambda: actor.run(export_buckets, [(BUCKET_BYTES,)])[0], sampler=sampler
-    )
+    whole = InProcessTransport(actor=actor, sampler=sampler)
     return StreamDeltaTransport(
         whole, actor=actor, sampler=sampler, bucket_bytes=BUCKET_BYTES, max_changed_fraction=0.25
     )

@@ -1,12 +1,12 @@
 """What carries a set of weights from the actor to the sampler; the publisher numbers the sets and checks what arrived."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
 from temper_engine_api.errors import EngineStateError
 from temper_engine_api.weights import NamedWeight
-from temper_trainer.weight_sync.buckets import WeightBucket, unpack_buckets
+from temper_trainer.weight_sync.buckets import WeightBucket, WeightExporter, unpack_buckets
 
 T = TypeVar("T")
 
@@ -80,6 +80,40 @@ class StreamTransport:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class InProcessTransport:
+    """Passes the tensors of an actor of one rank to a sampler in the same process.
+
+    The tensors stay on their device. Nothing is sent, so there is no checksum to compare.
+    """
+
+    def __init__(self, *, actor: RankGroup, sampler: StreamReceiver) -> None:
+        self._actor = actor
+        self._sampler = sampler
+
+    def send(self, version: int) -> SentWeights:
+        """Load the actor's current weights into the sampler."""
+        (num_bytes,) = self._actor.run(load_into_sampler, [(self._sampler, version)])
+        return SentWeights(num_bytes=num_bytes, fraction=1.0)
+
+    def close(self) -> None:
+        """Do nothing: no resources are kept."""
+
+
+def load_into_sampler(worker: WeightExporter, sampler: StreamReceiver, version: int) -> int:
+    """Load the worker's weights into a sampler of its process; return their size in bytes."""
+    num_bytes = 0
+
+    def count(stream: Iterable[NamedWeight]) -> Iterator[NamedWeight]:
+        nonlocal num_bytes
+        for weight in stream:
+            num_bytes += weight.tensor.numel() * weight.tensor.element_size()
+            yield weight
+
+    with worker.export_weights() as stream:
+        sampler.load_weights(count(stream), version=version)
+    return num_bytes
 
 
 @runtime_checkable

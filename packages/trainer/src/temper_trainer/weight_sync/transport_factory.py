@@ -21,6 +21,7 @@ from temper_trainer.weight_sync.shared_memory_transport import (
 from temper_trainer.weight_sync.stream_transport import DeltaReceiver, StreamDeltaTransport
 from temper_trainer.weight_sync.transport import (
     FetchTransport,
+    InProcessTransport,
     RankGroup,
     StreamTransport,
     Transport,
@@ -83,15 +84,17 @@ def _build_in_process_transport(
     config: TrainerConfig, *, actor: RankGroup, sampler: Sampler
 ) -> Transport:
     sync = config.weight_sync
-    whole: Transport = (
-        FetchTransport(
+    whole: Transport
+    if isinstance(sampler, WeightFetcher):
+        whole = FetchTransport(
             actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, with_digest=sync.checksum
         )
-        if isinstance(sampler, WeightFetcher)
-        else StreamTransport(
+    elif config.runtime.kind == "inline":
+        whole = InProcessTransport(actor=actor, sampler=sampler)
+    else:
+        whole = StreamTransport(
             export=_make_exporter(actor, bucket_bytes=sync.bucket_bytes), sampler=sampler
         )
-    )
     if sync.content != "delta":
         return whole
     if not isinstance(sampler, DeltaReceiver):
