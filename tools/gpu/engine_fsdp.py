@@ -239,18 +239,17 @@ class Running:
 
 
 def write_entry_points(folder: Path) -> None:
-    """What finds the engine by its name where it is not installed: the entry points of its pyproject.toml."""
-    project = tomllib.loads(Path("packages/engine-fsdp/pyproject.toml").read_text())["project"]
-    about = folder / f"{project['name'].replace('-', '_')}-0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
-    groups = (
-        (group, "\n".join(f"{name} = {place}" for name, place in found.items()))
-        for group, found in project["entry-points"].items()
-    )
-    (about / "entry_points.txt").write_text(
-        "\n".join(f"[{group}]\n{lines}" for group, lines in groups) + "\n"
-    )
+    """Write metadata into a folder for PYTHONPATH, so that engines in a checkout are found by name."""
+    for package in ("engine-fsdp", "engine-megatron"):
+        project = tomllib.loads(Path(f"packages/{package}/pyproject.toml").read_text())["project"]
+        name = project["name"]
+        metadata = folder / f"{name.replace('-', '_')}-0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+        lines = []
+        for group, entries in project["entry-points"].items():
+            lines += [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items())]
+        (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
 def run_wave(wave: Wave, *, limit_s: float, options: argparse.Namespace) -> None:
