@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tools.environment import DEFAULT_TEST_DATA, TEST_DATA
+
+# At import, because pytest loads the conftest.py of subfolders, which read it, before it configures.
+os.environ.setdefault(TEST_DATA, str(DEFAULT_TEST_DATA))
+
 _HOME = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 _POINT_INTO_HOME = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")
 

@@ -4,6 +4,7 @@ The everyday ones share the environment of tools/dev.py and start at once. Those
 environment (what a wheel declares, what its lower bounds are) make their own with virtualenv.
 """
 
+import os
 import sys
 import tempfile
 import time
@@ -20,7 +21,15 @@ sys.path.insert(0, str(ROOT))
 from tools.bounds import floors, pairs
 from tools.compat import begin, lay_out, pytest_arguments, record_green, trials
 from tools.distributions import missing_from_wheel
-from tools.environment import EXTRAS, MEGATRON_BRIDGE, PACKAGES, TORCH, ensure_environment
+from tools.environment import (
+    DEFAULT_TEST_DATA,
+    EXTRAS,
+    MEGATRON_BRIDGE,
+    PACKAGES,
+    TEST_DATA,
+    TORCH,
+    ensure_environment,
+)
 from tools.needs import NEEDS_EXTRA
 from tools.scenarios import SCENARIOS
 
@@ -213,7 +222,9 @@ def compat(session: nox.Session, pair: str) -> None:
         session.install("-c", CONSTRAINTS, *_with_extras(laid.sources), *TEST_TOOLS)
         _install_bridge(session, trial.dependent)
         with session.chdir(laid.root):
-            session.run("python", *pytest_arguments(laid, session.posargs))
+            # The released copy has other folders around it than this checkout.
+            data = {TEST_DATA: os.environ.get(TEST_DATA, str(DEFAULT_TEST_DATA))}
+            session.run("python", *pytest_arguments(laid, session.posargs), env=data)
     if not session.posargs:
         session.log(
             f"{record_green(ROOT, pair, found).relative_to(ROOT)} says so; tools/release.py reads it"

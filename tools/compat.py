@@ -124,12 +124,16 @@ def lay_out(root: Path, trial: Trial, folder: Path) -> Laid:
             root,
             source.commit,
             copy,
-            paths=(f"packages/{source.package}", "docs", "pyproject.toml"),
+            # The tests of every package rely on the settings that conftest.py makes.
+            paths=(
+                f"packages/{source.package}",
+                "docs",
+                "pyproject.toml",
+                "conftest.py",
+                "tools/__init__.py",
+                "tools/environment.py",
+            ),
         )
-    # Data that lies beside the repository lies beside the copy.
-    shared = folder / "shared"
-    if (root.parent / "shared").is_dir() and not shared.exists():
-        shared.symlink_to(root.parent / "shared")
     packages = {
         path.parent.name: path.parent for path in sorted(root.glob("packages/*/pyproject.toml"))
     }

@@ -54,6 +54,14 @@ MEGATRON_BRIDGE = "megatron-bridge==0.3.1"
 """Installed without its requirements: one of them needs torch to be built, so pip can't resolve them. What is used of them, the Megatron
 engine requires itself."""
 
+TEST_DATA = "TEMPER_TEST_DATA"
+"""Variable that names the folder of data which tests use and the repository does not contain.
+
+It holds `gsm8k` (`train.jsonl`, `test.jsonl`) and `legacy` (checkpoints, traces, configurations and
+scripts of the older system). Tests whose data is missing are skipped and name this variable.
+"""
+DEFAULT_TEST_DATA = Path(__file__).resolve().parents[2] / "shared"
+
 NEEDED_BYTES = 4 << 30
 """The environment's size with pip's temporary files beside it."""
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
-LEGACY = Path(__file__).resolve().parents[4] / "shared" / "legacy"
-"""Beside the repository."""
+LEGACY = Path(os.environ["TEMPER_TEST_DATA"]) / "legacy"
 
 # Ray's workers yield to every other process (niceness 15) unless told otherwise, and tests share their two cores with others.
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -33,5 +32,5 @@ def samples() -> Path:
     """The folder of sample checkpoints."""
     folder = LEGACY / "checkpoints"
     if not folder.is_dir():
-        pytest.skip(f"needs real old checkpoints in {folder}: a machine that has ../shared/legacy beside the repository runs this")
+        pytest.skip(f"needs real old checkpoints in {folder}: set TEMPER_TEST_DATA")
     return folder

@@ -1,6 +1,7 @@
 """Where the golden traces are, and how a case is read. They come from running the genuine classes; see their README."""
 
 import json
+import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -9,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-GOLDEN = Path(__file__).resolve().parents[4] / "shared" / "legacy" / "golden"
-needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="needs the golden traces in ../shared/legacy/golden beside the repository")
+GOLDEN = Path(os.environ["TEMPER_TEST_DATA"]) / "legacy" / "golden"
+needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"needs the golden traces in {GOLDEN}: set TEMPER_TEST_DATA")
 
 
 @cache

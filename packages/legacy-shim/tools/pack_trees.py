@@ -1,6 +1,6 @@
 """Packs the default trees of every old release into ``configs/data/trees.json``: each key once, with the releases that changed its default.
 
-    python packages/legacy-shim/tools/pack_trees.py ../shared/legacy/config/defaults
+    python packages/legacy-shim/tools/pack_trees.py $TEMPER_TEST_DATA/legacy/config/defaults
 
 The trees are facts, composed from each release's own YAML files with Hydra.
 """

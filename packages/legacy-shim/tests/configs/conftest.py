@@ -1,6 +1,7 @@
 """Real invocations and default trees, where this machine has them, and short ways to translate."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,8 +10,7 @@ import pytest
 from temper_legacy_shim.configs import Translation, translate
 from temper_legacy_shim.configs.values import Plain
 
-CONFIG = Path(__file__).resolve().parents[5] / "shared" / "legacy" / "config"
-"""Beside the repository."""
+CONFIG = Path(os.environ["TEMPER_TEST_DATA"]) / "legacy" / "config"
 
 BASE = (
     "data.train_files=/data/train.parquet",
@@ -31,7 +31,7 @@ Translate = Callable[..., Translation]
 def facts() -> Path:
     """The folder of facts about old configurations."""
     if not CONFIG.is_dir():
-        pytest.skip(f"needs the facts in {CONFIG}: a machine that has ../shared/legacy beside the repository runs this")
+        pytest.skip(f"needs the facts in {CONFIG}: set TEMPER_TEST_DATA")
     return CONFIG
 
 

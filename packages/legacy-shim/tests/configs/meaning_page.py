@@ -8,7 +8,7 @@ _HEAD = """\
 # Does a translated run do what the old one did?
 
 Made by `TEMPER_MEANING_PAGE=docs/benchmarks/migration-meaning.md pytest packages/legacy-shim/tests/configs/test_meaning.py -m nightly`,
-which fails on a difference without a reason. It needs the facts in `../shared/legacy`.
+which fails on a difference without a reason. It needs the facts in `$TEMPER_TEST_DATA/legacy`.
 
 The old value is computed without the translator: Hydra's parser and OmegaConf lay a real invocation's overrides on the default tree that
 was recorded of its release, and rules written by hand from the old code say what a run with these values did (such as: KL in the reward

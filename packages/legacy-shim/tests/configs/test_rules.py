@@ -61,7 +61,7 @@ def test_sources_are_places_of_the_old_system_and_pull_requests_that_the_facts_k
     assert all(re.fullmatch(r"#\d+", pr) for rule in rules() for pr in rule.prs.split())
 
 
-@pytest.mark.skipif(not CONFIG.is_dir(), reason="needs ../shared/legacy/config beside the repository")
+@pytest.mark.skipif(not CONFIG.is_dir(), reason=f"needs {CONFIG}: set TEMPER_TEST_DATA")
 def test_no_pull_request_is_invented() -> None:
     facts = "\n".join(path.read_text() for path in (*CONFIG.glob("*.csv"), CONFIG.parent / "CONFIG.md"))
     known = set(re.findall(r"(?<![\d.])\d{2,4}(?![\d.])", facts)) | FROM_HISTORY
@@ -99,7 +99,7 @@ def test_the_documentation_has_the_table_as_it_is() -> None:
     assert DOCS.read_text() == page(), "run `python -m temper_legacy_shim.configs.rules_page > docs/migration/config-rules.md`"
 
 
-@pytest.mark.skipif(not CONFIG.is_dir(), reason="needs ../shared/legacy/config beside the repository")
+@pytest.mark.skipif(not CONFIG.is_dir(), reason=f"needs {CONFIG}: set TEMPER_TEST_DATA")
 def test_every_row_of_the_migration_table_has_an_answer_here() -> None:
     import csv
 

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from temper_trainer.loops import RunResult
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
-GSM8K = Path(__file__).parents[5] / "shared" / "gsm8k"
+GSM8K = Path(os.environ["TEMPER_TEST_DATA"]) / "gsm8k"
 pytestmark = [
     pytest.mark.timeout(1200),  # two minutes alone on two fast cores
     pytest.mark.slow,
     pytest.mark.ray,
     pytest.mark.skipif(
         not GSM8K.is_dir(),
-        reason="needs the GSM8K files (train.jsonl, test.jsonl) in ../shared/gsm8k beside the repository",
+        reason=f"needs train.jsonl and test.jsonl of GSM8K in {GSM8K}: set TEMPER_TEST_DATA",
     ),
 ]
 
