@@ -513,6 +513,8 @@ class CaseRunner:
         elif "rl 1/" in output:
             resumed = 0
         else:
+            # It ended before it trained, so the next start has to repeat what this one had to.
+            self.may_repeat = max(self.may_repeat, may_repeat)
             return
         repeated = max(0, before - resumed)
         self.row.repeated += repeated

@@ -397,7 +397,5 @@ def _canary(config: TrainerConfig, actor: WorkerGroup, *, prompt: Prompt) -> Can
     return Canary(
         tokens=tuple(tokens.tolist()),
         engine_logprobs=engine_logprobs,
-        tolerance=config.rollout.resolve_canary_tolerance(
-            config.actor.engine.precision.compute
-        ),
+        tolerance=config.rollout.resolve_canary_tolerance(config.actor.engine.precision.compute),
     )
