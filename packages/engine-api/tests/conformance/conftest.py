@@ -1,4 +1,4 @@
-"""The kit runs inside its own tests: one fleet of two ranks and one oracle for all of them."""
+"""Fixtures to run the kit inside its own tests: all share one rank pool and one oracle."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from temper_engine_api.conformance.harness.rank_pool import RankPool
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 
-# Rank processes import the broken engines by name; they start with this session's path.
+# Rank processes inherit sys.path and import the faulty engines by name.
 sys.path.insert(0, str(Path(__file__).parent))
 
 from kit_runner import Kit, SharedKitResources

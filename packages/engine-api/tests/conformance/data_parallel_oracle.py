@@ -1,6 +1,6 @@
-"""The oracle over several ranks, each with a whole copy: what world size 2 of the kit is tried on, and what saboteurs break.
+"""The oracle with data parallelism: each rank has a full copy of the model.
 
-Gradients are summed by an all-reduce, exactly once per update.
+Gradients are summed by an all-reduce, exactly once per update. Faulty engines derive from it.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from temper_engine_api.topology import Axis, Topology
 
 
 class DataParallelOracle(OracleEngine):
-    """Joins the process group that is there; alone where there is none."""
+    """The oracle on every rank of an initialized process group; a single rank without one."""
 
     capabilities = OracleEngine.capabilities | {
         Capability.DATA_PARALLEL,
@@ -64,7 +64,7 @@ class DataParallelOracle(OracleEngine):
         return items
 
     def _write_state(self, directory):
-        """Rank 0 writes what all have in common; everyone its random state."""
+        """Write the shared state on rank 0, and each rank's RNG state."""
         rank = self.topology.global_rank
         own = f"random-{rank}.pt"
         torch.save(torch.get_rng_state(), Path(directory) / own)

@@ -1,4 +1,4 @@
-"""Engines that are broken on purpose, first half: wrong losses, gradients, log-probs and outputs. Each breaks one thing only."""
+"""Faulty engines with wrong losses, gradients or outputs. Each has one bug."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from temper_engine_api.objective import HeadOutput, HeadOutputs
 
 
 class _ChangedBatch(DataParallelOracle):
-    """Runs another batch than the one it was given."""
+    """Run another batch than the given one."""
 
     def _change(self, batch):
         raise NotImplementedError
@@ -23,7 +23,7 @@ class _ChangedBatch(DataParallelOracle):
 
 
 class _ScaledLoss(DataParallelOracle):
-    """Differentiates another scalar than the one it was given."""
+    """Scale the loss before the backward pass."""
 
     def _factor(self, batch, micro):
         raise NotImplementedError
@@ -38,7 +38,7 @@ class _ScaledLoss(DataParallelOracle):
 
 
 class _ChangedOutputs(DataParallelOracle):
-    """Its head answers something else."""
+    """Change the head outputs."""
 
     def _change(self, columns, micro):
         raise NotImplementedError
@@ -51,7 +51,7 @@ class _ChangedOutputs(DataParallelOracle):
 
 
 class MeanPerMicroBatch(_ScaledLoss):
-    """Divides by the trained tokens of each micro-batch and by their number, instead of by those of the mini-batch."""
+    """Divides by each micro-batch's trained tokens and by the number of micro-batches."""
 
     def _factor(self, batch, micro):
         here = max(int(micro.loss_mask.sum()), 1) * self.topology.dp.size
@@ -68,7 +68,7 @@ class MeanPerRank(_ScaledLoss):
 
 
 class CountsDummies(_ScaledLoss):
-    """Counts the dummy of an empty micro-batch as one more trained token."""
+    """Counts each dummy sample as one more trained token."""
 
     def _factor(self, batch, micro):
         tokens = batch.denominators.tokens
@@ -76,7 +76,7 @@ class CountsDummies(_ScaledLoss):
 
 
 class ReducesTwice(DataParallelOracle):
-    """Sums gradients over ranks with the last micro-batch, and once more before the update."""
+    """Sums gradients over ranks after the last micro-batch, and again before the update."""
 
     def _apply_gradients(self, *, lr):
         self._reduce_pending_gradients()
@@ -84,7 +84,7 @@ class ReducesTwice(DataParallelOracle):
 
 
 class ReducesEveryCall(DataParallelOracle):
-    """Sums gradients over ranks at the end of every call, those of an earlier call of the same update once more."""
+    """Sums gradients over ranks at the end of every call, those of earlier calls again."""
 
     def _run_micro_batches(self, batch, *, reduce_gradients, forward_only, **arguments):
         head_outputs = super()._run_micro_batches(
@@ -95,11 +95,11 @@ class ReducesEveryCall(DataParallelOracle):
         return head_outputs
 
     def _reduce_pending_gradients(self):
-        """Nothing: every call has done it."""
+        """Do nothing; every call has reduced already."""
 
 
 class NeverReducesPending(DataParallelOracle):
-    """Leaves gradients of calls that were not final where they are."""
+    """Never reduces the gradients of calls that were not final."""
 
     def _run_micro_batches(self, batch, *, reduce_gradients, **arguments):
         head_outputs = super()._run_micro_batches(batch, reduce_gradients=False, **arguments)
@@ -108,18 +108,18 @@ class NeverReducesPending(DataParallelOracle):
         return head_outputs
 
     def _reduce_pending_gradients(self):
-        """Nothing."""
+        """Do nothing."""
 
 
 class IgnoresTemperature(_ChangedBatch):
-    """Log-softmax of the raw logits."""
+    """Computes the log-softmax of logits that are not divided by the temperature."""
 
     def _change(self, batch):
         return replace(batch, temperature=torch.ones_like(batch.temperature))
 
 
 class DividesLogprobsByTemperature(_ChangedOutputs):
-    """Divides log-probs by the temperature, instead of logits."""
+    """Divides log-probs by the temperature instead of logits."""
 
     def _compute_outputs(self, micro, *, requested_outputs, only_trained):
         plain = replace(micro, temperature=torch.ones_like(micro.temperature))
@@ -136,7 +136,7 @@ class DividesLogprobsByTemperature(_ChangedOutputs):
 
 
 class ShiftsLabels(_ChangedOutputs):
-    """Gives each token the log-prob of the one before."""
+    """Returns for each token the log-prob of the token before."""
 
     def _change(self, columns, micro):
         if HeadOutput.LOGPROB in columns:
@@ -145,7 +145,7 @@ class ShiftsLabels(_ChangedOutputs):
 
 
 class DropsFirstResponseToken(_ChangedBatch):
-    """Masks the token that follows the prompt."""
+    """Does not train the first token after the prompt."""
 
     def _change(self, batch):
         before = torch.cat([batch.loss_mask.new_zeros(1), batch.loss_mask[:-1]])
@@ -160,7 +160,7 @@ class DropsFirstResponseToken(_ChangedBatch):
 
 
 class IgnoresWeights(_ChangedBatch):
-    """Takes every token as seriously as any other."""
+    """Gives every token the weight 1."""
 
     def _change(self, batch):
         if "weights" not in batch.columns:
@@ -169,14 +169,14 @@ class IgnoresWeights(_ChangedBatch):
 
 
 class IgnoresPositions(_ChangedBatch):
-    """Counts positions itself, whatever was given."""
+    """Ignores custom position ids."""
 
     def _change(self, batch):
         return replace(batch, position_ids=None)
 
 
 class LeaksAcrossSequences(DataParallelOracle):
-    """Attention of a sequence sees those before it in the pack."""
+    """Lets a sequence attend to those before it in the pack."""
 
     def _compute_outputs(self, micro, *, requested_outputs, only_trained):
         parts = []
@@ -210,7 +210,7 @@ class LeaksAcrossSequences(DataParallelOracle):
 
 
 class ReturnsUntrainedOutputs(DataParallelOracle):
-    """Answers every position in training, also those that nothing trains."""
+    """Returns outputs at untrained positions in training."""
 
     def _compute_outputs(self, micro, *, requested_outputs, only_trained):
         return super()._compute_outputs(
@@ -219,14 +219,14 @@ class ReturnsUntrainedOutputs(DataParallelOracle):
 
 
 class RoundsOutputsToBf16(_ChangedOutputs):
-    """Log-probs in bf16."""
+    """Rounds head outputs to bf16."""
 
     def _change(self, columns, micro):
         return {head_output: column.bfloat16().float() for head_output, column in columns.items()}
 
 
 class EntropyChangesLogprobs(_ChangedOutputs):
-    """Computing the entropy overwrites what the log-probs are read from."""
+    """Changes log-probs if the entropy is requested too."""
 
     def _change(self, columns, micro):
         if HeadOutput.ENTROPY in columns and HeadOutput.LOGPROB in columns:
@@ -235,7 +235,7 @@ class EntropyChangesLogprobs(_ChangedOutputs):
 
 
 class IsRandomInEval(_ChangedOutputs):
-    """Keeps a little dropout when it should not."""
+    """Keeps some dropout in eval mode."""
 
     def _change(self, columns, micro):
         return {
@@ -245,7 +245,7 @@ class IsRandomInEval(_ChangedOutputs):
 
 
 class ShiftsValues(_ChangedOutputs):
-    """The value at t is that of the state after tokens[t]."""
+    """Returns at t the value of the state after tokens[t]."""
 
     def _compute_outputs(self, micro, *, requested_outputs, only_trained):
         if HeadOutput.VALUE not in requested_outputs:
@@ -270,7 +270,7 @@ class ShiftsValues(_ChangedOutputs):
 
 
 class MergesMicroBatches(DataParallelOracle):
-    """Runs everything at once: the plan seemed wasteful."""
+    """Runs all micro-batches as one."""
 
     def _run_micro_batches(self, batch, **arguments):
         ends = torch.tensor([0, batch.num_sequences], dtype=torch.int32)
@@ -278,7 +278,7 @@ class MergesMicroBatches(DataParallelOracle):
 
 
 class ReturnsOutputsInRankOrder(DataParallelOracle):
-    """Returns gathered outputs in the order of the ranks."""
+    """Returns gathered outputs in rank order instead of input order."""
 
     def unshard_outputs(self, outputs, *, sample_ids):
         gathered = [part for part in self._gather_objects(outputs) if part is not None]
@@ -288,7 +288,7 @@ class ReturnsOutputsInRankOrder(DataParallelOracle):
 
 
 class SumsLossOverRanks(DataParallelOracle):
-    """Reports the whole loss as the part of every rank."""
+    """Reports the global loss on every rank, so that it is summed again."""
 
     def forward_backward_batch(self, batch, **arguments):
         result = super().forward_backward_batch(batch, **arguments)

@@ -1,4 +1,4 @@
-"""Engines that are broken on purpose, where several ranks make one replica: what pipelines and context parallelism got wrong elsewhere."""
+"""Faulty engines whose replicas consist of several ranks. Public engines have had these bugs."""
 
 import torch
 from staged_oracle import CONFORMANCE_LAYOUTS, StagedOracle
@@ -12,7 +12,7 @@ __all__ = [
 
 
 class _ScaledMicroLoss(StagedOracle):
-    """Differentiates another scalar than the one it was given."""
+    """Scale the loss before the backward pass."""
 
     def _factor(self, batch, micro):
         raise NotImplementedError
@@ -27,14 +27,14 @@ class _ScaledMicroLoss(StagedOracle):
 
 
 class DividesByMicroBatchesTwice(_ScaledMicroLoss):
-    """Divides by the number of micro-batches in the schedule, and once more when gradients are finalised."""
+    """Divides by the number of micro-batches in the schedule, and again when reducing."""
 
     def _factor(self, batch, micro):
         return 1 / batch.num_micro_batches**2
 
 
 class FloorsTokenCounts(_ScaledMicroLoss):
-    """Counts the tokens of each micro-batch as those of one rank of the replica, rounded down, times the ranks."""
+    """Counts a micro-batch's tokens as those per context rank, rounded down, times the ranks."""
 
     def _factor(self, batch, micro):
         ranks = self.topology.cp.size
@@ -44,7 +44,7 @@ class FloorsTokenCounts(_ScaledMicroLoss):
 
 
 class KeepsLossOnLastStage(StagedOracle):
-    """The loss of a call is not sent to the stages before the last."""
+    """Does not send the loss to the stages before the last."""
 
     def _sum_over_data_parallel(self, value):
         total = super()._sum_over_data_parallel(value)

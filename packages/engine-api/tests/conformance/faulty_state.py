@@ -1,4 +1,4 @@
-"""Engines that are broken on purpose, second half: wrong updates, weights and checkpoints. Each breaks one thing only."""
+"""Faulty engines with wrong updates, weights or checkpoints. Each has one bug."""
 
 import math
 from contextlib import contextmanager, nullcontext
@@ -15,7 +15,7 @@ from temper_engine_api.weights import NamedWeight
 
 
 class IgnoresClip(DataParallelOracle):
-    """The limit of the gradient norm is a dead setting."""
+    """Ignores the limit of the gradient norm."""
 
     def _adamw(self, name, parameter, gradient, *, lr, spec):
         whole = self.gradients()[name]
@@ -23,7 +23,7 @@ class IgnoresClip(DataParallelOracle):
 
 
 class ReportsClippedNorm(DataParallelOracle):
-    """The norm after clipping."""
+    """Reports the gradient norm after clipping."""
 
     def _apply_gradients(self, *, lr):
         norm = super()._apply_gradients(lr=lr)
@@ -32,7 +32,7 @@ class ReportsClippedNorm(DataParallelOracle):
 
 
 class ReportsNormOfOneRank(DataParallelOracle):
-    """The norm of its own gradient, from before the reduction."""
+    """Reports the norm of its local gradient, before the reduction."""
 
     def _reduce_pending_gradients(self):
         self._local_norm = math.sqrt(
@@ -46,7 +46,7 @@ class ReportsNormOfOneRank(DataParallelOracle):
 
 
 class SkipsOnOneRank(DataParallelOracle):
-    """Only the rank that saw the non-finite gradient skips; the others go on with what they have."""
+    """Skips the step only on the rank that has the non-finite gradient."""
 
     def _reduce_pending_gradients(self):
         self._is_finite = all(bool(g.isfinite().all()) for g in self.gradients().values())
@@ -59,7 +59,7 @@ class SkipsOnOneRank(DataParallelOracle):
 
 
 class StepsOnNonfinite(DataParallelOracle):
-    """Takes what is not finite for zero."""
+    """Replaces non-finite gradients by zero and updates."""
 
     def _apply_gradients(self, *, lr):
         for parameter in self.parameters().values():
@@ -69,7 +69,7 @@ class StepsOnNonfinite(DataParallelOracle):
 
 
 class StepsOnAllMasked(DataParallelOracle):
-    """An update without a gradient still decays weights and moments."""
+    """Decays weights and moments although no token was trained."""
 
     def optimizer_step(self):
         self._trains_something = True
@@ -77,7 +77,7 @@ class StepsOnAllMasked(DataParallelOracle):
 
 
 class AdvancesLrOnSkip(DataParallelOracle):
-    """The schedule moves on although nothing was updated."""
+    """Advances the schedule although the update was skipped."""
 
     def lr_scheduler_step(self):
         self.num_schedule_steps += 1
@@ -85,7 +85,7 @@ class AdvancesLrOnSkip(DataParallelOracle):
 
 
 class StartsWarmupAtZero(DataParallelOracle):
-    """Warm-up begins at 0."""
+    """Starts the warm-up at learning rate 0."""
 
     @property
     def current_lr(self):
@@ -96,7 +96,7 @@ class StartsWarmupAtZero(DataParallelOracle):
 
 
 class DecaysVectors(DataParallelOracle):
-    """Weight decay for norms and biases too."""
+    """Applies weight decay to norms and biases."""
 
     def _adamw(self, name, parameter, gradient, *, lr, spec):
         if parameter.ndim < 2:
@@ -105,14 +105,14 @@ class DecaysVectors(DataParallelOracle):
 
 
 class NeverDecaysVectors(DataParallelOracle):
-    """Norms and biases never decay: ``decays_vectors`` is a dead setting."""
+    """Ignores ``decays_vectors``: norms and biases never decay."""
 
     def _adamw(self, name, parameter, gradient, *, lr, spec):
         super()._adamw(name, parameter, gradient, lr=lr, spec=replace(spec, decays_vectors=False))
 
 
 class OmitsBiasCorrection(DataParallelOracle):
-    """Counts every update as a late one."""
+    """Omits Adam's bias correction."""
 
     def _adamw(self, name, parameter, gradient, *, lr, spec):
         self.update_counts[name] += 10_000
@@ -121,14 +121,14 @@ class OmitsBiasCorrection(DataParallelOracle):
 
 
 class KeepsZeroedGradients(DataParallelOracle):
-    """Gradients outlive ``optimizer_zero_grad``."""
+    """Keeps gradients after ``optimizer_zero_grad``."""
 
     def _zero_gradients(self):
-        """Nothing."""
+        """Do nothing."""
 
 
 class DropsGradientsOnExit(DataParallelOracle):
-    """Leaving a mode frees gradients too."""
+    """Drops gradients when it leaves a mode."""
 
     @contextmanager
     def _loaded(self, mode):
@@ -139,7 +139,7 @@ class DropsGradientsOnExit(DataParallelOracle):
 
 
 class StaysInModeOnError(DataParallelOracle):
-    """Forgets to leave a mode when its body raises."""
+    """Does not leave a mode if its body raises."""
 
     @contextmanager
     def _in_mode(self, mode):
@@ -152,7 +152,7 @@ class StaysInModeOnError(DataParallelOracle):
 
 
 class ExportsTiedHeadTwice(DataParallelOracle):
-    """Exports the tied head as a tensor of its own, as it was at the start."""
+    """Exports a tied head as a tensor of its own, with its initial values."""
 
     def _build(self):
         topology = super()._build()
@@ -167,7 +167,7 @@ class ExportsTiedHeadTwice(DataParallelOracle):
 
 
 class ExportsStaleWeights(DataParallelOracle):
-    """Exports what it loaded."""
+    """Exports the weights that it loaded at the start."""
 
     def _build(self):
         topology = super()._build()
@@ -179,7 +179,7 @@ class ExportsStaleWeights(DataParallelOracle):
 
 
 class IgnoresUnknownWeights(DataParallelOracle):
-    """Takes the weights that it knows, and says nothing of the others."""
+    """Ignores missing, unknown and misshapen weights when loading."""
 
     def _load_weights(self, stream):
         known = self.parameters()
@@ -190,7 +190,7 @@ class IgnoresUnknownWeights(DataParallelOracle):
 
 
 class DropsMoments(DataParallelOracle):
-    """Loads weights, and begins with fresh moments."""
+    """Loads weights without their Adam moments."""
 
     def _read_state(self, directory):
         super()._read_state(directory)
@@ -200,14 +200,14 @@ class DropsMoments(DataParallelOracle):
 
 
 class RestartsSchedule(DataParallelOracle):
-    """The learning rate begins anew after loading."""
+    """Restarts the learning-rate schedule after loading."""
 
     def _restore_progress(self, progress):
         super()._restore_progress({**progress, "num_schedule_steps": 0})
 
 
 class DropsRngState(DataParallelOracle):
-    """Random numbers after loading are others."""
+    """Does not restore the random state."""
 
     def _read_state(self, directory):
         before = torch.get_rng_state()
@@ -216,14 +216,14 @@ class DropsRngState(DataParallelOracle):
 
 
 class SkipsManifestCheck(DataParallelOracle):
-    """Reads a checkpoint without looking at its manifest."""
+    """Reads a checkpoint without checking its manifest."""
 
     def load_checkpoint(self, local_path, hdfs_path=None, del_local_after_load=False):
         self.read_part(str(find_step(local_path) / ENGINE_PART))
 
 
 class LoadsOtherModels(DataParallelOracle):
-    """Takes from a checkpoint what has its names, and passes over the layers of a deeper model."""
+    """Loads the matching part of another model's checkpoint."""
 
     def _check_saved(self, masters, *, directory):
         super()._check_saved(
@@ -233,7 +233,7 @@ class LoadsOtherModels(DataParallelOracle):
 
 
 class DropsUpdateCounts(DataParallelOracle):
-    """The portable state arrives without its update counts."""
+    """Loads the portable state without its update counts."""
 
     def _load_state(self, stream):
         super()._load_state(stream)
@@ -241,7 +241,7 @@ class DropsUpdateCounts(DataParallelOracle):
 
 
 class SharesStateBetweenEngines(DataParallelOracle):
-    """A second engine finds the moments of the first."""
+    """Starts a second engine with the moments of the first."""
 
     _moments: dict = {}
 
@@ -257,7 +257,7 @@ class SharesStateBetweenEngines(DataParallelOracle):
 
 
 class MergesWithoutScale(DataParallelOracle):
-    """Adds B A to the base instead of alpha / rank times that."""
+    """Merges B A into the weights without the factor alpha / rank."""
 
     def _iterate_weights(self):
         layers = (
@@ -275,14 +275,14 @@ class MergesWithoutScale(DataParallelOracle):
 
 
 class AdapterStaysOn(DataParallelOracle):
-    """The reference policy is the policy."""
+    """Keeps the adapter active inside ``adapter_disabled``."""
 
     def _disable_adapter(self):
         return nullcontext()
 
 
 class ExportsAdapterWithoutAlpha(DataParallelOracle):
-    """Its configuration says alpha = rank."""
+    """Exports an adapter configuration with alpha = rank."""
 
     def _export_adapter(self):
         config, tensors = super()._export_adapter()
@@ -290,7 +290,7 @@ class ExportsAdapterWithoutAlpha(DataParallelOracle):
 
 
 class OrdersExpertAdapterWrongly(DataParallelOracle):
-    """Both factors come out expert after expert; PEFT has them next to each other in the second."""
+    """Exports both LoRA factors expert by expert; PEFT interleaves experts in the second."""
 
     def _export_adapter(self):
         config, tensors = super()._export_adapter()
@@ -304,7 +304,7 @@ class OrdersExpertAdapterWrongly(DataParallelOracle):
 
 
 class IgnoresUnknownAdapterWeights(DataParallelOracle):
-    """Takes the tensors that it knows, and says nothing of the others."""
+    """Ignores missing, unknown and misshapen adapter tensors when loading."""
 
     def _load_adapter(self, config, tensors):
         known = self.parameters()
@@ -315,7 +315,7 @@ class IgnoresUnknownAdapterWeights(DataParallelOracle):
 
 
 class SavesBaseWeights(DataParallelOracle):
-    """An adapter's checkpoint holds the frozen weights too."""
+    """Saves the frozen base weights in an adapter's checkpoint."""
 
     def _write_state(self, directory):
         files = super()._write_state(directory)
@@ -326,7 +326,7 @@ class SavesBaseWeights(DataParallelOracle):
 
 
 class AppliesDropoutInEval(DataParallelOracle):
-    """Dropout of the adapter acts in evaluation too."""
+    """Applies the adapter's dropout in eval mode too."""
 
     def _run_micro_batches(self, batch, **options):
         for module in self.model.modules():

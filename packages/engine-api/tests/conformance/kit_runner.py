@@ -1,4 +1,4 @@
-"""Runs the kit in this process, with a fleet and an oracle that many runs share."""
+"""Run the kit in this process, with a rank pool and an oracle that many runs share."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ from temper_engine_api.conformance.plugin import SHARED_RESOURCES_PLUGIN
 
 @dataclass
 class OutcomeRecorder:
-    """Which laws a run of the kit found to hold, and which broken; a pytest plugin."""
+    """A pytest plugin that records which tests passed and failed."""
 
     passed: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -27,7 +27,7 @@ class OutcomeRecorder:
 
 @dataclass
 class SharedKitResources:
-    """What is costly to start."""
+    """A rank pool and an oracle, which are slow to start."""
 
     rank_pool: RankPool
     oracle: OracleCache
@@ -41,11 +41,14 @@ class Kit:
     folder: Path
 
     def run(self, engine, *arguments, tests=(), world_sizes="1", layouts=None, status=None):
-        """The outcome by law; ``tests`` are ``test_file::test_name``, all of them by default. Layouts stand in for world sizes."""
-        where = ("--layouts", layouts) if layouts else ("--world-sizes", world_sizes)
+        """Run tests given as ``test_file::test_name``, by default all; return their outcomes.
+
+        `layouts` replaces `world_sizes`. If `status` is given, pytest's exit status must equal it.
+        """
+        layout_options = ("--layouts", layouts) if layouts else ("--world-sizes", world_sizes)
         ini = self.folder / "empty.ini"
         ini.write_text("[pytest]\n")
-        found = OutcomeRecorder()
+        outcomes = OutcomeRecorder()
         code = pytest.main(
             [
                 *(
@@ -60,18 +63,18 @@ class Kit:
                     "-q",
                 ),
                 *("--tb=short", "--pyargs", *([f"{KIT}.tests.{test}" for test in tests] or [KIT])),
-                *("--engine", engine, *where, *arguments),
+                *("--engine", engine, *layout_options, *arguments),
             ],
-            plugins=[found, _Lender(self.shared)],
+            plugins=[outcomes, _SharedResourcesPlugin(self.shared)],
         )
         if status is not None:
             assert code == status
-        return found
+        return outcomes
 
 
-class _Lender:
+class _SharedResourcesPlugin:
     def __init__(self, shared):
-        self._lent = shared
+        self._shared = shared
 
     def pytest_configure(self, config):
-        config.pluginmanager.register(self._lent, SHARED_RESOURCES_PLUGIN)
+        config.pluginmanager.register(self._shared, SHARED_RESOURCES_PLUGIN)

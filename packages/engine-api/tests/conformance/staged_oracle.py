@@ -1,7 +1,9 @@
-"""The oracle with several ranks to a replica, as they look from outside: stages of a pipeline, or ranks that share their sequences.
+"""The oracle with several ranks per data-parallel replica: pipeline stages or context ranks.
 
-Stages: the earlier ones hold copies and wait; only the last one has losses and outputs. Contexts: every rank computes all answers, as if
-the parts had been added up already, and the same loss; backwards it keeps the gradient of its own part of the tokens.
+Stages: the first ones hold copies and wait; only the last one computes losses and outputs.
+
+Contexts: every rank computes all outputs and the same loss, as if the parts had been gathered. It
+keeps the gradient of its own tokens only.
 """
 
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ CONFORMANCE_LAYOUTS = (
 
 
 class StagedOracle(DataParallelOracle):
-    """Data-parallel rank r is made of the ranks r S C to r S C + S C - 1, for S stages of C contexts each."""
+    """Data-parallel rank r consists of S C consecutive ranks: S stages of C contexts each."""
 
     config_class = StagedConfig
 
@@ -56,18 +58,18 @@ class StagedOracle(DataParallelOracle):
         return head_outputs
 
     def _compute_outputs(self, micro, **arguments):
-        """Values of all tokens; gradients of this rank's."""
+        """Compute all tokens' outputs; detach those of the other contexts' tokens."""
         cp, (num_tokens,) = self.topology.cp, micro.tokens.shape
-        mine = torch.arange(num_tokens) * cp.size // num_tokens == cp.rank
+        is_own_token = torch.arange(num_tokens) * cp.size // num_tokens == cp.rank
         columns = dict(super()._compute_outputs(micro, **arguments).columns)
         for head_output, column in columns.items():
-            is_mine = (
-                mine[micro.sequence_starts[1:].long() - 1]
+            is_own = (
+                is_own_token[micro.sequence_starts[1:].long() - 1]
                 if head_output is HeadOutput.SCORE
-                else mine
+                else is_own_token
             )
             columns[head_output] = torch.where(
-                is_mine if column.ndim == 1 else is_mine[:, None], column, column.detach()
+                is_own if column.ndim == 1 else is_own[:, None], column, column.detach()
             )
         return HeadOutputs(columns=columns)
 

@@ -1,4 +1,4 @@
-"""Every engine that is broken on purpose is caught, by the laws that say so."""
+"""Test that every faulty engine is caught by the conformance tests of its table row."""
 
 import inspect
 
@@ -20,7 +20,7 @@ def test_each_faulty_engine_fails_its_tests(kit, faulty_engine):
     for test in faulty_engine.tests:
         found = kit.run(faulty_engine.name, "--maxfail=1", tests=[test], **faulty_engine.where)
         assert found.failed, (
-            f"{test} holds for {faulty_engine.name}: {faulty_engine.engine.__doc__}"
+            f"{test} passed on {faulty_engine.name}: {faulty_engine.engine.__doc__}"
         )
 
 

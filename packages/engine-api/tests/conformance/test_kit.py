@@ -1,4 +1,4 @@
-"""The kit as a command: usage errors, expected failures, reports, and the laws on the oracle itself."""
+"""Test the kit as a command: usage errors, expected failures, reports, and the oracle itself."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ def test_a_run_without_an_engine_is_refused(kit, capsys):
     "start",
     ["import pytest; pytest.main", "from temper_engine_api.conformance.__main__ import main; main"],
 )
-def test_a_kit_without_its_extra_says_what_to_install(start):
+def test_a_missing_extra_is_reported_with_its_install_command(start):
     hide = "import sys; sys.modules.update(peft=None, transformers=None)"
     arguments = ["--pyargs", KIT, "--engine", ORACLE]
     done = subprocess.run(
@@ -47,13 +47,16 @@ def test_a_kit_without_its_extra_says_what_to_install(start):
         text=True,
         check=False,
     )
-    sentence = "the conformance kit needs peft, transformers, not installed here: pip install 'temper-engine-api[conformance]'."
-    assert done.stderr.strip() == f"ERROR: {sentence}"
+    message = (
+        "the conformance kit needs peft, transformers, which are not installed: "
+        "pip install 'temper-engine-api[conformance]'."
+    )
+    assert done.stderr.strip() == f"ERROR: {message}"
 
 
 def test_an_unknown_engine_is_refused(kit, capsys):
     assert "no engine is called 'nonesuch'" in usage_error(kit, capsys, engine="nonesuch")
-    assert "can't be imported" in usage_error(kit, capsys, engine="no_such_module:Engine")
+    assert "cannot be imported" in usage_error(kit, capsys, engine="no_such_module:Engine")
     assert "derives from" in usage_error(kit, capsys, engine="collections:OrderedDict")
 
 
@@ -62,7 +65,7 @@ def test_world_sizes_that_are_not_claimed_are_refused(kit, capsys):
     assert "expected positive numbers" in usage_error(kit, capsys, world_sizes="two")
 
 
-def test_a_broken_law_fails_the_run(kit):
+def test_a_failed_test_fails_the_run(kit):
     found = kit.run(FAULTY, tests=[TEST], status=pytest.ExitCode.TESTS_FAILED)
     assert (len(found.failed), len(found.passed)) == (1, 0)
 
@@ -79,7 +82,7 @@ def test_an_expected_failure_passes_the_run(kit, tmp_path):
     assert "clip is a dead key, issue 7" in report.read_text()
 
 
-def test_an_expected_failure_that_holds_fails_the_run(kit, tmp_path):
+def test_an_expected_failure_that_passes_fails_the_run(kit, tmp_path):
     expected = expecting(
         tmp_path, test="test_gradient_is_clipped", reason="clip is a dead key, issue 7"
     )
@@ -90,7 +93,7 @@ def test_an_expected_failure_that_holds_fails_the_run(kit, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"test": "test_no_such_law", "reason": "none"}, "no collected law matches"),
+        ({"test": "test_does_not_exist", "reason": "none"}, "no collected test matches"),
         ({"test": "test_gradient_is_clipped"}, "a reason is needed"),
         ({"test": "test_gradient_is_clipped", "reason": "x", "weather": "bad"}, "weather"),
     ],
@@ -99,7 +102,7 @@ def test_a_malformed_expected_failure_is_refused(kit, capsys, tmp_path, fields, 
     assert sentence in usage_error(kit, capsys, *expecting(tmp_path, **fields))
 
 
-def test_laws_about_what_is_not_claimed_are_left_out_and_listed(kit, tmp_path):
+def test_tests_of_unclaimed_capabilities_are_listed_in_the_report(kit, tmp_path):
     report = tmp_path / "report.md"
     tests = [
         "test_offload::test_offloaded_weights_give_the_same_logprobs",
@@ -115,14 +118,14 @@ def test_laws_about_what_is_not_claimed_are_left_out_and_listed(kit, tmp_path):
     )
 
 
-def test_a_part_of_the_laws_is_no_report_of_conformance(kit, tmp_path, capsys):
+def test_a_partial_run_does_not_show_conformance(kit, tmp_path, capsys):
     kit.run(ORACLE, tests=[TEST], status=pytest.ExitCode.OK)
-    assert "a partial run, from which nothing follows" in capsys.readouterr().out
+    assert "was tested in part only" in capsys.readouterr().out
 
 
-def test_a_law_of_a_mandatory_group_does_not_skip(kit, shared, monkeypatch):
+def test_a_skipped_test_of_a_mandatory_group_fails(kit, shared, monkeypatch):
     def skipping(*_, **__):
-        pytest.skip("this machine is too small")
+        pytest.skip("not enough memory")
 
     monkeypatch.setattr(shared.rank_pool, "run", skipping)
     found = kit.run(ORACLE, tests=[TEST], status=pytest.ExitCode.TESTS_FAILED)
@@ -143,7 +146,7 @@ def test_the_command_starts_where_warnings_are_errors(tmp_path):
     command += [
         "-p",
         "no:anyio",
-    ]  # a plugin that comes with transformers' HTTP client; its warnings are its own
+    ]  # this plugin of transformers' HTTP client raises warnings
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "test_resume_is_bitwise[1-rank]" in ended.stdout
@@ -151,7 +154,7 @@ def test_the_command_starts_where_warnings_are_errors(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_the_oracle_keeps_every_law(kit, tmp_path):
+def test_the_oracle_passes_every_test(kit, tmp_path):
     report = tmp_path / "report.md"
     found = kit.run(ORACLE, "--report", str(report), status=pytest.ExitCode.OK)
     assert len(found.passed) > 150
@@ -159,7 +162,7 @@ def test_the_oracle_keeps_every_law(kit, tmp_path):
 
 
 @pytest.mark.nightly
-def test_the_oracle_keeps_every_law_over_two_ranks(kit):
+def test_the_data_parallel_oracle_passes_every_test(kit):
     found = kit.run(
         "data_parallel_oracle:DataParallelOracle", world_sizes="1,2", status=pytest.ExitCode.OK
     )

@@ -1,4 +1,4 @@
-"""The kit in named layouts: which there are, what is refused, and how they stand in the report."""
+"""Test named layouts: selection, usage errors, and reports."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def usage_error(kit, capsys, *arguments, engine=STAGED, **options):
     return capsys.readouterr().err
 
 
-def test_a_law_runs_in_every_layout_that_was_named(kit):
+def test_a_test_runs_in_every_requested_layout(kit):
     found = kit.run(STAGED, tests=[TEST], layouts="all", status=pytest.ExitCode.OK)
     assert found.passed == [
         f"test_topologies_are_consistent[{name}]" for name in ("stages1", "stages2", "contexts2")
@@ -36,7 +36,7 @@ def test_a_law_runs_in_every_layout_that_was_named(kit):
     ]
 
 
-def test_layouts_that_nobody_offers_are_refused(kit, capsys):
+def test_unknown_layouts_are_rejected(kit, capsys):
     assert (
         "names stages9, but engine 'staged_oracle:StagedOracle' offers stages2, contexts2"
         in usage_error(kit, capsys, layouts="stages9")
@@ -44,7 +44,7 @@ def test_layouts_that_nobody_offers_are_refused(kit, capsys):
     assert "offers no layouts" in usage_error(kit, capsys, engine=ORACLE, layouts="all")
 
 
-def test_a_layout_with_a_setting_that_the_engine_lacks_is_refused(kit, capsys, monkeypatch):
+def test_a_layout_with_an_unknown_setting_is_rejected(kit, capsys, monkeypatch):
     wrong = Layout(name="wrong", world_size=1, fields={"tensor_parallel": 2})
     monkeypatch.setattr(staged_oracle, "CONFORMANCE_LAYOUTS", (wrong,))
     assert "layout wrong sets ['tensor_parallel'], which StagedConfig does not have" in usage_error(
@@ -60,12 +60,12 @@ def test_a_layout_with_a_setting_that_the_engine_lacks_is_refused(kit, capsys, m
         {"name": "x", "world_size": 0},
     ],
 )
-def test_a_layout_without_a_plain_name_or_without_ranks_is_refused(fields):
+def test_a_layout_with_an_invalid_name_or_size_is_rejected(fields):
     with pytest.raises(ConfigError, match="layout"):
         Layout(**fields)
 
 
-def test_layouts_of_an_installed_engine_come_by_entry_point(monkeypatch):
+def test_layouts_are_found_by_entry_point(monkeypatch):
     def installed(*, group):
         points = [
             EntryPoint("mine", "staged_oracle:CONFORMANCE_LAYOUTS", group),
@@ -80,7 +80,7 @@ def test_layouts_of_an_installed_engine_come_by_entry_point(monkeypatch):
         load_layouts("odd")
 
 
-def test_a_layout_twice_is_the_fault_of_its_authors(monkeypatch):
+def test_duplicate_layouts_are_rejected(monkeypatch):
     monkeypatch.setattr(
         staged_oracle, "CONFORMANCE_LAYOUTS", (staged_oracle.CONFORMANCE_LAYOUTS[0],) * 2
     )
@@ -88,7 +88,7 @@ def test_a_layout_twice_is_the_fault_of_its_authors(monkeypatch):
         load_layouts(STAGED)
 
 
-def test_groups_that_were_not_chosen_make_a_partial_run(kit, capsys):
+def test_a_run_of_some_groups_is_partial(kit, capsys):
     found = kit.run(
         STAGED,
         "--groups",
@@ -97,11 +97,11 @@ def test_groups_that_were_not_chosen_make_a_partial_run(kit, capsys):
         status=pytest.ExitCode.OK,
     )
     assert found.passed == ["test_topologies_are_consistent[1-rank]"]
-    assert "a partial run, from which nothing follows" in capsys.readouterr().out
+    assert "was tested in part only" in capsys.readouterr().out
     assert "the groups are gradient, update" in usage_error(kit, capsys, "--groups", "colour")
 
 
-def test_findings_of_several_runs_stand_side_by_side(kit, tmp_path):
+def test_results_of_several_runs_make_one_report(kit, tmp_path):
     files = []
     for engine, layouts in ((ORACLE, None), (STAGED, "stages2")):
         files.append(str(tmp_path / f"{len(files)}.json"))
@@ -121,10 +121,10 @@ def test_findings_of_several_runs_stand_side_by_side(kit, tmp_path):
     ended = subprocess.run(
         [*command, str(other), "--report", str(report)], capture_output=True, text=True, check=False
     )
-    assert (ended.returncode, "expected the findings of a run" in ended.stderr) == (2, True)
+    assert (ended.returncode, "not the results of a run" in ended.stderr) == (2, True)
 
 
-def test_runs_of_one_engine_in_layouts_of_their_own_are_one(kit, tmp_path):
+def test_runs_of_one_engine_in_different_layouts_are_merged(kit, tmp_path):
     files = [tmp_path / f"{layout}.json" for layout in ("stages2", "stages1")]
     for path in files:
         kit.run(
@@ -142,7 +142,7 @@ def test_runs_of_one_engine_in_layouts_of_their_own_are_one(kit, tmp_path):
 
 
 @pytest.mark.slow
-def test_laws_hold_where_only_the_last_stage_has_outputs(kit):
+def test_tests_pass_if_only_the_last_stage_has_outputs(kit):
     tests = ["test_update", "test_batch", "test_rfc_loop", "test_capability"]
     found = kit.run(STAGED, tests=tests, layouts="stages2")
     assert not found.failed
@@ -151,6 +151,6 @@ def test_laws_hold_where_only_the_last_stage_has_outputs(kit):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["stages2", "contexts2"])
-def test_every_law_holds_where_several_ranks_make_one_replica(kit, layout):
+def test_every_test_passes_if_several_ranks_form_a_replica(kit, layout):
     found = kit.run(STAGED, layouts=layout, status=pytest.ExitCode.OK)
     assert len(found.passed) > 150

@@ -1,4 +1,4 @@
-"""The oracle against formulas that it does not use itself."""
+"""Test the oracle against formulas that it does not use itself."""
 
 import torch
 from torch.nn import functional
@@ -16,7 +16,7 @@ from temper_engine_api.specs import OptimizerSpec
 
 
 def padded_logits(engine, batch):
-    """[B, L, V] of all sequences at once, padded on the right, by the model's own forward."""
+    """Return logits [B, L, V] of the right-padded batch, its tokens and its mask."""
     longest = int(batch.lengths.max())
     tokens = torch.zeros(batch.num_sequences, longest, dtype=torch.int64)
     mask = torch.zeros(batch.num_sequences, longest, dtype=torch.int64)
@@ -28,7 +28,7 @@ def padded_logits(engine, batch):
     return engine.model(input_ids=tokens, attention_mask=mask).logits, tokens, mask
 
 
-def test_its_logprobs_are_minus_the_cross_entropy_of_a_padded_batch(shared):
+def test_logprobs_are_the_negative_cross_entropy_of_a_padded_batch(shared):
     oracle, batch = shared.oracle, shared.oracle.get_batch()
     setup = oracle.make_setup(QWEN2_GROUPED)
     engine = oracle.rank.cached_engine(setup)
@@ -47,7 +47,7 @@ def test_its_logprobs_are_minus_the_cross_entropy_of_a_padded_batch(shared):
     assert not torch.allclose(actual, expected.roll(1), atol=1e-1)
 
 
-def test_its_entropy_is_that_of_a_categorical_distribution(shared):
+def test_entropy_equals_that_of_torch_categorical(shared):
     oracle, batch = shared.oracle, shared.oracle.get_batch()
     setup = oracle.make_setup(QWEN2_GROUPED)
     with torch.no_grad():
@@ -59,7 +59,7 @@ def test_its_entropy_is_that_of_a_categorical_distribution(shared):
     assert torch.allclose(oracle.get_outputs(setup, batch, HeadOutput.ENTROPY), expected, atol=3e-6)
 
 
-def test_its_gradient_is_that_of_the_padded_mean_cross_entropy(shared):
+def test_gradient_equals_that_of_the_padded_mean_cross_entropy(shared):
     oracle, batch = shared.oracle, shared.oracle.get_batch()
     setup = oracle.make_setup(QWEN2_GROUPED)
     measured = oracle.get_update(setup, SftProbe(), batch).gradients
@@ -74,7 +74,7 @@ def test_its_gradient_is_that_of_the_padded_mean_cross_entropy(shared):
     engine.optimizer_zero_grad()
 
 
-def test_its_updates_are_those_of_torchs_adamw(shared):
+def test_updates_equal_those_of_torch_adamw(shared):
     oracle = shared.oracle
     spec = OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, clip_grad_norm=0.5)
     engine = Rank(
@@ -82,7 +82,7 @@ def test_its_updates_are_those_of_torchs_adamw(shared):
     ).temporary_engine(oracle.make_setup(QWEN2_GROUPED, optimizer=spec))
     engine.set_loss_fn(ClippedPpoProbe())
     copies = {name: p.detach().clone().requires_grad_() for name, p in engine.parameters().items()}
-    theirs = torch.optim.AdamW(
+    torch_adamw = torch.optim.AdamW(
         [
             {"params": [c for c in copies.values() if c.ndim >= 2], "weight_decay": 0.1},
             {"params": [c for c in copies.values() if c.ndim < 2], "weight_decay": 0.0},
@@ -97,13 +97,13 @@ def test_its_updates_are_those_of_torchs_adamw(shared):
         for name, copy in copies.items():
             copy.grad = engine.gradients()[name].clone()
         norm = torch.nn.utils.clip_grad_norm_(copies.values(), 0.5)
-        theirs.step()
+        torch_adamw.step()
         assert torch.isclose(norm, torch.tensor(engine.last_update.grad_norm), rtol=1e-5)
         for name, copy in copies.items():
             assert torch.allclose(engine.parameters()[name], copy, atol=1e-6), name
 
 
-def test_its_values_are_those_of_the_token_classifier_one_step_earlier(shared):
+def test_values_are_the_token_classifier_outputs_one_token_earlier(shared):
     oracle, batch = shared.oracle, shared.oracle.get_batch()
     engine = oracle.rank.cached_engine(oracle.make_setup(VALUE))
     values = oracle.get_outputs(oracle.make_setup(VALUE), batch, HeadOutput.VALUE)
@@ -114,7 +114,7 @@ def test_its_values_are_those_of_the_token_classifier_one_step_earlier(shared):
     assert torch.allclose(values[first + 1 : last], scores[:-1], atol=1e-6)
 
 
-def test_its_scores_are_those_of_the_last_token(shared):
+def test_scores_are_the_outputs_at_the_last_token(shared):
     oracle, batch = shared.oracle, shared.oracle.get_batch()
     engine = oracle.rank.cached_engine(oracle.make_setup(REWARD))
     scores = oracle.get_outputs(oracle.make_setup(REWARD), batch, HeadOutput.SCORE)

@@ -1,4 +1,4 @@
-"""The probe objectives on numbers that can be worked out by hand."""
+"""Test the probe objectives on numbers worked out by hand."""
 
 import math
 
@@ -46,8 +46,9 @@ def head_outputs_with(head_output, column):
     return HeadOutputs(columns={head_output: torch.tensor(column)})
 
 
-def test_token_probe_clips_on_both_sides():
-    # Ratios 1.5 and 0.5 at the trained tokens. Advantage 2: min(1.5 * 2, 1.3 * 2) = 2.6. Advantage -1: min(-0.5, -0.8) = -0.8.
+def test_clipped_ppo_probe_clips_on_both_sides():
+    # Ratios 1.5 and 0.5 at the trained tokens. Advantage 2: min(1.5 * 2, 1.3 * 2) = 2.6.
+    # Advantage -1: min(-0.5, -0.8) = -0.8.
     batch = pair(
         {
             "old_logprobs": [0.0] * 4,
@@ -63,7 +64,7 @@ def test_token_probe_clips_on_both_sides():
     assert terms.metrics["ratio"].result == pytest.approx(1.0)
 
 
-def test_token_probe_asks_for_entropy_where_it_pays_for_it():
+def test_clipped_ppo_probe_requests_entropy_only_with_a_bonus():
     batch = pair({"old_logprobs": [0.0] * 4, "advantages": [0.0] * 4, "weights": [1.0] * 4})
     head_outputs = HeadOutputs(
         columns={
@@ -76,22 +77,23 @@ def test_token_probe_asks_for_entropy_where_it_pays_for_it():
     assert probe(head_outputs, batch).loss[batch.loss_mask].tolist() == [-1.0, -2.0]
 
 
-def test_sequence_probe_takes_the_geometric_mean():
-    # Trained log-ratios 0.05 and 0.2: ratios e^0.05 = 1.0513 and e^0.2 = 1.2214, clipped to 1.1 where that is the smaller term.
+def test_gspo_probe_uses_the_geometric_mean():
+    # Trained log-ratios 0.05 and 0.2: ratios e^0.05 = 1.0513 and e^0.2 = 1.2214; the second is
+    # clipped to 1.1.
     batch = pair({"old_logprobs": [0.0] * 4}, {"sequence_advantages": [1.0, 1.0]})
     terms = GspoProbe()(head_outputs_with(HeadOutput.LOGPROB, [9.0, 0.05, 9.0, 0.2]), batch)
     assert terms.level == "sequence"
     assert terms.loss.tolist() == pytest.approx([-math.exp(0.05), -1.1])
 
 
-def test_pair_probe_halves_the_loss_of_a_pair():
+def test_dpo_probe_halves_the_loss_of_a_pair():
     # Margin: 0.5 * ((-1 + 3) - (-2 + 2)) = 1; -log sigmoid(1) = 0.3133, half for each.
     batch = pair({"ref_logprobs": [0.0, -3.0, 0.0, -2.0]}, {"is_chosen": [True, False]})
     terms = DpoProbe(beta=0.5)(head_outputs_with(HeadOutput.LOGPROB, [0.0, -1.0, 0.0, -2.0]), batch)
     assert terms.loss.tolist() == pytest.approx([0.5 * math.log(1 + math.exp(-1))] * 2)
 
 
-def test_topk_probe_is_zero_where_the_teacher_agrees():
+def test_distillation_probe_is_zero_if_the_student_agrees():
     teacher = [[math.log(0.5), math.log(0.25)]] * 4
     batch = pair({LOGPROB_AT_IDS: [[0, 1]] * 4, "teacher_logprobs": teacher})
     assert (
@@ -105,14 +107,15 @@ def test_topk_probe_is_zero_where_the_teacher_agrees():
     ).loss.tolist() == pytest.approx([0.75] * 4)
 
 
-def test_value_probe_takes_the_worse_of_two():
-    # V = 1, old 0, eps 0.2, R = 1: unclipped 0, clipped (0.2 - 1)^2 / 2 = 0.32. V = 0.1, R = 1.1: both are 0.5.
+def test_clipped_value_probe_takes_the_larger_loss():
+    # V = 1, old 0, eps 0.2, R = 1: unclipped 0, clipped (0.2 - 1)^2 / 2 = 0.32.
+    # V = 0.1, R = 1.1: both are 0.5.
     batch = pair({"old_values": [0.0] * 4, "returns": [0.0, 1.0, 0.0, 1.1]})
     terms = ClippedValueProbe()(head_outputs_with(HeadOutput.VALUE, [0.0, 1.0, 0.0, 0.1]), batch)
     assert terms.loss[batch.loss_mask].tolist() == pytest.approx([0.32, 0.5])
 
 
-def test_batch_statistic_probe_chooses_by_sample_and_not_by_place(shared):
+def test_clip_cov_probe_does_not_depend_on_sample_order(shared):
     batch = shared.oracle.get_batch()
     order = [6, 0, 3, 7, 1, 5, 2, 4]
     probe = ClipCovProbe()
@@ -124,7 +127,7 @@ def test_batch_statistic_probe_chooses_by_sample_and_not_by_place(shared):
     assert not torch.equal(probe.prepare(batch, seed=4)["is_kept"], kept["is_kept"])
 
 
-def test_batch_statistic_probe_drops_only_large_covariances(shared):
+def test_clip_cov_probe_drops_only_large_covariances(shared):
     batch = shared.oracle.get_batch()
     mask = batch.loss_mask
     logprobs, advantages = batch.columns["old_logprobs"], batch.columns["advantages"]
@@ -134,7 +137,7 @@ def test_batch_statistic_probe_drops_only_large_covariances(shared):
     assert bool(mask[is_dropped].all())
 
 
-def test_the_six_probes_are_registered():
+def test_the_probes_are_registered():
     names = {
         "probe_clipped_ppo",
         "probe_gspo",

@@ -1,4 +1,4 @@
-"""The fleet tells apart what raises, what dies and what hangs, and goes on afterwards."""
+"""Test that the rank pool names a rank that raises, dies or hangs, and works afterwards."""
 
 import os
 import pickle
@@ -16,7 +16,7 @@ from temper_engine_api.conformance.harness.rank_process import JobReply, pickle_
 from temper_engine_api.layout import default_layout
 
 ANY_ENGINE = "temper_engine_api.engine:BaseEngine"
-"""Nothing is built here, so nothing but torch need be imported."""
+"""No engine is built here; this class needs no import but torch."""
 
 
 def who_am_i(rank, *, add):
@@ -48,7 +48,7 @@ def sleep_long(rank):
 
 
 def leave_only_together(rank):
-    """From now on the process group of this rank ends only where all of its ranks end it, as NCCL's may."""
+    """Make this rank's process group end only if all ranks end it, as NCCL's may."""
     end = dist.destroy_process_group
 
     def together():
@@ -74,7 +74,7 @@ def run(rank_pool, job, *, world_size=2, **arguments):
     )
 
 
-def test_every_rank_answers_in_order_at_every_world_size(rank_pool):
+def test_results_are_in_rank_order_at_every_world_size(rank_pool):
     # 0 + 5 + 1 + 5 = 11 over two ranks.
     assert run(rank_pool, who_am_i, add=5) == [(0, 2, 2, 11), (1, 2, 2, 11)]
     assert run(rank_pool, who_am_i, world_size=1, add=5) == [(0, 1, 1, 5)]
@@ -87,8 +87,8 @@ def test_all_ranks_leave_a_group_together(rank_pool):
     assert run(rank_pool, who_am_i, add=5)[0] == (0, 2, 2, 11)
 
 
-def test_ranks_hash_differently_and_alike_in_every_run(rank_pool):
-    # A loop over a set of names then has another order on each rank, the same in every run.
+def test_ranks_have_different_but_fixed_hash_seeds(rank_pool):
+    # A loop over a set of names has another order on each rank, and the same one in every run.
     script = "print(hash('logprob'))"
     seeded = [
         int(
@@ -114,7 +114,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(rank_pool):
     assert run(rank_pool, raise_on, index=7) == ["fine", "fine"]
 
 
-def test_ranks_that_wait_for_one_that_raised_are_ended(rank_pool):
+def test_ranks_that_wait_for_a_failed_one_are_stopped(rank_pool):
     with pytest.raises(
         RankFailureError, match=r"rank 0 raised(.|\n)*rank 1 did not answer(.|\n)*barrier"
     ):
@@ -130,19 +130,19 @@ def test_a_rank_that_dies_is_named_with_its_exit_code(rank_pool):
 
 
 def test_a_rank_that_hangs_is_named_with_its_stack(tmp_path):
-    impatient = RankPool(2, folder=tmp_path)
-    run(impatient, raise_on, index=7)
-    impatient.job_timeout_s = 1.0
+    pool = RankPool(2, folder=tmp_path)
+    run(pool, raise_on, index=7)
+    pool.job_timeout_s = 1.0
     with pytest.raises(
         RankFailureError,
         match=r"rank 1 did not answer \S*test_rank_pool:sleep_long(.|\n)*sleep_long",
     ):
-        run(impatient, sleep_long)
-    impatient.close()
+        run(pool, sleep_long)
+    pool.close()
 
 
 class _OnDevice(torch.Tensor):
-    """Stands for one that lies on a device: it says so, and only a copy made for the host may travel."""
+    """A tensor that claims to be on a device; only its CPU copy may be sent."""
 
     @property
     def device(self):
@@ -152,7 +152,7 @@ class _OnDevice(torch.Tensor):
         return torch.tensor([1.0, 2.0])
 
 
-def test_what_a_rank_measured_on_a_device_arrives_in_host_memory():
+def test_device_tensors_arrive_on_the_cpu():
     measured = torch.tensor([1.0, 2.0]).as_subclass(_OnDevice)
     arrived = pickle.loads(pickle_reply(JobReply(value={"gradient": measured})))
     assert type(arrived.value["gradient"]) is torch.Tensor

@@ -1,7 +1,9 @@
-"""The conformance kit: laws that every engine is held to, and an oracle to compare it with.
+"""The conformance kit: tests that every engine must pass, with an oracle to compare it to.
 
-``python -m pytest --pyargs temper_engine_api.conformance --engine NAME --world-sizes 1,2 --layouts all`` runs it; so does
-``python -m temper_engine_api.conformance``. It needs the extra ``temper-engine-api[conformance]``; this file imports nothing.
+Run it with
+``python -m pytest --pyargs temper_engine_api.conformance --engine NAME --world-sizes 1,2``
+or ``python -m temper_engine_api.conformance``. It needs the extra
+``temper-engine-api[conformance]``; this file imports none of its modules.
 """
 
 from importlib.util import find_spec
@@ -14,8 +16,11 @@ NEEDS = ("numpy", "peft", "pytest", "safetensors", "transformers")
 
 
 def missing_extra() -> str:
-    """A sentence about modules of the extra that are not installed; empty where all are."""
+    """Return a message naming missing modules of the extra; empty if all are installed."""
     missing = [module for module in NEEDS if find_spec(module) is None]
     if not missing:
         return ""
-    return f"the conformance kit needs {', '.join(missing)}, not installed here: pip install 'temper-engine-api[conformance]'."
+    return (
+        f"the conformance kit needs {', '.join(missing)}, which are not installed: "
+        "pip install 'temper-engine-api[conformance]'."
+    )

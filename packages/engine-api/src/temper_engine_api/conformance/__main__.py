@@ -1,4 +1,7 @@
-"""``python -m temper_engine_api.conformance --engine NAME [--world-sizes 1,2] [--layouts all] [--report PATH]``: the kit as a command."""
+"""Run the conformance kit.
+
+``python -m temper_engine_api.conformance --engine NAME [--world-sizes 1,2] [--layouts all] [...]``
+"""
 
 import sys
 
@@ -6,18 +9,19 @@ from temper_engine_api.conformance import KIT, PLUGIN, missing_extra
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the kit; other arguments go to pytest.
+    """Run the kit with the given arguments; all of them go to pytest.
 
     Returns:
-        pytest's exit status: 0 when every law held, 4 where the kit's extra is not installed.
+        pytest's exit status: 0 if all tests passed, 4 if the kit's extra is not installed.
     """
-    if sentence := missing_extra():
-        print(f"ERROR: {sentence}", file=sys.stderr)
+    if message := missing_extra():
+        print(f"ERROR: {message}", file=sys.stderr)
         return 4
     import pytest
 
     chosen = sys.argv[1:] if arguments is None else arguments
-    # pytest wants to rewrite the asserts of every module of an entry point; this one and its package are already imported.
+    # pytest warns that it cannot rewrite asserts of the entry point's package, which is already
+    # imported. The test modules are imported later and are rewritten.
     quiet = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
     return int(
         pytest.main(["-p", PLUGIN, "-p", "no:cacheprovider", *quiet, "--pyargs", KIT, *chosen])

@@ -1,4 +1,4 @@
-"""What a run of the kit was asked for: the options, checked, and the expected failures, read."""
+"""Options of the kit: declaration, validation, and the file of expected failures."""
 
 import tomllib
 from collections.abc import Mapping
@@ -18,62 +18,63 @@ from temper_engine_api.layout import Layout, default_layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedFailure:
-    """A law that is known not to hold yet. Strict: where it does hold, the run fails."""
+    """A test that is known to fail. If it passes, the run fails."""
 
     test: str
-    """Name of the test, without its parameters."""
+    """Name of the test without its parameters."""
     reason: str
-    """Why, and who mends it; it stands in the report."""
+    """Why it fails, and who will fix it; shown in the report."""
     layouts: tuple[str, ...] = ()
-    """Where, by name; empty is everywhere."""
+    """Names of layouts in which it fails; empty means all."""
     parameters: str = ""
     """Only instances whose parameters contain this text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KitOptions:
-    """The options of a run."""
+    """The validated options of a run."""
 
     engine: str
-    """As given."""
+    """As named on the command line."""
     capabilities: frozenset[Capability]
-    """What its class says."""
+    """What the engine's class claims."""
     layouts: tuple[Layout, ...]
-    """The plain ones first; by number of ranks."""
+    """Sorted by number of ranks, plain layouts first."""
     groups: frozenset[str]
-    """Whose laws run; all of them unless the run is a partial one."""
+    """Groups to run; all of them unless `--groups` is given."""
     report: Path | None
-    """Where the markdown report goes."""
+    """Markdown file to write."""
     results: Path | None
-    """Where the results go for a report with those of other runs."""
+    """JSON file to write."""
     expected: tuple[ExpectedFailure, ...]
-    """Read from the file."""
     device: Literal["cpu", "cuda"]
-    """Where the engine computes."""
     compute: Literal["fp32", "bf16"]
-    """In what, where a law does not say."""
+    """Compute dtype of tests that do not set one."""
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """The command line of the kit."""
+    """Declare the kit's command-line options."""
     group = parser.getgroup("temper conformance", "conformance of a Temper engine")
     group.addoption(
-        "--engine", help="entry point of the group temper.engines, or module:Class; required"
+        "--engine", help="required: entry point of the group temper.engines, or module:Class"
     )
     group.addoption(
         "--world-sizes",
-        help="numbers of ranks in the engine's plain layout, for example 1,2,4; 1 where no layout is named",
+        help="numbers of ranks for the engine's default layout, such as 1,2,4; default 1 if no "
+        "--layouts are given",
     )
     group.addoption(
-        "--layouts", help="layouts that the engine offers by name, comma-separated, or all"
+        "--layouts", help="names of layouts that the engine offers, comma-separated, or all"
     )
     group.addoption(
-        "--groups", help="run only the laws of these groups, comma-separated: a partial run"
+        "--groups",
+        help="run the tests of these groups only, comma-separated; the run is then partial",
     )
-    group.addoption("--report", help="write the report to this markdown file as well")
+    group.addoption("--report", help="write the report to this markdown file")
     group.addoption(
         "--results",
-        help="write what was found to this JSON file, for a report that sets several runs side by side",
+        help="write the results to this JSON file; python -m temper_engine_api.conformance.report "
+        "combines several",
     )
     group.addoption(
         "--expected-failures",
@@ -83,26 +84,27 @@ def add_options(parser: pytest.Parser) -> None:
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="where the engine computes; default cpu",
+        help="device of the engine; default cpu",
     )
     group.addoption(
         "--compute",
         choices=("fp32", "bf16"),
         default="fp32",
-        help="in what it computes; default fp32, and wider tolerances with bf16",
+        help="compute dtype; default fp32; bf16 has wider tolerances",
     )
 
 
 def read_options(config: pytest.Config) -> KitOptions:
-    """The options, checked.
+    """Validate the options.
 
     Raises:
-        pytest.UsageError: no engine, an unknown one, layouts that it does not have, or a malformed file.
+        pytest.UsageError: No or an unknown engine, unknown layouts, or a malformed file.
     """
     name = config.getoption("--engine")
     if not name:
         raise pytest.UsageError(
-            "the conformance kit needs --engine NAME: an entry point of the group temper.engines, or module:Class."
+            "the conformance kit needs --engine NAME: an entry point of the group temper.engines, "
+            "or module:Class."
         )
     try:
         engine, offered = load_engine_class(name), load_layouts(name)
@@ -136,7 +138,7 @@ def _plain_layouts(text: str, name: str, engine: type[BaseEngine]) -> list[Layou
     sizes = sorted({int(part) for part in parts})
     if sizes and max(sizes) > 1 and Capability.DATA_PARALLEL not in engine.capabilities:
         raise pytest.UsageError(
-            f"--world-sizes {text}: engine {name!r} does not claim data_parallel, so only 1 is possible."
+            f"--world-sizes {text}: engine {name!r} does not claim data_parallel; use 1."
         )
     return [default_layout(size) for size in sizes]
 
@@ -145,7 +147,7 @@ def _named_layouts(
     text: str | None, name: str, engine: type[BaseEngine], offered: tuple[Layout, ...]
 ) -> list[Layout]:
     known = {layout.name: layout for layout in offered}
-    wanted = (
+    requested = (
         []
         if not text
         else list(known)
@@ -154,28 +156,31 @@ def _named_layouts(
     )
     if text and not known:
         raise pytest.UsageError(
-            f"--layouts {text}: engine {name!r} offers no layouts; see the entry-point group temper.conformance_layouts."
+            f"--layouts {text}: engine {name!r} offers no layouts; declare them in the entry-point "
+            "group temper.conformance_layouts."
         )
-    if unknown := set(wanted) - known.keys():
+    if unknown := set(requested) - known.keys():
         raise pytest.UsageError(
-            f"--layouts names {', '.join(sorted(unknown))}, but engine {name!r} offers {', '.join(known)}."
+            f"--layouts names {', '.join(sorted(unknown))}, but engine {name!r} offers "
+            f"{', '.join(known)}."
         )
     config_fields = {field.name for field in fields(engine.config_class)}
-    for layout in (known[each] for each in wanted):
+    for layout in (known[each] for each in requested):
         if unknown_fields := layout.fields.keys() - config_fields:
             raise pytest.UsageError(
-                f"layout {layout.name} sets {sorted(unknown_fields)}, which {engine.config_class.__name__} does not have."
+                f"layout {layout.name} sets {sorted(unknown_fields)}, which "
+                f"{engine.config_class.__name__} does not have."
             )
-    return [known[each] for each in wanted]
+    return [known[each] for each in requested]
 
 
 def _groups(text: str | None) -> frozenset[str]:
-    wanted = frozenset(part.strip() for part in text.split(",")) if text else frozenset(GROUPS)
-    if unknown := wanted - GROUPS.keys():
+    requested = frozenset(part.strip() for part in text.split(",")) if text else frozenset(GROUPS)
+    if unknown := requested - GROUPS.keys():
         raise pytest.UsageError(
             f"--groups names {', '.join(sorted(unknown))}, but the groups are {', '.join(GROUPS)}."
         )
-    return wanted
+    return requested
 
 
 def _read_expected(path: Path) -> tuple[ExpectedFailure, ...]:
@@ -184,16 +189,17 @@ def _read_expected(path: Path) -> tuple[ExpectedFailure, ...]:
         return tuple(_expected_failure(row) for row in rows)
     except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
         raise pytest.UsageError(
-            f"--expected-failures {path}: {error!r}; expected TOML with [[expected]] tables that have test and reason, "
-            "and may have layouts and parameters."
+            f"--expected-failures {path}: {error!r}; expected TOML with [[expected]] tables of "
+            "test and reason, and optionally layouts and parameters."
         ) from error
 
 
 def _expected_failure(row: Mapping[str, object]) -> ExpectedFailure:
-    given = dict(row)
-    layouts = given.pop("layouts", [])
-    if not isinstance(layouts, list) or not str(given.get("reason", "")).strip():
+    fields_left = dict(row)
+    layouts = fields_left.pop("layouts", [])
+    if not isinstance(layouts, list) or not str(fields_left.get("reason", "")).strip():
         raise TypeError(f"{row}: a reason is needed, and layouts is a list")
     return ExpectedFailure(
-        layouts=tuple(map(str, layouts)), **{name: str(value) for name, value in given.items()}
+        layouts=tuple(map(str, layouts)),
+        **{name: str(value) for name, value in fields_left.items()},
     )

@@ -1,4 +1,4 @@
-"""The kit's side of pytest: options, fixtures, which laws an engine is held to, expected failures, and the report at the end."""
+"""pytest plugin of the kit: options, fixtures, selection of tests, results and report."""
 
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -30,55 +30,58 @@ from temper_engine_api.conformance.results import (
 from temper_engine_api.layout import Layout
 
 SHARED_RESOURCES_PLUGIN = "temper-conformance-shared"
-"""Name of a plugin that lends what is costly to start; the kit's own tests run the kit many times in one process."""
+"""Name of a plugin whose rank pool and oracle are used instead of new ones.
+
+The kit's own tests register it, because they run the kit many times in one process.
+"""
 OPTIONS = pytest.StashKey[KitOptions]()
 RUN = pytest.StashKey[ConformanceRun]()
-_KIT = Path(__file__).parent / "tests"
+_TESTS = Path(__file__).parent / "tests"
 
 
 class SharedResources(Protocol):
-    """What the plugin named LENT has."""
+    """Attributes of the plugin SHARED_RESOURCES_PLUGIN."""
 
     rank_pool: RankPool
     oracle: OracleCache
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """See ``settings``."""
+    """Declare the kit's options."""
     add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse a run without an engine before anything is collected."""
+    """Validate the options before anything is collected."""
     config.addinivalue_line(
-        "markers", "if_claimed(*capabilities): a law for engines that claim all of these"
+        "markers", "if_claimed(*capabilities): run if the engine claims all of them"
     )
     config.addinivalue_line(
-        "markers", "if_not_claimed(*capabilities): a law for engines that claim none of these"
+        "markers", "if_not_claimed(*capabilities): run if the engine claims none of them"
     )
     config.addinivalue_line(
-        "markers", "bitwise: compares two results bit for bit; worth repeating, also under load"
+        "markers", "bitwise: compares two results bit for bit; repeat it to find rare differences"
     )
     config.addinivalue_line(
         "markers",
-        "moe: a law about mixtures of experts, for an engine's defaults and layouts with experts",
+        "moe: uses MoE models; runs in the default layout and in layouts with experts",
     )
     if config.option.help:
         return
-    settings = read_options(config)
-    module = load_engine_class(settings.engine).__module__
-    config.stash[OPTIONS] = settings
-    names = tuple(layout.name for layout in settings.layouts)
+    options = read_options(config)
+    module = load_engine_class(options.engine).__module__
+    config.stash[OPTIONS] = options
+    names = tuple(layout.name for layout in options.layouts)
     config.stash[RUN] = ConformanceRun(
-        engine=settings.engine,
+        engine=options.engine,
         layouts=names,
         versions=collect_versions(module),
-        compute=settings.compute,
+        compute=options.compute,
     )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every law runs in every layout."""
+    """Run every test in every layout."""
     if "layout" in metafunc.fixturenames:
         layouts = metafunc.config.stash[OPTIONS].layouts
         metafunc.parametrize(
@@ -88,13 +91,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out laws that are not about this engine's claims, mark expected failures, sort by layout.
+    """Select tests by the engine's claims, mark expected failures, sort by layout.
 
-    What is not claimed is not skipped: its refusal is a law of its own, which only such engines are held to.
+    Tests of an unclaimed capability are left out, not skipped: that the engine rejects the
+    capability is a test of its own, marked `if_not_claimed`.
     """
-    settings = config.stash[OPTIONS]
+    options = config.stash[OPTIONS]
     tests = [
-        item for item in items if isinstance(item, pytest.Function) and item.path.parent == _KIT
+        item for item in items if isinstance(item, pytest.Function) and item.path.parent == _TESTS
     ]
     for test in tests:
         test.user_properties += [
@@ -102,32 +106,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             ("layout", _layout_of(test).name),
         ]
     unclaimed = {
-        test for test in tests if not _capabilities_of(test, "if_claimed") <= settings.capabilities
+        test for test in tests if not _capabilities_of(test, "if_claimed") <= options.capabilities
     }
     config.stash[RUN].unclaimed += [test.name for test in tests if test in unclaimed]
-    needless = {
-        test for test in tests if _capabilities_of(test, "if_not_claimed") & settings.capabilities
+    inapplicable = {
+        test for test in tests if _capabilities_of(test, "if_not_claimed") & options.capabilities
     }
-    _expect_failures(settings.expected, tests)
-    needless |= {
+    _expect_failures(options.expected, tests)
+    inapplicable |= {
         test
         for test in tests
         if test.get_closest_marker("moe") and not _may_have_experts(_layout_of(test))
     }
-    left_out = [
+    not_requested = [
         test
         for test in tests
-        if test not in unclaimed | needless and _property(test, "group") not in settings.groups
+        if test not in unclaimed | inapplicable and _property(test, "group") not in options.groups
     ]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-    kept = [item for item in items if item not in unclaimed | needless | set(left_out)]
-    place = {layout.name: str(number) for number, layout in enumerate(settings.layouts)}
-    items[:] = sorted(kept, key=lambda item: int(place.get(_property(item, "layout") or "", "0")))
+    if not_requested:
+        config.hook.pytest_deselected(items=not_requested)
+    selected = [item for item in items if item not in unclaimed | inapplicable | set(not_requested)]
+    position = {layout.name: str(number) for number, layout in enumerate(options.layouts)}
+    items[:] = sorted(
+        selected, key=lambda item: int(position.get(_property(item, "layout") or "", "0"))
+    )
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    """What -k and -m leave out makes the run a partial one."""
+    """Count what -k and -m leave out, which makes the run partial."""
     for item in items:
         item.config.stash[RUN].num_deselected += 1
 
@@ -136,7 +142,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note what was found; laws don't skip, so a skip in a mandatory group is a failure."""
+    """Record the result; a skipped test of a mandatory group is a failure."""
     report = yield
     group = _property(item, "group")
     if group is None:
@@ -144,7 +150,10 @@ def pytest_runtest_makereport(
     is_expected = "wasxfail" in vars(report)
     if report.skipped and not is_expected and GROUPS[group].is_mandatory:
         report.outcome = "failed"
-        report.longrepr = f"a law of the mandatory group {group!r} was skipped: laws hold or fail, they don't skip."
+        report.longrepr = (
+            f"a test of the mandatory group {group!r} was skipped; it must pass, fail, or be "
+            "listed in --expected-failures."
+        )
     if report.when == "call" or report.outcome == "failed":
         item.config.stash[RUN].results.append(_make_result(item, report, is_expected=is_expected))
     return report
@@ -153,46 +162,46 @@ def pytest_runtest_makereport(
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Print the matrix, and write the report where asked."""
-    run, settings = config.stash[RUN], config.stash[OPTIONS]
+    """Print the table of results, and write the requested files."""
+    run, options = config.stash[RUN], config.stash[OPTIONS]
     terminalreporter.section("conformance")
     for line in format_summary(run):
         terminalreporter.line(line)
-    if settings.report is not None:
-        settings.report.parent.mkdir(parents=True, exist_ok=True)
-        settings.report.write_text(render_report([run]))
-        terminalreporter.line(f"report: {settings.report}")
-    if settings.results is not None:
-        settings.results.parent.mkdir(parents=True, exist_ok=True)
-        settings.results.write_text(to_json(run))
+    if options.report is not None:
+        options.report.parent.mkdir(parents=True, exist_ok=True)
+        options.report.write_text(render_report([run]))
+        terminalreporter.line(f"report: {options.report}")
+    if options.results is not None:
+        options.results.parent.mkdir(parents=True, exist_ok=True)
+        options.results.write_text(to_json(run))
 
 
 @pytest.fixture(scope="session")
 def rank_pool(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RankPool]:
-    """The rank processes."""
+    """The rank processes of the session."""
     shared = _shared_resources(request.config)
     if shared is not None:
         yield shared.rank_pool
         return
-    settings = request.config.stash[OPTIONS]
-    most = max(layout.world_size for layout in settings.layouts)
-    own = RankPool(
-        most,
+    options = request.config.stash[OPTIONS]
+    num_processes = max(layout.world_size for layout in options.layouts)
+    pool = RankPool(
+        num_processes,
         folder=tmp_path_factory.mktemp("rank_pool"),
-        device=settings.device,
-        compute=settings.compute,
+        device=options.device,
+        compute=options.compute,
     )
-    yield own
-    own.close()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="session")
 def dense_oracle(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> OracleCache:
-    """The oracle, the tiny models and the batches."""
+    """The oracle with dense models."""
     shared = _shared_resources(request.config)
     return (
         shared.oracle
@@ -203,16 +212,16 @@ def dense_oracle(
 
 @pytest.fixture(scope="session")
 def moe_oracle(dense_oracle: OracleCache) -> OracleCache:
-    """The same with a mixture of experts in every layer."""
+    """The oracle with MoE models."""
     return dense_oracle.with_experts()
 
 
 @pytest.fixture
 def oracle(request: pytest.FixtureRequest, layout: Layout) -> OracleCache:
-    """What this layout is compared with."""
-    is_of_mixtures = layout.has_experts or request.node.get_closest_marker("moe") is not None
-    found: OracleCache = request.getfixturevalue("moe_oracle" if is_of_mixtures else "dense_oracle")
-    return found
+    """The oracle whose models fit the layout and the test."""
+    needs_experts = layout.has_experts or request.node.get_closest_marker("moe") is not None
+    value: OracleCache = request.getfixturevalue("moe_oracle" if needs_experts else "dense_oracle")
+    return value
 
 
 @pytest.fixture
@@ -220,13 +229,13 @@ def engine_under_test(
     request: pytest.FixtureRequest, rank_pool: RankPool, layout: Layout
 ) -> Iterator[EngineUnderTest]:
     """The engine under test in this layout."""
-    settings = request.config.stash[OPTIONS]
+    options = request.config.stash[OPTIONS]
     with use_tolerances_for(rank_pool.compute):
         yield EngineUnderTest(
-            engine=settings.engine,
-            capabilities=settings.capabilities,
+            engine=options.engine,
+            capabilities=options.capabilities,
             layout=layout,
-            all_layouts=settings.layouts,
+            all_layouts=options.layouts,
             rank_pool=rank_pool,
         )
 
@@ -236,7 +245,11 @@ def _shared_resources(config: pytest.Config) -> SharedResources | None:
 
 
 def _may_have_experts(layout: Layout) -> bool:
-    """Other layouts may ask more of a model with experts: Megatron's tensor parallelism, for one, that sequences are split too."""
+    """Return whether a MoE model can run in the layout without further settings.
+
+    Megatron, for example, needs sequence parallelism if it combines tensor parallelism with
+    experts.
+    """
     return layout.has_experts or not layout.fields
 
 
@@ -249,8 +262,8 @@ def _capabilities_of(test: pytest.Function, marker: str) -> frozenset[Capability
 
 
 def _property(item: pytest.Item, name: str) -> str | None:
-    found = dict(item.user_properties).get(name)
-    return None if found is None else str(found)
+    value = dict(item.user_properties).get(name)
+    return None if value is None else str(value)
 
 
 def _expect_failures(expected: tuple[ExpectedFailure, ...], tests: list[pytest.Function]) -> None:
@@ -264,7 +277,7 @@ def _expect_failures(expected: tuple[ExpectedFailure, ...], tests: list[pytest.F
         ]
         if not matching:
             raise pytest.UsageError(
-                f"--expected-failures names {entry.test!r}, which no collected law matches."
+                f"--expected-failures names {entry.test!r}, but no collected test matches it."
             )
         for test in matching:
             test.add_marker(pytest.mark.xfail(reason=entry.reason, strict=True))

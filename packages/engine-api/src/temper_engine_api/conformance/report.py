@@ -1,4 +1,8 @@
-"""What runs of the kit found, for people: a matrix of groups by layout, for one engine or several side by side."""
+"""Reports of conformance runs: a table of groups by layout, for one engine or several.
+
+``python -m temper_engine_api.conformance.report A.json B.json --report PATH`` combines the results
+of several runs. Runs of one engine in different layouts count as one.
+"""
 
 import argparse
 import sys
@@ -16,7 +20,7 @@ from temper_engine_api.conformance.results import (
 
 
 def format_summary(run: ConformanceRun) -> Iterator[str]:
-    """The matrix for a terminal."""
+    """Yield the lines of the table for a terminal."""
     width = max(14, *(len(name) + 2 for name in run.layouts))
     yield "group".ljust(15) + "".join(name.rjust(width) for name in run.layouts)
     for group in GROUPS:
@@ -24,12 +28,12 @@ def format_summary(run: ConformanceRun) -> Iterator[str]:
             _cell(run, group, name).rjust(width) for name in run.layouts
         )
     if run.unclaimed:
-        yield f"not claimed, so refused instead: {len(run.unclaimed)} laws"
+        yield f"tests of unclaimed capabilities, left out: {len(run.unclaimed)}"
     yield f"{run.engine} {run.verdict}"
 
 
 def render_report(runs: Sequence[ConformanceRun]) -> str:
-    """The report of one run, or of several side by side, as markdown."""
+    """Render one run, or several next to each other, as markdown."""
     engines = " and ".join(f"`{run.engine}`" for run in runs)
     lines = [f"# Conformance of {engines}", ""]
     lines += [
@@ -38,7 +42,7 @@ def render_report(runs: Sequence[ConformanceRun]) -> str:
     ]
     lines += ["", *_version_table(runs), "", *_matrix(runs)]
     for run in runs:
-        lines += _lists(run, of="" if len(runs) == 1 else f" of `{run.engine}`")
+        lines += _format_lists(run, suffix="" if len(runs) == 1 else f" of `{run.engine}`")
     return "\n".join(lines) + "\n"
 
 
@@ -56,30 +60,31 @@ def _matrix(runs: Sequence[ConformanceRun]) -> Iterator[str]:
     heads = [name if len(runs) == 1 else f"{run.engine} {name}" for run, name in columns]
     yield "| group | about | " + " | ".join(heads) + " |"
     yield "|---" * (2 + len(columns)) + "|"
-    for group, meaning in GROUPS.items():
+    for group, group_info in GROUPS.items():
         cells = " | ".join(_cell(run, group, name) for run, name in columns)
-        yield f"| {group}{'' if meaning.is_mandatory else ' (optional)'} | {meaning.about} | {cells} |"
+        name = group if group_info.is_mandatory else f"{group} (optional)"
+        yield f"| {name} | {group_info.about} | {cells} |"
 
 
-def _lists(run: ConformanceRun, *, of: str) -> Iterator[str]:
-    yield from _list_of(
-        f"Broken{of}", [f"`{f.test}`: {f.detail}" for f in run.with_outcome(Outcome.FAILED)]
+def _format_lists(run: ConformanceRun, *, suffix: str) -> Iterator[str]:
+    yield from _format_list(
+        f"Failed{suffix}", [f"`{f.test}`: {f.detail}" for f in run.with_outcome(Outcome.FAILED)]
     )
-    yield from _list_of(
-        f"Expected failures{of}",
+    yield from _format_list(
+        f"Expected failures{suffix}",
         [f"`{f.test}`: {f.detail}" for f in run.with_outcome(Outcome.EXPECTED_FAILURE)],
     )
-    yield from _list_of(f"Not claimed{of}", [f"`{test}`" for test in run.unclaimed])
-    yield from _list_of(
-        f"Laws{of}", [f"{test}: {count}" for test, count in _instances(run).items()]
+    yield from _format_list(f"Not claimed{suffix}", [f"`{test}`" for test in run.unclaimed])
+    yield from _format_list(
+        f"Tests{suffix}", [f"{test}: {count}" for test, count in _instances(run).items()]
     )
 
 
 def _instances(run: ConformanceRun) -> dict[str, str]:
-    """How often each law ran and held."""
-    ran = Counter(finding.test.partition("[")[0] for finding in run.results)
-    held = Counter(finding.test.partition("[")[0] for finding in run.with_outcome(Outcome.PASSED))
-    return {f"`{test}`": f"{held[test]} of {count}" for test, count in ran.items()}
+    """Return, by test, how many of its instances passed."""
+    ran = Counter(result.test.partition("[")[0] for result in run.results)
+    passed = Counter(result.test.partition("[")[0] for result in run.with_outcome(Outcome.PASSED))
+    return {f"`{test}`": f"{passed[test]} of {count}" for test, count in ran.items()}
 
 
 def _cell(run: ConformanceRun, group: str, layout: str) -> str:
@@ -89,23 +94,23 @@ def _cell(run: ConformanceRun, group: str, layout: str) -> str:
     total = sum(counts.values())
     notes = [
         f"{counts[o]} {word}"
-        for o, word in ((Outcome.FAILED, "broken"), (Outcome.EXPECTED_FAILURE, "expected"))
+        for o, word in ((Outcome.FAILED, "failed"), (Outcome.EXPECTED_FAILURE, "expected"))
         if counts[o]
     ]
     return f"{counts[Outcome.PASSED]}/{total}" + (f" ({', '.join(notes)})" if notes else "")
 
 
-def _list_of(title: str, entries: Iterable[str]) -> list[str]:
+def _format_list(title: str, entries: Iterable[str]) -> list[str]:
     entries = list(entries)
     return ["", f"## {title}", "", *(f"* {entry}" for entry in entries)] if entries else []
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the report; 2 where a file holds no findings, else 0."""
+    """Write the report; return 2 if a file does not contain results, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m temper_engine_api.conformance.report", description=__doc__
     )
-    parser.add_argument("results", nargs="+", type=Path, help="what --results wrote")
+    parser.add_argument("results", nargs="+", type=Path, help="files written by --results")
     parser.add_argument("--report", required=True, type=Path, help="markdown file to write")
     chosen = parser.parse_args(arguments)
     runs: list[ConformanceRun] = []

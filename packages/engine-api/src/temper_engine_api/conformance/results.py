@@ -1,4 +1,4 @@
-"""What a run of the kit found: laws by group and layout, versions, and whether the engine conforms; and the same as JSON."""
+"""Results of a run of the kit: tests by group and layout, versions, verdict, and JSON."""
 
 import json
 import platform
@@ -13,12 +13,12 @@ from temper_engine_api.registry import ENGINES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Laws about one thing: the tests of one file."""
+    """The conformance tests of one file."""
 
     about: str
-    """A line for the report."""
+    """One line for the report."""
     is_mandatory: bool = True
-    """Whether an engine can be called conforming without having been held to it."""
+    """If True, an engine conforms only if these tests ran and passed."""
 
 
 GROUPS = {
@@ -47,65 +47,61 @@ _DEPENDENCIES = ("torch", "transformers", "peft", "safetensors", "megatron-core"
 
 
 class Outcome(StrEnum):
-    """Of one law in one layout."""
+    """Outcome of one test in one layout."""
 
     PASSED = "passed"
-    """It holds."""
     FAILED = "failed"
-    """It does not."""
     EXPECTED_FAILURE = "expected failure"
-    """It does not, as the file of expected failures says."""
+    """Failed, as the file of expected failures says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConformanceResult:
-    """One law in one layout with one set of parameters."""
+    """Result of one test in one layout with one set of parameters."""
 
     test: str
     """Name of the test with its parameters."""
     group: str
-    """One of GROUPS."""
+    """A key of GROUPS."""
     layout: str
-    """Name of the layout."""
     outcome: Outcome
-    """What was seen."""
     detail: str = ""
-    """First line of the failure, or the reason of an expected one."""
+    """First line of the failure, or the reason of an expected failure."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ConformanceRun:
-    """Collected while the run goes on."""
+    """Results of a run of the kit, filled while it runs."""
 
     engine: str
     """As named on the command line."""
     layouts: tuple[str, ...]
-    """Asked for, by name."""
+    """Names of the requested layouts."""
     versions: Mapping[str, str]
-    """Of Python and of the packages that matter, by name."""
+    """Versions of Python, the engine's package and its main dependencies."""
     compute: str = "fp32"
-    """What the engine computed in, where a law did not say."""
+    """Compute dtype of tests that do not set one."""
     results: list[ConformanceResult] = field(default_factory=list)
     """In the order of the run."""
     unclaimed: list[str] = field(default_factory=list)
-    """Laws about capabilities that the engine does not claim."""
+    """Tests of capabilities that the engine does not claim."""
     num_deselected: int = 0
-    """Laws left out by hand."""
+    """Number of tests that options such as -k or --groups left out."""
 
     def count(self, group: str, layout: str, outcome: Outcome) -> int:
-        """Laws of a group in a layout with this outcome."""
+        """Count the tests of a group in a layout with this outcome."""
         return sum(
             f.group == group and f.layout == layout and f.outcome is outcome for f in self.results
         )
 
     def with_outcome(self, outcome: Outcome) -> list[ConformanceResult]:
-        """All with this outcome."""
-        return [finding for finding in self.results if finding.outcome is outcome]
+        """Return the results with this outcome."""
+        return [result for result in self.results if result.outcome is outcome]
 
     @property
     def missing_groups(self) -> list[str]:
-        """Mandatory groups of which no law ran in some layout."""
-        ran = Counter((finding.group, finding.layout) for finding in self.results)
+        """Mandatory groups without any result in some layout."""
+        ran = Counter((result.group, result.layout) for result in self.results)
         return [
             name
             for name, group in GROUPS.items()
@@ -114,28 +110,30 @@ class ConformanceRun:
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
-        broken, expected = (
+        """A sentence without its subject, such as "conforms: 228 tests passed"."""
+        failed, expected = (
             len(self.with_outcome(Outcome.FAILED)),
             len(self.with_outcome(Outcome.EXPECTED_FAILURE)),
         )
-        if broken:
-            return f"does not conform: {broken} of {len(self.results)} laws are broken"
+        if failed:
+            return f"does not conform: {failed} of {len(self.results)} tests failed"
         if self.num_deselected or self.missing_groups:
-            left_out = ", ".join(self.missing_groups) or f"{self.num_deselected} laws"
-            return f"a partial run, from which nothing follows: left out were {left_out}"
+            left_out = ", ".join(self.missing_groups) or f"{self.num_deselected} tests"
+            return f"was tested in part only, which does not show conformance; left out: {left_out}"
         if expected:
-            return f"conforms but for {expected} expected failures among {len(self.results)} laws"
-        return f"conforms: {len(self.results)} laws hold" + (
+            return (
+                f"conforms except for {expected} expected failures among {len(self.results)} tests"
+            )
+        return f"conforms: {len(self.results)} tests passed" + (
             "" if self.compute == "fp32" else f" in {self.compute}"
         )
 
 
 def collect_versions(module: str) -> dict[str, str]:
-    """Python, the contract, the distribution of this module, and what it may stand on."""
+    """Return the versions of Python, the contract, the engine's package and dependencies."""
     found = {"Python": platform.python_version()}
     package = module.partition(".")[0]
-    # Of what is installed in place nobody knows which modules it owns; its entry point says.
+    # The metadata of an editable install does not list its modules; its entry point does.
     points = [
         point for point in entry_points(group=ENGINES) if point.module.partition(".")[0] == package
     ]
@@ -151,7 +149,7 @@ def collect_versions(module: str) -> dict[str, str]:
 
 
 def merge_runs(runs: Iterable[ConformanceRun]) -> list[ConformanceRun]:
-    """Runs of one engine with the same versions, in layouts of their own, as one."""
+    """Merge runs of one engine with the same versions and different layouts."""
     together: list[ConformanceRun] = []
     for run in runs:
         same = [
@@ -171,15 +169,15 @@ def merge_runs(runs: Iterable[ConformanceRun]) -> list[ConformanceRun]:
 
 
 def to_json(run: ConformanceRun) -> str:
-    """To be read by ``from_json``."""
+    """Serialize a run for `from_json`."""
     return json.dumps(asdict(run), indent=1) + "\n"
 
 
 def from_json(text: str) -> ConformanceRun:
-    """What ``to_json`` wrote.
+    """Parse what `to_json` wrote.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: The text has another format.
     """
     try:
         fields = json.loads(text)
@@ -190,5 +188,5 @@ def from_json(text: str) -> ConformanceRun:
         return ConformanceRun(results=results, layouts=tuple(fields.pop("layouts")), **fields)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"expected the findings of a run, as --results writes them, but {error!r}"
+            f"not the results of a run, as --results writes them: {error!r}; run the kit again."
         ) from error

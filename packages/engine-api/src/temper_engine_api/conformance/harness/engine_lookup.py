@@ -1,4 +1,4 @@
-"""Engines by name: an entry point of the group ``temper.engines``, or ``module:Class`` for one that has none yet."""
+"""Find engines by name: an entry point of the group ``temper.engines``, or ``module:Class``."""
 
 from importlib import import_module
 
@@ -8,14 +8,14 @@ from temper_engine_api.errors import EngineNotFoundError
 from temper_engine_api.layout import Layout
 
 MODULE_TABLE = "CONFORMANCE_LAYOUTS"
-"""Attribute of a module that holds the layouts of an engine that was named as ``module:Class``."""
+"""Module attribute with the layouts of an engine given as ``module:Class``."""
 
 
 def load_engine_class(name: str) -> type[BaseEngine]:
-    """The engine class of that name; it is imported.
+    """Import the engine class of that name.
 
     Raises:
-        EngineNotFoundError: there is none, or it is not an engine.
+        EngineNotFoundError: There is none, or it is not an engine.
     """
     module, separator, attribute = name.partition(":")
     if not separator:
@@ -24,20 +24,23 @@ def load_engine_class(name: str) -> type[BaseEngine]:
         found = vars(import_module(module)).get(attribute)
     except ModuleNotFoundError as error:
         raise EngineNotFoundError(
-            f"--engine {name!r} names a module that can't be imported: {error}."
+            f"--engine {name!r} names a module which cannot be imported: {error}."
         ) from error
     if not isinstance(found, type) or not issubclass(found, BaseEngine):
         raise EngineNotFoundError(
-            f"--engine {name!r} names {found!r}, expected a class that derives from temper_engine_api.engine.BaseEngine."
+            f"--engine {name!r} names {found!r}, expected a class that derives from "
+            "temper_engine_api.engine.BaseEngine."
         )
     return found
 
 
 def load_layouts(name: str) -> tuple[Layout, ...]:
-    """The layouts that the engine of that name offers: those of its entry point, or of its module's attribute CONFORMANCE_LAYOUTS.
+    """Return the layouts that an engine offers.
+
+    They are those of its entry point, or of CONFORMANCE_LAYOUTS in its module.
 
     Raises:
-        EngineNotFoundError: what stands there is no table of layouts.
+        EngineNotFoundError: The object found is not a tuple of layouts.
     """
     module, separator, _ = name.partition(":")
     if not separator:

@@ -1,7 +1,8 @@
-"""Jobs that run one update or one forward pass on every rank, and what they bring back: how the kit reads any engine's numbers.
+"""Jobs that measure one update or forward pass on every rank, and their results.
 
-Gradients are read through the portable state: after one unclipped update whose first decay is 0, the first moment is the gradient,
-under Hugging Face names and in full shape, however the engine shards it.
+Gradients are read through the portable state. After one unclipped AdamW update with beta1 = 0 the
+first moment is the gradient, in full shape and under Hugging Face names, however the engine shards
+it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -23,20 +24,21 @@ from temper_engine_api.reduction import count_denominators
 from temper_engine_api.weights import TrainingState
 
 UNLIMITED_TOKENS = 1 << 20
+"""Token limit that no test batch reaches."""
 SEED = 7
-"""Of ``Objective.prepare``."""
+"""Seed of `Objective.prepare`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How a rank's share is cut into micro-batches."""
+    """How a rank's slice is divided into micro-batches."""
 
     name: str
-    """Of the test."""
+    """Id in the test's name."""
     min_micro_batches: int = 1
-    """At least so many; empty ones hold a dummy."""
+    """Minimum number; if there are fewer samples, empty micro-batches get a dummy."""
     is_dynamic: bool = False
-    """Whether the cap of tokens is as low as the longest atom allows."""
+    """True if the token limit is the longest indivisible group."""
 
 
 ONE_MICRO_BATCH = Split(name="one")
@@ -48,38 +50,42 @@ SPLITS = (ONE_MICRO_BATCH, TWO_MICRO_BATCHES, FOUR_MICRO_BATCHES, DYNAMIC)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One update on one rank."""
+    """Measurements of one update on one rank."""
 
     metrics: Mapping[str, Metric]
-    """This rank's part."""
+    """Not merged with those of the other ranks."""
     grad_norm: float
-    """What ``optimizer_step`` returned."""
+    """Return value of `optimizer_step`."""
     report: UpdateReport
-    """What it left behind."""
+    """`engine.last_update` after the step."""
     next_lr: float
-    """What ``lr_scheduler_step`` returned."""
+    """Return value of `lr_scheduler_step`."""
     returns_outputs: bool
-    """Whether this rank's metrics and outputs count."""
+    """True if this rank's metrics and outputs count."""
     outputs: ForwardOutputs | None
-    """What was asked for, if anything."""
+    """The requested head outputs; None if none were requested or another rank returns them."""
     state: Mapping[str, TrainingState]
-    """After the update, by name; on rank 0 only."""
+    """Portable state after the update, by name; empty on ranks other than 0."""
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """By name, where the update was made with ``READ_GRADIENTS``."""
+        """Gradients by name; only valid if the optimizer was READ_GRADIENTS."""
         return {name: state.first_moment for name, state in self.state.items()}
 
     @property
     def masters(self) -> dict[str, Tensor]:
-        """Weights by name."""
+        """Master weights by name."""
         return {name: state.master for name, state in self.state.items()}
 
 
 def rank_slice(
     engine: BaseEngine, batch: SequenceBatch, *, split: Split, objective: Objective | None = None
 ) -> PackedBatch:
-    """This rank's share of a mini-batch that every rank holds whole, cut as asked within what the engine's layout allows."""
+    """Return this rank's part of a mini-batch, divided into micro-batches.
+
+    The plan also satisfies the constraints of the engine's topology. If `objective` is given, its
+    batch statistics are added first.
+    """
     if objective is not None:
         batch = batch.with_columns(objective.prepare(batch, seed=SEED))
     atom_tokens = batch.tokens.new_zeros(batch.num_sequences)
@@ -110,7 +116,14 @@ def run_update(
     outputs: Collection[HeadOutput] = (),
     mark_final: bool = True,
 ) -> Update:
-    """One update from zeroed gradients, one call per share; the last is final unless the step is left to finalise."""
+    """Zero gradients, run one backward call per local batch, then step.
+
+    Args:
+        engine: An engine with a loss.
+        local_batches: Slices of this rank, one per call.
+        outputs: Head outputs to return from the last call.
+        mark_final: Pass `final=True` to the last call. If False, the step must reduce gradients.
+    """
     engine.optimizer_zero_grad()
     with engine.train_mode():
         for number, local_batch in enumerate(local_batches, start=1):
@@ -134,19 +147,19 @@ def run_update(
 
 
 def collect_state(engine: BaseEngine) -> dict[str, TrainingState]:
-    """The portable state by name, in host memory, on rank 0; the others only take part."""
+    """Return the portable state by name, on the CPU; empty on ranks other than 0."""
     state = {entry.name: _on_host(entry) for entry in engine.export_state()}
     return state if engine.topology.global_rank == 0 else {}
 
 
 def collect_weights(engine: BaseEngine) -> dict[str, Tensor]:
-    """Exported weights by name, in host memory, in the order of the stream."""
+    """Return exported weights by name, on the CPU, in stream order."""
     with engine.export_weights() as stream:
         return {name: tensor.cpu() for name, tensor in stream}
 
 
 def _on_host(entry: TrainingState) -> TrainingState:
-    """An engine may give its state where it computes; expected numbers are on the CPU."""
+    """Copy an entry to the CPU, where expected values are computed."""
     return replace(
         entry,
         master=entry.master.cpu(),
@@ -156,7 +169,7 @@ def _on_host(entry: TrainingState) -> TrainingState:
 
 
 def merge_update_metrics(updates: Collection[Update]) -> dict[str, float]:
-    """Metrics of one update over all ranks, as they would be logged."""
+    """Merge the metrics of all ranks, as a trainer logs them."""
     parts = [update.metrics for update in updates if update.returns_outputs]
     return {name: metric.result for name, metric in merge_metrics(parts).items()}
 
@@ -170,7 +183,7 @@ def measure_update(
     split: Split = ONE_MICRO_BATCH,
     outputs: Collection[HeadOutput] = (),
 ) -> Update:
-    """One update of a recipe that leaves weights alone; by default it reads gradients."""
+    """Run one update that leaves weights unchanged; by default it reads gradients."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(objective)
     return run_update(
@@ -186,7 +199,7 @@ def measure_updates(
     batches: Collection[SequenceBatch],
     split: Split = ONE_MICRO_BATCH,
 ) -> list[Update]:
-    """Several updates of a new engine, one per mini-batch."""
+    """Run one update per mini-batch in a new engine."""
     engine = rank.temporary_engine(setup)
     engine.set_loss_fn(objective)
     return [
@@ -203,7 +216,7 @@ def measure_outputs(
     requested_outputs: Collection[HeadOutput],
     split: Split = ONE_MICRO_BATCH,
 ) -> ForwardOutputs:
-    """A forward pass in ``eval_mode``: the outputs of all ranks in the order of the batch, on every rank."""
+    """Run a forward pass in `eval_mode`; return all outputs in batch order on every rank."""
     engine = rank.cached_engine(setup)
     with engine.eval_mode():
         result = engine.forward_backward_batch(
@@ -213,18 +226,18 @@ def measure_outputs(
 
 
 class InjectedError(Exception):
-    """Raised by a body."""
+    """Raised on purpose inside a mode."""
 
 
 def fail_during_training(engine: BaseEngine, local_batch: PackedBatch, *, is_final: bool) -> None:
-    """A backward pass, and then trouble."""
+    """Run a backward pass, then raise inside `train_mode`."""
     with engine.train_mode():
         engine.forward_backward_batch(local_batch, forward_only=False, final=is_final)
         raise InjectedError
 
 
 def train(engine: BaseEngine, batches: Sequence[SequenceBatch]) -> list[Update]:
-    """One update each."""
+    """Run one update per mini-batch."""
     engine.set_loss_fn(ClippedPpoProbe())
     return [
         run_update(engine, [rank_slice(engine, batch, split=ONE_MICRO_BATCH)]) for batch in batches
@@ -234,7 +247,7 @@ def train(engine: BaseEngine, batches: Sequence[SequenceBatch]) -> list[Update]:
 def train_and_save(
     rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], folder: Path, step: int
 ) -> str:
-    """The committed directory, as every rank is told."""
+    """Train a new engine and save; return the step's directory."""
     engine = rank.temporary_engine(setup)
     train(engine, batches)
     return engine.save_checkpoint(str(folder), global_step=step)
@@ -243,7 +256,10 @@ def train_and_save(
 def load_and_train(
     rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], folder: Path
 ) -> list[Update]:
-    """In an engine that has already trained something else, all of which must be forgotten."""
+    """Load a checkpoint into an engine with other weights and moments, then train.
+
+    The updates before loading must leave no trace.
+    """
     engine = rank.temporary_engine(setup)
     train(engine, batches[:1])
     engine.load_checkpoint(str(folder))
@@ -252,7 +268,7 @@ def load_and_train(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What an engine counts."""
+    """Counters of an engine."""
 
     num_updates: int
     num_schedule_steps: int
@@ -262,7 +278,7 @@ class Progress:
 
 
 def read_progress(engine: BaseEngine) -> Progress:
-    """As it stands now."""
+    """Return the engine's counters."""
     return Progress(
         num_updates=engine.num_updates,
         num_schedule_steps=engine.num_schedule_steps,

@@ -1,4 +1,4 @@
-"""What a job sees on a rank: which rank it is, and engines built from recipes, kept for the next job where that is safe."""
+"""Rank and engine setup: what a job gets on each rank, and the engines it can build."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -21,41 +21,42 @@ from temper_engine_api.training_specs import Compute, Dtype
 P = ParamSpec("P")
 T = TypeVar("T")
 Job = Callable[Concatenate["Rank", P], T]
-"""A module-level function that every rank runs: its first argument is the rank, the others travel by pickle."""
+"""A module-level function that every rank runs; its first argument is the rank."""
 
 READ_GRADIENTS = OptimizerSpec(lr=0.0, betas=(0.0, 0.999), weight_decay=0.0, clip_grad_norm=None)
-"""Updates nothing and, with a first decay of 0, leaves exactly the last gradient as first moment: how the kit reads gradients."""
+"""Update no weight and leave the gradient in the first moments, since their decay is 0.
+
+This is how the kit reads the gradients of any engine; see docs/decisions/0002.
+"""
 
 ADAMW = OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, clip_grad_norm=0.5)
-"""Every term of the update is large enough to be missed."""
+"""AdamW with settings under which every term of the update is large enough to be noticed."""
 
 ONE_RANK = default_layout(1)
-"""One rank."""
 
 COLLECTIVE_TIMEOUT_S = 60.0
-"""Longest wait of a collective: a rank that waits in vain fails with its own traceback before the fleet loses patience."""
+"""Timeout of collectives; below the job timeout, so that a rank fails with its own traceback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """How an engine is configured: fields that every engine's configuration has. Hashable, so that built engines can be kept."""
+    """The settings of an engine that all backends share.
+
+    Hashable, so that engines can be cached by their setup.
+    """
 
     model_path: str
-    """Hugging Face directory."""
+    """Hugging Face model directory."""
     model_type: ModelType = "language_model"
-    """The head."""
     optimizer: OptimizerSpec | None = READ_GRADIENTS
-    """See OptimizerSpec."""
+    """None builds an engine that cannot train."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
-    """See ScheduleSpec."""
     compute: Compute | None = None
-    """Of matmuls and activations; None is what the run is held in: fp32, where a wrong number can't hide behind rounding, unless asked."""
+    """Dtype of matmuls and activations; None is the run's, fp32 unless `--compute` is given."""
     parameters: Dtype = "fp32"
-    """Of master weights."""
+    """Dtype of the master weights."""
     residency: ResidencySpec = field(default_factory=ResidencySpec)
-    """See ResidencySpec."""
     lora: LoraSpec = field(default_factory=LoraSpec)
-    """See LoraSpec."""
 
     def build_config(
         self,
@@ -65,7 +66,7 @@ class EngineSetup:
         layout_fields: Mapping[str, Any],
         compute: Compute = "fp32",
     ) -> EngineConfig:
-        """The engine's own configuration class, filled with base fields and those of a layout, which prevail."""
+        """Fill the engine's configuration class; `layout_fields` override the setup's fields."""
         base = EngineConfig(
             model=ModelSpec(path=self.model_path, model_type=self.model_type),
             optimizer=self.optimizer,
@@ -83,7 +84,10 @@ class EngineSetup:
 
 
 class Rank:
-    """One rank of the engine under test, or the oracle in the test's own process."""
+    """One rank of the engine under test, or the oracle in the test's own process.
+
+    Jobs get it as their first argument and build their engines through it.
+    """
 
     def __init__(
         self,
@@ -104,11 +108,11 @@ class Rank:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the process group."""
+        """Number of ranks in the process group."""
         return self.layout.world_size
 
     def cached_engine(self, setup: EngineSetup) -> BaseEngine:
-        """An engine that later jobs will meet again: for jobs that leave its weights as they were."""
+        """Return an engine that later jobs reuse; for jobs that leave its weights unchanged."""
         if setup not in self._cached:
             self._cached[setup] = self._start_engine(setup)
         engine = self._cached[setup]
@@ -116,13 +120,13 @@ class Rank:
         return engine
 
     def temporary_engine(self, setup: EngineSetup) -> BaseEngine:
-        """An engine of this job's own, closed when the job ends."""
+        """Return a new engine, which is closed when the job ends."""
         engine = self._start_engine(setup)
         self._temporary.append(engine)
         return engine
 
     def construct_engine(self, setup: EngineSetup) -> BaseEngine:
-        """Constructed, ``init_model`` not called; never closed."""
+        """Construct an engine without calling `init_model`; it is never closed."""
         config = setup.build_config(
             self.engine_class,
             device=self._device,
@@ -132,12 +136,12 @@ class Rank:
         return self.engine_class(config)
 
     def close_temporary_engines(self) -> None:
-        """At the end of a job."""
+        """Close the engines of a job at its end."""
         while self._temporary:
             self._temporary.pop().close()
 
     def close_all(self) -> None:
-        """At the end of a process group, or after a job that failed."""
+        """Close cached engines too, when the process group ends or a job failed."""
         self.close_temporary_engines()
         while self._cached:
             self._cached.popitem()[1].close()

@@ -1,7 +1,8 @@
-"""Rank processes, started once and kept for the whole session; they serve every layout by joining another process group.
+"""A pool of rank processes that is started once and serves all layouts of a session.
 
-A job is a module-level function; every rank runs it with the same arguments. A rank that raises, dies or hangs is told apart by name;
-after a failure the process group is made anew, and after a death or a hang the processes are.
+A job is a module-level function that every rank runs with the same arguments. The error of a rank
+that raises, dies or hangs names the rank. After a failure the process group is replaced; after a
+death or a hang the processes are replaced too.
 """
 
 import multiprocessing
@@ -27,16 +28,19 @@ from temper_engine_api.layout import Layout
 from temper_engine_api.training_specs import Compute
 
 JOB_TIMEOUT_S = 120.0
-"""Longest a job may take on any rank; the first one waits for the imports of the engine as well."""
+"""Time limit of a job on every rank; the first job also waits for the imports of the engine."""
 GRACE_PERIOD_S = 5.0
-"""How long the other ranks may go on after one has raised."""
+"""Time that the other ranks get to finish after one has raised."""
 
 EXIT_TIMEOUT_S = 2.0
-"""How long a rank may take to leave its process group and exit."""
+"""Time that a rank gets to leave its process group and exit."""
 
 
 class RankFailureError(AssertionError):
-    """A rank raised, died or hung; the message names rank and job. It is the law's failure, so it is an AssertionError."""
+    """A rank raised, died or hung; the message names rank and job.
+
+    An AssertionError, because it is a failure of the test that ran the job.
+    """
 
 
 class RankPool:
@@ -54,9 +58,8 @@ class RankPool:
         self._num_processes = num_processes
         self._folder = folder
         self.device: Literal["cpu", "cuda"] = device
-        """Where engines compute."""
         self.compute: Compute = compute
-        """In what, where a recipe does not say."""
+        """Compute dtype of setups that do not set one."""
         self.job_timeout_s = job_timeout_s
         self._members: list[tuple[BaseProcess, Connection]] = []
         self._num_groups = 0
@@ -66,19 +69,19 @@ class RankPool:
     def run(
         self, job: Job[P, T], *, engine: str, layout: Layout, arguments: dict[str, object]
     ) -> list[T]:
-        """Run a job on as many of the first ranks as the layout has.
+        """Run a job on the first `layout.world_size` ranks.
 
         Args:
-            job: importable by its module and name.
-            engine: name or ``module:Class``.
-            layout: of at most as many ranks as there are processes.
-            arguments: of the job, by name; they travel by pickle.
+            job: Function that can be imported by module and name.
+            engine: Entry point name or ``module:Class``.
+            layout: Needs at most as many ranks as there are processes.
+            arguments: Keyword arguments of the job; they are pickled.
 
         Returns:
-            What each rank returned, in rank order.
+            The return value of each rank, in rank order.
 
         Raises:
-            RankFailureError: a rank raised, died or hung.
+            RankFailureError: A rank raised, died or hung.
         """
         __tracebackhide__ = True
         if not self._members:
@@ -114,8 +117,9 @@ class RankPool:
         context = multiprocessing.get_context("spawn")
         for index in range(self._num_processes):
             local_end, remote_end = context.Pipe()
-            # cuBLAS computes the same bits twice only with a workspace of fixed size, and reads the setting once. Ranks hash differently,
-            # as they do elsewhere, so that a collective inside a loop over a set always meets the wrong one.
+            # cuBLAS is deterministic only with a fixed workspace, and reads the setting once.
+            # Different hash seeds give each rank another order of sets, as in production, so
+            # that a collective inside a loop over a set fails here.
             with _environment(
                 OMP_NUM_THREADS="1",
                 CUBLAS_WORKSPACE_CONFIG=":4096:8",
@@ -145,7 +149,7 @@ class RankPool:
                 connection.send_bytes(message)
             except BrokenPipeError:
                 self._fail(
-                    f"rank {index} was already dead (exit code {process.exitcode}) before {name} began."
+                    f"rank {index} had exited with code {process.exitcode} before {name} started."
                 )
         replies = self._collect(name, members)
         errors = [
@@ -159,14 +163,17 @@ class RankPool:
         return replies
 
     def _leave_group(self) -> None:
-        """All ranks of the last process group at once, also those that the next one does not have."""
+        """Make all ranks of the last process group leave it, also those the next one lacks."""
         __tracebackhide__ = True
         members, self._group_size = self._members[: self._group_size], 0
         if members:
             self._send_to(LeaveRequest(), "leaving the process group", members)
 
     def _rendezvous_for(self, layout: Layout) -> str:
-        """One process group at a time: asking for another layout leaves the one before, and closes its engines."""
+        """Return the rendezvous file of the layout's process group.
+
+        There is one group at a time: a new layout leaves the former group and closes its engines.
+        """
         if layout.name not in self._rendezvous:
             self._num_groups += 1
             self._rendezvous = {
@@ -197,7 +204,7 @@ class RankPool:
     def _receive(self, job: str, index: int) -> JobReply:
         process, connection = self._members[index]
         try:
-            # Both ends are ours: the other one is a process that this one started.
+            # Unpickling is safe: a process that this one started wrote the bytes.
             reply: JobReply = pickle.loads(connection.recv_bytes())  # noqa: S301
         except (EOFError, ConnectionResetError):
             process.join(timeout=EXIT_TIMEOUT_S)
@@ -220,7 +227,7 @@ class RankPool:
                 "after another rank had raised" if lines else f"within {self.job_timeout_s:.0f} s"
             )
             lines.append(
-                f"rank {index} did not answer {job} {after}; it stands at:\n{self._stack_of(index)}"
+                f"rank {index} did not answer {job} {after}. Its stack:\n{self._stack_of(index)}"
             )
         self._fail("\n".join(lines))
 
@@ -229,21 +236,21 @@ class RankPool:
         assert process.pid is not None
         os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.3)
-        return self._stack_file(index).read_text() or "(no stack)"
+        return self._stack_file(index).read_text() or "(no stack available)"
 
     def _stack_file(self, index: int) -> Path:
         return self._folder / f"stack-of-rank-{index}"
 
-    def _fail(self, sentence: str) -> NoReturn:
+    def _fail(self, message: str) -> NoReturn:
         for process, _ in self._members:
             process.kill()
         self.close()
-        raise RankFailureError(f"{sentence}\nThe rank processes are started anew for the next law.")
+        raise RankFailureError(f"{message}\nThe rank processes are restarted for the next test.")
 
 
 @contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """For processes that start inside: they inherit it."""
+    """Set environment variables for processes that are started inside the context."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ |= variables
     try:

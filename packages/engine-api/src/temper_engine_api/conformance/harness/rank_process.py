@@ -1,4 +1,4 @@
-"""The other end of the fleet: a process that joins the process group it is told to, runs jobs in it, and sends back what they return."""
+"""The process of one rank: it joins process groups, runs jobs and returns their results."""
 
 import faulthandler
 import gc
@@ -30,43 +30,44 @@ class JobRequest:
     """One job for one rank."""
 
     engine: str
-    """Name or ``module:Class``."""
+    """Entry point name or ``module:Class``."""
     layout: Layout
-    """Ranks of the process group, and how the engine is configured on them."""
     rendezvous: str
-    """Path of the file through which its ranks meet; another path is another process group."""
+    """File through which the ranks meet; another path means another process group."""
     device: Literal["cpu", "cuda"]
-    """Where the engine computes."""
     compute: Compute
-    """In what, where a job's recipe does not say."""
+    """Compute dtype of setups that do not set one."""
     job: str
     """``module:function``."""
     arguments: Mapping[str, object]
-    """Of the job."""
+    """Keyword arguments of the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveRequest:
-    """Close all engines and leave the process group, which every rank of it is told at once: NCCL ends a group only together."""
+    """Close all engines and leave the process group.
+
+    All ranks of a group get it at once, because NCCL destroys a group only collectively.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobReply:
-    """What came of it."""
+    """Result of one request."""
 
     value: object = None
-    """What the job returned."""
+    """Return value of the job."""
     error: str | None = None
-    """The traceback, if it raised."""
+    """The traceback if the job raised."""
 
 
 def serve_jobs(connection: Connection, *, index: int, stack_file: str) -> None:
-    """Answer requests until the other end is closed.
+    """Run requested jobs until the connection is closed.
 
     Args:
-        connection: requests and replies, pickled.
-        index: this process's rank in any process group that it is part of.
-        stack_file: where the stack goes on SIGUSR1.
+        connection: Pickled requests in, pickled replies out.
+        index: Rank of this process in every process group that it joins.
+        stack_file: File to which SIGUSR1 writes the current stack.
     """
     torch.set_num_threads(1)
     with open(stack_file, "w") as stacks:
@@ -74,7 +75,7 @@ def serve_jobs(connection: Connection, *, index: int, stack_file: str) -> None:
         server = _RankServer(index)
         while True:
             try:
-                # Both ends are ours: the other one is the test session that started this process.
+                # Unpickling is safe: the test session that started this process wrote the bytes.
                 request: JobRequest | LeaveRequest = pickle.loads(connection.recv_bytes())  # noqa: S301
             except EOFError:
                 break
@@ -83,7 +84,7 @@ def serve_jobs(connection: Connection, *, index: int, stack_file: str) -> None:
 
 
 class _ToHost(pickle.Pickler):
-    """Tensors travel in host memory: what they are compared with was computed there."""
+    """Pickle tensors on the CPU, because the expected values are computed there."""
 
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
@@ -98,7 +99,7 @@ def pickle_reply(reply: "JobReply") -> bytes:
 
 
 class _RankServer:
-    """The rank's process group and engines between two requests."""
+    """The rank's process group and its engines, kept between requests."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -106,7 +107,7 @@ class _RankServer:
         self._ranks: dict[str, Rank] = {}
 
     def answer(self, request: JobRequest | LeaveRequest) -> JobReply:
-        """Run the job; an exception of any kind is a reply, so that the session can tell which rank said what."""
+        """Run the job; return exceptions of any kind, so that the session can name the rank."""
         try:
             if isinstance(request, LeaveRequest):
                 self.leave()
@@ -119,7 +120,7 @@ class _RankServer:
                 return JobReply(value=_import_job(request.job)(rank, **request.arguments))
             finally:
                 rank.close_temporary_engines()
-        except BaseException:  # noqa: BLE001  (reported on the other end)
+        except BaseException:  # noqa: BLE001  (the session raises it)
             return JobReply(error=traceback.format_exc())
 
     def leave(self) -> None:
@@ -136,7 +137,7 @@ class _RankServer:
         if self._rendezvous == request.rendezvous:
             return
         self.leave()
-        # As torchrun sets them.
+        # Engines read these variables, as under torchrun.
         os.environ |= {
             "RANK": str(self._index),
             "LOCAL_RANK": str(self._index),
@@ -157,7 +158,8 @@ class _RankServer:
     def _rank(self, request: JobRequest) -> Rank:
         if request.engine not in self._ranks:
             engine = load_engine_class(request.engine)
-            # Modules stay as long as the process: a full collection, such as an engine makes when it is closed, need not look at them.
+            # Imported modules live as long as the process. Freezing them makes the full garbage
+            # collection of each engine's close() faster.
             gc.freeze()
             self._ranks[request.engine] = Rank(
                 engine,

@@ -1,6 +1,7 @@
-"""The training loop of the engine RFC, as users write it, and the functions that it takes.
+"""The training loop of the engine RFC as users write it, and its callables.
 
-Each data-parallel rank brings its own rows of a padded mini-batch; nothing here knows which engine runs.
+The loop does not depend on the engine. Each data-parallel rank passes its own rows of a padded
+mini-batch.
 """
 
 from collections.abc import Mapping
@@ -29,24 +30,23 @@ from temper_engine_api.weights import TrainingState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopResult:
-    """What the loop saw on one rank."""
+    """What the loop measured on one rank."""
 
     dp: Axis
-    """Which of how many data-parallel ranks."""
+    """Data-parallel rank and size."""
     losses: list[float]
-    """As returned, one per mini-batch."""
+    """One per mini-batch."""
     grad_norms: list[float]
-    """As returned."""
     rates: list[float]
-    """As returned by ``lr_scheduler_step``."""
+    """Return values of `lr_scheduler_step`."""
     num_hook_calls: object
-    """What both hooks counted in the context, training and evaluation together."""
+    """Calls of both hooks, in training and evaluation together."""
     seen: Tensor | None
-    """[T] predictions of the first mini-batch in training; None where the rank returns none."""
+    """Predictions [T] of the first mini-batch in training; None if the rank returns none."""
     evaluated: Tensor | None
-    """[T] predictions of the last, forward only."""
+    """Predictions [T] of the last mini-batch, forward only."""
     state: Mapping[str, TrainingState]
-    """At the end, on rank 0."""
+    """Portable state at the end, on rank 0."""
 
 
 def preprocess_fn(batch: RawBatch, ctx: Context) -> tuple[RawBatch, Context]:
@@ -55,7 +55,7 @@ def preprocess_fn(batch: RawBatch, ctx: Context) -> tuple[RawBatch, Context]:
 
 
 def postprocess_fn(predictions: Predictions, ctx: Context) -> tuple[Predictions, Context]:
-    """Count the call, and turn log-probs into costs: the loss sees what this returns."""
+    """Count the call and turn log-probs into costs, which the loss must then receive."""
     return {"cost": -predictions["logprob"]}, _counted(ctx)
 
 
@@ -69,21 +69,21 @@ def _counted(ctx: Context) -> Context:
 def mean_cost(
     data: SequenceBatch, predictions: Predictions, ctx: Context
 ) -> tuple[Tensor, Context]:
-    """The mean over this call's trained tokens: each rank's own."""
+    """Return the mean cost of this rank's trained tokens."""
     return predictions["cost"][data.loss_mask].mean(), ctx
 
 
 @dataclass(frozen=True, slots=True)
 class MeanOfRankMeans:
-    """What ``mean_cost`` comes to over ranks with every n-th row each, for one rank that has all rows."""
+    """Compute on one rank with all rows what `mean_cost` gives over several ranks."""
 
     num_ranks: int
-    """n."""
+    """Rank r has the rows r, r + num_ranks, ..."""
 
     def __call__(
         self, data: SequenceBatch, predictions: Predictions, ctx: Context
     ) -> tuple[Tensor, Context]:
-        """The mean of the ranks' means."""
+        """Return the mean of the ranks' means."""
         row = data.sequence_index % self.num_ranks
         means = [
             predictions["cost"][data.loss_mask & (row == rank)].mean()
@@ -101,7 +101,7 @@ def rfc_loop(
     preprocess_fn: PreprocessFn | None = None,
     postprocess_fn: PostprocessFn | None = None,
 ) -> LoopResult:
-    """The loop; every data-parallel rank takes every n-th row, as a padded mapping."""
+    """Run the loop; rank r of n takes every n-th row, as a padded mapping."""
     engine = rank.temporary_engine(setup)
     dp = engine.topology.dp
     train_loader = [

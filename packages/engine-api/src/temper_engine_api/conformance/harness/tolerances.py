@@ -1,4 +1,4 @@
-"""How near two numbers must be, each with its reason, and the comparison that all laws use."""
+"""Tolerances of the conformance tests, each with its reason, and the comparisons that use them."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,18 +16,17 @@ from temper_engine_api.weights import TrainingState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerance:
-    """Largest distance, as a share of the largest entry of what is expected."""
+    """Largest allowed difference, relative to the largest magnitude of the expected values."""
 
     relative: float
-    """Of the largest magnitude."""
     reason: str
-    """Why so much and not less."""
+    """Why the difference can be this large."""
     relative_bf16: float | None = None
-    """The share where the engine is held to the laws in bf16; None is the same one."""
+    """Value for bf16 compute; None is the same value."""
 
     @property
     def allowed(self) -> float:
-        """The share in what the engine is held to the laws in."""
+        """The value for the compute dtype of the run."""
         return (
             self.relative
             if self.relative_bf16 is None or _COMPUTE.get() != "bf16"
@@ -40,7 +39,7 @@ _COMPUTE: ContextVar[Compute] = ContextVar("compute", default="fp32")
 
 @contextmanager
 def use_tolerances_for(compute: Compute) -> Iterator[None]:
-    """Inside, distances are judged by what the engine computes in."""
+    """Compare with the tolerances of a compute dtype inside the context."""
     token = _COMPUTE.set(compute)
     try:
         yield
@@ -51,10 +50,10 @@ def use_tolerances_for(compute: Compute) -> Iterator[None]:
 EXACT = Tolerance(relative=0.0, reason="the same operations on the same numbers in the same order")
 GRADIENT = Tolerance(
     relative=1e-5,
-    reason="float32 sums over some hundred terms of both signs in another order: roundings of 6e-8 each",
+    reason="float32 sums of hundreds of terms of both signs in another order; 6e-8 per rounding",
     relative_bf16=0.25,
 )
-"""In bf16 the whole gradient is 2 to 4 % off, and the largest entry of a bias, which is what cancellation leaves, 19 %."""
+"""In bf16 the full gradient is 2 to 4 % off, and a bias, whose terms mostly cancel, 19 %."""
 LOGPROB = Tolerance(
     relative=3e-6,
     reason="float32 logits of hidden size 32 through four layers, summed in another order",
@@ -65,33 +64,39 @@ PEAKED = Tolerance(
     reason="as LOGPROB, where a log-sum-exp cancels logits twenty times as large",
     relative_bf16=0.6,
 )
-"""In bf16 logits of 60 are 0.2 off, and the entropy of a distribution with two peaks is what lies between them."""
+"""In bf16 logits of 60 are 0.2 off, which decides the entropy if two tokens are about as likely."""
 LOSS = Tolerance(
     relative=3e-6,
-    reason="float32 sums over micro-batches and four ranks in another order; the oracle's own are up to 5e-7 from a float64 model's, "
-    "and LOGPROB allows each term five times as much",
+    reason="float32 sums over micro-batches and four ranks in another order; the oracle's own "
+    "losses are up to 5e-7 from a float64 model's, and LOGPROB allows each term five times as much",
     relative_bf16=5e-2,
 )
 SAME_PLAN = {
     "cpu": EXACT,
     "cuda": Tolerance(
         relative=1e-6,
-        reason="evaluation answers more positions than training, and CUDA's kernels are chosen by their number",
+        reason="eval computes more positions than training; CUDA kernels depend on their number",
         relative_bf16=5e-2,
     ),
 }
-"""Of log-probs that are computed twice with one plan, by device."""
+"""Tolerance by device for log-probs computed twice with the same plan."""
 LOSS_TERM_SCALE = 1.0
-"""Size of the terms that a loss is the mean of: where they nearly cancel, rounding is a share of them, not of what is left."""
+"""Magnitude of a loss's terms; if they nearly cancel, rounding is relative to them."""
 SMALL_TENSOR_FRACTION = 0.03
-"""Share of the largest gradient below which a tensor's own size no longer counts: that of a key bias is nothing but cancellation."""
+"""Tensors below this fraction of the largest gradient are compared on that scale.
+
+The gradient of a key bias, for example, is what is left after large terms cancel.
+"""
 UPDATE = Tolerance(
     relative=2e-5,
-    reason="AdamW divides by the root of the second moment, which enlarges a gradient's relative error",
+    reason="AdamW divides by the root of the second moment, which amplifies relative errors",
     relative_bf16=0.25,
 )
 BF16_TOTAL_ERROR = 0.1
-"""Of all tensors together, by their norm: single entries are further off, but a factor or a token that is left out shows here."""
+"""Allowed error of all tensors together in bf16, relative to their norm.
+
+Single entries may be further off, but a missing factor or token shows in the total.
+"""
 BF16 = Tolerance(
     relative=5e-2, reason="bf16 keeps 8 bits: 4e-3 an operation, about ten operations deep"
 )
@@ -105,37 +110,45 @@ def assert_close(
     what: str,
     min_scale: float = 0.0,
 ) -> None:
-    """Fail unless every entry is within the tolerance of what is expected; NaN is never close.
+    """Fail unless every entry is within the tolerance; NaN never is.
 
     Args:
-        actual: measured.
-        expected: of the same shape.
-        tolerance: a share of the largest entry expected.
-        what: for the message.
-        at_least: the tolerance is a share of this where the largest entry is smaller.
+        actual: Measured values.
+        expected: Values of the same shape.
+        tolerance: Relative to the largest expected magnitude.
+        what: Name of the values in the message.
+        min_scale: Lower bound of the scale that the tolerance is relative to.
     """
-    have, want = torch.as_tensor(actual).double(), torch.as_tensor(expected).double()
-    assert have.shape == want.shape, (
-        f"{what} has shape {tuple(have.shape)}, expected {tuple(want.shape)}"
+    actual_values, expected_values = (
+        torch.as_tensor(actual).double(),
+        torch.as_tensor(expected).double(),
     )
-    if not want.numel():
+    assert actual_values.shape == expected_values.shape, (
+        f"{what} has shape {tuple(actual_values.shape)}, expected {tuple(expected_values.shape)}"
+    )
+    if not expected_values.numel():
         return
-    scale, distance = max(float(want.abs().max()), min_scale), float((have - want).abs().max())
+    reason = tolerance.reason if tolerance.allowed == tolerance.relative else BF16.reason
+    scale, distance = (
+        max(float(expected_values.abs().max()), min_scale),
+        float((actual_values - expected_values).abs().max()),
+    )
     assert distance <= tolerance.allowed * scale, (
-        f"{what} is off by {distance:.3e}, {distance / scale if scale else float('inf'):.1e} of its scale {scale:.3e}; "
-        f"allowed is {tolerance.allowed:.0e} ({tolerance.reason if tolerance.allowed == tolerance.relative else BF16.reason})"
+        f"{what} differs from the expected values by {distance:.3e}, which is "
+        f"{distance / scale if scale else float('inf'):.1e} of their scale {scale:.3e}; allowed is "
+        f"{tolerance.allowed:.0e} ({reason})"
     )
 
 
 def assert_all_close(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: Tolerance, *, what: str
 ) -> None:
-    """Fail unless both hold the same names and every tensor is within the tolerance; what is expected must not be all zero."""
+    """Compare two mappings of tensors by name; the expected ones must not all be zero."""
     assert actual.keys() == expected.keys(), (
-        f"{what}: names differ by {sorted(actual.keys() ^ expected.keys())}"
+        f"{what}: these names are only in one of the two: {sorted(actual.keys() ^ expected.keys())}"
     )
     largest = max(float(tensor.abs().max()) for tensor in expected.values())
-    assert largest > 0, f"{what}: everything expected is zero"
+    assert largest > 0, f"{what}: all expected values are zero, so the comparison shows nothing"
     for name, tensor in expected.items():
         assert_close(
             actual[name],
@@ -164,9 +177,9 @@ def _norm(tensors: Iterable[Tensor]) -> float:
 def assert_all_equal(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, what: str
 ) -> None:
-    """Fail unless both hold the same names and the same bits."""
+    """Fail unless both mappings have the same names and the same bits."""
     assert actual.keys() == expected.keys(), (
-        f"{what}: names differ by {sorted(actual.keys() ^ expected.keys())}"
+        f"{what}: these names are only in one of the two: {sorted(actual.keys() ^ expected.keys())}"
     )
     unequal = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
     assert not unequal, (
@@ -177,14 +190,15 @@ def assert_all_equal(
 def assert_same_state(
     actual: Mapping[str, TrainingState], expected: Mapping[str, TrainingState]
 ) -> None:
-    """Fail unless both are the same portable state, bit for bit and count for count."""
-    for part in ("master", "first_moment", "second_moment"):
-        read = attrgetter(part)
-        have, want = (
-            {name: read(entry) for name, entry in state.items()} for state in (actual, expected)
+    """Fail unless both portable states are bitwise equal, update counts included."""
+    for field_name in ("master", "first_moment", "second_moment"):
+        get_field = attrgetter(field_name)
+        actual_values, expected_values = (
+            {name: get_field(entry) for name, entry in state.items()}
+            for state in (actual, expected)
         )
-        assert_all_equal(have, want, what=part)
+        assert_all_equal(actual_values, expected_values, what=field_name)
     counts = [
         {name: entry.update_count for name, entry in state.items()} for state in (actual, expected)
     ]
-    assert counts[0] == counts[1], "update counts differ"
+    assert counts[0] == counts[1], f"update counts differ: {counts[0]}, expected {counts[1]}"

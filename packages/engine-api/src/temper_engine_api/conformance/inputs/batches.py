@@ -1,7 +1,7 @@
-"""Seeded mini-batches that are as uneven as real ones, with every column that a probe reads.
+"""Seeded ragged mini-batches with every column that the probe objectives read.
 
-Prompts and responses of many lengths, masks with holes, one sequence that trains nothing, pairs that share an atom and a group, and a
-temperature of its own for every sequence.
+Prompts and responses differ in length, masks have holes, one sequence trains nothing, sequences
+form pairs, and each has its own temperature.
 """
 
 import math
@@ -19,17 +19,20 @@ NUM_REQUESTED_IDS = 3
 _RESPONSE_LENGTHS = (14, 1, 7, 3, 11, 2, 5, 9)
 _TEMPERATURES = (1.0, 0.7, 1.3, 2.0)
 UNTRAINED_SEQUENCE = 5
-"""The sequence of a ragged batch that trains nothing, if it has so many."""
+"""Index of the sequence without trained tokens, in batches that are large enough."""
 _RATIO_CLIPS = (-math.log(0.8), -math.log(1.3))
-"""Where TokenProbe's clips begin, as old log-probs above the model's."""
+"""Old minus new log-prob at which ClippedPpoProbe starts to clip."""
 _VALUE_CLIPS = (-0.2, 0.2)
-"""Where ValueProbe's clip begins, as old values above the model's."""
+"""Old minus new value at which ClippedValueProbe starts to clip."""
 _CLEARANCE = 0.15
-"""No token is nearer to where a clip begins; in bf16 the log-probs of the kit's models are up to 0.12 off."""
+"""Minimum distance of every token from a clip boundary.
+
+bf16 log-probs of the tiny models are up to 0.12 off, so a closer token could cross it by rounding.
+"""
 
 
 def make_ragged_batch(*, num_sequences: int = 8, seed: int = 0) -> SequenceBatch:
-    """Tokens, masks, ids and temperatures; sequences 2 i and 2 i + 1 are a pair."""
+    """Build tokens, masks, ids and temperatures; sequences 2 i and 2 i + 1 are a pair."""
     draw = torch.Generator().manual_seed(seed)
     tokens, masks = [], []
     for b in range(num_sequences):
@@ -55,13 +58,15 @@ def make_ragged_batch(*, num_sequences: int = 8, seed: int = 0) -> SequenceBatch
 def add_training_columns(
     batch: SequenceBatch, *, logprobs: Tensor, values: Tensor | None = None, seed: int = 0
 ) -> SequenceBatch:
-    """The batch with every column that a probe reads, near enough to the policy that clips bite on some tokens and not on others.
+    """Add every column that a probe reads.
+
+    Old log-probs and values are close enough to the model's that only some tokens are clipped.
 
     Args:
-        batch: without columns.
+        batch: A batch without columns.
         logprobs: [T] of the model that will be trained.
-        values: [T] of the value model that will be trained; None where there is none.
-        seed: of the noise.
+        values: [T] of the value model that will be trained; None means zeros.
+        seed: Seed of the noise.
     """
     draw = torch.Generator().manual_seed(1000 + seed)
 
@@ -90,7 +95,10 @@ def add_training_columns(
 
 
 def _clear_of(noise: Tensor, boundaries: Sequence[float]) -> Tensor:
-    """Moved away from where a clip begins, further than bf16 rounds: there a loss has two slopes, and rounding would choose."""
+    """Move noise away from clip boundaries.
+
+    At a boundary the loss has two slopes, and rounding would choose between them.
+    """
     for boundary in boundaries:
         distance = noise - boundary
         noise = torch.where(
@@ -102,5 +110,5 @@ def _clear_of(noise: Tensor, boundaries: Sequence[float]) -> Tensor:
 
 
 def mask_everything(batch: SequenceBatch) -> SequenceBatch:
-    """The same batch with nothing trained."""
+    """Return the batch with an all-False loss mask."""
     return replace(batch, loss_mask=torch.zeros_like(batch.loss_mask))

@@ -1,7 +1,9 @@
-"""Six objectives, one of each kind that an engine can meet, which carry every invariance law.
+"""Probe objectives: one of each kind that an engine must support, used by the invariance tests.
 
-They read what any trainer's objectives read: per-token and per-sequence columns, pairs, answers at given ids, statistics of the whole
-mini-batch, values. B sequences, T tokens, K given ids.
+They cover per-token and per-sequence terms, pairs, log-probs at given ids, statistics over the full
+mini-batch, and values. SftProbe and MicroBatchRecorder serve single tests.
+
+B sequences, T tokens, K given ids.
 """
 
 import math
@@ -33,21 +35,22 @@ _PER_GROUP = Aggregation(mode=AggregationMode.GROUP_MEAN)
 @register_objective("probe_clipped_ppo")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedPpoProbe(Objective):
-    """Clipped PPO with weights per token and, where asked, an entropy bonus.
+    """Clipped PPO with per-token weights and an optional entropy bonus.
 
-    loss_t = -w_t min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t) - c H_t, with r_t = exp(logprobs_t - old_logprobs_t).
+    loss_t = -w_t min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t) - c H_t, with r_t = exp(logprobs_t
+    - old_logprobs_t).
 
-    Source: Schulman et al. 2017, arXiv:1707.06347, equation 7; asymmetric clip: Yu et al. 2025, arXiv:2503.14476.
+    Source: Schulman et al. 2017, arXiv:1707.06347, equation 7; asymmetric clip: Yu et al. 2025,
+    arXiv:2503.14476.
     """
 
     clip_low: float = 0.2
-    """Largest fall of the ratio below 1 that still has a gradient."""
+    """Largest decrease of the ratio below 1 that still has a gradient."""
     clip_high: float = 0.3
-    """Largest rise of the ratio above 1 that still has a gradient."""
+    """Largest increase of the ratio above 1 that still has a gradient."""
     entropy_coefficient: float = 0.0
-    """c; above 0 the entropy is asked for, with gradient."""
+    """c; above 0 the entropy is requested, with gradient."""
     aggregation: Aggregation = field(default_factory=Aggregation)
-    """How its terms are reduced."""
 
     @property
     @override
@@ -78,7 +81,7 @@ class ClippedPpoProbe(Objective):
 @register_objective("probe_gspo")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GspoProbe(Objective):
-    """GSPO: the ratio of a sequence is the geometric mean of its tokens' ratios.
+    """GSPO: a sequence's ratio is the geometric mean of its tokens' ratios.
 
     Source: Zheng et al. 2025, arXiv:2507.18071, equations 5 and 7.
     """
@@ -86,7 +89,6 @@ class GspoProbe(Objective):
     clip: float = 0.1
     """Largest distance of the ratio from 1 that still has a gradient."""
     aggregation: Aggregation = field(default_factory=lambda: _PER_SEQUENCE)
-    """How its terms are reduced."""
 
     @property
     @override
@@ -115,17 +117,16 @@ class GspoProbe(Objective):
 @register_objective("probe_dpo")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DpoProbe(Objective):
-    """DPO: sequences that share an atom are one pair; each of its members carries half of the pair's loss.
+    """DPO on indivisible pairs; each sequence of a pair gets half of the pair's loss.
 
-    loss = -log sigmoid(beta (sum log(pi / ref) of the chosen one - sum log(pi / ref) of the rejected one)).
+    loss = -log sigmoid(beta (sum log(pi / ref) of the chosen - sum log(pi / ref) of the rejected)).
 
     Source: Rafailov et al. 2023, arXiv:2305.18290, equation 7.
     """
 
     beta: float = 0.5
-    """Strength of the pull towards the reference."""
+    """Weight of the KL penalty towards the reference policy."""
     aggregation: Aggregation = field(default_factory=lambda: _PER_GROUP)
-    """How its terms are reduced."""
 
     @property
     @override
@@ -143,8 +144,8 @@ class DpoProbe(Objective):
             batch.loss_mask, head_outputs[HeadOutput.LOGPROB] - batch.columns["ref_logprobs"], 0.0
         )
         sign = torch.where(batch.sequence_columns["is_chosen"], 1.0, -1.0)
-        atoms, pair_of = torch.unique(batch.pack_group_ids, return_inverse=True)
-        margin = log_ratio.new_zeros(atoms.shape[0]).index_add(
+        pairs, pair_of = torch.unique(batch.pack_group_ids, return_inverse=True)
+        margin = log_ratio.new_zeros(pairs.shape[0]).index_add(
             0, pair_of, sign * sum_per_sequence(log_ratio, batch)
         )
         loss = -torch.nn.functional.logsigmoid(self.beta * margin)
@@ -154,15 +155,15 @@ class DpoProbe(Objective):
 @register_objective("probe_distillation")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillationProbe(Objective):
-    """Distillation: forward KL to a teacher on given ids, without the rest of the vocabulary.
+    """Distillation: forward KL to a teacher, over given ids only.
 
-    loss_t = sum_k q_k (log q_k - log p(id_k)), with the teacher's q.
+    loss_t = sum_k q_k (log q_k - log p(id_k)), where q is the teacher's distribution.
 
-    Source: Hinton et al. 2015, arXiv:1503.02531; on K ids as in Gu et al. 2023, arXiv:2306.08543, section 2.
+    Source: Hinton et al. 2015, arXiv:1503.02531; on K ids as in Gu et al. 2023, arXiv:2306.08543,
+    section 2.
     """
 
     aggregation: Aggregation = field(default_factory=Aggregation)
-    """How its terms are reduced."""
 
     @property
     @override
@@ -185,19 +186,19 @@ class DistillationProbe(Objective):
 @register_objective("probe_clip_cov")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipCovProbe(Objective):
-    """Clip-Cov: a random share of the tokens whose covariance of log-prob and advantage is large has no gradient.
+    """Clip-Cov: random tokens with a large covariance of log-prob and advantage get no gradient.
 
-    The covariance is taken over all trained tokens of the mini-batch, so a micro-batch alone could not know it.
+    The covariance is taken over all trained tokens of the mini-batch, so a micro-batch alone could
+    not compute it.
 
     Source: Cui et al. 2025, arXiv:2505.22617, equations 8 to 10.
     """
 
     lower: float = 0.0
-    """Covariance above which a token may be chosen."""
+    """Only tokens with a larger covariance may be dropped."""
     fraction: float = 0.3
-    """Of the trained tokens, how many are chosen at most."""
+    """Largest fraction of the trained tokens to drop."""
     aggregation: Aggregation = field(default_factory=Aggregation)
-    """How its terms are reduced."""
 
     @property
     @override
@@ -238,13 +239,13 @@ class ClipCovProbe(Objective):
 class ClippedValueProbe(Objective):
     """Clipped value loss: 0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2).
 
-    Source: Schulman et al. 2017, arXiv:1707.06347 (its reference implementation); Engstrom et al. 2020, arXiv:2005.12729, section 3.
+    Source: the reference implementation of Schulman et al. 2017, arXiv:1707.06347; Engstrom et al.
+    2020, arXiv:2005.12729, section 3.
     """
 
     clip: float = 0.2
     """eps."""
     aggregation: Aggregation = field(default_factory=Aggregation)
-    """How its terms are reduced."""
 
     @property
     @override
@@ -277,9 +278,9 @@ PROBES: tuple[Objective, ...] = (
 
 
 def _hashed_uniform_noise(batch: SequenceBatch, *, seed: int) -> Tensor:
-    """[T] float64 in [0, 1): a pure function of (seed, sample id, position), whatever the order of the samples.
+    """Return [T] float64 in [0, 1) that depends on (seed, sample id, position) only.
 
-    A multiply-and-shift hash in wrapping 64-bit integers.
+    The order of samples does not matter. A multiply-and-shift hash in wrapping 64-bit integers.
     """
     starts = batch.sequence_starts.long()[:-1]
     position = torch.arange(batch.num_tokens) - starts[batch.sequence_index]
@@ -291,7 +292,7 @@ def _hashed_uniform_noise(batch: SequenceBatch, *, seed: int) -> Tensor:
 
 
 MICRO_BATCH_METRIC = "saw "
-"""Of the metrics that say which micro-batches an objective saw."""
+"""Prefix of the metrics that MicroBatchRecorder returns."""
 
 
 @register_objective("probe_sft")
@@ -300,7 +301,6 @@ class SftProbe(Objective):
     """Supervised fine-tuning: loss_t = -logprobs_t."""
 
     aggregation: Aggregation = field(default_factory=Aggregation)
-    """How its terms are reduced."""
 
     @property
     @override
@@ -315,10 +315,9 @@ class SftProbe(Objective):
 @register_objective("probe_micro_batches")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchRecorder(Objective):
-    """The same loss; every micro-batch that it sees becomes a metric named after the samples in it."""
+    """Return a metric named after the samples of each micro-batch; the loss is SftProbe's."""
 
     aggregation: Aggregation = field(default_factory=Aggregation)
-    """How its terms are reduced."""
 
     @property
     @override
@@ -327,13 +326,13 @@ class MicroBatchRecorder(Objective):
 
     @override
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
-        seen = Metric(value=1.0, reduction="sum")
+        count = Metric(value=1.0, reduction="sum")
         return LossTerms(
             loss=-head_outputs[HeadOutput.LOGPROB],
-            metrics={name_micro_batch_metric(batch.sample_ids): seen},
+            metrics={name_micro_batch_metric(batch.sample_ids): count},
         )
 
 
 def name_micro_batch_metric(sample_ids: Tensor) -> str:
-    """Name of the metric of a micro-batch with these samples, in this order."""
+    """Return the metric name of a micro-batch with these samples, in this order."""
     return MICRO_BATCH_METRIC + ",".join(str(sample) for sample in sample_ids.tolist())

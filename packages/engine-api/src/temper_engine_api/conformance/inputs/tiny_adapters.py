@@ -18,22 +18,26 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyAdapter:
-    """A tiny adapter; no tensor of it is zero, so that losing one shows."""
+    """A tiny adapter; none of its tensors is zero, so that losing one changes the numbers."""
 
     name: str
-    """Of its directory and of the test that uses it."""
+    """Name of its directory and id in test names."""
     model: TinyModel
-    """Of the base."""
+    """The base model."""
     fields: Mapping[str, object] = field(default_factory=dict)
-    """Of peft's LoraConfig, where they differ from rank 4, alpha 6 on all linear layers."""
+    """Fields of PEFT's LoraConfig; defaults are rank 4 and alpha 6 on all linear layers."""
     seed: int = 0
-    """Of its values: one with which no token of a mixture stands so nearly between two experts that rounding sends it to the other."""
+    """Seed of its values.
+
+    Some seeds put a token of a MoE model so close to the boundary between two experts that rounding
+    changes its expert.
+    """
 
 
 def write_adapter(
     adapter: TinyAdapter, base: PreTrainedModel, *, folder: Path, seed: int = 0
 ) -> Path:
-    """Write its two files below a folder, once; a pure function of adapter and seed.
+    """Write the adapter's two files once; they depend on adapter and seed only.
 
     Returns:
         The adapter's directory.
@@ -59,7 +63,8 @@ def _fill(model: nn.Module, *, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             noise = torch.randn(parameter.shape, generator=generator)
-            # Factors about as large as a trained adapter's; what has a value of its own (magnitudes, whole modules) moves around it.
+            # LoRA factors get about the magnitude of a trained adapter's. Other parameters, such as
+            # DoRA magnitudes and `modules_to_save`, start at a meaningful value and are perturbed.
             parameter.copy_(
                 0.15 * noise
                 if ".lora_A." in name or ".lora_B." in name
@@ -68,7 +73,7 @@ def _fill(model: nn.Module, *, generator: torch.Generator) -> None:
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
-    """Both files of a directory."""
+    """Return configuration and tensors of an adapter directory."""
     config: dict[str, object] = json.loads((folder / CONFIG_FILE).read_text())
     return config, load_file(folder / WEIGHTS_FILE)
 
@@ -76,7 +81,7 @@ def read_adapter(folder: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
 def save_adapter(
     config: Mapping[str, object], tensors: Mapping[str, Tensor], *, folder: Path
 ) -> Path:
-    """Both files, as given."""
+    """Write configuration and tensors to a new directory, and return it."""
     folder.mkdir()
     (folder / CONFIG_FILE).write_text(json.dumps(config))
     save_file(

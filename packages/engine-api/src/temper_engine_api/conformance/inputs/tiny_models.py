@@ -1,7 +1,8 @@
-"""Tiny seeded models as Hugging Face directories: small enough for milliseconds, odd enough to find what round numbers hide.
+"""Tiny seeded models as Hugging Face directories: fast, with shapes that make bugs visible.
 
-The vocabulary is a prime, so it is a multiple of nothing; norm weights are not 1 and biases not 0, so that losing one shows; weights
-are large enough that attention matters and that some tokens are far likelier than others.
+The vocabulary size is prime, so it is divisible by no block or rank count. Norm weights are not 1
+and biases are not 0, so losing one changes the numbers. Weights are large enough for attention to
+matter.
 """
 
 import math
@@ -23,7 +24,7 @@ from temper_engine_api.specs import ModelType, Scalar
 
 VOCABULARY = 211
 PADDING = 143
-"""Padding token of a model that has one; twice an input in the first of the ragged mini-batches."""
+"""Padding token of the model that has one; an input twice in the first ragged batch."""
 
 _COMMON: Mapping[str, Scalar] = MappingProxyType(
     {
@@ -35,7 +36,7 @@ _COMMON: Mapping[str, Scalar] = MappingProxyType(
         "num_key_value_heads": 4,
         "head_dim": 8,
         "max_position_embeddings": 256,
-        # The classification head of transformers drops a tenth of its input by default.
+        # By default the classification head has dropout 0.1, which would make runs differ.
         "classifier_dropout": 0.0,
     }
 )
@@ -43,23 +44,23 @@ _COMMON: Mapping[str, Scalar] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyModel:
-    """One tiny model."""
+    """A tiny model: its Hugging Face config and head."""
 
     name: str
-    """Of its directory and of the test that uses it."""
+    """Name of its directory and id in test names."""
     architecture: Mapping[str, Scalar]
-    """Fields of its Hugging Face config that differ from the common ones, ``model_type`` among them."""
+    """Fields of its Hugging Face config, ``model_type`` among them; they override `settings`."""
     model_type: ModelType = "language_model"
-    """Its head."""
     head_scale: float = 1.0
-    """Factor on the language-model head; 20 gives distributions with nearly all mass on one token."""
+    """Factor on the language-model head; 20 puts almost all probability on one token."""
     settings: Mapping[str, Scalar] = field(default_factory=lambda: _COMMON)
-    """The common fields."""
+    """Config fields that all tiny models share."""
 
 
 QWEN2_TIED = TinyModel(
     name="qwen2-tied",
-    # In the batches as an input: its embedding then has the gradient of an output alone.
+    # transformers gives the padding token's embedding no gradient as an input, only as an output.
+    # Batches contain this token, so an engine that treats it otherwise differs.
     architecture={"model_type": "qwen2", "tie_word_embeddings": True, "pad_token_id": PADDING},
 )
 QWEN2_UNTIED = TinyModel(
@@ -94,25 +95,25 @@ OTHER_SHAPES = tuple(
         "wider": {"intermediate_size": 56},
     }.items()
 )
-"""QWEN2_GROUPED with fewer layers, with more, and with other shapes under the same names."""
+"""QWEN2_GROUPED with fewer layers, more layers, and other shapes under the same names."""
 
 EXPERTS: Mapping[str, Scalar] = MappingProxyType(
     {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 )
-"""A mixture of experts; of four, so that each of two ranks has two."""
+"""Config of MoE models; four experts, so that two ranks have two each."""
 
 LANGUAGE_MODELS = (QWEN2_TIED, QWEN2_UNTIED, QWEN2_GROUPED, LLAMA, QWEN3)
 
 
 def with_experts(model: TinyModel) -> TinyModel:
-    """The same with a mixture of experts in each layer, half as wide each as its dense layer."""
+    """Return the model with MoE layers; each expert is half as wide as the dense layer."""
     width = {**model.settings, **model.architecture}["intermediate_size"]
     architecture = {**model.architecture, **EXPERTS, "moe_intermediate_size": int(str(width)) // 2}
     return replace(model, name=f"{model.name}-experts", architecture=architecture)
 
 
 def write_model(model: TinyModel, *, folder: Path, seed: int = 0) -> Path:
-    """Write config and safetensors below a folder, once; weights are a pure function of model and seed.
+    """Write config and safetensors once; the weights depend on model and seed only.
 
     Returns:
         The model's directory.

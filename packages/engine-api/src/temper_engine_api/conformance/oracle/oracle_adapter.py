@@ -1,4 +1,4 @@
-"""The oracle's adapter: peft as its users call it, and seeded adapters as directories in its format."""
+"""The oracle's adapter, built with PEFT."""
 
 import copy
 import json
@@ -18,7 +18,7 @@ from temper_engine_api.weights import WeightEntry, check_weight_entries
 
 
 class OracleAdapter:
-    """An adapter inside a model, by the methods of peft alone."""
+    """An adapter inside a model, implemented with PEFT's public methods only."""
 
     def __init__(self, model: PreTrainedModel, spec: LoraSpec) -> None:
         names = [name for name, _ in model.named_parameters()]
@@ -38,17 +38,17 @@ class OracleAdapter:
         )
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Trained parameters, by their name in a PEFT file."""
+        """Return the trained parameters by their names in a PEFT file."""
         found = get_peft_model_state_dict(self.peft, state_dict=dict(self.peft.named_parameters()))
         return cast(dict[str, nn.Parameter], found)
 
     def iterate_merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights of the whole model with the adapter in them, by Hugging Face name."""
+        """Yield the full model's weights with the adapter merged, by Hugging Face name."""
         merged = copy.deepcopy(self.peft).merge_and_unload()
         yield from ((name, parameter.detach()) for name, parameter in merged.named_parameters())
 
     def base_parameters(self) -> dict[str, nn.Parameter]:
-        """Frozen weights by Hugging Face name."""
+        """Return the frozen weights by Hugging Face name."""
         trained = {id(parameter) for parameter in self.parameters().values()}
         return {
             re.sub(r"(\.base_layer)+\.", ".", name).replace(".original_module.", "."): parameter
@@ -57,19 +57,19 @@ class OracleAdapter:
         }
 
     def disabled(self) -> AbstractContextManager[None]:
-        """The base alone."""
+        """Return a context in which the model computes without the adapter."""
         off: AbstractContextManager[None] = self.peft.disable_adapter()
         return off
 
     def export(self) -> tuple[dict[str, object], dict[str, Tensor]]:
-        """Both files' content."""
+        """Return the contents of both files of a PEFT directory."""
         tensors = {
             name: parameter.detach().clone() for name, parameter in self.parameters().items()
         }
         return to_config_dict(self.peft.peft_config["default"]), tensors
 
     def load(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """Strict both ways."""
+        """Load tensors; reject missing and unknown names and other scales."""
         own_config, trained = to_config_dict(self.peft.peft_config["default"]), self.parameters()
         for key in ("r", "lora_alpha", "use_rslora", "use_dora"):
             if config.get(key, own_config[key]) != own_config[key]:
@@ -85,7 +85,7 @@ class OracleAdapter:
 
 
 def to_config_dict(config: LoraConfig) -> dict[str, object]:
-    """What adapter_config.json holds."""
+    """Return the contents of adapter_config.json."""
     fields = {
         key: sorted(value) if isinstance(value, set) else value
         for key, value in config.to_dict().items()
@@ -116,7 +116,7 @@ def _load_adapter(model: PreTrainedModel, spec: LoraSpec) -> PeftModel:
     config = LoraConfig.from_pretrained(spec.path)
     if config.target_parameters and spec.dropout:
         raise ConfigError(
-            f"lora.dropout is {spec.dropout}, and PEFT has none on tensors of experts."
+            f"lora.dropout is {spec.dropout}, but PEFT has no dropout on experts: set it to 0."
         )
     config.lora_dropout = spec.dropout
     return PeftModel.from_pretrained(model, spec.path, config=config, is_trainable=True)

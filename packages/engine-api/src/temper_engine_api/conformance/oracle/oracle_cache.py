@@ -1,4 +1,7 @@
-"""The oracle's side of every comparison, in the test's own process: models, batches, and what the oracle makes of them, computed once."""
+"""The expected side of every comparison: models, batches and cached results of the oracle.
+
+It runs in the test's own process.
+"""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,40 +29,43 @@ from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine, loa
 from temper_engine_api.objective import HeadOutput, Objective
 from temper_engine_api.specs import LoraSpec
 
-AROUND_EXPERTS = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""What every adapter takes in of a mixture; all linear layers of a dense model."""
+MOE_TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""LoRA targets in MoE models: attention projections only. Dense models use all linear layers."""
 
 
 @dataclass
 class OracleCache:
-    """Caches by what was asked; nothing in it depends on the engine under test."""
+    """Tiny models, batches and the oracle's results, each computed once.
+
+    Nothing in it depends on the engine under test.
+    """
 
     folder: Path
-    """Where models are written."""
+    """Folder in which models and adapters are written."""
     has_experts: bool = False
-    """Whether every model gets a mixture of experts in its layers."""
+    """Whether every model has MoE layers."""
     rank: Rank = field(default_factory=lambda: Rank(OracleEngine))
-    """Holds the oracle."""
+    """The rank that runs the oracle."""
     _batches: dict[tuple[str, int, int], SequenceBatch] = field(default_factory=dict)
     _updates: dict[tuple[EngineSetup, str, int], tuple[Update, SequenceBatch]] = field(
         default_factory=dict
     )
-    """With the batch, so that no other one takes its identity."""
+    """Values keep the batch alive, because its id is part of the key."""
 
     def make_setup(self, model: TinyModel, **fields: Any) -> EngineSetup:
-        """A recipe for one of the tiny models; fields are those of Recipe."""
+        """Return the setup for a tiny model; `fields` are those of EngineSetup."""
         return EngineSetup(
             model_path=str(self.write_model(model)), model_type=model.model_type, **fields
         )
 
     def write_model(self, model: TinyModel, *, seed: int = 0) -> Path:
-        """Where one of the tiny models lies, written when it is first asked for."""
+        """Write a tiny model if it is not there yet, and return its directory."""
         return write_model(
             with_experts(model) if self.has_experts else model, folder=self.folder, seed=seed
         )
 
     def with_experts(self) -> "OracleCache":
-        """Of the same laws with mixtures of experts, in a folder of its own."""
+        """Return a cache whose models have MoE layers, in a subfolder."""
         folder = self.folder / "experts"
         folder.mkdir(exist_ok=True)
         return OracleCache(folder=folder, has_experts=True)
@@ -67,10 +73,10 @@ class OracleCache:
     def make_adapter_setup(
         self, adapter: TinyAdapter, *, seed: int = 0, dropout: float = 0.0, **fields: Any
     ) -> EngineSetup:
-        """A recipe that goes on from one of the tiny adapters; fields are those of Recipe."""
+        """Return a setup that loads a tiny adapter; `fields` are those of EngineSetup."""
         if self.has_experts:
             adapter = replace(
-                adapter, fields={"target_modules": list(AROUND_EXPERTS), **adapter.fields}
+                adapter, fields={"target_modules": list(MOE_TARGET_MODULES), **adapter.fields}
             )
         bare = self.make_setup(adapter.model, **fields)
         path = write_adapter(
@@ -82,17 +88,17 @@ class OracleCache:
         return replace(bare, lora=LoraSpec(path=str(path), dropout=dropout))
 
     def make_lora_spec(self, *, rank: int) -> LoraSpec:
-        """Beside all linear layers, or those around experts."""
+        """Return a new LoRA spec: all linear layers, or attention only in MoE models."""
         return LoraSpec(
             rank=rank,
             alpha=2.0 * rank,
-            target_modules=AROUND_EXPERTS if self.has_experts else "all-linear",
+            target_modules=MOE_TARGET_MODULES if self.has_experts else "all-linear",
         )
 
     def get_batch(
         self, *, num_sequences: int = 8, seed: int = 0, model: TinyModel = QWEN2_GROUPED
     ) -> SequenceBatch:
-        """A ragged mini-batch whose old log-probs and values are near those of the model and of the value model."""
+        """Return a ragged mini-batch with training columns close to the models' outputs."""
         key = (model.name, num_sequences, seed)
         if key not in self._batches:
             bare = make_ragged_batch(num_sequences=num_sequences, seed=seed)
@@ -107,13 +113,13 @@ class OracleCache:
     def get_outputs(
         self, setup: EngineSetup, batch: SequenceBatch, head_output: HeadOutput
     ) -> Tensor:
-        """One column of a forward pass."""
+        """Return one head output of the oracle's forward pass."""
         return measure_outputs(
             self.rank, setup=setup, batch=batch, requested_outputs=[head_output]
         ).columns[head_output]
 
     def get_update(self, setup: EngineSetup, objective: Objective, batch: SequenceBatch) -> Update:
-        """One update over the whole mini-batch in one micro-batch."""
+        """Return the oracle's update on the full mini-batch in one micro-batch."""
         key = (setup, repr(objective), id(batch))
         if key not in self._updates:
             update = measure_update(self.rank, setup=setup, objective=objective, batch=batch)
@@ -121,7 +127,7 @@ class OracleCache:
         return self._updates[key][0]
 
     def run(self, job: Job[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Any job on the oracle."""
+        """Run any job on the oracle."""
         try:
             return job(self.rank, *args, **kwargs)
         finally:
@@ -129,5 +135,5 @@ class OracleCache:
 
 
 def model_with_head_for(objective: Objective) -> TinyModel:
-    """A model with the head that an objective asks."""
+    """Return the tiny model with the head that an objective needs."""
     return VALUE if HeadOutput.VALUE in objective.required_outputs else QWEN2_GROUPED

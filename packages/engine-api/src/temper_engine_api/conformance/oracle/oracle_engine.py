@@ -1,7 +1,8 @@
-"""The oracle: an engine in plain torch, float32, one process, one sequence at a time, written to be read.
+"""The oracle: a complete engine in plain torch, float32, one process, one sequence at a time.
 
-It is what other engines are compared with, so nothing here is fast, packed, chunked, sharded or fused. Given a whole mini-batch it is
-also the reference for any number of data-parallel ranks: a plan for one rank gives the gradients that many must add up to.
+Other engines are compared with it, so it is written to be read: nothing is packed, chunked, sharded
+or fused. Its gradients of a full mini-batch are also the expected sum over any number of data-
+parallel ranks.
 """
 
 import math
@@ -45,7 +46,7 @@ STATE_FILE, ADAPTER_FOLDER = "oracle.pt", "adapter"
 
 
 class OracleEngine(BaseEngine):
-    """Every method the shortest way that is right."""
+    """The reference engine: each method in the simplest form that is correct."""
 
     config_class: ClassVar[type[EngineConfig]] = EngineConfig
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
@@ -71,7 +72,10 @@ class OracleEngine(BaseEngine):
         return Topology()
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained: by Hugging Face name, a tied head once, under the name of the embedding; an adapter's by their PEFT names."""
+        """Return the trained parameters by Hugging Face name, or by PEFT name for an adapter.
+
+        A tied head appears once, under the name of the embedding.
+        """
         return (
             dict(self.model.named_parameters())
             if self.adapter is None
@@ -104,7 +108,7 @@ class OracleEngine(BaseEngine):
     def _compute_outputs(
         self, micro: SequenceBatch, *, requested_outputs: frozenset[HeadOutput], only_trained: bool
     ) -> HeadOutputs:
-        """One sequence after the other, each alone."""
+        """Run the model on one sequence at a time."""
         with self._autocast():
             parts = [
                 compute_sequence_outputs(
@@ -120,10 +124,10 @@ class OracleEngine(BaseEngine):
         return nullcontext()
 
     def _reduce_pending_gradients(self) -> None:
-        """One process: local gradients are the global ones."""
+        """Do nothing: with one process, local gradients are the global ones."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """What backward has added up so far, zeros where nothing arrived."""
+        """Return the gradients accumulated so far; zeros for parameters without one."""
         return {
             name: torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in self.parameters().items()
@@ -153,7 +157,10 @@ class OracleEngine(BaseEngine):
         lr: float,
         spec: OptimizerSpec,
     ) -> None:
-        """AdamW, algorithm 2 of Loshchilov & Hutter 2019, arXiv:1711.05101; vectors are decayed only where the spec says so."""
+        """Apply AdamW, algorithm 2 of Loshchilov & Hutter 2019, arXiv:1711.05101.
+
+        Vectors are decayed only if the spec says so.
+        """
         beta1, beta2 = spec.betas
         self.update_counts[name] += 1
         t = self.update_counts[name]
@@ -201,15 +208,15 @@ class OracleEngine(BaseEngine):
                 targets[name].copy_(tensor)
 
     def _disable_adapter(self) -> AbstractContextManager[None]:
-        assert self.adapter is not None, "the base class refuses it"
+        assert self.adapter is not None, "the base class checks this"
         return self.adapter.disabled()
 
     def _export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
-        assert self.adapter is not None, "the base class refuses it"
+        assert self.adapter is not None, "the base class checks this"
         return self.adapter.export()
 
     def _load_adapter(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        assert self.adapter is not None, "the base class refuses it"
+        assert self.adapter is not None, "the base class checks this"
         self.adapter.load(config, tensors)
 
     def _entries(self) -> list[WeightEntry]:
@@ -282,7 +289,7 @@ class OracleEngine(BaseEngine):
         torch.set_rng_state(state["random"])
 
     def _check_saved(self, masters: Mapping[str, Tensor], *, directory: str) -> None:
-        """Refuse another model's before anything changes."""
+        """Reject another model's checkpoint before anything changes."""
         check_saved_entries(
             self._entries(),
             [_entry(name, tensor) for name, tensor in masters.items()],
@@ -298,24 +305,25 @@ class OracleEngine(BaseEngine):
     def to(
         self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
     ) -> None:
-        """Its device is the CPU: there is nowhere else to go."""
+        """Do nothing: the oracle always computes on the CPU."""
 
     def close(self) -> None:
-        """Drop the model and the moments."""
+        """Drop the model and the optimizer state."""
         del self.model
         self.first_moments, self.second_moments, self.update_counts = {}, {}, {}
 
 
 def load_model(config: EngineConfig) -> PreTrainedModel:
-    """The transformers model of a configuration, float32, eager attention, with the head of its model type.
+    """Load the transformers model in float32 with eager attention and the head of its type.
 
     Raises:
-        ConfigError: trust_remote_code was asked for.
+        ConfigError: `trust_remote_code` is True.
     """
     spec = config.model
     if spec.trust_remote_code:
         raise ConfigError(
-            "model.trust_remote_code is True, but the oracle runs no foreign code: set it to False."
+            "model.trust_remote_code is True, but the oracle does not run third-party code: "
+            "set it to False."
         )
     auto = (
         AutoModelForCausalLM
@@ -348,24 +356,27 @@ def _entry(name: str, tensor: Tensor) -> WeightEntry:
     return WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
 
 
-_PARTS: Mapping[str, tuple[str, ...]] = {
+_EXPERT_MATRICES: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
 }
+"""Tensors that transformers keeps per layer for all experts, and their names in files."""
 
 
 def split_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by their names in files; a joined one as views of its parts, so that writing into those fills it."""
+    """Yield tensors by their names in files; experts as views, so that writes reach the model."""
     for name, tensor in tensors:
         layer, _, kind = name.rpartition(".experts.")
-        if kind not in _PARTS:
+        if kind not in _EXPERT_MATRICES:
             yield name, tensor
             continue
         for number, expert in enumerate(tensor.detach()):
-            for part_name, part in zip(_PARTS[kind], expert.chunk(len(_PARTS[kind])), strict=True):
+            for part_name, part in zip(
+                _EXPERT_MATRICES[kind], expert.chunk(len(_EXPERT_MATRICES[kind])), strict=True
+            ):
                 yield f"{layer}.experts.{number}.{part_name}.weight", part
 
 
 def list_file_names(name: str, tensor: Tensor) -> list[str]:
-    """Of the parts of one tensor."""
+    """Return the names in files of one tensor."""
     return [part_name for part_name, _ in split_experts([(name, tensor)])]

@@ -1,4 +1,4 @@
-"""What the oracle's head answers for one sequence, straight from the definitions, and how the answers of several are joined.
+"""Head outputs of the oracle for one sequence, computed directly from their definitions.
 
 L tokens of one sequence, V vocabulary, K given ids.
 """
@@ -12,13 +12,16 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.objective import LOGPROB_AT_IDS, HeadOutput, HeadOutputs
 
 SCALAR_OUTPUTS = frozenset({HeadOutput.VALUE, HeadOutput.SCORE})
-"""Answered by a value or reward head; all others by the language-model head."""
+"""Outputs of a value or reward head; all others come from the language-model head."""
 
 
 def compute_sequence_outputs(
     model: nn.Module, sequence: SequenceBatch, *, requested_outputs: frozenset[HeadOutput]
 ) -> dict[HeadOutput, Tensor]:
-    """Answers for a batch of exactly one sequence; entry 0 of a per-token answer is 0, because nothing predicts the first token."""
+    """Compute the head outputs of a batch with exactly one sequence.
+
+    Entry 0 of a per-token output is 0, because no position predicts the first token.
+    """
     head_outputs: dict[HeadOutput, Tensor] = {}
     if requested_outputs & SCALAR_OUTPUTS:
         scores = _compute_scores(model, sequence)
@@ -33,7 +36,7 @@ def compute_sequence_outputs(
 
 
 def join_outputs(parts: Sequence[dict[HeadOutput, Tensor]], *, mask: Tensor | None) -> HeadOutputs:
-    """Answers of sequences laid end to end; per-token entries outside the mask [T], if there is one, become 0 without gradient."""
+    """Concatenate the outputs of sequences; per-token entries outside `mask` [T] become 0."""
     columns = {
         head_output: torch.cat([part[head_output] for part in parts]) for head_output in parts[0]
     }
@@ -49,7 +52,7 @@ def join_outputs(parts: Sequence[dict[HeadOutput, Tensor]], *, mask: Tensor | No
 def _language_outputs(
     logits: Tensor, sequence: SequenceBatch, *, with_ids: bool
 ) -> dict[HeadOutput, Tensor]:
-    """From tempered logits [L, V]: row t - 1 speaks of token t."""
+    """Compute outputs from logits [L, V] divided by the temperature; row t - 1 predicts token t."""
     log_distribution = torch.log_softmax(logits, dim=-1)[:-1]
     entropy = -(log_distribution.exp() * log_distribution).sum(-1)
     head_outputs = {
@@ -66,18 +69,21 @@ def _language_outputs(
 
 
 def _shift_to_labels(column: Tensor) -> Tensor:
-    """[L - 1, ...] about tokens 1 to L - 1 as [L, ...] with a 0 in front."""
+    """Turn [L - 1, ...] for tokens 1 to L - 1 into [L, ...] with a 0 in front."""
     return torch.cat([column.new_zeros(1, *column.shape[1:]), column])
 
 
 def _compute_logits(model: nn.Module, sequence: SequenceBatch) -> Tensor:
-    """[L, V] float32."""
+    """Return [L, V] in float32."""
     logits: Tensor = model(**_build_inputs(sequence)).logits[0].float()
     return logits
 
 
 def _compute_scores(model: nn.Module, sequence: SequenceBatch) -> Tensor:
-    """[L] float32: the head's number after each token; its dropout is not ours and is passed by."""
+    """Return the head's number after each token, [L] in float32.
+
+    The head is called directly to skip the dropout of transformers' classification model.
+    """
     backbone: nn.Module = model.get_submodule("model")
     hidden = backbone(**_build_inputs(sequence)).last_hidden_state
     scores: Tensor = model.get_submodule("score")(hidden)[0, :, 0].float()
@@ -85,7 +91,10 @@ def _compute_scores(model: nn.Module, sequence: SequenceBatch) -> Tensor:
 
 
 def _build_inputs(sequence: SequenceBatch) -> dict[str, Tensor | bool]:
-    """The mask is given because transformers, left without one, takes position ids that jump for a pack of several sequences."""
+    """Build the model's arguments.
+
+    Without a mask, transformers guesses packed sequences from jumps in the position ids.
+    """
     return {
         "input_ids": sequence.tokens[None],
         "position_ids": sequence.get_position_ids()[None],

@@ -138,10 +138,10 @@ def test_unshard_restores_the_sharded_batch(
     ids = batch.sample_ids[
         torch.randperm(batch.num_sequences, generator=torch.Generator().manual_seed(1))
     ]
-    for whole, in_given_order in engine_under_test.run(
+    for ascending, in_given_order in engine_under_test.run(
         sharded_and_back, setup=setup, batch=batch, order=ids
     ):
-        assert_same_batch(whole, batch)
+        assert_same_batch(ascending, batch)
         positions = [batch.sample_ids.tolist().index(sample) for sample in ids.tolist()]
         assert_same_batch(in_given_order, batch.select(positions))
 

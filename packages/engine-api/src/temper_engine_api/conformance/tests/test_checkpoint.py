@@ -170,7 +170,7 @@ def test_failed_background_save_raises_on_every_rank(
 def train_until_error(
     rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], folder: Path
 ) -> tuple[str, int]:
-    """Return the message that `optimizer_step` raises, and the updates made after calling it again."""
+    """Return the message `optimizer_step` raises, and the updates made after a retry."""
     engine = rank.temporary_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     engine.save_checkpoint(str(folder), global_step=1, in_background=True)

@@ -164,9 +164,9 @@ def update_in_two_calls(
     """Train on the first two pairs, then on the rest, with the denominators of the full batch."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(objective)
-    whole = batch.with_columns(objective.prepare(batch, seed=7))
-    denominators = rank_slice(engine, whole, split=ONE_MICRO_BATCH).denominators
-    halves = [whole.select(range(4)), whole.select(range(4, batch.num_sequences))]
+    prepared = batch.with_columns(objective.prepare(batch, seed=7))
+    denominators = rank_slice(engine, prepared, split=ONE_MICRO_BATCH).denominators
+    halves = [prepared.select(range(4)), prepared.select(range(4, batch.num_sequences))]
     local_batches = [
         replace(rank_slice(engine, half, split=ONE_MICRO_BATCH), denominators=denominators)
         for half in halves

@@ -101,16 +101,19 @@ def test_packed_sequence_equals_unpacked(
         measure_outputs, setup=setup, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
     )[0]
     for b in range(0, batch.num_sequences, 3):
-        alone = engine_under_test.run(
+        unpacked = engine_under_test.run(
             measure_outputs,
             setup=setup,
             batch=batch.select([b]),
             requested_outputs=[HeadOutput.LOGPROB],
         )[0]
         first, last = batch.sequence_starts[b : b + 2].tolist()
-        inside = packed.columns[HeadOutput.LOGPROB][first:last]
+        packed_slice = packed.columns[HeadOutput.LOGPROB][first:last]
         assert_close(
-            inside, alone.columns[HeadOutput.LOGPROB], LOGPROB, what=f"log-probs of sequence {b}"
+            packed_slice,
+            unpacked.columns[HeadOutput.LOGPROB],
+            LOGPROB,
+            what=f"log-probs of sequence {b}",
         )
 
 
@@ -190,13 +193,13 @@ def test_requesting_entropy_does_not_change_logprobs(
 ) -> None:
     """Log-probs are bitwise equal with and without entropy and log-sum-exp in the same call."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
-    alone, together = (
+    without_entropy, with_entropy = (
         engine_under_test.run(
             measure_outputs, setup=setup, batch=batch, requested_outputs=requested_outputs
         )[0].columns[HeadOutput.LOGPROB]
         for requested_outputs in ([HeadOutput.LOGPROB], LANGUAGE_OUTPUTS)
     )
-    assert_close(together, alone, EXACT, what="log-probs")
+    assert_close(with_entropy, without_entropy, EXACT, what="log-probs")
 
 
 @pytest.mark.bitwise
@@ -306,9 +309,9 @@ def test_one_token_sequences_are_accepted(
 ) -> None:
     """Sequences of a single token give log-prob 0 and no error."""
     setup = oracle.make_setup(QWEN2_GROUPED)
-    whole = oracle.get_batch()
+    batch = oracle.get_batch()
     single = SequenceBatch(
-        tokens=whole.tokens[:2],
+        tokens=batch.tokens[:2],
         sequence_starts=torch.tensor([0, 1, 2], dtype=torch.int32),
         loss_mask=torch.zeros(2, dtype=torch.bool),
         sample_ids=torch.tensor([5, 6]),

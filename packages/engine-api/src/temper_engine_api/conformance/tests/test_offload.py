@@ -191,7 +191,7 @@ def test_manual_moves_change_no_number(
 def update_after_moves(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
 ) -> tuple[Update, Update]:
-    """Update two engines twice; move the first one in between and leave its optimizer on the CPU."""
+    """Update two engines twice; move the first in between, and leave its optimizer on the CPU."""
     moved, unmoved = rank.temporary_engine(setup), rank.temporary_engine(setup)
     for engine in (moved, unmoved):
         engine.set_loss_fn(ClippedPpoProbe())

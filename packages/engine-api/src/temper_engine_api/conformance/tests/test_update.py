@@ -277,7 +277,7 @@ def test_too_many_skips_in_a_row_stop_the_run(
 def skip_until_error(
     rank: Rank, *, setup: EngineSetup, good: SequenceBatch, bad: SequenceBatch
 ) -> int:
-    """Skip twice, do a good update, then skip until the engine raises; return that number of skips."""
+    """Skip twice, update, then skip until the engine raises; return that number of skips."""
     engine = rank.temporary_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     for batch in (bad, bad, good):
@@ -298,7 +298,7 @@ def skip_until_error(
 def test_zeroed_gradients_stay_zero(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """`optimizer_zero_grad` drops local and reduced gradients for the next update."""
+    """After `optimizer_zero_grad`, an update sees no earlier gradient, local or reduced."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     update = engine_under_test.run(
@@ -310,7 +310,7 @@ def test_zeroed_gradients_stay_zero(
 def update_after_a_dropped_one(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, dropped: SequenceBatch
 ) -> Update:
-    """Compute and drop the gradients of one batch, reduced and not, then train on another one."""
+    """Drop gradients of one batch, reduced and not, then train on another one."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     for is_final in (False, True):

@@ -26,7 +26,7 @@ from temper_engine_api.objective import HeadOutput
 
 @pytest.mark.if_claimed(Capability.VALUE_MODEL)
 def test_values_match_oracle(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
-    """Every split gives the oracle's values; the value at t is that of the state before tokens[t]."""
+    """Every split gives the oracle's values; V at t is the state's before tokens[t]."""
     setup, batch = oracle.make_setup(VALUE), oracle.get_batch()
     expected = oracle.get_outputs(setup, batch, HeadOutput.VALUE)
     for split in SPLITS:
@@ -46,7 +46,7 @@ def test_values_match_oracle(engine_under_test: EngineUnderTest, oracle: OracleC
 def test_value_does_not_depend_on_its_own_token(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Changing the last token does not change its value: the value at t sees only tokens[:t]."""
+    """Changing the last token does not change its value: V at t sees tokens[:t]."""
     setup, batch = oracle.make_setup(VALUE), oracle.get_batch(num_sequences=2).select([0])
     changed = batch.tokens.clone()
     changed[-1] = (changed[-1] + 1) % VOCABULARY
