@@ -9,8 +9,11 @@ MODULES = (
     "batching.samples",
     "batching.step_plan",
     "checkpoint.checkpoint_messages",
+    "loops.seeds",
+    "loops.staleness",
     "metrics.run_files",
     "metrics.terminal",
+    "progress",
 )
 
 

@@ -508,8 +508,8 @@ class CaseRunner:
 
     def _count_repeated(self, start: Start, *, before: int, may_repeat: int) -> None:
         output = start.output()
-        if "going on from step " in output:
-            resumed = int(output.split("going on from step ")[1].split()[0])
+        if "continuing from step " in output:
+            resumed = int(output.split("continuing from step ")[1].split()[0])
         elif "rl 1/" in output:
             resumed = 0
         else:

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from temper_engine_api.errors import BatchError
-from temper_trainer.loops import RunResult
-from temper_trainer.loops import asynchronous as asynchronous_page
+from temper_trainer.loops import RunResult, pipelined_loops
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
@@ -100,7 +99,7 @@ def test_an_error_of_the_sampling_thread_ends_the_run(
     def breaks(*given: object, **named: object) -> None:
         raise BatchError("no such luck")
 
-    monkeypatch.setattr(asynchronous_page, "collect", breaks)
+    monkeypatch.setattr(pipelined_loops, "sample_step", breaks)
     with pytest.raises(BatchError, match="no such luck"):
         run(tmp_path / "run", *ASYNC)
     assert "sampling" not in {thread.name for thread in threading.enumerate()}

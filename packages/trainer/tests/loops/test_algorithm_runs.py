@@ -73,7 +73,7 @@ def test_gdpo_which_would_lose_an_environments_reward_says_so(run: Run, tmp_path
     environment = "environment={name: 'temper_trainer_test_rewards:Fee', call_end: '=', max_turns: 1, arguments: {fee: 0.5}}"
     with pytest.raises(
         ConfigError,
-        match=r"gdpo learns from reward\.components alone.*gave rewards of its own, 0\.5 for example",
+        match=r"gdpo uses only reward\.components.*gave a reward \(0\.5\)",
     ):
         run(tmp_path / "run", *SHORT, *parts, environment)
 

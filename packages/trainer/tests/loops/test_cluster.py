@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from temper_trainer.loops import RunResult
-from temper_trainer.loops import step as step_page
-from temper_trainer.loops.rooms import Rooms
-from temper_trainer.loops.step import StepResult, rl_step
+from temper_trainer.loops.rl_step import StepResult, SyncLoop
 from temper_trainer.runtime.worker_group import WorkerError
+
+run_step = SyncLoop.run_step
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
@@ -57,15 +57,15 @@ def test_roles_on_different_nodes_give_the_numbers_of_one_process(
 def test_a_lost_node_is_named_and_the_run_goes_on_from_its_checkpoint(
     run: Run, rows: Rows, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def step_that_loses_a_node(rooms: Rooms, *, step: int, **given: object) -> StepResult:
+    def step_that_loses_a_node(loop: SyncLoop, *, step: int, **given: object) -> StepResult:
         if step == 3:
             (other,) = cluster.worker_nodes
             cluster.remove_node(other, allow_graceful=False)
-        return rl_step(rooms, step=step, **given)  # type: ignore[arg-type]
+        return run_step(loop, step=step, **given)  # type: ignore[arg-type]
 
     # Steps are short, and Ray may notice the loss only after the one in which it happens.
     lean = [*LEAN, "run.total_steps=30"]
-    monkeypatch.setattr(step_page, "rl_step", step_that_loses_a_node)
+    monkeypatch.setattr(SyncLoop, "run_step", step_that_loses_a_node)
     with pytest.raises(WorkerError, match=r"(?s)died.*run\.resume=auto"):
         run(tmp_path / "lost", *lean, *APART, "run.save_every=1", "runtime.worker_timeout_s=120")
     monkeypatch.undo()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_trainer.loops.credits import CreditAccount, Credits
+from temper_trainer.loops.staleness import CreditAccount, Credits
 
 NUM_BATCHES = 40
 
@@ -19,28 +19,28 @@ def play(max_staleness: int, *, samplers: int, seed: int, slow: int | None = Non
     begun_at: dict[int, int] = {}
     open_batches: set[int] = set()
     staleness: list[int] = []
-    while account.trained < NUM_BATCHES:
+    while account.num_trained < NUM_BATCHES:
         events: list[tuple[str, int]] = []
-        if account.may_begin and len(open_batches) < samplers and account.begun < NUM_BATCHES:
-            events.append(("begin", account.begun))
+        if account.can_start and len(open_batches) < samplers and account.num_started < NUM_BATCHES:
+            events.append(("begin", account.num_started))
         events += [("finish", batch) for batch in sorted(open_batches) if batch != slow]
-        if account.may_train:
-            events.append(("train", account.trained))
+        if account.can_train:
+            events.append(("train", account.num_trained))
         if not events:
             assert slow in open_batches, f"deadlock: nothing can happen in {account}"
             events = [("finish", slow)]
         kind, batch = choose.choice(events)
         if kind == "begin":
-            begun_at[batch] = account.trained
+            begun_at[batch] = account.num_trained
             open_batches.add(batch)
-            account = account.begin()
+            account = account.start()
         elif kind == "finish":
             open_batches.remove(batch)
             account = account.finish(batch)
         else:
-            staleness.append(account.trained - begun_at[batch])
+            staleness.append(account.num_trained - begun_at[batch])
             account = account.train()
-        assert account.begun - account.trained <= max_staleness + 1
+        assert account.num_started - account.num_trained <= max_staleness + 1
     return staleness
 
 
@@ -60,15 +60,15 @@ def test_a_batch_that_takes_longest_is_never_starved_or_overtaken(slow: int, see
 
 
 def test_without_staleness_a_batch_waits_for_the_update_before_it() -> None:
-    account = Credits(max_staleness=0).begin()
-    assert not account.may_begin
-    assert account.finish(0).train().may_begin
+    account = Credits(max_staleness=0).start()
+    assert not account.can_start
+    assert account.finish(0).train().can_start
 
 
 def test_training_waits_for_the_next_batch_in_order() -> None:
-    account = Credits(max_staleness=1).begin().begin().finish(1)
-    assert not account.may_train
-    assert account.finish(0).may_train
+    account = Credits(max_staleness=1).start().start().finish(1)
+    assert not account.can_train
+    assert account.finish(0).can_train
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
@@ -78,7 +78,7 @@ def test_threads_see_the_same_account(max_staleness: int) -> None:
     sampled = threading.Semaphore(0)
 
     def sample() -> None:
-        while (batch := account.wait_to_begin()) is not None:
+        while (batch := account.wait_to_start()) is not None:
             seen.append(batch)
             account.finish(batch)
             sampled.release()

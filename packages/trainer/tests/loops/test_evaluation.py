@@ -7,7 +7,7 @@ import pytest
 
 from temper_trainer.data.rows import ChatMessage, Row
 from temper_trainer.loops import RunResult
-from temper_trainer.loops.evaluation import trained_among
+from temper_trainer.loops.evaluation import count_trained_prompts
 from temper_trainer.types import Prompt
 
 Run = Callable[..., RunResult]
@@ -78,5 +78,5 @@ def test_questions_are_the_same_whatever_their_white_space_but_not_their_roles()
     ]
     trained = [row(0, " 2 +\n2?"), row(1, (ask,))]
     # Of the rows 0, 2 and 4, which are trained on, the last was dropped for its length; 1 and 3 are new.
-    assert trained_among([prompt(i) for i in range(4)], rows=held_out, trained=trained) == 2
-    assert trained_among([prompt(i) for i in range(4)], rows=held_out, trained=[]) == 0
+    assert count_trained_prompts([prompt(i) for i in range(4)], rows=held_out, trained=trained) == 2
+    assert count_trained_prompts([prompt(i) for i in range(4)], rows=held_out, trained=[]) == 0

@@ -10,18 +10,18 @@ from temper_trainer.config.data import TokenizerConfig
 from temper_trainer.config.run import RunConfig
 from temper_trainer.config_loading import load
 from temper_trainer.loops import train
-from temper_trainer.loops.folder import open_folder
+from temper_trainer.loops.run_folder import open_run_folder
 
 
 def test_files_in_the_folder_of_a_start_that_failed_are_renamed_and_never_deleted(
     tmp_path: Path,
 ) -> None:
     run = RunConfig(dir=str(tmp_path))
-    open_folder(run)
+    open_run_folder(run)
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "MY_NOTES.txt").write_text("mine")
     (tmp_path / "config.yaml").write_text("mine")
-    open_folder(run)
+    open_run_folder(run)
     assert not (tmp_path / "tokenizer").exists()
     assert (tmp_path / "tokenizer.superseded-1" / "MY_NOTES.txt").read_text() == "mine"
     assert (tmp_path / "config.superseded-1.yaml").read_text() == "mine"
@@ -52,6 +52,6 @@ def test_checkpoints_that_are_no_folder_are_refused_at_the_start(
         (tmp_path / "checkpoints").touch()
     with pytest.raises(
         ConfigError,
-        match=r"checkpoints is (a file|a link to nothing).*(rename|remove)|already holds a run",
+        match=r"checkpoints is (a file|a broken link).*(rename|remove)|already holds a run",
     ):
-        open_folder(RunConfig(dir=str(tmp_path), resume=resume))
+        open_run_folder(RunConfig(dir=str(tmp_path), resume=resume))

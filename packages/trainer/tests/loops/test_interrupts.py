@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from temper_trainer.loops.interrupts import RunStopped, StopRequest, abandonable_late
+from temper_trainer.loops.interrupts import StopRequest, WorkAbandoned, allow_late_abandon
 
 GRACE_S = 60.0
 
@@ -23,7 +23,7 @@ def receive(number: signal.Signals) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_work_that_may_be_abandoned_at_once(number: signal.Signals) -> None:
     with StopRequest(grace_s=GRACE_S) as stop:
-        with pytest.raises(RunStopped):
+        with pytest.raises(WorkAbandoned):
             receive(number)
         assert stop.requested == number
 
@@ -32,30 +32,30 @@ def test_deferred_work_is_finished_and_then_stopped() -> None:
     done = []
 
     def work(stop: StopRequest) -> None:
-        with stop.deferred():
+        with stop.defer():
             receive(signal.SIGTERM)
             done.append(stop.is_set)
         done.append(False)
 
-    with StopRequest(grace_s=GRACE_S) as stop, pytest.raises(RunStopped):
+    with StopRequest(grace_s=GRACE_S) as stop, pytest.raises(WorkAbandoned):
         work(stop)
     assert done == [True]
 
 
 def test_nothing_is_begun_after_a_signal() -> None:
-    with StopRequest(grace_s=GRACE_S) as stop, stop.deferred():
+    with StopRequest(grace_s=GRACE_S) as stop, stop.defer():
         receive(signal.SIGTERM)
-        with pytest.raises(RunStopped), stop.abandonable():
+        with pytest.raises(WorkAbandoned), stop.allow_abandon():
             pytest.fail("the body began")
 
 
 def test_a_step_is_interrupted_in_a_blocking_call_after_half_of_the_grace() -> None:
     called = []
-    with StopRequest(grace_s=1.0) as stop, stop.deferred():
+    with StopRequest(grace_s=1.0) as stop, stop.defer():
         stop.on_late = lambda: called.append(threading.current_thread().name)
         begin = time.monotonic()
         receive(signal.SIGTERM)
-        with pytest.raises(RunStopped), abandonable_late():
+        with pytest.raises(WorkAbandoned), allow_late_abandon():
             threading.Event().wait(30)
         assert 0.5 <= time.monotonic() - begin < 5
         time.sleep(0.1)
@@ -71,7 +71,7 @@ def test_a_second_ctrl_c_acts_as_usual_and_a_second_sigterm_does_nothing() -> No
 
     before = signal.signal(signal.SIGINT, usual)
     try:
-        with StopRequest(grace_s=GRACE_S) as stop, stop.deferred():
+        with StopRequest(grace_s=GRACE_S) as stop, stop.defer():
             receive(signal.SIGINT)
             receive(signal.SIGTERM)
             with pytest.raises(StoppedError):
@@ -87,7 +87,7 @@ def test_handlers_of_another_library_are_replaced_and_given_back() -> None:
     with StopRequest(grace_s=GRACE_S) as stop:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stop.install()
-        with pytest.raises(RunStopped):
+        with pytest.raises(WorkAbandoned):
             receive(signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -95,7 +95,7 @@ def test_handlers_of_another_library_are_replaced_and_given_back() -> None:
 PROGRAM = """
 import time
 from temper_trainer.loops.interrupts import StopRequest
-with StopRequest(grace_s=1.0) as stop, stop.deferred():
+with StopRequest(grace_s=1.0) as stop, stop.defer():
     print("ready", flush=True)
     {work}
 """

@@ -10,7 +10,7 @@ from temper_engine_api.specs import ScheduleSpec
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading import load
 from temper_trainer.data.rows import DataError
-from temper_trainer.loops.length import with_length
+from temper_trainer.loops.run_setup import with_run_length
 
 
 def composed(*overrides: str) -> TrainerConfig:
@@ -18,7 +18,7 @@ def composed(*overrides: str) -> TrainerConfig:
 
 
 def test_an_epoch_is_as_many_steps_as_it_holds_whole_ones() -> None:
-    config = with_length(
+    config = with_run_length(
         composed("run.total_epochs=3", "batching.prompts_per_step=32"), num_problems=100
     )
     assert config.run.total_steps == 9  # 3 passes of 100 // 32 = 3 steps
@@ -27,9 +27,11 @@ def test_an_epoch_is_as_many_steps_as_it_holds_whole_ones() -> None:
 
 def test_a_pass_that_holds_no_step_is_refused() -> None:
     with pytest.raises(
-        DataError, match=r"hold 7 problems, less than a step of batching\.prompts_per_step = 32"
+        DataError, match=r"has 7 problems, less than a step of batching\.prompts_per_step = 32"
     ):
-        with_length(composed("run.total_epochs=3", "batching.prompts_per_step=32"), num_problems=7)
+        with_run_length(
+            composed("run.total_epochs=3", "batching.prompts_per_step=32"), num_problems=7
+        )
 
 
 def test_a_schedule_of_length_0_is_as_long_as_the_run_in_its_own_unit() -> None:
@@ -39,9 +41,9 @@ def test_a_schedule_of_length_0_is_as_long_as_the_run_in_its_own_unit() -> None:
         "run.total_epochs=2",
     )
     two_updates = ("batching.prompts_per_step=10", "batching.num_mini_batches=2")
-    by_update = with_length(composed(*asked, *two_updates), num_problems=50)
+    by_update = with_run_length(composed(*asked, *two_updates), num_problems=50)
     assert by_update.actor.engine.schedule.total_steps == 20  # 2 passes x 5 steps x 2 updates
-    by_step = with_length(
+    by_step = with_run_length(
         composed(*asked, *two_updates, "actor.engine.schedule.advance=rl_step"), num_problems=50
     )
     assert by_step.actor.engine.schedule.total_steps == 10
@@ -53,7 +55,7 @@ def test_a_schedule_with_a_length_of_its_own_keeps_it() -> None:
         "actor.engine.schedule.total_steps=7",
         "run.total_epochs=2",
     )
-    assert with_length(config, num_problems=64).actor.engine.schedule.total_steps == 7
+    assert with_run_length(config, num_problems=64).actor.engine.schedule.total_steps == 7
 
 
 def test_an_unfilled_length_never_trains() -> None:

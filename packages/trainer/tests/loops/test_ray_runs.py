@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from temper_trainer.loops import RunResult
-from temper_trainer.loops import step as step_page
-from temper_trainer.loops.rooms import Rooms
-from temper_trainer.loops.step import StepResult, rl_step
+from temper_trainer.loops.rl_step import StepResult, SyncLoop
 from temper_trainer.runtime.engine_teacher import EngineTeacher
 from temper_trainer.runtime.worker_group import WorkerError
+
+run_step = SyncLoop.run_step
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
 pytestmark = pytest.mark.ray
@@ -125,8 +125,8 @@ def test_stages_and_split_matrices_of_the_megatron_engine_train_like_one_fsdp_ra
 def test_a_rank_killed_in_the_middle_of_an_update_is_named_and_one_rank_goes_on_like_a_whole_run(
     run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def step_that_loses_a_rank(rooms: Rooms, *, step: int, **given: object) -> StepResult:
-        actor = rooms.roles["actor"]
+    def step_that_loses_a_rank(loop: SyncLoop, *, step: int, **given: object) -> StepResult:
+        actor = loop.components.roles["actor"]
         if step == 3:
             victim, update = actor.run(process_id, [(), ()])[1], actor.update
 
@@ -137,10 +137,10 @@ def test_a_rank_killed_in_the_middle_of_an_update_is_named_and_one_rank_goes_on_
                 return update(*arguments, **more)  # type: ignore[arg-type]
 
             monkeypatch.setattr(actor, "update", update_that_loses_a_rank)
-        return rl_step(rooms, step=step, **given)  # type: ignore[arg-type]
+        return run_step(loop, step=step, **given)  # type: ignore[arg-type]
 
     kept = (*ON_RAY, "run.save_every=1", "data.eval=null", "run.save_model=false")
-    monkeypatch.setattr(step_page, "rl_step", step_that_loses_a_rank)
+    monkeypatch.setattr(SyncLoop, "run_step", step_that_loses_a_rank)
     with pytest.raises(
         WorkerError,
         match=r"(?s)actor: TrainingWorker\.update: the worker of rank 1 died.*run\.resume=auto",
@@ -180,16 +180,16 @@ TAUGHT = (
 def test_a_teacher_on_an_engine_whose_process_is_killed_is_named_and_the_step_before_is_saved(
     run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def step_that_loses_the_teacher(rooms: Rooms, *, step: int, **given: object) -> StepResult:
-        assert rooms.teachers is not None
-        teacher = rooms.teachers.teachers["t"]
+    def step_that_loses_the_teacher(loop: SyncLoop, *, step: int, **given: object) -> StepResult:
+        assert loop.components.teachers is not None
+        teacher = loop.components.teachers.teachers["t"]
         assert isinstance(teacher, EngineTeacher)
         if step == 3:
             (victim,) = teacher._replicas[0].run(process_id, [()])
             os.kill(victim, signal.SIGKILL)
-        return rl_step(rooms, step=step, **given)  # type: ignore[arg-type]
+        return run_step(loop, step=step, **given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(step_page, "rl_step", step_that_loses_the_teacher)
+    monkeypatch.setattr(SyncLoop, "run_step", step_that_loses_the_teacher)
     with pytest.raises(WorkerError, match=r"teacher\.t\.0: .*the worker of rank 0 died"):
         run(tmp_path / "killed", *TAUGHT)
     monkeypatch.undo()

@@ -9,12 +9,12 @@ from transformers import AutoModelForTokenClassification
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.loops import RunResult
-from temper_trainer.loops import step as step_page
-from temper_trainer.loops.rooms import Rooms
-from temper_trainer.loops.step import StepResult, rl_step
+from temper_trainer.loops.rl_step import StepResult, SyncLoop
 from temper_trainer.types import Rollout
 
 from .test_task_runs import TINY, pairs, write
+
+run_step = SyncLoop.run_step
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
@@ -78,11 +78,11 @@ def test_the_policy_learns_what_the_reward_model_likes(
 ) -> None:
     found: list[StepResult] = []
 
-    def watched(rooms: Rooms, *, step: int, **given: object) -> StepResult:
-        found.append(rl_step(rooms, step=step, **given))  # type: ignore[arg-type]
+    def watched(loop: SyncLoop, *, step: int, **given: object) -> StepResult:
+        found.append(run_step(loop, step=step, **given))  # type: ignore[arg-type]
         return found[-1]
 
-    monkeypatch.setattr(step_page, "rl_step", watched)
+    monkeypatch.setattr(SyncLoop, "run_step", watched)
     run(
         tmp_path / "run",
         *settings(trained, "reward.function=reward_model", "run.total_steps=12"),
@@ -102,12 +102,12 @@ def test_a_reward_model_is_one_reward_among_others(
 ) -> None:
     rollouts: list[Rollout] = []
 
-    def watched(rooms: Rooms, *, step: int, **given: object) -> StepResult:
-        result = rl_step(rooms, step=step, **given)  # type: ignore[arg-type]
+    def watched(loop: SyncLoop, *, step: int, **given: object) -> StepResult:
+        result = run_step(loop, step=step, **given)  # type: ignore[arg-type]
         rollouts.extend(result.rollouts)
         return result
 
-    monkeypatch.setattr(step_page, "rl_step", watched)
+    monkeypatch.setattr(SyncLoop, "run_step", watched)
     both = "reward.components={exact_match: 1.0, reward_model: 0.25}"
     run(tmp_path / "run", *settings(trained, both, "run.total_steps=1"), base=())
     expected = scores_of(trained[0] / "huggingface", rollouts)

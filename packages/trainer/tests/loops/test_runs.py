@@ -146,7 +146,7 @@ def test_bars_are_fed_by_sampling_scoring_and_updating(
             told.append((done.name, done.total, done.done))
             super().remove(done)
 
-    monkeypatch.setattr(progress, "_open", Told())
+    monkeypatch.setattr(progress, "_active", Told())
     lean = (
         "warm_start=null",
         "data.eval=null",
@@ -396,7 +396,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_ends_as_if_it_ha
     run(tmp_path / "run", "run.total_steps=2", "run.resume=auto", *SHORT)
     assert rows(tmp_path / "run") == whole
     assert "renamed to step_00000002.damaged-1" in caplog.text
-    assert f"going on from step 1 ({checkpoints / 'step_00000001'})" in capsys.readouterr().out
+    assert f"continuing from step 1 ({checkpoints / 'step_00000001'})" in capsys.readouterr().out
     assert sorted(path.name for path in checkpoints.iterdir()) == [
         "step_00000001",
         "step_00000002",

@@ -165,7 +165,7 @@ def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(
     )
     done = finish(again)
     assert done.returncode == 0, done.stderr
-    assert f"going on from step {last} " in done.stdout
+    assert f"continuing from step {last} " in done.stdout
 
 
 def test_the_report_of_a_killed_run_is_brought_up_to_its_last_step_by_the_next_start(

@@ -12,7 +12,7 @@ from temper_trainer.batching.samples import to_samples
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.environment.environment_factory import make_environment_factory
-from temper_trainer.loops.turns import Conversation, Limits, converse
+from temper_trainer.loops.multi_turn import Conversation, RolloutLimits, run_conversations
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler
 from temper_trainer.types import Completion, Prompt, Rollout, SamplingRequest
 
@@ -47,24 +47,24 @@ class RecordingSampler(ScriptedSampler):
 
 
 def talk(
-    *turns: Sequence[str], limits: Limits, config: EnvironmentConfig = CONFIG
+    *turns: Sequence[str], limits: RolloutLimits, config: EnvironmentConfig = CONFIG
 ) -> tuple[Conversation, RecordingSampler, dict[str, float]]:
     sampler = RecordingSampler(turns)
     request = SamplingRequest(
         request_id=0, prompt_tokens=(IDS["#"],), sampling=SamplingConfig(max_tokens=20), seed=1
     )
     prompt = Prompt(prompt_id=0, text="#", tokens=(IDS["#"],), answer="")
-    (found,), metrics = converse(
+    (found,), metrics = run_conversations(
         sampler,
         [request],
         prompts=[prompt],
-        make=make_environment_factory(config, tokenizer=tokenizer()),
+        make_environment=make_environment_factory(config, tokenizer=tokenizer()),
         limits=limits,
     )
     return found, sampler, metrics
 
 
-LIMITS = Limits(max_turns=3, max_tokens=40, stop="=")
+LIMITS = RolloutLimits(max_turns=3, max_tokens=40, stop="=")
 
 
 def test_the_calculator_answers_between_completions_and_only_the_policys_tokens_are_trained() -> (
@@ -118,7 +118,7 @@ def test_turns_and_tokens_are_bounded() -> None:
     calls = [("\n", "1", "+", "1", "=")] * 9
     assert len(talk(*calls, limits=LIMITS)[0].completions) == 3
     # 5 tokens and an answer of 1, then 1 token of the next completion: 7 in all.
-    short, _, _ = talk(*calls, limits=Limits(max_turns=9, max_tokens=7, stop="="))
+    short, _, _ = talk(*calls, limits=RolloutLimits(max_turns=9, max_tokens=7, stop="="))
     assert len(short.tokens) == 7
 
 

@@ -13,9 +13,7 @@ import pytest
 from temper_engine_api.rendezvous import get_run_token
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.loops import RunResult, train
-from temper_trainer.loops import step as step_page
-from temper_trainer.loops.rooms import Rooms
-from temper_trainer.loops.step import StepResult, rl_step
+from temper_trainer.loops.rl_step import StepResult, SyncLoop
 from temper_trainer.rollout.vllm.server_process import ServerProcess
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.runtime.ray.ray_replica import RayReplica
@@ -24,6 +22,8 @@ from temper_trainer.runtime.vllm_teacher import VllmTeacher
 from .conftest import SMALL
 from .listeners_for_tests import Listeners
 from .listeners_for_tests import rows as listed
+
+run_step = SyncLoop.run_step
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -108,12 +108,12 @@ def killing_in_step_two(
 ) -> Callable[..., StepResult]:
     """A step that loses its first server in step 2, before it samples."""
 
-    def step_that_loses_a_server(rooms: Rooms, *, step: int, **given: object) -> StepResult:
-        assert isinstance(rooms.sampler, VllmSampler)
+    def step_that_loses_a_server(loop: SyncLoop, *, step: int, **given: object) -> StepResult:
+        assert isinstance(loop.components.sampler, VllmSampler)
         if step == 2:
-            kill(rooms.sampler)
-        result = rl_step(rooms, step=step, **given)  # type: ignore[arg-type]
-        restarts.append(rooms.sampler.num_restarts)
+            kill(loop.components.sampler)
+        result = run_step(loop, step=step, **given)  # type: ignore[arg-type]
+        restarts.append(loop.components.sampler.num_restarts)
         return result
 
     return step_that_loses_a_server
@@ -200,7 +200,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_step_loses_nothing(
         os.killpg(replica.process_id, signal.SIGKILL)
 
     run(tmp_path / "whole", *LEAN, *on_vllm)
-    monkeypatch.setattr(step_page, "rl_step", killing_in_step_two(restarts, kill))
+    monkeypatch.setattr(SyncLoop, "run_step", killing_in_step_two(restarts, kill))
     run(
         tmp_path / "killed",
         *LEAN,
@@ -412,7 +412,7 @@ def test_two_replicas_on_ray_give_what_one_server_gives_though_one_dies(
         os.killpg(replica.process_id, signal.SIGKILL)
 
     run(tmp_path / "one", *LEAN, *on_vllm)
-    monkeypatch.setattr(step_page, "rl_step", killing_in_step_two(restarts, kill))
+    monkeypatch.setattr(SyncLoop, "run_step", killing_in_step_two(restarts, kill))
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         run(
@@ -449,22 +449,22 @@ def test_a_teachers_servers_on_ray_teach_as_an_engine_though_one_dies(
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     restarts: list[int] = []
 
-    def step_that_loses_a_teacher(rooms: Rooms, *, step: int, **given: object) -> StepResult:
-        assert rooms.teachers is not None
-        teacher = rooms.teachers.teachers["adder"]
+    def step_that_loses_a_teacher(loop: SyncLoop, *, step: int, **given: object) -> StepResult:
+        assert loop.components.teachers is not None
+        teacher = loop.components.teachers.teachers["adder"]
         assert isinstance(teacher, VllmTeacher)
         replica = teacher.servers.replicas[0]
         assert isinstance(replica, RayReplica)
         if step == 2:
             assert replica.process_id is not None
             os.killpg(replica.process_id, signal.SIGKILL)
-        result = rl_step(rooms, step=step, **given)  # type: ignore[arg-type]
+        result = run_step(loop, step=step, **given)  # type: ignore[arg-type]
         restarts.append(teacher.servers.num_restarts)
         return result
 
     one = {"adder": saved["adder"]}
     run(tmp_path / "engine", *taught_by(one, "data.train.route_key=null"))
-    monkeypatch.setattr(step_page, "rl_step", step_that_loses_a_teacher)
+    monkeypatch.setattr(SyncLoop, "run_step", step_that_loses_a_teacher)
     two = (
         "teachers.adder.backend=vllm",
         "teachers.adder.num_replicas=2",

@@ -1,121 +1,251 @@
-"""Held-out problems: completions under given sampling, scored by the run's reward."""
+"""Score completions of held-out prompts, or write them to a file, without training on them."""
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from temper_engine_api.errors import ConfigError
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.data.rows import Row
-from temper_trainer.loops.rooms import Rooms
+from temper_trainer.loops.multi_turn import (
+    Conversation,
+    add_environment_rewards,
+    complete_rollouts,
+)
+from temper_trainer.loops.run_components import RunComponents
+from temper_trainer.loops.run_folder import RunFolder
 from temper_trainer.loops.seeds import derive_seed
-from temper_trainer.loops.turns import all_tokens, complete, rewards_of
 from temper_trainer.metrics.run_log import SampleRow
 from temper_trainer.progress import track_progress
 from temper_trainer.types import Prompt, SamplingRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """Scores of the held-out problems under one sampling."""
+class _ScoredCompletions:
+    """Completions of prompts; all fields have one entry per prompt."""
 
-    name: str
-    """greedy or sampled."""
-    mean_reward: float
-    """Over problems that could be scored; for a 0/1 reward, the share solved."""
-    num_scored: int
-    """How many could be scored; the others' reward raised, timed out or was not finite."""
-    rows: Sequence[SampleRow]
-    """Some completions to look at."""
+    conversations: list[Conversation]
+    texts: list[str]
+    rewards: list[float | None]
+    """None if a completion could not be scored."""
+    metrics: dict[str, float]
+    """Metrics of turns and tools."""
+
+    @property
+    def known_rewards(self) -> list[float]:
+        """Rewards of the completions that could be scored."""
+        return [reward for reward in self.rewards if reward is not None]
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean reward of the completions that could be scored; NaN if there are none."""
+        rewards = self.known_rewards
+        return sum(rewards) / len(rewards) if rewards else float("nan")
 
 
-def evaluate(rooms: Rooms, *, name: str, sampling: SamplingConfig) -> Evaluation:
-    """One completion of every held-out problem; the draws are the same at every evaluation of a run."""
-    prompts, run = rooms.eval_prompts, rooms.config.run
+def _complete_and_score(
+    components: RunComponents, prompts: Sequence[Prompt], *, sampling: SamplingConfig, purpose: str
+) -> _ScoredCompletions:
+    """Sample one completion of each prompt and score it."""
+    config = components.config
     requests = [
         SamplingRequest(
             request_id=i,
-            prompt_tokens=p.tokens,
+            prompt_tokens=prompt.tokens,
             sampling=sampling,
-            seed=derive_seed(run.seed, f"eval-{name}", i),
+            # Without the step: each evaluation of a run draws with the same seeds.
+            seed=derive_seed(config.run.seed, purpose, i),
         )
-        for i, p in enumerate(prompts)
+        for i, prompt in enumerate(prompts)
     ]
-    with (
-        track_progress(f"{name} evaluation"),
-        track_progress(
-            "completions", total=len(requests) if rooms.config.environment is None else None
-        ),
-    ):
-        talks, _ = complete(rooms, requests, prompts=prompts)
-    texts = [rooms.tokenizer.decode(talk.tokens, skip_special_tokens=True) for talk in talks]
-    scores = rooms.scorer.score(list(zip(prompts, texts, strict=True)), tokens=all_tokens(talks))
-    found = rewards_of(scores, talks=talks)
-    rewards = [reward for reward in found if reward is not None]
+    with track_progress("completions", total=len(requests) if config.environment is None else None):
+        conversations, metrics = complete_rollouts(
+            requests,
+            prompts=prompts,
+            sampler=components.sampler,
+            config=config.environment,
+            make_environment=components.make_environment,
+        )
+    texts = [
+        components.tokenizer.decode(conversation.tokens, skip_special_tokens=True)
+        for conversation in conversations
+    ]
+    scores = components.scorer.score(
+        list(zip(prompts, texts, strict=True)),
+        tokens=[conversation.full_tokens for conversation in conversations],
+    )
+    return _ScoredCompletions(
+        conversations=conversations,
+        texts=texts,
+        rewards=add_environment_rewards(scores, conversations=conversations),
+        metrics=metrics,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Rewards of the held-out prompts with one sampling configuration."""
+
+    mean_reward: float
+    """Mean over prompts that could be scored; with a 0/1 reward, the fraction that was solved."""
+    num_scored: int
+    """Number of prompts that could be scored."""
+    rows: Sequence[SampleRow]
+    """Some of the completions, for the table of samples."""
+
+
+def evaluate(components: RunComponents, *, name: str, sampling: SamplingConfig) -> Evaluation:
+    """Score one completion of each held-out prompt.
+
+    Args:
+        components: Components of the run.
+        name: Name of the evaluation, such as ``greedy``; part of the seeds.
+        sampling: How completions are sampled.
+    """
+    prompts = components.eval_prompts
+    with track_progress(f"{name} evaluation"):
+        completions = _complete_and_score(
+            components, prompts, sampling=sampling, purpose=f"eval-{name}"
+        )
+    scored = list(zip(prompts, completions.texts, completions.rewards, strict=True))
     rows = [
         SampleRow(
-            prompt=p.text,
-            completion=t,
-            answer=p.answer,
+            prompt=prompt.text,
+            completion=text,
+            answer=prompt.answer,
             reward=float("nan") if reward is None else reward,
         )
-        for p, t, reward in list(zip(prompts, texts, found, strict=True))[: run.num_table_rows]
+        for prompt, text, reward in scored[: components.config.run.num_table_rows]
     ]
-    mean = sum(rewards) / len(rewards) if rewards else float("nan")
-    return Evaluation(name=name, mean_reward=mean, num_scored=len(rewards), rows=rows)
+    return Evaluation(
+        mean_reward=completions.mean_reward,
+        num_scored=len(completions.known_rewards),
+        rows=rows,
+    )
 
 
-def evaluate_all(rooms: Rooms, *, step: int, moment: str) -> dict[str, float]:
-    """Greedy, and sampled where asked; said, logged and returned by metric name."""
-    run, found, said = rooms.config.run, dict[str, float](), list[str]()
-    if not rooms.eval_prompts:
+def evaluate_all(components: RunComponents, *, step: int, label: str) -> dict[str, float]:
+    """Evaluate with ``run.eval_sampling``, and with the training's sampling if configured.
+
+    Args:
+        components: Components of the run.
+        step: Number of completed steps.
+        label: Start of the printed line, such as ``before RL``.
+
+    Returns:
+        The logged metrics; empty without held-out prompts.
+    """
+    run, log = components.config.run, components.log
+    if not components.eval_prompts:
         return {}
     kinds = [("greedy" if run.eval_sampling.temperature == 0 else "eval", run.eval_sampling)]
     if run.eval_sampled:
-        kinds.append(("sampled", rooms.config.sampling))
-    for name, sampling in kinds:
-        result = evaluate(rooms, name=name, sampling=sampling)
-        num_failed = len(rooms.eval_prompts) - result.num_scored
-        found |= {
-            f"eval/{name}/reward": result.mean_reward,
+        kinds.append(("sampled", components.config.sampling))
+    metrics: dict[str, float] = {}
+    results: list[str] = []
+    for i, (name, sampling) in enumerate(kinds):
+        evaluation = evaluate(components, name=name, sampling=sampling)
+        num_failed = len(components.eval_prompts) - evaluation.num_scored
+        metrics |= {
+            f"eval/{name}/reward": evaluation.mean_reward,
             f"eval/{name}/failed": float(num_failed),
         }
-        said.append(
-            f"{name} {result.mean_reward:.3f}"
-            + (f" (over {result.num_scored} that could be scored)" if num_failed else "")
-        )
-        if name == kinds[0][0]:
-            rooms.log.show_samples(step, result.rows)
-    rooms.log.print_line(f"{moment}: {_what(rooms)}: {', '.join(said)}")
-    rooms.log.log_metrics(step, found, phase="eval")
-    return found
+        note = f" (over {evaluation.num_scored} that could be scored)" if num_failed else ""
+        results.append(f"{name} {evaluation.mean_reward:.3f}{note}")
+        if i == 0:
+            log.show_samples(step, evaluation.rows)
+    log.print_line(f"{label}: {_describe_problems(components)}: {', '.join(results)}")
+    log.log_metrics(step, metrics, phase="eval")
+    return metrics
 
 
-def _what(rooms: Rooms) -> str:
-    """Held-out only where that was seen."""
-    scored = f"{rooms.config.reward.function} over {len(rooms.eval_prompts)} problems"
-    if rooms.num_eval_trained is None:
-        return scored
-    if rooms.num_eval_trained > 0:
-        return f"{scored}, {rooms.num_eval_trained} of them in the training data too"
-    return f"held-out {scored} never trained on"
+def _describe_problems(components: RunComponents) -> str:
+    """Describe what is evaluated; "held-out" only if the training data was compared."""
+    num_problems = len(components.eval_prompts)
+    problems = f"{components.config.reward.function} over {num_problems} problems"
+    if components.num_eval_trained is None:
+        return problems
+    if components.num_eval_trained > 0:
+        return f"{problems}, {components.num_eval_trained} of them in the training data too"
+    return f"held-out {problems} never trained on"
 
 
-def trained_among(prompts: Sequence[Prompt], *, rows: Sequence[Row], trained: Iterable[Row]) -> int:
-    """How many of these prompts have a question that is trained on as well, up to white space.
+def count_trained_prompts(
+    prompts: Sequence[Prompt], *, rows: Sequence[Row], trained: Iterable[Row]
+) -> int:
+    """Return how many prompts have a question that is also trained on, ignoring white space.
 
     Args:
-        prompts: made from rows, some of which may have been dropped.
-        rows: where they come from.
-        trained: rows of everything that this run trains on.
+        prompts: Prompts made from ``rows``, some of which may have been dropped.
+        rows: Rows of the held-out source.
+        trained: Rows of all sources that this run trains on.
     """
-    questions = {_question(row) for row in trained}
-    both = {row.row_id for row in rows if _question(row) in questions}
-    return sum(prompt.prompt_id in both for prompt in prompts)
+    questions = {_normalize_question(row) for row in trained}
+    trained_ids = {row.row_id for row in rows if _normalize_question(row) in questions}
+    return sum(prompt.prompt_id in trained_ids for prompt in prompts)
 
 
-def _question(row: Row) -> tuple[str, ...]:
-    asked = (
+def _normalize_question(row: Row) -> tuple[str, ...]:
+    messages = (
         [row.prompt]
         if isinstance(row.prompt, str)
         else [f"{message.role}: {message.content}" for message in row.prompt]
     )
-    return tuple(" ".join(text.split()) for text in asked)
+    return tuple(" ".join(text.split()) for text in messages)
+
+
+def generate(components: RunComponents, *, folder: RunFolder) -> dict[str, float]:
+    """Write ``generate.num_completions`` completions of each prompt to ``generate.file``.
+
+    The file has one JSON object per line, in the order of the prompts. It is renamed to its final
+    name when it is complete.
+
+    Returns:
+        The logged metrics.
+
+    Raises:
+        ConfigError: If the file exists.
+    """
+    config, log = components.config, components.log
+    path = folder.root / config.generate.file
+    if path.exists():
+        raise ConfigError(
+            f"{path} already exists and is never overwritten: choose another generate.file or "
+            "run.dir."
+        )
+    num_completions = config.generate.num_completions
+    prompts = [prompt for prompt in components.eval_prompts for _ in range(num_completions)]
+    completions = _complete_and_score(
+        components, prompts, sampling=config.sampling, purpose="generate"
+    )
+    lines = [
+        json.dumps(
+            {
+                "prompt_id": prompt.prompt_id,
+                "prompt": prompt.text,
+                "completion": text,
+                "answer": prompt.answer,
+                "reward": reward,
+                "tokens": [list(each.tokens) for each in conversation.completions],
+                "logprobs": [list(each.rollout_logprobs) for each in conversation.completions],
+                "finish_reason": conversation.completions[-1].finish_reason.value,
+            },
+            ensure_ascii=False,
+        )
+        for prompt, conversation, text, reward in zip(
+            prompts, completions.conversations, completions.texts, completions.rewards, strict=True
+        )
+    ]
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    partial.rename(path)
+    metrics = {
+        "generate/completions": float(len(lines)),
+        "generate/reward": completions.mean_reward,
+        "generate/failed": float(len(lines) - len(completions.known_rewards)),
+    }
+    log.log_metrics(0, metrics | completions.metrics, phase="generate")
+    log.print_line(
+        f"{len(lines)} completions of {len(components.eval_prompts)} prompts are in {path}"
+    )
+    return metrics

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: finish or abandon the step, save, and end within `run.stop_grace_s`."""
+"""Handle SIGINT and SIGTERM: finish or abandon the step, save, exit within `run.stop_grace_s`."""
 
 import enum
 import logging
@@ -21,11 +21,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class RunInterrupted(TemperError):
-    """The run was stopped by a signal; `checkpoint` is what it can be resumed from."""
+    """The run was stopped by a signal; it can be resumed from `checkpoint`."""
 
     def __init__(self, *, step: int, checkpoint: Path | None, stop: "StopRequest") -> None:
         if checkpoint is None:
-            text = "interrupted before the first checkpoint: a new start begins at step 1."
+            text = "interrupted before the first checkpoint: run again to start at step 1."
         else:
             text = (
                 f"interrupted after step {step}: continue from {checkpoint} with run.resume=auto."
@@ -35,34 +35,35 @@ class RunInterrupted(TemperError):
         self.checkpoint = checkpoint
         self.signal_number = int(stop.requested or signal.SIGINT)
         self.deadline = stop.deadline
-        """Time of `time.monotonic` at which the process has to be gone; None without a signal."""
+        """`time.monotonic` by which the process must have exited; None without a signal."""
 
 
-class RunStopped(KeyboardInterrupt):
-    """Raised in the main thread by a stop request, where the work at hand may be abandoned.
+class WorkAbandoned(KeyboardInterrupt):
+    """Raised in the main thread after a stop request, where the current work may be abandoned.
 
-    A KeyboardInterrupt, so that code which continues after an Exception does not swallow it.
+    A KeyboardInterrupt, so that `except Exception` does not swallow it.
     """
 
 
 class _Mode(enum.IntEnum):
-    """What a stop request may do to the work at hand."""
+    """What a stop request does to the current work."""
 
     DEFER = 0
     """Only set the flag, for example during an optimizer update or a save."""
     ABANDON_LATE = 1
-    """Interrupt it once half of the grace is over: a step that ends before is kept."""
+    """Interrupt it after half of the grace period, so that a step that ends earlier is kept."""
     ABANDON = 2
     """Interrupt it at once."""
 
 
 class StopRequest:
-    """A context in which SIGINT and SIGTERM end the run in an orderly way.
+    """Context in which SIGINT and SIGTERM end the run in an orderly way.
 
-    The first signal starts the grace. Work that may be abandoned (start-up, evaluation, and after
-    half of the grace sampling) is interrupted by RunStopped; other work is finished. If the process
-    is still there when the grace is over, a thread ends it, so that no SIGKILL is needed. A second
-    SIGINT acts as usual; a repeated SIGTERM changes nothing, since launchers send it several times.
+    The first signal starts the grace period. WorkAbandoned interrupts work that may be abandoned:
+    start-up and evaluation at once, sampling after half of the grace period. Other work is
+    finished. If the process still runs at the end of the grace period, a thread ends it, so that
+    no SIGKILL is needed. A second SIGINT acts as usual. A repeated SIGTERM has no effect, because
+    launchers send it several times.
     """
 
     def __init__(self, *, grace_s: float) -> None:
@@ -71,13 +72,12 @@ class StopRequest:
         """The first signal received."""
         self.deadline: float | None = None
         self.on_late: Callable[[], object] = lambda: None
-        """Called from another thread when half of the grace is over."""
+        """Called from another thread after half of the grace period."""
         self._mode = _Mode.ABANDON
         self._is_late = self._has_raised = self._is_handled = False
         self._is_closed = threading.Event()
-        self._guard = (
-            threading.RLock()
-        )  # the handler may interrupt the main thread while it holds it
+        # Reentrant: the signal handler may interrupt the main thread while it has the lock.
+        self._guard = threading.RLock()
         self._previous: dict[
             signal.Signals, signal.Handlers | Callable[[int, FrameType | None], object] | int | None
         ] = {}
@@ -85,15 +85,16 @@ class StopRequest:
 
     @property
     def is_set(self) -> bool:
-        """Whether the run was asked to stop."""
+        """True if a signal was received."""
         return self.requested is not None
 
     def __enter__(self) -> "StopRequest":
         global _active
         if threading.current_thread() is threading.main_thread():
             self.install()
-            # The interpreter writes the signal's number here at once, also while the main thread is
-            # in a C call and runs no Python handler, so that the grace counts from the signal.
+            # The interpreter writes the signal's number to the socket at once. The Python handler
+            # runs only when the main thread returns from a C call, and the grace period must not
+            # start that late.
             reader, writer = socket.socketpair()
             writer.setblocking(False)
             self._wakeup = (
@@ -113,43 +114,46 @@ class StopRequest:
         _active = None
         writer, previous = self._wakeup
         signal.set_wakeup_fd(previous)
-        with self._guard:  # not between the thread's look at the event and its signal
+        # The lock keeps this from happening between the thread's check of the event and its signal,
+        # which would then reach the restored handlers.
+        with self._guard:
             self._is_closed.set()
         self._restore_handlers()
-        writer.close()  # ends the thread if no signal came
+        writer.close()  # ends the thread if there was no signal
 
     def install(self) -> None:
-        """Set the handlers, again if a library such as Ray has replaced them."""
+        """Set the handlers, also after a library such as Ray has replaced them."""
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                found = signal.signal(number, self._handle)
-                if found != self._handle:
-                    self._previous.setdefault(number, found)
+                previous = signal.signal(number, self._handle)
+                if previous != self._handle:
+                    self._previous.setdefault(number, previous)
 
     @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """In the body a signal only sets the flag; for work that must not be cut in two."""
-        with self._in_mode(_Mode.DEFER):
+    def defer(self) -> Iterator[None]:
+        """Let signals only set the flag during the body, which must not be interrupted."""
+        with self._use_mode(_Mode.DEFER):
             yield
 
     @contextmanager
-    def abandonable(self) -> Iterator[None]:
-        """In the body a signal raises RunStopped at once.
+    def allow_abandon(self) -> Iterator[None]:
+        """Let a signal interrupt the body at once.
 
         Raises:
-            RunStopped: If the run was asked to stop, here or before.
+            WorkAbandoned: If a signal was received, now or before.
         """
-        with self._in_mode(_Mode.ABANDON):
+        with self._use_mode(_Mode.ABANDON):
             yield
 
     @contextmanager
-    def _in_mode(self, mode: _Mode) -> Iterator[None]:
-        before, self._mode = self._mode, mode
+    def _use_mode(self, mode: _Mode) -> Iterator[None]:
+        previous, self._mode = self._mode, mode
         try:
             self._raise_if_due()
             yield
         finally:
-            self._mode = before
+            self._mode = previous
+        # A signal in the body may be due only now, in the mode outside.
         self._raise_if_due()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -158,11 +162,11 @@ class StopRequest:
             signal.raise_signal(number)
             return
         self._is_handled = True
-        self._begin_grace(number)
+        self._start_grace(number)
         self._raise_if_due()
 
-    def _begin_grace(self, number: int) -> None:
-        """Note the first signal; called by the handler and by the thread, whichever is first."""
+    def _start_grace(self, number: int) -> None:
+        """Record the first signal; called by the handler and by the thread, in either order."""
         with self._guard:
             if self.requested is None:
                 self.deadline = time.monotonic() + self.grace_s
@@ -171,8 +175,8 @@ class StopRequest:
     def _raise_if_due(self) -> None:
         is_due = self._mode == _Mode.ABANDON or (self._mode == _Mode.ABANDON_LATE and self._is_late)
         if self.requested is not None and is_due and not self._has_raised:
-            self._has_raised = True  # what unwinds is not interrupted a second time
-            raise RunStopped
+            self._has_raised = True  # only once: clean-up must not be interrupted again
+            raise WorkAbandoned
 
     def _restore_handlers(self) -> None:
         for number, handler in self._previous.items():
@@ -180,15 +184,15 @@ class StopRequest:
         self._previous.clear()
 
     def _watch(self, reader: socket.socket) -> None:
-        """Run in a thread: keep the deadline, whatever the main thread is doing."""
+        """Wait for the first signal and enforce the deadline; runs in its own thread."""
         with reader:
             while (received := reader.recv(1)) and received[0] not in SIGNALS:
                 continue
             if received:
-                self._begin_grace(received[0])
-                self._keep_deadline()
+                self._start_grace(received[0])
+                self._enforce_deadline()
 
-    def _keep_deadline(self) -> None:
+    def _enforce_deadline(self) -> None:
         assert self.requested is not None
         assert self.deadline is not None
         name, grace = self.requested.name, f"run.stop_grace_s = {self.grace_s:g} s"
@@ -199,13 +203,14 @@ class StopRequest:
             if self._is_closed.is_set():
                 return
             self._is_late = True
-            # Wakes the main thread from a blocking call; its handler then raises where it may.
+            # Wakes the main thread from a blocking call, so that its handler can raise.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         self.on_late()
         if not self._is_closed.wait(max(0.0, self.deadline - time.monotonic())):
             logger.error(
-                "%s: not stopped within %s, so this process ends now. Steps after the last checkpoint are lost; "
-                "run.resume=auto continues from it, or begins at step 1 if there is none.",
+                "%s: not stopped within %s, so this process ends now. Steps after the last "
+                "checkpoint are lost; run.resume=auto continues from it, or starts at step 1 if "
+                "there is none.",
                 name,
                 grace,
             )
@@ -213,13 +218,15 @@ class StopRequest:
 
 
 _active: StopRequest | None = None
+"""The stop request of this process: signal handlers are global, so there is at most one."""
 
 
 @contextmanager
-def abandonable_late() -> Iterator[None]:
-    """In the body, which changes no weight, a stop request interrupts once half of the grace is over.
+def allow_late_abandon() -> Iterator[None]:
+    """Let a stop request interrupt the body after half of the grace period.
 
-    No effect outside the main thread or outside a StopRequest, and where more is allowed already.
+    The body must not change weights. No effect in other threads than the main thread, without a
+    StopRequest, or if the body may be interrupted at once anyway.
     """
     stop = _active
     if (
@@ -229,19 +236,22 @@ def abandonable_late() -> Iterator[None]:
     ):
         yield
         return
-    with stop._in_mode(_Mode.ABANDON_LATE):
+    with stop._use_mode(_Mode.ABANDON_LATE):
         yield
 
 
 def end_process(code: int) -> None:
-    """End this process without waiting for its threads; what was printed is flushed."""
+    """End this process at once, without waiting for threads, after flushing its output."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def end_process_at(deadline: float | None, *, code: int) -> None:
-    """End this process at a time of `time.monotonic`, should it still be there, for example in atexit."""
+    """End this process at a value of `time.monotonic`, if it still runs then.
+
+    Handlers of atexit may hang after `main` has returned.
+    """
     if deadline is not None:
         timer = threading.Timer(max(0.0, deadline - time.monotonic()), end_process, args=(code,))
         timer.daemon = True

@@ -1,4 +1,4 @@
-"""From prompts to scored rollouts: one round, or as many rounds as dynamic sampling needs for a full step."""
+"""Sample and score the rollouts of a step, in one round or in several with dynamic sampling."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,182 +8,236 @@ import torch
 from temper_engine_api.errors import BatchError, ConfigError
 from temper_trainer.algorithms.group_advantages import compute_group_statistics
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.loops.clock import StepClock
-from temper_trainer.loops.rooms import Rooms
+from temper_trainer.loops.multi_turn import (
+    Conversation,
+    add_environment_rewards,
+    complete_rollouts,
+)
+from temper_trainer.loops.run_components import RunComponents
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.staleness import check_staleness
-from temper_trainer.loops.turns import Conversation, all_tokens, complete, rewards_of
-from temper_trainer.progress import track_progress
+from temper_trainer.progress import StepTimer, track_progress
 from temper_trainer.reward.shaping import RunningStats, shape_rewards
 from temper_trainer.types import FinishReason, Prompt, Rollout, SamplingRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collected:
-    """The rollouts of a step, scored and shaped."""
+class SampledStep:
+    """The scored and shaped rollouts of a step."""
 
     rollouts: list[Rollout]
-    """Complete groups but for failed rewards; group and sample ids count from 0."""
-    moments: RunningStats
-    """Of all rewards so far."""
+    """Complete groups, except for rollouts whose reward failed. Group ids count from 0."""
+    reward_stats: RunningStats
+    """Statistics of all rewards of the run so far."""
     metrics: dict[str, float]
-    """Numbers for the log."""
 
 
-def collect(rooms: Rooms, *, step: int, clock: StepClock, moments: RunningStats) -> Collected:
-    """A step's rollouts.
+def sample_step(
+    components: RunComponents, *, step: int, timer: StepTimer, reward_stats: RunningStats
+) -> SampledStep:
+    """Sample the rollouts of a step.
 
-    With dynamic sampling, groups whose scores are all equal are passed over, whole, and further prompts drawn, until there are
-    ``prompts_per_step`` groups; those beyond are passed over too. A group is kept or passed over as it was sampled, so its statistics are
-    exact; the step's denominators count what is kept.
+    With dynamic sampling, groups whose scores are all equal are discarded, and further prompts are
+    sampled until there are ``prompts_per_step`` groups. Surplus groups are discarded, too. A group
+    is kept or discarded as a unit, so the statistics of a group are exact. The denominators of the
+    step count only what is kept.
+
+    Args:
+        components: Components of the run.
+        step: Number of the step, from 1.
+        timer: Measures the time of the rewards.
+        reward_stats: Statistics of the rewards before this step.
 
     Raises:
-        BatchError: not one completion has a reward, or dynamic sampling found too few groups.
+        BatchError: If no completion has a reward, or dynamic sampling finds too few groups.
     """
-    config = rooms.config
-    dynamic, wanted = config.algorithm.dynamic_sampling, config.batching.prompts_per_step
+    config = components.config
+    dynamic, num_prompts = config.algorithm.dynamic_sampling, config.batching.prompts_per_step
     if dynamic is None:
         rollouts, metrics = sample_rollouts(
-            rooms, rooms.prompts.take(wanted), step=step, clock=clock
+            components, components.prompts.take(num_prompts), step=step, timer=timer
         )
-        rollouts, moments, shaped = _shape(config, rollouts, moments=moments)
-        return Collected(rollouts=rollouts, moments=moments, metrics=metrics | shaped)
+        rollouts, reward_stats, shaping = _shape(config, rollouts, reward_stats=reward_stats)
+        return SampledStep(rollouts=rollouts, reward_stats=reward_stats, metrics=metrics | shaping)
     kept: list[Rollout] = []
     rounds: list[dict[str, float]] = []
-    num_groups = num_asked = num_flat = 0
-    while num_groups < wanted and len(rounds) < dynamic.max_rounds:
-        prompts = rooms.prompts.take(dynamic.prompts_per_round or wanted)
+    num_kept = num_sampled = num_zero_std = 0
+    while num_kept < num_prompts and len(rounds) < dynamic.max_rounds:
+        prompts = components.prompts.take(dynamic.prompts_per_round or num_prompts)
         rollouts, metrics = sample_rollouts(
-            rooms, prompts, step=step, clock=clock, first_group=num_asked
+            components, prompts, step=step, timer=timer, first_group=num_sampled
         )
-        num_asked += len(prompts)
+        num_sampled += len(prompts)
         rounds.append(metrics)
-        teaching = _groups_that_teach(config, rollouts, moments=moments)
-        num_flat += len({rollout.group_id for rollout in rollouts}) - len(teaching)
-        chosen = teaching[: wanted - num_groups]
-        kept += [rollout for rollout in rollouts if rollout.group_id in set(chosen)]
-        num_groups += len(chosen)
-    _check_enough(rooms, num_groups=num_groups, num_asked=num_asked, step=step)
-    rollouts, moments, shaped = _shape(config, _renumbered(kept), moments=moments)
-    found = _over_rounds(rounds) | shaped
-    found |= {
+        useful = _find_useful_groups(config, rollouts, reward_stats=reward_stats)
+        num_zero_std += len({rollout.group_id for rollout in rollouts}) - len(useful)
+        selected = useful[: num_prompts - num_kept]
+        kept += [rollout for rollout in rollouts if rollout.group_id in set(selected)]
+        num_kept += len(selected)
+    _check_num_groups(config, num_kept=num_kept, num_sampled=num_sampled, step=step)
+    # Only now, because the running statistics must count only the rollouts that are trained.
+    rollouts, reward_stats, shaping = _shape(
+        config, _renumber_groups(kept), reward_stats=reward_stats
+    )
+    metrics = _merge_rounds(rounds) | shaping
+    metrics |= {
         "dynamic_sampling/rounds": float(len(rounds)),
-        "dynamic_sampling/flat_groups": float(num_flat),
-        "dynamic_sampling/surplus_groups": float(num_asked - num_flat - num_groups),
-        "dynamic_sampling/kept_groups": float(num_groups),
+        "dynamic_sampling/flat_groups": float(num_zero_std),
+        "dynamic_sampling/surplus_groups": float(num_sampled - num_zero_std - num_kept),
+        "dynamic_sampling/kept_groups": float(num_kept),
     }
-    return Collected(rollouts=rollouts, moments=moments, metrics=found)
+    return SampledStep(rollouts=rollouts, reward_stats=reward_stats, metrics=metrics)
 
 
 def sample_rollouts(
-    rooms: Rooms, prompts: Sequence[Prompt], *, step: int, clock: StepClock, first_group: int = 0
+    components: RunComponents,
+    prompts: Sequence[Prompt],
+    *,
+    step: int,
+    timer: StepTimer,
+    first_group: int = 0,
 ) -> tuple[list[Rollout], dict[str, float]]:
-    """``group_size`` completions of each prompt, scored; those without a reward are counted and left out.
+    """Sample and score ``group_size`` completions of each prompt.
+
+    Completions without a reward are counted and left out.
 
     Args:
-        rooms: open ones.
-        prompts: of this round.
-        step: its number, from 1.
-        clock: gets the reward's time.
-        first_group: groups of the step before this round; ids and seeds go on from there.
+        components: Components of the run.
+        prompts: Prompts of this round.
+        step: Number of the step, from 1.
+        timer: Measures the time of the rewards.
+        first_group: Number of groups in earlier rounds of the step; ids and seeds continue from it.
+
+    Returns:
+        Rollouts with their scores as rewards, and the metrics of the round.
+
+    Raises:
+        BatchError: If no completion has a reward.
     """
-    config, group_size = rooms.config, rooms.config.algorithm.group_size
-    asked = [prompt for prompt in prompts for _ in range(group_size)]
-    first = first_group * group_size
+    config, group_size = components.config, components.config.algorithm.group_size
+    # From here on, all lists have one entry per request, in the order of the requests.
+    request_prompts = [prompt for prompt in prompts for _ in range(group_size)]
+    num_sampled, first_sample = len(request_prompts), first_group * group_size
     requests = [
         SamplingRequest(
             request_id=i,
             prompt_tokens=prompt.tokens,
             sampling=config.sampling,
-            seed=derive_seed(config.run.seed, "sampling", step, first + i),
+            seed=derive_seed(config.run.seed, "sampling", step, first_sample + i),
         )
-        for i, prompt in enumerate(asked)
+        for i, prompt in enumerate(request_prompts)
     ]
     if config.algorithm.advantage == "remax":
+        # ReMax uses the reward of each prompt's greedy completion as its baseline.
         greedy = replace(config.sampling, temperature=0.0)
         requests += [
             SamplingRequest(
-                request_id=len(asked) + i, prompt_tokens=prompt.tokens, sampling=greedy, seed=0
+                request_id=num_sampled + i, prompt_tokens=prompt.tokens, sampling=greedy, seed=0
             )
             for i, prompt in enumerate(prompts)
         ]
-        asked += prompts
+        request_prompts += prompts
     with track_progress("completions", total=len(requests) if config.environment is None else None):
-        talks, turn_metrics = complete(rooms, requests, prompts=asked)
-    completions = [completion for talk in talks for completion in talk.completions]
-    texts = [rooms.tokenizer.decode(talk.tokens, skip_special_tokens=True) for talk in talks]
-    with clock.phase("reward"):
-        scores = rooms.scorer.score(list(zip(asked, texts, strict=True)), tokens=all_tokens(talks))
-    check_staleness(completions, config=config, version=rooms.publisher.version)
-    num_sampled = len(prompts) * group_size
-    _check_components(config, talks)
-    rewards, compared = rewards_of(scores, talks=talks), talks[num_sampled:]
-    # Of each prompt's greedy completion, where there are some; a prompt whose own failed is left out whole.
-    baselines = rewards[num_sampled:]
+        conversations, turn_metrics = complete_rollouts(
+            requests,
+            prompts=request_prompts,
+            sampler=components.sampler,
+            config=config.environment,
+            make_environment=components.make_environment,
+        )
+    texts = [
+        components.tokenizer.decode(conversation.tokens, skip_special_tokens=True)
+        for conversation in conversations
+    ]
+    with timer.measure("reward"):
+        scores = components.scorer.score(
+            list(zip(request_prompts, texts, strict=True)),
+            tokens=[conversation.full_tokens for conversation in conversations],
+        )
+    check_staleness(
+        [completion for each in conversations for completion in each.completions],
+        config=config,
+        version=components.publisher.version,
+    )
+    _check_environment_rewards(config, conversations)
+    rewards = add_environment_rewards(scores, conversations=conversations)
+    sampled, greedy_conversations = conversations[:num_sampled], conversations[num_sampled:]
+    baselines = rewards[num_sampled:]  # one per prompt; empty without ReMax
     rollouts = [
         Rollout(
-            prompt=asked[i],
-            completion=talks[i].completions[0],
-            turns=tuple(talks[i].turns),
+            prompt=request_prompts[i],
+            completion=sampled[i].completions[0],
+            turns=tuple(sampled[i].turns),
             text=texts[i],
             reward=reward,
             group_id=first_group + i // group_size,
-            sample_id=first + i,
+            sample_id=first_sample + i,
             components=scores[i].components,
             baseline=baselines[i // group_size] if baselines else None,
-            baseline_tokens=len(compared[i // group_size].tokens) if compared else 0,
+            baseline_tokens=len(greedy_conversations[i // group_size].tokens) if baselines else 0,
         )
         for i, reward in enumerate(rewards[:num_sampled])
+        # Without its baseline, no completion of a prompt can be trained.
         if reward is not None and (not baselines or baselines[i // group_size] is not None)
     ]
     if not rollouts:
         raise BatchError(
-            f"not one of {num_sampled} completions of step {step} has a reward: look at the reward function."
+            f"none of {num_sampled} completions of step {step} has a reward: check the reward "
+            "function."
         )
-    return rollouts, describe_round(
-        rollouts, talks=talks[:num_sampled]
-    ) | turn_metrics | rooms.scorer.metrics()
+    metrics = measure_round(rollouts, conversations=sampled)
+    return rollouts, metrics | turn_metrics | components.scorer.metrics()
 
 
-def describe_round(
-    rollouts: Sequence[Rollout], *, talks: Sequence[Conversation]
+def measure_round(
+    rollouts: Sequence[Rollout], *, conversations: Sequence[Conversation]
 ) -> dict[str, float]:
-    """Numbers of one round: of the rollouts that have a reward, and of all that were sampled."""
-    completions = [completion for talk in talks for completion in talk.completions]
-    lengths = [sum(len(completion.tokens) for completion in talk.completions) for talk in talks]
+    """Return the reward and length metrics of a round.
+
+    Args:
+        rollouts: Rollouts that have a reward.
+        conversations: All sampled rollouts, including those without a reward.
+    """
+    completions = [completion for each in conversations for completion in each.completions]
+    lengths = [
+        sum(len(completion.tokens) for completion in each.completions) for each in conversations
+    ]
     rewards = torch.tensor([rollout.reward for rollout in rollouts])
+    num_truncated = sum(c.finish_reason == FinishReason.MAX_TOKENS for c in completions)
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)),
-        "reward/failed": float(len(talks) - len(rollouts)),
+        "reward/failed": float(len(conversations) - len(rollouts)),
         "rollout/tokens": float(sum(lengths)),
         "rollout/length_mean": sum(lengths) / len(lengths),
         "rollout/length_max": float(max(lengths)),
-        "rollout/cut_share": sum(c.finish_reason == FinishReason.MAX_TOKENS for c in completions)
-        / len(completions),
+        "rollout/cut_share": num_truncated / len(completions),
     }
 
 
-def _check_components(config: TrainerConfig, talks: Sequence[Conversation]) -> None:
-    """Refuse rewards of an environment where nobody reads them."""
-    given = next((talk.reward for talk in talks if talk.reward), None)
-    if config.algorithm.advantage == "gdpo" and given is not None:
+def _check_environment_rewards(
+    config: TrainerConfig, conversations: Sequence[Conversation]
+) -> None:
+    """Refuse an environment's rewards if the advantage estimator would ignore them."""
+    reward = next((each.reward for each in conversations if each.reward), None)
+    if config.algorithm.advantage == "gdpo" and reward is not None:
         raise ConfigError(
-            f"algorithm.advantage gdpo learns from reward.components alone, but the environment gave rewards of its own, {given:g} for "
-            "example, which would be lost: let a reward function among the components give them, or take another algorithm.advantage."
+            "algorithm.advantage gdpo uses only reward.components, but the environment gave a "
+            f"reward ({reward:g}), which would be ignored: compute it in a reward function among "
+            "the components, or choose another algorithm.advantage."
         )
 
 
 def _shape(
-    config: TrainerConfig, rollouts: list[Rollout], *, moments: RunningStats
+    config: TrainerConfig, rollouts: list[Rollout], *, reward_stats: RunningStats
 ) -> tuple[list[Rollout], RunningStats, dict[str, float]]:
-    """The rollouts with rewards in place of scores, and their baselines with them."""
+    """Replace scores and baselines of the rollouts by shaped rewards."""
     shaped = shape_rewards(
         [rollout.reward for rollout in rollouts],
         lengths=[rollout.num_tokens for rollout in rollouts],
         max_tokens=config.max_completion_tokens,
         config=config.reward.shaping,
-        moments=moments,
+        moments=reward_stats,
         baselines=[
             (rollout.baseline, rollout.baseline_tokens)
             for rollout in rollouts
@@ -191,67 +245,67 @@ def _shape(
         ],
     )
     baselines = iter(shaped.baselines)
-    made = [
+    shaped_rollouts = [
         replace(
             rollout, reward=reward, baseline=None if rollout.baseline is None else next(baselines)
         )
         for rollout, reward in zip(rollouts, shaped.rewards, strict=True)
     ]
-    return made, shaped.moments, shaped.metrics
+    return shaped_rollouts, shaped.moments, shaped.metrics
 
 
-def _groups_that_teach(
-    config: TrainerConfig, rollouts: list[Rollout], *, moments: RunningStats
+def _find_useful_groups(
+    config: TrainerConfig, rollouts: list[Rollout], *, reward_stats: RunningStats
 ) -> list[int]:
-    """Ids of the groups whose scores, or rewards, differ, in their order."""
+    """Return the ids of the groups with different scores (or rewards), in their order."""
     dynamic = config.algorithm.dynamic_sampling
     assert dynamic is not None
-    judged = rollouts if dynamic.on == "score" else _shape(config, rollouts, moments=moments)[0]
-    ids = torch.tensor([rollout.group_id for rollout in judged])
-    flat = compute_group_statistics(
-        torch.tensor([rollout.reward for rollout in judged]), group_ids=ids
-    ).is_zero_std.tolist()
+    if dynamic.on != "score":
+        rollouts, _, _ = _shape(config, rollouts, reward_stats=reward_stats)
+    group_ids = torch.tensor([rollout.group_id for rollout in rollouts])
+    rewards = torch.tensor([rollout.reward for rollout in rollouts])
+    has_zero_std = compute_group_statistics(rewards, group_ids=group_ids).is_zero_std.tolist()
     return list(
         dict.fromkeys(
             rollout.group_id
-            for rollout, is_zero_std in zip(judged, flat, strict=True)
-            if not is_zero_std
+            for rollout, is_zero in zip(rollouts, has_zero_std, strict=True)
+            if not is_zero
         )
     )
 
 
-def _check_enough(rooms: Rooms, *, num_groups: int, num_asked: int, step: int) -> None:
-    dynamic, wanted = (
-        rooms.config.algorithm.dynamic_sampling,
-        rooms.config.batching.prompts_per_step,
-    )
+def _check_num_groups(config: TrainerConfig, *, num_kept: int, num_sampled: int, step: int) -> None:
+    dynamic, num_prompts = config.algorithm.dynamic_sampling, config.batching.prompts_per_step
     assert dynamic is not None
-    if num_groups == wanted or (num_groups and dynamic.shortage == "train"):
+    if num_kept == num_prompts or (num_kept and dynamic.shortage == "train"):
         return
     raise BatchError(
-        f"dynamic sampling found {num_groups} of {wanted} groups with different scores in step {step}, among {num_asked} prompts of "
-        f"{dynamic.max_rounds} rounds: the problems are too easy or too hard. Raise algorithm.dynamic_sampling.max_rounds or "
-        "algorithm.group_size, or set algorithm.dynamic_sampling.shortage=train."
+        f"dynamic sampling found {num_kept} of {num_prompts} groups with different scores in step "
+        f"{step}, among {num_sampled} prompts of {dynamic.max_rounds} rounds: the problems are too "
+        "easy or too hard. Raise algorithm.dynamic_sampling.max_rounds or algorithm.group_size, or "
+        "set algorithm.dynamic_sampling.shortage=train."
     )
 
 
-def _renumbered(rollouts: list[Rollout]) -> list[Rollout]:
-    """The same with group ids from 0, without gaps; sample ids are unique as they are."""
-    place = {
-        group: i for i, group in enumerate(dict.fromkeys(rollout.group_id for rollout in rollouts))
-    }
-    return [replace(rollout, group_id=place[rollout.group_id]) for rollout in rollouts]
+def _renumber_groups(rollouts: list[Rollout]) -> list[Rollout]:
+    """Return the rollouts with group ids 0, 1, 2, ...; sample ids are already unique."""
+    unique = dict.fromkeys(rollout.group_id for rollout in rollouts)
+    new_ids = {group_id: i for i, group_id in enumerate(unique)}
+    return [replace(rollout, group_id=new_ids[rollout.group_id]) for rollout in rollouts]
 
 
-def _over_rounds(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Counts added up, maxima, and the plain mean of the rest: rounds ask for equally many completions."""
-    found: dict[str, float] = {}
+def _merge_rounds(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Merge the metrics of rounds: sum counts, take maxima, and average the others.
+
+    The average is not weighted, because all rounds request equally many completions.
+    """
+    merged: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in rounds for name in metrics):
         values = [metrics.get(name, 0.0) for metrics in rounds]
         is_count = name.startswith("reward/") and name not in ("reward/mean", "reward/std")
         if name.endswith("_max"):
-            found[name] = max(values)
+            merged[name] = max(values)
         else:
             is_sum = is_count or name == "rollout/tokens" or name.startswith("tool/")
-            found[name] = sum(values) if is_sum else sum(values) / len(values)
-    return found
+            merged[name] = sum(values) if is_sum else sum(values) / len(values)
+    return merged

@@ -1,50 +1,163 @@
-"""How old the weights were that made what a step trains on."""
+"""Staleness: how many weight updates sampling may run ahead of training, and how many it did.
 
+With loop ``async`` a batch needs a credit before it is sampled. Batches are numbered from 0 in
+the order in which they start, and are trained in that order. When batch n is trained, n updates
+have been made. So batch n may start after n - max_staleness updates: its first token is then at
+most max_staleness updates old when it is trained. Training waits for slow batches; no batch is ever
+overtaken or discarded.
+
+This cannot deadlock. If training waits for batch n, n updates have been made, so every batch up to
+n + max_staleness has its credit, including n. And a batch that has started finishes without waiting
+for the trainer.
+"""
+
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from temper_engine_api.errors import BatchError
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.types import Completion, Rollout
 
 
-def max_staleness(config: TrainerConfig) -> int:
-    """Updates that a completion's oldest weights may be behind the published ones."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credits:
+    """State of the credits. Without locks, so that a test can play every order of events.
+
+    Example:
+        >>> credits = Credits(max_staleness=1).start().start()
+        >>> credits.can_start  # a third batch could be two updates old
+        False
+        >>> credits.finish(0).train().can_start
+        True
+    """
+
+    max_staleness: int
+    """Maximum age of a batch when it is trained, in weight updates."""
+    num_started: int = 0
+    """Number of batches whose sampling has started."""
+    finished: frozenset[int] = frozenset()
+    """Batches that are sampled and not yet trained."""
+    num_trained: int = 0
+    """Number of trained batches, which is the number of weight updates."""
+
+    @property
+    def can_start(self) -> bool:
+        """True if there is a credit for another batch."""
+        return self.num_started <= self.num_trained + self.max_staleness
+
+    @property
+    def can_train(self) -> bool:
+        """True if the next batch in order has been sampled."""
+        return self.num_trained in self.finished
+
+    def start(self) -> "Credits":
+        """Return the state after the sampling of another batch has started."""
+        assert self.can_start
+        return replace(self, num_started=self.num_started + 1)
+
+    def finish(self, batch: int) -> "Credits":
+        """Return the state after a batch has been sampled."""
+        assert self.num_trained <= batch < self.num_started
+        assert batch not in self.finished
+        return replace(self, finished=self.finished | {batch})
+
+    def train(self) -> "Credits":
+        """Return the state after the next batch was trained and its update published."""
+        assert self.can_train
+        return replace(
+            self,
+            finished=self.finished - {self.num_trained},
+            num_trained=self.num_trained + 1,
+        )
+
+
+class CreditAccount:
+    """Credits that the sampling thread can wait for."""
+
+    def __init__(self, max_staleness: int) -> None:
+        self._credits = Credits(max_staleness=max_staleness)
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def wait_to_start(self) -> int | None:
+        """Wait for a credit; return the number of the batch to sample, or None once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._credits.can_start)
+            if self._is_closed:
+                return None
+            number = self._credits.num_started
+            self._credits = self._credits.start()
+            return number
+
+    def finish(self, batch: int) -> None:
+        """Record that a batch has been sampled."""
+        with self._changed:
+            self._credits = self._credits.finish(batch)
+            self._changed.notify_all()
+
+    def train(self) -> None:
+        """Record that the next batch was trained and its update published."""
+        with self._changed:
+            self._credits = self._credits.train()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Give out no more credits."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+
+def get_max_staleness(config: TrainerConfig) -> int:
+    """Return how many updates the oldest weights of a completion may be behind."""
     return {"sync": 0, "one_step_off": 1, "async": config.asynchrony.max_staleness}[config.loop]
 
 
 def check_staleness(
     completions: Sequence[Completion], *, config: TrainerConfig, version: int
 ) -> None:
-    """Refuse completions of weights that the loop does not allow.
+    """Check that the weights of all completions are recent enough for the loop.
+
+    Args:
+        completions: Completions that were just sampled.
+        config: Configuration of the run.
+        version: Version of the published weights.
 
     Raises:
-        BatchError: naming the versions.
+        BatchError: If a completion is from older weights than the loop allows, or from newer ones.
     """
-    oldest = version - max_staleness(config)
+    oldest = version - get_max_staleness(config)
     wrong = [c for c in completions if not oldest <= c.weight_version <= version]
     if wrong:
         raise BatchError(
-            f"{len(wrong)} completions carry weights {wrong[0].weight_version}, but {version} are published and loop {config.loop} allows "
-            f"none before {oldest}."
+            f"{len(wrong)} completions are from weights {wrong[0].weight_version}, but weights "
+            f"{version} are published and loop {config.loop} allows {oldest} to {version}: the "
+            "sampler did not load the published weights."
         )
 
 
-def staleness_metrics(rollouts: Sequence[Rollout], *, version: int) -> dict[str, float]:
-    """Updates between the weights that are trained now and those that drew the tokens: by token, and of the oldest token.
+def measure_staleness(rollouts: Sequence[Rollout], *, version: int) -> dict[str, float]:
+    """Return the ``staleness/*`` metrics of a step.
 
     Args:
-        rollouts: of a step.
-        version: published when the step begins to train.
+        rollouts: Rollouts of the step.
+        version: Version of the weights when the training of the step starts.
+
+    Returns:
+        ``staleness/mean``: updates since the weights that sampled a token, averaged over tokens.
+        ``staleness/max``: the maximum over completions. ``staleness/mixed_share``: fraction of
+        completions with tokens from several versions.
     """
     completions = [completion for rollout in rollouts for completion in rollout.completions]
     ages = [
-        version - drawn
+        version - token_version
         for c in completions
-        for drawn in (c.token_versions or (c.weight_version,) * len(c.tokens))
+        for token_version in (c.token_versions or (c.weight_version,) * len(c.tokens))
     ]
-    mixed = sum(bool(c.token_versions) for c in completions)
+    num_mixed = sum(bool(c.token_versions) for c in completions)
     return {
         "staleness/mean": sum(ages) / max(len(ages), 1),
         "staleness/max": float(max((version - c.weight_version for c in completions), default=0)),
-        "staleness/mixed_share": mixed / max(len(completions), 1),
+        "staleness/mixed_share": num_mixed / max(len(completions), 1),
     }

@@ -1,4 +1,4 @@
-"""What the driver does between two steps, in every loop: lock, report, and when to save."""
+"""What the driver does after each step of any loop: check the lock, report, decide on a save."""
 
 import time
 from collections.abc import Callable
@@ -6,18 +6,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from temper_trainer.config.run import RunConfig
-from temper_trainer.loops.folder import RunFolder
 from temper_trainer.loops.interrupts import RunInterrupted, StopRequest
+from temper_trainer.loops.run_folder import RunFolder
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.run_lock import RunLock
 
 
 @dataclass(slots=True, kw_only=True)
 class StepBoundary:
-    """The boundary between two steps of a run; one for all of its phases.
+    """Bookkeeping between two steps; one object for all phases of a run.
 
-    Saving is decided here and not by the ranks, so that all of them save the same step, on a
-    monotonic clock, so that a corrected system time neither skips nor repeats a save.
+    The driver decides when to save, so that all ranks save the same step.
     """
 
     run: RunConfig
@@ -25,8 +24,9 @@ class StepBoundary:
     lock: RunLock
     log: RunLog
     now: Callable[[], float] = time.monotonic
+    """Clock in seconds. Monotonic: a changed system time must neither skip nor repeat a save."""
     saved_step: int = 0
-    """The last step that is on disk; 0 if there is none."""
+    """The last saved step; 0 if there is none."""
     checkpoint: Path | None = None
     """The checkpoint of that step."""
     _saved_at: float = field(init=False)
@@ -35,7 +35,7 @@ class StepBoundary:
         self._saved_at = self.now()
 
     def end_step(self) -> None:
-        """Note that a step was completed and logged.
+        """Record that a step was completed and logged.
 
         Raises:
             RunLockLostError: If another process has taken over the run folder.
@@ -45,26 +45,25 @@ class StepBoundary:
         self.log.refresh_report()
 
     def is_save_due(self, step: int, *, is_last: bool) -> bool:
-        """Return whether the state after this step is to be saved now.
+        """Return True if the state after a completed step must be saved.
 
         Args:
-            step: The step that was completed.
-            is_last: Whether the run ends here, as planned or because it was asked to stop.
+            step: The completed step.
+            is_last: True if the run ends here, as planned or because of a stop request.
         """
         run = self.run
-        is_time = (
+        is_interval_over = (
             run.save_interval_s is not None and self.now() - self._saved_at >= run.save_interval_s
         )
-        return is_last or is_time or (run.save_every > 0 and step % run.save_every == 0)
+        return is_last or is_interval_over or (run.save_every > 0 and step % run.save_every == 0)
 
     def set_saved(self, step: int, checkpoint: Path | None) -> None:
-        """Note what a phase (warm start, RL, ...) begins from, or a save that was made.
-
-        The next interval begins now, at the end of the save: a slow disk does not save all the time.
-        """
+        """Record a save, or the checkpoint from which a phase starts."""
         self.saved_step, self.checkpoint = step, checkpoint
+        # The next interval starts at the end of the save: with a slow disk, a run would otherwise
+        # spend all its time saving.
         self._saved_at = self.now()
 
-    def interrupted(self, stop: StopRequest) -> RunInterrupted:
-        """Return the error that ends a run which was asked to stop."""
+    def make_interrupted(self, stop: StopRequest) -> RunInterrupted:
+        """Return the error that ends a run after a stop request."""
         return RunInterrupted(step=self.saved_step, checkpoint=self.checkpoint, stop=stop)

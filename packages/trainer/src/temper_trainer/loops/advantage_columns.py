@@ -1,0 +1,173 @@
+"""Add advantages, returns and correction weights to the samples of a step."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.metrics import Metric
+from temper_trainer.algorithms.adaptive_coefficients import KlController
+from temper_trainer.algorithms.advantages import estimate_advantages
+from temper_trainer.algorithms.distillation_losses import compute_teacher_reward
+from temper_trainer.algorithms.kl import estimate_kl, mean_sequence_kl
+from temper_trainer.algorithms.rollout_correction import (
+    SQUARES,
+    compute_effective_sample_fraction,
+    compute_mismatch_metrics,
+    compute_rollout_correction,
+)
+from temper_trainer.algorithms.surrogate import CORRECTION_WEIGHTS
+from temper_trainer.algorithms.token_advantages import discount_by_turn
+from temper_trainer.batching.samples import TURNS_AFTER
+from temper_trainer.config.algorithm import RolloutCorrectionConfig
+from temper_trainer.config.environment import EnvironmentConfig
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.teacher.teacher_client import TEACHER_LOGPROBS, TEACHER_WEIGHTS
+from temper_trainer.types import Rollout
+
+
+def add_advantages(
+    samples: SequenceBatch,
+    *,
+    rollouts: Sequence[Rollout],
+    config: TrainerConfig,
+    kl_controller: KlController,
+) -> tuple[SequenceBatch, dict[str, float], KlController]:
+    """Compute the advantages of a step from its rewards.
+
+    Args:
+        samples: Samples with the columns of the forward passes (old and reference log-probs,
+            values) and of the teachers.
+        rollouts: The rollout of each sample.
+        config: Configuration of the run.
+        kl_controller: Coefficient of the KL penalty on rewards.
+
+    Returns:
+        The samples with column ``advantages``, and if configured ``returns`` and correction
+        weights; the metrics; the KL controller of the next step.
+    """
+    algorithm, columns = config.algorithm, samples.columns
+    metrics: dict[str, float] = {}
+    if "old_logprobs" in columns:
+        metrics |= _measure_mismatch(samples)
+    token_kl = None
+    if algorithm.kl_reward_coef > 0:
+        token_kl = estimate_kl(
+            columns["old_logprobs"],
+            ref_logprobs=columns["ref_logprobs"],
+            estimator=algorithm.kl_estimator,
+        )
+    estimated = estimate_advantages(
+        algorithm,
+        samples=samples,
+        rewards=torch.tensor([rollout.reward for rollout in rollouts]),
+        values=columns.get("values"),
+        kl=token_kl,
+        kl_coef=kl_controller.coef,
+        components=torch.tensor([rollout.components for rollout in rollouts])
+        if algorithm.advantage == "gdpo"
+        else None,
+        component_weights=tuple(config.reward.components.values()),
+        baselines=torch.tensor([rollout.baseline for rollout in rollouts])
+        if algorithm.advantage == "remax"
+        else None,
+    )
+    if token_kl is not None:
+        mean_kl = mean_sequence_kl(token_kl, samples=samples)
+        metrics |= {"ref/kl": mean_kl, "ref/kl_coef": kl_controller.coef}
+        # After this step's rewards: the new coefficient applies from the next step on.
+        kl_controller = kl_controller.updated(kl=mean_kl, num_samples=samples.num_sequences)
+    advantages = _discount_turns(
+        estimated.advantages, samples=samples, environment=config.environment
+    )
+    advantages, teacher_metrics = _add_teacher_reward(advantages, samples=samples, config=config)
+    added = {"advantages": advantages}
+    if estimated.returns is not None:
+        added["returns"] = estimated.returns
+    samples, correction_metrics = _add_correction(
+        samples.with_columns(added), algorithm.rollout_correction
+    )
+    metrics |= estimated.metrics | teacher_metrics | correction_metrics
+    return samples, metrics, kl_controller
+
+
+def _discount_turns(
+    advantages: Tensor, *, samples: SequenceBatch, environment: EnvironmentConfig | None
+) -> Tensor:
+    """Discount the advantages of earlier turns, if rollouts have several turns."""
+    if (
+        environment is None
+        or environment.turn_discount == 1.0
+        or TURNS_AFTER not in samples.columns
+    ):
+        return advantages
+    return discount_by_turn(
+        advantages, turns_after=samples.columns[TURNS_AFTER], discount=environment.turn_discount
+    )
+
+
+def _add_teacher_reward(
+    advantages: Tensor, *, samples: SequenceBatch, config: TrainerConfig
+) -> tuple[Tensor, dict[str, float]]:
+    """Add each token's reward from the teachers; in task distill it replaces the advantages."""
+    distillation = config.distillation
+    if not config.teachers or distillation.apply_as != "reward":
+        return advantages, {}
+    reward = distillation.coef * compute_teacher_reward(
+        samples.columns["old_logprobs"],
+        teacher_logprobs=samples.columns[TEACHER_LOGPROBS],
+        weights=samples.columns[TEACHER_WEIGHTS],
+        loss_mask=samples.loss_mask,
+        estimator=distillation.kl_estimator,
+        clamp=distillation.clamp,
+    )
+    metrics = {"distill/reward_mean": float(reward[samples.loss_mask].mean())}
+    return (reward if config.task == "distill" else advantages + reward), metrics
+
+
+def _add_correction(
+    samples: SequenceBatch, config: RolloutCorrectionConfig | None
+) -> tuple[SequenceBatch, dict[str, float]]:
+    """Add the weights that correct the mismatch between sampler and engine, if configured."""
+    if config is None:
+        return samples, {}
+    columns, added, metrics = samples.columns, dict[str, Tensor](), dict[str, float]()
+    if config.level != "none" or config.reject_kl is not None:
+        correction = compute_rollout_correction(
+            config,
+            samples=samples,
+            old_logprobs=columns["old_logprobs"],
+            rollout_logprobs=columns["rollout_logprobs"],
+        )
+        added[CORRECTION_WEIGHTS], metrics = correction.weights, correction.metrics
+    if config.proximal == "rollout":
+        added["old_logprobs"] = columns["rollout_logprobs"]
+    return samples.with_columns(added), metrics
+
+
+def _measure_mismatch(samples: SequenceBatch) -> dict[str, float]:
+    columns = samples.columns
+    metrics = compute_mismatch_metrics(
+        columns["old_logprobs"],
+        rollout_logprobs=columns["rollout_logprobs"],
+        loss_mask=samples.loss_mask,
+    )
+    values = {name: metric.result for name, metric in metrics.items()}
+    return replace_squares(values, metrics=metrics)
+
+
+def replace_squares(values: dict[str, float], *, metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Replace the sum of squared ratios by the effective sample size that is derived from it.
+
+    Args:
+        values: Values to log, by metric name.
+        metrics: The metrics from which the values were taken.
+    """
+    if SQUARES not in metrics:
+        return values
+    kept = {name: value for name, value in values.items() if name != SQUARES}
+    return {
+        **kept,
+        "mismatch/effective_sample_fraction": compute_effective_sample_fraction(metrics),
+    }

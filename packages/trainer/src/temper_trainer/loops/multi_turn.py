@@ -1,0 +1,215 @@
+"""Run rollouts to their end: one completion, or several turns with an environment.
+
+With an environment the sampler writes, the environment answers, and so on. The tokens of later
+turns are appended to those that were sampled; text is never tokenized again, because that could
+give other tokens than the policy sampled.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from temper_trainer.config.environment import EnvironmentConfig
+from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.environment.protocol import Environment, EnvironmentFactory
+from temper_trainer.loops.seeds import derive_seed
+from temper_trainer.rollout.sampler import Sampler
+from temper_trainer.types import Completion, FinishReason, Prompt, SamplingRequest, Score, Turn
+
+MAX_TOOL_THREADS = 16
+"""Maximum number of environments that run at the same time."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A rollout in progress."""
+
+    request: SamplingRequest
+    """Request of the first completion."""
+    environment: Environment | None
+    """Answers completions; None for single-turn rollouts."""
+    first: Completion | None = None
+    """The first completion."""
+    turns: list[Turn] = field(default_factory=list)
+    """The following turns."""
+    pending: tuple[int, ...] = ()
+    """Tokens of the environment's last answer, which no completion follows yet."""
+    is_done: bool = False
+    """True if no completion follows."""
+    reward: float = 0.0
+    """Sum of the environment's rewards."""
+
+    @property
+    def completions(self) -> list[Completion]:
+        """All completions in order."""
+        return [] if self.first is None else [self.first, *(turn.completion for turn in self.turns)]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens after the prompt, without pending ones."""
+        tokens = [] if self.first is None else list(self.first.tokens)
+        for turn in self.turns:
+            tokens += [*turn.observation, *turn.completion.tokens]
+        return tokens
+
+    @property
+    def full_tokens(self) -> list[int]:
+        """Tokens of the prompt and everything after it."""
+        return [*self.request.prompt_tokens, *self.tokens]
+
+    def add(self, completion: Completion) -> None:
+        """Add the completion that follows the pending tokens."""
+        if self.first is None:
+            self.first = completion
+        else:
+            self.turns.append(Turn(observation=self.pending, completion=completion))
+        self.pending = ()
+
+
+def add_environment_rewards(
+    scores: Sequence[Score], *, conversations: Sequence[Conversation]
+) -> list[float | None]:
+    """Return the score of each rollout plus its environment's rewards; None if scoring failed."""
+    return [
+        None if score.reward is None else score.reward + conversation.reward
+        for score, conversation in zip(scores, conversations, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutLimits:
+    """When a rollout ends even if its environment would continue."""
+
+    max_turns: int
+    """Maximum number of completions."""
+    max_tokens: int
+    """Maximum number of tokens after the prompt."""
+    stop: str
+    """Text that ends a completion because it ends a tool call."""
+
+
+def complete_rollouts(
+    requests: Sequence[SamplingRequest],
+    *,
+    prompts: Sequence[Prompt],
+    sampler: Sampler,
+    config: EnvironmentConfig | None,
+    make_environment: EnvironmentFactory | None,
+) -> tuple[list[Conversation], dict[str, float]]:
+    """Run every rollout to its end: one completion without an environment, else several turns.
+
+    Args:
+        requests: The first request of each rollout.
+        prompts: The prompt of each request.
+        sampler: Samples the completions.
+        config: Configuration of the environments; None for single-turn rollouts.
+        make_environment: Makes the environment of a rollout; None for single-turn rollouts.
+
+    Returns:
+        Conversations in the order of the requests, and metrics of turns and tools.
+    """
+    if config is None or make_environment is None:
+        completions = sampler.sample(requests)
+        return [
+            Conversation(request=request, environment=None, first=completion)
+            for request, completion in zip(requests, completions, strict=True)
+        ], {}
+    max_tokens = config.longest(max(request.sampling.max_tokens for request in requests))
+    limits = RolloutLimits(max_turns=config.max_turns, max_tokens=max_tokens, stop=config.call_end)
+    return run_conversations(
+        sampler, requests, prompts=prompts, make_environment=make_environment, limits=limits
+    )
+
+
+def run_conversations(
+    sampler: Sampler,
+    requests: Sequence[SamplingRequest],
+    *,
+    prompts: Sequence[Prompt],
+    make_environment: EnvironmentFactory,
+    limits: RolloutLimits,
+) -> tuple[list[Conversation], dict[str, float]]:
+    """Run multi-turn rollouts to their end. In each turn, all unfinished ones are sampled together.
+
+    Args:
+        sampler: Samples the completions.
+        requests: The first request of each rollout; seeds of later turns are derived from it.
+        prompts: The prompt of each request.
+        make_environment: Makes the environment of a rollout.
+        limits: When a rollout ends even if its environment would continue.
+
+    Returns:
+        Conversations in the order of the requests, and metrics of turns and tools.
+    """
+    conversations = []
+    for request, prompt in zip(requests, prompts, strict=True):
+        environment = make_environment()
+        environment.reset(prompt)
+        conversations.append(Conversation(request=request, environment=environment))
+    counts: dict[str, float] = {}
+    for turn in range(limits.max_turns):
+        active = [conversation for conversation in conversations if not conversation.is_done]
+        if not active:
+            break
+        turn_requests = [
+            _make_request(conversation, turn=turn, request_id=i, limits=limits)
+            for i, conversation in enumerate(active)
+        ]
+        for conversation, completion in zip(active, sampler.sample(turn_requests), strict=True):
+            conversation.add(completion)
+        step = partial(_step_environment, is_last=turn == limits.max_turns - 1, limits=limits)
+        # Threads, because tools wait for processes and servers.
+        with ThreadPoolExecutor(max_workers=MAX_TOOL_THREADS) as pool:
+            for metrics in pool.map(step, active):
+                for name, count in metrics.items():
+                    counts[name] = counts.get(name, 0.0) + count
+    num_turns = [len(conversation.completions) for conversation in conversations]
+    return conversations, {
+        **counts,
+        "rollout/turns_mean": sum(num_turns) / len(num_turns),
+        "rollout/turns_max": float(max(num_turns)),
+    }
+
+
+def _make_request(
+    conversation: Conversation, *, turn: int, request_id: int, limits: RolloutLimits
+) -> SamplingRequest:
+    first = conversation.request
+    tokens = (*conversation.tokens, *conversation.pending)
+    sampling = _limit_sampling(
+        first.sampling, stop=limits.stop, max_tokens=limits.max_tokens - len(tokens)
+    )
+    seed = first.seed if turn == 0 else derive_seed(first.seed, "turn", turn)
+    return replace(
+        first,
+        request_id=request_id,
+        prompt_tokens=(*first.prompt_tokens, *tokens),
+        sampling=sampling,
+        seed=seed,
+    )
+
+
+def _limit_sampling(sampling: SamplingConfig, *, stop: str, max_tokens: int) -> SamplingConfig:
+    max_tokens = min(sampling.max_tokens, max_tokens)
+    return replace(sampling, stop=(*sampling.stop, stop), max_tokens=max_tokens)
+
+
+def _step_environment(
+    conversation: Conversation, *, is_last: bool, limits: RolloutLimits
+) -> dict[str, float]:
+    """Pass the last completion to the environment, and decide whether the rollout continues."""
+    completion = conversation.completions[-1]
+    assert conversation.environment is not None
+    observation = conversation.environment.step(completion.tokens)
+    conversation.reward += observation.reward
+    # After the observation, at least one token must be left for the next completion.
+    num_tokens = len(conversation.tokens) + len(observation.tokens)
+    conversation.is_done = (
+        is_last
+        or observation.is_done
+        or num_tokens >= limits.max_tokens
+        or completion.finish_reason == FinishReason.END_TOKEN
+    )
+    conversation.pending = () if conversation.is_done else observation.tokens
+    return observation.metrics

@@ -1,0 +1,317 @@
+"""A run of reinforcement learning or distillation, from its start or a checkpoint to its end."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.errors import TemperError
+from temper_engine_api.objective import Objective
+from temper_trainer.algorithms.adaptive_coefficients import (
+    build_entropy_controller,
+    build_kl_controller,
+)
+from temper_trainer.algorithms.objective_factory import (
+    add_distillation_loss,
+    build_policy_objective,
+    build_value_objective,
+)
+from temper_trainer.checkpoint.checkpoint_writer import CheckpointWriter
+from temper_trainer.checkpoint.checkpointer import Checkpointer
+from temper_trainer.checkpoint.trainer_state import TrainerState
+from temper_trainer.config.algorithm import AlgorithmConfig
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.loops.evaluation import evaluate_all
+from temper_trainer.loops.interrupts import StopRequest, WorkAbandoned
+from temper_trainer.loops.pipelined_loops import open_step_loop
+from temper_trainer.loops.rl_step import Controllers, StepResult, needs_old_logprob_pass
+from temper_trainer.loops.run_components import RunComponents, build_components
+from temper_trainer.loops.run_folder import RunFolder, export_model
+from temper_trainer.loops.run_setup import open_checkpointer
+from temper_trainer.loops.step_boundary import StepBoundary
+from temper_trainer.metrics.run_log import RunLog, SampleRow
+from temper_trainer.reward.shaping import RunningStats
+from temper_trainer.runtime.runtime_factory import Runtime
+from temper_trainer.types import DataCursor, Prompt, Rollout
+from temper_trainer.waits import Watchdog
+
+
+def run_rl(
+    config: TrainerConfig,
+    *,
+    log: RunLog,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    eval_prompts: Sequence[Prompt],
+    folder: RunFolder,
+    resume_from: Path | None,
+    digest: str,
+    stop: StopRequest,
+    boundary: StepBoundary,
+    runtime: Runtime,
+    num_eval_trained: int | None = None,
+) -> dict[str, float]:
+    """Evaluate, train all steps, evaluate again, and write the model.
+
+    Args:
+        config: The configuration, with models fitted to the tokenizer.
+        log: Log of the run.
+        tokenizer: Tokenizer of all roles.
+        prompts: Training prompts.
+        eval_prompts: Held-out prompts.
+        folder: The run folder.
+        resume_from: Verified checkpoint to resume from; None starts at step 1.
+        digest: Digest of the configuration, recorded in checkpoints.
+        stop: Stop request of the process.
+        boundary: Bookkeeping between steps.
+        runtime: Starts the processes.
+        num_eval_trained: See `RunComponents`.
+
+    Returns:
+        The metrics of the last evaluation.
+
+    Raises:
+        RunInterrupted: If a stop was requested; the last completed step is saved.
+    """
+    checkpointer = open_checkpointer(config, folder=folder)
+    state = _load_state(
+        config,
+        checkpointer=checkpointer,
+        resume_from=resume_from,
+        num_prompts=len(prompts),
+        digest=digest,
+        log=log,
+    )
+    with build_components(
+        config,
+        log=log,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        num_eval_trained=num_eval_trained,
+        state=state,
+        runtime=runtime,
+    ) as components:
+        if resume_from is not None:
+            readers = {name: role.read_part for name, role in components.roles.items()}
+            checkpointer.read_roles(resume_from, roles=readers)
+            log.print_line(f"continuing from step {state.step} ({resume_from})")
+        boundary.set_saved(state.step, resume_from)
+        if state.step < config.run.total_steps:
+            folder.supersede_model()
+        # The sampler starts with the weights of the model path, not with those of the checkpoint.
+        components.publisher.publish(components.canary)
+        if state.step == 0:
+            evaluate_all(components, step=0, label="before RL")
+        _run_steps(components, state=state, checkpointer=checkpointer, stop=stop, boundary=boundary)
+        evaluation = evaluate_all(components, step=config.run.total_steps, label="after RL")
+        if config.run.save_model:
+            export_model(
+                components.roles["actor"],
+                engine=config.actor.engine,
+                tokenizer=tokenizer,
+                directory=folder.model,
+            )
+    return evaluation
+
+
+def _load_state(
+    config: TrainerConfig,
+    *,
+    checkpointer: Checkpointer,
+    resume_from: Path | None,
+    num_prompts: int,
+    digest: str,
+    log: RunLog,
+) -> TrainerState:
+    """Return the state from which the run continues."""
+    state = TrainerState(
+        phase="rl",
+        step=0,
+        cursor=DataCursor(),
+        weight_version=1,
+        config_digest=digest,
+        kl_coef=config.algorithm.kl_reward_coef,
+        entropy_coef=config.algorithm.entropy_coef,
+    )
+    if resume_from is None:
+        return state
+    step = checkpointer.read_engine_only_step(resume_from)
+    if step is None:
+        return replace(checkpointer.read_state(resume_from, phase="rl"), config_digest=digest)
+    # Without trainer state, skip as many prompts as that number of steps uses.
+    epoch, index = divmod(step * config.batching.prompts_per_step, num_prompts)
+    log.print_line(
+        f"{resume_from} has engines but no trainer state: the data continues at prompt {index} of "
+        f"epoch {epoch}, where {step} steps end"
+    )
+    return replace(state, step=step, cursor=DataCursor(epoch=epoch, index=index))
+
+
+def _run_steps(
+    components: RunComponents,
+    *,
+    state: TrainerState,
+    checkpointer: Checkpointer,
+    stop: StopRequest,
+    boundary: StepBoundary,
+) -> None:
+    config, run, log = components.config, components.config.run, components.log
+    roles = components.roles
+    controllers = restore_controllers(config.algorithm, state)
+    objectives = build_objectives(config, controllers=controllers)
+    for role, objective in objectives.items():
+        roles[role].set_objective(objective)
+    if config.loop != "sync" and config.algorithm.rollout_correction is None:
+        log.print_line(
+            f"loop {config.loop} trains on completions of older weights without correcting for it: "
+            "see algorithm.rollout_correction"
+        )
+    with (
+        stop.defer(),
+        CheckpointWriter(checkpointer, roles=roles, in_background=run.save_in_background) as writer,
+        log.progress_bar("rl", total=run.total_steps, start=state.step) as bar,
+        Watchdog(config.runtime.watchdog_s, log=log.print_line),
+        open_step_loop(components, first_step=state.step + 1, controllers=controllers) as loop,
+    ):
+
+        def make_state(step: int) -> TrainerState:
+            """Return the trainer state after a step, with the current controllers."""
+            return TrainerState(
+                phase="rl",
+                step=step,
+                cursor=loop.cursor,
+                weight_version=components.publisher.version,
+                config_digest=state.config_digest,
+                kl_coef=controllers.kl.coef,
+                entropy_coef=controllers.entropy.coef,
+                reward_count=controllers.reward_stats.count,
+                reward_mean=controllers.reward_stats.mean,
+                reward_squares=controllers.reward_stats.squares,
+            )
+
+        for step in range(state.step + 1, run.total_steps + 1):
+            # Made before the step, which moves the cursor of the data even if it fails.
+            before = make_state(step - 1)
+            with _save_on_failure(
+                before, components=components, writer=writer, stop=stop, boundary=boundary
+            ):
+                result = loop.run_step(step=step, objectives=objectives, controllers=controllers)
+            if result.controllers.entropy != controllers.entropy:
+                # The entropy coefficient is part of the objective, which workers have a copy of.
+                actor = build_objectives(config, controllers=result.controllers)["actor"]
+                objectives |= {"actor": actor}
+                roles["actor"].set_objective(actor)
+            controllers = result.controllers
+            writer.commit_if_written()
+            log.log_metrics(step, result.metrics, phase="rl")
+            boundary.end_step()
+            bar.advance()
+            if run.table_every and step % run.table_every == 0:
+                log.show_samples(step, _pick_samples(result, count=run.num_table_rows))
+            is_last = step == run.total_steps
+            if run.eval_every and step % run.eval_every == 0 and not is_last:
+                with loop.pause_sampling(), suppress(WorkAbandoned), stop.allow_abandon():
+                    evaluate_all(components, step=step, label=f"step {step}")
+            if boundary.is_save_due(step, is_last=is_last or stop.is_set):
+                checkpoint = writer.save(make_state(step), wait=is_last or stop.is_set)
+                boundary.set_saved(step, checkpoint)
+            if stop.is_set and not is_last:
+                raise boundary.make_interrupted(stop)
+
+
+@contextmanager
+def _save_on_failure(
+    before: TrainerState,
+    *,
+    components: RunComponents,
+    writer: CheckpointWriter,
+    stop: StopRequest,
+    boundary: StepBoundary,
+) -> Iterator[None]:
+    """Save the state before the step in the body, if it ends before it has changed a weight.
+
+    A step spends most of its time before the first update: sampling, scoring, asking teachers.
+
+    Args:
+        before: State before the step.
+        components: Components of the run.
+        writer: Writes the checkpoint.
+        stop: Stop request of the process.
+        boundary: Knows which step was saved last.
+
+    Raises:
+        RunInterrupted: Instead of WorkAbandoned.
+    """
+    roles, log = components.roles.values(), components.log
+    num_updates = sum(role.num_updates for role in roles)
+    try:
+        yield
+    except WorkAbandoned:
+        if before.step != boundary.saved_step:
+            boundary.set_saved(before.step, writer.save(before, wait=True))
+        raise boundary.make_interrupted(stop) from None
+    except TemperError:
+        is_unchanged = sum(role.num_updates for role in roles) == num_updates
+        can_save = is_unchanged and not any(role.is_broken for role in roles)
+        if can_save and before.step != boundary.saved_step:
+            failed = f"step {before.step + 1} failed"
+            try:
+                checkpoint = writer.save(before, wait=True)
+                log.print_line(f"{failed}; step {before.step} was saved first: {checkpoint}")
+            except TemperError as error:
+                # Printed, not raised: the run must end with the error of the step.
+                log.print_line(f"{failed}, and step {before.step} could not be saved: {error}")
+        raise
+
+
+def restore_controllers(config: AlgorithmConfig, state: TrainerState) -> Controllers:
+    """Return the controllers of a state; a new state has the initial coefficients."""
+    return Controllers(
+        kl=replace(build_kl_controller(config), coef=state.kl_coef),
+        entropy=replace(build_entropy_controller(config), coef=state.entropy_coef),
+        reward_stats=RunningStats(
+            count=state.reward_count, mean=state.reward_mean, squares=state.reward_squares
+        ),
+    )
+
+
+def build_objectives(config: TrainerConfig, *, controllers: Controllers) -> dict[str, Objective]:
+    """Return the objective of each trained role, with the current coefficients."""
+    correction = config.algorithm.rollout_correction
+    has_old_logprobs = needs_old_logprob_pass(config) or (
+        correction is not None and correction.proximal == "rollout"
+    )
+    actor: Objective = build_policy_objective(
+        config.algorithm,
+        old_is_current=not has_old_logprobs,
+        entropy_coef=controllers.entropy.coef,
+    )
+    if config.teachers and config.distillation.apply_as == "loss":
+        actor = add_distillation_loss(
+            actor if config.task == "rl" else None,
+            config=config.distillation,
+            algorithm=config.algorithm,
+        )
+    objectives: dict[str, Objective] = {"actor": actor}
+    if config.critic is not None:
+        objectives["critic"] = build_value_objective(config.algorithm)
+    return objectives
+
+
+def _pick_samples(result: StepResult, *, count: int) -> list[SampleRow]:
+    """Return the first completion of each of the first prompts."""
+    first_of_group: dict[int, Rollout] = {}
+    for rollout in result.rollouts:
+        first_of_group.setdefault(rollout.group_id, rollout)
+    return [
+        SampleRow(
+            prompt=rollout.prompt.text,
+            completion=rollout.text,
+            answer=rollout.prompt.answer,
+            reward=rollout.reward,
+        )
+        for rollout in list(first_of_group.values())[:count]
+    ]

@@ -1,0 +1,396 @@
+"""One RL step: sample, score, measure log-probs, estimate advantages, update, publish.
+
+`SyncLoop.run_step` is the sequence with loop ``sync``. `train_on_rollouts` is its training half,
+which all loops have in common.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.metrics import Metric, merge_metrics
+from temper_engine_api.objective import HeadOutput, Objective
+from temper_engine_api.outputs import gather_outputs
+from temper_trainer.algorithms.adaptive_coefficients import EntropyController, KlController
+from temper_trainer.algorithms.objective_factory import needs_old_logprobs
+from temper_trainer.algorithms.resampling import resample_by_reward
+from temper_trainer.algorithms.value_loss import ValueObjective, compute_explained_variance
+from temper_trainer.batching.samples import to_samples
+from temper_trainer.batching.step_plan import (
+    RoleLayout,
+    StepPlan,
+    describe_plan,
+    drop_zero_advantage_samples,
+    measure_plan,
+    pack_mini_batch,
+    plan_step,
+)
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.loops.advantage_columns import add_advantages, replace_squares
+from temper_trainer.loops.interrupts import allow_late_abandon
+from temper_trainer.loops.run_components import RunComponents
+from temper_trainer.loops.sampling import sample_step
+from temper_trainer.loops.seeds import derive_seed
+from temper_trainer.metrics.run_log import RunLog
+from temper_trainer.progress import StepTimer, advance_progress, track_progress
+from temper_trainer.reward.shaping import RunningStats
+from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
+from temper_trainer.runtime.training_worker import UpdateResult
+from temper_trainer.runtime.worker_group import WorkerGroup
+from temper_trainer.teacher.teacher_client import TeacherClient
+from temper_trainer.types import DataCursor, Rollout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Controllers:
+    """State that changes from step to step besides weights and data position."""
+
+    kl: KlController
+    """Coefficient of the KL penalty on rewards."""
+    entropy: EntropyController
+    """Coefficient of the entropy bonus."""
+    reward_stats: RunningStats = field(default_factory=RunningStats)
+    """Statistics of all rewards so far, for ``reward.shaping.normalization=running``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The result of one RL step."""
+
+    metrics: Mapping[str, float]
+    rollouts: Sequence[Rollout]
+    """The trained rollouts, in the order of their sample ids."""
+    controllers: Controllers
+    """Controllers for the next step."""
+
+
+class StepLoop(Protocol):
+    """Runs the steps of an RL run one after the other (``loop``)."""
+
+    @property
+    def cursor(self) -> DataCursor:
+        """Position in the data of the first prompt that no step has trained on."""
+        ...
+
+    def run_step(
+        self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers
+    ) -> StepResult:
+        """Run the next step.
+
+        Args:
+            step: Number of the step, from 1.
+            objectives: Objective of each trained role.
+            controllers: Controllers for this step.
+        """
+        ...
+
+    def pause_sampling(self) -> AbstractContextManager[None]:
+        """Return a context during which the loop neither samples nor scores."""
+        ...
+
+
+class SyncLoop:
+    """Loop ``sync``: each step samples with the newest weights, trains, and publishes."""
+
+    def __init__(self, components: RunComponents) -> None:
+        self.components = components
+
+    @property
+    def cursor(self) -> DataCursor:
+        """See `StepLoop`."""
+        return self.components.prompts.cursor
+
+    def run_step(
+        self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers
+    ) -> StepResult:
+        """See `StepLoop`."""
+        components, timer, start = self.components, StepTimer(), time.perf_counter()
+        with timer.measure("rollout"), allow_late_abandon():
+            sampled = sample_step(
+                components, step=step, timer=timer, reward_stats=controllers.reward_stats
+            )
+        # A colocated vLLM sampler frees its GPU memory while the roles train.
+        sampler = components.sampler
+        sampler_is_asleep = isinstance(sampler, VllmSampler) and sampler.sleep()
+        metrics, controllers = train_on_rollouts(
+            sampled.rollouts,
+            config=components.config,
+            roles=components.roles,
+            teachers=components.teachers,
+            objectives=objectives,
+            controllers=replace(controllers, reward_stats=sampled.reward_stats),
+            step=step,
+            timer=timer,
+            log=components.log,
+        )
+        with timer.measure("weight_sync"):
+            if sampler_is_asleep:
+                # The servers allocate their memory again as soon as weights arrive.
+                for role in components.roles.values():
+                    role.release_cache()
+            sync_metrics = components.publisher.publish(components.canary)
+        timer.seconds["time/step_s"] = time.perf_counter() - start
+        rollout_s = max(timer.seconds["time/rollout_s"], 1e-9)
+        metrics = {
+            **sampled.metrics,
+            **metrics,
+            **sync_metrics,
+            "rollout/tokens_per_s": sampled.metrics["rollout/tokens"] / rollout_s,
+            "data/epoch": float(self.cursor.epoch),
+            **timer.seconds,
+        }
+        return StepResult(metrics=metrics, rollouts=sampled.rollouts, controllers=controllers)
+
+    def pause_sampling(self) -> AbstractContextManager[None]:
+        """Do nothing: between two steps, this loop does not sample."""
+        return nullcontext()
+
+
+def train_on_rollouts(
+    rollouts: Sequence[Rollout],
+    *,
+    config: TrainerConfig,
+    roles: Mapping[str, WorkerGroup],
+    teachers: TeacherClient | None,
+    objectives: Mapping[str, Objective],
+    controllers: Controllers,
+    step: int,
+    timer: StepTimer,
+    log: RunLog,
+) -> tuple[dict[str, float], Controllers]:
+    """Run all updates of a step.
+
+    Args:
+        rollouts: Scored rollouts of the step.
+        config: Configuration of the run.
+        roles: Workers of each role.
+        teachers: Teachers of on-policy distillation, if there are any.
+        objectives: Objective of each trained role.
+        controllers: Controllers for this step.
+        step: Number of the step, from 1.
+        timer: Measures the time of each operation.
+        log: Log of the run.
+
+    Returns:
+        The metrics of the step, and the controllers for the next one.
+    """
+    samples = to_samples(rollouts, temperature=config.sampling.temperature)
+    layouts = {name: RoleLayout.from_topology(role.topology) for name, role in roles.items()}
+    plan_seed = derive_seed(config.run.seed, "mini-batches", step)
+    plan = plan_step(samples, config.batching, layouts=layouts, seed=plan_seed)
+    if step == 1:
+        log.print_line(describe_plan(plan, samples))
+    with timer.measure("annotate"):
+        samples = add_forward_columns(samples, plan, config=config, roles=roles)
+    teacher_metrics: dict[str, float] = {}
+    if teachers is not None:
+        with timer.measure("teacher"), allow_late_abandon():
+            columns, teacher_metrics = teachers.columns(
+                samples, routes=[rollout.prompt.route for rollout in rollouts]
+            )
+        samples = samples.with_columns(columns)
+    samples, advantage_metrics, kl_controller = add_advantages(
+        samples, rollouts=rollouts, config=config, kl_controller=controllers.kl
+    )
+    controllers = replace(controllers, kl=kl_controller)
+    if config.algorithm.reweight is not None:
+        # After the advantages, which are those of the groups as they were sampled.
+        samples, resampling_metrics = _resample(samples, rollouts, config=config, step=step)
+        plan = plan_step(samples, config.batching, layouts=layouts, seed=plan_seed)
+        advantage_metrics = advantage_metrics | resampling_metrics
+    if can_drop_zero_advantage(config):
+        plan = drop_zero_advantage_samples(
+            plan,
+            samples,
+            role="actor",
+            layout=layouts["actor"],
+            max_tokens=config.batching.max_tokens,
+        )
+    with allow_late_abandon():
+        pass  # The last point at which a stop request may abandon the step: updates follow.
+    with timer.measure("update"):
+        update_metrics = update_roles(
+            samples, plan, roles=roles, objectives=objectives, step=step, log=log
+        )
+    entropy = update_metrics.get("policy/entropy", math.nan)
+    if not math.isnan(entropy):
+        controllers = replace(controllers, entropy=controllers.entropy.updated(entropy=entropy))
+    metrics = measure_plan(plan, samples, role="actor") | advantage_metrics | teacher_metrics
+    return metrics | update_metrics, controllers
+
+
+def needs_old_logprob_pass(config: TrainerConfig) -> bool:
+    """Return True if a forward pass must measure the policy's log-probs before the updates.
+
+    See `needs_old_logprobs`; a reward from teachers is computed from them, too.
+    """
+    has_teacher_reward = bool(config.teachers) and config.distillation.apply_as == "reward"
+    return has_teacher_reward or needs_old_logprobs(config.algorithm, config.batching)
+
+
+def can_drop_zero_advantage(config: TrainerConfig) -> bool:
+    """Return True if samples without an advantage do not change the actor's update.
+
+    That requires that every term of the objective has the advantage as a factor, and that no
+    forward pass has used the same micro-batches.
+    """
+    algorithm = config.algorithm
+    has_other_terms = (
+        algorithm.entropy_coef != 0
+        or algorithm.entropy_target is not None
+        or algorithm.kl_loss_coef > 0
+    )
+    has_teacher_loss = bool(config.teachers) and config.distillation.apply_as == "loss"
+    return not has_other_terms and not has_teacher_loss and not needs_old_logprob_pass(config)
+
+
+def add_forward_columns(
+    samples: SequenceBatch,
+    plan: StepPlan,
+    *,
+    config: TrainerConfig,
+    roles: Mapping[str, WorkerGroup],
+) -> SequenceBatch:
+    """Add the columns old_logprobs, ref_logprobs and values, as far as the algorithm needs them."""
+    algorithm, columns = config.algorithm, dict[str, Tensor]()
+    if needs_old_logprob_pass(config):
+        columns["old_logprobs"] = run_forward(samples, plan, role="actor", group=roles["actor"])
+    if "ref" in roles:
+        columns["ref_logprobs"] = run_forward(samples, plan, role="ref", group=roles["ref"])
+    if algorithm.kl_reference == "disabled_adapter":
+        columns["ref_logprobs"] = run_forward(
+            samples, plan, role="actor", group=roles["actor"], without_adapter=True
+        )
+    if algorithm.advantage == "gae":
+        columns["values"] = run_forward(
+            samples, plan, role="critic", group=roles["critic"], output=HeadOutput.VALUE
+        )
+    return samples.with_columns(columns)
+
+
+def run_forward(
+    samples: SequenceBatch,
+    plan: StepPlan,
+    *,
+    role: str,
+    group: WorkerGroup,
+    output: HeadOutput = HeadOutput.LOGPROB,
+    without_adapter: bool = False,
+) -> Tensor:
+    """Run a forward pass of a role over all samples, with the micro-batches of the first pass.
+
+    Args:
+        samples: Samples of the step.
+        plan: Plan of the step.
+        role: Role whose plan is used.
+        group: Workers of the role.
+        output: Output of the head to return.
+        without_adapter: Disable the role's LoRA adapter.
+
+    Returns:
+        [T] float32 output in the order of the samples.
+    """
+    outputs = []
+    for mini_batch in plan.first_pass:
+        packed = pack_mini_batch(samples, mini_batch, role)
+        sample_ids = samples.sample_ids[torch.tensor(mini_batch.indices)]
+        outputs.append(
+            group.forward(
+                packed, outputs=[output], sample_ids=sample_ids, without_adapter=without_adapter
+            )
+        )
+    return gather_outputs(outputs, sample_ids=samples.sample_ids).columns[output]
+
+
+def _resample(
+    samples: SequenceBatch, rollouts: Sequence[Rollout], *, config: TrainerConfig, step: int
+) -> tuple[SequenceBatch, dict[str, float]]:
+    """Resample by reward (``algorithm.reweight``) and assign new sample ids."""
+    assert config.algorithm.reweight is not None
+    indices = resample_by_reward(
+        torch.tensor([rollout.reward for rollout in rollouts]),
+        group_ids=samples.group_ids,
+        config=config.algorithm.reweight,
+        seed=derive_seed(config.run.seed, "reweight", step),
+    )
+    # A sample may be drawn several times, but ids must be unique.
+    new_ids = torch.arange(len(indices))
+    resampled = replace(samples.select(indices), sample_ids=new_ids, pack_group_ids=new_ids)
+    return resampled, {"reweight/distinct_share": len(indices.unique()) / len(indices)}
+
+
+def update_roles(
+    samples: SequenceBatch,
+    plan: StepPlan,
+    *,
+    roles: Mapping[str, WorkerGroup],
+    objectives: Mapping[str, Objective],
+    step: int,
+    log: RunLog,
+) -> dict[str, float]:
+    """Run every mini-batch of the plan on every trained role; return the metrics of the updates.
+
+    Metrics without a ``/`` in their name get the role as prefix.
+    """
+    values: dict[str, float] = {}
+    for role, objective in objectives.items():
+        metrics: list[Mapping[str, Metric]] = []
+        mini_batches = _track_items(plan.mini_batches, name=f"{role} mini-batches")
+        for i, mini_batch in enumerate(mini_batches):
+            packed = pack_mini_batch(samples, mini_batch, role, objective=objective)
+            is_last = i == len(plan.mini_batches) - 1
+            result = roles[role].update(packed, is_last_of_step=is_last)
+            if i == 0 and "policy/ratio_error_max" in result.metrics:
+                # Before the first update the ratio must be 1, so this measures numerical errors.
+                first_error = result.metrics["policy/ratio_error_max"].result
+                values["policy/first_ratio_error_max"] = first_error
+            if result.report.outcome == "nonfinite":
+                log.print_line(
+                    f"step {step}: {role} skipped a non-finite update; "
+                    f"samples {result.report.sample_ids[:8]}"
+                )
+            metrics.append(collect_update_metrics(result))
+        merged = merge_metrics(metrics)
+        role_values = {
+            name if "/" in name else f"{role}/{name}": metric.result
+            for name, metric in merged.items()
+        }
+        values |= replace_squares(role_values, metrics=merged)
+        if isinstance(objective, ValueObjective):
+            values["value/explained_variance"] = compute_explained_variance(merged)
+    return values
+
+
+def _track_items(items: Sequence[T], *, name: str) -> Iterator[T]:
+    """Yield the items and count each one as progress when the next one is requested."""
+    with track_progress(name, total=len(items)):
+        for item in items:
+            yield item
+            advance_progress(name)
+
+
+def collect_update_metrics(result: UpdateResult) -> dict[str, Metric]:
+    """Return the metrics of an update, including loss, gradient norm, learning rate and outcome.
+
+    They can be merged over updates. A skipped update has no weight in the mean gradient norm,
+    because its norm is not finite.
+    """
+    is_skipped = result.report.outcome == "nonfinite"
+    return {
+        **result.metrics,
+        "loss": Metric(value=result.metrics["loss"].result),
+        "grad_norm": Metric(
+            value=0.0 if is_skipped else result.report.grad_norm, weight=float(not is_skipped)
+        ),
+        "skipped_updates": Metric(value=float(result.report.outcome != "stepped"), reduction="sum"),
+        "lr": Metric(value=result.lr),
+    }

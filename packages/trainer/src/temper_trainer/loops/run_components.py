@@ -1,0 +1,217 @@
+"""The components of a run: sampler, scorer, workers of each role, publisher, teachers.
+
+`build_components` starts what training needs, `build_inference_components` what the tasks eval and
+generate need. Both close everything when the context ends.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.batch import from_sequences
+from temper_engine_api.objective import HeadOutput
+from temper_engine_api.plan import build_packed_batch, plan_mini_batch
+from temper_engine_api.reduction import count_denominators
+from temper_trainer.checkpoint.trainer_state import TrainerState
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.data.streams import InMemoryStream
+from temper_trainer.environment.environment_factory import make_environment_factory
+from temper_trainer.environment.protocol import EnvironmentFactory
+from temper_trainer.metrics.run_log import RunLog
+from temper_trainer.reward.scoring import Scorer
+from temper_trainer.rollout.pausable_sampler import PausableSampler
+from temper_trainer.rollout.sampler import InterruptibleSampler, Sampler
+from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
+from temper_trainer.runtime.engine_reward_model import build_reward_model
+from temper_trainer.runtime.engine_teacher import build_teachers
+from temper_trainer.runtime.runtime_factory import Runtime
+from temper_trainer.runtime.worker_group import WorkerGroup
+from temper_trainer.teacher.teacher_client import TeacherClient
+from temper_trainer.types import Prompt
+from temper_trainer.weight_sync.publisher import Canary, Publisher
+from temper_trainer.weight_sync.transport import NullTransport
+from temper_trainer.weight_sync.transport_factory import build_transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunComponents:
+    """The started components of a run."""
+
+    config: TrainerConfig
+    log: RunLog
+    tokenizer: PreTrainedTokenizerBase
+    """Tokenizer of all roles."""
+    prompts: InMemoryStream[Prompt]
+    """Training prompts in the order of the run."""
+    eval_prompts: Sequence[Prompt]
+    """Held-out prompts; may be empty."""
+    sampler: Sampler
+    """Samples completions of prompts."""
+    scorer: Scorer
+    """Computes the rewards of completions."""
+    roles: Mapping[str, WorkerGroup]
+    """Workers of ``actor`` and, if configured, of ``critic`` and ``ref``; empty for inference."""
+    publisher: Publisher
+    """Sends the actor's weights to the sampler."""
+    teachers: TeacherClient | None
+    """Teachers of on-policy distillation; None without distillation."""
+    make_environment: EnvironmentFactory | None
+    """Makes the environment of a multi-turn rollout; None for single-turn rollouts."""
+    canary: Canary | None
+    """Compares log-probs of engine and sampler after each publish; None if disabled."""
+    num_eval_trained: int | None = None
+    """Number of held-out prompts that are also in the training data; None if nothing is trained."""
+
+
+@contextmanager
+def build_components(
+    config: TrainerConfig,
+    *,
+    log: RunLog,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    eval_prompts: Sequence[Prompt],
+    state: TrainerState,
+    runtime: Runtime,
+    num_eval_trained: int | None = None,
+) -> Iterator[RunComponents]:
+    """Start all components of an RL run; close them when the body ends or raises.
+
+    Args:
+        config: The configuration, with models fitted to the tokenizer.
+        log: Log of the run.
+        tokenizer: Tokenizer of all roles.
+        prompts: Training prompts; at least one.
+        eval_prompts: Held-out prompts.
+        state: Where the run continues: position in the data and version of the weights.
+        runtime: Starts the processes.
+        num_eval_trained: See `RunComponents`.
+    """
+    role_configs = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
+    with ExitStack() as stack:
+        roles: dict[str, WorkerGroup] = {}
+        for name, role in role_configs.items():
+            if role is not None:
+                roles[name] = runtime.open_group(
+                    name,
+                    engine=role.engine,
+                    num_workers=role.num_workers,
+                    is_deprecated=config.use_legacy_worker_impl == "enable",
+                )
+                stack.callback(roles[name].close)
+        for group in roles.values():
+            group.init()
+        sampler = runtime.open_sampler(config, tokenizer=tokenizer)
+        stack.callback(sampler.close)
+        teachers = build_teachers(config, runtime=runtime, tokenizer=tokenizer)
+        if teachers is not None:
+            stack.callback(teachers.close)
+        reward_model = build_reward_model(config, runtime=runtime, tokenizer=tokenizer)
+        if reward_model is not None:
+            stack.callback(reward_model.close)
+        transport = build_transport(config, actor=roles["actor"], sampler=sampler)
+        stack.callback(transport.close)
+        publisher = Publisher(
+            transport=transport,
+            sampler=sampler,
+            # The first publish, before the first step, restores the version of the state.
+            version=state.weight_version - 1,
+            software=sampler.software if isinstance(sampler, VllmSampler) else "",
+        )
+        yield RunComponents(
+            config=config,
+            log=log,
+            tokenizer=tokenizer,
+            prompts=InMemoryStream(
+                prompts, seed=config.run.seed, shuffle=config.data.shuffle, cursor=state.cursor
+            ),
+            eval_prompts=eval_prompts,
+            sampler=_make_pausable(config, sampler),
+            scorer=stack.enter_context(Scorer(config.reward, model=reward_model)),
+            roles=roles,
+            publisher=publisher,
+            teachers=teachers,
+            make_environment=None
+            if config.environment is None
+            else make_environment_factory(config.environment, tokenizer=tokenizer),
+            canary=_build_canary(config, roles["actor"], prompt=prompts[0])
+            if config.rollout.canary
+            else None,
+            num_eval_trained=num_eval_trained,
+        )
+
+
+def _make_pausable(config: TrainerConfig, sampler: Sampler) -> Sampler:
+    """Wrap the sampler for loop async, which pauses it in one thread while another one samples."""
+    if config.loop != "async":
+        return sampler
+    assert isinstance(sampler, InterruptibleSampler)
+    return PausableSampler(sampler, interrupts=config.asynchrony.partial_rollouts)
+
+
+@contextmanager
+def build_inference_components(
+    config: TrainerConfig,
+    *,
+    log: RunLog,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    runtime: Runtime,
+) -> Iterator[RunComponents]:
+    """Start only sampler and scorer; the sampler loads the weights of ``actor.engine.model``."""
+    with ExitStack() as stack:
+        sampler = runtime.open_sampler(config, tokenizer=tokenizer)
+        stack.callback(sampler.close)
+        reward_model = build_reward_model(config, runtime=runtime, tokenizer=tokenizer)
+        if reward_model is not None:
+            stack.callback(reward_model.close)
+        yield RunComponents(
+            config=config,
+            log=log,
+            tokenizer=tokenizer,
+            prompts=InMemoryStream(prompts, seed=config.run.seed, shuffle=False),
+            eval_prompts=prompts,
+            sampler=sampler,
+            scorer=stack.enter_context(Scorer(config.reward, model=reward_model)),
+            roles={},
+            publisher=Publisher(
+                transport=NullTransport(), sampler=sampler, version=sampler.weight_version
+            ),
+            teachers=None,
+            make_environment=None
+            if config.environment is None
+            else make_environment_factory(config.environment, tokenizer=tokenizer),
+            canary=None,
+        )
+
+
+def _build_canary(config: TrainerConfig, actor: WorkerGroup, *, prompt: Prompt) -> Canary:
+    """Return a canary that compares log-probs of a prompt's last 64 tokens."""
+    # At least two tokens, because the first one has no log-prob.
+    tokens = torch.tensor(prompt.tokens[-64:] if len(prompt.tokens) > 1 else prompt.tokens * 2)
+    batch = from_sequences([tokens], loss_masks=[torch.zeros(len(tokens), dtype=torch.bool)])
+    plan = plan_mini_batch(
+        [len(tokens)],
+        dp_size=actor.dp_size,
+        max_tokens=config.batching.max_tokens,
+        constraints=actor.topology.plan_constraints,
+    )
+    denominators = count_denominators(batch)
+    packed = [
+        build_packed_batch(batch, plan=plan, rank=rank, denominators=denominators)
+        for rank in range(actor.dp_size)
+    ]
+
+    def engine_logprobs() -> list[float]:
+        outputs = actor.forward(packed, outputs=[HeadOutput.LOGPROB], sample_ids=batch.sample_ids)
+        logprobs: list[float] = outputs.columns[HeadOutput.LOGPROB][1:].tolist()
+        return logprobs
+
+    return Canary(
+        tokens=tuple(tokens.tolist()),
+        engine_logprobs=engine_logprobs,
+        tolerance=config.rollout.resolve_canary_tolerance(config.actor.engine.precision.compute),
+    )

@@ -1,0 +1,117 @@
+"""The run folder: its paths, whether a run may use it, and the exported model."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.specs import EngineConfig
+from temper_trainer.checkpoint.huggingface_export import write_model_directory
+from temper_trainer.config.run import RunConfig
+from temper_trainer.config.run_files import START_FILES, UNTRAINED, contains_run
+from temper_trainer.metrics.run_files import next_superseded_path
+from temper_trainer.runtime.worker_group import WorkerGroup
+from temper_trainer.weight_sync.buckets import DEFAULT_BUCKET_BYTES, export_buckets, unpack_buckets
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths in the folder of one run.
+
+    Existing files are renamed, never overwritten or deleted: users may have put their own there.
+    """
+
+    root: Path
+    """``run.dir``."""
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the step directories."""
+        return self.root / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """Hugging Face model directory that the run writes at its end."""
+        return self.root / "huggingface"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer that was loaded or trained."""
+        return self.root / "tokenizer"
+
+    @property
+    def warm_start(self) -> "RunFolder":
+        """Subfolder with the checkpoints and the model of the warm start."""
+        return RunFolder(self.root / "warm_start")
+
+    @property
+    def contains_run(self) -> bool:
+        """True if a run has trained here; see `temper_trainer.config.run_files.contains_run`."""
+        return contains_run(self.root)
+
+    def supersede_model(self) -> None:
+        """Rename a model that an earlier start wrote to ``NAME.superseded-N``.
+
+        A run that trains on would otherwise leave an outdated model until it writes the new one.
+        """
+        if self.model.exists():
+            self.model.rename(next_superseded_path(self.model))
+
+    def mark_trained(self) -> None:
+        """Record that a step was completed: from now on, only `run.resume` continues the folder."""
+        (self.root / UNTRAINED).unlink(missing_ok=True)
+
+
+def open_run_folder(run: RunConfig) -> RunFolder:
+    """Check that a run may use its folder, and return it. The caller must hold its lock.
+
+    Files of a start that failed before its first step are renamed to ``NAME.superseded-N``.
+    Otherwise the corrected command would use an incomplete tokenizer or another configuration.
+
+    Raises:
+        ConfigError: If the folder holds a run and ``run.resume`` is never, or if ``checkpoints`` is
+            not a folder.
+    """
+    folder = RunFolder(Path(run.dir))
+    if os.path.lexists(folder.checkpoints) and not folder.checkpoints.is_dir():
+        kind = "a file" if folder.checkpoints.exists() else "a broken link"
+        raise ConfigError(
+            f"{folder.checkpoints} is {kind}, but must be a folder for checkpoints: rename or "
+            "remove it."
+        )
+    if folder.contains_run:
+        if run.resume == "never":
+            raise ConfigError(
+                f"run.dir {run.dir} already holds a run: continue it with run.resume=auto, or "
+                "choose another run.dir."
+            )
+        return folder
+    marker = folder.root / UNTRAINED
+    if marker.exists():
+        present = [path for name in START_FILES if (path := folder.root / name).exists()]
+        for path in present:
+            path.rename(next_superseded_path(path))
+    marker.touch()
+    return folder
+
+
+def export_model(
+    group: WorkerGroup, *, engine: EngineConfig, tokenizer: PreTrainedTokenizerBase, directory: Path
+) -> None:
+    """Write the current weights of a group as a Hugging Face model directory.
+
+    Args:
+        group: Workers of the role.
+        engine: The role's engine configuration.
+        tokenizer: Saved with the weights.
+        directory: Directory to write; if it already has a complete model, nothing is done.
+    """
+    if (directory / "config.json").exists():
+        return
+    # All ranks take part in the export; the first one returns the full tensors.
+    buckets = group.run(export_buckets, [(DEFAULT_BUCKET_BYTES,)] * group.num_workers)[0]
+    write_model_directory(
+        unpack_buckets(buckets), model=engine.model, tokenizer=tokenizer, directory=directory
+    )

@@ -1,0 +1,231 @@
+"""Prepare a run: checkpointer, data, tokenizer, models that fit it, and the number of steps."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.errors import CheckpointError, ConfigError
+from temper_engine_api.specs import EngineConfig, ModelSpec, Scalar
+from temper_trainer.checkpoint.checkpointer import Checkpointer, load_run_id
+from temper_trainer.config.data import DataConfig, SourceConfig
+from temper_trainer.config.distillation import TeacherConfig
+from temper_trainer.config.run import RoleConfig
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.data.rows import DataError, Row
+from temper_trainer.data.sources import load_rows
+from temper_trainer.data.tokenizer import build_tokenizer
+from temper_trainer.loops.run_folder import RunFolder
+from temper_trainer.metrics.run_log import RunLog
+from temper_trainer.runtime.checkpoint_verification import make_checkpoint_verifier
+
+
+def open_checkpointer(config: TrainerConfig, *, folder: RunFolder) -> Checkpointer:
+    """Return the checkpointer of a run folder, or of the folder of its warm start."""
+    run = config.run
+    return Checkpointer(
+        root=folder.checkpoints,
+        max_to_keep=run.max_ckpt_to_keep,
+        keep_every=run.keep_every,
+        run_id=load_run_id(Path(run.dir)),
+        verify=make_checkpoint_verifier(config),
+    )
+
+
+def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:
+    """Load the rows of the sources ``train``, ``eval`` and ``warm_start``.
+
+    Returns:
+        Rows by source. ``eval`` and ``warm_start`` may be missing. ``train`` is empty for streamed
+        data and for preference pairs, which are read elsewhere.
+    """
+    is_read_elsewhere = config.data.streaming or config.task in ("dpo", "rm")
+    sources: dict[str, SourceConfig | None] = {
+        "train": None if is_read_elsewhere else config.data.train,
+        "eval": config.data.eval,
+    }
+    if config.warm_start is not None and config.warm_start.data is not None:
+        sources["warm_start"] = config.warm_start.data
+    return {
+        "train": [],
+        **{name: load_rows(source) for name, source in sources.items() if source is not None},
+    }
+
+
+def load_or_train_tokenizer(
+    config: TrainerConfig, *, folder: RunFolder, rows: Sequence[Row]
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that an earlier start of this run saved; otherwise load or train it.
+
+    Args:
+        config: The configuration.
+        folder: The run folder, in which the tokenizer is saved.
+        rows: Rows whose texts a new tokenizer is trained on.
+    """
+    texts = [
+        config.data.prompt_template.replace("{prompt}", ""),
+        *(text for row in rows for text in row.texts),
+    ]
+    return build_tokenizer(
+        config.data.tokenizer,
+        model_path=config.actor.engine.model.path,
+        texts=texts,
+        directory=folder.tokenizer,
+    )
+
+
+def fit_models_to_tokenizer(
+    config: TrainerConfig, tokenizer: PreTrainedTokenizerBase, *, trained_model: str | None = None
+) -> TrainerConfig:
+    """Return the configuration with the model of every role fitted to the tokenizer.
+
+    Only models without a path change: they get vocabulary size and special tokens, or are replaced
+    by ``trained_model``.
+
+    Args:
+        config: The configuration.
+        tokenizer: Tokenizer of all roles.
+        trained_model: Model directory that the warm start wrote.
+    """
+
+    def fit(role: RoleConfig | None) -> RoleConfig | None:
+        if role is None or role.engine.model.path is not None:
+            return role
+        if trained_model is not None:
+            model = replace(role.engine.model, path=trained_model, architecture={})
+        else:
+            model = _with_vocabulary(role.engine.model, tokenizer)
+        return replace(role, engine=replace(role.engine, model=model))
+
+    def fit_teacher(teacher: TeacherConfig) -> TeacherConfig:
+        if teacher.engine.model.path is not None:
+            return teacher
+        model = _with_vocabulary(teacher.engine.model, tokenizer)
+        return replace(teacher, engine=replace(teacher.engine, model=model))
+
+    actor = fit(config.actor)
+    assert actor is not None
+    return replace(
+        config,
+        actor=actor,
+        critic=fit(config.critic),
+        ref=fit(config.ref),
+        teachers={name: fit_teacher(teacher) for name, teacher in config.teachers.items()},
+    )
+
+
+def _with_vocabulary(model: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> ModelSpec:
+    num_tokens = len(tokenizer)
+    vocab_size = model.architecture.get("vocab_size", num_tokens)
+    if not isinstance(vocab_size, int) or vocab_size < num_tokens:
+        raise ConfigError(
+            f"model.architecture.vocab_size is {vocab_size}, but the tokenizer has {num_tokens} "
+            "entries: raise it or leave it out."
+        )
+    special: dict[str, Scalar] = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+    return replace(model, architecture={**special, **model.architecture, "vocab_size": vocab_size})
+
+
+def get_demonstration_limit(config: TrainerConfig) -> tuple[int, str]:
+    """Return the maximum number of tokens of a demonstration, and the key that sets it.
+
+    It is the smaller of the micro-batch limit and the model's number of positions.
+    """
+    positions = config.actor.engine.model.architecture.get("max_position_embeddings")
+    if isinstance(positions, int) and positions < config.batching.max_tokens:
+        return positions, "actor.engine.model.architecture.max_position_embeddings"
+    return config.batching.max_tokens, "batching.max_tokens"
+
+
+def with_warm_start_optimizer(engine: EngineConfig, config: TrainerConfig) -> EngineConfig:
+    """Return the actor's engine with the optimizer and schedule of the warm start."""
+    assert config.warm_start is not None
+    return replace(
+        engine, optimizer=config.warm_start.optimizer, schedule=config.warm_start.schedule
+    )
+
+
+def with_run_length(config: TrainerConfig, *, num_problems: int) -> TrainerConfig:
+    """Return the configuration with epochs converted to steps and schedules of that length.
+
+    An epoch has as many steps as it has full batches; leftover problems start the next epoch.
+
+    Args:
+        config: The configuration.
+        num_problems: Problems of one epoch, without those that were dropped for their length.
+
+    Raises:
+        DataError: If an epoch has less than one full batch.
+    """
+    if config.run.total_epochs is not None:
+        size = config.batching.prompts_per_step
+        if num_problems < size:
+            raise DataError(
+                f"run.total_epochs is {config.run.total_epochs}, but the data has {num_problems} "
+                f"problems, less than a step of batching.prompts_per_step = {size}: lower it, or "
+                "set run.total_steps."
+            )
+        total_steps = config.run.total_epochs * (num_problems // size)
+        run = replace(config.run, total_steps=total_steps, total_epochs=None)
+        config = replace(config, run=run)
+    updates_per_step = (
+        config.batching.num_mini_batches * config.batching.num_passes if config.task == "rl" else 1
+    )
+
+    def fill_schedule(role: RoleConfig) -> RoleConfig:
+        engine = with_schedule_length(
+            role.engine, total_steps=config.run.total_steps, updates_per_step=updates_per_step
+        )
+        return replace(role, engine=engine)
+
+    return replace(
+        config,
+        actor=fill_schedule(config.actor),
+        critic=None if config.critic is None else fill_schedule(config.critic),
+    )
+
+
+def with_schedule_length(
+    engine: EngineConfig, *, total_steps: int, updates_per_step: int
+) -> EngineConfig:
+    """Return the engine with a schedule that ends with the run, if its length is 0.
+
+    Args:
+        engine: Configuration of the engine.
+        total_steps: Number of steps of the run.
+        updates_per_step: Optimizer updates in a step, for a schedule that advances per update.
+    """
+    schedule = engine.schedule
+    if schedule.total_steps != 0:
+        return engine
+    length = total_steps * (updates_per_step if schedule.advance == "update" else 1)
+    return replace(engine, schedule=replace(schedule, total_steps=length))
+
+
+def check_resume_step(step: int, *, total_steps: int, checkpoint: Path | None) -> None:
+    """Check that the checkpoint of a resumed run is not after the end of the run.
+
+    Raises:
+        CheckpointError: If it is.
+    """
+    if step > total_steps:
+        raise CheckpointError(
+            f"{checkpoint} is at step {step}, after run.total_steps = {total_steps}: raise "
+            "run.total_steps."
+        )
+
+
+def report_dropped(log: RunLog, config: DataConfig, *, phase: str, **counts: int) -> None:
+    """Print and log how many prompts were dropped for their length, by source."""
+    if any(counts.values()):
+        log.print_line(
+            f"{phase}: dropped prompts longer than data.max_prompt_tokens = "
+            f"{config.max_prompt_tokens}: {counts}"
+        )
+        metrics = {f"{name}/dropped": float(count) for name, count in counts.items()}
+        log.log_metrics(0, metrics, phase=phase)

@@ -1,0 +1,386 @@
+"""Supervised stages: train on demonstrations or preference pairs, and write a model.
+
+A stage is either a run of its own (tasks sft, dpo and rm) or the warm start of an RL run.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.objective import Objective
+from temper_engine_api.specs import EngineConfig
+from temper_trainer.algorithms.objective_factory import (
+    build_preference_objective,
+    build_sft_objective,
+)
+from temper_trainer.batching.samples import demonstrations_to_samples, pairs_to_samples
+from temper_trainer.batching.step_plan import RoleLayout, pack_mini_batch, plan_step
+from temper_trainer.checkpoint.checkpoint_writer import CheckpointWriter
+from temper_trainer.checkpoint.checkpointer import Checkpointer
+from temper_trainer.checkpoint.trainer_state import TrainerState
+from temper_trainer.config.algorithm import BatchingConfig
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.data.prompts import check_fits, encode_demonstrations, encode_pairs
+from temper_trainer.data.rows import PairRow, Row
+from temper_trainer.data.sources import iterate_rows
+from temper_trainer.data.streams import BufferedStream, InMemoryStream
+from temper_trainer.loops.interrupts import StopRequest
+from temper_trainer.loops.rl_step import collect_update_metrics, run_forward
+from temper_trainer.loops.run_folder import RunFolder, export_model
+from temper_trainer.loops.run_setup import (
+    get_demonstration_limit,
+    open_checkpointer,
+    report_dropped,
+    with_run_length,
+    with_schedule_length,
+    with_warm_start_optimizer,
+)
+from temper_trainer.loops.seeds import derive_seed
+from temper_trainer.loops.step_boundary import StepBoundary
+from temper_trainer.metrics.run_log import RunLog
+from temper_trainer.runtime.runtime_factory import Runtime
+from temper_trainer.runtime.worker_group import WorkerGroup
+from temper_trainer.types import DataCursor, Demonstration, Pair
+
+TrainingExample = Demonstration | Pair
+
+
+class ExampleStream(Protocol):
+    """An endless stream of examples; see ``InMemoryStream`` and ``BufferedStream``."""
+
+    @property
+    def cursor(self) -> DataCursor:
+        """Position of the next example."""
+        ...
+
+    def take(self, count: int) -> list[TrainingExample]:
+        """Return the next ``count`` examples."""
+        ...
+
+    def take_within(
+        self, limit: int, *, size_of: Callable[[TrainingExample], int]
+    ) -> list[TrainingExample]:
+        """Return the next examples whose total size is within the limit; at least one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedStage:
+    """What a supervised stage trains, on which data, and for how long."""
+
+    phase: Literal["sft", "dpo", "rm", "warm_start"]
+    """Name of the stage in the log and in checkpoints."""
+    engine: EngineConfig
+    """The actor's engine, with the optimizer and schedule of the stage."""
+    open_stream: Callable[[DataCursor], ExampleStream]
+    """Opens the training examples at a position."""
+    objective: Objective = field(default_factory=build_sft_objective)
+    reference: Literal["ref", "disabled_adapter", "none"] = "none"
+    """What computes the reference log-probs that the objective reads."""
+    tokens_per_update: int | None = None
+    """Maximum number of tokens in an update; None uses ``batch_size``."""
+    total_steps: int
+    """Number of updates."""
+    batch_size: int
+    """Number of examples in an update, if ``tokens_per_update`` is None."""
+    folder: RunFolder
+    """Folder for checkpoints and model."""
+    resume_from: Path | None
+    """Checkpoint to resume from; None starts at step 1."""
+    exports_model: bool = True
+    """True if the stage writes a Hugging Face model directory at its end."""
+
+
+def build_demonstration_stage(
+    config: TrainerConfig,
+    *,
+    phase: Literal["sft", "warm_start"],
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: RunFolder,
+    resume_from: Path | None,
+    log: RunLog,
+) -> SupervisedStage:
+    """Return the stage of task sft or of the warm start.
+
+    Args:
+        config: The configuration, with models fitted to the tokenizer.
+        phase: Name of the stage.
+        rows: Rows to train on; unused for streamed data.
+        tokenizer: Tokenizer of the actor.
+        folder: Folder for checkpoints and model.
+        resume_from: Checkpoint to resume from.
+        log: Log of the run.
+    """
+    if config.data.streaming:
+        open_stream = _stream_demonstrations(config, tokenizer)
+        num_examples = None
+    else:
+        demonstrations, num_dropped = encode_demonstrations(rows, tokenizer, config.data)
+        report_dropped(log, config.data, phase=phase, data=num_dropped)
+        check_fits(demonstrations, max_tokens=get_demonstration_limit(config))
+        open_stream = _stream_list(config, demonstrations)
+        num_examples = len(demonstrations)
+    engine, batch_size = config.actor.engine, config.batching.prompts_per_step
+    warm_start = config.warm_start
+    if warm_start is not None:
+        engine = with_warm_start_optimizer(engine, config)
+        total_steps, batch_size = warm_start.total_steps, warm_start.batch_size
+    else:
+        if num_examples is not None:
+            config = with_run_length(config, num_problems=num_examples)
+            engine = config.actor.engine
+        total_steps = config.run.total_steps
+    return SupervisedStage(
+        phase=phase,
+        engine=with_schedule_length(engine, total_steps=total_steps, updates_per_step=1),
+        open_stream=open_stream,
+        total_steps=total_steps,
+        batch_size=batch_size,
+        tokens_per_update=config.batching.tokens_per_update,
+        folder=folder,
+        resume_from=resume_from,
+        exports_model=warm_start is not None or config.run.save_model,
+    )
+
+
+def build_pair_stage(
+    config: TrainerConfig,
+    *,
+    rows: Sequence[PairRow],
+    tokenizer: PreTrainedTokenizerBase,
+    folder: RunFolder,
+    resume_from: Path | None,
+    log: RunLog,
+) -> SupervisedStage:
+    """Return the stage of task dpo or rm; for the arguments see `build_demonstration_stage`."""
+    assert config.task in ("dpo", "rm")
+    pairs, num_dropped = encode_pairs(rows, tokenizer, config.data)
+    report_dropped(log, config.data, phase=config.task, data=num_dropped)
+    check_fits(
+        [each for pair in pairs for each in (pair.chosen, pair.rejected)],
+        max_tokens=get_demonstration_limit(config),
+    )
+    config = with_run_length(config, num_problems=len(pairs))
+    return SupervisedStage(
+        phase="dpo" if config.task == "dpo" else "rm",
+        engine=config.actor.engine,
+        open_stream=_stream_list(config, pairs),
+        objective=build_preference_objective(config.preference, task=config.task),
+        reference=config.preference.reference if config.task == "dpo" else "none",
+        total_steps=config.run.total_steps,
+        batch_size=config.batching.prompts_per_step,
+        folder=folder,
+        resume_from=resume_from,
+        exports_model=config.run.save_model,
+    )
+
+
+def _stream_list(
+    config: TrainerConfig, examples: Sequence[TrainingExample]
+) -> Callable[[DataCursor], ExampleStream]:
+    seed, shuffle = config.run.seed, config.data.shuffle
+    return lambda cursor: InMemoryStream[TrainingExample](
+        examples, seed=seed, shuffle=shuffle, cursor=cursor
+    )
+
+
+def _stream_demonstrations(
+    config: TrainerConfig, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[DataCursor], ExampleStream]:
+    """Read, tokenize and check each row only when it is needed."""
+    data, limit = config.data, get_demonstration_limit(config)
+
+    def iterate_epoch() -> Iterator[TrainingExample]:
+        for row in iterate_rows(data.train):
+            demonstrations, _ = encode_demonstrations([row], tokenizer, data, must_keep=False)
+            check_fits(demonstrations, max_tokens=limit)
+            yield from demonstrations
+
+    return lambda cursor: BufferedStream[TrainingExample](
+        iterate_epoch,
+        seed=config.run.seed,
+        buffer=data.streaming_buffer,
+        shuffle=data.shuffle,
+        cursor=cursor,
+    )
+
+
+def run_supervised(
+    config: TrainerConfig,
+    stage: SupervisedStage,
+    *,
+    log: RunLog,
+    tokenizer: PreTrainedTokenizerBase,
+    digest: str,
+    stop: StopRequest,
+    boundary: StepBoundary,
+    runtime: Runtime,
+) -> None:
+    """Run all steps of a stage and write its model.
+
+    Args:
+        config: The configuration, with models fitted to the tokenizer.
+        stage: The stage.
+        log: Log of the run.
+        tokenizer: Saved with the model.
+        digest: Digest of the configuration, recorded in checkpoints.
+        stop: Stop request of the process.
+        boundary: Bookkeeping between steps.
+        runtime: Starts the workers.
+
+    Raises:
+        RunInterrupted: If a stop was requested; the last completed step is saved.
+    """
+    checkpointer = open_checkpointer(config, folder=stage.folder)
+    stream = stage.open_stream(DataCursor())
+    with ExitStack() as stack:
+        actor = runtime.open_group(
+            "actor", engine=stage.engine, num_workers=config.actor.num_workers
+        )
+        stack.callback(actor.close)
+        groups = {"actor": actor}
+        if stage.reference == "ref":
+            assert config.ref is not None
+            groups["ref"] = runtime.open_group(
+                "ref", engine=config.ref.engine, num_workers=config.ref.num_workers
+            )
+            stack.callback(groups["ref"].close)
+        for group in groups.values():
+            group.init()
+        actor.set_objective(stage.objective)
+        stream, done = _resume(stage, stream, actor=actor, checkpointer=checkpointer, log=log)
+        boundary.set_saved(done, stage.resume_from)
+        if done < stage.total_steps:
+            stage.folder.supersede_model()
+        writer = stack.enter_context(
+            CheckpointWriter(
+                checkpointer, roles={"actor": actor}, in_background=config.run.save_in_background
+            )
+        )
+        with (
+            stop.defer(),
+            log.progress_bar(stage.phase, total=stage.total_steps, start=done) as bar,
+        ):
+            for step in range(done + 1, stage.total_steps + 1):
+                metrics = _run_update(config, stage, groups=groups, stream=stream, step=step)
+                log.log_metrics(step, metrics, phase=stage.phase)
+                boundary.end_step()
+                bar.advance()
+                writer.commit_if_written()
+                is_last = step == stage.total_steps or stop.is_set
+                if boundary.is_save_due(step, is_last=is_last):
+                    state = TrainerState(
+                        phase=stage.phase,
+                        step=step,
+                        cursor=stream.cursor,
+                        weight_version=0,
+                        config_digest=digest,
+                    )
+                    boundary.set_saved(step, writer.save(state, wait=is_last))
+                if stop.is_set:
+                    raise boundary.make_interrupted(stop)
+        if stage.exports_model:
+            export_model(
+                actor, engine=stage.engine, tokenizer=tokenizer, directory=stage.folder.model
+            )
+
+
+def _resume(
+    stage: SupervisedStage,
+    stream: ExampleStream,
+    *,
+    actor: WorkerGroup,
+    checkpointer: Checkpointer,
+    log: RunLog,
+) -> tuple[ExampleStream, int]:
+    """Restore the actor, if there is a checkpoint.
+
+    Returns:
+        The remaining examples, and the number of completed steps.
+    """
+    checkpoint = stage.resume_from
+    if checkpoint is None:
+        return stream, 0
+    checkpointer.read_roles(checkpoint, roles={"actor": actor.read_part})
+    done = checkpointer.read_engine_only_step(checkpoint)
+    if done is None:
+        state = checkpointer.read_state(checkpoint, phase=stage.phase)
+        stream, done = stage.open_stream(state.cursor), state.step
+    else:
+        # Without trainer state the position is found by taking the examples of all these steps.
+        for _ in range(done):
+            _take_examples(stage, stream)
+        log.print_line(
+            f"{checkpoint} has an engine but no trainer state: the examples of {done} steps are "
+            "skipped"
+        )
+    log.print_line(f"{stage.phase}: continuing from step {done} ({checkpoint})")
+    return stream, done
+
+
+def _take_examples(stage: SupervisedStage, stream: ExampleStream) -> list[TrainingExample]:
+    """Return the examples of the next update."""
+    limit = stage.tokens_per_update
+    if limit is None:
+        return stream.take(stage.batch_size)
+    return stream.take_within(limit, size_of=count_tokens)
+
+
+def count_tokens(example: TrainingExample) -> int:
+    """Return the tokens of a demonstration with its prompt, or of both of a pair."""
+    members = (example.chosen, example.rejected) if isinstance(example, Pair) else (example,)
+    return sum(len(member.prompt.tokens) + len(member.tokens) for member in members)
+
+
+def _make_samples(examples: Sequence[TrainingExample]) -> SequenceBatch:
+    pairs = [example for example in examples if isinstance(example, Pair)]
+    if pairs:
+        return pairs_to_samples(pairs)
+    return demonstrations_to_samples(
+        [example for example in examples if isinstance(example, Demonstration)]
+    )
+
+
+def _run_update(
+    config: TrainerConfig,
+    stage: SupervisedStage,
+    *,
+    groups: Mapping[str, WorkerGroup],
+    stream: ExampleStream,
+    step: int,
+) -> dict[str, float]:
+    """Run one update on the next examples; return its metrics."""
+    start = time.perf_counter()
+    examples = _take_examples(stage, stream)
+    samples = _make_samples(examples)
+    batching = BatchingConfig(prompts_per_step=len(examples), max_tokens=config.batching.max_tokens)
+    seed = derive_seed(config.run.seed, stage.phase, step)
+    layouts = {name: RoleLayout.from_topology(group.topology) for name, group in groups.items()}
+    plan = plan_step(samples, batching, layouts=layouts, seed=seed)
+    if stage.reference != "none":
+        role = "ref" if stage.reference == "ref" else "actor"
+        ref_logprobs = run_forward(
+            samples, plan, role=role, group=groups[role], without_adapter=role == "actor"
+        )
+        samples = samples.with_columns({"ref_logprobs": ref_logprobs})
+    (mini_batch,) = plan.mini_batches
+    packed = pack_mini_batch(samples, mini_batch, "actor", objective=stage.objective)
+    result = groups["actor"].update(packed, is_last_of_step=True)
+    seconds = time.perf_counter() - start
+    return {
+        **{
+            name if "/" in name else f"actor/{name}": metric.result
+            for name, metric in collect_update_metrics(result).items()
+        },
+        "data/epoch": float(stream.cursor.epoch),
+        "data/tokens": float(samples.num_tokens),
+        "data/examples": float(len(examples)),
+        "time/step_s": seconds,
+    }

@@ -1,0 +1,352 @@
+"""Run a task from a configuration: prepare the run folder, dispatch by task, handle the end.
+
+The order of `train` matters: the lock of the folder comes first, so that a second process changes
+nothing; then the stop request, so that a signal during the start is handled; then the checkpoint,
+so that a damaged one is found before data and models are loaded.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.errors import ConfigError
+from temper_trainer.checkpoint.checkpoint_messages import (
+    describe_deletion,
+    describe_last_save,
+    describe_policy,
+)
+from temper_trainer.checkpoint.checkpointer import Checkpointer
+from temper_trainer.config.resume_changes import describe_changes
+from temper_trainer.config.run_files import input_problems
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.data.prompts import encode_prompts
+from temper_trainer.data.rows import PairRow, Row
+from temper_trainer.data.sources import load_pairs
+from temper_trainer.loops.evaluation import count_trained_prompts, evaluate_all, generate
+from temper_trainer.loops.interrupts import RunInterrupted, StopRequest, WorkAbandoned
+from temper_trainer.loops.rl_run import run_rl
+from temper_trainer.loops.run_components import build_inference_components
+from temper_trainer.loops.run_folder import RunFolder, open_run_folder
+from temper_trainer.loops.run_setup import (
+    check_resume_step,
+    fit_models_to_tokenizer,
+    load_or_train_tokenizer,
+    load_problems,
+    open_checkpointer,
+    report_dropped,
+    with_run_length,
+)
+from temper_trainer.loops.step_boundary import StepBoundary
+from temper_trainer.loops.supervised import (
+    SupervisedStage,
+    build_demonstration_stage,
+    build_pair_stage,
+    run_supervised,
+)
+from temper_trainer.metrics.run_files import read_settings
+from temper_trainer.metrics.run_log import RunLog
+from temper_trainer.run_lock import RunLock
+from temper_trainer.runtime.runtime_factory import Runtime, open_runtime
+from temper_trainer.temporary_folders import remove_leftovers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """The result of a finished run."""
+
+    directory: Path
+    """The run folder."""
+    evaluation: dict[str, float]
+    """Metrics of the last evaluation; empty for supervised tasks or without held-out prompts."""
+
+
+def train(
+    config: TrainerConfig,
+    *,
+    digest: str,
+    write_config: Callable[[Path], object],
+    lock: RunLock | None = None,
+) -> RunResult:
+    """Run the task of a configuration from its start or from a checkpoint.
+
+    Args:
+        config: The configuration.
+        digest: Digest of the configuration, recorded in checkpoints.
+        write_config: Writes the resolved configuration and the origin of each value to a folder.
+        lock: Lock of the run folder, if the caller has it; otherwise it is taken here.
+
+    Raises:
+        TemperError: One of `temper_engine_api.errors`, with a message that says what to do.
+    """
+    if lock is None:
+        with RunLock(Path(config.run.dir)) as lock:
+            return train(config, digest=digest, write_config=write_config, lock=lock)
+    remove_leftovers()
+    with StopRequest(grace_s=config.run.stop_grace_s) as stop:
+        checkpoint, done = None, 0
+        try:
+            # Before the folder is opened, which renames files of a start that failed.
+            if problems := list(input_problems(config, Path(config.run.dir))):
+                raise ConfigError("\n".join(problems))
+            folder = open_run_folder(config.run)
+            checkpointer = open_checkpointer(config, folder=folder)
+            checkpoint = checkpointer.find(config.run.resume)
+            if checkpoint is not None:
+                done = _read_step(checkpointer, checkpoint, config)
+            evaluation = _run_task(
+                config,
+                digest=digest,
+                write_config=write_config,
+                lock=lock,
+                stop=stop,
+                folder=folder,
+                checkpoint=checkpoint,
+                done=done,
+            )
+        except WorkAbandoned:  # before the first step or while components are closed
+            raise RunInterrupted(step=done, checkpoint=checkpoint, stop=stop) from None
+        except SystemExit:
+            # While Ray starts, its own handler of SIGTERM is active, which raises SystemExit.
+            if not stop.is_set:
+                raise
+            raise RunInterrupted(step=done, checkpoint=checkpoint, stop=stop) from None
+    folder.mark_trained()
+    return RunResult(directory=folder.root, evaluation=evaluation)
+
+
+def _read_step(checkpointer: Checkpointer, checkpoint: Path, config: TrainerConfig) -> int:
+    step = checkpointer.read_engine_only_step(checkpoint)
+    phase = "rl" if config.task == "distill" else config.task
+    return checkpointer.read_state(checkpoint, phase=phase).step if step is None else step
+
+
+def _run_task(
+    config: TrainerConfig,
+    *,
+    digest: str,
+    write_config: Callable[[Path], object],
+    lock: RunLock,
+    stop: StopRequest,
+    folder: RunFolder,
+    checkpoint: Path | None,
+    done: int,
+) -> dict[str, float]:
+    """Load data and tokenizer, open runtime and log, and run the task."""
+    if config.run.total_epochs is None:
+        # Before anything is loaded. Epochs are checked once they are converted to steps.
+        check_resume_step(done, total_steps=config.run.total_steps, checkpoint=checkpoint)
+    problems = load_problems(config)
+    pairs = load_pairs(config.data.train) if config.task in ("dpo", "rm") else []
+    pair_rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
+    tokenizer = load_or_train_tokenizer(
+        config,
+        folder=folder,
+        rows=[*problems["train"], *pair_rows, *problems.get("warm_start", [])],
+    )
+    previous_settings = read_settings(folder.root)
+    with stop.defer():
+        write_config(folder.root)
+    with (
+        open_runtime(config) as runtime,
+        RunLog(
+            folder.root,
+            trackers=config.run.trackers,
+            progress=config.run.progress,
+            resume_step=done if checkpoint else None,
+            prometheus_port=config.run.prometheus_port,
+            prometheus_address=config.run.prometheus_address,
+        ) as log,
+        _write_report_at_end(log, stop=stop),
+    ):
+        stop.install()  # again, because Ray has set its own handler
+        for line in describe_changes(
+            previous_settings, read_settings(folder.root), has_checkpoint=checkpoint is not None
+        ):
+            log.print_line(line)
+        log.try_report()  # a killed process may have left one that is behind metrics.jsonl
+        boundary = StepBoundary(run=config.run, folder=folder, lock=lock, log=log)
+        boundary.set_saved(done, checkpoint)
+        if config.task not in ("eval", "generate"):
+            log.print_line(describe_policy(config.run))
+            if warning := describe_deletion(open_checkpointer(config, folder=folder)):
+                log.print_line(warning)
+            if checkpoint is None and config.run.resume == "auto":
+                log.print_line(f"no checkpoint in {folder.checkpoints}: starting from step 1")
+        run = _TaskRun(
+            config=config,
+            folder=folder,
+            problems=problems,
+            pairs=pairs,
+            tokenizer=tokenizer,
+            log=log,
+            digest=digest,
+            stop=stop,
+            boundary=boundary,
+            runtime=runtime,
+            checkpoint=checkpoint,
+            done=done,
+        )
+        try:
+            with _add_last_save_to_errors(folder):
+                match config.task:
+                    case "sft" | "dpo" | "rm":
+                        run.run_supervised_task()
+                        return {}
+                    case "eval" | "generate":
+                        return run.run_inference_task()
+                    case "rl" | "distill":
+                        return run.run_rl_task()
+        except WorkAbandoned:
+            raise boundary.make_interrupted(stop) from None
+
+
+@contextmanager
+def _write_report_at_end(log: RunLog, *, stop: StopRequest) -> Iterator[None]:
+    """Write a complete report, however the body ends."""
+    stop.on_late = log.try_report
+    try:
+        yield
+    except BaseException:
+        log.try_report()  # must not replace the error
+        raise
+    log.report()
+
+
+@contextmanager
+def _add_last_save_to_errors(folder: RunFolder) -> Iterator[None]:
+    """Add a note to an error of the body that says from which step the run can be resumed."""
+    try:
+        yield
+    except RunInterrupted:  # names its checkpoint itself
+        raise
+    except Exception as error:
+        if not isinstance(error, ConfigError):
+            error.add_note(
+                describe_last_save(folder.checkpoints, warm_start=folder.warm_start.checkpoints)
+            )
+        raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TaskRun:
+    """A run with its log and runtime open."""
+
+    config: TrainerConfig
+    folder: RunFolder
+    problems: dict[str, list[Row]]
+    """Rows by source: train, eval, warm_start."""
+    pairs: list[PairRow]
+    tokenizer: PreTrainedTokenizerBase
+    log: RunLog
+    digest: str
+    stop: StopRequest
+    boundary: StepBoundary
+    runtime: Runtime
+    checkpoint: Path | None
+    """Checkpoint from which the run resumes."""
+    done: int
+    """Step of the checkpoint; 0 without a checkpoint."""
+
+    def run_supervised_task(self) -> None:
+        """Run task sft, dpo or rm."""
+        config = fit_models_to_tokenizer(self.config, self.tokenizer)
+        if config.task == "sft":
+            stage = build_demonstration_stage(
+                config,
+                phase="sft",
+                rows=self.problems["train"],
+                tokenizer=self.tokenizer,
+                folder=self.folder,
+                resume_from=self.checkpoint,
+                log=self.log,
+            )
+        else:
+            stage = build_pair_stage(
+                config,
+                rows=self.pairs,
+                tokenizer=self.tokenizer,
+                folder=self.folder,
+                resume_from=self.checkpoint,
+                log=self.log,
+            )
+        check_resume_step(self.done, total_steps=stage.total_steps, checkpoint=self.checkpoint)
+        self._run_stage(config, stage)
+
+    def run_inference_task(self) -> dict[str, float]:
+        """Run task eval or generate."""
+        config = fit_models_to_tokenizer(self.config, self.tokenizer)
+        rows = self.problems.get("eval", self.problems["train"])
+        prompts, num_dropped = encode_prompts(rows, self.tokenizer, config.data)
+        report_dropped(self.log, config.data, phase=config.task, data=num_dropped)
+        with build_inference_components(
+            config, log=self.log, tokenizer=self.tokenizer, prompts=prompts, runtime=self.runtime
+        ) as components:
+            if config.task == "eval":
+                return evaluate_all(components, step=0, label="evaluation")
+            return generate(components, folder=self.folder)
+
+    def run_rl_task(self) -> dict[str, float]:
+        """Run task rl or distill, after the warm start if there is one."""
+        trained_rows = list(self.problems["train"])
+        trained_model = None
+        if self.config.warm_start is not None:
+            trained_model = self._run_warm_start()
+            trained_rows += self.problems.get("warm_start", [])
+        config = fit_models_to_tokenizer(self.config, self.tokenizer, trained_model=trained_model)
+        eval_rows = self.problems.get("eval", [])
+        prompts, num_dropped = encode_prompts(self.problems["train"], self.tokenizer, config.data)
+        eval_prompts, num_eval_dropped = encode_prompts(eval_rows, self.tokenizer, config.data)
+        report_dropped(self.log, config.data, phase="rl", data=num_dropped, eval=num_eval_dropped)
+        config = with_run_length(config, num_problems=len(prompts))
+        check_resume_step(self.done, total_steps=config.run.total_steps, checkpoint=self.checkpoint)
+        return run_rl(
+            config,
+            log=self.log,
+            tokenizer=self.tokenizer,
+            prompts=prompts,
+            eval_prompts=eval_prompts,
+            num_eval_trained=count_trained_prompts(
+                eval_prompts, rows=eval_rows, trained=trained_rows
+            ),
+            folder=self.folder,
+            resume_from=self.checkpoint,
+            digest=self.digest,
+            stop=self.stop,
+            boundary=self.boundary,
+            runtime=self.runtime,
+        )
+
+    def _run_warm_start(self) -> str:
+        """Return the warm start's model directory; train it unless an earlier start has."""
+        folder = self.folder.warm_start
+        if (folder.model / "config.json").exists():
+            return str(folder.model)
+        config = fit_models_to_tokenizer(self.config, self.tokenizer)
+        # It resumes from its own checkpoints, whatever checkpoint the run resumes from.
+        resume = "never" if config.run.resume == "never" else "auto"
+        stage = build_demonstration_stage(
+            config,
+            phase="warm_start",
+            rows=self.problems.get("warm_start", self.problems["train"]),
+            tokenizer=self.tokenizer,
+            folder=folder,
+            resume_from=open_checkpointer(config, folder=folder).find(resume),
+            log=self.log,
+        )
+        self._run_stage(config, stage)
+        return str(folder.model)
+
+    def _run_stage(self, config: TrainerConfig, stage: SupervisedStage) -> None:
+        run_supervised(
+            config,
+            stage,
+            log=self.log,
+            tokenizer=self.tokenizer,
+            digest=self.digest,
+            stop=self.stop,
+            boundary=self.boundary,
+            runtime=self.runtime,
+        )
