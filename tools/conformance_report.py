@@ -1,13 +1,16 @@
-"""Every layout of one or more engines held to the conformance kit, several at once, and one report of all.
+"""Run the conformance kit on every layout of one or more engines, several at once.
 
-    python -m tools.conformance_report --engines fsdp,megatron --ranks-at-once 16 --out FOLDER [--only fsdp:1-rank,megatron:tp2]
-        [--gpus 0,1,2,3] [--compute bf16] [--limit 540] [--continues FOLDER] [-- KIT...]
+    python -m tools.conformance_report --engines fsdp,megatron --ranks-at-once 16 --out FOLDER
+        [--only fsdp:1-rank,megatron:tp2] [--gpus 0,1,2,3] [--compute bf16] [--limit 540]
+        [--continues FOLDER] [-- KIT...]
 
-Writes what each run printed and found into FOLDER as soon as it ends, and `report.md` last. Arguments after -- go to every run of the kit.
-Each rank computes on one thread. With --gpus ranks compute there, those of a run each on a GPU of its own, which other runs may share; and
-the laws of a layout are divided over several runs, because there it is start-up that takes time. After --limit seconds runs are
-interrupted, and the report says that it is partial; --continues takes what held in such a run at the same commit from its folder, and runs
-the rest.
+Each run writes its log and results into FOLDER when it ends; `report.md` comes last. Arguments
+after -- go to every run of the kit. Each rank computes on one thread.
+
+With --gpus each rank of a run has a GPU of its own, which other runs may share, and the tests of a
+layout are divided into several runs, because most of the time on a GPU is start-up. After --limit
+seconds runs are interrupted, and the report says that it is partial. --continues reads passed tests
+from the folder of such a run at the same commit, and runs the rest.
 """
 
 from __future__ import annotations
@@ -29,10 +32,10 @@ from pathlib import Path
 from temper_engine_api.conformance.results import GROUPS, from_json, to_json
 from temper_engine_api.layout import Layout, default_layout
 from temper_engine_api.registry import load_conformance_layouts
-from tools.held_before import held_in
+from tools.skip_passed import read_passed
 
 PLAIN_SIZES = {"fsdp": (1, 2, 4), "megatron": (1, 2)}
-"""World sizes of an engine's own defaults; (1, 2) for an engine that is not named here."""
+"""World sizes of an engine's default layout; (1, 2) for engines not listed."""
 PARTS = (
     "gradient",
     "logprob",
@@ -41,33 +44,33 @@ PARTS = (
     "checkpoint",
     "batch,update,value",
 )
-"""Groups that are runs of their own where a layout is divided; the rest is one more."""
+"""Groups that get a run of their own if a layout is divided; the other groups share one more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One layout of one engine."""
+    """The kit on one layout of one engine."""
 
     engine: str
     layout: Layout
     is_plain: bool
-    """Whether it is asked for by world size rather than by name."""
+    """True if it is selected by world size rather than by name."""
     groups: str = ""
-    """Of laws, with commas; empty is all."""
+    """Comma-separated groups of tests; empty means all."""
     gpus: tuple[str, ...] = ()
-    """One a rank; none is the CPU."""
-    before: tuple[Path, ...] = ()
-    """Findings of an earlier run, whose laws that held are not run again."""
+    """One per rank; empty means the CPU."""
+    earlier_results: tuple[Path, ...] = ()
+    """Result files of an earlier run, whose passed tests are not run again."""
 
     @property
     def name(self) -> str:
-        """Of its files."""
+        """Name of its files."""
         return "-".join(
             filter(None, (self.engine, self.layout.name, self.groups.replace(",", "-")))
         )
 
     def command(self, results: Path, extra: Sequence[str]) -> list[str]:
-        """The kit's command line."""
+        """Return the kit's command line."""
         where = (
             ["--world-sizes", str(self.layout.world_size)]
             if self.is_plain
@@ -76,8 +79,8 @@ class Run:
         where += ["--groups", self.groups] if self.groups else []
         where += ["--device", "cuda"] if self.gpus else []
         where += (
-            ["-p", "tools.held_before", "--held-before", ",".join(map(str, self.before))]
-            if self.before
+            ["-p", "tools.skip_passed", "--skip-passed", ",".join(map(str, self.earlier_results))]
+            if self.earlier_results
             else []
         )
         kit = (
@@ -101,9 +104,13 @@ class Run:
         ]
 
     def environment(self) -> dict[str, str]:
-        """One thread a rank; on GPUs those of this run, and kernels in the order of their launch where Megatron asks for it."""
+        """Return the environment: one thread per rank, and this run's GPUs.
+
+        With tensor parallelism, Megatron needs kernels to run in launch order
+        (CUDA_DEVICE_MAX_CONNECTIONS=1).
+        """
         found = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        # For the plugin tools.held_before, which pytest must find from any working directory.
+        # pytest must find the plugin tools.skip_passed from any working directory.
         root = str(Path(__file__).resolve().parent.parent)
         found["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         if self.gpus:
@@ -113,29 +120,29 @@ class Run:
         return found
 
 
-class Room:
-    """So many ranks may run at once; a run takes its place before it starts."""
+class RankLimiter:
+    """Limit the number of ranks that run at once."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks, self._free, self._changed = ranks, ranks, threading.Condition()
 
-    def take(self, ranks: int) -> int:
-        """Wait for so many places, or for all of them where there are fewer; returns how many were taken."""
-        wanted = min(ranks, self._ranks)
+    def acquire(self, ranks: int) -> int:
+        """Wait until so many ranks may run, at most all; return the number acquired."""
+        requested = min(ranks, self._ranks)
         with self._changed:
-            self._changed.wait_for(lambda: self._free >= wanted)
-            self._free -= wanted
-        return wanted
+            self._changed.wait_for(lambda: self._free >= requested)
+            self._free -= requested
+        return requested
 
-    def leave(self, ranks: int) -> None:
-        """Give them back."""
+    def release(self, ranks: int) -> None:
+        """Give acquired ranks back."""
         with self._changed:
             self._free += ranks
             self._changed.notify_all()
 
 
-def runs_of(engine: str) -> list[Run]:
-    """Defaults at each world size, then every named layout."""
+def list_runs(engine: str) -> list[Run]:
+    """Return one run per world size of the default layout and per named layout."""
     plain = [
         Run(engine=engine, layout=default_layout(size), is_plain=True)
         for size in PLAIN_SIZES.get(engine, (1, 2))
@@ -146,11 +153,11 @@ def runs_of(engine: str) -> list[Run]:
     ]
 
 
-def on_gpus(runs: Sequence[Run], gpus: Sequence[str]) -> list[Run]:
-    """Each layout's laws divided over several runs, and every rank with a GPU.
+def assign_gpus(runs: Sequence[Run], gpus: Sequence[str]) -> list[Run]:
+    """Divide each layout's tests into several runs, and give every rank a GPU.
 
     Raises:
-        ValueError: a layout has more ranks than there are GPUs.
+        ValueError: A layout has more ranks than there are GPUs.
     """
     if too_wide := [run.name for run in runs if run.layout.world_size > len(gpus)]:
         raise ValueError(
@@ -158,19 +165,19 @@ def on_gpus(runs: Sequence[Run], gpus: Sequence[str]) -> list[Run]:
         )
     others = ",".join(name for name in GROUPS if name not in ",".join(PARTS).split(","))
     turn = itertools.cycle(range(len(gpus)))
-    divided = []
+    assigned = []
     for run, groups in itertools.product(runs, (*PARTS, others)):
         first = next(turn)
         own = tuple(gpus[(first + rank) % len(gpus)] for rank in range(run.layout.world_size))
-        divided.append(replace(run, groups=groups, gpus=own))
-    return divided
+        assigned.append(replace(run, groups=groups, gpus=own))
+    return assigned
 
 
-def hold(
-    run: Run, *, room: Room, folder: Path, extra: Sequence[str], deadline: float | None
+def run_kit(
+    run: Run, *, limiter: RankLimiter, folder: Path, extra: Sequence[str], deadline: float | None
 ) -> int:
-    """Run the kit on one layout until it ends, or is interrupted; returns its exit status."""
-    ranks = room.take(run.layout.world_size)
+    """Run the kit on one layout until it ends or is interrupted; return the exit status."""
+    ranks = limiter.acquire(run.layout.world_size)
     try:
         started = time.monotonic()
         with (folder / f"{run.name}.log").open("w") as log:
@@ -187,14 +194,14 @@ def hold(
             except subprocess.TimeoutExpired:
                 code = _interrupted(process)
     finally:
-        room.leave(ranks)
+        limiter.release(ranks)
     last = (folder / f"{run.name}.log").read_text().rstrip().rpartition("\n")[2]
     print(f"{run.name}: exit {code}, {time.monotonic() - started:.0f} s, {last}", flush=True)
     return code
 
 
 def _interrupted(process: subprocess.Popen[bytes]) -> int:
-    """Ask pytest to stop, which then still writes what it found; end whatever is left."""
+    """Interrupt pytest, which still writes its results; kill what is left."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(timeout=10)
@@ -205,13 +212,13 @@ def _interrupted(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
-def begun_in(folder: Path, runs: Sequence[Run]) -> list[Run]:
-    """The runs with what an earlier run in that folder found in their layout."""
+def continue_runs(folder: Path, runs: Sequence[Run]) -> list[Run]:
+    """Attach the results of an earlier folder to the runs of the same layout."""
     seen = [(path, from_json(path.read_text())) for path in sorted(folder.glob("*.json"))]
     return [
         replace(
             run,
-            before=tuple(
+            earlier_results=tuple(
                 path
                 for path, found in seen
                 if (found.engine, found.layouts) == (run.engine, (run.layout.name,))
@@ -221,41 +228,43 @@ def begun_in(folder: Path, runs: Sequence[Run]) -> list[Run]:
     ]
 
 
-def join_parts(folder: Path, runs: Sequence[Run], *, finished: Collection[str]) -> list[Path]:
-    """What was found in each layout as one file, whether by one run or several; those of which nothing is known are left out.
+def merge_parts(folder: Path, runs: Sequence[Run], *, finished: Collection[str]) -> list[Path]:
+    """Merge the result files of each layout; layouts without results are left out.
 
     Args:
-        folder: of their files.
-        runs: the parts of a layout beside each other.
-        finished: names of those that left out nothing but the laws of others.
+        folder: Folder of the files.
+        runs: Runs of one layout are next to each other.
+        finished: Names of runs that left out only tests of other runs.
 
     Raises:
-        ValueError: an earlier run stood on other versions.
+        ValueError: An earlier run used other package versions.
     """
     found = []
     for name, group in itertools.groupby(
         runs, key=lambda run: replace(run, groups="", gpus=()).name
     ):
         parts = list(group)
-        is_whole = all(run.name in finished for run in parts)
+        is_complete = all(run.name in finished for run in parts)
         paths = [path for run in parts if (path := folder / f"{run.name}.json").exists()]
-        if len(paths) > 1 or (paths and parts[0].before):
+        if len(paths) > 1 or (paths and parts[0].earlier_results):
             first, *others = (from_json(path.read_text()) for path in paths)
             if foreign := [
                 path
-                for path in parts[0].before
+                for path in parts[0].earlier_results
                 if from_json(path.read_text()).versions != first.versions
             ]:
                 raise ValueError(
-                    f"{foreign[0]} is of other versions than this run, so that nothing follows from both together."
+                    f"{foreign[0]} used other package versions than this run; run without --continues."
                 )
             first.results += [result for other in others for result in other.results]
             ran = {result.test for result in first.results}
             first.results += [
-                result for test, result in held_in(parts[0].before).items() if test not in ran
+                result
+                for test, result in read_passed(parts[0].earlier_results).items()
+                if test not in ran
             ]
-            # Each part left out the others' laws.
-            first.num_deselected = 0 if is_whole else first.num_deselected
+            # Each part deselected the tests of the others.
+            first.num_deselected = 0 if is_complete else first.num_deselected
             paths = [folder / f"{name}.json"]
             paths[0].write_text(to_json(first))
         found += paths
@@ -263,10 +272,10 @@ def join_parts(folder: Path, runs: Sequence[Run], *, finished: Collection[str]) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; 1 where a run failed, else 0."""
+    """Run the command line; return 1 if a run failed, else 0."""
     parser = argparse.ArgumentParser(prog="python -m tools.conformance_report", description=__doc__)
-    parser.add_argument("--engines", default="fsdp,megatron", help="by entry point, with commas")
-    parser.add_argument("--only", default="", help="ENGINE:LAYOUT, with commas; default: all")
+    parser.add_argument("--engines", default="fsdp,megatron", help="entry points, comma-separated")
+    parser.add_argument("--only", default="", help="ENGINE:LAYOUT, comma-separated; default: all")
     parser.add_argument("--ranks-at-once", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--gpus", default="", help="such as 0,1,2,3; default: on the CPU")
     parser.add_argument("--limit", type=float, help="seconds; default: none")
@@ -285,37 +294,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.out.exists() and any(chosen.out.iterdir()):
         parser.error(f"{chosen.out} is not empty: nothing is overwritten, name a new folder.")
     chosen.out.mkdir(parents=True, exist_ok=True)
-    wanted = set(filter(None, chosen.only.split(",")))
-    runs = [run for engine in chosen.engines.split(",") for run in runs_of(engine)]
-    if unknown := wanted - {f"{run.engine}:{run.layout.name}" for run in runs}:
+    requested = set(filter(None, chosen.only.split(",")))
+    runs = [run for engine in chosen.engines.split(",") for run in list_runs(engine)]
+    if unknown := requested - {f"{run.engine}:{run.layout.name}" for run in runs}:
         parser.error(f"--only names {', '.join(sorted(unknown))}, which the engines do not offer.")
-    runs = [run for run in runs if not wanted or f"{run.engine}:{run.layout.name}" in wanted]
+    runs = [run for run in runs if not requested or f"{run.engine}:{run.layout.name}" in requested]
     if chosen.gpus:
         try:
-            runs = on_gpus(runs, chosen.gpus.split(","))
+            runs = assign_gpus(runs, chosen.gpus.split(","))
         except ValueError as error:
             parser.error(str(error))
     if chosen.continues:
-        runs = begun_in(chosen.continues, runs)
+        runs = continue_runs(chosen.continues, runs)
     deadline = None if chosen.limit is None else time.monotonic() + chosen.limit
-    room = Room(chosen.ranks_at_once)
-    # The widest first: otherwise a run of four ranks would wait at the end, alone.
+    limiter = RankLimiter(chosen.ranks_at_once)
+    # Runs with the most ranks first: otherwise they would run last with idle cores.
     order = sorted(runs, key=lambda run: -run.layout.world_size)
     with ThreadPoolExecutor(max_workers=len(order)) as pool:
         extra = ["--compute", chosen.compute, *chosen.kit]
         codes = list(
             pool.map(
-                lambda run: hold(run, room=room, folder=chosen.out, extra=extra, deadline=deadline),
+                lambda run: run_kit(
+                    run, limiter=limiter, folder=chosen.out, extra=extra, deadline=deadline
+                ),
                 order,
             )
         )
-    # 5: nothing was left to run.
+    # 5: no test was left to run.
     ended = (
         ()
         if chosen.kit
         else (run.name for run, code in zip(order, codes, strict=True) if code in (0, 1, 5))
     )
-    found = join_parts(chosen.out, runs, finished=set(ended))
+    found = merge_parts(chosen.out, runs, finished=set(ended))
     report = [sys.executable, "-m", "temper_engine_api.conformance.report", *map(str, found)]
     if found:
         codes.append(

@@ -75,9 +75,11 @@ def _pytest(*arguments: str) -> tuple[tuple[str, ...], ...]:
     return (("-m", "pytest", "-q", "--durations=5", "-m", "not nightly", *arguments),)
 
 
-def _laws(engine: str, *arguments: str, laws: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
-    """The kit on an engine: in each layout, which an identifier of a test names, the laws that an expression of pytest chooses."""
-    chosen = " or ".join(f"({layout} and ({which}))" for layout, which in laws.items())
+def _conformance_tests(
+    engine: str, *arguments: str, expressions: Mapping[str, str]
+) -> tuple[tuple[str, ...], ...]:
+    """Run the kit on an engine; `expressions` maps a layout's id to a -k expression of its tests."""
+    chosen = " or ".join(f"({layout} and ({which}))" for layout, which in expressions.items())
     return _pytest(
         "--pyargs", "temper_engine_api.conformance", "--engine", engine, *arguments, "-k", chosen
     )
@@ -123,11 +125,11 @@ STEPS = (
         name="kit-on-fsdp",
         budget_s=8 * 60,
         # One rank takes other paths where gradients are reduced and files are written, FSDP1 where they are written and stepped; the rest
-        # of their laws is nightly. One session for all of them: each would import the engine in every rank anew.
-        commands=_laws(
+        # of their tests is nightly. One session for all of them: each would import the engine in every rank anew.
+        commands=_conformance_tests(
             "fsdp",
             *("--world-sizes", "1,2", "--layouts", "fsdp1.2,sp2.2"),
-            laws={
+            expressions={
                 "[2-ranks": "test_",
                 "[1-rank": "test_gradient.py or test_rfc_loop.py or test_checkpoint.py",
                 "[fsdp1.2": "test_update.py or test_checkpoint.py",
@@ -146,10 +148,10 @@ STEPS = (
         name="kit-on-megatron",
         budget_s=4 * 60,
         # Every mandatory group that trains or answers, each in a layout where it is hardest.
-        commands=_laws(
+        commands=_conformance_tests(
             "megatron",
             *("--layouts", "tp2,pp2-vpp2,cp2,tp2-sp"),
-            laws={
+            expressions={
                 "[tp2 and not [tp2-sp": "test_gradient.py or test_weights.py",
                 "[pp2-vpp2": "test_gradient.py or test_update.py or test_value.py or test_rfc_loop.py",
                 "[cp2": "test_logprob.py or test_gradient.py and (data_parallel_size or oracle or logprob or entropy)",

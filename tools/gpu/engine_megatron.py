@@ -201,7 +201,7 @@ def run_phase(jobs: tuple[Job, ...], rows: Rows, *, left_s: float) -> None:
             "code": code,
         }
         if job.name.startswith("kit"):
-            row |= laws_in((rows.path.parent / f"{job.name}.txt").read_text())
+            row |= count_outcomes((rows.path.parent / f"{job.name}.txt").read_text())
         rows.add(row)
 
 
@@ -215,11 +215,11 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def laws_in(text: str) -> dict[str, object]:
-    """Counts and names in what the kit printed."""
+def count_outcomes(text: str) -> dict[str, object]:
+    """Count passed tests and list failed ones in the kit's output."""
     outcomes = re.findall(r"::(\S+) (PASSED|FAILED|ERROR)", text)
-    broken = [law for law, outcome in outcomes if outcome != "PASSED"]
-    return {"held": len(outcomes) - len(broken), "broken": broken}
+    failed = [test for test, outcome in outcomes if outcome != "PASSED"]
+    return {"passed": len(outcomes) - len(failed), "failed": failed}
 
 
 def rank_main(

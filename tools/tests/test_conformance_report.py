@@ -1,4 +1,4 @@
-"""Many runs of the kit become one report, on GPUs also one layout's."""
+"""Test that several runs of the kit are merged into one report."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +13,12 @@ from temper_engine_api.conformance.results import (
     from_json,
     to_json,
 )
-from tools.conformance_report import begun_in, join_parts, main, on_gpus, runs_of
+from tools.conformance_report import assign_gpus, continue_runs, list_runs, main, merge_parts
 
 
-def test_on_gpus_every_group_of_a_layout_runs_once_and_every_rank_has_a_gpu_of_its_own() -> None:
-    (run,) = [run for run in runs_of("fsdp") if run.layout.name == "2-ranks"]
-    parts = on_gpus([run], ["0", "1", "2"])
+def test_each_group_runs_once_and_each_rank_has_its_own_gpu() -> None:
+    (run,) = [run for run in list_runs("fsdp") if run.layout.name == "2-ranks"]
+    parts = assign_gpus([run], ["0", "1", "2"])
     assert sorted(group for part in parts for group in part.groups.split(",")) == sorted(GROUPS)
     assert all(len(set(part.gpus)) == 2 for part in parts)
     assert {gpu for part in parts for gpu in part.gpus} == {"0", "1", "2"}
@@ -48,7 +48,7 @@ def test_a_layout_of_more_ranks_than_gpus_is_refused_in_a_sentence(
 
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_parts_of_a_layout_are_one_run_in_the_report(tmp_path: Path, is_whole: bool) -> None:
-    (run,) = [run for run in runs_of("fsdp") if run.layout.name == "1-rank"]
+    (run,) = [run for run in list_runs("fsdp") if run.layout.name == "1-rank"]
     parts = [replace(run, groups=group) for group in ("gradient", "update")]
     for part in parts:
         test = ConformanceResult(
@@ -59,7 +59,7 @@ def test_parts_of_a_layout_are_one_run_in_the_report(tmp_path: Path, is_whole: b
         )
         (tmp_path / f"{part.name}.json").write_text(to_json(done))
     finished = [part.name for part in parts]
-    (path,) = join_parts(tmp_path, parts, finished=finished if is_whole else finished[:1])
+    (path,) = merge_parts(tmp_path, parts, finished=finished if is_whole else finished[:1])
     joined = from_json(path.read_text())
     assert [result.test for result in joined.results] == ["test_gradient", "test_update"]
     assert (joined.num_deselected == 0) is is_whole
@@ -72,19 +72,21 @@ def test_a_run_that_was_cut_short_is_continued(tmp_path: Path) -> None:
         ["--", "--groups", "value,rfc_loop"],
     )
     assert main([*run, str(before), *kit, "-k", "rfc"]) == 0
-    held = {result.test for result in from_json((before / "fsdp-1-rank.json").read_text()).results}
+    passed = {
+        result.test for result in from_json((before / "fsdp-1-rank.json").read_text()).results
+    }
     assert main(["--continues", str(before), *run, str(now), *kit]) == 0
     found = from_json((now / "fsdp-1-rank.json").read_text()).results
-    assert set() < held < {result.test for result in found}
+    assert set() < passed < {result.test for result in found}
     assert len(found) == len({result.test for result in found})
-    assert f"{len(found) - len(held)} passed" in (now / "fsdp-1-rank.log").read_text()
+    assert f"{len(found) - len(passed)} passed" in (now / "fsdp-1-rank.log").read_text()
 
 
 def test_a_run_on_other_versions_is_not_continued(tmp_path: Path) -> None:
     (tmp_path / "before").mkdir()
-    (run,) = [run for run in runs_of("fsdp") if run.layout.name == "1-rank"]
+    (run,) = [run for run in list_runs("fsdp") if run.layout.name == "1-rank"]
     for folder, version in ((tmp_path / "before", "1"), (tmp_path, "2")):
         done = ConformanceRun(engine="fsdp", layouts=("1-rank",), versions={"torch": version})
         (folder / "fsdp-1-rank.json").write_text(to_json(done))
     with pytest.raises(ValueError, match="other versions"):
-        join_parts(tmp_path, begun_in(tmp_path / "before", [run]), finished=[])
+        merge_parts(tmp_path, continue_runs(tmp_path / "before", [run]), finished=[])

@@ -1,4 +1,4 @@
-"""The template of an engine: copied under a name of one's own, and held to the kit's laws in an environment made for it."""
+"""The template of an engine: copied under a name of one's own, and tested with the kit in an environment of its own."""
 
 import subprocess
 import sys
@@ -96,7 +96,7 @@ def test_the_kit_starts_in_this_folder_with_no_more_than_its_extra_brings() -> N
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_a_new_engine_holds_the_mandatory_laws_in_a_clean_environment(tmp_path: Path) -> None:
+def test_a_new_engine_passes_the_mandatory_tests_in_a_clean_environment(tmp_path: Path) -> None:
     new_engine(tmp_path / "acme", "acme_engine")
     python = tmp_path / "env" / "bin" / "python"
     install = [
