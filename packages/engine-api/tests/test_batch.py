@@ -1,6 +1,5 @@
 """Sequences laid end to end: what is checked, selected, sliced and joined."""
 
-import doctest
 import pickle
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from temper_engine_api import batch as batch_module
 from temper_engine_api.batch import (
     Denominators,
     SequenceBatch,
@@ -72,14 +70,8 @@ def test_concatenating_keeps_the_media_of_every_batch(make_batch: MakeBatch) -> 
 
 
 def test_a_batch_with_too_few_media_is_refused(make_batch: MakeBatch) -> None:
-    with pytest.raises(BatchError, match="media has 1 entries, but there are 2 sequences"):
+    with pytest.raises(BatchError, match="media has 1 entries, but the batch has 2 sequences"):
         replace(make_batch([2, 3]), media=("a",))
-
-
-def test_the_examples_of_the_docstrings_run() -> None:
-    results = doctest.testmod(batch_module, extraglobs={"torch": torch})
-    assert results.attempted > 0
-    assert results.failed == 0
 
 
 def test_every_field_of_a_batch_declares_its_axis() -> None:
@@ -124,7 +116,7 @@ def test_batches_with_different_columns_are_not_joined(make_batch: MakeBatch) ->
     other = make_batch([2]).with_columns({"values": torch.zeros(2)})
     with pytest.raises(BatchError, match="different columns"):
         concatenate([make_batch([2]), other])
-    with pytest.raises(BatchError, match="no batch to concatenate"):
+    with pytest.raises(BatchError, match="got no batch"):
         concatenate([])
 
 
@@ -133,19 +125,19 @@ def test_batches_with_different_columns_are_not_joined(make_batch: MakeBatch) ->
     [
         ({"tokens": torch.zeros(5, dtype=torch.int32)}, r"tokens must be \[T\] int64"),
         ({"sequence_starts": torch.tensor([0, 5, 5])}, "without empty sequences"),
-        ({"sequence_starts": torch.tensor([0, 2, 4])}, "must rise from 0 to 5"),
+        ({"sequence_starts": torch.tensor([0, 2, 4])}, "must increase from 0 to 5"),
         (
             {"loss_mask": torch.tensor([False, True, True, True, True])},
             "True at the first token of a sequence",
         ),
-        ({"loss_mask": torch.ones(5)}, "loss_mask must be bool"),
+        ({"loss_mask": torch.ones(5)}, "must be bool"),
         (
             {"columns": {"advantages": torch.zeros(4)}},
-            r"column 'advantages' has shape \(4,\), but there are 5 tokens",
+            r"column 'advantages' has shape \(4,\), but the batch has 5 tokens",
         ),
         (
             {"sequence_columns": {"scores": torch.zeros(3)}},
-            r"column 'scores' has shape \(3,\), but there are 2 sequences",
+            r"column 'scores' has shape \(3,\), but the batch has 2 sequences",
         ),
         ({"position_ids": torch.zeros(3, 4)}, "column 'position_ids' has shape"),
     ],

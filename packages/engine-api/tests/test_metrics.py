@@ -41,7 +41,9 @@ def test_a_mean_of_nothing_is_not_a_number() -> None:
 
 
 def test_different_reductions_do_not_merge() -> None:
-    with pytest.raises(ValueError, match="reduced by sum can't merge with one reduced by max"):
+    with pytest.raises(
+        ValueError, match="can't merge a metric reduced by sum with one reduced by max"
+    ):
         Metric(value=1.0, reduction="sum").merge(Metric(value=1.0, reduction="max"))
 
 

@@ -34,7 +34,9 @@ def test_a_registered_objective_is_found_by_name(mine: type[Objective]) -> None:
 
 def test_an_unknown_objective_names_those_there_are(mine: type[Objective]) -> None:
     register_objective("mine")(mine)
-    with pytest.raises(ConfigError, match=r"no objective is called 'yours'; registered are mine\."):
+    with pytest.raises(
+        ConfigError, match=r"no objective is registered as 'yours'; registered: mine\."
+    ):
         get_objective_class("yours")
 
 
@@ -45,7 +47,7 @@ def test_a_name_belongs_to_one_class(mine: type[Objective]) -> None:
     class Other(mine):  # type: ignore[misc, valid-type]
         """Another class."""
 
-    with pytest.raises(ConfigError, match=r"'mine' is taken by .*Mine: choose another"):
+    with pytest.raises(ConfigError, match=r"'mine' is already used by .*Mine: choose another"):
         register_objective("mine")(Other)
 
 

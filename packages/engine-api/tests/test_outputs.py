@@ -48,7 +48,7 @@ def test_dummies_are_dropped(make_batch: MakeBatch) -> None:
 @pytest.mark.parametrize("wanted", [[0, 1], [0, 1, 1], [0, 1, 5], [0, 1, 2, 2]])
 def test_a_missing_or_repeated_id_is_refused(make_batch: MakeBatch, wanted: list[int]) -> None:
     outputs = collect_outputs(make_batch([2, 3, 1]), {HeadOutput.LOGPROB: torch.ones(6)})
-    with pytest.raises(BatchError, match="outputs hold 3 sequences with 3 distinct ids"):
+    with pytest.raises(BatchError, match="outputs have 3 sequences with 3 distinct ids"):
         outputs.reorder(torch.tensor(wanted))
 
 

@@ -156,7 +156,7 @@ def test_fingerprints_of_different_plans_differ() -> None:
 def test_a_sample_above_the_cap_is_named() -> None:
     with pytest.raises(
         PlanError,
-        match=r"sample 1 has 90 tokens, .* may hold 64.*raise batching.max_tokens or lower sampling",
+        match=r"sample 1 has 90 tokens, .* may have 64.*raise batching.max_tokens or lower sampling",
     ):
         plan_mini_batch([10, 90, 30], dp_size=2, max_tokens=64)
 
@@ -164,7 +164,7 @@ def test_a_sample_above_the_cap_is_named() -> None:
 def test_an_atom_above_the_cap_names_its_longest_sample() -> None:
     with pytest.raises(
         PlanError,
-        match=r"sample 2 has 40 tokens and shares its atom with 1 more, 70 tokens together",
+        match=r"sample 2 has 40 tokens and shares its pack group with 1 more, 70 tokens together",
     ):
         plan_mini_batch([30, 5, 40], dp_size=1, max_tokens=64, pack_group_ids=[8, 9, 8])
 
@@ -178,7 +178,7 @@ def test_the_cap_counts_the_padding() -> None:
 
 
 def test_the_smallest_padding_is_named_too() -> None:
-    with pytest.raises(PlanError, match=r"a micro-batch may hold 3, counted in multiples of 2: "):
+    with pytest.raises(PlanError, match=r"a micro-batch may have 3, counted in multiples of 2: "):
         plan_mini_batch([3], dp_size=1, max_tokens=3, constraints=PlanConstraints(token_multiple=2))
 
 

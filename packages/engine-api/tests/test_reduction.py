@@ -181,7 +181,7 @@ def test_sums_are_float32_for_half_precision_losses() -> None:
         (
             LossTerms(loss=torch.zeros(3)),
             AggregationMode.TOKEN_MEAN,
-            r"losses of shape \(3,\) at token level; expected \(9,\)",
+            r"losses of shape \(3,\) at token level, but the batch needs \(9,\)",
         ),
         (
             LossTerms(loss=torch.zeros(9), weight=torch.ones(1)),
@@ -191,12 +191,12 @@ def test_sums_are_float32_for_half_precision_losses() -> None:
         (
             LossTerms(loss=torch.zeros(9)),
             AggregationMode.GROUP_MEAN,
-            "group_mean takes one loss per sequence",
+            "group_mean needs one loss per sequence",
         ),
         (
             LossTerms(loss=torch.zeros(3), level="sequence"),
             AggregationMode.TOKEN_MEAN,
-            "token_mean takes one loss per token",
+            "token_mean needs one loss per token",
         ),
     ],
 )

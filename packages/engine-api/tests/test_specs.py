@@ -192,11 +192,11 @@ from temper_engine_api.topology import Axis
             lambda: LoraSpec(rank=8, alpha=8.0, dropout=1.0),
             r"lora.dropout is 1.0, but must be in \[0, 1\)",
         ),
-        (lambda: Axis(size=2, rank=2), r"axis rank 2 is outside \[0, 2\)"),
+        (lambda: Axis(size=2, rank=2), r"the rank on an axis is 2, but must be in \[0, 2\)"),
         (lambda: Aggregation(horizon=8), r"horizon has no effect with aggregation token_mean"),
         (
             lambda: Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_SUM_NORM),
-            r"divides by a fixed horizon: set horizon",
+            r"divides by a fixed horizon, which is None: set horizon",
         ),
     ],
 )

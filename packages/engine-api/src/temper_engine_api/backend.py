@@ -1,4 +1,7 @@
-"""What the author of an engine fills in: one abstract method for each thing that only a backend knows how to do."""
+"""Abstract methods that an engine implements.
+
+Derive an engine from `engine.BaseEngine`, which implements the public contract with these methods.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,24 +21,26 @@ from temper_engine_api.topology import Topology
 from temper_engine_api.weights import NamedWeight, TrainingState
 
 MicroBatchLoss = Callable[[HeadOutputs, SequenceBatch], Tensor]
-"""The scalar of one micro-batch, to be differentiated as it is; parts add up over micro-batches and data-parallel ranks."""
+"""Computes the scalar of one micro-batch to differentiate. Engines must not rescale it: the values of
+all micro-batches on all data-parallel ranks add up to the loss."""
 
 
 ObjectT = TypeVar("ObjectT")
 
 
 class EngineBackend(ABC):
-    """The lower half of an engine; derive from ``engine.BaseEngine``, which adds the contract."""
+    """Methods that each engine implements; derive from `engine.BaseEngine`, not from this class."""
 
     config_class: ClassVar[type[EngineConfig]]
-    """The frozen dataclass that configures this engine."""
+    """Frozen dataclass with the engine's settings."""
     capabilities: ClassVar[frozenset[Capability]]
-    """What it claims; see Capability."""
+    """Capabilities that the engine claims."""
 
     def __init__(self, config: EngineConfig) -> None:
         if not isinstance(config, self.config_class):
             raise ConfigError(
-                f"{type(self).__name__} takes a {self.config_class.__name__}, not a {type(config).__name__}."
+                f"{type(self).__name__} got a {type(config).__name__}, but needs a "
+                f"{self.config_class.__name__}."
             )
         self.config = config
         self._topology: Topology | None = None
@@ -47,7 +52,7 @@ class EngineBackend(ABC):
 
     @abstractmethod
     def _build(self) -> Topology:
-        """Build or load model, head, optimiser; join the process group or make one."""
+        """Build the model, head and optimizer, load weights, and join or create the process group."""
 
     @abstractmethod
     def _run_micro_batches(
@@ -59,131 +64,156 @@ class EngineBackend(ABC):
         forward_only: bool,
         reduce_gradients: bool,
     ) -> list[HeadOutputs] | None:
-        """Run the micro-batches of a plan through the model, and back where ``forward_only`` is False.
+        """Run the forward pass, and the backward pass unless `forward_only`, of each micro-batch.
 
         Args:
-            batch: this rank's share, on any device.
-            queries: what the head is asked. With ``micro_batch_loss`` and not ``forward_only``, only trained positions need an answer;
-                otherwise every position that has a predecessor.
-            micro_batch_loss: None, or the scalar to differentiate (or, with ``forward_only``, to evaluate) for each micro-batch.
-            forward_only: no gradients, no dropout, no graph kept.
-            reduce_gradients: reduce across ranks together with the last micro-batch; otherwise gradients stay local and add up.
+            batch: This rank's micro-batches, on any device.
+            requested_outputs: Outputs that the head must compute. In training only trained
+                positions are needed, otherwise all positions with a predecessor.
+            micro_batch_loss: Scalar to differentiate, or with `forward_only` to evaluate; None
+                computes no loss.
+            forward_only: Run without gradients and dropout.
+            reduce_gradients: Reduce gradients over ranks after the last micro-batch; otherwise they
+                stay local and accumulate.
 
         Returns:
-            Detached answers per micro-batch where this rank has them, else None; of the ranks that have the same ones, the base class
-            lets those out that ``topology.returns_outputs`` names.
+            Detached outputs of each micro-batch, or None on ranks that do not have them. Ranks may
+            return duplicates; the base class keeps those of ranks with `topology.returns_outputs`.
         """
 
     def _collect_metrics(self) -> Mapping[str, Metric]:
-        """What an engine has to say about itself after a call, such as ``memory/allocated_gib``; logged beside the objective's metrics.
+        """Return engine metrics of the last call, such as `memory/allocated_gib`; empty by default.
 
-        A mapping that waits for a device when it is read, and not before, keeps the host ahead of it.
+        Use `metrics.LazyMetrics` for values that block on the device, so that the host can run
+        ahead until they are read.
         """
         return {}
 
     @abstractmethod
     def _reduce_pending_gradients(self) -> None:
-        """Reduce local gradients across ranks by sum."""
+        """Reduce accumulated local gradients over ranks by sum."""
 
     @abstractmethod
     def _apply_gradients(self, *, lr: float) -> float:
-        """Global gradient norm in float32 before clipping; clips and updates only if it is finite (the same on every rank).
+        """Clip gradients and update the parameters; return the global norm before clipping.
 
-        Of an engine that claims FP16, losses were multiplied with ``loss_scale.value`` before their backward pass, and gradients are
-        divided by it here, before the norm.
+        The norm is computed in float32 and is the same on every rank. If it is not finite, change
+        no parameter and no optimizer state. An engine that claims FP16 multiplies the loss by
+        `loss_scale.value` before the backward pass and divides the gradients by it here, before
+        the norm.
         """
 
     @abstractmethod
     def _zero_gradients(self) -> None:
-        """Drop gradients."""
+        """Set gradients to zero or None."""
 
     @abstractmethod
     def _loaded(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
-        """Bring in what a mode needs and put it back on exit, also when the body raises. Nested entries cost nothing."""
+        """Load the offloaded state that a mode needs; offload it again on exit, also after an error.
+
+        A nested entry must not copy anything.
+        """
 
     @abstractmethod
     def _iterate_weights(self) -> Iterator[NamedWeight]:
-        """Full tensors, float32 or the dtype of the compute, in one order on every rank. Collective."""
+        """Iterate over full tensors in float32 or the compute dtype, in the same order on all ranks.
+
+        Collective.
+        """
 
     @abstractmethod
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
-        """Strict both ways; checks names and shapes before the first weight changes where the stream's manifest allows it."""
+        """Load full tensors; raise WeightError for missing and unexpected names and wrong shapes.
+
+        Check names and shapes before the first weight changes if the stream allows it. Collective.
+        """
 
     @abstractmethod
     def _iterate_state(self) -> Iterator[TrainingState]:
-        """The portable training state. Collective."""
+        """Iterate over the portable training state. Collective."""
 
     @abstractmethod
     def _load_state(self, stream: Iterable[TrainingState]) -> None:
-        """Load the portable training state, strict both ways. Collective."""
+        """Load the portable training state; refuse missing and unexpected names. Collective."""
 
     @abstractmethod
     def _write_state(self, directory: str) -> list[str]:
-        """Write parameters, optimiser and RNG states; return relative paths of the files this rank wrote. Collective."""
+        """Write parameters, optimizer states and RNG states. Collective.
+
+        Returns:
+            Paths of the files that this rank wrote, relative to the directory.
+        """
 
     def _stage_state(self) -> Callable[[str], list[str]]:
-        """Of engines that claim BACKGROUND_SAVE: copy what ``_write_state`` would write, and return what writes the copy. Collective.
+        """Copy the state to host memory and return a function that writes the copy. Collective.
 
-        The function does what ``_write_state`` does, on another thread and while the engine trains on: it neither touches the engine
-        nor runs collectives in a group that the engine uses.
+        The function behaves like `_write_state`, but runs on another thread while the engine
+        trains: it must not touch the engine, nor run collectives in a process group that the
+        engine uses. Required for BACKGROUND_SAVE.
         """
         raise NotImplementedError
 
     def _gather_in_background(self, item: ObjectT) -> list[ObjectT]:
-        """Of engines that claim BACKGROUND_SAVE: as ``_gather_objects``, among the threads that save."""
+        """Gather like `_gather_objects`, among the saving threads. Required for BACKGROUND_SAVE."""
         raise NotImplementedError
 
     @abstractmethod
     def _read_state(self, directory: str) -> None:
-        """Read what ``_write_state`` wrote, at this or another layout. Collective."""
+        """Read the files of `_write_state`, written with this or another layout. Collective."""
 
     @abstractmethod
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
-        """Sum over data-parallel ranks, and the same on every rank of a replica, also where the loss lives on the last stage."""
+        """Sum a value over data-parallel ranks; every rank gets the result.
+
+        With pipeline parallelism only the last stage has the loss; the others get its value too.
+        """
 
     @abstractmethod
     def _gather_objects(self, item: ObjectT) -> list[ObjectT]:
-        """Small picklable objects of every rank in rank order, on every rank."""
+        """Gather small picklable objects from all ranks to all ranks, in rank order."""
 
     @abstractmethod
     def to(
         self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
     ) -> None:
-        """Move parameters and gradients, or optimiser states, by hand."""
+        """Move parameters and gradients, or optimizer states, to the device or the host."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free memory and the process groups this engine made; a second engine may follow in the same process."""
+        """Free memory and destroy the process groups that this engine created.
+
+        Another engine may be built in the same process afterwards.
+        """
 
     def _disable_adapter(self) -> AbstractContextManager[None]:
-        """The base model alone inside; of engines that claim ADAPTER. Nested entries are harmless."""
+        """Disable the adapter inside the context; may be nested. Required for ADAPTER."""
         raise NotImplementedError
 
     def _export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
-        """The configuration as JSON holds it, and full float32 tensors by PEFT name; of engines that claim ADAPTER. Collective."""
+        """Return the PEFT config and full float32 tensors by PEFT name. Required for ADAPTER."""
         raise NotImplementedError
 
     def _load_adapter(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """Replace the adapter, strict both ways; of engines that claim ADAPTER. Collective."""
+        """Load adapter tensors; refuse missing and unexpected names. Required for ADAPTER."""
         raise NotImplementedError
 
     @property
     def topology(self) -> Topology:
-        """Sizes and ranks.
+        """Sizes and ranks of the parallel axes.
 
         Raises:
-            EngineStateError: before ``init_model``.
+            EngineStateError: If `init_model` was not called.
         """
         if self._topology is None:
-            raise EngineStateError("the topology is known only after init_model().")
+            raise EngineStateError("the engine has no topology yet: call init_model() first.")
         return self._topology
 
     @property
     def model_type(self) -> str:
-        """language_model, value_model or reward_model."""
+        """'language_model', 'value_model' or 'reward_model'."""
         return self.config.model.model_type
 
     @property
     def objective(self) -> Objective | None:
-        """What ``set_loss_fn`` was given, when it was an Objective."""
+        """Objective set with `set_loss_fn`; None if it is a plain function."""
         return self._objective

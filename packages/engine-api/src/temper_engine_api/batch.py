@@ -1,7 +1,8 @@
-"""Sequences laid end to end with their columns; the same with a plan is a rank's share of one mini-batch.
+"""Packed batches of sequences: `SequenceBatch`, and `PackedBatch` with its micro-batches.
 
-Column entry t belongs to ``tokens[t]``: ``logprobs[t] = log p(tokens[t] | earlier tokens of its sequence)``, and ``values[t]`` is the
-value of the state before ``tokens[t]``. No padding here and no flags: options travel in dataclasses of their own.
+Sequences are concatenated without padding. Entry t of a per-token column belongs to `tokens[t]`:
+`logprobs[t] = log p(tokens[t] | earlier tokens of its sequence)`, and `values[t]` is the value of
+the state before `tokens[t]`. Code that pads converts at the border, see `padding`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,12 +16,20 @@ from torch import Tensor
 from temper_engine_api.errors import BatchError
 
 DUMMY_ID = -1
-"""Sample, atom and group id of the one-token sequence that stands in an empty micro-batch."""
+"""Sample, group and pack-group id of the one-token dummy that fills an empty micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
-    """What the losses of a whole mini-batch, over all ranks, are divided by; counted after all masking, where the batch is planned."""
+    """Counts of a mini-batch over all ranks, by which summed losses are divided.
+
+    They are counted after all masking, when the mini-batch is planned. So every rank and every
+    micro-batch divides by the same number, whatever its own length.
+
+    Example:
+        >>> Denominators(tokens=512, sequences=16, groups=4).is_empty
+        False
+    """
 
     tokens: int
     """Trained tokens (entries of ``loss_mask``)."""
@@ -31,7 +40,7 @@ class Denominators:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the mini-batch trains nothing."""
+        """True if no token of the mini-batch is trained."""
         return self.tokens == 0
 
 
@@ -67,8 +76,8 @@ class SequenceBatch:
     """[B + 1] int32, from 0 to T. Sequence b is
     tokens[sequence_starts[b]:sequence_starts[b + 1]] and never empty."""
     loss_mask: Tensor = field(metadata=_PER_TOKEN)
-    """[T] bool; entry t says whether predicting tokens[t] is trained. The first entry of a
-    sequence is False."""
+    """[T] bool; True where the prediction of tokens[t] is trained. Aligned with the label, so the
+    first entry of each sequence is False."""
     sample_ids: Tensor = field(metadata=_PER_SEQUENCE)
     """[B] int64, unique in a mini-batch; DUMMY_ID marks a dummy."""
     group_ids: Tensor = field(metadata=_PER_SEQUENCE)
@@ -89,7 +98,7 @@ class SequenceBatch:
     def __post_init__(self) -> None:
         self._check_shapes()
         if self.tokens.device.type != "cpu":
-            return  # values were checked where the batch was made; reading them here would stall the device
+            return  # Values were checked on the CPU; reading them here would stall the device.
         starts = self.sequence_starts.long()
         if (
             int(starts[0]) != 0
@@ -97,11 +106,13 @@ class SequenceBatch:
             or bool((starts.diff() < 1).any())
         ):
             raise BatchError(
-                f"sequence_starts must rise from 0 to {self.num_tokens} without empty sequences, but is {starts.tolist()}."
+                f"sequence_starts is {starts.tolist()}, but must increase from 0 to {self.num_tokens} "
+                "without empty sequences."
             )
         if bool(self.loss_mask[starts[:-1]].any()):
             raise BatchError(
-                "loss_mask is True at the first token of a sequence, which nothing predicts: set it to False there."
+                "loss_mask is True at the first token of a sequence, which has no context to be "
+                "predicted from: set it to False there."
             )
 
     def _check_shapes(self) -> None:
@@ -113,11 +124,11 @@ class SequenceBatch:
             raise BatchError("tokens must be [T] int64 and sequence_starts [B + 1] with B >= 1.")
         if self.loss_mask.dtype != torch.bool:
             raise BatchError(
-                f"loss_mask must be bool, but is {self.loss_mask.dtype}; weights are a separate float column."
+                f"loss_mask is {self.loss_mask.dtype}, but must be bool: put token weights into a column."
             )
         if self.media is not None and len(self.media) != self.num_sequences:
             raise BatchError(
-                f"media has {len(self.media)} entries, but there are {self.num_sequences} sequences."
+                f"media has {len(self.media)} entries, but the batch has {self.num_sequences} sequences."
             )
         sizes = {"token": self.num_tokens, "sequence": self.num_sequences}
         for declared in fields(SequenceBatch):
@@ -129,37 +140,38 @@ class SequenceBatch:
                 axis, dim = declared.metadata["axis"], declared.metadata["dim"]
                 if column.ndim == 0 or column.shape[dim] != sizes[axis]:
                     raise BatchError(
-                        f"column {name!r} has shape {tuple(column.shape)}, but there are {sizes[axis]} {axis}s."
+                        f"column {name!r} has shape {tuple(column.shape)}, but the batch has "
+                        f"{sizes[axis]} {axis}s: expected {sizes[axis]} entries along dim {dim}."
                     )
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens T."""
         return self.tokens.shape[0]
 
     @property
     def num_sequences(self) -> int:
-        """B."""
+        """Number of sequences B."""
         return self.sequence_starts.shape[0] - 1
 
     @property
     def lengths(self) -> Tensor:
-        """[B] int64 tokens of each sequence."""
+        """[B] int64, number of tokens of each sequence."""
         return self.sequence_starts.long().diff()
 
     @property
     def sequence_index(self) -> Tensor:
-        """[T] int64: which sequence each token belongs to."""
+        """[T] int64, index of the sequence that each token belongs to."""
         order = torch.arange(self.num_sequences, device=self.tokens.device)
         return torch.repeat_interleave(order, self.lengths, output_size=self.num_tokens)
 
     @property
     def is_dummy(self) -> Tensor:
-        """[B] bool."""
+        """[B] bool, True for dummy sequences."""
         return self.sample_ids == DUMMY_ID
 
     def get_position_ids(self) -> Tensor:
-        """[T] or [3, T] int64 position of each token: those given, else counted from 0 in each sequence."""
+        """Return `position_ids`, or positions [T] that count from 0 in each sequence if it is None."""
         if self.position_ids is not None:
             return self.position_ids
         starts = self.sequence_starts.long()[:-1]
@@ -189,7 +201,7 @@ class SequenceBatch:
     def with_columns(
         self, columns: Mapping[str, Tensor], sequence_columns: Mapping[str, Tensor] | None = None
     ) -> Self:
-        """This batch with further columns; a name that is already there is replaced."""
+        """Return this batch with columns added; a column of the same name is replaced."""
         return replace(
             self,
             columns={**self.columns, **columns},
@@ -212,12 +224,28 @@ class SequenceBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch(SequenceBatch):
-    """One rank's share of one mini-batch: sequences laid end to end, with their split into micro-batches."""
+    """One rank's sequences of one mini-batch, in the order and split of its micro-batches.
+
+    Example:
+        >>> batch = from_sequences(
+        ...     [torch.tensor([5, 6, 7]), torch.tensor([8, 9]), torch.tensor([3, 4])],
+        ...     loss_masks=[torch.arange(n) > 0 for n in (3, 2, 2)],
+        ... )
+        >>> names = [column.name for column in fields(SequenceBatch)]
+        >>> packed = PackedBatch(
+        ...     **{name: getattr(batch, name) for name in names},
+        ...     micro_batch_starts=torch.tensor([0, 1, 3], dtype=torch.int32),
+        ...     denominators=Denominators(tokens=4, sequences=3, groups=3),
+        ... )
+        >>> [micro.tokens.tolist() for micro in packed.micro_batches()]
+        [[5, 6, 7], [8, 9, 3, 4]]
+    """
 
     micro_batch_starts: Tensor
-    """[M + 1] int32, in sequences; given by the plan, executed by the engine, never changed. No micro-batch is empty."""
+    """[M + 1] int32, from 0 to B. Micro-batch m has sequences micro_batch_starts[m] to
+    micro_batch_starts[m + 1] - 1, at least one. The engine runs exactly this split."""
     denominators: Denominators
-    """Trained tokens, sequences and groups of the whole mini-batch over all ranks."""
+    """Counts of the full mini-batch over all ranks, not of this rank."""
 
     def __post_init__(self) -> None:
         SequenceBatch.__post_init__(self)
@@ -230,11 +258,12 @@ class PackedBatch(SequenceBatch):
             or any(b <= a for a, b in pairwise(starts))
         ):
             raise BatchError(
-                f"micro_batch_starts must rise from 0 to {self.num_sequences} without empty micro-batches, but is {starts}."
+                f"micro_batch_starts is {starts}, but must increase from 0 to {self.num_sequences} "
+                "without empty micro-batches."
             )
 
     def to(self, device: torch.device | str) -> Self:
-        """The same batch with every tensor on this device."""
+        """Return the same batch with every tensor on this device."""
         return replace(
             SequenceBatch.to(self, device),
             micro_batch_starts=_moved(self.micro_batch_starts, device),
@@ -242,20 +271,20 @@ class PackedBatch(SequenceBatch):
 
     @property
     def num_micro_batches(self) -> int:
-        """M."""
+        """Number of micro-batches M."""
         return self.micro_batch_starts.shape[0] - 1
 
     def micro_batches(self) -> Iterator[SequenceBatch]:
-        """The micro-batches in the plan's order, as views of this batch's tensors."""
+        """Iterate over the micro-batches, as views of this batch's tensors."""
         for first, last in pairwise(self.micro_batch_starts.tolist()):
             yield slice_sequences(self, first=first, last=last)
 
 
 def _moved(column: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda" and column.device.type == "cpu":
-        # From memory that is not pinned, the host waits until the device has done all that it was given before.
+        # A copy from pageable memory would block the host until the stream has drained.
         return column.pin_memory().to(device, non_blocking=True)
-    # A copy to the host that nobody waits for would be read before it has arrived.
+    # A non-blocking copy to the host could be read before it has arrived.
     return column.to(device, non_blocking=torch.device(device).type != "cpu")
 
 
@@ -283,15 +312,16 @@ def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
         BatchError: If there is no batch, or if their columns differ.
     """
     if not batches:
-        raise BatchError("there is no batch to concatenate.")
+        raise BatchError("concatenate() got no batch: pass at least one.")
     head = batches[0]
     for other in batches[1:]:
         if set(other.columns) != set(head.columns) or set(other.sequence_columns) != set(
             head.sequence_columns
         ):
             raise BatchError(
-                f"batches with different columns can't be concatenated: {sorted(head.columns)} + {sorted(head.sequence_columns)} "
-                f"against {sorted(other.columns)} + {sorted(other.sequence_columns)}."
+                "batches with different columns can't be concatenated: "
+                f"{sorted(head.columns)} and {sorted(head.sequence_columns)} against "
+                f"{sorted(other.columns)} and {sorted(other.sequence_columns)}."
             )
     if any(batch.position_ids is not None for batch in batches):
         batches = [replace(batch, position_ids=batch.get_position_ids()) for batch in batches]
@@ -396,17 +426,17 @@ def from_sequences(
     columns: Mapping[str, Sequence[Tensor]] | None = None,
     sequence_columns: Mapping[str, Tensor] | None = None,
 ) -> SequenceBatch:
-    """A batch from one tensor per sequence.
+    """Build a batch from one tensor per sequence.
 
     Args:
         tokens: B tensors [L_b] of token ids.
         loss_masks: B tensors [L_b] bool.
-        sample_ids: B ids, by default 0 to B - 1; group_ids and pack_group_ids are by default the sample's own id.
-        group_ids: see sample_ids.
-        pack_group_ids: see sample_ids.
-        temperature: one for all, or one each.
-        columns: per name B tensors [L_b] or [L_b, K].
-        sequence_columns: per name [B] or [B, K].
+        sample_ids: B ids; 0 to B - 1 by default.
+        group_ids: B ids of prompts; the sample ids by default.
+        pack_group_ids: B ids of sequences to keep in one micro-batch; the sample ids by default.
+        temperature: One number for all sequences, or B numbers.
+        columns: B tensors [L_b] or [L_b, K] by column name.
+        sequence_columns: Tensors [B] or [B, K] by column name.
     """
     ids = (
         torch.arange(len(tokens))
@@ -414,7 +444,7 @@ def from_sequences(
         else torch.as_tensor(sample_ids, dtype=torch.int64)
     )
     lengths = torch.tensor([len(t) for t in tokens], dtype=torch.int64)
-    heat = torch.as_tensor(temperature, dtype=torch.float32).expand(len(tokens)).clone()
+    temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(len(tokens)).clone()
     return SequenceBatch(
         tokens=torch.cat(list(tokens)).long(),
         sequence_starts=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
@@ -426,7 +456,7 @@ def from_sequences(
         pack_group_ids=ids.clone()
         if pack_group_ids is None
         else torch.as_tensor(pack_group_ids, dtype=torch.int64),
-        temperature=heat,
+        temperature=temperatures,
         columns={name: torch.cat(list(parts)) for name, parts in (columns or {}).items()},
         sequence_columns=dict(sequence_columns or {}),
     )

@@ -1,24 +1,25 @@
-"""A head's product, row by row the same bits."""
+"""Batch-invariant linear layer for model heads."""
 
 import torch.nn.functional as functional
 from torch import Tensor
 
 MIN_ROWS = 16
-"""Below this, kernels for a few rows add up in another order (seen on CPUs below 4 rows)."""
+"""Pad to this many rows: kernels for few rows sum in another order (seen on CPUs below 4 rows)."""
 
 
 def batch_invariant_linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    """``hidden @ weight.T`` in which a row does not depend on how many others are asked beside it.
+    """Compute `hidden @ weight.T` so that a row has the same bits for any number of rows.
 
-    Evaluation answers more positions of a micro-batch than training does; where a rank has only a few of them, the plain product would give
-    the same position two log-probs, and an on-policy ratio that is not exactly 1.
+    Evaluation computes more positions of a micro-batch than training does. If a rank has only a
+    few, the plain product can give a position two different log-probs, and then the on-policy
+    ratio is not exactly 1.
 
     Args:
         hidden: [N, D].
         weight: [V, D] in the same dtype.
 
     Returns:
-        [N, V] in that dtype.
+        [N, V] in the same dtype.
     """
     size = hidden.shape[0]
     if size >= MIN_ROWS:

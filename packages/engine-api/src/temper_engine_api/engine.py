@@ -1,8 +1,10 @@
-"""The engine: what a trainer calls, and what an author of an engine fills in.
+"""Base class of training engines: the methods that a trainer calls.
 
-The public methods are the contract and are written here once; the abstract ones with an underscore are what a backend knows how to do.
-Order of calls: ``init_model``, ``set_loss_fn``, then per update ``optimizer_zero_grad``, forward and backward calls, ``optimizer_step``,
-``lr_scheduler_step``. Gradients are reduced across ranks exactly once per update.
+The public methods are implemented here, once for all engines. They call the abstract methods of
+`backend.EngineBackend`, which an engine implements, and the update cycle of `updates.UpdateCycle`.
+Order of calls: `init_model`, `set_loss_fn`, then for each update `optimizer_zero_grad`, forward and
+backward passes, `optimizer_step`, `lr_scheduler_step`. Gradients are reduced over ranks exactly
+once per update.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -54,17 +56,17 @@ __all__ = [
 
 
 class BaseEngine(UpdateCycle):
-    """One rank of a training engine. Constructing it does no I/O and makes no process group."""
+    """One rank of a training engine. The constructor does no I/O and creates no process group."""
 
     def init_model(self) -> None:
-        """Build everything; collective over the engine's ranks.
+        """Build the model, optimizer and process groups. Collective.
 
         Raises:
-            CapabilityError: the configuration asks for what this engine does not claim.
+            CapabilityError: If the configuration needs a capability that the engine does not claim.
         """
         needed = {
             Capability(self.config.model.model_type),
-            *_needed_by_precision(self.config.precision),
+            *_find_precision_capabilities(self.config.precision),
         }
         needed |= (
             {Capability.ANY_OPTIMIZER}
@@ -78,10 +80,10 @@ class BaseEngine(UpdateCycle):
         self._topology = self._build()
 
     def require(self, *needed: Capability) -> None:
-        """Refuse with a sentence what is not claimed.
+        """Check that the engine claims these capabilities.
 
         Raises:
-            CapabilityError: naming the engine and the capability.
+            CapabilityError: If it does not; names the engine and the first missing capability.
         """
         for capability in sorted(set(needed) - self.capabilities):
             claimed = ", ".join(sorted(self.capabilities))
@@ -92,17 +94,22 @@ class BaseEngine(UpdateCycle):
     def set_loss_fn(
         self, loss: Objective | LossFn, *, required_outputs: Collection[HeadOutput] | None = None
     ) -> None:
-        """An Objective, or an RFC callable together with what it wants predicted.
+        """Set the loss: an Objective, or a plain function.
 
         Args:
-            loss: an Objective; or a callable that sees whole sequences and whose scalar is taken as that call's mean, averaged over
-                data-parallel ranks. Calls before a step add up. RFC callables are outside the invariance laws.
-            needs: for an RFC callable; by default log-probs of a language model, values of a value model, scores of a reward model.
+            loss: An Objective; or a function of complete sequences that returns a mean. Its value
+                is averaged over data-parallel ranks, and calls before a step add up. With a plain
+                function the gradient may depend on how the mini-batch is split.
+            required_outputs: Outputs that a plain function needs. By default the log-probs of a
+                language model, the values of a value model or the scores of a reward model.
+
+        Raises:
+            ConfigError: If `required_outputs` is given for an Objective.
         """
         if isinstance(loss, Objective):
             if required_outputs is not None:
                 raise ConfigError(
-                    "required_outputs has no effect with an Objective, which declares its own: remove it."
+                    "required_outputs has no effect with an Objective, which has its own: remove it."
                 )
             self._objective, self._loss_fn = loss, None
             return
@@ -115,13 +122,13 @@ class BaseEngine(UpdateCycle):
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
-        """Training behaviour and residency; gradients survive leaving it."""
+        """Enter training mode and load what it needs; gradients are kept on exit."""
         with self._in_mode("train"):
             yield
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Evaluation behaviour (no dropout) and residency of parameters only."""
+        """Enter evaluation mode (no dropout) and load the parameters only."""
         with self._in_mode("eval"):
             yield
 
@@ -133,25 +140,27 @@ class BaseEngine(UpdateCycle):
         outputs: Collection[HeadOutput] = (),
         final: bool = True,
     ) -> StepResult:
-        """This rank's share of one mini-batch, in the micro-batches its plan says.
+        """Run forward and backward passes over this rank's micro-batches of a mini-batch.
 
         Args:
-            batch: this rank's share.
-            forward_only: no backward. With ``outputs`` only they are computed; without them the objective is evaluated.
-            outputs: what to return per token; during training the untrained positions of an answer are 0.
-            final: reduce gradients across ranks; False when more calls of the same update follow.
+            batch: This rank's micro-batches.
+            forward_only: Skip the backward pass. If `outputs` are requested, only they are
+                computed; otherwise the objective is evaluated.
+            outputs: Head outputs to return. In training, untrained positions are 0.
+            final: Reduce gradients over ranks. Pass False if more calls of this update follow.
 
         Raises:
-            EngineStateError: outside a mode, after a final call of this update, or without an objective when one is needed.
+            EngineStateError: If called outside a mode, after the final call of this update, or
+                without an objective that is needed.
         """
         self._check_can_run(forward_only=forward_only)
-        asked = frozenset(outputs)
+        requested = frozenset(outputs)
         metrics: list[Mapping[str, Metric]] = []
-        if forward_only and asked:
-            micro_batch_loss, requested_outputs = None, asked
+        if forward_only and requested:
+            micro_batch_loss, requested_outputs = None, requested
         else:
             objective = self._require_objective(batch)
-            requested_outputs = objective.required_outputs | asked
+            requested_outputs = objective.required_outputs | requested
             micro_batch_loss = _objective_loss(
                 objective, denominators=batch.denominators, metrics=metrics
             )
@@ -166,11 +175,11 @@ class BaseEngine(UpdateCycle):
         )
         metrics.append(self._collect_metrics())
         settled = LazyMetrics(lambda: materialize_metrics(merge_metrics(metrics)))
-        if head_outputs is None or not asked or not self.topology.returns_outputs:
+        if head_outputs is None or not requested or not self.topology.returns_outputs:
             return StepResult(outputs=None, metrics=settled)
         columns = {
             head_output: torch.cat([part[head_output] for part in head_outputs])
-            for head_output in asked
+            for head_output in requested
         }
         return StepResult(outputs=collect_outputs(batch, columns), metrics=settled)
 
@@ -203,14 +212,24 @@ class BaseEngine(UpdateCycle):
         preprocess_fn: PreprocessFn | None = None,
         postprocess_fn: PostprocessFn | None = None,
     ) -> tuple[Predictions | None, Tensor | None, Context] | tuple[Predictions | None, Context]:
-        """One micro-batch through the RFC's hooks; never the final call of an update.
+        """Run one micro-batch through the model and the given hooks.
+
+        Gradients stay local and accumulate; `optimizer_step` reduces them.
+
+        Args:
+            batch: A batch, or a padded mapping as for `padding.from_padded`.
+            ctx: State that the hooks pass on.
+            forward_only: Skip the loss and the backward pass.
+            preprocess_fn: Hook that runs before the model.
+            postprocess_fn: Hook that runs between the model and the loss.
 
         Returns:
-            (predictions, loss, ctx), or (predictions, ctx) when ``forward_only``. The loss is the same on every rank; predictions are
-            detached, and None where this rank returns no outputs.
+            (predictions, loss, ctx), or (predictions, ctx) if `forward_only`. The loss is the same
+            on every rank. Predictions are detached, and None on ranks without
+            `topology.returns_outputs`.
 
         Raises:
-            EngineStateError: outside a mode, or without a loss function in training.
+            EngineStateError: If called outside a mode, or in training without a loss function.
         """
         self._check_can_run(forward_only=forward_only)
         if preprocess_fn is not None:
@@ -223,7 +242,7 @@ class BaseEngine(UpdateCycle):
         if not forward_only:
             if loss is None:
                 raise EngineStateError(
-                    "no loss function is set: call set_loss_fn() before training."
+                    "there is no loss function: call set_loss_fn() before training."
                 )
             self._record_backward(packed, final=False)
         head_outputs = self._run_micro_batches(
@@ -235,18 +254,18 @@ class BaseEngine(UpdateCycle):
         )
         returns_outputs = head_outputs is not None and self.topology.returns_outputs
         if forward_only:
-            predictions = step.finish_forward(head_outputs)
+            predictions = step.postprocess_outputs(head_outputs)
             return (predictions if returns_outputs else None), step.ctx
         value = self._sum_over_data_parallel(step.total)
         return (step.predictions if returns_outputs else None), value, step.ctx
 
     def shard_data(self, batch: SequenceBatch, *, max_tokens: int, seed: int = 0) -> PackedBatch:
-        """This rank's share of a mini-batch that every rank holds whole; every rank computes the same plan without communication.
+        """Plan a mini-batch and return this rank's packed batch, without communication.
 
         Args:
-            batch: the mini-batch over all ranks.
-            max_tokens: cap of a micro-batch.
-            seed: for objectives with batch statistics.
+            batch: The full mini-batch, the same on every rank.
+            max_tokens: Token cap of a micro-batch.
+            seed: Seed for the objective's `prepare`.
         """
         topology = self.topology
         if self._objective is not None:
@@ -265,35 +284,39 @@ class BaseEngine(UpdateCycle):
     def unshard_data(
         self, part: SequenceBatch, *, sample_ids: Tensor | None = None
     ) -> SequenceBatch:
-        """The mini-batch of all data-parallel ranks again, on every rank, dummies dropped.
+        """Gather the mini-batch of all data-parallel ranks to every rank, without dummies. Collective.
 
         Args:
-            part: this rank's share.
-            sample_ids: [B] the order wanted; ascending ids when None.
+            part: This rank's sequences.
+            sample_ids: [B] ids in the order to return; None sorts by id.
         """
         kept = (
             part.select(torch.nonzero(~part.is_dummy)[:, 0])
             if bool((~part.is_dummy).any())
             else None
         )
-        mine = kept if self.topology.returns_outputs else None
-        whole = concatenate([p for p in self._gather_objects(mine) if p is not None])
-        place = {sample: i for i, sample in enumerate(whole.sample_ids.tolist())}
-        order = sorted(place) if sample_ids is None else sample_ids.tolist()
-        return whole.select([place[i] for i in order])
+        # Ranks of one replica have the same samples, so only one of them contributes.
+        local = kept if self.topology.returns_outputs else None
+        full = concatenate([p for p in self._gather_objects(local) if p is not None])
+        position = {sample: i for i, sample in enumerate(full.sample_ids.tolist())}
+        order = sorted(position) if sample_ids is None else sample_ids.tolist()
+        return full.select([position[i] for i in order])
 
     def unshard_outputs(
         self, outputs: ForwardOutputs | None, *, sample_ids: Tensor
     ) -> ForwardOutputs:
-        """Outputs of all ranks in the order of these ids [B], on every rank."""
+        """Gather the outputs of all ranks to every rank, in the order of these ids [B]. Collective."""
         return gather_outputs(self._gather_objects(outputs), sample_ids=sample_ids)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Forward passes without the adapter: the reference policy. Weights exported inside are those of the base.
+        """Disable the adapter, so that forward passes compute the reference policy.
+
+        Weights exported inside the context are those of the base model. A backward pass inside it
+        raises EngineStateError.
 
         Raises:
-            EngineStateError: this engine has no adapter; and inside, by a backward pass.
+            EngineStateError: If the engine has no adapter.
         """
         self._require_adapter()
         with self._disable_adapter():
@@ -304,46 +327,51 @@ class BaseEngine(UpdateCycle):
                 self._is_adapter_disabled = False
 
     def export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
-        """What the two files of Hugging Face PEFT hold: the configuration, and full float32 tensors by their exact names. Collective.
+        """Return the adapter's PEFT config and its full float32 tensors by PEFT name. Collective.
 
         Raises:
-            EngineStateError: this engine has no adapter.
+            EngineStateError: If the engine has no adapter.
         """
         self._require_adapter()
         with self._loaded("eval"):
             return self._export_adapter()
 
     def load_adapter(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """Load what ``export_adapter`` gave, strictly both ways; optimiser states stay as they are. Collective.
+        """Load an adapter from `export_adapter`; optimizer states do not change. Collective.
 
         Raises:
-            ConfigError: with that configuration the same tensors would compute something else here.
-            EngineStateError: this engine has no adapter.
-            WeightError: a name is missing or unexpected, or a shape differs; nothing has been loaded then.
+            ConfigError: If the tensors would compute something else under this engine's settings.
+            EngineStateError: If the engine has no adapter.
+            WeightError: If a name is missing or unexpected, or a shape differs. No tensor is
+                loaded then.
         """
         self._require_adapter()
         with self._loaded("eval"):
             self._load_adapter(config, tensors)
 
     def gather_objects(self, item: ObjectT) -> list[ObjectT]:
-        """Small picklable objects of every rank in rank order, on every rank: what a loop without a driver agrees with. Collective."""
+        """Gather small picklable objects from all ranks to all ranks, in rank order. Collective."""
         return self._gather_objects(item)
 
     def export_weights(self) -> WeightStream:
-        """``with engine.export_weights() as stream``: full tensors under Hugging Face names, lazily, same order on every rank."""
+        """Return a stream of full tensors by Hugging Face name, in the same order on every rank.
+
+        Use it as `with engine.export_weights() as stream`. Tensors are gathered one by one while
+        the stream is read. Collective.
+        """
         return WeightStream(self._weights_while_resident())
 
     def load_weights(self, stream: Iterable[NamedWeight]) -> None:
-        """Load full tensors under Hugging Face names. Collective; every rank passes the same stream.
+        """Load full tensors by Hugging Face name. Collective; every rank passes the same stream.
 
         Raises:
-            WeightError: a name is missing, unexpected or repeated, or a shape differs.
+            WeightError: If a name is missing, unexpected or repeated, or a shape differs.
         """
         with self._loaded("eval"):
             self._load_weights(stream)
 
     def export_state(self) -> Iterator[TrainingState]:
-        """The portable training state, parameter by parameter. Collective."""
+        """Iterate over the portable training state, one parameter at a time. Collective."""
         self.require(Capability.PORTABLE_STATE)
         with self._loaded("update"):
             yield from self._iterate_state()
@@ -355,7 +383,11 @@ class BaseEngine(UpdateCycle):
             self._load_state(stream)
 
     def write_part(self, directory: str) -> checkpoint.PartReport:
-        """This rank's files of the engine's part of a checkpoint, for a transaction with several participants. Collective."""
+        """Write this engine's files of a checkpoint with several participants. Collective.
+
+        Returns:
+            Sizes and checksums of this rank's files, for `CheckpointTransaction.commit`.
+        """
         with self._loaded("update"):
             files = self._write_state(directory)
         if self.topology.global_rank == 0:
@@ -366,17 +398,18 @@ class BaseEngine(UpdateCycle):
         return checkpoint.report_part(directory, files)
 
     def stage_part(self, directory: str) -> None:
-        """As ``write_part``, but return once the state is copied to host memory, and write it while training goes on. Collective.
+        """Copy the state to host memory and write it like `write_part` while training continues.
 
-        ``finish_part`` must be called before the next one. Of engines that claim BACKGROUND_SAVE.
+        Collective; needs BACKGROUND_SAVE. Call `finish_part` before the next `stage_part`.
 
         Raises:
-            EngineStateError: the part before was not finished.
+            EngineStateError: If the previous `stage_part` was not finished.
         """
         self.require(Capability.BACKGROUND_SAVE)
         if self._background_part.is_pending:
             raise EngineStateError(
-                f"a part is still being written: call finish_part() before another one is staged in {directory}."
+                f"can't stage a part in {directory}: the previous one is still being written: call "
+                "finish_part() first."
             )
         self.finish_saving()
         staged = self._stage()
@@ -384,14 +417,14 @@ class BaseEngine(UpdateCycle):
 
     @property
     def has_written_part(self) -> bool:
-        """Whether ``finish_part`` need not wait on this rank."""
+        """True if `finish_part` would not block on this rank."""
         return not self._background_part.is_pending or self._background_part.is_done
 
     def finish_part(self) -> checkpoint.PartReport:
-        """Wait for what ``stage_part`` began; this rank's files. Collective.
+        """Wait for `stage_part` and return its report of this rank's files. Collective.
 
         Raises:
-            EngineStateError: nothing was staged.
+            EngineStateError: If no part was staged.
         """
         report = self._background_part.finish()
         if report is None:
@@ -401,7 +434,7 @@ class BaseEngine(UpdateCycle):
         return report
 
     def read_part(self, directory: str) -> None:
-        """Read the engine's part of a checkpoint. Collective."""
+        """Load the files of `write_part` or `stage_part`, and reset gradients. Collective."""
         with self._loaded("update"):
             self._read_state(directory)
         self._restore_progress(checkpoint.read_json(directory, checkpoint.PROGRESS_FILE))
@@ -416,21 +449,23 @@ class BaseEngine(UpdateCycle):
         *,
         in_background: bool = False,
     ) -> str:
-        """One transaction with this engine as its only participant. Collective.
+        """Save a checkpoint of this engine. Collective.
 
-        In the background the state is copied to host memory now, and written, committed, uploaded and pruned while training goes on.
-        At most one save is under way: the next one waits for it, so the last committed step is never older than the save before the
-        last. Its failure is raised by the next ``optimizer_step`` after it, save, load, ``finish_saving`` or ``close``.
+        A background save copies the state to host memory, then writes, commits, uploads and prunes
+        while training continues. At most one save runs at a time: the next one waits for it, so at
+        most the last save can be uncommitted. Its error is raised by the next `optimizer_step` after it
+        failed, or by the next save, load, `finish_saving` or `close`.
 
         Args:
-            local_path: folder of step directories.
-            hdfs_path: any fsspec URL that receives a copy; its manifest goes up last.
-            global_step: number of the step directory.
-            max_ckpt_to_keep: complete steps to keep, this one included; None keeps all.
-            in_background: return as soon as the state is copied; of engines that claim BACKGROUND_SAVE.
+            local_path: Folder of step directories, on a file system that all ranks share.
+            hdfs_path: fsspec URL that gets a copy, for example `s3://bucket/run`. The manifest is
+                uploaded last.
+            global_step: Number of the step directory.
+            max_ckpt_to_keep: Number of complete steps to keep, including this one; None keeps all.
+            in_background: Return once the state is copied; needs BACKGROUND_SAVE.
 
         Returns:
-            The step directory; committed, unless it is saved in the background.
+            Path of the step directory; it exists once the save is committed.
         """
         self.finish_saving()
         if in_background:
@@ -449,17 +484,18 @@ class BaseEngine(UpdateCycle):
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Load a step directory, or the last complete step of a folder of them. Collective.
+        """Load a step directory, or the latest complete step of a folder of them. Collective.
 
         Args:
-            local_path: a step directory or a folder of them; with hdfs_path, where the download goes.
-            hdfs_path: any fsspec URL of a step directory.
-            del_local_after_load: delete the copy that this call downloaded, never anything else.
+            local_path: Step directory or folder of them; with `hdfs_path`, the download folder.
+            hdfs_path: fsspec URL of a step directory, or of a folder of them.
+            del_local_after_load: Delete the copy that this call downloaded; needs `hdfs_path`.
 
         Raises:
-            IncompleteCheckpointError: no manifest.
-            DamagedCheckpointError: a file is missing or its checksum differs; names it.
-            CheckpointError: a model with other parameters or shapes made it; nothing has changed then.
+            IncompleteCheckpointError: If there is no manifest.
+            DamagedCheckpointError: If a file is missing or its checksum differs.
+            CheckpointError: If a model with other parameters or shapes wrote it. No weight has
+                changed then.
         """
         self.finish_saving()
         checkpoint.load_engine_checkpoint(
@@ -470,7 +506,7 @@ class BaseEngine(UpdateCycle):
             gather=self._gather_objects,
         )
 
-    # How the above is done.
+    # Helpers of the methods above.
 
     def _save_in_background(
         self, local_path: str, remote_url: str | None, *, step: int, max_to_keep: int | None
@@ -502,7 +538,7 @@ class BaseEngine(UpdateCycle):
     def _in_mode(self, mode: Literal["train", "eval"]) -> Iterator[None]:
         if self._mode is not None:
             raise EngineStateError(
-                f"{mode}_mode() inside {self._mode}_mode(): leave the first one before."
+                f"can't enter {mode}_mode() inside {self._mode}_mode(): exit the outer context first."
             )
         with self._loaded(mode):
             self._mode = mode
@@ -521,28 +557,30 @@ class BaseEngine(UpdateCycle):
     def _check_can_run(self, *, forward_only: bool) -> None:
         if self._is_adapter_disabled and not forward_only:
             raise EngineStateError(
-                "a backward pass inside disable_adapter(): the reference policy is not trained, leave the context before."
+                "can't run a backward pass inside disable_adapter(), which computes the reference "
+                "policy: exit the context first."
             )
         if self._mode is None or (self._mode == "eval" and not forward_only):
-            wanted = "train_mode() or eval_mode()" if forward_only else "train_mode()"
+            context = "train_mode() or eval_mode()" if forward_only else "train_mode()"
             raise EngineStateError(
-                f"a {'forward' if forward_only else 'backward'} pass needs `with engine.{wanted}`."
+                f"a {'forward' if forward_only else 'backward'} pass needs `with engine.{context}`."
             )
         if not forward_only and self._gradients in (GradientState.REDUCED, GradientState.APPLIED):
             raise EngineStateError(
-                "gradients of this update are already reduced: call optimizer_zero_grad() before the next update, "
-                "and pass final=False to every call of an update but the last."
+                "the gradients of this update are already reduced: call optimizer_zero_grad() before "
+                "the next update, and pass final=False to all calls of an update but the last."
             )
 
     def _require_objective(self, batch: SequenceBatch) -> Objective:
         if self._objective is None:
             raise EngineStateError(
-                "forward_backward_batch() needs an Objective: call set_loss_fn() with one before."
+                "forward_backward_batch() needs an Objective: call set_loss_fn() first."
             )
         missing = self._objective.columns - batch.columns.keys() - batch.sequence_columns.keys()
         if missing:
             raise EngineStateError(
-                f"objective {self._objective.name!r} reads columns that the batch lacks: {sorted(missing)}."
+                f"objective {self._objective.name!r} needs columns that the batch does not have: "
+                f"{sorted(missing)}. Add them with batch.with_columns()."
             )
         return self._objective
 
@@ -575,7 +613,7 @@ class BaseEngine(UpdateCycle):
             yield from self._iterate_weights()
 
 
-def _needed_by_precision(precision: PrecisionSpec) -> set[Capability]:
+def _find_precision_capabilities(precision: PrecisionSpec) -> set[Capability]:
     is_other = (precision.parameters, precision.reduce, precision.buffers) != ("fp32",) * 3
     return ({Capability.FP16} if precision.compute == "fp16" else set()) | (
         {Capability.OTHER_DTYPES} if is_other else set()
@@ -585,7 +623,7 @@ def _needed_by_precision(precision: PrecisionSpec) -> set[Capability]:
 def _objective_loss(
     objective: Objective, *, denominators: Denominators, metrics: list[Mapping[str, Metric]]
 ) -> MicroBatchLoss:
-    def loss_of(head_outputs: HeadOutputs, micro: SequenceBatch) -> Tensor:
+    def compute_loss(head_outputs: HeadOutputs, micro: SequenceBatch) -> Tensor:
         terms: LossTerms = objective(head_outputs, micro)
         loss = reduce_loss(
             terms, micro, denominators=denominators, aggregation=objective.aggregation
@@ -593,4 +631,4 @@ def _objective_loss(
         metrics.append({"loss": Metric(value=loss.detach(), reduction="sum"), **terms.metrics})
         return loss
 
-    return loss_of
+    return compute_loss

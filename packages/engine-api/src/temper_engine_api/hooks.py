@@ -1,4 +1,4 @@
-"""The RFC's hooks: what a user's own functions see and return, and one call through them."""
+"""Types of the user's hook functions of `forward_backward_step`, and one call through them."""
 
 from collections.abc import Callable, Mapping, MutableMapping
 
@@ -11,28 +11,29 @@ from temper_engine_api.reduction import reduce_loss
 from temper_engine_api.specs import ModelType
 
 Context = MutableMapping[str, object] | None
-"""What the RFC's hooks hand to each other."""
+"""State that hooks pass to each other."""
 Predictions = Mapping[str, Tensor]
-"""Columns by the value of their query, in the layout of the packed batch."""
+"""Columns by the value of their HeadOutput, aligned with the packed batch."""
 RawBatch = PackedBatch | SequenceBatch | Mapping[str, Tensor]
-"""What the RFC's loop may pass: a batch, or a padded mapping (see ``padding.from_padded``)."""
+"""A batch, or a padded mapping (see `padding.from_padded`)."""
 LossFn = Callable[[SequenceBatch, Predictions, Context], tuple[Tensor, Context]]
-"""loss_fn(data, predictions, ctx) -> (scalar, ctx); the scalar is this call's mean and is averaged over data-parallel ranks."""
+"""loss_fn(data, predictions, ctx) -> (scalar, ctx). The scalar is the mean over this call's tokens
+or sequences; it is averaged over data-parallel ranks."""
 PreprocessFn = Callable[[RawBatch, Context], tuple[RawBatch, Context]]
-"""Runs before the model."""
+"""Hook that runs before the model."""
 PostprocessFn = Callable[[Predictions, Context], tuple[Predictions, Context]]
-"""Runs between the model and the loss; its predictions are what the loss sees."""
+"""Hook that runs between the model and the loss; the loss gets the predictions it returns."""
 
 DEFAULT_OUTPUT: Mapping[ModelType, HeadOutput] = {
     "language_model": HeadOutput.LOGPROB,
     "value_model": HeadOutput.VALUE,
     "reward_model": HeadOutput.SCORE,
 }
-"""What an RFC callable wants predicted when it does not say."""
+"""Output that a loss function gets if `set_loss_fn` names none."""
 
 
 class HookedStep:
-    """One call through the hooks: keeps what passes between them."""
+    """One call of `forward_backward_step`, with the state that its hooks pass on."""
 
     def __init__(
         self,
@@ -52,8 +53,9 @@ class HookedStep:
         self._dp_size = dp_size
 
     def loss(self, head_outputs: HeadOutputs, micro: SequenceBatch) -> Tensor:
-        """The scalar to differentiate for one micro-batch; a dummy that pads a schedule has a zero one."""
+        """Compute the scalar to differentiate; it is 0 for a dummy micro-batch."""
         if bool(micro.is_dummy.all()):
+            # Zero with a graph, so that the backward pass of the dummy runs its collectives.
             return (
                 torch.stack([column.sum() for column in head_outputs.columns.values()]).sum() * 0.0
             )
@@ -73,13 +75,14 @@ class HookedStep:
         else:
             assert self._loss is not None
             loss, self.ctx = self._loss(micro, predictions, self.ctx)
+            # Gradients are summed over ranks; dividing here makes that sum the average.
             loss = loss / self._dp_size
         self.predictions = {name: column.detach() for name, column in predictions.items()}
         self.total = self.total + loss.detach().to(self.total.device)
         return loss
 
-    def finish_forward(self, head_outputs: list[HeadOutputs] | None) -> Predictions | None:
-        """Detached predictions of a forward pass, through the postprocess hook."""
+    def postprocess_outputs(self, head_outputs: list[HeadOutputs] | None) -> Predictions | None:
+        """Run the postprocess hook on the outputs of a forward-only pass; None without outputs."""
         if head_outputs is None:
             return None
         predictions: Predictions = {

@@ -1,4 +1,4 @@
-"""The factor that keeps fp16 gradients away from zero: halved after an overflow, doubled after a long time without one."""
+"""Dynamic loss scale for fp16: halved after an overflow, doubled after updates without one."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,11 @@ GROWTH_INTERVAL = 2000
 
 
 class LossScale:
-    """1 and never changing unless the compute dtype is fp16. The same on every rank, since every rank sees the same global norm."""
+    """Dynamic loss scale; always 1 unless the compute dtype is fp16.
+
+    It is the same on every rank without communication, because it depends only on the global
+    gradient norm.
+    """
 
     def __init__(self, precision: PrecisionSpec) -> None:
         self.is_enabled = precision.compute == "fp16"
@@ -18,8 +22,12 @@ class LossScale:
         self._interval = precision.loss_scale_growth_interval or GROWTH_INTERVAL
         self._num_good = 0
 
-    def note(self, *, is_finite: bool) -> None:
-        """After each attempt to update."""
+    def update(self, *, is_finite: bool) -> None:
+        """Adjust the scale after an update.
+
+        Args:
+            is_finite: True if the global gradient norm was finite.
+        """
         if not self.is_enabled:
             return
         self._num_good = self._num_good + 1 if is_finite else 0
@@ -28,15 +36,15 @@ class LossScale:
         elif self._num_good == self._interval:
             self.value, self._num_good = self.value * 2, 0
 
-    def state(self) -> dict[str, object]:
-        """For a checkpoint."""
+    def state_dict(self) -> dict[str, object]:
+        """Return the state to save in a checkpoint."""
         return {"loss_scale": self.value, "num_updates_without_overflow": self._num_good}
 
-    def restore(self, state: Mapping[str, object]) -> None:
-        """From a checkpoint; one that was written without fp16 leaves it as it is.
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Load the state; keys are absent, and nothing changes, if it was saved without fp16.
 
         Raises:
-            DamagedCheckpointError: it holds something else.
+            DamagedCheckpointError: If a value has the wrong type or range.
         """
         value, num_good = (
             state.get("loss_scale", self.value),
@@ -44,7 +52,7 @@ class LossScale:
         )
         if not isinstance(value, float) or not isinstance(num_good, int) or not value > 0:
             raise DamagedCheckpointError(
-                f"progress.json should hold a loss scale, but holds {dict(state)}: load a step that is whole."
+                f"progress.json must contain a loss scale, but contains {dict(state)}: load another step."
             )
         if self.is_enabled:
             self.value, self._num_good = value, num_good

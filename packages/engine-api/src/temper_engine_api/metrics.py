@@ -1,4 +1,7 @@
-"""A metric is a sum, a weight and a reduction, so that merging over micro-batches, ranks and steps never needs to guess."""
+"""Metrics that merge exactly over micro-batches, ranks and steps.
+
+A metric stores a sum, a weight and its reduction, so that a mean of means is weighted correctly.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,24 +17,32 @@ Reduction = Literal["mean", "sum", "max", "min"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A number on its way to a log: merged, then read with ``result``."""
+    """A mergeable number; read it with `result`.
+
+    Example:
+        >>> first = Metric(value=6.0, weight=3.0)  # the mean over 3 tokens is 2
+        >>> second = Metric(value=5.0, weight=1.0)
+        >>> first.merge(second).result
+        2.75
+    """
 
     value: float | Tensor
-    """The weighted sum (mean), the sum, or the extremum; scalar tensors stay on their device until ``settle``."""
+    """Weighted sum (for a mean), sum, or extremum. A scalar tensor stays on its device until
+    `materialize_metrics`."""
     weight: float | Tensor = 1.0
-    """How much stands behind it: tokens, sequences, or updates. A mean of weight zero has no result."""
+    """Sum of weights, such as a number of tokens. A mean of weight 0 is NaN."""
     reduction: Reduction = "mean"
-    """How two of them merge."""
 
     def merge(self, other: "Metric") -> "Metric":
-        """Both together.
+        """Return both metrics merged.
 
         Raises:
-            ValueError: their reductions differ.
+            ValueError: If the reductions differ.
         """
         if self.reduction != other.reduction:
             raise ValueError(
-                f"a metric reduced by {self.reduction} can't merge with one reduced by {other.reduction}."
+                f"can't merge a metric reduced by {self.reduction} with one reduced by "
+                f"{other.reduction}: use the same reduction wherever the metric is made."
             )
         if self.reduction in ("mean", "sum"):
             return Metric(
@@ -45,7 +56,7 @@ class Metric:
 
     @property
     def result(self) -> float:
-        """The number to log: value over weight for a mean (NaN when the weight is zero), else the value."""
+        """Number to log: value / weight for a mean (NaN if the weight is 0), else the value."""
         value, weight = float(self.value), float(self.weight)
         if self.reduction == "mean":
             return value / weight if weight else math.nan
@@ -53,9 +64,10 @@ class Metric:
 
 
 class LazyMetrics(Mapping[str, Metric]):
-    """Metrics that are made when they are first looked at: until then nobody waits for the device that computes them.
+    """Metrics that are computed at the first access.
 
-    Pickled, they are a plain dict.
+    Reading a metric from a device blocks the host; until the first access the host can run ahead.
+    Pickles as a plain dict.
     """
 
     def __init__(self, make: Callable[[], Mapping[str, Metric]]) -> None:
@@ -75,14 +87,17 @@ class LazyMetrics(Mapping[str, Metric]):
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Metric:
-    """The mean of values [N] under weights [N], both detached, summed in float32; entries of weight zero never leak, not even NaN."""
+    """Return the weighted mean of values [N] as a metric, summed in float32, detached.
+
+    Entries of weight 0 are ignored, even if NaN.
+    """
     weights = weights.detach().float()
     values = torch.where(weights != 0, values.detach().float(), 0.0)
     return Metric(value=(values * weights).sum(), weight=weights.sum(), reduction="mean")
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Metrics of many micro-batches, ranks or steps as one mapping; a name may be missing from some."""
+    """Merge metrics by name; a name may be missing from some mappings."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
@@ -91,7 +106,7 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def materialize_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """The same metrics as Python floats, moved from their device in one copy."""
+    """Convert tensors in metrics to Python floats with a single device-to-host copy."""
     if not metrics:
         return {}
     flat = [

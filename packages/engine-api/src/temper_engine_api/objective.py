@@ -1,7 +1,8 @@
-"""What a trainer asks of an engine's head, and how it turns the answers into a loss per token or per sequence.
+"""Objectives: per-token or per-sequence losses from the outputs of the model's head.
 
-An objective returns losses and weights, never a mean: ``reduction`` makes the one scalar, with denominators that were fixed where the
-batch was planned. So its gradient does not depend on how the mini-batch is split, and no objective needs a collective.
+An objective returns losses and weights, not a mean. `reduction.reduce_loss` makes the scalar, with
+denominators that were counted when the mini-batch was planned. So the gradient does not depend on
+how the mini-batch is split, and an objective needs no collective.
 """
 
 from abc import ABC, abstractmethod
@@ -18,20 +19,23 @@ from temper_engine_api.errors import ConfigError, EngineStateError
 from temper_engine_api.metrics import Metric
 
 LOGPROB_AT_IDS = "logprob_at_ids"
-"""Name of the [T, K] int64 column that ``HeadOutput.LOGPROB_AT`` reads its token ids from."""
+"""Name of the [T, K] int64 column with the token ids for `HeadOutput.LOGPROB_AT`."""
 
 
 class HeadOutput(StrEnum):
-    """What a head can be asked. Answers are float32 whatever the compute dtype, in the layout of the batch's columns."""
+    """Quantity that a model's head computes for a batch.
+
+    Values are float32 for every compute dtype, and aligned with the columns of the batch.
+    """
 
     LOGPROB = "logprob"
-    """[T] log-probability of each token, after temperature."""
+    """[T] log-probability of each token, from logits divided by the temperature."""
     ENTROPY = "entropy"
-    """[T] entropy of the distribution each token was drawn from, after temperature."""
+    """[T] entropy of the distribution that predicts each token, after temperature."""
     LOGPROB_AT = "logprob_at"
-    """[T, K] log-probabilities of the ids in the column LOGPROB_AT_IDS."""
+    """[T, K] log-probabilities of the token ids in the column `LOGPROB_AT_IDS`."""
     LOGSUMEXP_TERMS = "logsumexp_terms"
-    """[T] log of the normaliser of the logits, after temperature."""
+    """[T] logsumexp of the logits, after temperature."""
     VALUE = "value"
     """[T] value of the state before each token."""
     SCORE = "score"
@@ -40,19 +44,26 @@ class HeadOutput(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOutputs:
-    """A head's answers for one micro-batch; whole sequences, also under sequence and context parallel.
+    """Outputs of the model's head for one micro-batch.
 
-    Positions that nobody asked for (the first of a sequence; untrained ones during training) hold 0 and carry no gradient.
+    They cover complete sequences, also under sequence and context parallelism. The first position
+    of a sequence, and untrained positions during training, are 0 and have no gradient.
+
+    Example:
+        >>> import torch
+        >>> outputs = HeadOutputs(columns={HeadOutput.LOGPROB: torch.tensor([0.0, -1.5, -0.2])})
+        >>> outputs[HeadOutput.LOGPROB].tolist()
+        [0.0, -1.5, -0.20000000298023224]
     """
 
     columns: Mapping[HeadOutput, Tensor]
-    """[T], [T, K] or [B] float32 by query."""
+    """[T], [T, K] or [B] float32."""
 
     def __getitem__(self, head_output: HeadOutput) -> Tensor:
-        """The answer to a query.
+        """Return one output.
 
         Raises:
-            EngineStateError: it was not asked.
+            EngineStateError: If the head was not asked to compute it.
         """
         if head_output not in self.columns:
             raise EngineStateError(
@@ -61,89 +72,111 @@ class HeadOutputs:
         return self.columns[head_output]
 
     def detach(self) -> "HeadOutputs":
-        """The same numbers without their graph."""
+        """Return the same values detached from the graph."""
         return HeadOutputs(
             columns={head_output: column.detach() for head_output, column in self.columns.items()}
         )
 
 
 class AggregationMode(StrEnum):
-    """How per-token losses become one number. Sums run over trained tokens of the whole mini-batch, all ranks."""
+    """How losses become one scalar; sums are over the full mini-batch on all ranks."""
 
     TOKEN_MEAN = "token_mean"
-    """sum of tokens / trained tokens (DAPO, SFT)."""
+    """Sum over trained tokens / number of trained tokens (DAPO, SFT)."""
     SEQUENCE_MEAN_TOKEN_MEAN = "sequence_mean_token_mean"
-    """mean over sequences of each one's token mean (GRPO as published)."""
+    """Mean over sequences of the mean over trained tokens (GRPO as published)."""
     SEQUENCE_MEAN_TOKEN_SUM = "sequence_mean_token_sum"
-    """mean over sequences of each one's token sum."""
+    """Mean over sequences of the sum over trained tokens."""
     SEQUENCE_MEAN_TOKEN_SUM_NORM = "sequence_mean_token_sum_norm"
-    """mean over sequences of each one's token sum / a fixed horizon (Dr. GRPO)."""
+    """Mean over sequences of (sum over trained tokens / a fixed horizon) (Dr. GRPO)."""
     GROUP_MEAN = "group_mean"
-    """sum over sequences / groups; per-sequence losses only (one loss a preference pair)."""
+    """Sum over sequences / number of groups; for per-sequence losses, such as preference pairs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregation:
-    """A mode and, where it needs one, its horizon."""
+    """Aggregation mode and its horizon.
+
+    Example:
+        >>> Aggregation().mode.value
+        'token_mean'
+        >>> Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_SUM_NORM, horizon=1024).horizon
+        1024
+    """
 
     mode: AggregationMode = AggregationMode.TOKEN_MEAN
-    """See AggregationMode."""
     horizon: int | None = None
-    """Tokens; only for SEQUENCE_MEAN_TOKEN_SUM_NORM, where it has no default."""
+    """Divisor in tokens; required by SEQUENCE_MEAN_TOKEN_SUM_NORM and refused by other modes."""
 
     def __post_init__(self) -> None:
-        wants = self.mode == AggregationMode.SEQUENCE_MEAN_TOKEN_SUM_NORM
-        if wants and (self.horizon is None or self.horizon < 1):
+        needs_horizon = self.mode == AggregationMode.SEQUENCE_MEAN_TOKEN_SUM_NORM
+        if needs_horizon and (self.horizon is None or self.horizon < 1):
             raise ConfigError(
-                f"aggregation {self.mode.value} divides by a fixed horizon: set horizon to the longest completion in tokens."
+                f"aggregation {self.mode.value} divides by a fixed horizon, which is {self.horizon}: "
+                "set horizon to the longest completion in tokens."
             )
-        if not wants and self.horizon is not None:
+        if not needs_horizon and self.horizon is not None:
             raise ConfigError(
-                f"horizon has no effect with aggregation {self.mode.value}: remove it, or use sequence_mean_token_sum_norm."
+                f"horizon has no effect with aggregation {self.mode.value}: remove it, or use "
+                "sequence_mean_token_sum_norm."
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerms:
-    """What an objective returns for one micro-batch: not reduced."""
+    """Unreduced losses of one micro-batch, as an objective returns them.
+
+    Example:
+        >>> import torch
+        >>> logprobs = torch.tensor([0.0, -1.5, -0.25], requires_grad=True)
+        >>> advantages = torch.tensor([0.0, 1.0, 1.0])
+        >>> LossTerms(loss=-advantages * logprobs).loss[1:].tolist()
+        [1.5, 0.25]
+    """
 
     loss: Tensor
-    """[T] or [B] float32 with gradient; entries outside the loss mask are ignored, whatever they hold."""
+    """[T] or [B] float32 with gradient; entries outside the loss mask are ignored, even if NaN."""
     weight: Tensor | None = None
-    """[T] or [B] float32 without gradient, like loss; None is all ones. Denominators never depend on it."""
+    """Float32 factors in the shape of `loss`, without gradient; None is all ones. They do not change
+    the denominators."""
     level: Literal["token", "sequence"] = "token"
-    """Whether loss is [T] or [B]."""
+    """'token' if `loss` is [T], 'sequence' if it is [B]."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """Detached numbers for the log."""
+    """Detached metrics to log."""
 
 
 class Objective(ABC):
-    """A frozen dataclass that is registered by name; its fields are its coefficients."""
+    """Base class of objectives.
+
+    A subclass is a frozen dataclass with the coefficients as fields, registered by name with
+    `register_objective`.
+    """
 
     name: ClassVar[str]
     aggregation: Aggregation
-    """How its terms are reduced; a field of every subclass."""
+    """Reduction of the terms; a field of every subclass."""
 
     @property
     @abstractmethod
     def required_outputs(self) -> frozenset[HeadOutput]:
-        """What the head is asked with gradient."""
+        """Outputs that the head must compute with gradient."""
 
     @property
     def columns(self) -> frozenset[str]:
-        """Names of the per-token and per-sequence columns it reads; checked before the first forward."""
+        """Names of the columns that the objective reads; checked before the first forward pass."""
         return frozenset()
 
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
-        """Per-token columns [T] computed once from the whole mini-batch over all ranks, for batch statistics; by default none.
+        """Compute per-token columns [T] from the mini-batch over all ranks; empty by default.
 
-        Random choices may depend on (seed, sample id, position) only, never on the order of the samples.
+        Use it for batch statistics, which a micro-batch does not have. Random choices may depend
+        on (seed, sample id, position) only: the order of the samples differs between plans.
         """
         return {}
 
     @abstractmethod
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
-        """Losses and weights of one micro-batch of whole sequences."""
+        """Compute losses and weights of one micro-batch of complete sequences."""
 
 
 ObjectiveT = TypeVar("ObjectiveT", bound=type[Objective])
@@ -152,17 +185,20 @@ _REGISTRY: dict[str, type[Objective]] = {}
 
 
 def register_objective(name: str) -> Callable[[ObjectiveT], ObjectiveT]:
-    """Class decorator: find this objective by name; the invariance laws then cover it.
+    """Register an objective class under a name, as a decorator.
+
+    The conformance tests on split invariance then cover it too.
 
     Raises:
-        ConfigError: another class has that name.
+        ConfigError: If another class has that name.
     """
 
     def add(cls: ObjectiveT) -> ObjectiveT:
         known = _REGISTRY.setdefault(name, cls)
         if known is not cls and known.__qualname__ != cls.__qualname__:
             raise ConfigError(
-                f"objective name {name!r} is taken by {known.__module__}.{known.__qualname__}: choose another."
+                f"objective name {name!r} is already used by "
+                f"{known.__module__}.{known.__qualname__}: choose another."
             )
         cls.name = name
         return cls
@@ -171,18 +207,19 @@ def register_objective(name: str) -> Callable[[ObjectiveT], ObjectiveT]:
 
 
 def get_objective_class(name: str) -> type[Objective]:
-    """The registered class of that name.
+    """Return the objective class registered under a name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: If there is none.
     """
     if name not in _REGISTRY:
         raise ConfigError(
-            f"no objective is called {name!r}; registered are {', '.join(sorted(_REGISTRY)) or 'none'}."
+            f"no objective is registered as {name!r}; registered: "
+            f"{', '.join(sorted(_REGISTRY)) or 'none'}. Import the module that registers it."
         )
     return _REGISTRY[name]
 
 
 def list_objectives() -> Mapping[str, type[Objective]]:
-    """Every registered objective by name."""
+    """Return all registered objective classes by name."""
     return MappingProxyType(_REGISTRY)

@@ -1,4 +1,4 @@
-"""What a forward pass returns: columns per sample, in a form that can be gathered from many ranks and put in any order."""
+"""Results of forward passes by sample, which can be gathered from ranks and reordered."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,29 +14,40 @@ from temper_engine_api.objective import HeadOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOutputs:
-    """Answers of one rank or of many, on the CPU, without dummies."""
+    """Head outputs of the samples of one or more ranks, detached, on the CPU, without dummies.
+
+    Example:
+        >>> outputs = ForwardOutputs(
+        ...     sample_ids=torch.tensor([7, 3]),
+        ...     sequence_starts=torch.tensor([0, 2, 3]),
+        ...     columns={HeadOutput.LOGPROB: torch.tensor([0.0, -1.5, 0.0])},
+        ... )
+        >>> outputs.reorder(torch.tensor([3, 7])).columns[HeadOutput.LOGPROB].tolist()
+        [0.0, 0.0, -1.5]
+    """
 
     sample_ids: Tensor
     """[B] int64."""
     sequence_starts: Tensor
     """[B + 1] int64."""
     columns: Mapping[HeadOutput, Tensor]
-    """[T], [T, K] or (for HeadOutput.SCORE) [B] float32."""
+    """[T] or [T, K] float32; [B] for HeadOutput.SCORE."""
 
     def reorder(self, sample_ids: Tensor) -> "ForwardOutputs":
-        """The same outputs, sequences in the order of these ids [B].
+        """Return the outputs with sequences in the order of these ids [B].
 
         Raises:
-            BatchError: an id is missing or comes twice.
+            BatchError: If an id is unknown, missing or repeated.
         """
-        place = {sample: i for i, sample in enumerate(self.sample_ids.tolist())}
-        wanted: list[int] = sample_ids.tolist()
-        if len(place) != len(self.sample_ids) or sorted(wanted) != sorted(place):
+        position = {sample: i for i, sample in enumerate(self.sample_ids.tolist())}
+        requested: list[int] = sample_ids.tolist()
+        if len(position) != len(self.sample_ids) or sorted(requested) != sorted(position):
             raise BatchError(
-                f"outputs hold {len(self.sample_ids)} sequences with {len(place)} distinct ids, but {len(wanted)} were asked for with "
-                f"{len(set(wanted) - place.keys())} unknown ids: ask for each sequence once."
+                f"outputs have {len(self.sample_ids)} sequences with {len(position)} distinct ids, but "
+                f"{len(requested)} ids were requested, {len(set(requested) - position.keys())} of "
+                "them unknown: request each sequence once."
             )
-        index = torch.tensor([place[i] for i in wanted], dtype=torch.long)
+        index = torch.tensor([position[i] for i in requested], dtype=torch.long)
         lengths = self.sequence_starts.diff()[index]
         starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         within = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], lengths)
@@ -51,39 +62,41 @@ class ForwardOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What ``forward_backward_batch`` returns on each rank."""
+    """Result of `forward_backward_batch` on one rank."""
 
     outputs: ForwardOutputs | None
-    """In input order; None where nothing was asked, or where ``topology.returns_outputs`` is False."""
+    """Requested outputs in input order; None if none were requested, or on ranks where
+    `topology.returns_outputs` is False."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """This data-parallel rank's part: merge over the ranks that return outputs. ``loss`` is among them, reduced by sum."""
+    """Metrics of this data-parallel rank, to be merged over the ranks that return outputs. Includes
+    `loss`, which merges by sum."""
 
 
 def collect_outputs(batch: SequenceBatch, columns: Mapping[HeadOutput, Tensor]) -> ForwardOutputs:
-    """Columns in the layout of a batch as outputs on the CPU, dummies dropped."""
+    """Copy columns of a batch to the CPU and drop dummies."""
     keep = ~batch.is_dummy.cpu()
     lengths = batch.lengths.cpu()
     keep_tokens = torch.repeat_interleave(keep, lengths)
-    kept = lengths[keep]
+    kept_lengths = lengths[keep]
     chosen = {
         q: c.detach().float().cpu()[keep if q == HeadOutput.SCORE else keep_tokens]
         for q, c in columns.items()
     }
-    starts = torch.cat([kept.new_zeros(1), kept.cumsum(0)])
+    starts = torch.cat([kept_lengths.new_zeros(1), kept_lengths.cumsum(0)])
     return ForwardOutputs(
         sample_ids=batch.sample_ids.cpu()[keep], sequence_starts=starts, columns=chosen
     )
 
 
 def gather_outputs(parts: Sequence[ForwardOutputs | None], *, sample_ids: Tensor) -> ForwardOutputs:
-    """The outputs of all ranks as one, in the order of these ids [B]; ranks that return none are passed over.
+    """Join the outputs of all ranks in the order of these ids [B]; None entries are skipped.
 
     Raises:
-        BatchError: no rank returned outputs, or an id is missing or comes twice.
+        BatchError: If no rank returned outputs, or an id is unknown, missing or repeated.
     """
     present = [part for part in parts if part is not None]
     if not present:
-        raise BatchError("no rank returned outputs: ask for at least one query.")
+        raise BatchError("no rank returned outputs: request at least one head output.")
     lengths = torch.cat([part.sequence_starts.diff() for part in present])
     together = ForwardOutputs(
         sample_ids=torch.cat([part.sample_ids for part in present]),

@@ -1,7 +1,9 @@
-"""Which sample goes to which rank and micro-batch: pure functions of the lengths, the same on every rank without a word exchanged.
+"""Assign the samples of a mini-batch to ranks and micro-batches.
 
-In: lengths of the sequences of one mini-batch, the number of data-parallel ranks, a cap of tokens, what the engine's layout asks.
-Out: a MiniBatchPlan, and from it each rank's PackedBatch. The engine executes the split and never changes it.
+Plans are pure functions of the sequence lengths, so every rank computes the same plan without
+communication. `plan_mini_batch` makes a `MiniBatchPlan` from lengths, the number of data-parallel
+ranks, a token cap and the engine's constraints; `build_packed_batch` makes one rank's `PackedBatch`
+from it.
 """
 
 import hashlib
@@ -23,43 +25,54 @@ from temper_engine_api.errors import PlanError
 from temper_engine_api.topology import PlanConstraints
 
 NO_CONSTRAINTS = PlanConstraints()
-"""Any number of micro-batches of any size."""
+"""Allow any number of micro-batches of any size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """What a sequence of l tokens costs: linear * l + quadratic * l^2, in any unit; integers, so that sums are exact."""
+    """Estimated cost of a sequence of l tokens, linear * l + quadratic * l^2, in any unit.
+
+    The coefficients are integers so that sums are exact and every rank computes the same plan.
+    """
 
     linear: int = 24576
-    """Per token. A transformer layer of width D does about 24 D^2 l + 4 D l^2 floating-point operations, so 6 D to 1; D = 4096."""
+    """Cost per token. A transformer layer of width D does about 24 D^2 l + 4 D l^2 FLOPs, which is
+    6 D to 1; the default is for D = 4096."""
     quadratic: int = 1
-    """Per squared token: attention."""
+    """Cost per squared token, from attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """One rank's part of a mini-batch."""
+    """Micro-batches of one rank."""
 
     micro_batches: tuple[tuple[int, ...], ...]
-    """Indices into the mini-batch, costliest micro-batch first, so that ranks run like beside like; () becomes one dummy token."""
+    """Indices of sequences in the mini-batch, sorted by cost (largest first), so that all ranks run
+    micro-batches of similar cost at the same time. An empty one becomes one dummy token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatchPlan:
-    """Every sequence of a mini-batch in exactly one micro-batch of one rank."""
+    """Assignment of every sequence of a mini-batch to one micro-batch of one rank.
+
+    Example:
+        >>> plan = plan_mini_batch([6, 2, 3, 5], dp_size=2, max_tokens=8)
+        >>> [rank.micro_batches for rank in plan.ranks]
+        [((0, 1),), ((2, 3),)]
+    """
 
     ranks: tuple[RankPlan, ...]
-    """By data-parallel rank; all have the same number of micro-batches."""
+    """Plans by data-parallel rank; all have the same number of micro-batches."""
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of each rank."""
+        """Number of micro-batches per rank."""
         return len(self.ranks[0].micro_batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PackGroup:
-    """Sequences that stay together."""
+    """Sequences that share a micro-batch."""
 
     members: tuple[int, ...]
     tokens: int
@@ -75,49 +88,63 @@ def plan_mini_batch(
     constraints: PlanConstraints = NO_CONSTRAINTS,
     cost: CostModel = CostModel(),
 ) -> MiniBatchPlan:
-    """Split a mini-batch over ranks by cost, in equal numbers, and each rank's part into as few micro-batches as the cap allows.
+    """Balance a mini-batch over ranks, and pack each rank's sequences into few micro-batches.
+
+    Every rank gets about the same number of sequences and the same total cost. It gets as few
+    micro-batches as the token cap allows, but the same number as all other ranks.
 
     Args:
-        lengths: tokens of each sequence, >= 1.
-        dp_size: data-parallel ranks.
-        max_tokens: cap of a micro-batch, its padding to constraints.token_multiple included.
-        pack_group_ids: sequences with the same id share a micro-batch; None is each alone.
-        constraints: of the engine's layout.
-        cost: what is balanced.
+        lengths: Number of tokens of each sequence, at least 1.
+        dp_size: Number of data-parallel ranks.
+        max_tokens: Token cap of a micro-batch, including its padding to
+            `constraints.token_multiple`.
+        pack_group_ids: Sequences with the same id share a micro-batch. None puts each sequence
+            into a group of its own.
+        constraints: Requirements of the engine, from `topology.plan_constraints`.
+        cost: Cost that is balanced over ranks and micro-batches.
 
     Raises:
-        PlanError: there is no sequence, or one sequence or atom alone exceeds the cap; names it.
+        PlanError: If there is no sequence, or a single sequence or pack group exceeds the cap.
+
+    Example:
+        >>> plan = plan_mini_batch([4, 4, 4, 4], dp_size=1, max_tokens=8, pack_group_ids=[0, 1, 1, 0])
+        >>> plan.ranks[0].micro_batches
+        ((0, 3), (1, 2))
     """
     if not lengths or dp_size < 1:
         raise PlanError(
-            f"{len(lengths)} sequences over {dp_size} ranks can't be planned: both must be at least 1."
+            f"can't plan {len(lengths)} sequences over {dp_size} ranks: both must be at least 1."
         )
-    atoms = _make_pack_groups(lengths, pack_group_ids, cost)
+    groups = _make_pack_groups(lengths, pack_group_ids, cost)
     capacity = max_tokens // constraints.token_multiple * constraints.token_multiple
     _check_fits(
-        atoms,
+        groups,
         lengths,
         max_tokens=max_tokens,
         capacity=capacity,
         token_multiple=constraints.token_multiple,
     )
-    shares: list[list[_PackGroup]] = [[] for _ in range(dp_size)]
-    ranks = assign_to_ranks(torch.tensor([atom.cost for atom in atoms]), num_ranks=dp_size)
-    for atom, rank in zip(atoms, ranks.tolist(), strict=True):
-        shares[rank].append(atom)
-    filled = [pack_bins([atom.tokens for atom in share], capacity=capacity) for share in shares]
-    count = _allowed_count(max(len(bins) for bins in filled), constraints)
+    rank_groups: list[list[_PackGroup]] = [[] for _ in range(dp_size)]
+    ranks = assign_to_ranks(torch.tensor([group.cost for group in groups]), num_ranks=dp_size)
+    for group, rank in zip(groups, ranks.tolist(), strict=True):
+        rank_groups[rank].append(group)
+    filled = [
+        pack_bins([group.tokens for group in own_groups], capacity=capacity)
+        for own_groups in rank_groups
+    ]
+    # Every micro-batch is a collective, so all ranks run as many as the rank that needs most.
+    count = _round_up_count(max(len(bins) for bins in filled), constraints)
     return MiniBatchPlan(
         ranks=tuple(
-            _rank_plan(share, bins, count=count, capacity=capacity)
-            for share, bins in zip(shares, filled, strict=True)
+            _rank_plan(own_groups, bins, count=count, capacity=capacity)
+            for own_groups, bins in zip(rank_groups, filled, strict=True)
         )
     )
 
 
 def plan_single_micro_batch(num_sequences: int, *, constraints: PlanConstraints) -> MiniBatchPlan:
-    """One rank, all sequences in the first micro-batch, empty ones after it where the layout asks for more."""
-    count = _allowed_count(1, constraints)
+    """Plan one rank with all sequences in one micro-batch, and empty ones if constraints need more."""
+    count = _round_up_count(1, constraints)
     return MiniBatchPlan(
         ranks=(RankPlan(micro_batches=(tuple(range(num_sequences)), *[()] * (count - 1))),)
     )
@@ -126,23 +153,36 @@ def plan_single_micro_batch(num_sequences: int, *, constraints: PlanConstraints)
 def build_packed_batch(
     batch: SequenceBatch, *, plan: MiniBatchPlan, rank: int, denominators: Denominators
 ) -> PackedBatch:
-    """A rank's share of a mini-batch, in the order of its micro-batches; a dummy token stands in each empty one.
+    """Build one rank's packed batch; an empty micro-batch gets a dummy token.
 
     Args:
-        batch: the mini-batch over all ranks, which the plan's indices point into.
-        plan: the split.
-        rank: data-parallel rank.
-        denominators: of the whole mini-batch.
+        batch: Mini-batch over all ranks; the plan's indices point into it.
+        plan: Plan of this mini-batch.
+        rank: Data-parallel rank.
+        denominators: Counts of the full mini-batch, from `count_denominators(batch)`.
+
+    Example:
+        >>> from temper_engine_api.batch import from_sequences
+        >>> from temper_engine_api.reduction import count_denominators
+        >>> batch = from_sequences(
+        ...     [torch.arange(n) for n in (6, 2, 3)], loss_masks=[torch.arange(n) > 0 for n in (6, 2, 3)]
+        ... )
+        >>> plan = plan_mini_batch([6, 2, 3], dp_size=2, max_tokens=8)
+        >>> packed = build_packed_batch(
+        ...     batch, plan=plan, rank=1, denominators=count_denominators(batch)
+        ... )
+        >>> packed.sample_ids.tolist(), packed.denominators.tokens
+        ([1, 2], 8)
     """
     micro_batches = plan.ranks[rank].micro_batches
     dummy = batch.num_sequences
     filled = [micro or (dummy,) for micro in micro_batches]
     source = batch if all(micro_batches) else concatenate([batch, make_dummy_sequence(batch)])
-    share = source.select([i for micro in filled for i in micro])
+    chosen = source.select([i for micro in filled for i in micro])
     sizes = torch.tensor([0, *(len(micro) for micro in filled)])
     return PackedBatch(
-        **{column.name: getattr(share, column.name) for column in fields(SequenceBatch)},
-        micro_batch_starts=sizes.cumsum(0).int().to(share.tokens.device),
+        **{column.name: getattr(chosen, column.name) for column in fields(SequenceBatch)},
+        micro_batch_starts=sizes.cumsum(0).int().to(chosen.tokens.device),
         denominators=denominators,
     )
 
@@ -154,25 +194,34 @@ def split_mini_batches(
     seed: int | None,
     pack_group_ids: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Members of each mini-batch, ascending: whole groups and whole atoms, numbers of sequences as equal as those allow.
+    """Split samples into mini-batches of similar size without splitting groups or pack groups.
 
     Args:
-        group_ids: of each sequence.
-        num_mini_batches: how many.
-        seed: membership is a pure function of it; None cuts the given order without shuffling.
-        pack_group_ids: of each sequence; an atom that spans groups joins them.
+        group_ids: Group id of each sequence.
+        num_mini_batches: Number of mini-batches.
+        seed: Seed of the shuffle, which depends on nothing else. None keeps the given order.
+        pack_group_ids: Pack-group id of each sequence. Groups that share a pack group stay
+            together.
+
+    Returns:
+        Ascending indices of the sequences of each mini-batch.
 
     Raises:
-        PlanError: fewer groups than mini-batches.
+        PlanError: If there are fewer groups than mini-batches.
+
+    Example:
+        >>> split_mini_batches([7, 7, 8, 8, 9, 9], num_mini_batches=3, seed=None)
+        [[0, 1], [2, 3], [4, 5]]
     """
     units = _join_groups(group_ids, group_ids if pack_group_ids is None else pack_group_ids)
     if not 1 <= num_mini_batches <= len(units):
         raise PlanError(
-            f"{len(units)} groups can't fill {num_mini_batches} mini-batches: groups are never split, so use at most "
-            f"{len(units)} mini-batches or more prompts."
+            f"{len(units)} groups can't fill {num_mini_batches} mini-batches, because groups are not "
+            f"split: use at most {len(units)} mini-batches, or more prompts."
         )
     if seed is None:
         return _cut_in_order(units, num_mini_batches)
+    # Python keeps the sequence of random() across versions, but not the algorithm of shuffle().
     draw = random.Random(seed)
     keyed = sorted((draw.random(), i) for i in range(len(units)))
     shuffled = [units[i] for _, i in keyed]
@@ -185,17 +234,17 @@ def split_mini_batches(
 
 
 def plan_fingerprint(plan: MiniBatchPlan) -> str:
-    """SHA-256 of a plan, to compare what two ranks computed."""
+    """Return the SHA-256 of a plan, to check that two ranks computed the same one."""
     return hashlib.sha256(repr([rank.micro_batches for rank in plan.ranks]).encode()).hexdigest()
 
 
 def format_plan(
     plan: MiniBatchPlan, lengths: Sequence[int], *, cost: CostModel = CostModel()
 ) -> str:
-    """A table for people: sequences, tokens, largest micro-batch and share of the mean cost of each rank."""
+    """Format a table with sequences, tokens, largest micro-batch and relative cost of each rank."""
     rows = ["rank  sequences  tokens  largest micro-batch  cost/mean"]
     costs = [
-        sum(_cost(lengths[i], cost) for micro in rank.micro_batches for i in micro)
+        sum(_sequence_cost(lengths[i], cost) for micro in rank.micro_batches for i in micro)
         for rank in plan.ranks
     ]
     mean = sum(costs) / len(costs)
@@ -209,7 +258,7 @@ def format_plan(
     return "\n".join(rows)
 
 
-def _cost(length: int, cost: CostModel) -> int:
+def _sequence_cost(length: int, cost: CostModel) -> int:
     return cost.linear * length + cost.quadratic * length * length
 
 
@@ -217,61 +266,65 @@ def _make_pack_groups(
     lengths: Sequence[int], pack_group_ids: Sequence[int] | None, cost: CostModel
 ) -> list[_PackGroup]:
     members: dict[int, list[int]] = {}
-    for i, atom in enumerate(range(len(lengths)) if pack_group_ids is None else pack_group_ids):
-        members.setdefault(atom, []).append(i)
+    for i, group in enumerate(range(len(lengths)) if pack_group_ids is None else pack_group_ids):
+        members.setdefault(group, []).append(i)
     return [
         _PackGroup(
             members=tuple(m),
             tokens=sum(lengths[i] for i in m),
-            cost=sum(_cost(lengths[i], cost) for i in m),
+            cost=sum(_sequence_cost(lengths[i], cost) for i in m),
         )
         for m in members.values()
     ]
 
 
 def _check_fits(
-    atoms: list[_PackGroup],
+    groups: list[_PackGroup],
     lengths: Sequence[int],
     *,
     max_tokens: int,
     capacity: int,
     token_multiple: int,
 ) -> None:
-    largest = max(atoms, key=lambda atom: atom.tokens)
+    largest = max(groups, key=lambda group: group.tokens)
     if largest.tokens <= capacity:
         return
     longest = max(largest.members, key=lambda i: lengths[i])
     what = f"sample {longest} has {lengths[longest]} tokens"
     if len(largest.members) > 1:
-        what += f" and shares its atom with {len(largest.members) - 1} more, {largest.tokens} tokens together"
+        what += (
+            f" and shares its pack group with {len(largest.members) - 1} more, {largest.tokens} "
+            "tokens together"
+        )
     padding = f", counted in multiples of {token_multiple}" if token_multiple > 1 else ""
     raise PlanError(
-        f"{what}, but a micro-batch may hold {max_tokens}{padding}: raise batching.max_tokens or lower sampling.max_tokens."
+        f"{what}, but a micro-batch may have {max_tokens}{padding}: raise batching.max_tokens or "
+        "lower sampling.max_tokens."
     )
 
 
-def _allowed_count(count: int, constraints: PlanConstraints) -> int:
+def _round_up_count(count: int, constraints: PlanConstraints) -> int:
     multiple = constraints.micro_batch_multiple
     return -(-max(count, constraints.min_micro_batches, 1) // multiple) * multiple
 
 
 def _rank_plan(
-    share: list[_PackGroup], bins: list[list[int]], *, count: int, capacity: int
+    own_groups: list[_PackGroup], bins: list[list[int]], *, count: int, capacity: int
 ) -> RankPlan:
-    """Balanced where balance finds room for everything, else as tightly as the bins that are known to fit."""
-    tokens, costs = [atom.tokens for atom in share], [atom.cost for atom in share]
+    """Balance the micro-batches by cost, or keep the tightly packed bins if that exceeds the cap."""
+    tokens, costs = [group.tokens for group in own_groups], [group.cost for group in own_groups]
     even = balance_bins(tokens, costs, num_bins=count, capacity=capacity)
     chosen = bins + [[]] * (count - len(bins)) if even is None else even
-    heaviest_first = sorted(chosen, key=lambda b: -sum(costs[a] for a in b))
+    costliest_first = sorted(chosen, key=lambda b: -sum(costs[a] for a in b))
     return RankPlan(
         micro_batches=tuple(
-            tuple(sorted(i for a in b for i in share[a].members)) for b in heaviest_first
+            tuple(sorted(i for a in b for i in own_groups[a].members)) for b in costliest_first
         )
     )
 
 
 def _join_groups(group_ids: Sequence[int], pack_group_ids: Sequence[int]) -> list[list[int]]:
-    """Sequences that share a group or an atom, directly or through others, in order of first appearance."""
+    """Merge sequences that share a group or a pack group, also indirectly, in order of appearance."""
     parent = list(range(len(group_ids)))
 
     def root(i: int) -> int:
@@ -292,12 +345,13 @@ def _join_groups(group_ids: Sequence[int], pack_group_ids: Sequence[int]) -> lis
 
 
 def _cut_in_order(units: list[list[int]], num_mini_batches: int) -> list[list[int]]:
-    """Cut where the running count passes each equal share, at least one unit in every part."""
+    """Cut the units into consecutive mini-batches of similar size, at least one unit in each."""
     total = sum(len(unit) for unit in units)
     parts: list[list[int]] = [[]]
     seen = 0
     for i, unit in enumerate(units):
         must = num_mini_batches - len(parts) >= len(units) - i
+        # Cut at the unit whose middle passes the next equal fraction of all sequences.
         passed = (seen + len(unit) / 2) * num_mini_batches > len(parts) * total
         if parts[-1] and len(parts) < num_mini_batches and (must or passed):
             parts.append([])

@@ -1,4 +1,4 @@
-"""The one place where losses become a scalar. Every engine calls it; nothing else divides."""
+"""Reduction of per-token and per-sequence losses to a scalar, the same for all engines."""
 
 import torch
 from torch import Tensor
@@ -11,27 +11,38 @@ from temper_engine_api.objective import Aggregation, AggregationMode, LossTerms
 def reduce_loss(
     terms: LossTerms, batch: SequenceBatch, *, denominators: Denominators, aggregation: Aggregation
 ) -> Tensor:
-    """This micro-batch's part of the mini-batch's loss.
+    """Compute a micro-batch's contribution to the loss of its mini-batch.
 
-    The parts of all micro-batches on all data-parallel ranks add up to the loss, so gradients are reduced by sum. A denominator of 0
-    (nothing is trained) gives a finite zero that still carries the graph.
+    The contributions of all micro-batches on all data-parallel ranks add up to the loss, so
+    gradients are reduced by sum, not by mean. If no token is trained, the result is a zero with a
+    graph, so that the backward pass can run its collectives.
 
     Args:
-        terms: what the objective returned for this micro-batch.
-        batch: the micro-batch itself.
-        denominators: of the whole mini-batch over all ranks.
-        aggregation: the objective's.
+        terms: Losses and weights of this micro-batch.
+        batch: The micro-batch.
+        denominators: Counts of the mini-batch over all ranks.
+        aggregation: Aggregation of the objective.
 
     Returns:
         [] float32.
 
     Raises:
-        BatchError: shapes or level do not fit the batch or the mode.
+        BatchError: If shapes or level do not match the batch or the aggregation mode.
+
+    Example:
+        >>> from temper_engine_api.batch import from_sequences
+        >>> batch = from_sequences([torch.tensor([5, 6, 7])], loss_masks=[torch.arange(3) > 0])
+        >>> terms = LossTerms(loss=torch.tensor([9.0, 1.0, 2.0]))
+        >>> denominators = count_denominators(batch)
+        >>> float(
+        ...     reduce_loss(terms, batch, denominators=denominators, aggregation=Aggregation())
+        ... )
+        1.5
     """
     is_token_level = terms.level == "token"
     mask = batch.loss_mask if is_token_level else find_trained_sequences(batch)
     _check_terms(terms, mask, aggregation.mode)
-    # Both are masked before they meet: 0 * NaN would leak into the gradient.
+    # Mask loss and weight before they are multiplied: 0 * NaN is NaN, also in the gradient.
     loss = torch.where(mask, terms.loss.float(), 0.0)
     if terms.weight is not None:
         loss = loss * torch.where(mask, terms.weight.detach().float(), 0.0)
@@ -53,30 +64,37 @@ def _check_terms(terms: LossTerms, mask: Tensor, mode: AggregationMode) -> None:
     for what, column in (("losses", terms.loss), ("weights", terms.weight)):
         if column is not None and column.shape != mask.shape:
             raise BatchError(
-                f"the objective returned {what} of shape {tuple(column.shape)} at {terms.level} level; expected {tuple(mask.shape)}."
+                f"the objective returned {what} of shape {tuple(column.shape)} at {terms.level} level, "
+                f"but the batch needs {tuple(mask.shape)}."
             )
     if terms.level == "token" and mode == AggregationMode.GROUP_MEAN:
         raise BatchError(
-            "aggregation group_mean takes one loss per sequence, but the objective returned one per token."
+            "aggregation group_mean needs one loss per sequence, but the objective returned one per "
+            "token: use another aggregation."
         )
     if terms.level == "sequence" and mode == AggregationMode.TOKEN_MEAN:
         raise BatchError(
-            "aggregation token_mean takes one loss per token, but the objective returned one per sequence."
+            "aggregation token_mean needs one loss per token, but the objective returned one per "
+            "sequence: use another aggregation."
         )
 
 
 def sum_per_sequence(column: Tensor, batch: SequenceBatch) -> Tensor:
-    """[B] sum of a per-token column [T] over each sequence, in the column's dtype, with gradient."""
+    """Sum a per-token column [T] over each sequence to [B], in its dtype, with gradient."""
     return column.new_zeros(batch.num_sequences).index_add(0, batch.sequence_index, column)
 
 
 def find_trained_sequences(batch: SequenceBatch) -> Tensor:
-    """[B] bool: sequences with at least one trained token."""
+    """Return [B] bool, True for sequences with at least one trained token."""
     return sum_per_sequence(batch.loss_mask.float(), batch) > 0
 
 
 def count_denominators(batch: SequenceBatch) -> Denominators:
-    """Trained tokens, sequences and groups of a whole mini-batch, counted after all masking."""
+    """Count trained tokens, sequences and groups of a mini-batch; call it after all masking.
+
+    Args:
+        batch: The mini-batch over all ranks, not one rank's sequences.
+    """
     trained = find_trained_sequences(batch)
     groups = torch.unique(batch.group_ids[trained])
     return Denominators(

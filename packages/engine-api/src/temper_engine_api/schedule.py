@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of a counter: nothing to restore but the counter."""
+"""Learning-rate schedules as pure functions of a step counter."""
 
 import math
 
@@ -7,22 +7,29 @@ from temper_engine_api.specs import ScheduleSpec
 
 
 def compute_learning_rate(step: int, *, peak: float, spec: ScheduleSpec) -> float:
-    """Rate of the update that follows ``step`` completed ones.
+    """Compute the learning rate of the update after `step` completed steps.
 
-    Warm-up is linear and never zero: (step + 1) / warmup_steps of the peak. Then constant, or a linear or cosine fall that reaches
-    min_lr_ratio at total_steps and stays there; wsd begins its linear fall only decay_steps before.
+    Warmup is linear, peak * (step + 1) / warmup_steps, and never 0. After it the rate is constant,
+    or decays linearly or as a cosine to peak * min_lr_ratio at total_steps and stays there. With
+    wsd the linear decay starts decay_steps before total_steps.
 
     Args:
-        step: completed steps, >= 0.
-        peak: the optimiser's rate.
-        spec: the schedule.
+        step: Number of completed steps, at least 0.
+        peak: Peak learning rate.
+        spec: Schedule.
 
     Raises:
-        ConfigError: its length is still to be filled in.
+        ConfigError: If total_steps is 0, a placeholder for the length of a run.
+
+    Example:
+        >>> spec = ScheduleSpec(kind="linear", warmup_steps=2, total_steps=6)
+        >>> [compute_learning_rate(step, peak=1.0, spec=spec) for step in range(7)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
     if spec.total_steps == 0:
         raise ConfigError(
-            "schedule.total_steps is 0, the length of a run, which only a trainer knows: give the number of steps."
+            "schedule.total_steps is 0, which stands for the length of a run and is filled in by a "
+            "trainer: set the number of steps."
         )
     warmup = spec.num_warmup_steps
     if step < warmup:

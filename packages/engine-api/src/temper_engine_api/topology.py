@@ -1,4 +1,4 @@
-"""Where this rank stands: sizes and ranks of every axis as integers, and what the engine asks of a plan."""
+"""Sizes and ranks of the parallel axes, and the engine's constraints on plans."""
 
 from dataclasses import dataclass, field
 
@@ -7,40 +7,52 @@ from temper_engine_api.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """Size of one axis of parallelism and this rank's place on it."""
+    """Size of one parallel axis and this process's rank on it."""
 
     size: int = 1
-    """Ranks along this axis."""
+    """Number of ranks along this axis."""
     rank: int = 0
-    """This rank's place, in [0, size)."""
+    """Rank in [0, size)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
-            raise ConfigError(f"axis rank {self.rank} is outside [0, {self.size}).")
+            raise ConfigError(
+                f"the rank on an axis is {self.rank}, but must be in [0, {self.size})."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConstraints:
-    """What an engine's layout asks of the split into micro-batches."""
+    """An engine's requirements for the split into micro-batches."""
 
     micro_batch_multiple: int = 1
-    """The number of micro-batches per rank must be a multiple of this (virtual pipelining)."""
+    """Number of micro-batches per rank must be a multiple of this (interleaved pipeline)."""
     min_micro_batches: int = 1
-    """Fewest micro-batches a schedule accepts."""
+    """Smallest number of micro-batches per rank that the pipeline schedule accepts."""
     token_multiple: int = 1
-    """Tokens of a micro-batch are padded inside the engine to a multiple of this (context and sequence parallel); the cap counts them."""
+    """The engine pads the tokens of a micro-batch to a multiple of this (context and sequence
+    parallel); the token cap includes the padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Sizes and ranks of the axes, known after ``init_model``. Dispatch of data is derived from it."""
+    """Sizes and ranks of the parallel axes, known after `init_model`.
+
+    Example:
+        >>> topology = Topology(
+        ...     world_size=4, global_rank=3, dp=Axis(size=2, rank=1), tp=Axis(size=2, rank=1),
+        ...     returns_outputs=False,
+        ... )
+        >>> topology.dp.rank, topology.pp.size
+        (1, 1)
+    """
 
     world_size: int = 1
-    """Processes of this engine."""
+    """Number of processes of this engine."""
     global_rank: int = 0
-    """This process among them."""
+    """Rank of this process, in [0, world_size)."""
     dp: Axis = field(default_factory=Axis)
-    """Data parallel: ranks that see different samples."""
+    """Data parallel: ranks with different samples."""
     tp: Axis = field(default_factory=Axis)
     """Tensor parallel."""
     pp: Axis = field(default_factory=Axis)
@@ -48,10 +60,9 @@ class Topology:
     cp: Axis = field(default_factory=Axis)
     """Context parallel."""
     ep: Axis = field(default_factory=Axis)
-    """Expert parallel; it may overlap other axes."""
+    """Expert parallel; may overlap other axes."""
     sp: Axis = field(default_factory=Axis)
     """Sequence parallel (Ulysses)."""
     returns_outputs: bool = True
-    """Exactly one rank of each model replica returns outputs."""
+    """True on exactly one rank of each model replica."""
     plan_constraints: PlanConstraints = field(default_factory=PlanConstraints)
-    """What a plan for this engine must satisfy."""

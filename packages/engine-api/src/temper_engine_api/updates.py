@@ -1,4 +1,4 @@
-"""One optimiser update as a state machine: what the gradient buffers hold, when a step may happen, and what is counted."""
+"""State machine of an optimizer update: gradients, skipped updates, and counters."""
 
 import math
 from collections.abc import Mapping
@@ -19,32 +19,32 @@ from temper_engine_api.specs import EngineConfig
 
 
 class GradientState(Enum):
-    """What the gradient buffers hold."""
+    """State of the gradient buffers within one update."""
 
     EMPTY = "empty"
-    """Nothing since the last ``optimizer_zero_grad``."""
+    """No backward pass since `optimizer_zero_grad`."""
     ACCUMULATED = "accumulated"
-    """Local sums that are not yet reduced."""
+    """Local sums that are not reduced over ranks yet."""
     REDUCED = "reduced"
-    """Reduced across ranks; only ``optimizer_step`` or ``optimizer_zero_grad`` may follow."""
+    """Reduced over ranks; only `optimizer_step` or `optimizer_zero_grad` is allowed."""
     APPLIED = "applied"
-    """Used by ``optimizer_step``; only ``optimizer_zero_grad`` may follow."""
+    """Used by `optimizer_step`; only `optimizer_zero_grad` is allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """What the last ``optimizer_step`` did, the same on every rank."""
+    """Result of the last `optimizer_step`; the same on every rank except for `sample_ids`."""
 
     grad_norm: float
-    """Global norm before clipping; NaN or infinite when skipped for that reason; 0.0 when nothing was trained."""
+    """Global norm before clipping; NaN or infinite for 'nonfinite', 0.0 for 'nothing_trained'."""
     outcome: Literal["stepped", "nonfinite", "nothing_trained"]
-    """Both others left weights, optimiser states and learning rate untouched."""
+    """Unless 'stepped', weights, optimizer states and learning rate did not change."""
     sample_ids: tuple[int, ...]
-    """Of this rank's samples, given only when the update was skipped for a non-finite gradient."""
+    """Ids of this rank's samples if the outcome is 'nonfinite', else empty."""
 
 
 class UpdateCycle(EngineBackend):
-    """Zero, accumulate, reduce once, step or skip; the middle part of an engine."""
+    """Optimizer update of an engine: accumulate gradients, reduce them once, step or skip."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -61,7 +61,7 @@ class UpdateCycle(EngineBackend):
         self._consecutive_skips = 0
 
     def optimizer_zero_grad(self) -> None:
-        """Drop gradients and begin an update."""
+        """Reset gradients and start an update."""
         self._zero_gradients()
         self._gradients, self._trains_something, self._pending_sample_ids = (
             GradientState.EMPTY,
@@ -70,25 +70,28 @@ class UpdateCycle(EngineBackend):
         )
 
     def optimizer_step(self) -> float:
-        """Finalise what is pending, clip, update.
+        """Reduce pending gradients, clip them, and update the parameters.
 
-        A non-finite gradient on any rank, or a mini-batch that trains nothing, leaves weights, optimiser states and learning rate
-        untouched on every rank; ``last_update`` says so.
+        If a gradient on any rank is not finite, or the mini-batch trains no token, all ranks skip
+        the update: weights, optimizer states and learning rate stay as they are, and `last_update`
+        has the reason.
 
         Returns:
             The global gradient norm before clipping.
 
         Raises:
-            EngineStateError: no gradients, no optimiser, or too many non-finite updates in a row.
+            EngineStateError: If there are no gradients or no optimizer, or after more than
+                `optimizer.max_consecutive_skips` non-finite updates in a row.
         """
         if self.config.optimizer is None:
             raise EngineStateError(
-                "this engine was configured without an optimiser (optimizer: null) and can't step."
+                "this engine has no optimizer (optimizer: null) and can't step: configure one."
             )
         self._check_background_save()
         if self._gradients in (GradientState.EMPTY, GradientState.APPLIED):
             raise EngineStateError(
-                "there are no gradients: run a forward and backward between optimizer_zero_grad() and optimizer_step()."
+                "there are no gradients: run a backward pass between optimizer_zero_grad() and "
+                "optimizer_step()."
             )
         with self._loaded("update"):
             if self._gradients is GradientState.ACCUMULATED:
@@ -96,33 +99,29 @@ class UpdateCycle(EngineBackend):
                 self._gradients = GradientState.REDUCED
             norm = self._apply_gradients(lr=self.current_lr) if self._trains_something else 0.0
         if self._trains_something:
-            self.loss_scale.note(is_finite=math.isfinite(norm))
+            self.loss_scale.update(is_finite=math.isfinite(norm))
         self._gradients = GradientState.APPLIED
         self._report_update(norm)
         return norm
 
     def finish_saving(self) -> None:
-        """Wait for a save in the background, also for a part of another's. Collective.
+        """Wait for background saves, those of `stage_part` included. Collective.
 
         Raises:
-            CheckpointError: it failed; earlier steps are untouched.
+            CheckpointError: If the save failed; earlier steps are unchanged.
         """
         self._background_part.wait()
         self._background_save.finish()
 
     def _check_background_save(self) -> None:
-        """Let a failure of a save in the background surface once it has ended on every rank, without waiting for it."""
+        """Raise the error of a background save if it has ended on all ranks; do not wait for it."""
         if self._background_save.is_pending and all(
             self._gather_objects(self._background_save.is_done)
         ):
             self._background_save.finish()
 
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule, unless the last update was skipped.
-
-        Returns:
-            The learning rate of the next update.
-        """
+        """Advance the schedule unless the last update was skipped; return the next learning rate."""
         if self.last_update is None or self.last_update.outcome == "stepped":
             self.num_schedule_steps += 1
         return self.current_lr
@@ -139,7 +138,7 @@ class UpdateCycle(EngineBackend):
     def _record_backward(self, batch: PackedBatch, *, final: bool) -> None:
         if self.config.optimizer is None:
             raise EngineStateError(
-                "this engine was configured without an optimiser (optimizer: null) and can't train."
+                "this engine has no optimizer (optimizer: null) and can't train: configure one."
             )
         self._gradients = GradientState.REDUCED if final else GradientState.ACCUMULATED
         self._trains_something |= self._loss_fn is not None or not batch.denominators.is_empty
@@ -171,9 +170,10 @@ class UpdateCycle(EngineBackend):
         assert self.config.optimizer is not None
         if self._consecutive_skips > self.config.optimizer.max_consecutive_skips:
             raise EngineStateError(
-                f"{self._consecutive_skips} updates in a row had a non-finite gradient (norm {norm}); the last batch holds samples "
-                f"{self.last_update.sample_ids[:8]}. Lower optimizer.lr or look at those samples; "
-                "optimizer.max_consecutive_skips is how many are passed over."
+                f"{self._consecutive_skips} updates in a row had a non-finite gradient (norm {norm}), but "
+                "optimizer.max_consecutive_skips allows "
+                f"{self.config.optimizer.max_consecutive_skips}. Lower optimizer.lr, or check the "
+                f"last samples of this rank: {self.last_update.sample_ids[:8]}."
                 + self._loss_scale_hint()
             )
 
@@ -181,8 +181,8 @@ class UpdateCycle(EngineBackend):
         if not self.loss_scale.is_enabled:
             return ""
         return (
-            f" The loss scale of fp16 has fallen to {self.loss_scale.value}: if gradients overflowed only because it began too high, "
-            "lower precision.initial_loss_scale, and otherwise take precision.compute bf16."
+            f" The fp16 loss scale has dropped to {self.loss_scale.value}: if it started too high, lower "
+            "precision.initial_loss_scale; otherwise use precision.compute bf16."
         )
 
     def _progress(self) -> Mapping[str, object]:
@@ -191,7 +191,7 @@ class UpdateCycle(EngineBackend):
             "num_schedule_steps": self.num_schedule_steps,
             "num_nonfinite_updates": self.num_nonfinite_updates,
             "consecutive_skips": self._consecutive_skips,
-            **(self.loss_scale.state() if self.loss_scale.is_enabled else {}),
+            **(self.loss_scale.state_dict() if self.loss_scale.is_enabled else {}),
         }
 
     def _restore_progress(self, progress: Mapping[str, object]) -> None:
@@ -199,7 +199,8 @@ class UpdateCycle(EngineBackend):
         counts = [count for count in map(progress.get, names) if isinstance(count, int)]
         if len(counts) < len(names):
             raise DamagedCheckpointError(
-                f"progress.json should hold the counters {names}, but holds {dict(progress)}."
+                f"progress.json must contain the counters {names}, but contains {dict(progress)}: load "
+                "another step."
             )
         (
             self.num_updates,
@@ -207,5 +208,5 @@ class UpdateCycle(EngineBackend):
             self.num_nonfinite_updates,
             self._consecutive_skips,
         ) = counts
-        self.loss_scale.restore(progress)
+        self.loss_scale.load_state_dict(progress)
         self.last_update = None

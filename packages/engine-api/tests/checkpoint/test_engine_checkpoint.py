@@ -170,7 +170,7 @@ def test_counters_that_are_none_are_damage(make_engines: MakeEngines, tmp_path: 
         final = transaction.commit(
             {"engine": [again]}, info=ManifestInfo(topology={}, config_hash="")
         )
-    with pytest.raises(DamagedCheckpointError, match=r"progress.json should hold the counters"):
+    with pytest.raises(DamagedCheckpointError, match=r"progress.json must contain the counters"):
         engine.load_checkpoint(str(final))
 
 

@@ -60,7 +60,7 @@ def test_a_schedule_with_a_length_of_its_own_keeps_it() -> None:
 
 def test_an_unfilled_length_never_trains() -> None:
     spec = replace(ScheduleSpec(kind="linear", total_steps=0))
-    with pytest.raises(ConfigError, match="only a trainer knows"):
+    with pytest.raises(ConfigError, match="filled in by a trainer"):
         compute_learning_rate(0, peak=1.0, spec=spec)
 
 
