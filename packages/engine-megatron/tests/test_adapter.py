@@ -1,4 +1,4 @@
-"""What the kit's laws of adapters do not ask: beginnings equal to PEFT's, what tensor-parallel ranks hold twice, and refusals."""
+"""What the kit's adapter tests do not cover: beginnings equal to PEFT's, what tensor-parallel ranks hold twice, and refusals."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Adapters inside experts, beyond the kit's laws of them: however experts are divided, from one division to another, and refusals."""
+"""Adapters inside experts, beyond the kit's tests: however experts are divided, from one division to another, and refusals."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
 """Places where Megatron gives wrong numbers without an error: one test each, against the kit's oracle or one rank.
 
-The kit's laws meet most of them too, in more layouts; here each stands alone, with what goes wrong there.
+The kit's tests cover most of them too, in more layouts; here each stands alone, with what goes wrong there.
 """
 
 from dataclasses import replace
@@ -110,7 +110,7 @@ def test_gradients_are_float32_to_the_last_bit_but_rounding(engine_in_layout, or
     [name for name, layout in LAYOUTS.items() if layout.world_size <= 2 and not layout.has_experts],
 )
 def test_every_chunk_of_every_rank_holds_a_decoder_layer(engine_in_layout, oracle, layout):
-    # A stage without layers would pass every law and show nothing of pipelines.
+    # A stage without layers would pass every test and show nothing of pipelines.
     for counts in engine_in_layout(layout).run(
         layers_of_chunks, setup=oracle.make_setup(QWEN2_GROUPED)
     ):

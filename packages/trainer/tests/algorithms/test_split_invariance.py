@@ -1,4 +1,4 @@
-"""Law: the gradient of a registered objective does not depend on how the mini-batch is split over ranks and micro-batches.
+"""Test that the gradient of a registered objective does not depend on how the mini-batch is split over ranks and micro-batches.
 
 No engine here: log-probs, entropies and values are linear in three parameters, so a gradient is three numbers.
 """
