@@ -141,7 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"{len(record.rows)} cases, {len(failed)} failed: {failed}; the folders of failed cases are in {RUNS}"
     )
-    return 1 if failed or any(exit_codes) else 0
+    # A thread that died has added no exit code.
+    return 1 if failed or any(exit_codes) or len(exit_codes) < len(shares) else 0
 
 
 def _listed(values: object) -> str:

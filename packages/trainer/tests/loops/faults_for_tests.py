@@ -124,7 +124,7 @@ class Row:
     repeated: int = 0
     """Logged steps that were computed again, over all restarts."""
     equal: bool = False
-    list_partial_saves: list[str] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """Why the case failed; empty if it passed."""
     seconds: float = 0.0
@@ -536,23 +536,21 @@ class CaseRunner:
         while (children := start.children()) and time.monotonic() < deadline:
             time.sleep(0.05)
         for pid in children:
-            self.row.list_partial_saves.append(f"process {_command_line(pid)[:120]}")
+            self.row.leftovers.append(f"process {_command_line(pid)[:120]}")
             os.kill(pid, signal.SIGKILL)
 
     def _compare(self) -> None:
         self.row.equal = logged_numbers(self.run) == self.expected
         if not self.row.equal:
             self.row.problems.append("metrics.jsonl differs from that of the undisturbed run")
-        self.row.list_partial_saves += [
-            f"TMPDIR/{path.name}" for path in (self.folder / "tmp").iterdir()
-        ]
+        self.row.leftovers += [f"TMPDIR/{path.name}" for path in (self.folder / "tmp").iterdir()]
         shared = [path.name for path in Path("/dev/shm").glob("temper-*")]
-        self.row.list_partial_saves += [
+        self.row.leftovers += [
             name for name in shared if any(f"-{pid}-" in name for pid in self.pids)
         ]
         if (self.run / "run.lock").exists():
-            self.row.list_partial_saves.append("run.lock")
-        if self.row.list_partial_saves:
+            self.row.leftovers.append("run.lock")
+        if self.row.leftovers:
             self.row.problems.append("something was left over")
 
 
