@@ -14,6 +14,7 @@ MODULES = (
     "metrics.run_files",
     "metrics.terminal",
     "progress",
+    "types",
 )
 
 

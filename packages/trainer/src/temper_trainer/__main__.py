@@ -1,4 +1,7 @@
-"""The command ``temper-train``: compose, check or print a configuration, or run it. Every failure that a user can mend is one message."""
+"""The command ``temper-train``: compose, check or print a configuration, or run it.
+
+Failures that a user can fix are printed as a message without traceback.
+"""
 
 import argparse
 import errno
@@ -32,20 +35,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        arguments: what stands after the program's name; None takes the process's own.
+        arguments: Arguments after the program's name; None takes those of the process.
 
     Returns:
-        The exit code: 0 done, 1 failed, 2 wrong configuration, 130 stopped by SIGINT, 143 stopped by SIGTERM, 141 if the reader of
-        the output went away.
+        The exit code: 0 done, 1 failed, 2 wrong configuration, 130 stopped by SIGINT, 143 stopped
+        by SIGTERM, 141 if the reader of the output has exited.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    asked = _parse(sys.argv[1:] if arguments is None else arguments)
-    sys.path.insert(
-        0, os.getcwd()
-    )  # as with python -m: reward functions of one's own lie beside the run
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
+    # As with `python -m`, so that reward functions in the current directory can be imported.
+    sys.path.insert(0, os.getcwd())
     try:
-        code = _act(asked)
-        sys.stdout.flush()  # here, where a reader that went away (| head) is an exit code; at the interpreter's end it is a traceback
+        code = _execute(options)
+        # Flushed here, so that a reader that has exited (`| head`) gives an exit code and not a
+        # traceback when the interpreter exits.
+        sys.stdout.flush()
         return code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -53,18 +57,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _fail(f"configuration error:\n{error}", code=EXIT_WRONG_CONFIG)
     except TemperError as error:
-        notes = getattr(error, "__notes__", [])  # such as which step is saved
+        notes = getattr(error, "__notes__", [])  # such as the last saved step
         return _fail("\n".join([f"{type(error).__name__}: {error}", *notes]), code=EXIT_FAILED)
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise
         return _fail(
-            f"{error}. Complete checkpoints are untouched: free space, then: {_again(asked)}",
+            f"{error}. Complete checkpoints are not affected. Free space, then run: "
+            f"{_format_resume_command(options)}",
             code=EXIT_FAILED,
         )
     except KeyboardInterrupt:
         return _fail(
-            f"interrupted; what came after the last checkpoint is lost. Go on with: {_again(asked)}",
+            "interrupted; steps after the last checkpoint are lost. Resume with: "
+            f"{_format_resume_command(options)}",
             code=EXIT_INTERRUPTED,
         )
 
@@ -83,18 +89,18 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(list(arguments))
 
 
-def _act(asked: argparse.Namespace) -> int:
-    if asked.help:
-        print(help_text(overrides=asked.overrides, config_dir=asked.config_dir), end="")
+def _execute(options: argparse.Namespace) -> int:
+    if options.help:
+        print(help_text(overrides=options.overrides, config_dir=options.config_dir), end="")
         return 0
-    if asked.report:
-        return _report(Path(asked.report))
-    loaded = load(asked.overrides, config_dir=asked.config_dir, config_name=asked.config_name)
-    if asked.print:
+    if options.report:
+        return _report(Path(options.report))
+    loaded = load(options.overrides, config_dir=options.config_dir, config_name=options.config_name)
+    if options.print:
         print(format_config(loaded), end="")
         return 0
     check_external_objects(loaded.config)
-    if asked.check:
+    if options.check:
         placement = [f"  {line}" for line in describe_plan(loaded.config)]
         print(
             "\n  ".join(
@@ -107,26 +113,25 @@ def _act(asked: argparse.Namespace) -> int:
                 ]
             )
         )
-        _say_what_is_missing(loaded)
+        _print_missing_libraries(loaded)
         return 0
     check_libraries(loaded.config)
-    # Taken before torch is imported: a second process is refused within a second and touches nothing.
+    # Before torch is imported, so that a second process is refused within a second.
     with RunLock(Path(loaded.config.run.dir)) as lock:
-        return _train(loaded, asked, lock=lock)
+        return _train(loaded, options, lock=lock)
 
 
-def _say_what_is_missing(loaded: LoadedConfig) -> None:
-    """Print what this machine lacks; a configuration may be checked on another one than it runs on."""
+def _print_missing_libraries(loaded: LoadedConfig) -> None:
+    """Print which libraries are missing; not an error, because the run may use another host."""
     try:
         check_libraries(loaded.config)
     except ConfigError as error:
         print(f"  not on this machine: {error}")
 
 
-def _train(loaded: LoadedConfig, asked: argparse.Namespace, *, lock: RunLock) -> int:
-    from temper_trainer.loops import (
-        train,
-    )  # torch and all that comes with it, which --help and --check do without
+def _train(loaded: LoadedConfig, options: argparse.Namespace, *, lock: RunLock) -> int:
+    # Imported here, because they import torch, which --help and --check do not need.
+    from temper_trainer.loops import train
     from temper_trainer.loops.interrupts import RunInterrupted, end_process_at
 
     logging.getLogger("temper_trainer").setLevel(logging.INFO)
@@ -142,29 +147,32 @@ def _train(loaded: LoadedConfig, asked: argparse.Namespace, *, lock: RunLock) ->
         end_process_at(error.deadline, code=code)
         if not contains_run(Path(loaded.config.run.dir)):
             return _fail(
-                f"interrupted before the first step was completed, start again with: {_same(asked)}",
+                "interrupted before the first step was completed, start again with: "
+                f"{_format_command(options)}",
                 code=code,
             )
         where = f"at step {error.step}" if error.checkpoint else "before the first checkpoint"
-        return _fail(f"interrupted {where}, resume with: {_again(asked)}", code=code)
-    print(f"done: {_contents(result.directory)}")
+        command = _format_resume_command(options)
+        return _fail(f"interrupted {where}, resume with: {command}", code=code)
+    print(f"done: {_list_results(result.directory)}")
     return 0
 
 
 def _report(directory: Path) -> int:
-    from temper_trainer.metrics.report import write_report  # matplotlib
+    from temper_trainer.metrics.report import write_report  # slow: imports matplotlib
 
     path = write_report(directory)
     if path is None:
         raise ConfigError(
-            f"--report: {directory} holds no metrics.jsonl with a complete line: give the run.dir of a run."
+            f"--report: {directory} has no metrics.jsonl with a complete line: pass the run.dir of "
+            "a run."
         )
     print(f"wrote {path} and {directory / 'curves.png'}")
     return 0
 
 
-def _contents(directory: Path) -> str:
-    """What a finished run left, as far as it is there."""
+def _list_results(directory: Path) -> str:
+    """Return which results of a finished run the folder contains."""
     names = (
         "config.yaml",
         "metrics.jsonl",
@@ -175,22 +183,24 @@ def _contents(directory: Path) -> str:
         "checkpoints",
         "huggingface",
     )
-    return f"{directory} holds {', '.join(name for name in names if (directory / name).exists())}"
+    present = [name for name in names if (directory / name).exists()]
+    return f"{directory} holds {', '.join(present)}"
 
 
-def _again(asked: argparse.Namespace) -> str:
+def _format_resume_command(options: argparse.Namespace) -> str:
     """Return the command that resumes this run."""
-    kept = [override for override in asked.overrides if not override.startswith("run.resume=")]
-    return shlex.join([*_program(asked), *kept, "run.resume=auto"])
+    kept = [override for override in options.overrides if not override.startswith("run.resume=")]
+    return shlex.join([*_list_program(options), *kept, "run.resume=auto"])
 
 
-def _same(asked: argparse.Namespace) -> str:
-    return shlex.join([*_program(asked), *asked.overrides])
+def _format_command(options: argparse.Namespace) -> str:
+    """Return the command that started this run."""
+    return shlex.join([*_list_program(options), *options.overrides])
 
 
-def _program(asked: argparse.Namespace) -> list[str]:
-    folder = [] if asked.config_dir is None else ["--config-dir", asked.config_dir]
-    name = [] if asked.config_name == PRIMARY else ["--config-name", asked.config_name]
+def _list_program(options: argparse.Namespace) -> list[str]:
+    folder = [] if options.config_dir is None else ["--config-dir", options.config_dir]
+    name = [] if options.config_name == PRIMARY else ["--config-name", options.config_name]
     return ["temper-train", *folder, *name]
 
 

@@ -1,8 +1,9 @@
-"""The lock of a run folder: at most one process trains in it, also on shared file systems.
+"""The lock of a run folder, so that at most one process trains in it.
 
-The lock is a `filelock.SoftFileLease`: an exclusively created file with host, process id, boot id
-and process start time, and a heartbeat. It needs no `flock`, which many shared file systems offer
-on one node only. Imports nothing heavy, so that a second process is refused before torch loads.
+The lock is a `filelock.SoftFileLease`: a file that is created exclusively, with host, process id,
+boot id, process start time and a heartbeat. It does not use `flock`, which many shared file systems
+support only within one node. This module does not import torch, so a second process is refused
+within a second.
 """
 
 import contextlib
@@ -21,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
 LEASE_S = 60.0
-"""A holder on another host that shows no sign of life for this long has lost the lock."""
+"""An owner on another host whose heartbeat stops for this long loses the lock."""
 HEARTBEAT_S = 5.0
 _NAMESPACE_MARK = "?pidns-"
-"""What filelock puts between host name and PID namespace, where that is not the initial one."""
+"""Separator that filelock writes between host name and PID namespace, unless it is the initial one."""
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 """Inode of the initial PID namespace: PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h."""
 
@@ -34,12 +35,13 @@ class RunLockLostError(TemperError, RuntimeError):
 
 
 class RunLock:
-    """The lock of one run folder, held while the context is open.
+    """Context that holds the lock of one run folder.
 
-    A holder on this host that no longer exists is replaced at once; it is identified by process id,
-    boot id and start time, so a reused process id is not mistaken for it. A holder on another host
-    cannot be looked up: its heartbeat is watched, for at most `LEASE_S` seconds. So is a lock file
-    that names no owner, as a power failure leaves it.
+    If the owner was a process on this host and no longer exists, its lock is taken over at once.
+    The owner is identified by process id, boot id and start time, so a reused process id is not
+    mistaken for it. An owner on another host cannot be looked up: its heartbeat is watched for at
+    most `LEASE_S` seconds. The same applies to a lock file without an owner, which a power failure
+    may leave.
     """
 
     def __init__(self, folder: Path, *, lease_s: float = LEASE_S) -> None:
@@ -77,7 +79,7 @@ class RunLock:
         self._lease.release()
 
     def check(self) -> None:
-        """Raise if the lock was lost; called before anything is saved.
+        """Check that the lock was not lost; called before each save.
 
         Raises:
             RunLockLostError: If another process has taken over the folder.
@@ -86,9 +88,9 @@ class RunLock:
             owner = self._lease.owner
             state = "is gone" if owner is None else f"now belongs to {describe_owner(owner)}"
             raise RunLockLostError(
-                f"this process lost the lock of run.dir {self._folder}: it showed no sign of life for "
-                f"{self._lease.lease_duration:g} s, or {LOCK_FILE} was deleted. {LOCK_FILE} {state}. "
-                "This process stops and saves nothing."
+                f"this process lost the lock of run.dir {self._folder}: it showed no sign of life "
+                f"for {self._lease.lease_duration:g} s, or {LOCK_FILE} was deleted. {LOCK_FILE} "
+                f"{state}. This process stops and saves nothing."
             )
 
     def _acquire(self) -> None:
@@ -105,7 +107,7 @@ class RunLock:
             )
 
     def _watch_holder(self) -> None:
-        """Take over from a holder that cannot be looked up once its heartbeat has stopped."""
+        """Take over the lock of an owner that cannot be looked up, once its heartbeat stops."""
         owner, last_sign = self._lease.owner, self._last_sign()
         if owner is not None and _is_local(owner):
             raise self._refusal(owner)
@@ -119,8 +121,8 @@ class RunLock:
         )
         deadline = time.monotonic() + lease_s
         while self._last_sign() == last_sign:
-            # filelock never takes over an empty file, whose writer could be an old version of it;
-            # this package has never written one.
+            # filelock never takes over an empty file, because an old version of filelock could have
+            # written it. This package never used such a version.
             if owner is None and time.monotonic() >= deadline:
                 self._remove_ownerless(last_sign)
             try:
@@ -131,11 +133,11 @@ class RunLock:
         raise self._refusal(self._lease.owner)
 
     def _remove_ownerless(self, last_sign: int | None) -> None:
-        """Remove a lock file without an owner, unless another process has replaced it by its own."""
+        """Remove a lock file without an owner, unless another process has replaced it."""
         path = self._folder / LOCK_FILE
         aside = path.with_name(f"{LOCK_FILE}.{os.getpid()}")
-        # Renamed before it is looked at: two processes may come to the same conclusion, and what
-        # the slower one takes is the lock of the faster one, which it puts back.
+        # Renamed before it is checked: if two processes do this at the same time, the slower one
+        # renames the new lock of the faster one, sees that it changed, and puts it back.
         with contextlib.suppress(FileNotFoundError):
             path.rename(aside)
             if aside.stat().st_mtime_ns != last_sign:
@@ -152,18 +154,19 @@ class RunLock:
 
     def _refusal(self, owner: OwnerRecord | None) -> ConfigError:
         return ConfigError(
-            f"run.dir {self._folder} is in use by {describe_owner(owner)}. Wait until that process ends, "
-            f"or choose another run.dir. If this folder is a copy, delete {self._folder / LOCK_FILE}."
+            f"run.dir {self._folder} is in use by {describe_owner(owner)}. Wait until that process "
+            "ends, or choose another run.dir. If this folder is a copy, delete "
+            f"{self._folder / LOCK_FILE}."
         )
 
 
 def read_lock_owner(folder: Path) -> OwnerRecord | None:
-    """Return the owner that the lock file of a run folder names, alive or not; None without one."""
+    """Return the owner in the lock file of a run folder, dead or alive; None if there is none."""
     return SoftFileLease(folder / LOCK_FILE, lease_duration=LEASE_S).owner
 
 
 def describe_owner(owner: OwnerRecord | None) -> str:
-    """Return "process PID on host NAME since TIME", without the time where it is not known."""
+    """Return "process PID on host NAME, running since TIME", the time only if it is known."""
     if owner is None:
         return "another process"
     since = _started_at(owner) if _is_local(owner) else None
@@ -177,10 +180,10 @@ def _host(owner: OwnerRecord) -> str:
 
 
 def _is_local(owner: OwnerRecord) -> bool:
-    """Return whether this process can look its owner up: same host and same PID namespace.
+    """Return True if the owner is on the same host and in the same PID namespace.
 
-    A container that was restarted after a SIGKILL has its old host name and a new namespace, in
-    which the owner's process id means nothing.
+    A container that is restarted after a SIGKILL has the same host name but a new namespace, in
+    which the process id of the owner has no meaning.
     """
     _, _, namespace = owner.hostname.partition(_NAMESPACE_MARK)
     return _host(owner) == socket.gethostname() and namespace == _own_namespace()

@@ -1,4 +1,8 @@
-"""The data of an RL step: what the rooms hand to each other."""
+"""The values that the packages of the trainer pass to each other in an RL step.
+
+In order: `Prompt`, `SamplingRequest`, `Completion`, `Score`, `Rollout`. A batch of rollouts becomes
+a `SequenceBatch`: see `temper_trainer.batching.samples`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,131 +16,175 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IS_CHOSEN = "is_chosen"
-"""Name of the [B] bool column that says whether a sample is the preferred one of its pair."""
+"""[B] bool sequence column: True for the preferred sample of a pair."""
 
 
 class FinishReason(StrEnum):
     """Why a completion ended."""
 
     END_TOKEN = "end_token"
-    """The model said so."""
+    """The model sampled an end token."""
     STOP_TEXT = "stop_text"
-    """One of sampling.stop appeared."""
+    """One of ``sampling.stop`` appeared in the text."""
     MAX_TOKENS = "max_tokens"
-    """It was cut."""
+    """It reached ``sampling.max_tokens``."""
     INTERRUPTED = "interrupted"
-    """New weights came; it goes on under them."""
+    """New weights are published; it continues under them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A question, ready to be completed."""
+    """A tokenized question.
+
+    Example:
+        >>> Prompt(prompt_id=3, text="6*7=", tokens=(6, 14, 7, 15), answer="42").tokens
+        (6, 14, 7, 15)
+    """
 
     prompt_id: int
     """Row in its source; the same in every epoch."""
     text: str
-    """As it was tokenised."""
+    """The text that was tokenized, after template or chat template."""
     tokens: tuple[int, ...]
-    """Token ids, at least one."""
+    """Token ids; at least one."""
     answer: str
-    """Reference answer as it stands in the source."""
+    """Reference answer, unchanged from the source."""
     source: str = ""
-    """Which source it came from."""
+    """Name of the source."""
     extra: Mapping[str, object] = field(default_factory=dict, compare=False)
-    """Fields of the row that the source's extra_keys name, for reward functions."""
+    """Fields of the row listed in the source's ``extra_keys``, for reward functions."""
     route: str = ""
-    """Value of the routing key, by which a teacher is chosen."""
+    """Value of the routing key, which selects a teacher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRequest:
-    """One completion to make."""
+    """A request for one completion."""
 
     request_id: int
-    """Unique within one call of the sampler."""
+    """Unique in one call of the sampler."""
     prompt_tokens: tuple[int, ...]
-    """What is completed."""
+    """Token ids that the completion follows; in later turns not only the prompt."""
     sampling: SamplingConfig
-    """How."""
     seed: int
-    """The tokens drawn depend on it and on the weights, not on what else is being decoded (up to kernel rounding)."""
+    """Seed of the sampled tokens. They depend on it and on the weights, but not on other requests
+    that are decoded at the same time (up to rounding in kernels)."""
     session: int | None = None
-    """Requests that share one go to the same replica, which remembers their beginning; None is the prompt's own."""
+    """Requests with the same session go to the same replica, which has their prefix in its cache.
+    None derives it from the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Tokens that one call of the sampler returned."""
+    """The tokens that the sampler returned for one request.
+
+    Example:
+        Two tokens and an end token, all sampled from weight version 3:
+
+        >>> completion = Completion(
+        ...     request_id=0,
+        ...     tokens=(4, 2, 0),
+        ...     rollout_logprobs=(-0.7, -0.1, -0.01),
+        ...     finish_reason=FinishReason.END_TOKEN,
+        ...     weight_version=3,
+        ... )
+        >>> len(completion.tokens) == len(completion.rollout_logprobs)
+        True
+    """
 
     request_id: int
-    """Of its request."""
     tokens: tuple[int, ...]
-    """Token ids, the end token included where there is one; at least one, unless it was interrupted."""
+    """Token ids including the end token, if there is one; at least one, unless interrupted."""
     rollout_logprobs: tuple[float, ...]
-    """Log-prob of each token under the sampler's own distribution after temperature, before top-p and top-k."""
+    """Log-prob of each token under the sampler's distribution with temperature, before top-p and
+    top-k."""
     finish_reason: FinishReason
-    """Why it ended."""
     weight_version: int
-    """Of the weights that made it; of the oldest ones where several did."""
+    """Version of the weights that sampled it; the oldest one if there are several."""
     token_versions: tuple[int, ...] = ()
-    """Of each token's weights, where weights came in the middle; empty where one version made all."""
+    """Version of each token's weights, if they differ; otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """A reward, or why there is none: a failing reward is counted, never a silent zero."""
+    """A reward, or the reason why there is none; a failure is counted and never becomes 0.
+
+    Example:
+        >>> Score(reward=1.0).failure is None
+        True
+        >>> Score(reward=None, failure="timeout: no answer after 10 s").reward is None
+        True
+    """
 
     reward: float | None
-    """Finite; None when scoring failed."""
+    """Finite; None if scoring failed."""
     failure: str | None = None
-    """``raised``, ``timeout`` or ``not_finite`` with the message; None when there is a reward."""
+    """``raised``, ``timeout`` or ``not_finite``, with a message; None if there is a reward."""
     components: tuple[float, ...] = ()
-    """The rewards that it is the weighted sum of, where there are several."""
+    """The rewards whose weighted sum this is, if there are several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One more completion of a rollout, and what the environment said before it."""
+    """A completion after the first one, and the environment's answer before it."""
 
     observation: tuple[int, ...]
-    """Token ids of the environment's answer, as they stand between the two completions; never trained."""
+    """Token ids of the environment's answer to the previous completion; never trained."""
     completion: Completion
-    """What the policy said then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """A prompt with one or more completions and their reward."""
+    """A prompt with its completions and their reward.
+
+    Example:
+        >>> completion = Completion(
+        ...     request_id=0,
+        ...     tokens=(4, 2, 0),
+        ...     rollout_logprobs=(-0.7, -0.1, -0.01),
+        ...     finish_reason=FinishReason.END_TOKEN,
+        ...     weight_version=3,
+        ... )
+        >>> rollout = Rollout(
+        ...     prompt=Prompt(prompt_id=3, text="6*7=", tokens=(6, 14, 7, 15), answer="42"),
+        ...     completion=completion,
+        ...     text="42",
+        ...     reward=1.0,
+        ...     group_id=0,
+        ...     sample_id=0,
+        ... )
+        >>> rollout.num_tokens
+        3
+    """
 
     prompt: Prompt
-    """The question."""
     completion: Completion
-    """The first, and mostly the only, answer."""
+    """The first completion; the only one without an environment."""
     text: str
-    """What was scored, decoded without special tokens."""
+    """The text that was scored, decoded without special tokens."""
     reward: float
-    """What is trained on: the score, after shaping."""
+    """The score before, the shaped reward after ``reward.shaping``."""
     group_id: int
-    """Completions of one prompt in one step share it."""
+    """The same for all completions of a prompt in a step."""
     sample_id: int
-    """Unique in its step."""
+    """Unique in a step."""
     turns: tuple[Turn, ...] = ()
-    """What followed the first completion, where there is an environment."""
+    """The following turns, if there is an environment."""
     components: tuple[float, ...] = ()
-    """The rewards that the score is the weighted sum of, where there are several."""
+    """The rewards whose weighted sum the score is, if there are several."""
     baseline: float | None = None
-    """Reward of the prompt's greedy completion, shaped like its own; only for remax."""
+    """Reward of the prompt's greedy completion, shaped in the same way; only for ReMax."""
     baseline_tokens: int = 0
-    """Length of that completion."""
+    """Number of tokens of that completion."""
 
     @property
     def completions(self) -> tuple[Completion, ...]:
-        """All of them, in order."""
+        """All completions in order."""
         return (self.completion, *(turn.completion for turn in self.turns))
 
     @property
     def num_tokens(self) -> int:
-        """After the prompt, what the environment said included."""
+        """Number of tokens after the prompt, including the environment's answers."""
         return len(self.completion.tokens) + sum(
             len(turn.observation) + len(turn.completion.tokens) for turn in self.turns
         )
@@ -144,43 +192,52 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """A prompt and a completion to imitate."""
+    """A prompt and a completion to imitate.
+
+    Example:
+        Train only the second and third token of the completion:
+
+        >>> prompt = Prompt(prompt_id=0, text="Hi", tokens=(1, 2), answer="")
+        >>> demonstration = Demonstration(
+        ...     prompt=prompt, tokens=(3, 4, 0), loss_mask=(False, True, True)
+        ... )
+        >>> len(demonstration.tokens)
+        3
+    """
 
     prompt: Prompt
-    """The question."""
     tokens: tuple[int, ...]
-    """The completion's token ids, the end token included."""
+    """Token ids of the completion, including the end token."""
     loss_mask: tuple[bool, ...] | None = None
-    """Which of ``tokens`` are trained, where a conversation goes on after them; None is all."""
+    """True for each of ``tokens`` that is trained, such as the assistant's turns of a conversation;
+    None trains all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One preference in tokens."""
+    """A preference between two completions."""
 
     chosen: Demonstration
     """The preferred completion."""
     rejected: Demonstration
-    """The other one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataCursor:
-    """Where in the data a run stands; with (run.seed, source) it determines everything that follows."""
+    """A position in the data; with (run.seed, source) it determines all following prompts."""
 
     epoch: int = 0
-    """Completed passes."""
+    """Number of completed epochs."""
     index: int = 0
-    """Prompts of this pass that were already handed out."""
+    """Number of prompts of this epoch that were already used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
-    """What an advantage estimator returns, in the layout of the step's samples."""
+    """The result of an advantage estimator, in the layout of the samples of a step."""
 
     advantages: "Tensor"
     """[T] float32; 0 at untrained tokens."""
     returns: "Tensor | None" = None
     """[T] float32 targets of the value model; only from gae."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers for the log."""

@@ -1,4 +1,7 @@
-"""Who waits for whom, and for how long: what a watchdog prints when a run stands still. Standard library alone."""
+"""Track what the process waits for, so that a watchdog can name it if a run hangs.
+
+Standard library only.
+"""
 
 import logging
 import threading
@@ -12,50 +15,54 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wait:
-    what: str
+    description: str
     describe_pending: Callable[[], str]
     since: float
 
 
-_open: dict[int, _Wait] = {}
+_waits: dict[int, _Wait] = {}
 
 
 @contextmanager
-def track_wait(what: str, *, describe_pending: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """The body waits for something.
+def track_wait(
+    description: str, *, describe_pending: Callable[[], str] = lambda: ""
+) -> Iterator[None]:
+    """Record that the body waits for something.
 
     Args:
-        what: such as ``actor: TrainingWorker.update``.
-        describe_pending: asked when it is printed: which ranks or replicas have not answered yet.
+        description: What is waited for, such as ``actor: TrainingWorker.update``.
+        describe_pending: Called when the wait is printed; returns who has not answered yet, such as
+            ``; ranks [0, 2] have not answered``.
     """
-    wait = _Wait(what=what, describe_pending=describe_pending, since=time.monotonic())
-    _open[id(wait)] = wait
+    wait = _Wait(description=description, describe_pending=describe_pending, since=time.monotonic())
+    _waits[id(wait)] = wait
     try:
         yield
     finally:
-        del _open[id(wait)]
+        del _waits[id(wait)]
 
 
 def describe_long_waits(longer_than_s: float) -> list[str]:
-    """A sentence for each wait that is open for longer, the oldest first."""
+    """Return a line for each current wait that is longer, the longest first."""
     now = time.monotonic()
-    found = sorted(
-        (wait for wait in list(_open.values()) if now - wait.since > longer_than_s),
+    # A copy, because other threads start and end waits meanwhile.
+    waits = sorted(
+        (wait for wait in list(_waits.values()) if now - wait.since > longer_than_s),
         key=lambda wait: wait.since,
     )
     return [
-        f"waiting for {now - wait.since:.0f} s: {wait.what}{wait.describe_pending()}"
-        for wait in found
+        f"waiting for {now - wait.since:.0f} s: {wait.description}{wait.describe_pending()}"
+        for wait in waits
     ]
 
 
 class Watchdog:
-    """A context in which long waits are told once per interval, by a thread of its own."""
+    """Context in which a thread reports long waits once per interval; None disables it."""
 
     def __init__(self, interval_s: float | None, *, log: Callable[[str], None]) -> None:
         self._interval_s = interval_s
         self._log = log
-        self._is_over = threading.Event()
+        self._is_stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "Watchdog":
@@ -67,11 +74,11 @@ class Watchdog:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._is_over.set()
+        self._is_stopped.set()
         if self._thread is not None:
             self._thread.join()
 
     def _watch(self, interval_s: float) -> None:
-        while not self._is_over.wait(interval_s):
-            for sentence in describe_long_waits(interval_s):
-                self._log(f"watchdog: {sentence}")
+        while not self._is_stopped.wait(interval_s):
+            for line in describe_long_waits(interval_s):
+                self._log(f"watchdog: {line}")

@@ -53,7 +53,7 @@ def test_prompt_and_completion_are_concatenated_and_only_the_completion_is_train
     assert samples.temperature.tolist() == pytest.approx([0.7, 0.7])
 
 
-def test_each_sample_has_its_own_atom() -> None:
+def test_each_sample_has_its_own_pack_group() -> None:
     samples = to_samples(
         [make_rollout((1,), (2,), (-1.0,), sample=i, group=0) for i in range(3)], temperature=1.0
     )

@@ -165,7 +165,7 @@ def test_plan_metrics_describe_a_single_pass() -> None:
             "batch/trained_tokens": 6,
             "batch/updates": 3,
             "batch/micro_batches": 1,
-            "batch/dummy_share": 0,
+            "batch/dummy_fraction": 0,
             "batch/imbalance": 0.5,
         }
     )
@@ -178,7 +178,7 @@ def test_micro_batches_with_only_a_dummy_are_counted() -> None:
         samples, BatchingConfig(max_tokens=8), layouts={"actor": RoleLayout(dp_size=4)}, seed=0
     )
     metrics = measure_plan(plan, samples, role="actor")
-    assert (metrics["batch/dummy_share"], metrics["batch/imbalance"]) == (0.75, 3.0)
+    assert (metrics["batch/dummy_fraction"], metrics["batch/imbalance"]) == (0.75, 3.0)
 
 
 def test_description_shows_sizes_and_each_distinct_plan_once() -> None:

@@ -104,7 +104,7 @@ def test_completions_drawn_again_by_their_rewards_are_trained_on(
     )
     found = rows(tmp_path / "run")
     # Of 4 completions of a prompt at most two are the best and the worst, unless several are.
-    assert all(0.0 < row["reweight/distinct_share"] < 1.0 for row in found)
+    assert all(0.0 < row["reweight/distinct_fraction"] < 1.0 for row in found)
     assert all(row["actor/grad_norm"] > 0 for row in found)
     # Drawn again means other micro-batches than those that old log-probs were measured over: 1 up to rounding.
     assert all(row["policy/first_ratio_error_max"] < 1e-4 for row in found)
@@ -123,7 +123,7 @@ def test_dynamic_sampling_fills_a_step_with_groups_that_differ(
     found = rows(tmp_path / "run")
     assert [row["dynamic_sampling/kept_groups"] for row in found] == [4.0, 4.0]
     assert [row["groups/zero_std_fraction"] for row in found] == [0.0, 0.0]
-    assert sum(row["dynamic_sampling/flat_groups"] for row in found) > 0
+    assert sum(row["dynamic_sampling/zero_std_groups"] for row in found) > 0
 
 
 def test_dynamic_sampling_that_finds_too_little_says_so(run: Run, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_line_of_an_rl_step_shows_the_main_metrics_in_order() -> None:
         "actor/grad_norm": 1.2345,
         "policy/ratio_mean": 1.0,
         "rollout/tokens_per_s": 5123.4,
-        "rollout/cut_share": 0.5,
+        "rollout/truncated_fraction": 0.5,
     }
     line = format_step_line(12, metrics, phase="rl", total=220)
     assert (

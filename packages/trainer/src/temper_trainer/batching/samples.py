@@ -177,8 +177,8 @@ def demonstrations_to_samples(demonstrations: Sequence[Demonstration]) -> Sequen
 def pairs_to_samples(pairs: Sequence[Pair]) -> SequenceBatch:
     """Make two consecutive samples per pair: the chosen and the rejected demonstration.
 
-    Both have the same group and atom, so that they stay in one micro-batch, where a preference loss
-    compares them.
+    Both have the same group and pack group, so that they stay in one micro-batch: a preference loss
+    compares them there.
 
     Returns:
         [2 * len(pairs)] samples with sequence column ``is_chosen`` [B] bool.

@@ -133,13 +133,13 @@ def plan_step(
 
 def _split_samples(samples: SequenceBatch, config: BatchingConfig, *, seed: int) -> list[list[int]]:
     """Return the indices of each mini-batch of one pass."""
-    groups, atoms = samples.group_ids.tolist(), samples.pack_group_ids.tolist()
+    groups, pack_groups = samples.group_ids.tolist(), samples.pack_group_ids.tolist()
     if config.num_mini_batches == 1:
         return [list(range(samples.num_sequences))]
     # If the rewards of some groups failed, there may be fewer groups than mini-batches. The step
     # then makes fewer updates instead of ending the run; `batch/updates` reports it.
     count = min(config.num_mini_batches, len(set(groups)))
-    return split_mini_batches(groups, num_mini_batches=count, seed=seed, pack_group_ids=atoms)
+    return split_mini_batches(groups, num_mini_batches=count, seed=seed, pack_group_ids=pack_groups)
 
 
 def _plan_mini_batch(
@@ -151,13 +151,13 @@ def _plan_mini_batch(
     seed: int,
 ) -> MiniBatch:
     selected = samples.select(indices)
-    lengths, atoms = selected.lengths.tolist(), selected.pack_group_ids.tolist()
+    lengths, pack_groups = selected.lengths.tolist(), selected.pack_group_ids.tolist()
     plan_by_layout = {
         layout: plan_mini_batch(
             lengths,
             dp_size=layout.dp_size,
             max_tokens=max_tokens,
-            pack_group_ids=atoms,
+            pack_group_ids=pack_groups,
             constraints=layout.constraints,
         )
         for layout in set(layouts.values())
@@ -189,7 +189,7 @@ def drop_zero_advantage_samples(
     """
     is_zero = find_zero_advantage_samples(samples)
     lengths: list[int] = samples.lengths.tolist()
-    atoms: list[int] = samples.pack_group_ids.tolist()
+    pack_groups: list[int] = samples.pack_group_ids.tolist()
 
     def plan_without(mini_batch: MiniBatch) -> MiniBatch:
         # A mini-batch with only zero-advantage samples keeps its first one: the update must still
@@ -201,7 +201,7 @@ def drop_zero_advantage_samples(
             [lengths[i] for i in kept],
             dp_size=layout.dp_size,
             max_tokens=max_tokens,
-            pack_group_ids=[atoms[i] for i in kept],
+            pack_group_ids=[pack_groups[i] for i in kept],
             constraints=layout.constraints,
         )
         role_plan = _map_indices(smaller, positions)
@@ -278,7 +278,7 @@ def measure_plan(plan: StepPlan, samples: SequenceBatch, *, role: str) -> dict[s
     Returns:
         ``batch/tokens`` and ``batch/trained_tokens``: tokens of one pass. ``batch/updates``:
         mini-batches of all passes. ``batch/micro_batches``: micro-batches of each rank in one
-        pass. ``batch/dummy_share``: fraction of micro-batches that contain only a dummy token.
+        pass. ``batch/dummy_fraction``: fraction of micro-batches that contain only a dummy token.
         ``batch/imbalance``: tokens of the fullest rank over those of the average rank, minus 1;
         the maximum over mini-batches.
     """
@@ -290,7 +290,7 @@ def measure_plan(plan: StepPlan, samples: SequenceBatch, *, role: str) -> dict[s
         "batch/trained_tokens": float(samples.loss_mask.sum()),
         "batch/updates": float(len(plan.mini_batches)),
         "batch/micro_batches": float(sum(p.num_micro_batches for p in plans)),
-        "batch/dummy_share": sum(not micro for micro in micro_batches) / len(micro_batches),
+        "batch/dummy_fraction": sum(not micro for micro in micro_batches) / len(micro_batches),
         "batch/imbalance": max(
             _imbalance(mini_batch, role_plan, lengths)
             for mini_batch, role_plan in zip(plan.first_pass, plans, strict=True)

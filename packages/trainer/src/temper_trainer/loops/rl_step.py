@@ -325,7 +325,7 @@ def _resample(
     # A sample may be drawn several times, but ids must be unique.
     new_ids = torch.arange(len(indices))
     resampled = replace(samples.select(indices), sample_ids=new_ids, pack_group_ids=new_ids)
-    return resampled, {"reweight/distinct_share": len(indices.unique()) / len(indices)}
+    return resampled, {"reweight/distinct_fraction": len(indices.unique()) / len(indices)}
 
 
 def update_roles(

@@ -82,7 +82,7 @@ def sample_step(
     metrics = _merge_rounds(rounds) | shaping
     metrics |= {
         "dynamic_sampling/rounds": float(len(rounds)),
-        "dynamic_sampling/flat_groups": float(num_zero_std),
+        "dynamic_sampling/zero_std_groups": float(num_zero_std),
         "dynamic_sampling/surplus_groups": float(num_sampled - num_zero_std - num_kept),
         "dynamic_sampling/kept_groups": float(num_kept),
     }
@@ -211,7 +211,7 @@ def measure_round(
         "rollout/tokens": float(sum(lengths)),
         "rollout/length_mean": sum(lengths) / len(lengths),
         "rollout/length_max": float(max(lengths)),
-        "rollout/cut_share": num_truncated / len(completions),
+        "rollout/truncated_fraction": num_truncated / len(completions),
     }
 
 

@@ -146,7 +146,7 @@ def measure_staleness(rollouts: Sequence[Rollout], *, version: int) -> dict[str,
 
     Returns:
         ``staleness/mean``: updates since the weights that sampled a token, averaged over tokens.
-        ``staleness/max``: the maximum over completions. ``staleness/mixed_share``: fraction of
+        ``staleness/max``: the maximum over completions. ``staleness/mixed_fraction``: fraction of
         completions with tokens from several versions.
     """
     completions = [completion for rollout in rollouts for completion in rollout.completions]
@@ -159,5 +159,5 @@ def measure_staleness(rollouts: Sequence[Rollout], *, version: int) -> dict[str,
     return {
         "staleness/mean": sum(ages) / max(len(ages), 1),
         "staleness/max": float(max((version - c.weight_version for c in completions), default=0)),
-        "staleness/mixed_share": num_mixed / max(len(completions), 1),
+        "staleness/mixed_fraction": num_mixed / max(len(completions), 1),
     }

@@ -89,7 +89,11 @@ PANELS = (
     Panel(
         title="fractions",
         phase="rl",
-        metrics=("groups/zero_std_fraction", "rollout/cut_share", "policy/clip_fraction_high"),
+        metrics=(
+            "groups/zero_std_fraction",
+            "rollout/truncated_fraction",
+            "policy/clip_fraction_high",
+        ),
         is_fraction=True,
     ),
     Panel(
