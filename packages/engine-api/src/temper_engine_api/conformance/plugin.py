@@ -89,6 +89,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
 
 
+# Before pytest applies -k and -m, so that `unclaimed` does not depend on them.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select tests by the engine's claims, mark expected failures, sort by layout.

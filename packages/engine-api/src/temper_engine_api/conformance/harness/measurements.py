@@ -90,6 +90,7 @@ def rank_slice(
         batch = batch.with_columns(objective.prepare(batch, seed=SEED))
     atom_tokens = batch.tokens.new_zeros(batch.num_sequences)
     _, atom_of = torch.unique(batch.pack_group_ids, return_inverse=True)
+    # The dynamic split has the smallest token limit that fits the longest indivisible group.
     longest_atom = int(atom_tokens.index_add(0, atom_of, batch.lengths).max())
     constraints = engine.topology.plan_constraints
     plan = plan_mini_batch(
@@ -148,6 +149,7 @@ def run_update(
 
 def collect_state(engine: BaseEngine) -> dict[str, TrainingState]:
     """Return the portable state by name, on the CPU; empty on ranks other than 0."""
+    # The export is collective, so every rank must iterate it.
     state = {entry.name: _on_host(entry) for entry in engine.export_state()}
     return state if engine.topology.global_rank == 0 else {}
 

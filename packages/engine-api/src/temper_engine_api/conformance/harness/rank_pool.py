@@ -114,6 +114,7 @@ class RankPool:
         self._members, self._rendezvous, self._group_size = [], {}, 0
 
     def _start(self) -> None:
+        # Forked ranks would inherit the threads and the CUDA context of the test session.
         context = multiprocessing.get_context("spawn")
         for index in range(self._num_processes):
             local_end, remote_end = context.Pipe()
@@ -158,6 +159,7 @@ class RankPool:
             if r.error is not None
         ]
         if errors:
+            # After an error the ranks no longer agree on the next collective: use a new group.
             self._rendezvous.clear()
             raise RankFailureError("\n".join(errors))
         return replies
@@ -198,6 +200,7 @@ class RankPool:
                 reply = self._receive(job, index)
                 replies[index] = reply
                 if reply.error is not None:
+                    # The others may wait in a collective for the failed rank.
                     deadline = min(deadline, time.monotonic() + GRACE_PERIOD_S)
         return [replies[i] for i in range(len(members))]
 
@@ -235,6 +238,7 @@ class RankPool:
         process = self._members[index][0]
         assert process.pid is not None
         os.kill(process.pid, signal.SIGUSR1)
+        # Wait until the rank's signal handler has written its stack.
         time.sleep(0.3)
         return self._stack_file(index).read_text() or "(no stack available)"
 
@@ -242,6 +246,7 @@ class RankPool:
         return self._folder / f"stack-of-rank-{index}"
 
     def _fail(self, message: str) -> NoReturn:
+        # A rank that waits in a collective does not react to anything else.
         for process, _ in self._members:
             process.kill()
         self.close()

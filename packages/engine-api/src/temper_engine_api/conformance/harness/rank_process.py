@@ -69,6 +69,7 @@ def serve_jobs(connection: Connection, *, index: int, stack_file: str) -> None:
         index: Rank of this process in every process group that it joins.
         stack_file: File to which SIGUSR1 writes the current stack.
     """
+    # All ranks share the host's cores.
     torch.set_num_threads(1)
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
@@ -114,6 +115,7 @@ class _RankServer:
                 return JobReply()
             self._join(request)
             rank = self._rank(request)
+            # The result of a job must not depend on the jobs before it.
             random.seed(0)
             torch.manual_seed(0)
             try:
@@ -143,6 +145,7 @@ class _RankServer:
             "LOCAL_RANK": str(self._index),
             "WORLD_SIZE": str(request.layout.world_size),
         }
+        # All ranks run on this host: use the loopback interface.
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
         if request.device == "cuda":
             torch.cuda.set_device(self._index)

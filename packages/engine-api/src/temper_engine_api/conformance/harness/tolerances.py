@@ -34,6 +34,7 @@ class Tolerance:
         )
 
 
+# Set by the fixture engine_under_test, so that tests need not pass the dtype to each comparison.
 _COMPUTE: ContextVar[Compute] = ContextVar("compute", default="fp32")
 
 

@@ -31,6 +31,7 @@ _COMMON: Mapping[str, Scalar] = MappingProxyType(
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,
+        # Two ranks with two virtual pipeline stages each have one layer per stage.
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,

@@ -120,6 +120,7 @@ class OracleCache:
 
     def get_update(self, setup: EngineSetup, objective: Objective, batch: SequenceBatch) -> Update:
         """Return the oracle's update on the full mini-batch in one micro-batch."""
+        # Batches hold tensors, which are not hashable by value.
         key = (setup, repr(objective), id(batch))
         if key not in self._updates:
             update = measure_update(self.rank, setup=setup, objective=objective, batch=batch)

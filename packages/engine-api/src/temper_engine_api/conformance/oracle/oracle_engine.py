@@ -136,10 +136,12 @@ class OracleEngine(BaseEngine):
     def _apply_gradients(self, *, lr: float) -> float:
         assert self.config.optimizer is not None
         gradients = self.gradients()
+        # In float64, so that the expected norm adds no rounding error of its own.
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
         if not math.isfinite(norm):
             return norm
         limit = self.config.optimizer.clip_grad_norm
+        # The formula of torch.nn.utils.clip_grad_norm_.
         scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         with torch.no_grad():
             for name, parameter in self.parameters().items():

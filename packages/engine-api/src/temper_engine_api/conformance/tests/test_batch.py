@@ -237,9 +237,9 @@ def outputs_of_rank(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> 
         result = engine.forward_backward_batch(
             local_batch, forward_only=True, outputs=[HeadOutput.LOGPROB]
         )
-    given = None if result.outputs is None else result.outputs.sample_ids.tolist()
+    actual = None if result.outputs is None else result.outputs.sample_ids.tolist()
     return SampleOrder(
-        expected=local_batch.sample_ids[~local_batch.is_dummy].tolist(), actual=given
+        expected=local_batch.sample_ids[~local_batch.is_dummy].tolist(), actual=actual
     )
 
 

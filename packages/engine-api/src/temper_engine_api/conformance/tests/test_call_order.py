@@ -114,7 +114,7 @@ def step_after_zeroing(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) 
 def test_engine_without_optimizer_only_evaluates(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Without an optimizer, forward passes work and training raises EngineStateError."""
+    """An engine without an optimizer evaluates; training raises EngineStateError."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED, optimizer=None), oracle.get_batch()
     expected = oracle.get_outputs(oracle.make_setup(QWEN2_GROUPED), batch, HeadOutput.LOGPROB)
     for column in engine_under_test.run(evaluate_frozen, setup=setup, batch=batch):

@@ -75,7 +75,7 @@ def read_init_error(rank: Rank, *, setup: EngineSetup) -> str:
 def test_unclaimed_adapter_calls_are_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Without the claim, all adapter methods raise CapabilityError."""
+    """All adapter methods raise CapabilityError if the engine does not claim ADAPTER."""
     engine_under_test.run(call_adapter, setup=oracle.make_setup(QWEN2_GROUPED))
 
 
@@ -95,7 +95,7 @@ def call_adapter(rank: Rank, *, setup: EngineSetup) -> None:
 def test_unclaimed_expert_adapters_are_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Without the claim, a LoRA on experts raises CapabilityError naming the capability."""
+    """A LoRA on experts raises CapabilityError by name if the engine does not claim it."""
     inside = replace(oracle.make_lora_spec(rank=2), target_parameters=("mlp.experts.down_proj",))
     for message in engine_under_test.run(
         read_init_error, setup=oracle.make_setup(QWEN2_GROUPED, lora=inside)
@@ -107,7 +107,7 @@ def test_unclaimed_expert_adapters_are_rejected(
 def test_unclaimed_logprob_at_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Without the claim, requesting log-probs at given ids raises CapabilityError."""
+    """Requesting log-probs at given ids raises CapabilityError if it is not claimed."""
     engine_under_test.run(
         request_logprob_at, setup=oracle.make_setup(QWEN2_GROUPED), batch=oracle.get_batch()
     )

@@ -77,7 +77,8 @@ def test_resume_is_bitwise(
     )
     for number in range(2):
         updates, expected_updates = (
-            [of_rank[-2 + number] for of_rank in of_ranks] for of_ranks in (resumed, uninterrupted)
+            [updates_of_rank[-2 + number] for updates_of_rank in updates_by_rank]
+            for updates_by_rank in (resumed, uninterrupted)
         )
         for update, expected in zip(updates, expected_updates, strict=True):
             assert_same_state(update.state, expected.state)
@@ -181,6 +182,7 @@ def train_until_error(
             engine.forward_backward_batch(
                 rank_slice(engine, batch, split=ONE_MICRO_BATCH), forward_only=False
             )
+        # Give the background save time to fail; a later step must then report it.
         time.sleep(0.5)
         try:
             engine.optimizer_step()
@@ -194,7 +196,7 @@ def train_until_error(
 def test_unclaimed_background_save_is_rejected(
     engine_under_test: EngineUnderTest, setup: EngineSetup, tmp_path: Path
 ) -> None:
-    """Without the claim, `in_background=True` raises CapabilityError."""
+    """`in_background=True` raises CapabilityError if the engine does not claim it."""
     engine_under_test.run(save_in_background_unclaimed, setup=setup, folder=tmp_path)
 
 
@@ -319,8 +321,10 @@ def test_resume_in_another_layout_gives_the_same_loss(
             other, load_and_train, setup=setup, batches=batches[2:3], folder=tmp_path
         )
         losses = [
-            merge_update_metrics([of_rank[-1] for of_rank in of_ranks])["loss"]
-            for of_ranks in (resumed, uninterrupted)
+            merge_update_metrics([updates_of_rank[-1] for updates_of_rank in updates_by_rank])[
+                "loss"
+            ]
+            for updates_by_rank in (resumed, uninterrupted)
         ]
         assert_close(
             losses[0], losses[1], LOSS, what=f"next loss at {other.name}", min_scale=LOSS_TERM_SCALE

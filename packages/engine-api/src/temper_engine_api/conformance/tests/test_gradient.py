@@ -59,6 +59,7 @@ def _parameter(probe: Objective) -> object:
 every_probe = pytest.mark.parametrize("probe", [_parameter(probe) for probe in PROBES])
 """Decorator that runs a test once with each probe objective that the engine can compute."""
 
+# DpoProbe covers GROUP_MEAN.
 AGGREGATIONS = tuple(
     Aggregation(
         mode=mode, horizon=20 if mode is AggregationMode.SEQUENCE_MEAN_TOKEN_SUM_NORM else None

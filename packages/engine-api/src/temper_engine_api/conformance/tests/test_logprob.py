@@ -274,7 +274,7 @@ def _mask_without_dummies(local_batch: SequenceBatch) -> torch.Tensor:
 def test_untrained_positions_are_zero(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """In training, outputs are 0 wherever the loss mask is False."""
+    """Outputs in training are 0 wherever the loss mask is False."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     updates = engine_under_test.run(
         measure_update,
@@ -295,7 +295,7 @@ def test_untrained_positions_are_zero(
 def test_first_token_of_a_sequence_is_zero(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """No token predicts the first one of a sequence, so its outputs are 0."""
+    """The outputs of a sequence's first token are 0, since no position predicts it."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     outputs = engine_under_test.run(
         measure_outputs, setup=setup, batch=batch, requested_outputs=LANGUAGE_OUTPUTS
@@ -330,7 +330,7 @@ def test_one_token_sequences_are_accepted(
 def test_head_outputs_are_float32_under_bf16(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """With bf16 compute, head outputs are float32 and not rounded to bf16 on the way."""
+    """Head outputs are float32 with bf16 compute, and not rounded to bf16 on the way."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED, compute="bf16"), oracle.get_batch()
     exact = oracle.make_setup(QWEN2_GROUPED)
     outputs = engine_under_test.run(

@@ -95,7 +95,7 @@ def test_weight_decay_skips_vectors(
 def test_decays_vectors_decays_vectors(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """With `decays_vectors=True` weight decay applies to norms and biases too."""
+    """Weight decay applies to norms and biases too if `decays_vectors` is True."""
     decays = OptimizerSpec(
         lr=0.1,
         betas=(0.0, 0.0),
@@ -226,7 +226,7 @@ def test_fully_masked_mini_batch_changes_nothing(
 def test_nonfinite_gradient_skips_the_step_on_every_rank(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """One infinite advantage makes every rank skip the step and report all sample ids.
+    """Every rank skips the step and reports all sample ids if one advantage is infinite.
 
     State, counts and schedule stay as they were, and the next step works.
     """
@@ -254,9 +254,9 @@ def test_nonfinite_gradient_skips_the_step_on_every_rank(
         assert_same_state(skipped.state, first.state)
     reported = [
         sample
-        for of_rank in updates
-        if of_rank[1].returns_outputs
-        for sample in of_rank[1].report.sample_ids
+        for updates_of_rank in updates
+        if updates_of_rank[1].returns_outputs
+        for sample in updates_of_rank[1].report.sample_ids
     ]
     assert sorted(reported) == sorted(good.sample_ids.tolist())
 
