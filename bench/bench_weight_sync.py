@@ -55,8 +55,11 @@ from temper_trainer.weight_sync.collective_transport import (
     send_delta,
     send_weights,
 )
-from temper_trainer.weight_sync.shared_changes import write_delta
-from temper_trainer.weight_sync.shared_memory_transport import remove_folder, write_weight_files
+from temper_trainer.weight_sync.shared_memory_transport import (
+    remove_folder,
+    write_delta,
+    write_weight_files,
+)
 from temper_trainer.weight_sync.transport import SentWeights
 
 BUCKET_BYTES = 64 << 20
@@ -111,6 +114,7 @@ class Actor:
     is_first = True
 
     def __init__(self, shape: str) -> None:
+        self.transport_state: dict[str, object] = {}
         hidden, inner, layers, keys, vocabulary = SHAPES[shape]
         sizes = {"embed_tokens": (vocabulary, hidden), "norm": (hidden,)}
         for i in range(layers):
@@ -162,7 +166,7 @@ def serve_shared(pipe: "Connection[object, object]") -> None:
             if manifest is None:
                 check_digest(data, parcel)
             else:
-                changes, tensors = manifest.parcels[place], [weight.tensor for weight in weights]
+                changes, tensors = manifest.deltas[place], [weight.tensor for weight in weights]
                 apply_delta(tensors, open_delta_file(changes), parcel.entries, changes.counts)
                 check_updated_bucket(
                     tensors,
@@ -252,7 +256,7 @@ def measure_shared_changes(
             whole, actor, lr=rates[0], repeats=repeats, first_version=1
         )
         base = write_weight_files(actor, str(folder / "whole"), BUCKET_BYTES, True)
-        loaded = [DeltaManifest(version=0, base_version=0, parcels=())]
+        loaded = [DeltaManifest(version=0, base_version=0, deltas=())]
 
         def changes(version: int) -> SentWeights:
             manifest = write_delta(
@@ -269,7 +273,7 @@ def measure_shared_changes(
             ours.recv()
             remove_folder(actor, str(folder / str(loaded[0].version)))
             loaded[0] = manifest
-            pairs = list(zip(base, manifest.parcels, strict=True))
+            pairs = list(zip(base, manifest.deltas, strict=True))
             elements = sum(
                 count_sent_elements(parcel.entries, [FULL_TENSOR] * len(parcel.entries))
                 for parcel in base

@@ -32,7 +32,14 @@ NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
     "trainer": (
         *(
             f"temper_trainer.runtime.ray.{module}"
-            for module in ("ray_replica", "ray_runtime", "ray_verification", "ray_worker_group")
+            for module in (
+                "ray_calls",
+                "ray_replica",
+                "ray_runtime",
+                "ray_sampler",
+                "ray_verification",
+                "ray_worker_group",
+            )
         ),
         *(f"temper_trainer.rollout.vllm.{room}" for room in ("vllm_engine", "weight_transfer")),
     ),

@@ -21,7 +21,7 @@ from temper_trainer.config_loading.external_checks import check_external_objects
 from temper_trainer.config_loading.help_text import USAGE, help_text
 from temper_trainer.config_loading.sizes import describe_sizes
 from temper_trainer.run_lock import RunLock
-from temper_trainer.runtime.planned import describe_plan
+from temper_trainer.runtime.placement import describe_plan
 
 EXIT_FAILED = 1
 EXIT_WRONG_CONFIG = 2

@@ -304,6 +304,6 @@ def test_server_that_is_killed_before_the_first_weights_is_started_again(
     assert server
     os.killpg(server, signal.SIGKILL)
     assert driver.wait(timeout=600) == 0, site.log[-5000:]
-    assert "rollout replica 0 is started again" in site.log
+    assert "rollout replica 0 is restarted" in site.log
     site.check_processes()
     assert site.files() == []

@@ -12,7 +12,7 @@ import torch
 
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
-from temper_trainer.rollout.replica import ReplicaError
+from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.runtime.engine_teacher import EngineTeacher
@@ -50,13 +50,13 @@ def teacher() -> Iterator[EngineTeacher]:
 
 
 def question(i: int, *tokens: int, temperature: float = 1.0) -> TeacherRequest:
-    return TeacherRequest(request_id=i, tokens=tokens, first=2, temperature=temperature)
+    return TeacherRequest(request_id=i, tokens=tokens, first_position=2, temperature=temperature)
 
 
 def test_a_named_token_has_the_log_prob_that_it_has_when_it_is_given(
     teacher: EngineTeacher,
 ) -> None:
-    (answer,) = teacher.answer([question(7, 3, 1, 4, temperature=0.7)], top_k=4, timeout_s=60.0)
+    (answer,) = teacher.score([question(7, 3, 1, 4, temperature=0.7)], top_k=4, timeout_s=60.0)
     assert answer.top_ids is not None
     assert answer.top_logprobs is not None
     assert answer.top_logprobs[0].tolist() == sorted(answer.top_logprobs[0].tolist(), reverse=True)
@@ -64,14 +64,14 @@ def test_a_named_token_has_the_log_prob_that_it_has_when_it_is_given(
         question(i, 3, 1, token, temperature=0.7)
         for i, token in enumerate(answer.top_ids[0].tolist())
     ]
-    found = torch.cat([each.logprobs for each in teacher.answer(given, top_k=0, timeout_s=60.0)])
+    found = torch.cat([each.logprobs for each in teacher.score(given, top_k=0, timeout_s=60.0)])
     torch.testing.assert_close(found, answer.top_logprobs[0], rtol=1e-4, atol=1e-5)
 
 
 def test_all_tokens_together_have_probability_one_and_a_small_vocabulary_is_filled_up(
     teacher: EngineTeacher,
 ) -> None:
-    (answer,) = teacher.answer([question(0, 5, 6, 7, 8)], top_k=VOCABULARY + 2, timeout_s=60.0)
+    (answer,) = teacher.score([question(0, 5, 6, 7, 8)], top_k=VOCABULARY + 2, timeout_s=60.0)
     assert answer.top_logprobs is not None
     assert answer.top_logprobs.exp().sum(-1).tolist() == pytest.approx([1.0, 1.0], abs=1e-4)
     assert answer.top_logprobs[:, -2:].isinf().all()
@@ -81,11 +81,11 @@ def test_answers_come_in_the_order_of_the_questions_whatever_their_lengths(
     teacher: EngineTeacher,
 ) -> None:
     asked = [question(4, 1, 2, 3), question(9, *range(12)), question(2, 1, 2, 9, 9)]
-    together = teacher.answer(asked, top_k=0, timeout_s=60.0)
+    together = teacher.score(asked, top_k=0, timeout_s=60.0)
     assert [answer.request_id for answer in together] == [4, 9, 2]
     assert [len(answer.logprobs) for answer in together] == [1, 10, 2]
     for each, answer in zip(asked, together, strict=True):
-        (alone,) = teacher.answer([each], top_k=0, timeout_s=60.0)
+        (alone,) = teacher.score([each], top_k=0, timeout_s=60.0)
         torch.testing.assert_close(alone.logprobs, answer.logprobs, rtol=1e-4, atol=1e-5)
 
 
@@ -98,7 +98,7 @@ def test_a_teacher_that_hangs_is_told_after_its_time_and_not_waited_for(
     with pytest.raises(
         TeacherError, match=r"teacher t did not answer within distillation\.timeout_s = 0\.2 s"
     ):
-        teacher.answer([question(0, 1, 2, 3)], top_k=0, timeout_s=0.2)
+        teacher.score([question(0, 1, 2, 3)], top_k=0, timeout_s=0.2)
     assert time.monotonic() - begin < 30
     awaited.set()
 
@@ -136,7 +136,7 @@ def test_servers_that_hang_as_a_teacher_are_ended_and_not_started_again() -> Non
     with pytest.raises(
         TeacherError, match=r"teacher t did not answer within distillation\.timeout_s = 0\.2 s"
     ):
-        found.answer([question(0, 1, 2, 3)], top_k=0, timeout_s=0.2)
+        found.score([question(0, 1, 2, 3)], top_k=0, timeout_s=0.2)
     assert server.num_starts == 1
 
 
@@ -163,7 +163,7 @@ def test_rows_of_a_servers_head_that_stand_for_no_token_are_named_by_nobody() ->
     teacher = VllmTeacher(
         "t", servers=VllmSampler([Server()], spec=spec, max_restarts=3), vocab_size=41
     )
-    (answer,) = teacher.answer([question(0, 1, 2)], top_k=2, timeout_s=9.0)
+    (answer,) = teacher.score([question(0, 1, 2)], top_k=2, timeout_s=9.0)
     assert answer.top_ids is not None
     assert answer.top_logprobs is not None
     assert answer.top_ids.tolist() == [[7, 0]]

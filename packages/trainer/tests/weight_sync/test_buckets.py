@@ -52,9 +52,9 @@ def test_a_changed_byte_is_refused() -> None:
 @pytest.mark.parametrize(
     ("order", "sentence"),
     [
-        ([0, 2], "bucket 2 came where 1"),
-        ([1, 0, 2], "bucket 1 came where 0"),
-        ([0, 1], "without its last one"),
+        ([0, 2], "bucket 2 arrived, but bucket 1 was expected"),
+        ([1, 0, 2], "bucket 1 arrived, but bucket 0 was expected"),
+        ([0, 1], "the last bucket is missing"),
     ],
 )
 def test_missing_and_misplaced_buckets_are_refused(order: list[int], sentence: str) -> None:
@@ -65,5 +65,5 @@ def test_missing_and_misplaced_buckets_are_refused(order: list[int], sentence: s
 
 def test_buckets_after_the_last_are_refused() -> None:
     (only,) = pack_buckets(weights(), bucket_bytes=1000)
-    with pytest.raises(WeightError, match="bucket 1 came where 1 was due"):
+    with pytest.raises(WeightError, match="bucket 1 arrived, but bucket 1 was expected"):
         list(unpack_buckets([only, replace(only, index=1)]))

@@ -194,7 +194,7 @@ def train_on_rollouts(
     teacher_metrics: dict[str, float] = {}
     if teachers is not None:
         with timer.measure("teacher"), allow_late_abandon():
-            columns, teacher_metrics = teachers.columns(
+            columns, teacher_metrics = teachers.fetch_columns(
                 samples, routes=[rollout.prompt.route for rollout in rollouts]
             )
         samples = samples.with_columns(columns)

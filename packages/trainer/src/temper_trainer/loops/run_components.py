@@ -26,8 +26,8 @@ from temper_trainer.rollout.pausable_sampler import PausableSampler
 from temper_trainer.rollout.sampler import InterruptibleSampler, Sampler
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.runtime.engine_reward_model import build_reward_model
-from temper_trainer.runtime.engine_teacher import build_teachers
 from temper_trainer.runtime.runtime_factory import Runtime
+from temper_trainer.runtime.teacher_factory import build_teachers
 from temper_trainer.runtime.worker_group import WorkerGroup
 from temper_trainer.teacher.teacher_client import TeacherClient
 from temper_trainer.types import Prompt

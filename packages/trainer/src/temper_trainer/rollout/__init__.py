@@ -1,1 +1,1 @@
-"""Prompts in, completions out, under a numbered set of weights. Import from the submodules."""
+"""Samplers: complete prompts with a numbered set of weights. Import from the submodules."""

@@ -1,7 +1,8 @@
-"""Continuous batching: sequences share decoding steps, a finished one frees its slot at once, waiting ones move in.
+"""Continuous batching: a finished sequence frees its slot at once for a waiting one.
 
-A prompt is remembered up to its last token; that token is the first input of decoding, so that every drawn token, the first
-included, comes from the same kind of step. Equal prompts are computed once.
+Prefill computes a prompt up to its second to last token. The last token is the first input of
+decoding, so that every sampled token, the first included, comes from the same kind of forward pass.
+Equal prompts are prefilled once.
 """
 
 from collections import deque
@@ -18,37 +19,35 @@ from temper_trainer.rollout.token_sampling import TokenSamplingOptions, sample_t
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
 
 _PREFILL_TOKENS = 8192
-"""Prompts are computed for as many sequences at once as stay below this many tokens, padding included."""
+"""Largest prefill, in tokens with padding; a longer prompt is prefilled alone."""
 _REFILL_DIVISOR = 8
-"""Waiting requests move in when one slot in this many is free: fewer, larger prefills."""
+"""Waiting requests are admitted once 1 / this of the slots is free, for fewer and larger prefills."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Sequence:
-    """A request that holds a slot."""
+    """A request in a slot."""
 
     index: int
-    """Of the request in its call."""
+    """Index of the request in the call of `sample`."""
     request: SamplingRequest
-    """What was asked."""
     tokens: list[int] = field(default_factory=list)
-    """Drawn so far."""
+    """Sampled so far."""
     logprobs: list[float] = field(default_factory=list)
-    """Of those."""
 
     @property
     def current(self) -> int:
-        """The token that the next step reads."""
+        """Input token of the next step."""
         return self.tokens[-1] if self.tokens else self.request.prompt_tokens[-1]
 
     @property
     def position(self) -> int:
-        """Of that token."""
+        """Position of the input token in the sequence."""
         return len(self.request.prompt_tokens) + len(self.tokens) - 1
 
 
 class ContinuousBatchDecoder:
-    """One call of the sampler from its requests to their completions."""
+    """Decodes the requests of one `sample` call."""
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class ContinuousBatchDecoder:
         *,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        ends: frozenset[int],
+        end_token_ids: frozenset[int],
         max_concurrent: int,
         weight_version: int,
         is_interrupted: Callable[[], bool] = lambda: False,
@@ -64,7 +63,7 @@ class ContinuousBatchDecoder:
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._ends = ends
+        self._end_token_ids = end_token_ids
         self._version = weight_version
         self._is_interrupted = is_interrupted
         self._compute_lock = compute_lock or nullcontext()
@@ -73,20 +72,20 @@ class ContinuousBatchDecoder:
             _Sequence(index=i, request=request) for i, request in enumerate(requests)
         )
         self._num_slots = min(max_concurrent, len(requests))
-        self._live: list[_Sequence] = []
-        self._memory = SlotKVCache(num_layers=model.config.get_text_config().num_hidden_layers)
+        self._active: list[_Sequence] = []
+        self._cache = SlotKVCache(num_layers=model.config.get_text_config().num_hidden_layers)
         self._max_length = max(
             (len(r.prompt_tokens) + r.sampling.max_tokens for r in requests), default=0
         )
         self._completions: dict[int, Completion] = {}
 
     def run(self) -> list[Completion]:
-        """Decode until every request has its completion, or until interrupted; in the order of the requests."""
+        """Decode until every request is finished or interrupted; return completions in order."""
         options: TokenSamplingOptions | None = None
-        while (self._waiting or self._live) and not self._is_interrupted():
-            # Released after each step, so that an engine of this process gets its turn.
+        while (self._waiting or self._active) and not self._is_interrupted():
+            # Released after each step, so that an engine in this process can run between steps.
             with self._compute_lock:
-                num_free = self._num_slots - len(self._live)
+                num_free = self._num_slots - len(self._active)
                 if self._waiting and num_free * _REFILL_DIVISOR >= self._num_slots:
                     self._admit(num_free)
                     options = None
@@ -94,23 +93,23 @@ class ContinuousBatchDecoder:
                     options = self._options()
                 if self._step(options):
                     options = None
-        for sequence in (*self._live, *self._waiting):
+        for sequence in (*self._active, *self._waiting):
             self._completions[sequence.index] = self._completion(sequence, FinishReason.INTERRUPTED)
         return [self._completions[index] for index in range(len(self._completions))]
 
     def _options(self) -> TokenSamplingOptions:
-        requests = [sequence.request for sequence in self._live]
-        return TokenSamplingOptions.of(
+        requests = [sequence.request for sequence in self._active]
+        return TokenSamplingOptions.from_configs(
             [r.sampling for r in requests], seeds=[r.seed for r in requests], device=self._device
         )
 
     def _admit(self, num_free: int) -> None:
-        """Give free slots to waiting requests and compute their prompts, each distinct one once."""
-        first = len(self._live)
-        self._live += [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
+        """Put waiting requests into free slots and prefill each distinct prompt once."""
+        first = len(self._active)
+        self._active += [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
         self._reserve(num_slots=self._num_slots)
         slots: dict[tuple[int, ...], list[int]] = {}
-        for slot, sequence in enumerate(self._live[first:], start=first):
+        for slot, sequence in enumerate(self._active[first:], start=first):
             slots.setdefault(sequence.request.prompt_tokens[:-1], []).append(slot)
         slots.pop((), None)
         longest_first = sorted(slots, key=len, reverse=True)
@@ -123,38 +122,40 @@ class ContinuousBatchDecoder:
         padded = torch.nn.utils.rnn.pad_sequence(
             [torch.tensor(prefix) for prefix in prefixes], batch_first=True
         ).to(self._device)
-        places = torch.arange(padded.shape[1], device=self._device).expand_as(padded)
-        attention = PrefillAttention(self._memory, slots=slots, device=self._device)
-        # The model without its head: only keys and values are wanted.
+        positions = torch.arange(padded.shape[1], device=self._device).expand_as(padded)
+        attention = PrefillAttention(self._cache, slots=slots, device=self._device)
+        # Without the output head: only keys and values are needed.
         self._model.base_model(
-            input_ids=padded, position_ids=places, use_cache=False, slots=attention
+            input_ids=padded, position_ids=positions, use_cache=False, slots=attention
         )
 
     def _reserve(self, *, num_slots: int) -> None:
-        longest = max(sequence.position for sequence in self._live) + 1
-        self._memory.reserve(num_slots=num_slots, length=longest, max_length=self._max_length)
+        longest = max(sequence.position for sequence in self._active) + 1
+        self._cache.reserve(num_slots=num_slots, length=longest, max_length=self._max_length)
 
     def _step(self, options: TokenSamplingOptions) -> bool:
-        """One token for every live sequence; whether any has finished."""
-        self._reserve(num_slots=self._num_slots if self._waiting else len(self._live))
-        places = [sequence.position for sequence in self._live]
-        positions = torch.tensor(places, device=self._device)
-        current = torch.tensor([sequence.current for sequence in self._live], device=self._device)
-        attention = DecodeAttention(self._memory, positions=positions, longest=max(places))
+        """Sample one token for every active sequence; return True if any finished."""
+        self._reserve(num_slots=self._num_slots if self._waiting else len(self._active))
+        longest = max(sequence.position for sequence in self._active)
+        positions = torch.tensor(
+            [sequence.position for sequence in self._active], device=self._device
+        )
+        current = torch.tensor([sequence.current for sequence in self._active], device=self._device)
+        attention = DecodeAttention(self._cache, positions=positions, longest=longest)
         outputs = self._model(
             input_ids=current[:, None],
             position_ids=positions[:, None],
             use_cache=False,
             slots=attention,
         )
-        drawn, logprobs = sample_tokens(
+        sampled, logprobs = sample_tokens(
             outputs.logits[:, 0].float(),
             options=options,
-            positions=[len(s.tokens) for s in self._live],
+            positions=[len(s.tokens) for s in self._active],
         )
         finished = []
         for slot, (sequence, token, logprob) in enumerate(
-            zip(self._live, drawn.tolist(), logprobs.tolist(), strict=True)
+            zip(self._active, sampled.tolist(), logprobs.tolist(), strict=True)
         ):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
@@ -168,16 +169,17 @@ class ContinuousBatchDecoder:
 
     def _finish_reason(self, sequence: _Sequence) -> FinishReason | None:
         sampling = sequence.request.sampling
-        if sequence.tokens[-1] in self._ends:
+        if sequence.tokens[-1] in self._end_token_ids:
             return FinishReason.END_TOKEN
         if sampling.stop and self._ends_in_stop_text(sequence):
             return FinishReason.STOP_TEXT
         return FinishReason.MAX_TOKENS if len(sequence.tokens) >= sampling.max_tokens else None
 
     def _ends_in_stop_text(self, sequence: _Sequence) -> bool:
-        """Whether a stop text stands in the completion's last tokens.
+        """Return True if the last tokens contain a stop text.
 
-        A character is at most four tokens (bytes), and earlier tokens were looked at in earlier steps, so a tail is enough.
+        Decoding the tail is enough: a character has at most four tokens (its bytes), and earlier steps
+        have checked earlier tokens.
         """
         longest = max(len(text) for text in sequence.request.sampling.stop)
         tail = self._tokenizer.decode(sequence.tokens[-4 * longest - 4 :], skip_special_tokens=True)
@@ -193,9 +195,9 @@ class ContinuousBatchDecoder:
         )
 
     def _free(self, finished: Sequence[int]) -> None:
-        """Close the gaps with the sequences of the highest slots."""
+        """Move sequences from the highest slots into freed ones: decoding reads the first n slots."""
         for slot in reversed(finished):
-            last = self._live.pop()
-            if slot < len(self._live):
-                self._live[slot] = last
-                self._memory.move(source=len(self._live), target=slot)
+            last = self._active.pop()
+            if slot < len(self._active):
+                self._active[slot] = last
+                self._cache.copy_slot(source=len(self._active), target=slot)

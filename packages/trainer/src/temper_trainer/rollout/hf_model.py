@@ -1,4 +1,4 @@
-"""The sampler's own transformers model: built from a ModelSpec, and given weights whole or not at all."""
+"""The transformers model of the `hf` sampler: build it, and load weights or deltas into it."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,14 +19,15 @@ from temper_trainer.rollout.weight_delta import (
 
 
 def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A causal language model in eval mode whose attention goes through the slot memory.
+    """Build a causal language model in eval mode whose attention uses the slots of `kv_cache`.
 
     Raises:
-        ConfigError: nothing can be loaded from model.path, or transformers does not know model.architecture.
+        ConfigError: If model.path cannot be loaded, or transformers does not know
+            model.architecture.
     """
     if spec.path is not None and not Path(spec.path).is_dir():
         raise ConfigError(
-            f"the sampler can't build a model from {spec.path!r}: there is no such directory."
+            f"the sampler cannot load a model from model.path = {spec.path!r}: no such directory."
         )
     try:
         if spec.path is not None:
@@ -46,7 +47,7 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
                 )
     except (OSError, ValueError) as error:
         origin = spec.path or dict(spec.architecture)
-        raise ConfigError(f"the sampler can't build a model from {origin!r}: {error}") from error
+        raise ConfigError(f"the sampler cannot build a model from {origin!r}: {error}") from error
     assert isinstance(model, PreTrainedModel)
     model = model.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
@@ -55,10 +56,10 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
 
 
 def _copy_out_of_file(model: PreTrainedModel) -> None:
-    """Give every tensor memory of its own, aligned as torch aligns it.
+    """Copy every tensor into aligned memory of its own.
 
-    transformers leaves weights mapped to their file: they change when somebody writes to it, and begin wherever its header ends, while
-    matrix libraries promise the same sums from run to run only for aligned memory.
+    transformers maps weights from their file. They would change if the file changes, and they start at
+    any offset, but matrix libraries give the same sums from run to run only for aligned memory.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
@@ -67,12 +68,12 @@ def _copy_out_of_file(model: PreTrainedModel) -> None:
 def find_end_token_ids(
     model: PreTrainedModel, spec: ModelSpec, *, tokenizer_end: int | None
 ) -> frozenset[int]:
-    """The tokenizer's end token, and those that a loaded model's own generation config names.
+    """Return the end tokens of the tokenizer and of a loaded model's generation config.
 
-    A model from scratch has no say: the end token in its architecture's defaults belongs to another tokenizer.
+    The config of a model from scratch is ignored: its default end token belongs to another tokenizer.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: If there is no end token.
     """
     ends = set() if tokenizer_end is None else {tokenizer_end}
     if spec.path is not None and model.generation_config is not None:
@@ -80,22 +81,23 @@ def find_end_token_ids(
         ends |= set(named) if isinstance(named, list) else set() if named is None else {named}
     if not ends:
         raise ConfigError(
-            "neither the tokenizer nor the model's generation config has an end token, so no completion could end."
+            "neither the tokenizer nor the model's generation config has an end token, so no "
+            "completion could end: set eos_token in the tokenizer's files."
         )
     return frozenset(ends)
 
 
 def read_end_token_ids(spec: ModelSpec, *, tokenizer_end: int | None) -> frozenset[int]:
-    """As ``end_token_ids``, from a model's directory alone.
+    """Return the same as `find_end_token_ids` without loading the model.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: If there is no end token.
     """
     ends = set() if tokenizer_end is None else {tokenizer_end}
     if spec.path is not None:
         try:
             generation = GenerationConfig.from_pretrained(spec.path, local_files_only=True)
-        except OSError:  # without generation_config.json, the model's own config speaks
+        except OSError:  # no generation_config.json: transformers uses the model's config
             generation = GenerationConfig.from_model_config(
                 AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
             )
@@ -103,69 +105,70 @@ def read_end_token_ids(spec: ModelSpec, *, tokenizer_end: int | None) -> frozens
         ends |= set(named) if isinstance(named, list) else set() if named is None else {named}
     if not ends:
         raise ConfigError(
-            "neither the tokenizer nor the model's generation config has an end token, so no completion could end."
+            "neither the tokenizer nor the model's generation config has an end token, so no "
+            "completion could end: set eos_token in the tokenizer's files."
         )
     return frozenset(ends)
 
 
 def load_weights(model: PreTrainedModel, stream: Iterable[NamedWeight]) -> None:
-    """Copy a complete set of weights into the model; tied tensors arrive once, under the first of their names.
+    """Copy all weights into the model. Tied tensors arrive once, under their first name.
 
-    Experts come one by one, under the names that files have, or joined as transformers keeps them.
-
-    The tensors are held until the set is known to be complete, so that a bad set changes nothing.
+    Experts may arrive separately, under their names in files, or joined as transformers stores them.
+    Nothing is copied before all names and shapes are checked, so that a bad set changes nothing.
 
     Raises:
-        WeightError: a name is missing, unexpected or repeated, or a shape differs.
+        WeightError: If a name is missing, unexpected or repeated, or a shape differs.
     """
-    places: dict[str, torch.Tensor] = {}
+    targets: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    for name, place in model.state_dict().items():
-        if place.data_ptr() not in seen:
-            seen.add(place.data_ptr())
-            places |= _split_experts(name, place)
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            targets |= _split_experts(name, tensor)
     arrived = [
         NamedWeight(name, tensor)
-        for whole in stream
-        for name, tensor in _split_experts(*whole).items()
+        for weight in stream
+        for name, tensor in _split_experts(*weight).items()
     ]
     check_weight_entries(
-        (_make_entry(name, place) for name, place in places.items()),
+        (_make_entry(name, target) for name, target in targets.items()),
         [_make_entry(w.name, w.tensor) for w in arrived],
     )
     with torch.no_grad():
         for weight in arrived:
-            places[weight.name].copy_(weight.tensor)
+            targets[weight.name].copy_(weight.tensor)
 
 
 def load_delta(model: PreTrainedModel, buckets: Sequence[DeltaBucket]) -> None:
-    """Write what changed into the model, in place; nothing is written before everything is known to fit.
+    """Apply a delta to the model in place. Nothing is written before all of it is checked.
 
     Raises:
-        WeightError: a bucket is damaged or missing, a name is unknown, or a shape differs.
+        WeightError: If a bucket is damaged or missing, a name is unknown, or a shape differs.
     """
     check_delta_buckets(buckets)
-    places: dict[str, torch.Tensor] = {}
-    for name, place in model.state_dict().items():
-        places |= {name: place, **_split_experts(name, place)}
-    found = [
+    targets: dict[str, torch.Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        targets |= {name: tensor, **_split_experts(name, tensor)}
+    deltas = [
         pair
         for bucket in buckets
         for pair in unpack_delta(bucket.data, bucket.entries, bucket.counts)
     ]
     for entry in (entry for bucket in buckets for entry in bucket.entries):
-        if entry.name not in places or tuple(places[entry.name].shape) != entry.shape:
-            shape = tuple(places[entry.name].shape) if entry.name in places else "no such tensor"
+        if entry.name not in targets or tuple(targets[entry.name].shape) != entry.shape:
+            shape = tuple(targets[entry.name].shape) if entry.name in targets else "no such tensor"
             raise WeightError(
-                f"changes do not match the model: {entry.name} of shape {entry.shape}, expected {shape}. Nothing was loaded."
+                f"the delta has {entry.name} of shape {entry.shape}, but the model has {shape}. "
+                "Nothing was loaded."
             )
     with torch.no_grad():
-        for entry, change in found:
-            apply_tensor_delta(places[entry.name], change)
+        for entry, delta in deltas:
+            apply_tensor_delta(targets[entry.name], delta)
 
 
 def _split_experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Views of what transformers joins in memory, and anything else as it is."""
+    """Return views of joined experts under their names in files; other tensors unchanged."""
     layer, _, kind = name.rpartition(".experts.")
     kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
     if kinds is None:

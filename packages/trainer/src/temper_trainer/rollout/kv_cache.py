@@ -1,9 +1,11 @@
-"""Keys and values of the sequences that are being decoded, one slot each, and the attention over them.
+"""A KV cache with one slot per sequence, and attention that reads and writes it.
 
-The first n slots are those in use, so that a decoding step reads views. Models reach this through transformers' attention
-interface under the name SLOT_ATTENTION: the keyword argument ``slots`` of a forward pass says what attention means in it.
+The first n slots are in use, so a decoding step reads views instead of gathered copies. Models call
+this through transformers' attention interface under the name SLOT_ATTENTION. The keyword argument
+`slots` of a forward pass is the Attention object for that pass.
 
-Shapes: n slots in use, L query positions, H key-value heads, G query heads per key-value head, S remembered positions, D head size.
+Shapes: n slots in use, L query positions, H key-value heads, G query heads per key-value head, S cached
+positions, D head size.
 """
 
 from collections.abc import Sequence
@@ -18,11 +20,11 @@ from temper_engine_api.errors import CapabilityError
 
 SLOT_ATTENTION = "temper_slots"
 _BLOCK = 64
-"""Positions are added in multiples of this."""
+"""Capacity grows in multiples of this many positions."""
 
 
 class Attention(Protocol):
-    """What attention means in one forward pass."""
+    """The attention of one forward pass."""
 
     def attend(
         self,
@@ -34,12 +36,21 @@ class Attention(Protocol):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """[rows, H x G, L, D] for query [rows, H x G, L, D], key and value [rows, H, L, D]."""
+        """Return [rows, H x G, L, D].
+
+        Args:
+            layer: Index of the layer.
+            query: [rows, H x G, L, D].
+            key: [rows, H, L, D].
+            value: [rows, H, L, D].
+            scale: Factor of the scores.
+            window: Size of the sliding window; None for full attention.
+        """
         ...
 
 
 class CausalAttention:
-    """Whole sequences, padded on the right, nothing remembered."""
+    """Causal attention over full sequences, padded on the right, without a cache."""
 
     def attend(
         self,
@@ -51,7 +62,7 @@ class CausalAttention:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """See Attention."""
+        """Attend within each row; see Attention."""
         length = query.shape[2]
         if window is None or length <= window:
             return functional.scaled_dot_product_attention(
@@ -67,7 +78,7 @@ class CausalAttention:
 
 
 class SlotKVCache:
-    """Keys and values of every layer, [slots, H, S, D] each, allocated at the first write and grown in blocks."""
+    """Keys and values of every layer, [slots, H, S, D] each, allocated at the first write."""
 
     def __init__(self, *, num_layers: int) -> None:
         self._keys: list[Tensor] = [torch.empty(0)] * num_layers
@@ -76,30 +87,31 @@ class SlotKVCache:
         self._length = 0
 
     def reserve(self, *, num_slots: int, length: int, max_length: int) -> None:
-        """Have room for this many slots and positions: half as many positions again when it must grow, but never above max_length.
+        """Make room for `num_slots` slots of `length` positions.
 
-        Slots beyond ``num_slots`` are given back when the memory is made anew.
+        Positions grow by at least a half, up to `max_length`, so that copies are rare. Slots above
+        `num_slots` are freed when the cache is reallocated.
         """
         if num_slots <= self._num_slots and length <= self._length:
             return
         if length > self._length:
-            wanted = min(max_length, max(length, self._length + self._length // 2))
-            self._length = -(-wanted // _BLOCK) * _BLOCK
+            grown = min(max_length, max(length, self._length + self._length // 2))
+            self._length = -(-grown // _BLOCK) * _BLOCK
         self._num_slots = num_slots
         for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
             if keys.ndim == 4:
-                self._keys[layer] = self._resized(keys)
-                self._values[layer] = self._resized(values)
+                self._keys[layer] = self._resize(keys)
+                self._values[layer] = self._resize(values)
 
-    def move(self, *, source: int, target: int) -> None:
-        """Make slot ``target`` what slot ``source`` is."""
+    def copy_slot(self, *, source: int, target: int) -> None:
+        """Copy slot `source` to slot `target`."""
         for tensors in (self._keys, self._values):
             for tensor in tensors:
                 if tensor.ndim == 4:
                     tensor[target] = tensor[source]
 
     def write(self, layer: int, key: Tensor, value: Tensor, *, slots: Tensor, rows: Tensor) -> None:
-        """Remember key[rows[i]] and value[rows[i]], each [H, L, D], as the first L positions of slot slots[i]."""
+        """Write key[rows[i]] and value[rows[i]], [H, L, D], to the first L positions of slots[i]."""
         self._allocate(layer, key)
         length = key.shape[2]
         self._keys[layer][slots, :, :length] = key[rows]
@@ -115,7 +127,7 @@ class SlotKVCache:
         positions: Tensor,
         length: int,
     ) -> tuple[Tensor, Tensor]:
-        """Remember one position of each of the first n slots; what they remember up to ``length``, as views [n, H, length, D]."""
+        """Write one position of each of the first n slots; return views [n, H, length, D]."""
         self._allocate(layer, key)
         keys, values = self._keys[layer], self._values[layer]
         keys[slots, :, positions] = key[:, :, 0]
@@ -125,10 +137,10 @@ class SlotKVCache:
     def _allocate(self, layer: int, like: Tensor) -> None:
         if self._keys[layer].ndim != 4:
             shape = (self._num_slots, like.shape[1], self._length, like.shape[3])
-            # Zeros, not garbage: a masked position has weight 0, but 0 x NaN is NaN.
+            # Zeros, not uninitialized memory: a masked position has weight 0, but 0 x NaN is NaN.
             self._keys[layer], self._values[layer] = like.new_zeros(shape), like.new_zeros(shape)
 
-    def _resized(self, old: Tensor) -> Tensor:
+    def _resize(self, old: Tensor) -> Tensor:
         resized = old.new_zeros((self._num_slots, old.shape[1], self._length, old.shape[3]))
         slots, length = min(old.shape[0], resized.shape[0]), min(old.shape[2], resized.shape[2])
         resized[:slots, :, :length] = old[:slots, :, :length]
@@ -136,16 +148,23 @@ class SlotKVCache:
 
 
 class PrefillAttention(CausalAttention):
-    """Prompts, padded on the right, remembered in one or more slots each.
+    """Causal attention over prompts, padded on the right, that writes them to the cache.
 
-    What the padding leaves behind a prompt is overwritten, position by position, before a mask lets it be seen.
+    Padding writes garbage after each prompt. Decoding overwrites every position before its mask
+    includes it.
     """
 
     def __init__(
-        self, memory: SlotKVCache, *, slots: Sequence[Sequence[int]], device: torch.device
+        self, cache: SlotKVCache, *, slots: Sequence[Sequence[int]], device: torch.device
     ) -> None:
-        """``slots[row]`` are those that the row's keys and values go to."""
-        self._memory = memory
+        """Prepare a prefill.
+
+        Args:
+            cache: The cache to use.
+            slots: For each row, the slots that its keys and values are written to.
+            device: Device of the model.
+        """
+        self._cache = cache
         self._slots = torch.tensor([slot for chosen in slots for slot in chosen], device=device)
         self._rows = torch.tensor(
             [row for row, chosen in enumerate(slots) for _ in chosen], device=device
@@ -161,17 +180,23 @@ class PrefillAttention(CausalAttention):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """See Attention."""
-        self._memory.write(layer, key, value, slots=self._slots, rows=self._rows)
+        """Attend and write the cache; see Attention."""
+        self._cache.write(layer, key, value, slots=self._slots, rows=self._rows)
         return CausalAttention.attend(self, layer, query, key, value, scale=scale, window=window)
 
 
 class DecodeAttention:
-    """One new position for each of the first n slots, over all that they remember."""
+    """Attention of one new token in each of the first n slots over the cached positions."""
 
-    def __init__(self, memory: SlotKVCache, *, positions: Tensor, longest: int) -> None:
-        """``positions`` [n] are those of the new tokens; ``longest`` is the largest."""
-        self._memory = memory
+    def __init__(self, cache: SlotKVCache, *, positions: Tensor, longest: int) -> None:
+        """Prepare a decoding step.
+
+        Args:
+            cache: The cache to use.
+            positions: [n] position of each new token.
+            longest: The largest position, passed separately to avoid a device synchronization.
+        """
+        self._cache = cache
         self._positions = positions
         self._slots = torch.arange(len(positions), device=positions.device)
         self._length = longest + 1
@@ -187,20 +212,25 @@ class DecodeAttention:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """See Attention. Query heads that share a key-value head become its query rows, so that nothing is repeated."""
-        keys, values = self._memory.append(
+        """Write the new position and attend; see Attention."""
+        keys, values = self._cache.append(
             layer, key, value, slots=self._slots, positions=self._positions, length=self._length
         )
         rows, heads, _, size = query.shape
+        # The G query heads of a key-value head become rows of one query, instead of repeating keys and
+        # values G times.
         grouped = query.view(rows, keys.shape[1], heads // keys.shape[1], size)
         mask = self._mask(window, query.dtype)
-        found = functional.scaled_dot_product_attention(
+        output = functional.scaled_dot_product_attention(
             grouped, keys, values, attn_mask=mask, scale=scale
         )
-        return found.reshape(rows, heads, 1, size)
+        return output.reshape(rows, heads, 1, size)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[n, 1, 1, S]: 0 where a position is seen, else minus infinity; one per forward pass and kind of layer."""
+        """Return [n, 1, 1, S]: 0 for visible positions and minus infinity for others.
+
+        Cached, because layers of one kind need the same mask.
+        """
         mask = self._masks.get((window, dtype))
         if mask is None:
             distance = self._positions[:, None] - torch.arange(
@@ -229,16 +259,16 @@ def _attend_slots(
     s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls, in its words; [rows, L, heads, D] is what it wants back."""
+    """Adapt an Attention to the function that transformers calls, which returns [rows, L, heads, D]."""
     if softcap is not None or s_aux is not None:
         raise CapabilityError(
-            f"{type(module).__name__} caps its attention scores or has attention sinks, which the hf sampler does not do: "
-            "use a model without them."
+            f"{type(module).__name__} uses attention softcapping or sinks, which the hf sampler does not "
+            "support: use rollout=vllm."
         )
     layer = module.layer_idx
     assert isinstance(layer, int)
-    found = slots.attend(layer, query, key, value, scale=scaling, window=sliding_window)
-    return found.transpose(1, 2), None
+    output = slots.attend(layer, query, key, value, scale=scaling, window=sliding_window)
+    return output.transpose(1, 2), None
 
 
 AttentionInterface.register(SLOT_ATTENTION, _attend_slots)

@@ -1,4 +1,4 @@
-"""Which replica takes which request: sessions stay where their beginning is remembered, unless that replica has far more to do."""
+"""Assign requests to replicas by load, so that the turns of one rollout stay on one replica."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from temper_trainer.types import SamplingRequest
 
 MAX_LOAD_RATIO = 1.5
-"""A session moves when its replica would have this many times the load of the least loaded one."""
+"""A session moves if its replica would have this many times the load of the least loaded one."""
 MAX_SESSIONS = 65_536
-"""Sessions whose replica is remembered; the ones unused for longest are forgotten first."""
+"""Sessions whose replica is remembered; the least recently used are forgotten first."""
 
 
 class LoadBalancer:
-    """Load is counted in tokens: of prompts, and of completions at their longest."""
+    """Assigns requests to replicas and counts the load of each.
+
+    Requests of one session go to the replica whose prefix cache has their beginning, unless it has
+    far more load than another one. Load is counted in tokens: prompt plus `max_tokens`.
+    """
 
     def __init__(self, num_replicas: int) -> None:
         self._load = [0] * num_replicas
@@ -20,35 +24,35 @@ class LoadBalancer:
 
     @property
     def load(self) -> tuple[int, ...]:
-        """Tokens in work, by replica."""
+        """Tokens of open requests, by replica."""
         return tuple(self._load)
 
     def assign(self, requests: Sequence[SamplingRequest]) -> list[list[int]]:
-        """For each replica, the places in ``requests`` of those that it takes; their load counts until ``release``."""
+        """Return the indices of the requests of each replica; they count until `release`."""
         chosen: list[list[int]] = [[] for _ in self._load]
-        for place, request in enumerate(requests):
+        for index, request in enumerate(requests):
             replica = self._choose(request)
-            chosen[replica].append(place)
+            chosen[replica].append(index)
             self._load[replica] += _count_tokens(request)
         return chosen
 
     def release(self, replica: int, requests: Sequence[SamplingRequest]) -> None:
-        """These are done, or have failed."""
+        """Subtract the load of requests that are finished or failed."""
         self._load[replica] -= sum(_count_tokens(request) for request in requests)
 
     def forget(self, replica: int) -> None:
-        """It was started anew and remembers nothing."""
+        """Forget the sessions of a replica that was restarted: its prefix cache is empty."""
         for session in [session for session, home in self._home.items() if home == replica]:
             del self._home[session]
 
     def _choose(self, request: SamplingRequest) -> int:
+        # Requests without a session: equal prompts, such as those of a group, stay together.
         session = hash(request.prompt_tokens) if request.session is None else request.session
-        least = min(range(len(self._load)), key=self._load.__getitem__)
-        home = self._home.get(session, least)
-        if self._load[home] + _count_tokens(request) > MAX_LOAD_RATIO * (
-            self._load[least] + _count_tokens(request)
-        ):
-            home = least
+        least_loaded = min(range(len(self._load)), key=self._load.__getitem__)
+        home = self._home.get(session, least_loaded)
+        cost = _count_tokens(request)
+        if self._load[home] + cost > MAX_LOAD_RATIO * (self._load[least_loaded] + cost):
+            home = least_loaded
         self._home[session] = home
         self._home.move_to_end(session)
         if len(self._home) > MAX_SESSIONS:

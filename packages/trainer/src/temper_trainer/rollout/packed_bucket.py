@@ -1,4 +1,7 @@
-"""Weights as files in shared memory: one bucket is one file, which its reader maps instead of copying. Needs torch alone."""
+"""Buckets of weights as contiguous bytes, in a file in shared memory or in a buffer on a device.
+
+Imported inside vLLM's workers, so it needs only torch.
+"""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,28 +15,28 @@ from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import NamedWeight
 
 ALIGNMENT = 64
-"""Bytes; every tensor begins at a multiple."""
+"""Every tensor starts at a multiple of this many bytes."""
 _BLOCK = 1 << 19
-"""Words whose weighted sum is taken at once: small enough to stay in a processor's cache."""
+"""Words that a checksum weights at once: 4 MB, which stays in a CPU's cache."""
 _BLOCKS_AT_ONCE = 32
-"""On a GPU, whose kernels take longer to start than one block takes to sum: 128 MB of products in between."""
+"""Blocks per operation on a GPU: 128 MB of products, so that kernel launches do not dominate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """One tensor in a parcel."""
+    """Where a tensor is in a packed bucket."""
 
     name: str
-    """Under Hugging Face names."""
+    """Hugging Face name."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     dtype: str
-    """torch's name, such as bfloat16."""
+    """Name of the torch dtype, such as bfloat16."""
     offset: int
-    """Bytes from the parcel's begin."""
+    """Byte offset in the bucket."""
 
     def read(self, data: Tensor) -> Tensor:
-        """The tensor as a view of a parcel's bytes."""
+        """Return the tensor as a view of the bucket's bytes."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         num_bytes = dtype.itemsize
         for size in self.shape:
@@ -43,20 +46,33 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBucket:
-    """What a receiver must know of one bucket."""
+    """Description of a packed bucket; the bytes are in a file or travel through a channel.
+
+    Example: two tensors in a file, the second one aligned to 64 bytes.
+
+        PackedBucket(
+            entries=(
+                TensorEntry(name="a.weight", shape=(2, 3), dtype="float32", offset=0),
+                TensorEntry(name="b.weight", shape=(4,), dtype="bfloat16", offset=64),
+            ),
+            num_bytes=128,
+            digest=9_288_114,
+            path="/dev/shm/temper-weights-.../version-1/00000",
+        )
+    """
 
     entries: tuple[TensorEntry, ...]
-    """In the order of the stream."""
+    """In the order of the weight stream."""
     num_bytes: int
-    """Of the whole parcel."""
+    """Size with padding."""
     digest: int | None
-    """See ``digest_of``; None is unchecked."""
+    """Checksum from `compute_digest`; None if checksums are off."""
     path: str | None = None
-    """Its file; None where the bytes travel in another way."""
+    """File of the bytes; None if they travel through a channel."""
 
 
 def plan_layout(weights: Sequence[NamedWeight]) -> tuple[tuple[TensorEntry, ...], int]:
-    """Where each tensor of a bucket lies, and the bucket's size in bytes."""
+    """Return the entry of each tensor and the size of the bucket in bytes."""
     entries, offset = [], 0
     for name, tensor in weights:
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -64,24 +80,50 @@ def plan_layout(weights: Sequence[NamedWeight]) -> tuple[tuple[TensorEntry, ...]
             TensorEntry(name=name, shape=tuple(tensor.shape), dtype=dtype, offset=offset)
         )
         offset += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+    # Never 0: an empty file cannot be mapped.
     return tuple(entries), max(offset, ALIGNMENT)
 
 
 def pack_tensors(
     data: Tensor, weights: Sequence[NamedWeight], entries: Sequence[TensorEntry]
 ) -> None:
-    """Copy the tensors of a bucket into its bytes, on whatever device those are."""
+    """Copy tensors into the bytes of a bucket, which may be on another device."""
     for weight, entry in zip(weights, entries, strict=True):
         entry.read(data).copy_(weight.tensor.detach())
+
+
+def unpack_tensors(data: Tensor, bucket: PackedBucket) -> Iterator[NamedWeight]:
+    """Return the tensors of a bucket as views of its bytes."""
+    return (NamedWeight(entry.name, entry.read(data)) for entry in bucket.entries)
+
+
+def split_into_buckets(
+    stream: Iterable[NamedWeight], *, bucket_bytes: int
+) -> Iterator[list[NamedWeight]]:
+    """Split a stream into lists of at most `bucket_bytes`; a larger tensor gets its own list.
+
+    Nothing is copied, so use each list before the next one is taken: the engine may free its tensors.
+    """
+    bucket: list[NamedWeight] = []
+    size = 0
+    for weight in stream:
+        weight_bytes = weight.tensor.numel() * weight.tensor.element_size()
+        if bucket and size + weight_bytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(weight)
+        size += weight_bytes
+    if bucket:
+        yield bucket
 
 
 def write_weight_file(
     weights: Sequence[NamedWeight], path: Path, *, with_digest: bool
 ) -> PackedBucket:
-    """One bucket as a file.
+    """Write a bucket to a new file.
 
     Raises:
-        WeightError: there is no room.
+        WeightError: If the file system is full.
     """
     entries, num_bytes = plan_layout(weights)
     data = create_mapped_file(path, num_bytes=num_bytes)
@@ -94,104 +136,89 @@ def write_weight_file(
     )
 
 
-def create_mapped_file(path: Path, *, num_bytes: int) -> Tensor:
-    """[num_bytes] uint8 zeros, mapped from a file that is made here.
+def open_weight_file(bucket: PackedBucket) -> Tensor:
+    """Map a bucket's file; writes to the returned [num_bytes] uint8 tensor do not reach the file.
 
     Raises:
-        WeightError: there is no room.
+        WeightError: If the file is missing or has another size.
+    """
+    assert bucket.path is not None
+    return open_mapped_file(Path(bucket.path), num_bytes=bucket.num_bytes, is_shared=False)
+
+
+def create_mapped_file(path: Path, *, num_bytes: int) -> Tensor:
+    """Create a file of zeros and return it as a [num_bytes] uint8 tensor.
+
+    Raises:
+        WeightError: If the file system is full.
     """
     try:
         with path.open("xb") as file:
-            # A write into a mapped file beyond the memory that is left would end the process; this says so first.
+            # Reserves the memory. Without it, writing to a mapped page that shared memory cannot
+            # back would kill the process with SIGBUS.
             os.posix_fallocate(file.fileno(), 0, num_bytes)
     except OSError as error:
         path.unlink(missing_ok=True)
         raise WeightError(
-            f"{num_bytes} bytes of weights don't fit into {path.parent}: {error.strerror}. Give shared memory more room (df {path.parent})."
+            f"{num_bytes} bytes of weights don't fit into {path.parent}: {error.strerror}. "
+            f"Give shared memory more room (df {path.parent})."
         ) from error
     return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
 
 
-def open_weight_file(parcel: PackedBucket) -> Tensor:
-    """[num_bytes] uint8, mapped from the parcel's file; what is written there stays in this process.
-
-    Raises:
-        WeightError: the file is not there or has another size.
-    """
-    assert parcel.path is not None
-    return open_mapped_file(Path(parcel.path), num_bytes=parcel.num_bytes, is_shared=False)
-
-
 def open_mapped_file(path: Path, *, num_bytes: int, is_shared: bool) -> Tensor:
-    """[num_bytes] uint8, mapped from a file.
+    """Map a file as a [num_bytes] uint8 tensor.
 
     Args:
-        path: of the file.
-        num_bytes: its size.
-        is_shared: whether what is written into the tensor gets into the file.
+        path: The file.
+        num_bytes: Its expected size.
+        is_shared: True if writes to the tensor shall reach the file.
 
     Raises:
-        WeightError: the file is not there or has another size.
+        WeightError: If the file is missing or has another size.
     """
     if not path.is_file() or path.stat().st_size != num_bytes:
-        size = path.stat().st_size if path.is_file() else "missing"
+        size = f"has {path.stat().st_size} bytes" if path.is_file() else "is missing"
         raise WeightError(
-            f"the weights' file {path} is {size}, but should have {num_bytes} bytes: is this its machine?"
+            f"the weight file {path} {size}, but {num_bytes} bytes were expected: "
+            "weight_sync.transport=shared_memory needs actor and servers on one host."
         )
     return torch.from_file(str(path), shared=is_shared, size=num_bytes, dtype=torch.uint8)
 
 
-def check_digest(data: Tensor, parcel: PackedBucket) -> None:
-    """Compare a bucket's bytes with what was sent.
+def check_digest(data: Tensor, bucket: PackedBucket) -> None:
+    """Compare the checksum of received bytes with the sender's.
 
     Raises:
-        WeightError: they differ.
+        WeightError: If they differ.
     """
-    if parcel.digest is not None and compute_digest(data) != parcel.digest:
-        first = parcel.entries[0].name if parcel.entries else "nothing"
+    if bucket.digest is not None and compute_digest(data) != bucket.digest:
+        first = bucket.entries[0].name if bucket.entries else "no tensor"
         raise WeightError(
-            f"the bucket of weights from {first} on arrived damaged (checksum differs): publish the weights again."
+            f"the weight bucket that starts with {first} arrived damaged (checksum differs): "
+            "publish the weights again."
         )
 
 
-def unpack_tensors(data: Tensor, parcel: PackedBucket) -> Iterator[NamedWeight]:
-    """The tensors of a parcel as views of its bytes."""
-    return (NamedWeight(entry.name, entry.read(data)) for entry in parcel.entries)
-
-
-def split_into_buckets(
-    stream: Iterable[NamedWeight], *, bucket_bytes: int
-) -> Iterator[list[NamedWeight]]:
-    """A stream in parts of at most ``bucket_bytes``, a larger tensor alone; nothing is copied, so a part must be used before the next."""
-    held: list[NamedWeight] = []
-    size = 0
-    for weight in stream:
-        weight_bytes = weight.tensor.numel() * weight.tensor.element_size()
-        if held and size + weight_bytes > bucket_bytes:
-            yield held
-            held, size = [], 0
-        held.append(weight)
-        size += weight_bytes
-    if held:
-        yield held
-
-
 def compute_digest(data: Tensor) -> int:
-    """A checksum of uint8 data on its own device, at the speed of memory: every word times an odd number of its place, summed modulo 2^64.
+    """Return a checksum of uint8 data, computed on its device at memory speed.
 
-    It finds damage, swaps and stale parts; it does not withstand someone who forges it.
+    The sum of all 8-byte words, each multiplied by an odd number that depends on its position,
+    modulo 2^64. It detects damage, swapped words and stale parts. It is no defense against somebody
+    who forges data.
     """
     words = data[: len(data) // 8 * 8].view(torch.int64)
     rest = torch.nn.functional.pad(data[len(words) * 8 :], (0, 8 - len(data) % 8)).view(torch.int64)
-    places = torch.arange(min(_BLOCK, len(words)), device=data.device) * 2 + 1
-    num_whole = len(words) // _BLOCK
+    factors = torch.arange(min(_BLOCK, len(words)), device=data.device) * 2 + 1
+    num_blocks = len(words) // _BLOCK
     rows = (
-        words[: num_whole * _BLOCK]
-        .view(num_whole, _BLOCK)
+        words[: num_blocks * _BLOCK]
+        .view(num_blocks, _BLOCK)
         .split(_BLOCKS_AT_ONCE if data.is_cuda else 1)
     )
-    sums = [(row * places).sum(dim=1) for row in rows if len(row)]
-    last = words[num_whole * _BLOCK :]
-    sums.append((last * places[: len(last)]).sum(dim=0, keepdim=True))
-    weights = torch.arange(num_whole + 1, device=data.device) * 2 + 1
-    return (int((torch.cat(sums) * weights).sum() + rest.sum()) + len(data)) % 2**64
+    sums = [(row * factors).sum(dim=1) for row in rows if len(row)]
+    last = words[num_blocks * _BLOCK :]
+    sums.append((last * factors[: len(last)]).sum(dim=0, keepdim=True))
+    # A second set of odd factors, so that swapped blocks are detected too. int64 wraps modulo 2^64.
+    block_factors = torch.arange(num_blocks + 1, device=data.device) * 2 + 1
+    return (int((torch.cat(sums) * block_factors).sum() + rest.sum()) + len(data)) % 2**64

@@ -1,7 +1,7 @@
-"""Completions that go on across a weight sync: stopped with what they have, taken up again under the new weights, joined at the end.
+"""A sampler whose open completions are paused for a weight sync and resumed with the new weights.
 
-Every token keeps the version of the weights that drew it, and its log-prob under them: the beginning is computed anew, so nothing of the
-old weights' memory is used.
+Each token keeps the version of the weights that sampled it and its log-prob under them. The prefix of
+a resumed completion is computed again, so no KV cache of old weights is used.
 """
 
 import logging
@@ -18,143 +18,151 @@ from temper_trainer.types import Completion, FinishReason, SamplingRequest
 logger = logging.getLogger(__name__)
 
 _INTERRUPT_INTERVAL_S = 0.5
-"""An interrupt may come before the sampler has seen a request; so it is repeated."""
+"""Interrupts are repeated: one may come before the sampler has received a request."""
 SEED_INCREMENT = 0x9E3779B97F4A7C15
-"""Odd and irregular: the seed of a continuation shares no draw with that of its beginning."""
+"""Odd, with irregular bits: a resumed completion shares no random number with its beginning."""
 
 
 class SamplingCancelledError(TemperError, RuntimeError):
-    """Nobody waits for these completions any more."""
+    """Sampling was cancelled because the run ends."""
 
 
 @dataclass(slots=True)
 class _PartialCompletion:
-    """What a request has so far."""
+    """The tokens of a request so far."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
+    def append(self, completion: Completion) -> None:
+        self.tokens += completion.tokens
+        self.logprobs += completion.rollout_logprobs
+        self.versions += [completion.weight_version] * len(completion.tokens)
+
 
 class PausableSampler:
-    """A Sampler for several threads, whose weights may be changed while requests are open."""
+    """A Sampler for several threads whose weights can change while requests are open."""
 
     def __init__(self, inner: InterruptibleSampler, *, interrupts: bool) -> None:
         """Wrap a sampler.
 
         Args:
-            inner: does the work.
-            interrupts: whether a pause stops open requests; False waits until they are done.
+            inner: The sampler that does the work.
+            interrupts: True if `pause` interrupts open requests; False if it waits for them.
         """
         self._inner = inner
         self._interrupts = interrupts
-        self._gate = threading.Condition()
+        self._condition = threading.Condition()
         self._is_open = True
-        self._num_inside = 0
-        self._is_given_up = False
+        self._num_active = 0
+        """Threads that are inside the inner sampler."""
+        self._is_cancelled = False
         self.num_resumed = 0
-        """Requests that were taken up again."""
+        """Number of interrupted completions that were resumed."""
 
     @property
     def weight_version(self) -> int:
-        """Of the inner sampler."""
+        """Version of the inner sampler's weights."""
         return self._inner.weight_version
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
-        """One whole completion per request, in their order."""
-        parts = {request.request_id: _PartialCompletion() for request in requests}
-        found: dict[int, Completion] = {}
-        waiting = list(requests)
-        while waiting:
-            with self._inside():
-                completions = self._inner.sample(waiting)
-            if self._is_given_up:
-                raise SamplingCancelledError("sampling was given up, because the run ends.")
-            again = []
-            for request, completion in zip(waiting, completions, strict=True):
-                have = parts[request.request_id]
+        """Return one finished completion per request, in their order."""
+        partial = {request.request_id: _PartialCompletion() for request in requests}
+        finished: dict[int, Completion] = {}
+        pending = list(requests)
+        while pending:
+            with self._enter():
+                completions = self._inner.sample(pending)
+            if self._is_cancelled:
+                raise SamplingCancelledError("sampling was cancelled, because the run ends.")
+            resumed = []
+            for request, completion in zip(pending, completions, strict=True):
                 if completion.finish_reason != FinishReason.INTERRUPTED:
-                    found[request.request_id] = _join(have, completion)
+                    finished[request.request_id] = _join(partial[request.request_id], completion)
                 elif request.sampling.stop:
-                    again.append(request)  # a stop text may stand across the cut: begin anew
+                    # The sampler looks for stop texts only in the tokens of one call, and a stop
+                    # text may span the interruption: start again.
+                    resumed.append(request)
                 else:
-                    _append(have, completion)
-                    again.append(_make_continuation(request, completion))
-            self.num_resumed += len(again)
-            waiting = again
-        return [found[request.request_id] for request in requests]
+                    partial[request.request_id].append(completion)
+                    resumed.append(_make_continuation(request, completion))
+            self.num_resumed += len(resumed)
+            pending = resumed
+        return [finished[request.request_id] for request in requests]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Nothing is being sampled in the body, and nothing begins; afterwards everything goes on."""
-        with self._gate:
+        """Sample nothing while the body runs; resume afterwards."""
+        with self._condition:
             self._is_open = False
         try:
-            self._drain()
+            self._wait_until_idle()
             yield
         finally:
-            with self._gate:
+            with self._condition:
                 self._is_open = True
-                self._gate.notify_all()
+                self._condition.notify_all()
 
     def cancel(self) -> None:
-        """End every open call, in its own thread, with an error: nothing more is wanted."""
-        self._is_given_up = True
+        """Make every open `sample` call raise SamplingCancelledError in its thread."""
+        self._is_cancelled = True
         try:
             self._inner.interrupt()
         except TemperError as error:
-            logger.debug("a sampler that is not wanted any more: %s", error)
+            # Its completions are not needed any more, so its failure does not matter.
+            logger.debug("a cancelled sampler could not be interrupted: %s", error)
 
     def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
-        """As the inner sampler; to be called while paused, or where nothing else samples."""
+        """Call the inner sampler; only while paused, or if no other thread samples."""
         return self._inner.logprobs(tokens, temperature=temperature)
 
     def load_weights(self, stream: Iterable[NamedWeight], *, version: int) -> None:
-        """As the inner sampler."""
+        """Load weights into the inner sampler; only while paused."""
         self._inner.load_weights(stream, version=version)
 
     def close(self) -> None:
-        """As the inner sampler."""
+        """Close the inner sampler."""
         self._inner.close()
 
     @contextmanager
-    def _inside(self) -> Iterator[None]:
-        with self._gate:
-            self._gate.wait_for(lambda: self._is_open)
-            self._num_inside += 1
+    def _enter(self) -> Iterator[None]:
+        """Wait until sampling is not paused, and count this thread as active in the body."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._is_open)
+            self._num_active += 1
         try:
             yield
         finally:
-            with self._gate:
-                self._num_inside -= 1
-                self._gate.notify_all()
+            with self._condition:
+                self._num_active -= 1
+                self._condition.notify_all()
 
-    def _drain(self) -> None:
+    def _wait_until_idle(self) -> None:
         while True:
-            with self._gate:
-                if self._num_inside == 0:
+            with self._condition:
+                if self._num_active == 0:
                     return
+            # Without the lock: active threads need it to leave.
             if self._interrupts:
                 self._inner.interrupt()
-            with self._gate:
-                if self._gate.wait_for(
-                    lambda: self._num_inside == 0, timeout=_INTERRUPT_INTERVAL_S
-                ):
+            with self._condition:
+                is_idle = self._condition.wait_for(
+                    lambda: self._num_active == 0, timeout=_INTERRUPT_INTERVAL_S
+                )
+                if is_idle:
                     return
-
-
-def _append(parts: _PartialCompletion, completion: Completion) -> None:
-    parts.tokens += completion.tokens
-    parts.logprobs += completion.rollout_logprobs
-    parts.versions += [completion.weight_version] * len(completion.tokens)
 
 
 def _make_continuation(request: SamplingRequest, completion: Completion) -> SamplingRequest:
-    """What is left to ask, with a seed of its own: draws count from the request's first token."""
+    """Return a request for the rest of a completion."""
     sampling = replace(
         request.sampling, max_tokens=request.sampling.max_tokens - len(completion.tokens)
     )
+    # A new seed, because random numbers depend on the seed and the position in the completion, and
+    # positions of the continuation start at 0.
     seed = (request.seed + SEED_INCREMENT * len(completion.tokens)) % 2**63
+    # The session of the first part, so that the same replica continues.
     session = hash(request.prompt_tokens) if request.session is None else request.session
     return replace(
         request,
@@ -165,13 +173,14 @@ def _make_continuation(request: SamplingRequest, completion: Completion) -> Samp
     )
 
 
-def _join(parts: _PartialCompletion, last: Completion) -> Completion:
-    _append(parts, last)
-    is_mixed = len(set(parts.versions)) > 1
+def _join(partial: _PartialCompletion, last: Completion) -> Completion:
+    """Return the full completion after its last part."""
+    partial.append(last)
+    has_several_versions = len(set(partial.versions)) > 1
     return replace(
         last,
-        tokens=tuple(parts.tokens),
-        rollout_logprobs=tuple(parts.logprobs),
-        weight_version=min(parts.versions),
-        token_versions=tuple(parts.versions) if is_mixed else (),
+        tokens=tuple(partial.tokens),
+        rollout_logprobs=tuple(partial.logprobs),
+        weight_version=min(partial.versions),
+        token_versions=tuple(partial.versions) if has_several_versions else (),
     )

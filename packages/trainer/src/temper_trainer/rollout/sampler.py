@@ -1,50 +1,97 @@
-"""What a sampler is: tokens in, tokens out, and every completion says which weights made it."""
+"""The interfaces of a sampler, and of one server of a sampler that has several."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
+from temper_engine_api.errors import TemperError
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.types import Completion, SamplingRequest
 
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Completes prompts with a numbered set of weights that arrives from outside."""
+    """Completes prompts with weights that are published under a version."""
 
     @property
     def weight_version(self) -> int:
-        """Of the weights held now; 0 until the first load."""
+        """Version of the current weights; 0 before the first publish."""
         ...
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
-        """One completion per request, in the order of the requests.
+        """Return one completion per request, in the order of the requests.
 
         Raises:
-            ConfigError: prompt and max_tokens together are longer than the model's positions, or two requests share an id.
+            ConfigError: If prompt and `max_tokens` together are longer than the model allows, or
+                two requests have the same id.
         """
         ...
 
     def load_weights(self, stream: Iterable[NamedWeight], *, version: int) -> None:
-        """Take a whole set of weights under Hugging Face names; on an error the old set stays.
+        """Load all weights under Hugging Face names; on an error the old weights stay.
 
         Raises:
-            WeightError: a name is missing, unexpected or repeated, or a shape differs.
+            WeightError: If a name is missing, unexpected or repeated, or a shape differs.
         """
         ...
 
     def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
-        """Log-probs of every token but the first of each sequence, given the earlier ones; float32, after temperature (above 0)."""
+        """Return the log-prob of every token but the first, given the tokens before it.
+
+        Logits are divided by `temperature` (above 0); log-probs are float32.
+        """
         ...
 
     def close(self) -> None:
-        """Free memory; nothing may be called afterwards."""
+        """Free memory; the sampler cannot be used afterwards."""
         ...
 
 
 @runtime_checkable
 class InterruptibleSampler(Sampler, Protocol):
-    """A sampler whose open requests can be ended from another thread."""
+    """A sampler whose open requests can be interrupted from another thread."""
 
     def interrupt(self) -> None:
-        """Let every open ``sample`` return what it has, unfinished completions with FinishReason.INTERRUPTED; new weights end the state."""
+        """Let every `sample` call return now, until the next weights are loaded.
+
+        Unfinished completions have FinishReason.INTERRUPTED.
+        """
+        ...
+
+
+class ReplicaError(TemperError, RuntimeError):
+    """A replica died, did not start, or is stuck; the message names it and ends with its log."""
+
+
+class Replica(Protocol):
+    """One server. After a ReplicaError it is dead until it is started again."""
+
+    @property
+    def name(self) -> str:
+        """Name for messages, such as "rollout replica 1"."""
+        ...
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Versions of vllm, torch and transformers in its environment; empty before `start`."""
+        ...
+
+    def start(self) -> None:
+        """Start the server, again if it is dead, and wait until its model is built.
+
+        Raises:
+            ReplicaError: If it does not start.
+        """
+        ...
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> "Future[list[Completion]]":
+        """Return completions in the order of the requests; interrupted ones may have no tokens."""
+        ...
+
+    def call(self, method: str, *arguments: object) -> "Future[object]":
+        """Call a method of the server's engine."""
+        ...
+
+    def close(self) -> None:
+        """End the server. Idempotent."""
         ...

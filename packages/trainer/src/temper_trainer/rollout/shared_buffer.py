@@ -1,7 +1,7 @@
-"""A buffer on a GPU that another process maps through CUDA IPC, described by plain fields.
+"""A GPU buffer that another process maps through CUDA IPC, described by plain fields.
 
-torch.multiprocessing would pickle a function and its arguments. Here only numbers and handles travel,
-as JSON, and every one of them is checked before torch sees it.
+torch.multiprocessing would send a pickled function with arguments, and a forged pickle runs any code.
+Here only numbers and handles are sent, as JSON, and all of them are checked before torch uses them.
 """
 
 import hmac
@@ -18,44 +18,44 @@ from torch.storage import TypedStorage
 from temper_engine_api.errors import WeightError
 
 _MAX_BYTES = 1 << 48
-"""No GPU has more memory."""
+"""Above the memory of any GPU."""
 _EVENT_BYTES = 64
 """sizeof(cudaIpcEventHandle_t)."""
 _HANDLE_BYTES = range(64, 4097)
-"""cudaIpcMemHandle_t, or torch's own description of an expandable segment."""
+"""Size of cudaIpcMemHandle_t, or of torch's description of an expandable segment."""
 _COUNTER_NAME = re.compile(r"/torch_[0-9A-Za-z_]{1,200}")
-"""The file in shared memory in which torch counts who still maps the buffer."""
+"""Name of the file in shared memory in which torch counts the users of the buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBuffer:
-    """What a process needs to map a buffer of another one: the arguments of `rebuild_cuda_tensor`."""
+    """Everything that another process needs to map a buffer: arguments of `rebuild_cuda_tensor`."""
 
     nonce: str
-    """Chosen for the channel and told to its members in another way: whose buffer this is."""
+    """Secret of the channel, which its members know from its spec. It authenticates the sender."""
     handle: str
-    """Of the allocation; hexadecimal."""
+    """IPC handle of the allocation; hexadecimal."""
     storage_bytes: int
     storage_offset: int
-    """Bytes from the begin of the allocation."""
+    """Byte offset in the allocation."""
     tensor_offset: int
-    """Bytes from the begin of the storage."""
+    """Byte offset in the storage."""
     counter: str
     """Name of torch's file of reference counts."""
     counter_offset: int
-    """Of this buffer's count in it."""
+    """Offset of this buffer's count in that file."""
     event: str
-    """Of a CUDA event that the sender records; hexadecimal."""
+    """Handle of a CUDA event that the sender records; hexadecimal."""
     must_sync: bool
-    """Whether to wait for that event."""
+    """True if the receiver has to wait for that event."""
 
     def to_json(self) -> bytes:
         """Return the message for the receivers."""
         return json.dumps(asdict(self)).encode()
 
     def map(self, num_bytes: int, *, device: torch.device) -> Tensor:
-        """Return the sender's buffer, [num_bytes] uint8, in this process."""
-        # The same GPU may have another index here, where other ones are visible.
+        """Map the sender's buffer into this process as [num_bytes] uint8."""
+        # The device of this process: with another CUDA_VISIBLE_DEVICES the GPU has another index here.
         shared: Tensor = rebuild_cuda_tensor(
             tensor_cls=Tensor,
             tensor_size=torch.Size([num_bytes]),
@@ -77,8 +77,10 @@ class SharedBuffer:
 
 
 def share_buffer(buffer: Tensor, *, nonce: str) -> SharedBuffer:
-    """Describe a [num_bytes] uint8 buffer on a GPU, which must live as long as others map it."""
+    """Describe a [num_bytes] uint8 buffer on a GPU; keep the buffer alive while others map it."""
     rebuild, arguments = reduce_tensor(buffer)
+    # torch returns positional arguments. By name, a changed order in another release does no harm, and
+    # a changed number fails here.
     given = dict(zip(signature(rebuild).parameters, arguments, strict=True))
     return SharedBuffer(
         nonce=nonce,
@@ -94,28 +96,28 @@ def share_buffer(buffer: Tensor, *, nonce: str) -> SharedBuffer:
 
 
 def parse_shared_buffer(message: bytes, *, nonce: str, num_bytes: int) -> SharedBuffer:
-    """Return what `SharedBuffer.to_json` wrote.
+    """Parse and check the output of `SharedBuffer.to_json`.
 
     Args:
-        message: As received.
-        nonce: Of the channel.
-        num_bytes: Of the buffer, as the channel has it.
+        message: The received bytes.
+        nonce: Secret of the channel.
+        num_bytes: Expected size of the buffer.
 
     Raises:
         WeightError: If the message has another nonce, other fields, or values out of their range.
     """
     try:
-        found = json.loads(message)
+        values = json.loads(message)
     except ValueError as error:
         raise WeightError(_refusal(f"{len(message)} bytes that are not JSON")) from error
     kinds = {each.name: each.type for each in fields(SharedBuffer)}
-    if not isinstance(found, dict) or found.keys() != kinds.keys():
+    if not isinstance(values, dict) or values.keys() != kinds.keys():
         raise WeightError(_refusal(f"not exactly the fields {', '.join(kinds)}"))
     for name, kind in kinds.items():
-        if type(found[name]) is not kind:  # also tells True from 1
-            raise WeightError(_refusal(f"{name} = {found[name]!r:.40}"))
-    buffer = SharedBuffer(**found)
-    # Not "!=", whose time tells how many characters fit.
+        if type(values[name]) is not kind:  # not isinstance: True is an int
+            raise WeightError(_refusal(f"{name} = {values[name]!r:.40}"))
+    buffer = SharedBuffer(**values)
+    # Not "!=": its duration would reveal how many characters are right.
     if not hmac.compare_digest(buffer.nonce.encode(), nonce.encode()):
         raise WeightError(_refusal("the nonce of another channel"))
     ranges = {
@@ -138,12 +140,12 @@ def parse_shared_buffer(message: bytes, *, nonce: str, num_bytes: int) -> Shared
 
 
 def _count_hex_bytes(text: str) -> int:
-    """Return how many bytes a hexadecimal text stands for; -1 where it is none."""
+    """Return the number of bytes of a hexadecimal text; -1 if it is not hexadecimal."""
     return len(text) // 2 if re.fullmatch(r"([0-9a-f]{2})*", text) else -1
 
 
 def _refusal(what: str) -> str:
     return (
-        f"the description of the sender's buffer has {what}, so it is not mapped: no other program "
-        "may use the channel's port. Check who can reach it (SECURITY.md), and start the run again."
+        f"the description of the sender's buffer has {what}, so it is not mapped. Another program may "
+        "have used the channel's port: check who can reach it (SECURITY.md), and start the run again."
     )

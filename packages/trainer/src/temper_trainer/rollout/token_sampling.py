@@ -1,6 +1,7 @@
-"""One token per row from logits. The draw of a request at a position is a pure function of (its seed, the position) and its logits.
+"""Sample one token per row of logits.
 
-Shapes: n rows, V vocabulary.
+The token of a request at a position depends only on its seed, the position and its logits, and not on
+other requests of the batch. Shapes: n rows, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -15,37 +16,35 @@ from temper_trainer.config.rollout import SamplingConfig
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK = 1024
-"""Vocabulary entries whose probabilities are summed first: a running sum over all of V in float32 would lose small ones."""
+"""Probabilities are summed in blocks first: a cumulative sum over all of V would lose small ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSamplingOptions:
-    """How each row is drawn."""
+    """Sampling options of each row."""
 
     temperature: Tensor
-    """[n] float32; 1 where the row is greedy, so that its log-prob is the untempered one."""
+    """[n] float32; 1 for a greedy row, whose log-prob is the one at temperature 1."""
     is_greedy: Tensor
     """[n] bool."""
     top_p: Tensor
     """[n] float32."""
     top_k: Tensor
-    """[n] int64; V or more keeps all."""
+    """[n] int64; a value of V or more keeps all tokens."""
     seeds: np.ndarray
     """[n] uint64."""
     any_greedy: bool
-    """Whether a row is greedy."""
     all_greedy: bool
-    """Whether every row is."""
     any_truncated: bool
-    """Whether a row has top_p below 1 or a top_k."""
+    """True if a row has top_p below 1, or top_k."""
 
     @classmethod
-    def of(
+    def from_configs(
         cls, samplings: Sequence[SamplingConfig], *, seeds: Sequence[int], device: torch.device
     ) -> "TokenSamplingOptions":
-        """The options of n requests; a seed of any size counts modulo 2^64."""
+        """Collect the options of n requests; seeds are taken modulo 2^64."""
         greedy = [sampling.temperature == 0 for sampling in samplings]
-        everything = torch.iinfo(torch.int64).max
+        all_tokens = torch.iinfo(torch.int64).max
         return cls(
             temperature=torch.tensor(
                 [sampling.temperature or 1.0 for sampling in samplings], device=device
@@ -53,7 +52,7 @@ class TokenSamplingOptions:
             is_greedy=torch.tensor(greedy, device=device),
             top_p=torch.tensor([sampling.top_p for sampling in samplings], device=device),
             top_k=torch.tensor(
-                [sampling.top_k or everything for sampling in samplings], device=device
+                [sampling.top_k or all_tokens for sampling in samplings], device=device
             ),
             seeds=np.array([seed % 2**64 for seed in seeds], dtype=np.uint64),
             any_greedy=any(greedy),
@@ -65,28 +64,29 @@ class TokenSamplingOptions:
 def sample_tokens(
     logits: Tensor, *, options: TokenSamplingOptions, positions: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and their log-probs after temperature and before top-p and top-k.
+    """Sample tokens; return them with their log-probs after temperature, before top-p and top-k.
 
     Args:
-        logits: [n, V] float32; overwritten.
-        options: of the rows.
-        positions: n places in their completions, from 0.
+        logits: [n, V] float32. Overwritten.
+        options: Options of the rows.
+        positions: n positions in the completions, from 0.
 
     Returns:
         [n] int64 and [n] float32.
 
     Raises:
-        WeightError: a row's logits are not finite.
+        WeightError: If logits are not finite.
     """
     logits /= options.temperature[:, None]
-    normaliser = logits.logsumexp(-1)
-    if not bool(normaliser.isfinite().all()):
+    normalizer = logits.logsumexp(-1)
+    if not bool(normalizer.isfinite().all()):
         raise WeightError(
-            "the model's logits are not finite: its weights have overflowed or were damaged on their way."
+            "the sampler's logits are not finite, so its weights have overflowed or were damaged: "
+            "check the gradient norms of the steps before."
         )
     tokens = logits.argmax(-1) if options.any_greedy else None
     if tokens is None or not options.all_greedy:
-        probabilities = (logits - normaliser[:, None]).exp_()
+        probabilities = (logits - normalizer[:, None]).exp_()
         if options.any_truncated:
             probabilities = apply_top_k_top_p(
                 probabilities, top_p=options.top_p, top_k=options.top_k
@@ -94,13 +94,16 @@ def sample_tokens(
         points = torch.from_numpy(
             hash_uniforms(options.seeds, np.asarray(positions, dtype=np.uint64))
         )
-        drawn = sample_inverse_cdf(probabilities, points=points.to(logits.device))
-        tokens = drawn if tokens is None else torch.where(options.is_greedy, tokens, drawn)
-    return tokens, logits.gather(-1, tokens[:, None])[:, 0] - normaliser
+        sampled = sample_inverse_cdf(probabilities, points=points.to(logits.device))
+        tokens = sampled if tokens is None else torch.where(options.is_greedy, tokens, sampled)
+    return tokens, logits.gather(-1, tokens[:, None])[:, 0] - normalizer
 
 
 def hash_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """[n] float64 in [0, 1): entry ``position`` of the SplitMix64 stream that the mixed seed begins.
+    """Return [n] float64 in [0, 1): element `position` of each seed's SplitMix64 stream.
+
+    A hash instead of a generator with state, so that batching does not change what a request gets. The
+    seed is mixed first: seeds that differ by a multiple of the increment would share a stream otherwise.
 
     Args:
         seeds: [n] uint64.
@@ -113,10 +116,12 @@ def hash_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def sample_inverse_cdf(probabilities: Tensor, *, points: Tensor) -> Tensor:
-    """[n] the first token at which the running sum of probabilities exceeds point x total; never one of probability 0.
+    """Return [n] tokens: the first at which the cumulative sum exceeds point times total.
+
+    A token of probability 0 is never returned.
 
     Args:
-        probabilities: [n, V] float32, >= 0, not all 0; they need not sum to 1.
+        probabilities: [n, V] float32, at least 0 and not all 0. They need not sum to 1.
         points: [n] float64 in [0, 1).
     """
     num_tokens = probabilities.shape[-1]
@@ -124,26 +129,28 @@ def sample_inverse_cdf(probabilities: Tensor, *, points: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(probabilities, (0, -num_tokens % size)).unflatten(
         -1, (-1, size)
     )
-    before = padded.sum(-1, dtype=torch.float64).cumsum(-1)
-    target = points * before[:, -1]
-    block = (before <= target[:, None]).sum(-1)
+    ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = points * ends[:, -1]
+    block = (ends <= target[:, None]).sum(-1)
     within = padded[torch.arange(len(block), device=block.device), block].cumsum(
         -1, dtype=torch.float64
     )
-    start = torch.nn.functional.pad(before, (1, 0)).gather(-1, block[:, None])[:, 0]
-    # The block's own running sum may end a rounding below its total.
+    start = torch.nn.functional.pad(ends, (1, 0)).gather(-1, block[:, None])[:, 0]
+    # The cumulative sum inside the block may end slightly below the block's sum, by rounding.
     inside = torch.minimum(target - start, within[:, -1] * (1 - 2.0**-50)).clamp_min(0)
-    found: Tensor = block * size + (within <= inside[:, None]).sum(-1)
-    return found
+    tokens: Tensor = block * size + (within <= inside[:, None]).sum(-1)
+    return tokens
 
 
 def apply_top_k_top_p(probabilities: Tensor, *, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Zero all but the most likely top_k, and of these all but the fewest that reach top_p of their sum; ties go to the lower id.
+    """Set all probabilities to 0 except the top-k, and of these the fewest that reach top-p.
+
+    Top-p is relative to the sum of the top-k. Among equal probabilities the lower id wins.
 
     Args:
         probabilities: [n, V].
         top_p: [n] in (0, 1].
-        top_k: [n] at least 1.
+        top_k: [n], at least 1.
 
     Source: Holtzman et al. 2020, arXiv:1904.09751 (top-p); Fan et al. 2018, arXiv:1805.04833 (top-k).
     """
@@ -152,13 +159,13 @@ def apply_top_k_top_p(probabilities: Tensor, *, top_p: Tensor, top_k: Tensor) ->
     ordered = ordered.masked_fill(rank >= top_k[:, None], 0.0)
     running = ordered.cumsum(-1, dtype=torch.float64)
     reached = running - ordered >= top_p[:, None].double() * running[:, -1:]
-    # top_p of 1 keeps all, whatever the rounding of the running sum; the most likely one always stays.
+    # A top_p of 1 keeps all despite rounding in the cumulative sum; the most likely token always stays.
     ordered = ordered.masked_fill(reached & (top_p[:, None] < 1) & (rank > 0), 0.0)
     return torch.zeros_like(ordered).scatter_(-1, tokens, ordered)
 
 
 def _mix(state: np.ndarray) -> np.ndarray:
-    """The output function of SplitMix64; arithmetic modulo 2^64."""
+    """Apply the output function of SplitMix64; uint64 arithmetic wraps modulo 2^64."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: np.ndarray = state ^ (state >> np.uint64(31))

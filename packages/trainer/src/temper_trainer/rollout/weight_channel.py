@@ -1,7 +1,8 @@
-"""A channel from one trainer process to the workers of samplers: a process group of its own, beside those of either side.
+"""A channel that carries weights from one trainer process to the workers of samplers.
 
-Rank 0 sends buckets of bytes, every other rank receives each of them. ``nccl`` and ``gloo`` broadcast; ``cuda_ipc`` leaves the bytes where
-the sender wrote them, for receivers on the same GPU, and uses gloo to take turns.
+The channel is a process group of its own, next to those of trainer and samplers. Rank 0 sends buckets
+of bytes and every other rank receives each of them. With `nccl` and `gloo` a bucket is a broadcast.
+With `cuda_ipc`, receivers on the sender's GPU map the sender's buffer and gloo only synchronizes.
 """
 
 import secrets
@@ -9,6 +10,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal, Protocol, cast
 
 import torch
@@ -32,34 +34,52 @@ from temper_trainer.rollout.weight_delta import (
 
 Backend = Literal["nccl", "gloo", "cuda_ipc"]
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLocation:
+    """Host and GPU of a process, named the same by every process that can see them."""
+
+    host: str
+    """Host name and boot id. A container with its own host name has its own shared memory."""
+    gpu: str | None = None
+    """UUID of the GPU, because its index differs between processes; None for a CPU."""
+
+
+def locate_device(device: torch.device) -> DeviceLocation:
+    """Return the location of a device of this process."""
+    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    return DeviceLocation(host=f"{socket.gethostname()} {boot_id}", gpu=gpu)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChannelSpec:
-    """Where the members of a channel meet."""
+    """Everything that a member needs to join a channel."""
 
     backend: Backend
-    """How bytes travel."""
     address: str
-    """Of the sender."""
+    """Address of the sender."""
     port: int
-    """A free one there."""
+    """Port of the sender's store."""
     size: int
-    """Members, the sender included."""
+    """Number of members, the sender included."""
     buffer_bytes: int
-    """Largest bucket."""
+    """Size of the largest bucket."""
     with_digest: bool
-    """Whether a checksum follows every bucket."""
+    """Send a checksum after every bucket."""
     first_rank: int = 0
-    """Of the workers of one replica; 0 is the sender."""
+    """Rank of the first worker of a replica; 0 is the sender."""
     timeout_s: float = 600.0
     """Longest wait for another member."""
     token: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
-    """Of the store at which the members meet: the run's."""
+    """Secret of the run, which the store requires of every member."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
-    """Of this channel; cuda_ipc: marks the sender's buffer."""
+    """Secret of this channel. With cuda_ipc it authenticates the sender's buffer."""
 
     def to_dict(self) -> dict[str, object]:
-        """For a message."""
+        """Return the fields for a message."""
         return asdict(self)
 
 
@@ -68,7 +88,7 @@ class _Work(Protocol):
 
 
 class _Group(Protocol):
-    """What NCCL's and gloo's process groups share; torch's stubs leave it out."""
+    """The common methods of NCCL's and gloo's process groups, which torch's stubs omit."""
 
     def broadcast(self, tensors: list[Tensor], options: object) -> _Work: ...
 
@@ -88,13 +108,13 @@ class WeightChannel:
         device: torch.device,
         server: StoreServer | None = None,
     ) -> None:
-        """Meet the other members; returns when all of them have come, with nccl at the first transfer.
+        """Join the channel; return when all members have joined (with nccl, at the first transfer).
 
         Args:
-            spec: The same for all members.
+            spec: The same for all members but for `first_rank`.
             rank: 0 is the sender.
-            device: Where the buckets are.
-            server: rank 0 only: the store that listens at the spec's port; None opens it.
+            device: Device of the buckets.
+            server: Rank 0 only: the store that listens on the spec's port; None opens it.
         """
         self._spec = spec
         self._rank = rank
@@ -103,117 +123,121 @@ class WeightChannel:
         if rank == 0 and server is None:
             server = StoreServer(spec.address, port=spec.port, token=spec.token)
         store = TokenStore(spec.address, spec.port, token=spec.token, timeout=timeout)
+        # The classes are used directly: init_process_group would replace the default group, which
+        # belongs to the engine in the actor and to vLLM in a server.
         if spec.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self._group = cast("_Group", dist.ProcessGroupNCCL(store, rank, spec.size, options))
         else:
-            made = dist.ProcessGroupGloo(
+            gloo = dist.ProcessGroupGloo(
                 store,
                 rank,
                 spec.size,
                 _make_gloo_options(spec, timeout=timeout),  # type: ignore[arg-type]
             )
-            self._group = cast("_Group", made)
+            self._group = cast("_Group", gloo)
         self._store, self._server = store, server
-        self._buffer = self._shared_buffer() if spec.backend == "cuda_ipc" else self._own_buffer()
+        self._buffer = (
+            self._open_shared_buffer() if spec.backend == "cuda_ipc" else self._allocate_buffer()
+        )
 
     def send(self, data: Tensor) -> None:
-        """Hand one bucket to every receiver; ``data`` may be used again afterwards."""
+        """Send one bucket to every receiver; `data` may be overwritten afterwards."""
         if self._spec.backend == "cuda_ipc":
+            # Barriers order CPUs only, so each side also waits for its GPU work: the sender before
+            # the first barrier, receivers before the second.
             torch.cuda.synchronize(self._device)
-            self._meet()
-            digest = self._digest(data)  # while the receivers read
-            self._meet()
+            self._barrier()
+            digest = self._compute_digest(data)  # while the receivers read
+            self._barrier()
         else:
             self._broadcast(data)
-            digest = self._digest(data)
+            digest = self._compute_digest(data)
         if digest is not None:
             self.send_integers([_to_signed(digest)])
 
-    def receive(self, parcel: PackedBucket) -> Tensor:
-        """[num_bytes] uint8 of the next bucket, until the next call.
+    def receive(self, bucket: PackedBucket) -> Tensor:
+        """Return the next bucket as [num_bytes] uint8, valid until the next call.
 
         Raises:
-            WeightError: it arrived damaged.
+            WeightError: If it arrived damaged.
         """
-        data = self.bucket_buffer(parcel.num_bytes)
+        data = self.bucket_buffer(bucket.num_bytes)
         if self._spec.backend == "cuda_ipc":
-            self._meet()
-            data = data.clone()
+            self._barrier()
+            data = data.clone()  # the sender overwrites its buffer after the second barrier
             torch.cuda.synchronize(self._device)
-            self._meet()
+            self._barrier()
         else:
             self._broadcast(data)
         if self._spec.with_digest:
             (digest,) = self.receive_integers(1)
-            check_digest(
-                data,
-                PackedBucket(
-                    entries=parcel.entries, num_bytes=parcel.num_bytes, digest=digest % 2**64
-                ),
+            received = PackedBucket(
+                entries=bucket.entries, num_bytes=bucket.num_bytes, digest=digest % 2**64
             )
+            check_digest(data, received)
         return data
 
     def send_delta(
         self,
-        changes: Sequence[TensorDelta],
+        delta: Sequence[TensorDelta],
         *,
         entries: Sequence[TensorEntry],
         updated_digest: int | None,
     ) -> int:
-        """Hand the changes of one bucket to every receiver; returns how many bytes they take."""
-        counts = [change.count for change in changes]
+        """Send the delta of one bucket to every receiver and return its size in bytes."""
+        counts = [tensor_delta.count for tensor_delta in delta]
         self.send_integers([*counts, _to_signed(updated_digest or 0)])
         num_bytes = count_delta_bytes(entries, counts)
         if num_bytes:
             data = self.bucket_buffer(num_bytes)
-            pack_delta(data, changes, entries)
+            pack_delta(data, delta, entries)
             self.send(data)
         return num_bytes
 
     def receive_delta(self, entries: tuple[TensorEntry, ...]) -> tuple[PackedDelta, Tensor]:
-        """The next bucket's changes: what they are, and their bytes on the CPU.
+        """Return the description of the next bucket's delta and its bytes on the CPU.
 
         Raises:
-            WeightError: they arrived damaged.
+            WeightError: If it arrived damaged.
         """
-        *counts, result = self.receive_integers(len(entries) + 1)
+        *counts, updated_digest = self.receive_integers(len(entries) + 1)
         num_bytes = count_delta_bytes(entries, counts)
         data = torch.empty(0, dtype=torch.uint8)
         if num_bytes:
-            data = self.receive(
-                PackedBucket(entries=entries, num_bytes=num_bytes, digest=None)
-            ).cpu()
-        parcel = PackedDelta(
+            bucket = PackedBucket(entries=entries, num_bytes=num_bytes, digest=None)
+            data = self.receive(bucket).cpu()
+        delta = PackedDelta(
             counts=tuple(counts),
             num_bytes=num_bytes,
             digest=None,
-            updated_digest=result % 2**64 if self._spec.with_digest else None,
+            updated_digest=updated_digest % 2**64 if self._spec.with_digest else None,
         )
-        return parcel, data
+        return delta, data
 
-    def send_integers(self, words: Sequence[int]) -> None:
-        """Hand numbers of up to 64 bits to every receiver."""
-        self._broadcast(_make_integers(words, device=self._control_device))
+    def send_integers(self, values: Sequence[int]) -> None:
+        """Send signed 64-bit integers to every receiver."""
+        self._broadcast(_make_integers(values, device=self._control_device))
 
     def receive_integers(self, count: int) -> list[int]:
-        """As many numbers as the sender hands over."""
-        found = _make_integers([0] * count, device=self._control_device)
-        self._broadcast(found)
-        return found.tolist()
+        """Receive as many integers as the sender sends."""
+        values = _make_integers([0] * count, device=self._control_device)
+        self._broadcast(values)
+        return values.tolist()
 
     def bucket_buffer(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8 for a bucket of that size, in the same memory every time."""
+        """Return [num_bytes] uint8 for one bucket; the same memory at every call."""
         assert num_bytes <= self._spec.buffer_bytes, "the channel was opened for smaller buckets"
         return self._buffer[:num_bytes]
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the channel."""
         if self._server is not None:
             self._server.close()
         if self._spec.backend == "nccl":
-            self._group.abort()  # its watchdog may still ask the store, which therefore stays
+            # NCCL's watchdog thread may still use the store, so the store is not closed.
+            self._group.abort()
         else:
             self._store.close()
 
@@ -227,21 +251,21 @@ class WeightChannel:
         options.rootTensor = 0
         self._group.broadcast([data], options).wait()
 
-    def _digest(self, data: Tensor) -> int | None:
+    def _compute_digest(self, data: Tensor) -> int | None:
         return compute_digest(data) if self._spec.with_digest else None
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         self._group.barrier(dist.BarrierOptions()).wait()
 
-    def _own_buffer(self) -> Tensor:
+    def _allocate_buffer(self) -> Tensor:
         return torch.empty(self._spec.buffer_bytes, dtype=torch.uint8, device=self._device)
 
-    def _shared_buffer(self) -> Tensor:
-        """The sender's buffer, mapped into every receiver."""
+    def _open_shared_buffer(self) -> Tensor:
+        """Allocate the buffer on rank 0; map rank 0's buffer on other ranks."""
         if self._rank == 0:
-            own = self._own_buffer()
-            self._store.set("buffer", share_buffer(own, nonce=self._spec.nonce).to_json())
-            return own
+            buffer = self._allocate_buffer()
+            self._store.set("buffer", share_buffer(buffer, nonce=self._spec.nonce).to_json())
+            return buffer
         num_bytes = self._spec.buffer_bytes
         shared = parse_shared_buffer(
             self._store.get("buffer"), nonce=self._spec.nonce, num_bytes=num_bytes
@@ -250,28 +274,34 @@ class WeightChannel:
 
 
 def join_channel(
-    to_dict: dict[str, object], *, worker_rank: int, device: torch.device
+    spec: dict[str, object], *, worker_rank: int, device: torch.device
 ) -> WeightChannel:
-    """A receiver's end, from the message that names the channel."""
-    spec = ChannelSpec(**to_dict)  # type: ignore[arg-type]
-    return WeightChannel(spec, rank=spec.first_rank + worker_rank, device=device)
+    """Open a receiver's end from the fields of a ChannelSpec."""
+    channel_spec = ChannelSpec(**spec)  # type: ignore[arg-type]
+    rank = channel_spec.first_rank + worker_rank
+    return WeightChannel(channel_spec, rank=rank, device=device)
 
 
 def _make_gloo_options(spec: ChannelSpec, *, timeout: timedelta) -> object:
-    """Gloo on the network that leads to the sender: left to itself it takes what the host's own name means, which is often the loopback."""
+    """Return options that bind gloo to the network interface that leads to the sender.
+
+    By default gloo binds to the address that the host's own name resolves to, which is often the
+    loopback address: members on other hosts could not connect.
+    """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = [
-        dist.ProcessGroupGloo.create_device(hostname=find_local_address(towards=spec.address))
+        dist.ProcessGroupGloo.create_device(hostname=find_local_address(peer=spec.address))
     ]
     options._threads = 2
     return options
 
 
-def find_local_address(*, towards: str) -> str:
-    """The address of this machine from which another one is reached; nothing is sent."""
+def find_local_address(*, peer: str) -> str:
+    """Return the address of this host that the kernel would use to connect to `peer`."""
+    # connect() on a UDP socket only looks up the route; no packet is sent.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 1))
+        probe.connect((peer, 1))
         address: str = probe.getsockname()[0]
         return address
 
@@ -281,5 +311,5 @@ def _make_integers(values: Sequence[int], *, device: torch.device) -> Tensor:
 
 
 def _to_signed(value: int) -> int:
-    """An unsigned number of 64 bits as torch's integers hold it."""
+    """Convert an unsigned 64-bit integer to the signed one with the same bits."""
     return value - 2**64 if value >= 2**63 else value

@@ -1,6 +1,7 @@
-"""What changed in a bucket of weights since its receiver got it: places and new values of single elements, or whole tensors.
+"""Deltas between two sets of weights: indices and new values of changed elements, or full tensors.
 
-Elements are compared and written as bits, so that a set with its changes is the next set, bit for bit. Needs torch alone.
+Elements are compared and written as bits, so a set plus its delta equals the next set bit for bit.
+Imported inside vLLM's workers, so it needs only torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,330 +22,345 @@ from temper_trainer.rollout.packed_bucket import (
 )
 
 FULL_TENSOR = -1
-"""In place of a number of changed elements: the whole tensor is sent."""
+"""Used in place of a number of changed elements if the full tensor is sent."""
 _BLOCK = 1 << 22
-"""Elements that are compared at once: what lies in between is bounded, however large a tensor is."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Elements compared at once, which bounds temporary memory however large a tensor is."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtype of each element size."""
 
 
 class StaleBaseError(WeightError):
-    """Changes came for another set of weights than the one that is held; the whole set must be sent."""
+    """A delta arrived for other weights than the receiver has; all weights must be sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedDelta:
-    """What a receiver must know of one bucket's changes."""
+    """Description of the delta of one bucket; the bytes are in a file or travel through a channel."""
 
     counts: tuple[int, ...]
-    """Changed elements of each tensor of the bucket, in its order; WHOLE where all of them are sent."""
+    """Changed elements of each tensor of the bucket; FULL_TENSOR if all are sent."""
     num_bytes: int
-    """Of the changes."""
     digest: int | None
-    """Of the changes, see ``digest_of``; None is unchecked."""
+    """Checksum of the delta's bytes, see `compute_digest`; None if checksums are off."""
     updated_digest: int | None
-    """Of the bucket's tensors after them, see ``digest_of_tensors``; None is unchecked."""
+    """Checksum of the bucket after the delta, see `compute_tensors_digest`."""
     path: str | None = None
-    """Their file; None where the bytes travel in another way."""
+    """File of the bytes; None if they travel through a channel, or nothing changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaManifest:
-    """One set of changes."""
+    """The delta of all buckets."""
 
     version: int
-    """Of the weights afterwards."""
+    """Version after the delta is applied."""
     base_version: int
-    """Of the weights that they are changes of."""
-    parcels: tuple[PackedDelta, ...]
-    """One for each bucket of the whole set, in its order."""
+    """Version that the delta is applied to."""
+    deltas: tuple[PackedDelta, ...]
+    """One per bucket of the full weights, in the same order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaBucket:
-    """What changed in one bucket, with its bytes."""
+    """The delta of one bucket with its bytes, for a sampler that the driver can reach."""
 
     index: int
-    """Place in the set, from 0."""
+    """Position in the set, from 0."""
     is_last: bool
-    """Whether the set ends here."""
     entries: tuple[TensorEntry, ...]
-    """Of the whole bucket."""
+    """Layout of the full bucket."""
     counts: tuple[int, ...]
-    """As in ChangeParcel."""
+    """See `PackedDelta.counts`."""
     data: Tensor
-    """[size_of] uint8, on the CPU."""
+    """[count_delta_bytes(entries, counts)] uint8, on the CPU."""
     digest: int
-    """Of the data."""
+    """Checksum of `data`."""
 
     @property
     def num_elements(self) -> int:
-        """Of the whole bucket."""
+        """Number of elements of the full bucket."""
         return sum(_count_elements(entry) for entry in self.entries)
 
     @property
     def num_sent_elements(self) -> int:
-        """Elements that are sent."""
+        """Number of elements in the delta."""
         return count_sent_elements(self.entries, self.counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDelta:
-    """What is sent of one tensor."""
+    """The delta of one tensor.
+
+    Example: element 3 of a flattened tensor became 0.5.
+
+        TensorDelta(
+            indices=torch.tensor([3], dtype=torch.int32), values=torch.tensor([0.5])
+        )
+    """
 
     indices: Tensor | None
-    """[C] int32 (int64 in a tensor of 2^31 elements or more) places in the flat tensor; None where it is sent whole."""
+    """[C] indices into the flattened tensor; None if the full tensor is sent.
+
+    int32, or int64 for a tensor of 2^31 or more elements."""
     values: Tensor
-    """[C], or the whole tensor; in the tensor's dtype."""
+    """[C] new values, or the full tensor; in the tensor's dtype."""
 
     @property
     def count(self) -> int:
-        """Changed elements, or WHOLE."""
+        """Number of changed elements, or FULL_TENSOR."""
         return FULL_TENSOR if self.indices is None else len(self.indices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DeltaSlices:
-    """Where one tensor's changes lie."""
+    """Where the delta of one tensor is in the bytes of its bucket's delta."""
 
     entry: TensorEntry
     count: int
-    indices_at: int
-    values_at: int
+    indices_offset: int
+    values_offset: int
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.entry.dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, self.entry.dtype)
+        return dtype
 
     def indices(self, data: Tensor) -> Tensor:
         dtype = _choose_index_dtype(_count_elements(self.entry))
-        return data[self.indices_at : self.indices_at + self.count * dtype.itemsize].view(dtype)
+        end = self.indices_offset + self.count * dtype.itemsize
+        return data[self.indices_offset : end].view(dtype)
 
     def values(self, data: Tensor) -> Tensor:
         count = _count_elements(self.entry) if self.count == FULL_TENSOR else self.count
-        return data[self.values_at : self.values_at + count * self.dtype.itemsize].view(self.dtype)
+        end = self.values_offset + count * self.dtype.itemsize
+        return data[self.values_offset : end].view(self.dtype)
 
 
 def compute_delta(
-    part: Sequence[NamedWeight], held: Sequence[Tensor], *, max_changed_fraction: float
+    weights: Sequence[NamedWeight], last_sent: Sequence[Tensor], *, max_changed_fraction: float
 ) -> list[TensorDelta]:
-    """What of a bucket differs from what its receivers hold.
+    """Compute the delta between a bucket and the receivers' copy of it.
 
     Args:
-        part: the bucket's tensors now, on any device.
-        held: the same tensors as they were sent last, on the CPU.
-        max_share: a tensor of which a larger share changed is sent whole; so is one whose changes would take more bytes than itself.
+        weights: The bucket's current tensors, on any device.
+        last_sent: The same tensors as they were sent last, on the CPU.
+        max_changed_fraction: A tensor is sent in full if more than this fraction of its elements
+            changed, or if its delta would take more bytes than the tensor.
     """
     return [
         _compute_tensor_delta(
             weight.tensor.detach(), old, max_changed_fraction=max_changed_fraction
         )
-        for weight, old in zip(part, held, strict=True)
+        for weight, old in zip(weights, last_sent, strict=True)
     ]
 
 
 def count_delta_bytes(entries: Sequence[TensorEntry], counts: Sequence[int]) -> int:
-    """Bytes that the changes of a bucket take; 0 where there are none."""
+    """Return the size of a bucket's delta in bytes; 0 if nothing changed."""
     return _locate_slices(entries, counts)[1]
 
 
 def count_sent_elements(entries: Sequence[TensorEntry], counts: Sequence[int]) -> int:
-    """Elements of a bucket that are sent."""
+    """Return the number of elements in a bucket's delta."""
     return sum(
         _count_elements(entry) if count == FULL_TENSOR else count
         for entry, count in zip(entries, counts, strict=True)
     )
 
 
-def pack_delta(
-    data: Tensor, changes: Sequence[TensorDelta], entries: Sequence[TensorEntry]
-) -> None:
-    """Copy the changes of a bucket into ``size_of`` bytes, on whatever device those are."""
-    pieces, _ = _locate_slices(entries, [change.count for change in changes])
-    for piece, change in zip(pieces, changes, strict=True):
-        if change.indices is not None:
-            piece.indices(data).copy_(change.indices)
-        piece.values(data).copy_(change.values.reshape(-1))
+def pack_delta(data: Tensor, delta: Sequence[TensorDelta], entries: Sequence[TensorEntry]) -> None:
+    """Copy the delta of a bucket into `count_delta_bytes` bytes, which may be on another device."""
+    slices, _ = _locate_slices(entries, [tensor_delta.count for tensor_delta in delta])
+    for one, tensor_delta in zip(slices, delta, strict=True):
+        if tensor_delta.indices is not None:
+            one.indices(data).copy_(tensor_delta.indices)
+        one.values(data).copy_(tensor_delta.values.reshape(-1))
 
 
 def unpack_delta(
     data: Tensor, entries: Sequence[TensorEntry], counts: Sequence[int]
 ) -> Iterator[tuple[TensorEntry, TensorDelta]]:
-    """The tensors that changed and what changed in them, as views of the bytes.
+    """Yield each changed tensor with its delta, as views of the bytes.
 
     Raises:
-        WeightError: a place lies outside its tensor.
+        WeightError: If an index is outside its tensor.
     """
-    for piece in _locate_slices(entries, counts)[0]:
-        if piece.count == FULL_TENSOR:
-            yield (
-                piece.entry,
-                TensorDelta(indices=None, values=piece.values(data).view(piece.entry.shape)),
-            )
-        elif piece.count:
-            indices = piece.indices(data)
-            if int(indices.min()) < 0 or int(indices.max()) >= _count_elements(piece.entry):
+    for one in _locate_slices(entries, counts)[0]:
+        if one.count == FULL_TENSOR:
+            values = one.values(data).view(one.entry.shape)
+            yield one.entry, TensorDelta(indices=None, values=values)
+        elif one.count:
+            indices = one.indices(data)
+            # Checked here because indexing out of range on a GPU would end the process.
+            if int(indices.min()) < 0 or int(indices.max()) >= _count_elements(one.entry):
                 raise WeightError(
-                    f"changes of {piece.entry.name} name places outside it: publish the weights again."
+                    f"the delta of {one.entry.name} has indices outside the tensor: publish the "
+                    "weights again."
                 )
-            yield piece.entry, TensorDelta(indices=indices, values=piece.values(data))
+            yield one.entry, TensorDelta(indices=indices, values=one.values(data))
 
 
 def check_delta_buckets(buckets: Sequence[DeltaBucket]) -> None:
-    """Whether a set of changes is complete, in order and unharmed.
+    """Check that all buckets have arrived, in order and undamaged.
 
     Raises:
-        WeightError: it is not.
+        WeightError: If not.
     """
     order = [(bucket.index, bucket.is_last) for bucket in buckets]
     if order != [(i, i == len(buckets) - 1) for i in range(len(buckets))] or not buckets:
         raise WeightError(
-            f"{len(buckets)} buckets of changes came, but not all in order: publish the weights again."
+            f"{len(buckets)} delta buckets arrived, but not all of them in order: publish the "
+            "weights again."
         )
     for bucket in buckets:
         if compute_digest(bucket.data) != bucket.digest:
             raise WeightError(
-                f"changes of weight bucket {bucket.index} arrived damaged (checksum differs): publish the weights again."
+                f"the delta of weight bucket {bucket.index} arrived damaged (checksum differs): "
+                "publish the weights again."
             )
 
 
 def apply_delta(
-    held: Sequence[Tensor], data: Tensor, entries: Sequence[TensorEntry], counts: Sequence[int]
+    tensors: Sequence[Tensor], data: Tensor, entries: Sequence[TensorEntry], counts: Sequence[int]
 ) -> None:
-    """Write changes into the tensors of a bucket. To do it twice is to do it once.
+    """Write a delta into the tensors of a bucket. Idempotent.
 
     Args:
-        held: contiguous, on the CPU.
-        data: from ``fill_changes``, on the CPU.
-        entries: of the bucket.
-        counts: as in ChangeParcel.
+        tensors: Contiguous CPU tensors.
+        data: Bytes from `pack_delta`, on the CPU.
+        entries: Layout of the bucket.
+        counts: See `PackedDelta.counts`.
     """
-    places = {entry.name: tensor for entry, tensor in zip(entries, held, strict=True)}
-    for entry, change in unpack_delta(data, entries, counts):
-        apply_tensor_delta(places[entry.name], change)
+    targets = {entry.name: tensor for entry, tensor in zip(entries, tensors, strict=True)}
+    for entry, tensor_delta in unpack_delta(data, entries, counts):
+        apply_tensor_delta(targets[entry.name], tensor_delta)
 
 
-def apply_tensor_delta(target: Tensor, change: TensorDelta) -> None:
-    """Write the changes of one tensor into it, cast to its dtype where it has another one."""
-    if change.indices is None:
-        target.copy_(change.values)
+def apply_tensor_delta(target: Tensor, delta: TensorDelta) -> None:
+    """Write the delta of one tensor into it, cast to its dtype."""
+    if delta.indices is None:
+        target.copy_(delta.values)
         return
     flat = target.view(-1) if target.is_contiguous() else target.reshape(-1)
-    values = change.values.to(device=target.device, dtype=target.dtype)
-    _view_bits(flat)[change.indices.to(target.device).long()] = _view_bits(values)
+    values = delta.values.to(device=target.device, dtype=target.dtype)
+    _view_bits(flat)[delta.indices.to(target.device).long()] = _view_bits(values)
     if not target.is_contiguous():
-        target.copy_(flat.view(target.shape))
+        target.copy_(flat.view(target.shape))  # reshape has copied
 
 
 def compute_tensors_digest(tensors: Sequence[Tensor]) -> int:
-    """A checksum of tensors in order, each on its own device: that of each, times an odd number of its place, summed modulo 2^64."""
+    """Return a checksum of tensors in their order, each computed on its device.
+
+    The sum of each tensor's checksum multiplied by an odd number that depends on its position,
+    modulo 2^64.
+    """
     return (
-        sum(
-            (2 * place + 1) * compute_digest(_view_bytes(tensor))
-            for place, tensor in enumerate(tensors)
-        )
+        sum((2 * i + 1) * compute_digest(_view_bytes(tensor)) for i, tensor in enumerate(tensors))
         % 2**64
     )
 
 
 def check_updated_bucket(
-    held: Sequence[Tensor], expected: int | None, *, version: int, base_version: int
+    tensors: Sequence[Tensor], expected: int | None, *, version: int, base_version: int
 ) -> None:
-    """Whether a bucket with its changes is what the sender has.
+    """Compare the checksum of an updated bucket with the sender's.
 
     Raises:
-        WeightError: it is not.
+        WeightError: If they differ.
     """
-    if expected is not None and compute_tensors_digest(held) != expected:
+    if expected is not None and compute_tensors_digest(tensors) != expected:
         raise WeightError(
-            f"a bucket of weights {base_version} with its changes is not that of weights {version} (checksum differs): publish the weights "
-            "again."
+            f"a bucket of weights {base_version} plus its delta differs from weights {version} "
+            "(checksum differs): publish the weights again."
         )
 
 
 def write_delta_file(
-    part: Sequence[NamedWeight],
-    changes: Sequence[TensorDelta],
+    weights: Sequence[NamedWeight],
+    delta: Sequence[TensorDelta],
     entries: Sequence[TensorEntry],
     path: Path,
     *,
     with_digest: bool,
 ) -> PackedDelta:
-    """The changes of one bucket as a file; none where nothing changed.
+    """Write the delta of one bucket to a new file; no file if nothing changed.
 
     Raises:
-        WeightError: there is no room.
+        WeightError: If the file system is full.
     """
-    counts = tuple(change.count for change in changes)
+    counts = tuple(tensor_delta.count for tensor_delta in delta)
     num_bytes = count_delta_bytes(entries, counts)
     data = (
         create_mapped_file(path, num_bytes=num_bytes)
         if num_bytes
         else torch.empty(0, dtype=torch.uint8)
     )
-    pack_delta(data, changes, entries)
+    pack_delta(data, delta, entries)
+    updated = compute_tensors_digest([w.tensor for w in weights]) if with_digest else None
     return PackedDelta(
         counts=counts,
         num_bytes=num_bytes,
         digest=compute_digest(data) if with_digest and num_bytes else None,
-        updated_digest=compute_tensors_digest([weight.tensor for weight in part])
-        if with_digest
-        else None,
+        updated_digest=updated,
         path=str(path) if num_bytes else None,
     )
 
 
-def open_delta_file(parcel: PackedDelta) -> Tensor:
-    """[num_bytes] uint8, mapped from its file where there is one.
+def open_delta_file(delta: PackedDelta) -> Tensor:
+    """Map the file of a delta as a [num_bytes] uint8 tensor; empty if nothing changed.
 
     Raises:
-        WeightError: the file is not there, has another size, or is damaged.
+        WeightError: If the file is missing, has another size, or is damaged.
     """
-    if parcel.path is None:
+    if delta.path is None:
         return torch.empty(0, dtype=torch.uint8)
-    data = open_mapped_file(Path(parcel.path), num_bytes=parcel.num_bytes, is_shared=False)
-    if parcel.digest is not None and compute_digest(data) != parcel.digest:
+    data = open_mapped_file(Path(delta.path), num_bytes=delta.num_bytes, is_shared=False)
+    if delta.digest is not None and compute_digest(data) != delta.digest:
         raise WeightError(
-            f"changes of weights in {parcel.path} arrived damaged (checksum differs): publish the weights again."
+            f"the weight delta in {delta.path} arrived damaged (checksum differs): publish the "
+            "weights again."
         )
     return data
 
 
 def _compute_tensor_delta(
-    tensor: Tensor, held: Tensor, *, max_changed_fraction: float
+    tensor: Tensor, last_sent: Tensor, *, max_changed_fraction: float
 ) -> TensorDelta:
-    given, old = _view_bits(tensor.contiguous().view(-1)), _view_bits(held.reshape(-1))
-    dtype = _choose_index_dtype(len(given))
-    # A change of C elements takes C places and values, each rounded up; the whole tensor takes its own bytes.
-    affordable = (len(given) * given.element_size() - 2 * ALIGNMENT) // (
-        given.element_size() + dtype.itemsize
+    new, old = _view_bits(tensor.contiguous().view(-1)), _view_bits(last_sent.reshape(-1))
+    dtype = _choose_index_dtype(len(new))
+    # C changed elements take C indices and C values, each padded to ALIGNMENT. Above this count the
+    # delta would be larger than the tensor.
+    max_smaller = (len(new) * new.element_size() - 2 * ALIGNMENT) // (
+        new.element_size() + dtype.itemsize
     )
-    most, count, found = min(int(max_changed_fraction * len(given)), affordable), 0, []
-    for start in range(0, len(given), _BLOCK):
-        block = given[start : start + _BLOCK]
-        places = (block != old[start : start + _BLOCK].to(block.device)).nonzero()[:, 0]
-        count += len(places)
-        if count > max(most, 0):
+    max_count = max(min(int(max_changed_fraction * len(new)), max_smaller), 0)
+    count, changed = 0, []
+    for start in range(0, len(new), _BLOCK):
+        block = new[start : start + _BLOCK]
+        indices = (block != old[start : start + _BLOCK].to(block.device)).nonzero()[:, 0]
+        count += len(indices)
+        if count > max_count:
             return TensorDelta(indices=None, values=tensor)
-        found.append((places + start).to(dtype))
-    indices = torch.cat(found) if found else torch.empty(0, dtype=dtype, device=given.device)
-    return TensorDelta(indices=indices, values=given[indices].view(tensor.dtype))
+        changed.append((indices + start).to(dtype))
+    all_indices = torch.cat(changed) if changed else torch.empty(0, dtype=dtype, device=new.device)
+    return TensorDelta(indices=all_indices, values=new[all_indices].view(tensor.dtype))
 
 
 def _locate_slices(
     entries: Sequence[TensorEntry], counts: Sequence[int]
 ) -> tuple[list[_DeltaSlices], int]:
-    """Where the changes of each tensor lie, and how many bytes all of them take."""
-    pieces, end = [], 0
+    """Return where the delta of each tensor is, and the size of all in bytes."""
+    slices, end = [], 0
     for entry, count in zip(entries, counts, strict=True):
         numel = _count_elements(entry)
-        values_at = end + _round_up(max(count, 0) * _choose_index_dtype(numel).itemsize)
-        piece = _DeltaSlices(entry=entry, count=count, indices_at=end, values_at=values_at)
-        pieces.append(piece)
-        end = values_at + _round_up(
-            (numel if count == FULL_TENSOR else count) * piece.dtype.itemsize
+        values_offset = end + _round_up(max(count, 0) * _choose_index_dtype(numel).itemsize)
+        one = _DeltaSlices(
+            entry=entry, count=count, indices_offset=end, values_offset=values_offset
         )
-    return pieces, end
+        slices.append(one)
+        num_values = numel if count == FULL_TENSOR else count
+        end = values_offset + _round_up(num_values * one.dtype.itemsize)
+    return slices, end
 
 
 def _round_up(num_bytes: int) -> int:
@@ -363,11 +379,11 @@ def _choose_index_dtype(numel: int) -> torch.dtype:
 
 
 def _view_bytes(tensor: Tensor) -> Tensor:
-    """[num_bytes] uint8 that can be read in words of eight; copied where a tensor is not contiguous, or a part of another one."""
+    """Return the tensor's bytes, starting at a multiple of 8 as `compute_digest` requires."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return flat.clone() if flat.storage_offset() % 8 else flat
 
 
 def _view_bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers: equal bits are equal, also of NaN and of -0."""
-    return tensor.view(_BITS[tensor.element_size()])
+    """View a tensor as integers, so that NaN equals itself and -0 differs from 0."""
+    return tensor.view(_INTEGERS[tensor.element_size()])

@@ -1,1 +1,1 @@
-"""Where the roles run: in the driver's process, or as Ray actors. Ray ends here."""
+"""Where the roles run: in the driver's process, or as Ray actors."""

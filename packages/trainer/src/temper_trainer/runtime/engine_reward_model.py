@@ -1,4 +1,4 @@
-"""The reward model of a run: a frozen model with a score head on any engine."""
+"""The reward model of a run: a frozen model with a score head on a training engine."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,27 +13,27 @@ from temper_engine_api.objective import HeadOutput
 from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.runtime.engine_teacher import GroupFactory
 from temper_trainer.runtime.placement import REWARD_MODEL_ROLE
+from temper_trainer.runtime.teacher_factory import GroupFactory
 from temper_trainer.runtime.worker_group import WorkerGroup
 from temper_trainer.teacher.token_map import describe_token_difference
 
 
 class EngineRewardModel:
-    """Scores token sequences; see RewardModel."""
+    """Scores token sequences with the score head of a worker group."""
 
     def __init__(self, group: WorkerGroup, *, max_tokens: int) -> None:
-        """A model whose group is initialised.
+        """Create a reward model.
 
         Args:
-            group: all its ranks.
-            max_tokens: cap of a micro-batch.
+            group: An initialized worker group.
+            max_tokens: Largest number of tokens of a micro-batch.
         """
         self._group = group
         self._max_tokens = max_tokens
 
     def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """The head's answer after the last token of each sequence, in order."""
+        """Return the score of each sequence, which is the head's output at its last token."""
         batch = from_sequences(
             [torch.tensor(row) for row in rows],
             loss_masks=[torch.arange(len(row)) == len(row) - 1 for row in rows],
@@ -51,8 +51,8 @@ class EngineRewardModel:
             for rank in range(group.dp_size)
         ]
         outputs = group.forward(parts, outputs=[HeadOutput.SCORE], sample_ids=batch.sample_ids)
-        found: list[float] = outputs.columns[HeadOutput.SCORE].tolist()
-        return found
+        scores: list[float] = outputs.columns[HeadOutput.SCORE].tolist()
+        return scores
 
     def close(self) -> None:
         """Free every rank."""
@@ -62,10 +62,11 @@ class EngineRewardModel:
 def build_reward_model(
     config: TrainerConfig, *, runtime: GroupFactory, tokenizer: PreTrainedTokenizerBase
 ) -> EngineRewardModel | None:
-    """The reward model that ``reward.model`` names; None where there is none.
+    """Build the reward model of `reward.model`; return None if there is none.
 
     Raises:
-        ConfigError: its tokenizer is not the policy's, so that it would read other tokens than were sampled.
+        ConfigError: If it has another tokenizer than the policy: it would read other tokens than were
+            sampled.
     """
     model = config.reward.model
     if model is None:
@@ -76,14 +77,15 @@ def build_reward_model(
         (Path(path) / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")
     ):
         raise ConfigError(
-            f"reward.model.engine.model.path {path} holds no tokenizer, so nothing says whether its tokens are the policy's: copy the "
-            "tokenizer's files there."
+            f"reward.model.engine.model.path {path} has no tokenizer, so its tokens cannot be compared "
+            "with the policy's: copy the tokenizer's files there."
         )
     difference = describe_token_difference(tokenizer, AutoTokenizer.from_pretrained(path))
     if difference:
         raise ConfigError(
-            f"the reward model in {path} has another tokenizer than the policy: {difference}. Take one that was trained with the policy's "
-            "tokenizer (data.tokenizer.path), or write a reward function that decodes and asks it."
+            f"the reward model in {path} has another tokenizer than the policy: {difference}. Use one "
+            "that was trained with the policy's tokenizer (data.tokenizer.path), or write a reward "
+            "function that decodes completions and calls the model."
         )
     group = runtime.open_group(
         REWARD_MODEL_ROLE,

@@ -1,52 +1,37 @@
-"""Teachers on engines: each replica a worker group of its own, asked at once; and how a run opens them."""
+"""A teacher on a training engine: each replica is a worker group."""
 
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from temper_engine_api.batch import PackedBatch, from_sequences
-from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import LOGPROB_AT_IDS, HeadOutput
 from temper_engine_api.outputs import ForwardOutputs
 from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
-from temper_engine_api.specs import EngineConfig
-from temper_trainer.config.distillation import TeacherConfig
-from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.rollout.replica import Replica
-from temper_trainer.runtime.placement import format_teacher_role
 from temper_trainer.runtime.training_worker import TrainingWorker
-from temper_trainer.runtime.vllm_teacher import build_vllm_teacher
 from temper_trainer.runtime.worker_group import WorkerGroup
-from temper_trainer.teacher.balance import assign_to_replicas
-from temper_trainer.teacher.teacher_client import TeacherClient
 from temper_trainer.teacher.teacher_protocol import (
-    Teacher,
     TeacherError,
     TeacherRequest,
     TeacherScores,
+    assign_to_replicas,
 )
-from temper_trainer.teacher.teacher_spec import build_teacher_spec
-from temper_trainer.teacher.token_map import TokenMap, build_token_map
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankScores:
-    """What one rank of a teacher says of its share, in the share's layout without dummies."""
+    """Scores from one rank of a teacher, in the order of its samples, without dummy samples."""
 
     sample_ids: Tensor
     """[B] int64."""
     lengths: Tensor
-    """[B] int64 tokens of each."""
+    """[B] int64 number of tokens of each sample."""
     logprobs: Tensor
     """[T] float32."""
     top_ids: Tensor
@@ -56,18 +41,18 @@ class RankScores:
 
 
 class EngineTeacher:
-    """A frozen model on any engine; see Teacher."""
+    """A Teacher on any engine."""
 
     def __init__(
         self, name: str, *, replicas: Sequence[WorkerGroup], max_tokens: int, vocab_size: int
     ) -> None:
-        """A teacher whose groups are initialised.
+        """Create a teacher.
 
         Args:
-            name: for messages.
-            replicas: worker groups that hold the same weights.
-            max_tokens: cap of a micro-batch.
-            vocab_size: ids below this are candidates for the likeliest tokens.
+            name: Name for messages.
+            replicas: Initialized worker groups with the same weights.
+            max_tokens: Largest number of tokens of a micro-batch.
+            vocab_size: Only ids below this may be among the most likely tokens.
         """
         self._name = name
         self._replicas = list(replicas)
@@ -76,54 +61,54 @@ class EngineTeacher:
 
     @property
     def num_replicas(self) -> int:
-        """Worker groups."""
+        """Number of worker groups."""
         return len(self._replicas)
 
-    def answer(
-        self, questions: Sequence[TeacherRequest], *, top_k: int, timeout_s: float
+    def score(
+        self, requests: Sequence[TeacherRequest], *, top_k: int, timeout_s: float
     ) -> list[TeacherScores]:
-        """One answer for each question; see Teacher."""
-        answers: dict[int, TeacherScores] = {}
-        shares = assign_to_replicas(questions, num_replicas=self.num_replicas)
+        """Score sequences; see Teacher."""
+        results: dict[int, TeacherScores] = {}
+        assigned = assign_to_replicas(requests, num_replicas=self.num_replicas)
         deadline = time.monotonic() + timeout_s
         pool = ThreadPoolExecutor(max_workers=self.num_replicas)
         try:
             running = [
-                pool.submit(self._ask, group, [questions[i] for i in share], top_k=top_k)
-                for group, share in zip(self._replicas, shares, strict=True)
-                if share
+                pool.submit(self._score, group, [requests[i] for i in indices], top_k=top_k)
+                for group, indices in zip(self._replicas, assigned, strict=True)
+                if indices
             ]
             for future in running:
-                answers |= {
-                    answer.request_id: answer
-                    for answer in future.result(timeout=max(0.0, deadline - time.monotonic()))
+                results |= {
+                    scores.request_id: scores
+                    for scores in future.result(timeout=max(0.0, deadline - time.monotonic()))
                 }
         except FutureTimeoutError as error:
             raise TeacherError(
-                f"teacher {self._name} did not answer within distillation.timeout_s = {timeout_s} s: raise it, or "
-                f"teachers.{self._name}.num_replicas."
+                f"teacher {self._name} did not answer within distillation.timeout_s = {timeout_s} s: "
+                f"raise it, or teachers.{self._name}.num_replicas."
             ) from error
         finally:
-            # Not waited for: a replica that hangs would keep its own time-out from being told.
+            # Do not wait: a replica that hangs would also block the report of its timeout.
             pool.shutdown(wait=False, cancel_futures=True)
-        return [answers[question.request_id] for question in questions]
+        return [results[request.request_id] for request in requests]
 
     def close(self) -> None:
         """Free every replica."""
         for group in self._replicas:
             group.close()
 
-    def _ask(
-        self, group: WorkerGroup, questions: Sequence[TeacherRequest], *, top_k: int
+    def _score(
+        self, group: WorkerGroup, requests: Sequence[TeacherRequest], *, top_k: int
     ) -> list[TeacherScores]:
         batch = from_sequences(
-            [torch.tensor(question.tokens) for question in questions],
+            [torch.tensor(request.tokens) for request in requests],
             loss_masks=[
-                torch.arange(len(question.tokens)) >= question.first for question in questions
+                torch.arange(len(request.tokens)) >= request.first_position for request in requests
             ],
-            temperature=[question.temperature for question in questions],
+            temperature=[request.temperature for request in requests],
         )
-        longest = max(len(question.tokens) for question in questions)
+        longest = max(len(request.tokens) for request in requests)
         topology = group.topology
         plan = plan_mini_batch(
             batch.lengths.tolist(),
@@ -136,18 +121,24 @@ class EngineTeacher:
             build_packed_batch(batch, plan=plan, rank=rank, denominators=denominators)
             for rank in range(topology.dp.size)
         ]
-        by_rank = [(parts[place.dp.rank], top_k, self._vocab_size) for place in group.topologies]
-        judged = [part for part in group.run(score_tokens, by_rank) if part is not None]
-        return _collect_scores(judged, questions, top_k=top_k)
+        arguments = [
+            (parts[topology.dp.rank], top_k, self._vocab_size) for topology in group.topologies
+        ]
+        scores = [each for each in group.run(score_tokens, arguments) if each is not None]
+        return _collect_scores(scores, requests, top_k=top_k)
 
 
 def score_tokens(
     worker: TrainingWorker, part: PackedBatch, top_k: int, vocab_size: int
 ) -> RankScores | None:
-    """This rank's log-probs of a share, and its likeliest tokens where ``top_k`` is above 0; None where it returns no outputs.
+    """Return the log-probs of this rank's samples, and the `top_k` most likely tokens.
 
-    Engines answer log-probs of given ids, so the likeliest are found by asking for all of them, one micro-batch after the other:
-    [tokens of a micro-batch, vocab_size] float32 are held at once.
+    Engines return log-probs of given ids, so the most likely tokens are found by requesting all ids,
+    one micro-batch after the other: [tokens of a micro-batch, vocab_size] float32 are in memory at
+    once.
+
+    Returns:
+        None on ranks that return no outputs, such as earlier pipeline stages.
     """
     found: list[tuple[ForwardOutputs, Tensor, Tensor]] = []
     for i, micro in enumerate(part.micro_batches()):
@@ -193,128 +184,28 @@ def score_tokens(
 
 
 def _collect_scores(
-    judged: Sequence[RankScores], questions: Sequence[TeacherRequest], *, top_k: int
+    rank_scores: Sequence[RankScores], requests: Sequence[TeacherRequest], *, top_k: int
 ) -> list[TeacherScores]:
     rows: dict[int, TeacherScores] = {}
-    for part in judged:
+    for part in rank_scores:
         start = 0
-        for place, length in zip(part.sample_ids.tolist(), part.lengths.tolist(), strict=True):
-            question = questions[place]
-            own = slice(start + question.first, start + length)
-            rows[place] = TeacherScores(
-                request_id=question.request_id,
-                logprobs=part.logprobs[own],
-                top_ids=_pad_columns(part.top_ids[own], width=top_k, filler=0) if top_k else None,
-                top_logprobs=_pad_columns(part.top_logprobs[own], width=top_k, filler=-torch.inf)
+        for index, length in zip(part.sample_ids.tolist(), part.lengths.tolist(), strict=True):
+            request = requests[index]
+            scored = slice(start + request.first_position, start + length)
+            rows[index] = TeacherScores(
+                request_id=request.request_id,
+                logprobs=part.logprobs[scored],
+                top_ids=_pad_columns(part.top_ids[scored], width=top_k, filler=0)
+                if top_k
+                else None,
+                top_logprobs=_pad_columns(part.top_logprobs[scored], width=top_k, filler=-torch.inf)
                 if top_k
                 else None,
             )
             start += length
-    return [rows[i] for i in range(len(questions))]
+    return [rows[i] for i in range(len(requests))]
 
 
 def _pad_columns(rows: Tensor, *, width: int, filler: float) -> Tensor:
-    """[N, width]: a vocabulary smaller than top_k leaves the rest to the filler."""
+    """Pad [N, K] to [N, width]; K is smaller if the vocabulary has fewer than top_k tokens."""
     return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=filler)
-
-
-class GroupFactory(Protocol):
-    """A runtime, as far as models on engines are concerned."""
-
-    def open_group(
-        self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False
-    ) -> WorkerGroup:
-        """The ranks of one role, not yet initialised."""
-        ...
-
-
-class TeacherRuntime(GroupFactory, Protocol):
-    """A runtime, as far as teachers are concerned."""
-
-    def make_teacher_servers(self, name: str, config: TrainerConfig) -> Sequence[Replica]:
-        """The servers of a teacher of backend vllm, not yet started."""
-        ...
-
-
-def build_teachers(
-    config: TrainerConfig, *, runtime: TeacherRuntime, tokenizer: PreTrainedTokenizerBase
-) -> TeacherClient | None:
-    """Every teacher of a run with its token map; None where there is none. What was opened is closed again when one fails.
-
-    Raises:
-        ConfigError: a tokenizer differs and is not to be mapped, or a backend is not there.
-    """
-    if not config.teachers:
-        return None
-    maps: dict[str, TokenMap] = {}
-    teachers: dict[str, Teacher] = {}
-    with ExitStack() as stack:
-        for name, teacher in config.teachers.items():
-            found = _load_token_map(name, teacher, config=config, tokenizer=tokenizer)
-            if found is not None:
-                maps[name] = found
-        for name, teacher in config.teachers.items():
-            vocab_size = len(maps[name].backward) if name in maps else len(tokenizer)
-            if teacher.backend == "vllm":
-                teachers[name] = build_vllm_teacher(
-                    name,
-                    config,
-                    replicas=runtime.make_teacher_servers(name, config),
-                    vocab_size=vocab_size,
-                )
-            else:
-                teachers[name] = _build_engine_teacher(
-                    name, teacher, config=config, runtime=runtime, vocab_size=vocab_size
-                )
-            stack.callback(teachers[name].close)
-        stack.pop_all()
-    return TeacherClient(
-        spec=build_teacher_spec(config.teachers, config.distillation),
-        teachers=teachers,
-        token_maps=maps,
-    )
-
-
-def _build_engine_teacher(
-    name: str,
-    teacher: TeacherConfig,
-    *,
-    config: TrainerConfig,
-    runtime: GroupFactory,
-    vocab_size: int,
-) -> EngineTeacher:
-    replicas: list[WorkerGroup] = []
-    with ExitStack() as stack:
-        for replica in range(teacher.num_replicas):
-            group = runtime.open_group(
-                format_teacher_role(name, replica),
-                engine=replace(teacher.engine, optimizer=None),
-                num_workers=teacher.num_workers,
-            )
-            stack.callback(group.close)
-            group.init()
-            replicas.append(group)
-        stack.pop_all()
-    return EngineTeacher(
-        name, replicas=replicas, max_tokens=config.batching.max_tokens, vocab_size=vocab_size
-    )
-
-
-def _load_token_map(
-    name: str, teacher: TeacherConfig, *, config: TrainerConfig, tokenizer: PreTrainedTokenizerBase
-) -> TokenMap | None:
-    """None for a teacher from scratch, which takes the policy's tokenizer."""
-    path = teacher.engine.model.path
-    if path is None:
-        return None
-    if not any(
-        (Path(path) / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")
-    ):
-        raise ConfigError(
-            f"teachers.{name}.engine.model.path {path} holds no tokenizer, so nothing says whether its tokens are the policy's: copy the "
-            "tokenizer's files there."
-        )
-    theirs = AutoTokenizer.from_pretrained(path)
-    return build_token_map(
-        tokenizer, theirs, name=name, may_map=config.distillation.tokenizer_mismatch == "map"
-    )

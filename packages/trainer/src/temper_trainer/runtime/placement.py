@@ -1,4 +1,4 @@
-"""Which process goes where: a pure function of the cluster and the roles, printed, then executed."""
+"""Plan which process runs where, and describe the plan. Pure functions without torch or Ray."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,46 +9,48 @@ from temper_trainer.config.run import RuntimeConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 
 REWARD_MODEL_ROLE = "reward_model"
-"""Its name among worker groups and in the placement."""
+"""Name of the reward model's worker group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleRequest:
-    """What one role needs."""
+    """Resources that one role needs."""
 
     num_workers: int
-    """Processes."""
+    """Number of processes."""
     pool: str
-    """Resource pool; the workers of equal rank of one pool's roles share a bundle."""
+    """Resource pool. Workers of the same rank of all roles in a pool share a bundle."""
     devices_per_worker: int = 1
-    """Times the resources of one worker that each needs, such as the tensor-parallel size of a server."""
+    """Devices of each worker, such as the tensor-parallel size of a server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """Resources that the workers of one rank of one pool share."""
+    """Resources that the workers of one rank in a pool share.
+
+    Example: the first rank of a colocated run on one GPU.
+
+        Bundle(pool="default", rank=0, roles=("actor", "ref", "rollout"), cpus=4.0, gpus=1.0)
+    """
 
     pool: str
-    """Its pool."""
     rank: int
     """Rank of the workers in it."""
     roles: tuple[str, ...]
-    """Who shares it."""
+    """Roles that share it."""
     cpus: float
-    """CPU cores of the bundle."""
     gpus: float
-    """GPUs of the bundle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Every bundle of a run."""
+    """All bundles of a run."""
 
     bundles: tuple[Bundle, ...]
-    """In the order of pool and rank."""
+    """Ordered by pool and rank."""
 
     def find_bundle(self, role: str, rank: int) -> int:
-        """Index of the bundle of one worker."""
+        """Return the index of the bundle of one worker."""
         return next(
             i
             for i, bundle in enumerate(self.bundles)
@@ -56,12 +58,12 @@ class Placement:
         )
 
     def get_worker_resources(self, role: str, rank: int) -> tuple[float, float]:
-        """(CPU cores, GPUs) of one worker: an equal share of its bundle."""
+        """Return (CPU cores, GPUs) of one worker: its bundle is divided equally among its roles."""
         bundle = self.bundles[self.find_bundle(role, rank)]
         return bundle.cpus / len(bundle.roles), bundle.gpus / len(bundle.roles)
 
     def describe(self) -> str:
-        """One line a bundle."""
+        """Return one line per bundle."""
         return "\n".join(
             f"{b.pool}[{b.rank}]: {', '.join(b.roles)} on {b.cpus:g} CPU, {b.gpus:g} GPU"
             for b in self.bundles
@@ -69,7 +71,10 @@ class Placement:
 
 
 def collect_role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
-    """What every role of a run needs, the sampler as ``rollout``, replica R of a teacher as ``teacher.NAME.R``."""
+    """Return the resources of every role.
+
+    The sampler is `rollout`; replica R of a teacher is `teacher.NAME.R`.
+    """
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
     if config.task in ("eval", "generate"):
         roles = {}
@@ -87,7 +92,7 @@ def collect_role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
     if config.samples and (model := config.reward.model) is not None:
         requests[REWARD_MODEL_ROLE] = RoleRequest(num_workers=model.num_workers, pool=model.pool)
     for name, teacher in list_teacher_roles(config.teachers).items():
-        # A bundle of its own for every replica: teachers share devices with nobody, not with each other either.
+        # Every replica has its own pool, so teachers share devices with no other role or teacher.
         is_server = teacher.backend == "vllm"
         requests[name] = RoleRequest(
             num_workers=1 if is_server else teacher.num_workers,
@@ -98,12 +103,12 @@ def collect_role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
 
 
 def format_teacher_role(name: str, replica: int) -> str:
-    """The role of one replica of a teacher."""
+    """Format the role name of one replica of a teacher."""
     return f"teacher.{name}.{replica}"
 
 
 def list_teacher_roles(teachers: Mapping[str, TeacherConfig]) -> dict[str, TeacherConfig]:
-    """The replicas of all teachers by role name."""
+    """Return the configuration of every teacher replica by role name."""
     return {
         format_teacher_role(name, replica): teacher
         for name, teacher in teachers.items()
@@ -114,16 +119,16 @@ def list_teacher_roles(teachers: Mapping[str, TeacherConfig]) -> dict[str, Teach
 def plan_placement(
     roles: Mapping[str, RoleRequest], runtime: RuntimeConfig, *, cpus: float, gpus: float
 ) -> Placement:
-    """Bundles for every role.
+    """Plan the bundles of every role and check that the cluster has the resources.
 
     Args:
-        roles: by name, in the order in which they share a bundle.
-        runtime: resources of one bundle.
-        cpus: of the whole cluster.
-        gpus: of the whole cluster.
+        roles: Resources by role name.
+        runtime: Resources of one worker.
+        cpus: CPU cores of the cluster.
+        gpus: GPUs of the cluster.
 
     Raises:
-        ConfigError: the cluster is too small; says what is missing and which keys ask for it.
+        ConfigError: If the cluster is too small; names the keys to change.
     """
     bundles = plan_bundles(roles, runtime)
     _check_fits(bundles, roles, cpus=cpus, gpus=gpus)
@@ -131,7 +136,7 @@ def plan_placement(
 
 
 def plan_bundles(roles: Mapping[str, RoleRequest], runtime: RuntimeConfig) -> tuple[Bundle, ...]:
-    """Bundles for every role, whatever the cluster has; see plan_placement."""
+    """Plan the bundles of every role without a check; see `plan_placement`."""
     pools: dict[str, dict[str, RoleRequest]] = {}
     for name, request in roles.items():
         pools.setdefault(request.pool, {})[name] = request
@@ -149,15 +154,15 @@ def plan_bundles(roles: Mapping[str, RoleRequest], runtime: RuntimeConfig) -> tu
 
 
 def _count_devices(pool: str, members: Mapping[str, RoleRequest]) -> int:
-    """Devices of a pool's bundles; roles that share them need the same number."""
+    """Return the number of devices per bundle, which all roles of a pool must agree on."""
     sizes = {request.devices_per_worker for request in members.values()}
     if len(sizes) > 1:
         listed = ", ".join(
             f"{name}: {request.devices_per_worker}" for name, request in members.items()
         )
         raise ConfigError(
-            f"roles of pool {pool!r} need different numbers of devices per worker ({listed}): set rollout.pool to a pool of its own, or "
-            "rollout.vllm.tensor_parallel_size=1."
+            f"roles of pool {pool!r} need different numbers of devices per worker ({listed}): set "
+            "rollout.pool to another pool, or rollout.vllm.tensor_parallel_size=1."
         )
     return sizes.pop()
 
@@ -165,13 +170,90 @@ def _count_devices(pool: str, members: Mapping[str, RoleRequest]) -> int:
 def _check_fits(
     bundles: Sequence[Bundle], roles: Mapping[str, RoleRequest], *, cpus: float, gpus: float
 ) -> None:
-    asked_cpus, asked_gpus = sum(b.cpus for b in bundles), sum(b.gpus for b in bundles)
-    if asked_cpus > cpus or asked_gpus > gpus:
+    needed_cpus, needed_gpus = sum(b.cpus for b in bundles), sum(b.gpus for b in bundles)
+    if needed_cpus > cpus or needed_gpus > gpus:
         sizes = ", ".join(
             f"{name}: {request.num_workers} in pool {request.pool!r}"
             for name, request in roles.items()
         )
         raise ConfigError(
-            f"the roles ({sizes}) need {asked_cpus:g} CPU and {asked_gpus:g} GPU, but the cluster has {cpus:g} and {gpus:g}: lower "
-            "runtime.cpus_per_worker, runtime.gpus_per_worker or a role's num_workers, or give roles the same pool."
+            f"the roles ({sizes}) need {needed_cpus:g} CPU and {needed_gpus:g} GPU, but the cluster has "
+            f"{cpus:g} and {gpus:g}: lower runtime.cpus_per_worker, runtime.gpus_per_worker or a "
+            "role's num_workers, or give roles the same pool."
         )
+
+
+def describe_plan(config: TrainerConfig) -> list[str]:
+    """Return lines that describe where processes will run and how weights will be sent.
+
+    Uses only the configuration, for `--check`. The cluster's resources are checked when a run starts.
+
+    Raises:
+        ConfigError: If roles of one pool need different numbers of devices.
+    """
+    if config.runtime.kind == "inline":
+        return [*_describe_inline(config), *describe_weight_path(config)]
+    bundles = plan_bundles(collect_role_requests(config), config.runtime)
+    needed = f"the cluster needs {sum(b.cpus for b in bundles):g} CPU and {sum(b.gpus for b in bundles):g} GPU"
+    return [
+        *Placement(bundles=bundles).describe().splitlines(),
+        needed,
+        *describe_weight_path(config),
+    ]
+
+
+def _describe_inline(config: TrainerConfig) -> list[str]:
+    """Return a line for this process and one for each server."""
+    lines = [
+        f"this process: {', '.join(name for name in collect_role_requests(config) if not _is_server(name, config))}"
+    ]
+    if config.samples and config.rollout.sampler == "vllm":
+        devices = config.runtime.rollout_devices
+        lines += [
+            _describe_server("rollout", i, devices=devices)
+            for i in range(config.rollout.num_replicas)
+        ]
+    for name, teacher in config.teachers.items():
+        if teacher.backend == "vllm":
+            lines += [
+                _describe_server(f"teacher {name}", i, devices=teacher.devices)
+                for i in range(teacher.num_replicas)
+            ]
+    return lines
+
+
+def _is_server(role: str, config: TrainerConfig) -> bool:
+    if role == "rollout":
+        return config.rollout.sampler == "vllm"
+    return (
+        role.startswith("teacher.") and list_teacher_roles(config.teachers)[role].backend == "vllm"
+    )
+
+
+def _describe_server(name: str, number: int, *, devices: Sequence[str]) -> str:
+    on = f"devices {devices[number]}" if devices else "this process's devices"
+    return f"{name} replica {number}: a server on this host, on {on}"
+
+
+def describe_weight_path(config: TrainerConfig) -> list[str]:
+    """Return a line on how weights get to the sampler, as far as it is known before the start."""
+    if config.task not in ("rl", "distill"):
+        return []
+    sync = config.weight_sync
+    if config.rollout.sampler == "hf":
+        path = (
+            "in this process" if config.runtime.kind == "inline" else "through Ray's object store"
+        )
+    elif sync.content == "adapter":
+        path = "only the adapter, as a file in shared memory"
+    elif sync.transport == "auto":
+        path = (
+            "chosen when actor and servers are running: CUDA IPC on one GPU, NCCL to other GPUs, "
+            "shared memory on the CPUs of one host, otherwise gloo"
+        )
+    else:
+        path = f"by {sync.transport}"
+    return [
+        f"weights to the sampler: {path}"
+        + (", only changed elements" if sync.content == "delta" else "")
+    ]

@@ -1,4 +1,4 @@
-"""Which implementation of a role and of the sampler a configuration means."""
+"""The runtime of a run: it creates worker groups and the sampler, in this process or on Ray."""
 
 import logging
 import threading
@@ -14,10 +14,8 @@ from temper_engine_api.rendezvous import bind_collectives
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.hf_sampler import HfSampler
-from temper_trainer.rollout.replica import Replica
-from temper_trainer.rollout.sampler import Sampler
-from temper_trainer.runtime.placement import collect_role_requests
-from temper_trainer.runtime.planned import describe_plan
+from temper_trainer.rollout.sampler import Replica, Sampler
+from temper_trainer.runtime.placement import collect_role_requests, describe_plan
 from temper_trainer.runtime.vllm_servers import make_local_teacher_servers, start_local_sampler
 from temper_trainer.runtime.worker_group import InlineWorkerGroup, WorkerGroup
 
@@ -25,35 +23,35 @@ logger = logging.getLogger(__name__)
 
 
 class Runtime(Protocol):
-    """Makes the roles and the sampler of a run."""
+    """Creates the worker groups and the sampler of a run."""
 
     def open_group(
         self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False
     ) -> WorkerGroup:
-        """The ranks of one role, not yet initialised; deprecated ones where asked."""
+        """Create the ranks of one role, not yet initialized."""
         ...
 
     def open_sampler(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> Sampler:
-        """The sampler, without weights until the first publish."""
+        """Create the sampler, which has no weights of the actor before the first publish."""
         ...
 
     def make_teacher_servers(self, name: str, config: TrainerConfig) -> Sequence[Replica]:
-        """The servers of a teacher of backend vllm, not yet started."""
+        """Create the servers of a teacher with backend vllm, not yet started."""
         ...
 
 
 class InlineRuntime:
-    """Everything in the driver's process."""
+    """Runs all roles in the driver's process."""
 
     def __init__(self, engine_name: str) -> None:
         self._engine_name = engine_name
-        # Reentrant: publishing runs inside a call to a role and may ask the sampler.
+        # Reentrant: publishing runs inside a call of a role and may call the sampler.
         self._compute_lock = threading.RLock()
 
     def open_group(
         self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False
     ) -> WorkerGroup:
-        """One rank."""
+        """Create a role of one rank."""
         assert num_workers == 1
         return InlineWorkerGroup(
             role,
@@ -64,7 +62,7 @@ class InlineRuntime:
         )
 
     def open_sampler(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> Sampler:
-        """In this process; vLLM's servers beside it."""
+        """Create the sampler in this process, or start vLLM servers on this host."""
         if config.rollout.sampler == "vllm":
             return start_local_sampler(config, tokenizer=tokenizer)
         return HfSampler(
@@ -75,16 +73,16 @@ class InlineRuntime:
         )
 
     def make_teacher_servers(self, name: str, config: TrainerConfig) -> Sequence[Replica]:
-        """Beside this process."""
+        """Create servers on this host."""
         return make_local_teacher_servers(name, config)
 
 
 @contextmanager
 def open_runtime(config: TrainerConfig) -> Iterator[Runtime]:
-    """The runtime that ``runtime.kind`` names.
+    """Open the runtime of `runtime.kind` for the body.
 
     Raises:
-        ConfigError: Ray is asked for and not installed, or the cluster is too small.
+        ConfigError: If Ray is not installed but needed, or the cluster is too small.
     """
     if config.run.num_threads is not None:
         torch.set_num_threads(config.run.num_threads)
@@ -99,7 +97,8 @@ def open_runtime(config: TrainerConfig) -> Iterator[Runtime]:
         if error.name != "ray":
             raise
         raise ConfigError(
-            "runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or use inline."
+            "runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or set "
+            "runtime.kind=inline."
         ) from error
     with open_ray_runtime(config, roles=collect_role_requests(config)) as runtime:
         yield runtime

@@ -1,9 +1,10 @@
-"""One rank of one role: an engine behind a few methods whose arguments and results are plain values."""
+"""One rank of a role: an engine behind methods whose arguments and results can be serialized."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import entry_points
 from typing import TypeVar
 
@@ -28,20 +29,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """What one optimiser update did on one rank."""
+    """The result of one optimizer update on one rank."""
 
     report: UpdateReport
-    """Norm and outcome, the same on every rank."""
+    """Gradient norm and outcome, the same on every rank."""
     lr: float
-    """Rate that this update used."""
+    """Learning rate of this update."""
     elapsed_s: float
-    """Wall time of forward, backward and step."""
+    """Wall time of forward, backward and optimizer step."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """This rank's part."""
+    """Metrics of this rank."""
 
 
 class TrainingWorker:
-    """An engine with its objective; ``CriticWorker`` and the reference policy are the same with another head or no optimiser."""
+    """An engine with its objective.
+
+    A critic is a TrainingWorker whose engine has a value head; a reference policy has no optimizer.
+    """
 
     def __init__(self, *, engine_name: str, config: EngineConfig, num_threads: int | None) -> None:
         if num_threads is not None:
@@ -50,33 +54,36 @@ class TrainingWorker:
         self._advances_per_update = config.schedule.advance == "update"
 
     def init(self) -> Topology:
-        """Build the model; collective over the role's ranks."""
+        """Build the model; collective."""
         self._engine.init_model()
         return self._engine.topology
 
     def set_objective(self, objective: Objective) -> None:
-        """What ``update`` minimises from now on."""
+        """Set the objective that `update` minimizes."""
         self._engine.set_loss_fn(objective)
 
     def forward(
         self, part: PackedBatch, outputs: Collection[HeadOutput], without_adapter: bool = False
     ) -> StepResult:
-        """Answers without gradients, in input order; None as outputs where this rank returns none."""
-        base_alone = self._engine.disable_adapter() if without_adapter else nullcontext()
-        with self._engine.eval_mode(), base_alone:
+        """Return outputs in input order, without gradients.
+
+        Outputs are None on ranks that return none, such as earlier pipeline stages.
+        """
+        adapter_context = self._engine.disable_adapter() if without_adapter else nullcontext()
+        with self._engine.eval_mode(), adapter_context:
             return self._engine.forward_backward_batch(part, forward_only=True, outputs=outputs)
 
     def evaluate(self, part: PackedBatch) -> StepResult:
-        """The objective's loss and metrics without gradients."""
+        """Return the objective's loss and metrics without gradients."""
         with self._engine.eval_mode():
             return self._engine.forward_backward_batch(part, forward_only=True)
 
     def update(self, part: PackedBatch, is_last_of_step: bool) -> UpdateResult:
-        """One optimiser update from this rank's share of a mini-batch.
+        """Run one optimizer update.
 
         Args:
-            part: the share.
-            is_last_of_step: whether a schedule that counts RL steps advances now.
+            part: This rank's part of a mini-batch.
+            is_last_of_step: True if a learning-rate schedule that counts RL steps advances now.
         """
         begin = time.perf_counter()
         engine, lr = self._engine, self._engine.current_lr
@@ -93,45 +100,50 @@ class TrainingWorker:
         )
 
     def release_cache(self) -> None:
-        """Give the device back what its allocator keeps for later, so that another process there can take it."""
+        """Empty the CUDA cache, so that another process on the GPU can allocate the memory."""
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
     def export_weights(self) -> WeightStream:
-        """Full tensors under Hugging Face names; collective over the role's ranks."""
+        """Return a stream of full tensors under Hugging Face names; collective."""
         return self._engine.export_weights()
 
     def export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
-        """What the two files of Hugging Face PEFT hold; collective over the role's ranks."""
+        """Return the contents of PEFT's two files, configuration and tensors; collective."""
         return self._engine.export_adapter()
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0 of its role."""
+        """True on rank 0 of the role."""
         return self._engine.topology.global_rank == 0
 
+    @cached_property
+    def transport_state(self) -> dict[str, object]:
+        """State that weight transports keep on this rank between two publishes."""
+        return {}
+
     def write_part(self, directory: str) -> PartReport:
-        """This rank's files of the role's part of a checkpoint."""
+        """Write this rank's files of a checkpoint."""
         return self._engine.write_part(directory)
 
     def require(self, capability: Capability) -> None:
-        """Refuse with a sentence what the engine does not offer."""
+        """Raise CapabilityError if the engine does not have a capability."""
         self._engine.require(capability)
 
     def stage_part(self, directory: str) -> None:
-        """Copy the state now, and write it while other methods are called; ``finish_part`` comes before the next one."""
+        """Copy the state now and write it in the background; call `finish_part` before the next one."""
         self._engine.stage_part(directory)
 
     def has_written_part(self) -> bool:
-        """Whether ``finish_part`` need not wait."""
+        """Return True if `finish_part` would not wait."""
         return self._engine.has_written_part
 
     def finish_part(self) -> PartReport:
-        """This rank's files of what ``stage_part`` began."""
+        """Wait for the files that `stage_part` started; return them."""
         return self._engine.finish_part()
 
     def read_part(self, directory: str) -> None:
-        """Restore what ``write_part`` wrote."""
+        """Restore this rank from a checkpoint."""
         self._engine.read_part(directory)
 
     def close(self) -> None:
@@ -142,13 +154,13 @@ class TrainingWorker:
 def make_worker(
     *, engine_name: str, config: EngineConfig, num_threads: int | None, is_deprecated: bool
 ) -> TrainingWorker:
-    """The worker of one rank.
+    """Create the worker of one rank.
 
     Args:
-        engine_name: as in ``model_engine``.
-        config: of that engine.
-        num_threads: CPU threads of torch; None leaves them.
-        is_deprecated: take the worker that the entry-point group of deprecated workers offers.
+        engine_name: A value of `model_engine`.
+        config: Configuration of that engine.
+        num_threads: CPU threads of torch; None keeps torch's default.
+        is_deprecated: Use the deprecated worker, which legacy-shim registers as an entry point.
     """
     kind: type[TrainingWorker] = TrainingWorker
     if is_deprecated:
@@ -158,12 +170,15 @@ def make_worker(
 
 
 def call_worker(worker: TrainingWorker, call: Callable[..., T], arguments: tuple[object, ...]) -> T:
-    """A method of ``TrainingWorker`` as the worker's own class has it; any other function with the worker as its first argument."""
+    """Call a function with the worker as its first argument.
+
+    A method of TrainingWorker is looked up by name first, because a deprecated worker overrides it.
+    """
     if vars(TrainingWorker).get(call.__name__) is call:
-        own: Callable[..., T] = getattr(worker, call.__name__)
-        return own(*arguments)
+        method: Callable[..., T] = getattr(worker, call.__name__)
+        return method(*arguments)
     return call(worker, *arguments)
 
 
 class CriticWorker(TrainingWorker):
-    """A TrainingWorker whose engine has a value head; its configuration says so."""
+    """A TrainingWorker whose engine is configured with a value head."""

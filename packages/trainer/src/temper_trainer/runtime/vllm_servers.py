@@ -1,4 +1,4 @@
-"""The vLLM servers of a run: processes of the driver, or one Ray actor each that holds its process."""
+"""Plan and create the vLLM servers of a run and of its teachers."""
 
 import sys
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.rollout.replica import Replica
+from temper_trainer.rollout.sampler import Replica
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.server_process import ServerProcess
 from temper_trainer.rollout.vllm.server_spec import build_server_spec, build_teacher_server_spec
@@ -17,25 +17,23 @@ from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlan:
-    """One server, wherever it will run."""
+    """Everything to create a server on any host."""
 
     spec: ServerSpec
-    """What it needs to start."""
     name: str
-    """For sentences."""
+    """Name for messages."""
     python: str
-    """Its interpreter, on its own machine."""
+    """Interpreter, on the server's host."""
     log_file: str
-    """On its own machine."""
+    """Path on the server's host."""
     start_timeout_s: float
-    """Longest start."""
     stall_timeout_s: float
-    """Longest silence of its process."""
+    """Longest time without any message."""
     load_timeout_s: float
-    """Longest call without new tokens."""
+    """Longest time in a call without new tokens."""
 
-    def make(self) -> ServerProcess:
-        """The server on this machine, not started yet."""
+    def create_process(self) -> ServerProcess:
+        """Create the server on this host, not started yet."""
         return ServerProcess(
             self.spec,
             name=self.name,
@@ -48,29 +46,27 @@ class ServerPlan:
 
 
 def plan_rollout_servers(config: TrainerConfig, *, spec: ServerSpec) -> list[ServerPlan]:
-    """The sampler's servers; their logs lie in the run folder."""
-    numbers = range(config.rollout.num_replicas)
+    """Plan the servers of the sampler."""
     return [
         _make_plan(config, spec, name=f"rollout replica {i}", log=f"rollout/replica-{i}.log")
-        for i in numbers
+        for i in range(config.rollout.num_replicas)
     ]
 
 
 def plan_teacher_servers(name: str, config: TrainerConfig) -> list[ServerPlan]:
-    """The servers of a teacher."""
+    """Plan the servers of a teacher."""
     teacher = config.teachers[name]
     spec = build_teacher_server_spec(name, teacher, config=config)
-    numbers = range(teacher.num_replicas)
     return [
         _make_plan(config, spec, name=f"teacher {name} replica {i}", log=f"teachers/{name}-{i}.log")
-        for i in numbers
+        for i in range(teacher.num_replicas)
     ]
 
 
 def start_local_sampler(
     config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase
 ) -> VllmSampler:
-    """Servers beside the driver."""
+    """Start the sampler's servers on the driver's host."""
     spec = build_server_spec(config, tokenizer=tokenizer)
     replicas = _make_local_replicas(
         plan_rollout_servers(config, spec=spec), devices=config.runtime.rollout_devices
@@ -79,20 +75,20 @@ def start_local_sampler(
 
 
 def make_local_teacher_servers(name: str, config: TrainerConfig) -> list[Replica]:
-    """A teacher's servers beside the driver, not started yet."""
+    """Create a teacher's servers on the driver's host, not started yet."""
     return _make_local_replicas(
         plan_teacher_servers(name, config), devices=config.teachers[name].devices
     )
 
 
 def _make_local_replicas(plans: Sequence[ServerPlan], *, devices: Sequence[str]) -> list[Replica]:
-    """Each on devices of its own where they are named."""
+    """Create one server per plan, each with its entry of `devices` if there are any."""
     if devices:
         plans = [
             replace(plan, spec=_assign_devices(plan.spec, names))
             for plan, names in zip(plans, devices, strict=True)
         ]
-    return [plan.make() for plan in plans]
+    return [plan.create_process() for plan in plans]
 
 
 def _assign_devices(spec: ServerSpec, names: str) -> ServerSpec:

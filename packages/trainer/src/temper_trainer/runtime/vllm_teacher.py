@@ -1,4 +1,4 @@
-"""A teacher on vLLM servers, which read its weights from disk and never sleep."""
+"""A teacher on vLLM servers, which load its weights from disk and never sleep."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,77 +10,83 @@ import torch
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.rollout.replica import Replica, ReplicaError
+from temper_trainer.rollout.sampler import Replica, ReplicaError
+from temper_trainer.rollout.vllm.server_methods import PromptLogprobs
 from temper_trainer.rollout.vllm.server_spec import build_teacher_server_spec
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
-from temper_trainer.teacher.balance import assign_to_replicas
-from temper_trainer.teacher.teacher_protocol import TeacherError, TeacherRequest, TeacherScores
+from temper_trainer.teacher.teacher_protocol import (
+    TeacherError,
+    TeacherRequest,
+    TeacherScores,
+    assign_to_replicas,
+)
 
 
 class VllmTeacher:
-    """See Teacher."""
+    """A Teacher on vLLM servers."""
 
     def __init__(self, name: str, *, servers: VllmSampler, vocab_size: int) -> None:
-        """A teacher whose servers run.
+        """Create a teacher.
 
         Args:
-            name: for messages.
-            servers: that hold the same weights.
-            vocab_size: ids below this are tokens; a model's head may have rows beyond, for which neither map nor policy has a place.
+            name: Name for messages.
+            servers: Running servers with the same weights.
+            vocab_size: Ids from this on are padding of the model's output head, not tokens.
         """
         self._name = name
         self._vocab_size = vocab_size
         self.servers = servers
-        """Its replicas."""
+        """The replicas."""
 
     @property
     def num_replicas(self) -> int:
-        """Servers."""
+        """Number of servers."""
         return len(self.servers.replicas)
 
-    def answer(
-        self, questions: Sequence[TeacherRequest], *, top_k: int, timeout_s: float
+    def score(
+        self, requests: Sequence[TeacherRequest], *, top_k: int, timeout_s: float
     ) -> list[TeacherScores]:
-        """One answer for each question; see Teacher.
+        """Score sequences; see Teacher.
 
         Raises:
-            ConfigError: a temperature other than 1, at which vLLM gives no log-probs of prompts.
+            ConfigError: If a temperature is not 1: vLLM reports log-probs of prompts only at 1.
         """
-        hot = next((question for question in questions if question.temperature != 1), None)
-        if hot is not None:
+        tempered = next((request for request in requests if request.temperature != 1), None)
+        if tempered is not None:
             raise ConfigError(
-                f"teachers.{self._name}.backend is vllm, which answers at temperature 1 only, but sampling.temperature is "
-                f"{hot.temperature}: set it to 1, or use backend=engine."
+                f"teachers.{self._name}.backend is vllm, which scores only at temperature 1, but "
+                f"sampling.temperature is {tempered.temperature}: set it to 1, or set "
+                f"teachers.{self._name}.backend=engine."
             )
-        shares = assign_to_replicas(questions, num_replicas=self.num_replicas)
+        assigned = assign_to_replicas(requests, num_replicas=self.num_replicas)
         arguments = [
-            ([(questions[i].tokens, questions[i].first) for i in share], top_k) if share else None
-            for share in shares
+            ([(requests[i].tokens, requests[i].first_position) for i in indices], top_k)
+            if indices
+            else None
+            for indices in assigned
         ]
         with ThreadPoolExecutor(max_workers=1) as pool:
             try:
-                rows = pool.submit(self.servers.call_each, "judge", arguments).result(
+                rows = pool.submit(self.servers.call_each, "score_prompts", arguments).result(
                     timeout=timeout_s
                 )
             except FutureTimeoutError as error:
+                # Ends the call in the pool's thread, which the pool waits for.
                 self.servers.close()
                 raise TeacherError(
-                    f"teacher {self._name} did not answer within distillation.timeout_s = {timeout_s} s: raise it, or "
-                    f"teachers.{self._name}.num_replicas."
+                    f"teacher {self._name} did not answer within distillation.timeout_s = {timeout_s} s: "
+                    f"raise it, or teachers.{self._name}.num_replicas."
                 ) from error
             except ReplicaError as error:
                 raise TeacherError(f"teacher {self._name}: {error}") from error
-        answers: dict[int, TeacherScores] = {}
-        for share, row in zip(shares, rows, strict=True):
-            for place, judged in zip(
-                share,
-                cast("list[tuple[list[float], list[list[int]], list[list[float]]]]", row or []),
-                strict=True,
-            ):
-                answers[place] = _make_scores(
-                    questions[place], judged, top_k=top_k, vocab_size=self._vocab_size
+        results: dict[int, TeacherScores] = {}
+        for indices, row in zip(assigned, rows, strict=True):
+            logprobs = cast("list[PromptLogprobs]", row or [])
+            for index, prompt_logprobs in zip(indices, logprobs, strict=True):
+                results[index] = _make_scores(
+                    requests[index], prompt_logprobs, top_k=top_k, vocab_size=self._vocab_size
                 )
-        return [answers[place] for place in range(len(questions))]
+        return [results[index] for index in range(len(requests))]
 
     def close(self) -> None:
         """End the servers."""
@@ -90,32 +96,29 @@ class VllmTeacher:
 def build_vllm_teacher(
     name: str, config: TrainerConfig, *, replicas: Sequence[Replica], vocab_size: int
 ) -> VllmTeacher:
-    """A teacher on servers that the runtime has placed; they start here."""
+    """Start the servers of a teacher, which the runtime has placed."""
     spec = build_teacher_server_spec(name, config.teachers[name], config=config)
     servers = VllmSampler(replicas, spec=spec, max_restarts=config.rollout.vllm.max_restarts)
     return VllmTeacher(name, servers=servers, vocab_size=vocab_size)
 
 
 def _make_scores(
-    question: TeacherRequest,
-    judged: tuple[list[float], list[list[int]], list[list[float]]],
-    *,
-    top_k: int,
-    vocab_size: int,
+    request: TeacherRequest, prompt_logprobs: PromptLogprobs, *, top_k: int, vocab_size: int
 ) -> TeacherScores:
-    given, ids, logs = judged
-    answer = TeacherScores(request_id=question.request_id, logprobs=torch.tensor(given))
+    given, top_ids, top_logprobs = prompt_logprobs
+    scores = TeacherScores(request_id=request.request_id, logprobs=torch.tensor(given))
     if not top_k:
-        return answer
-    named = torch.tensor(
-        [[*row, *[0] * (top_k - len(row))] for row in ids], dtype=torch.int64
+        return scores
+    # Rows are shorter than top_k if the vocabulary is.
+    ids = torch.tensor(
+        [[*row, *[0] * (top_k - len(row))] for row in top_ids], dtype=torch.int64
     ).view(-1, top_k)
-    logprobs = torch.tensor([[*row, *[-torch.inf] * (top_k - len(row))] for row in logs]).view(
-        -1, top_k
-    )
-    is_token = named < vocab_size
+    logprobs = torch.tensor(
+        [[*row, *[-torch.inf] * (top_k - len(row))] for row in top_logprobs]
+    ).view(-1, top_k)
+    is_token = ids < vocab_size
     return replace(
-        answer,
-        top_ids=torch.where(is_token, named, 0),
+        scores,
+        top_ids=torch.where(is_token, ids, 0),
         top_logprobs=torch.where(is_token, logprobs, -torch.inf),
     )

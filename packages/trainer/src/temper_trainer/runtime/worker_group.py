@@ -1,4 +1,4 @@
-"""The driver's view of a role: few methods, each over all ranks, data and outputs dispatched by topology."""
+"""The driver's handle on all ranks of a role."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -33,35 +33,40 @@ class WorkerError(TemperError, RuntimeError):
 
 
 class FullStoreError(WorkerError):
-    """What was sent or answered has no room on its way; the worker itself goes on."""
+    """Arguments or results do not fit into Ray's object store; the worker itself is fine."""
 
 
 class WorkerGroup(ABC):
-    """All ranks of one role. Implementations differ only in how ``run`` reaches them."""
+    """All ranks of one role. Implementations differ only in how `run` reaches them."""
 
     def __init__(self, role: str) -> None:
         self.role = role
         self.topologies: tuple[Topology, ...] = ()
         self.num_updates = 0
-        """Updates that were begun: while it stays the same, the weights do."""
+        """Number of updates that were started; while it is the same, so are the weights."""
         self.is_broken = False
-        """Whether a rank has died or was given up: nothing more can be asked of the role."""
+        """True if a rank has died or timed out: the role cannot be used any more."""
 
     @abstractmethod
     def run(self, call: Callable[..., T], arguments: Sequence[tuple[object, ...]]) -> list[T]:
         """Call a function of a worker on every rank at once.
 
         Args:
-            call: ``TrainingWorker.update`` and the like, or any importable function whose first argument is the worker.
-            arguments: one tuple per rank.
+            call: A method of TrainingWorker, or an importable function whose first argument is the
+                worker.
+            arguments: One tuple per rank.
 
         Returns:
             Results in rank order.
 
         Raises:
-            WorkerError: a worker died or did not answer in time; names role, rank and method. Errors raised by the method come
-                through as they are.
+            WorkerError: If a worker died or did not answer in time. Names role, rank and method.
+                Errors of the function itself are raised unchanged.
         """
+
+    def run_on_all(self, call: Callable[..., T], *arguments: object) -> list[T]:
+        """Call a function of a worker on every rank at once, with the same arguments; see `run`."""
+        return self.run(call, [arguments] * self.num_workers)
 
     @abstractmethod
     def close(self) -> None:
@@ -70,25 +75,25 @@ class WorkerGroup(ABC):
     @property
     @abstractmethod
     def num_workers(self) -> int:
-        """Ranks of the role."""
+        """Number of ranks."""
 
     @property
     def topology(self) -> Topology:
-        """Of rank 0; sizes and constraints are the same on every rank."""
+        """Topology of rank 0; sizes and constraints are the same on every rank."""
         return self.topologies[0]
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel shares that ``update`` and ``forward`` take."""
+        """Number of data-parallel ranks, and of parts that `update` and `forward` take."""
         return self.topology.dp.size
 
     def init(self) -> None:
         """Build the model on every rank."""
-        self.topologies = tuple(self.run(TrainingWorker.init, [()] * self.num_workers))
+        self.topologies = tuple(self.run_on_all(TrainingWorker.init))
 
     def set_objective(self, objective: Objective) -> None:
-        """What ``update`` minimises from now on."""
-        self.run(TrainingWorker.set_objective, [(objective,)] * self.num_workers)
+        """Set the objective that `update` minimizes."""
+        self.run_on_all(TrainingWorker.set_objective, objective)
 
     def forward(
         self,
@@ -98,36 +103,43 @@ class WorkerGroup(ABC):
         sample_ids: Tensor,
         without_adapter: bool = False,
     ) -> ForwardOutputs:
-        """Answers of one mini-batch in the order of ``sample_ids`` [B].
+        """Return outputs for one mini-batch.
 
         Args:
-            parts: one share per data-parallel rank.
+            parts: One part of the mini-batch per data-parallel rank.
             outputs: what to ask.
-            sample_ids: order of the result.
-            without_adapter: ask the base of the role's adapter alone.
+            sample_ids: [B] order of the result.
+            without_adapter: Disable the role's LoRA adapter.
         """
         results = self.run(
             TrainingWorker.forward,
-            [(part, tuple(outputs), without_adapter) for part in self._by_rank(parts)],
+            [(part, tuple(outputs), without_adapter) for part in self._assign_to_ranks(parts)],
         )
         return gather_outputs([result.outputs for result in results], sample_ids=sample_ids)
 
     def evaluate(self, parts: Sequence[PackedBatch]) -> dict[str, Metric]:
-        """The objective's metrics without gradients, merged over replicas."""
-        results = self.run(TrainingWorker.evaluate, [(part,) for part in self._by_rank(parts)])
+        """Return the objective's metrics without gradients, merged over replicas."""
+        results = self.run(
+            TrainingWorker.evaluate, [(part,) for part in self._assign_to_ranks(parts)]
+        )
         return self._merge([result.metrics for result in results])
 
     def update(self, parts: Sequence[PackedBatch], *, is_last_of_step: bool) -> UpdateResult:
-        """One optimiser update of one mini-batch; metrics merged over replicas, times are the slowest rank's."""
+        """Run one optimizer update on one mini-batch.
+
+        Metrics are merged over replicas; the time is that of the slowest rank.
+        """
         self.num_updates += 1
         results = self.run(
-            TrainingWorker.update, [(part, is_last_of_step) for part in self._by_rank(parts)]
+            TrainingWorker.update,
+            [(part, is_last_of_step) for part in self._assign_to_ranks(parts)],
         )
         ids = tuple(sorted({i for result in results for i in result.report.sample_ids}))
         report = results[0].report
         if {r.report.outcome for r in results} != {report.outcome}:
             raise EngineStateError(
-                f"ranks of {self.role} disagree on an update: {[r.report.outcome for r in results]}."
+                f"ranks of {self.role} disagree on the outcome of an update: "
+                f"{[r.report.outcome for r in results]}. Report this to the engine's maintainers."
             )
         return UpdateResult(
             report=type(report)(grad_norm=report.grad_norm, outcome=report.outcome, sample_ids=ids),
@@ -137,47 +149,48 @@ class WorkerGroup(ABC):
         )
 
     def release_cache(self) -> None:
-        """Let every rank give its device back what it keeps for later."""
-        self.run(TrainingWorker.release_cache, [()] * self.num_workers)
+        """Empty the CUDA cache on every rank."""
+        self.run_on_all(TrainingWorker.release_cache)
 
     def write_part(self, directory: str) -> list[PartReport]:
-        """Every rank's files of the role's part of a checkpoint."""
-        return self.run(TrainingWorker.write_part, [(directory,)] * self.num_workers)
+        """Write the role's part of a checkpoint; return the files of every rank."""
+        return self.run_on_all(TrainingWorker.write_part, directory)
 
     def require(self, capability: Capability) -> None:
-        """Refuse what the role's engine does not offer.
+        """Check that the role's engine has a capability.
 
         Raises:
-            CapabilityError: naming the engine and the capability.
+            CapabilityError: If not. Names the engine and the capability.
         """
-        self.run(TrainingWorker.require, [(capability,)] * self.num_workers)
+        self.run_on_all(TrainingWorker.require, capability)
 
     def stage_part(self, directory: str) -> None:
-        """Let every rank copy its state, and write it while the role goes on."""
-        self.run(TrainingWorker.stage_part, [(directory,)] * self.num_workers)
+        """Copy the state of every rank, and write the copies in the background."""
+        self.run_on_all(TrainingWorker.stage_part, directory)
 
     def has_written_part(self) -> bool:
-        """Whether every rank has written what was staged."""
-        return all(self.run(TrainingWorker.has_written_part, [()] * self.num_workers))
+        """Return True if every rank has written its staged state."""
+        return all(self.run_on_all(TrainingWorker.has_written_part))
 
     def finish_part(self) -> list[PartReport]:
-        """Wait for every rank's files of what was staged."""
-        return self.run(TrainingWorker.finish_part, [()] * self.num_workers)
+        """Wait until every rank has written its staged state; return the files."""
+        return self.run_on_all(TrainingWorker.finish_part)
 
     def read_part(self, directory: str) -> None:
-        """Restore what ``write_part`` wrote."""
-        self.run(TrainingWorker.read_part, [(directory,)] * self.num_workers)
+        """Restore the role from its part of a checkpoint."""
+        self.run_on_all(TrainingWorker.read_part, directory)
 
-    def _by_rank(self, parts: Sequence[PackedBatch]) -> list[PackedBatch]:
-        """The same share to every rank of a model-parallel replica."""
+    def _assign_to_ranks(self, parts: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """Return the part of each rank; all ranks of a model-parallel replica get the same."""
         if len(parts) != self.dp_size:
             raise EngineStateError(
-                f"{self.role} has {self.dp_size} data-parallel ranks, but {len(parts)} shares were given."
+                f"{self.role} has {self.dp_size} data-parallel ranks, but got {len(parts)} parts: pass "
+                "one per data-parallel rank."
             )
         return [parts[topology.dp.rank] for topology in self.topologies]
 
     def _merge(self, metrics: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-        """One rank of each replica speaks for it."""
+        """Merge the metrics of one rank per model-parallel replica."""
         return merge_metrics(
             m
             for m, topology in zip(metrics, self.topologies, strict=True)
@@ -186,13 +199,12 @@ class WorkerGroup(ABC):
 
 
 class InlineWorkerGroup(WorkerGroup):
-    """A role of one rank in the driver's own process.
+    """A role of one rank in the driver's process.
 
-    Some engines change settings of torch that belong to the whole process while they compute: float32
-    matmul kernels on a CPU (``fast_float32_matmul``) and deterministic algorithms. torch offers
-    neither per thread, so a sampler on another thread would compute with them or without them,
-    depending on timing. Such a role holds ``compute_lock`` during its calls, as the sampler does
-    during each forward pass.
+    Some engines change process-wide settings of torch while they compute: float32 matmul kernels on a
+    CPU (`fast_float32_matmul`) and deterministic algorithms. torch has no such settings per thread, so
+    a sampler in another thread would compute with them or without them, depending on timing. Such a
+    role holds `compute_lock` during its calls, and the sampler during each forward pass.
     """
 
     def __init__(
@@ -218,10 +230,10 @@ class InlineWorkerGroup(WorkerGroup):
         return 1
 
     def run(self, call: Callable[..., T], arguments: Sequence[tuple[object, ...]]) -> list[T]:
-        """Call the function here, with the lock if this role needs it."""
-        (only,) = arguments
+        """Call the function in this process, with the lock if this role needs it."""
+        (only_rank,) = arguments
         with self._compute_lock, track_wait(f"{self.role}: {call.__qualname__} in this process"):
-            return [call_worker(self._worker, call, only)]
+            return [call_worker(self._worker, call, only_rank)]
 
     def close(self) -> None:
         """Free the engine."""

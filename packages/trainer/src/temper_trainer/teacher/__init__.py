@@ -1,1 +1,1 @@
-"""Teachers of on-policy distillation as their clients see them: questions, answers, routes, token maps. Nothing here runs a model."""
+"""Log-probs of completions under frozen teacher models, for distillation."""

@@ -1,4 +1,4 @@
-"""From a step's samples to columns of teacher log-probs: each sample to the teacher of its route, through its token map."""
+"""Score the samples of a step with their teachers and return the result as batch columns."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +10,7 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import LOGPROB_AT_IDS
+from temper_trainer.config.distillation import DistillationConfig, TeacherConfig
 from temper_trainer.teacher.teacher_protocol import (
     Teacher,
     TeacherError,
@@ -17,80 +18,125 @@ from temper_trainer.teacher.teacher_protocol import (
     TeacherScores,
     check_scores,
 )
-from temper_trainer.teacher.teacher_spec import TeacherSpec
 from temper_trainer.teacher.token_map import TokenMap
 
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Name of the [T] float32 column of log-probs of the given tokens."""
 TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"
-"""Name of the [T, K] float32 column of log-probs of the tokens in the column ``logprob_at_ids``."""
+"""Name of the [T, K] float32 column of log-probs of the tokens in the column `logprob_at_ids`."""
 TEACHER_WEIGHTS = "teacher_weights"
-"""Name of the [T] float32 column of the teacher's factor, 0 where no teacher answered."""
+"""Name of the [T] float32 column of the teacher's weight, 0 for tokens without teacher."""
+MAX_PICKLED_BYTES = 4096
+"""Largest serialized TeacherSpec, which a test checks: it must not contain a model's configuration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSpec:
+    """Routes and weights of all teachers."""
+
+    routes: tuple[tuple[str, str], ...]
+    """(value of the routing key, name of the teacher)."""
+    weights: tuple[tuple[str, float], ...]
+    """(name of the teacher, factor of its loss or reward)."""
+    top_k: int
+    """Number of most likely tokens to request; 0 requests none."""
+    timeout_s: float
+
+    def find_teacher(self, route: str) -> str | None:
+        """Return the teacher of a route. If there is only one teacher, it has every route."""
+        return dict(self.routes).get(route, self.routes[0][1] if len(self.routes) == 1 else None)
+
+    def get_weight(self, teacher: str) -> float:
+        """Return the factor of a teacher's loss or reward."""
+        return dict(self.weights)[teacher]
+
+
+def build_teacher_spec(
+    teachers: Mapping[str, TeacherConfig], config: DistillationConfig
+) -> TeacherSpec:
+    """Build the spec of a configuration.
+
+    Raises:
+        ConfigError: If two teachers have the same route.
+    """
+    routes = tuple(
+        (teacher.route if teacher.route is not None else name, name)
+        for name, teacher in teachers.items()
+    )
+    if len(dict(routes)) < len(routes):
+        listed = ", ".join(f"{name}: {route}" for route, name in routes)
+        raise ConfigError(f"two teachers have the same route ({listed}): set teachers.NAME.route.")
+    return TeacherSpec(
+        routes=routes,
+        weights=tuple((name, teacher.weight) for name, teacher in teachers.items()),
+        top_k=config.top_k if config.needs_top_k else 0,
+        timeout_s=config.timeout_s,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherClient:
-    """Asks the teachers; holds no configuration but the spec."""
+    """Sends each sample to the teacher of its route and collects the results."""
 
     spec: TeacherSpec
-    """Routes and weights."""
     teachers: Mapping[str, Teacher]
     """By name."""
     token_maps: Mapping[str, TokenMap] = field(default_factory=dict)
-    """Of the teachers whose tokenizer differs."""
+    """Token maps of the teachers that have another tokenizer, by name."""
 
-    def columns(
+    def fetch_columns(
         self, samples: SequenceBatch, *, routes: Sequence[str]
     ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """The teachers' columns of a step, and numbers for the log.
+        """Score all trained tokens of a step; return columns and metrics.
 
         Args:
-            samples: B; asked is about every trained token.
-            routes: of each sample's prompt.
+            samples: B samples.
+            routes: Route of each sample's prompt.
 
         Raises:
-            ConfigError: a route has no teacher.
-            TeacherError: see Teacher.answer; or not one sample could be translated into a teacher's tokens.
+            ConfigError: If a route has no teacher.
+            TeacherError: See `Teacher.score`. Also if no sample could be translated into a teacher's
+                tokens.
         """
-        asked: dict[str, list[TeacherRequest]] = {name: [] for name in self.teachers}
+        requests: dict[str, list[TeacherRequest]] = {name: [] for name in self.teachers}
         num_unmapped = 0
-        starts, firsts = samples.sequence_starts.tolist(), _first_trained(samples)
-        for i, route in enumerate(routes):
-            if firsts[i] is None:
+        starts, first_positions = samples.sequence_starts.tolist(), _find_first_trained(samples)
+        for i, (route, first_position) in enumerate(zip(routes, first_positions, strict=True)):
+            if first_position is None:
                 continue
-            name = self._teacher_of(route)
-            tokens = self._translated(name, samples.tokens[starts[i] : starts[i + 1]].tolist())
+            name = self._find_teacher(route)
+            tokens = self._translate(name, samples.tokens[starts[i] : starts[i + 1]].tolist())
             if tokens is None:
                 num_unmapped += 1
                 continue
-            asked[name].append(
+            requests[name].append(
                 TeacherRequest(
                     request_id=i,
                     tokens=tokens,
-                    first=firsts[i] or 1,
+                    # Position 0 has no log-prob: no token comes before it.
+                    first_position=first_position or 1,
                     temperature=float(samples.temperature[i]),
                 )
             )
-        self._check_taught(num_asked=sum(map(len, asked.values())), num_unmapped=num_unmapped)
-        columns = self._empty(samples)
-        pool = ThreadPoolExecutor(max_workers=max(1, len(asked)))
+        self._check_any_mapped(
+            num_requests=sum(map(len, requests.values())), num_unmapped=num_unmapped
+        )
+        columns = self._make_columns(samples)
+        pool = ThreadPoolExecutor(max_workers=max(1, len(requests)))
         try:
-            found = {
-                name: pool.submit(self._ask, name, questions)
-                for name, questions in asked.items()
-                if questions
+            running = {
+                name: pool.submit(self._score, name, teacher_requests)
+                for name, teacher_requests in requests.items()
+                if teacher_requests
             }
-            for name, answers in found.items():
-                for question, answer in zip(asked[name], answers.result(), strict=True):
-                    self._fill(
-                        columns, answer, at=starts[question.request_id] + question.first, name=name
-                    )
+            for name, future in running.items():
+                for request, scores in zip(requests[name], future.result(), strict=True):
+                    start = starts[request.request_id] + request.first_position
+                    self._fill_columns(columns, scores, start=start, name=name)
         finally:
-            # Not waited for: where one teacher fails, another may hang.
+            # Do not wait: if one teacher fails, another may hang.
             pool.shutdown(wait=False, cancel_futures=True)
-        metrics = {
-            f"teacher/{name}/samples": float(len(questions)) for name, questions in asked.items()
-        }
+        metrics = {f"teacher/{name}/samples": float(len(each)) for name, each in requests.items()}
         return columns, {**metrics, "teacher/unmapped_samples": float(num_unmapped)}
 
     def close(self) -> None:
@@ -98,36 +144,39 @@ class TeacherClient:
         for teacher in self.teachers.values():
             teacher.close()
 
-    def _check_taught(self, *, num_asked: int, num_unmapped: int) -> None:
-        if num_unmapped and not num_asked:
+    def _check_any_mapped(self, *, num_requests: int, num_unmapped: int) -> None:
+        if num_unmapped and not num_requests:
             raise TeacherError(
-                f"not one of {num_unmapped} completions could be translated into a teacher's tokens, so that nothing would be learned: "
-                "the tokenizers share too little. Take a teacher with the policy's tokenizer."
+                f"none of {num_unmapped} completions could be translated into a teacher's tokens, so "
+                "nothing would be learned: use a teacher with the policy's tokenizer."
             )
 
-    def _teacher_of(self, route: str) -> str:
+    def _find_teacher(self, route: str) -> str:
         name = self.spec.find_teacher(route)
         if name is None:
+            listed = ", ".join(known for known, _ in self.spec.routes)
             raise ConfigError(
-                f"a prompt has the route {route!r}, but the teachers' routes are {', '.join(route for route, _ in self.spec.routes)}: "
-                "set data.train.route_key to the field that names them, or teachers.NAME.route."
+                f"a prompt has the route {route!r}, but the teachers' routes are {listed}: set "
+                "data.train.route_key to the field with the route, or teachers.NAME.route."
             )
         return name
 
-    def _translated(self, name: str, tokens: list[int]) -> tuple[int, ...] | None:
-        return (
-            self.token_maps[name].to_teacher(tokens) if name in self.token_maps else tuple(tokens)
-        )
+    def _translate(self, name: str, tokens: list[int]) -> tuple[int, ...] | None:
+        """Return the teacher's token ids; None if a token has none."""
+        if name not in self.token_maps:
+            return tuple(tokens)
+        return self.token_maps[name].to_teacher(tokens)
 
-    def _ask(self, name: str, questions: Sequence[TeacherRequest]) -> list[TeacherScores]:
-        answers = self.teachers[name].answer(
-            questions, top_k=self.spec.top_k, timeout_s=self.spec.timeout_s
+    def _score(self, name: str, requests: Sequence[TeacherRequest]) -> list[TeacherScores]:
+        results = self.teachers[name].score(
+            requests, top_k=self.spec.top_k, timeout_s=self.spec.timeout_s
         )
-        for question, answer in zip(questions, answers, strict=True):
-            check_scores(answer, question, top_k=self.spec.top_k, teacher=name)
-        return answers
+        for request, scores in zip(requests, results, strict=True):
+            check_scores(scores, request, top_k=self.spec.top_k, teacher=name)
+        return results
 
-    def _empty(self, samples: SequenceBatch) -> dict[str, Tensor]:
+    def _make_columns(self, samples: SequenceBatch) -> dict[str, Tensor]:
+        """Return columns for samples without a teacher: weight 0."""
         size = samples.num_tokens
         columns = {TEACHER_LOGPROBS: torch.zeros(size), TEACHER_WEIGHTS: torch.zeros(size)}
         if self.spec.top_k:
@@ -137,25 +186,25 @@ class TeacherClient:
             }
         return columns
 
-    def _fill(
-        self, columns: dict[str, Tensor], answer: TeacherScores, *, at: int, name: str
+    def _fill_columns(
+        self, columns: dict[str, Tensor], scores: TeacherScores, *, start: int, name: str
     ) -> None:
-        place = slice(at, at + len(answer.logprobs))
-        columns[TEACHER_LOGPROBS][place] = answer.logprobs
-        columns[TEACHER_WEIGHTS][place] = self.spec.get_weight(name)
-        if answer.top_ids is not None and answer.top_logprobs is not None:
-            ids, logprobs = answer.top_ids, answer.top_logprobs
+        span = slice(start, start + len(scores.logprobs))
+        columns[TEACHER_LOGPROBS][span] = scores.logprobs
+        columns[TEACHER_WEIGHTS][span] = self.spec.get_weight(name)
+        if scores.top_ids is not None and scores.top_logprobs is not None:
+            ids, logprobs = scores.top_ids, scores.top_logprobs
             if name in self.token_maps:
                 ids, logprobs = self.token_maps[name].to_policy(ids, logprobs)
-            columns[LOGPROB_AT_IDS][place], columns[TEACHER_TOP_LOGPROBS][place] = ids, logprobs
+            columns[LOGPROB_AT_IDS][span], columns[TEACHER_TOP_LOGPROBS][span] = ids, logprobs
 
 
-def _first_trained(samples: SequenceBatch) -> list[int | None]:
-    """Position of each sample's first trained token within it; None where nothing is trained."""
-    found: list[int | None] = []
-    for first, last in zip(
+def _find_first_trained(samples: SequenceBatch) -> list[int | None]:
+    """Return the position of each sample's first trained token; None if there is none."""
+    positions: list[int | None] = []
+    for start, end in zip(
         samples.sequence_starts[:-1].tolist(), samples.sequence_starts[1:].tolist(), strict=True
     ):
-        trained = torch.nonzero(samples.loss_mask[first:last])[:, 0]
-        found.append(int(trained[0]) if len(trained) else None)
-    return found
+        trained = torch.nonzero(samples.loss_mask[start:end])[:, 0]
+        positions.append(int(trained[0]) if len(trained) else None)
+    return positions

@@ -1,4 +1,4 @@
-"""What a teacher is asked about a completion, and what it answers: log-probs of the given tokens, and its own likeliest ones."""
+"""The interface of a teacher, which returns log-probs of given token sequences."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,57 +10,61 @@ from temper_engine_api.errors import TemperError
 
 
 class TeacherError(TemperError, RuntimeError):
-    """A teacher died, did not answer in time, or answered something else than it was asked."""
+    """A teacher died, timed out, or returned an invalid result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherRequest:
-    """One token sequence to be judged."""
+    """One token sequence to score.
+
+    Example: a prompt of three tokens and a completion of two, which are scored.
+
+        TeacherRequest(request_id=0, tokens=(1, 5, 7, 9, 2), first_position=3, temperature=1.0)
+    """
 
     request_id: int
     """Unique within one call."""
     tokens: tuple[int, ...]
-    """Prompt and everything after it, in the teacher's own ids."""
-    first: int
-    """Position of the first token to answer for, at least 1; the answer reaches to the last token."""
+    """Prompt and everything after it, in the teacher's token ids."""
+    first_position: int
+    """Position of the first token to score, at least 1; all tokens after it are scored too."""
     temperature: float
-    """Divides the teacher's logits, as it did the policy's."""
+    """Divides the teacher's logits, as it divided the policy's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherScores:
-    """A ragged row: N = len(tokens) - first positions."""
+    """The log-probs of one request, for N = len(tokens) - first_position tokens."""
 
     request_id: int
-    """Of its question."""
     logprobs: Tensor
     """[N] float32 log-prob of each given token under the teacher."""
     top_ids: Tensor | None = None
-    """[N, K] int64 the teacher's likeliest tokens, likeliest first; None where top_k is 0."""
+    """[N, K] int64 ids of the teacher's most likely tokens, in descending order; None if top_k is 0."""
     top_logprobs: Tensor | None = None
-    """[N, K] float32 of them; -inf fills rows of fewer tokens."""
+    """[N, K] float32 log-probs of `top_ids`; -inf pads rows with fewer tokens."""
 
 
 class Teacher(Protocol):
-    """One frozen model with all its replicas; it is never offloaded and never sleeps."""
+    """One frozen model with all its replicas. It is never offloaded."""
 
     @property
     def num_replicas(self) -> int:
-        """Copies that answer at once."""
+        """Number of replicas that score in parallel."""
         ...
 
-    def answer(
-        self, questions: Sequence[TeacherRequest], *, top_k: int, timeout_s: float
+    def score(
+        self, requests: Sequence[TeacherRequest], *, top_k: int, timeout_s: float
     ) -> list[TeacherScores]:
-        """One answer for each question, in their order.
+        """Score sequences; return one result for each request, in their order.
 
         Args:
-            questions: in any number.
-            top_k: how many likeliest tokens to name at each position; 0 names none.
-            timeout_s: longest wait for all of them.
+            requests: Any number.
+            top_k: Number of most likely tokens to return at each position; 0 returns none.
+            timeout_s: Longest wait for all of them.
 
         Raises:
-            TeacherError: a replica died, was late, or answered fewer positions than it was asked for.
+            TeacherError: If a replica dies, times out, or returns an invalid result.
         """
         ...
 
@@ -70,30 +74,48 @@ class Teacher(Protocol):
 
 
 def check_scores(
-    answer: TeacherScores, question: TeacherRequest, *, top_k: int, teacher: str
+    scores: TeacherScores, request: TeacherRequest, *, top_k: int, teacher: str
 ) -> None:
-    """Refuse an answer of another length or with a number that is none.
+    """Refuse scores of another length, and NaN.
 
     Raises:
-        TeacherError: naming the teacher and the question.
+        TeacherError: Names the teacher and the request.
     """
-    expected = len(question.tokens) - question.first
-    found = len(answer.logprobs)
-    if answer.request_id != question.request_id or found != expected:
+    expected = len(request.tokens) - request.first_position
+    num_scores = len(scores.logprobs)
+    if scores.request_id != request.request_id or num_scores != expected:
         raise TeacherError(
-            f"teacher {teacher} answered {found} of {expected} positions of question {question.request_id}: ask it again."
+            f"teacher {teacher} returned {num_scores} log-probs for request {request.request_id}, "
+            f"but {expected} were expected: report this as a bug."
         )
-    numbers = [column for column in (answer.logprobs, answer.top_logprobs) if column is not None]
-    if any(bool(column.isnan().any()) for column in numbers):
+    columns = [each for each in (scores.logprobs, scores.top_logprobs) if each is not None]
+    if any(bool(column.isnan().any()) for column in columns):
         raise TeacherError(
-            f"teacher {teacher} answered NaN to question {question.request_id}: look at its weights and precision."
+            f"teacher {teacher} returned NaN for request {request.request_id}: check its weights and "
+            "its precision."
         )
     if top_k:
         shapes = [
             None if column is None else tuple(column.shape)
-            for column in (answer.top_ids, answer.top_logprobs)
+            for column in (scores.top_ids, scores.top_logprobs)
         ]
         if shapes != [(expected, top_k)] * 2:
             raise TeacherError(
-                f"teacher {teacher} named tokens of shapes {shapes}, but ({expected}, {top_k}) was asked for."
+                f"teacher {teacher} returned most likely tokens of shapes {shapes}, but "
+                f"({expected}, {top_k}) was expected: report this as a bug."
             )
+
+
+def assign_to_replicas(requests: Sequence[TeacherRequest], *, num_replicas: int) -> list[list[int]]:
+    """Return the indices of the requests of each replica.
+
+    The longest request goes first, each to the replica with the fewest tokens so far. Deterministic,
+    so that a repeated step sends the same requests to the same replica.
+    """
+    loads = [0] * num_replicas
+    assigned: list[list[int]] = [[] for _ in range(num_replicas)]
+    for index in sorted(range(len(requests)), key=lambda i: (-len(requests[i].tokens), i)):
+        replica = loads.index(min(loads))
+        assigned[replica].append(index)
+        loads[replica] += len(requests[index].tokens)
+    return assigned

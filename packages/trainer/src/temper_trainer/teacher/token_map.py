@@ -1,4 +1,4 @@
-"""From the policy's token ids to a teacher's and back, where their tokenizers differ and the configuration says to map."""
+"""Map token ids between the policy's and a teacher's tokenizer (`tokenizer_mismatch=map`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,71 +14,74 @@ from temper_engine_api.errors import ConfigError
 class TokenMap:
     """Ids of the same token text in two vocabularies."""
 
-    forward: Mapping[int, int]
-    """From the policy's id to the teacher's."""
-    backward: Tensor
-    """[teacher's vocabulary] int64 the policy's id, or -1 where it has none."""
+    policy_to_teacher: Mapping[int, int]
+    teacher_to_policy: Tensor
+    """[teacher's vocabulary] int64 policy id, or -1 if the policy does not have the token."""
 
     def to_teacher(self, tokens: Sequence[int]) -> tuple[int, ...] | None:
-        """The teacher's ids; None where a token has none."""
-        found = [self.forward.get(token) for token in tokens]
-        return None if None in found else tuple(token for token in found if token is not None)
+        """Return the teacher's ids; None if the teacher does not have one of the tokens."""
+        ids = [self.policy_to_teacher.get(token) for token in tokens]
+        return None if None in ids else tuple(token for token in ids if token is not None)
 
     def to_policy(self, top_ids: Tensor, top_logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """A teacher's likeliest tokens in the policy's ids; those that it lacks get id 0 and log-prob -inf."""
-        ids = self.backward[top_ids]
+        """Return a teacher's most likely tokens in policy ids, with their log-probs.
+
+        Tokens that the policy does not have get id 0 and log-prob -inf.
+        """
+        ids = self.teacher_to_policy[top_ids]
         return ids.clamp(min=0), torch.where(ids >= 0, top_logprobs, -torch.inf)
 
 
 def build_token_map(
     policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, *, name: str, may_map: bool
 ) -> TokenMap | None:
-    """None where the vocabularies are the same; else the map between them, if that is allowed.
+    """Return a map between two vocabularies; None if they are equal.
 
-    Tokens are the same that are written the same; the end tokens are the same also where they are not.
+    Tokens with the same text are mapped, and the two end tokens, whatever their text.
 
     Raises:
-        ConfigError: they differ and mapping was not asked for, or they share no token.
+        ConfigError: If they differ and mapping is not allowed, or they have no token in common.
     """
     difference = describe_token_difference(policy, teacher)
     if not difference:
         return None
     if not may_map:
         raise ConfigError(
-            f"teachers.{name} has another tokenizer than the policy: {difference}. Take a teacher with the policy's tokenizer, or set "
-            "distillation.tokenizer_mismatch=map."
+            f"teachers.{name} has another tokenizer than the policy: {difference}. Use a teacher "
+            "with the policy's tokenizer, or set distillation.tokenizer_mismatch=map."
         )
-    ours, theirs = policy.get_vocab(), teacher.get_vocab()
-    shared = ours.keys() & theirs.keys()
-    if not shared:
+    policy_ids, teacher_ids = policy.get_vocab(), teacher.get_vocab()
+    common = policy_ids.keys() & teacher_ids.keys()
+    if not common:
         raise ConfigError(
-            f"teachers.{name} shares no token with the policy: nothing can be mapped. Take another teacher."
+            f"teachers.{name} has no token in common with the policy, so nothing can be mapped: use "
+            "another teacher."
         )
-    forward = {ours[token]: theirs[token] for token in shared}
-    backward = torch.full((max(theirs.values()) + 1,), -1, dtype=torch.int64)
-    for policy_id, teacher_id in forward.items():
-        backward[teacher_id] = policy_id
-    our_end, their_end = policy.eos_token_id, teacher.eos_token_id
-    if our_end is not None and their_end is not None:
-        # Every whole completion ends in it, and two families hardly ever write it alike.
-        forward.setdefault(our_end, their_end)
-        if backward[their_end] < 0:
-            backward[their_end] = our_end
-    return TokenMap(forward=forward, backward=backward)
+    policy_to_teacher = {policy_ids[token]: teacher_ids[token] for token in common}
+    teacher_to_policy = torch.full((max(teacher_ids.values()) + 1,), -1, dtype=torch.int64)
+    for policy_id, teacher_id in policy_to_teacher.items():
+        teacher_to_policy[teacher_id] = policy_id
+    policy_end, teacher_end = policy.eos_token_id, teacher.eos_token_id
+    if policy_end is not None and teacher_end is not None:
+        # Every complete completion ends with it, and model families hardly ever use the same text.
+        policy_to_teacher.setdefault(policy_end, teacher_end)
+        if teacher_to_policy[teacher_end] < 0:
+            teacher_to_policy[teacher_end] = policy_end
+    return TokenMap(policy_to_teacher=policy_to_teacher, teacher_to_policy=teacher_to_policy)
 
 
 def describe_token_difference(
     policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase
 ) -> str:
-    """Empty where every id means the same token in both; else how they differ."""
-    ours, theirs = policy.get_vocab(), other.get_vocab()
-    if ours == theirs:
+    """Describe how two vocabularies differ; empty if every id is the same token in both."""
+    policy_ids, other_ids = policy.get_vocab(), other.get_vocab()
+    if policy_ids == other_ids:
         return ""
-    shared = ours.keys() & theirs.keys()
-    moved = [token for token in sorted(shared) if ours[token] != theirs[token]]
+    common = policy_ids.keys() & other_ids.keys()
+    moved = [token for token in sorted(common) if policy_ids[token] != other_ids[token]]
     example = (
-        f"; {moved[0]!r} is {ours[moved[0]]} in one and {theirs[moved[0]]} in the other"
+        f"; {moved[0]!r} is {policy_ids[moved[0]]} in one and {other_ids[moved[0]]} in the other"
         if moved
         else ""
     )
-    return f"{len(ours)} and {len(theirs)} tokens, {len(shared)} of them in both{example}"
+    return f"{len(policy_ids)} and {len(other_ids)} tokens, {len(common)} of them in both{example}"

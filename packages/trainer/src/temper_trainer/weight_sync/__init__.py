@@ -1,1 +1,1 @@
-"""A numbered set of weights, from the actor's engine to a sampler: buckets with checksums, a version, a canary."""
+"""Publish the weights of the actor's engine to a sampler under a version number."""

@@ -1,4 +1,8 @@
-"""Weights from rank 0 of the actor into the servers' workers, GPU to GPU: a broadcast, or the same memory through CUDA IPC."""
+"""A transport that sends weights directly into the memory of the servers' workers.
+
+Rank 0 of the actor broadcasts buckets with NCCL or gloo, or lets workers on the same GPU map its
+buffer through CUDA IPC. No copy of the weights remains outside actor and servers.
+"""
 
 import logging
 import os
@@ -12,43 +16,45 @@ from torch import Tensor
 
 from temper_engine_api.rendezvous import TOKEN_VARIABLE, StoreServer, get_run_token
 from temper_trainer.config.ranges import LOOPBACK
-from temper_trainer.rollout.device_location import DeviceLocation, locate_device
 from temper_trainer.rollout.packed_bucket import (
     PackedBucket,
     pack_tensors,
     plan_layout,
     split_into_buckets,
 )
-from temper_trainer.rollout.replica import Replica, ReplicaError
+from temper_trainer.rollout.sampler import Replica, ReplicaError
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
-from temper_trainer.rollout.weight_channel import Backend, ChannelSpec, WeightChannel
+from temper_trainer.rollout.weight_channel import (
+    Backend,
+    ChannelSpec,
+    DeviceLocation,
+    WeightChannel,
+    locate_device,
+)
 from temper_trainer.rollout.weight_delta import (
     apply_tensor_delta,
     compute_delta,
     compute_tensors_digest,
 )
-from temper_trainer.weight_sync.buckets import WeightExporter
+from temper_trainer.weight_sync.buckets import WeightExporter, join_export
 from temper_trainer.weight_sync.sender_state import (
     CachedWeights,
-    cache_weights,
+    WeightSender,
     drop_cached_weights,
-    join_export,
+    get_sender_state,
     match_buckets,
     take_cached_weights,
 )
 from temper_trainer.weight_sync.transport import RankGroup, SentWeights
 
 logger = logging.getLogger(__name__)
-_servers: dict[str, StoreServer] = {}
-_channels: dict[str, WeightChannel] = {}
-"""The sender's stores and ends in this process, by address and port: a worker's method has no place to keep them."""
 
 
 class CollectiveTransport:
-    """A channel between rank 0 of the actor and every worker of every server; nothing touches the host's memory.
+    """A channel between rank 0 of the actor and every worker of every server.
 
-    No copy of a set is left anywhere. A server that is started again is sent the actor's weights once more, as long as no update has
-    changed them and nothing else asks the actor meanwhile (loop sync); else its death ends the run.
+    A restarted server gets the actor's weights again if no update has changed them since and
+    nothing else may call the actor at the same time (`loop=sync`). Otherwise its death ends the run.
     """
 
     def __init__(
@@ -67,14 +73,15 @@ class CollectiveTransport:
         """Open the channel.
 
         Args:
-            actor: its model is built.
-            sampler: its servers are up.
-            backend: how bytes travel.
-            workers_per_replica: processes of one server that hold weights.
-            bucket_bytes: largest part; a larger tensor travels alone.
-            with_digest: whether checksums are compared.
-            may_send_again: whether the actor can be asked at any time while completions are made.
-            max_share: send what changed, where every worker holds the last set; see ``find_changes``. None always sends everything.
+            actor: Its model is built.
+            sampler: Its servers are running.
+            backend: How bytes travel.
+            workers_per_replica: Worker processes of one server.
+            bucket_bytes: Largest bucket; a larger tensor travels in its own bucket.
+            with_digest: Compare checksums.
+            can_resend: True if the actor may be called at any time while servers sample.
+            max_changed_fraction: Send deltas to servers that have the last weights; see
+                `compute_delta`. None always sends all weights.
             bind_address: Where rank 0 listens, unless its process group already has an address.
         """
         self._bind_address = bind_address
@@ -84,78 +91,77 @@ class CollectiveTransport:
         self._workers_per_replica = workers_per_replica
         self._bucket_bytes = bucket_bytes
         self._with_digest = with_digest
-        self._may_send_again = can_resend
-        self._max_share = max_changed_fraction
+        self._can_resend = can_resend
+        self._max_changed_fraction = max_changed_fraction
         self._key = uuid.uuid4().hex
-        self._layout = actor.run(plan_buckets, [(bucket_bytes,)] * actor.num_workers)[0]
-        self._sent = (-1, 0)
-        """Updates of the actor at the last set, and its version."""
-        self._held_version: int | None = None
-        """Of the set that rank 0 keeps; None before the first one, and after one that failed."""
-        self._is_whole = True
-        """Whether every server is in the channel: not those that were started again."""
+        self._layout = actor.run_on_all(plan_buckets, bucket_bytes)[0]
+        self._last_sent = (-1, 0)
+        """The actor's number of updates at the last publish, and its version."""
+        self._cached_version: int | None = None
+        """Version that rank 0 has cached; None before the first publish and after a failed one."""
+        self._has_all_servers = True
+        """False after a server was restarted: it is not in the channel."""
         self._spec = self._open(sampler.replicas)
 
     def send(self, version: int) -> SentWeights:
-        """Broadcast every bucket, or what changed in it, while every server receives it."""
-        if not self._is_whole:
-            self._leave(self._spec)
-            self._spec, self._is_whole = self._open(self._sampler.replicas), True
-        base_version, self._held_version = self._base_version(), None
-        self._sent = (self._actor.num_updates, version)
-        found: list[SentWeights] = []
+        """Broadcast every bucket or its delta while every server receives it."""
+        if not self._has_all_servers:
+            self._close_channel(self._spec)
+            self._spec, self._has_all_servers = self._open(self._sampler.replicas), True
+        base_version, self._cached_version = self._find_base_version(), None
+        self._last_sent = (self._actor.num_updates, version)
+        results: list[SentWeights] = []
 
         def receive(replica: Replica) -> "Future[object]":
             if base_version is None:
-                return self._receive_whole(replica, version)
+                return self._start_receiving(replica, version)
             return replica.call("receive_delta", self._layout, base_version, version)
 
         def send() -> None:
-            found.append(
+            results.append(
                 self._broadcast(self._spec, version)
                 if base_version is None
-                else self._broadcast_changes(base_version, version)
+                else self._broadcast_delta(base_version, version)
             )
 
-        reload = self._send_again if self._may_send_again else None
+        reload = self._resend if self._can_resend else None
         self._sampler.load_while_sending(receive, send, version=version, reload=reload)
-        self._held_version = None if self._max_share is None else version
-        return found[0]
+        self._cached_version = None if self._max_changed_fraction is None else version
+        return results[0]
 
     def close(self) -> None:
-        """Leave the channel; rank 0 forgets the set that it sent."""
-        self._leave(self._spec)
-        if self._max_share is not None:
-            self._actor.run(drop_cached_weights, [(self._key,)] * self._actor.num_workers)
+        """Close the channel and free the cached weights."""
+        self._close_channel(self._spec)
+        if self._max_changed_fraction is not None:
+            self._actor.run_on_all(drop_cached_weights, self._key)
 
-    def _base_version(self) -> int | None:
-        """Of the set that rank 0 and every worker of every server hold; None where one of them has another, or none."""
-        version = self._held_version
+    def _find_base_version(self) -> int | None:
+        """Return the version that rank 0 and all workers have; None if one has another version."""
+        version = self._cached_version
         if version is None:
             return None
-        asked = [replica.call("cached_version") for replica in self._sampler.replicas]
-        for replica, held in zip(
-            self._sampler.replicas, [future.result() for future in asked], strict=True
-        ):
-            if held != version:
+        replicas = self._sampler.replicas
+        answers = [replica.call("cached_version") for replica in replicas]
+        for replica, cached in zip(replicas, [each.result() for each in answers], strict=True):
+            if cached != version:
                 logger.warning(
-                    "%s does not hold weights %d, so the whole set is sent.", replica.name, version
+                    "%s does not have weights %d: sending all weights instead of a delta.",
+                    replica.name,
+                    version,
                 )
                 return None
         return version
 
     def _open(self, replicas: Sequence[Replica]) -> ChannelSpec:
-        """A channel to these servers, which leave the one that they are in."""
-        address, port, token = self._actor.run(
-            open_store, [(self._bind_address,)] * self._actor.num_workers
-        )[0]
+        """Open a channel to these servers, which leave their previous channel."""
+        address, port, token = self._actor.run_on_all(open_store, self._bind_address)[0]
         spec = ChannelSpec(
             backend=self._backend,
             address=address,
             port=port,
             size=1 + len(replicas) * self._workers_per_replica,
-            # A tensor larger than a bucket travels alone.
-            buffer_bytes=max(parcel.num_bytes for parcel in self._layout),
+            # The largest bucket may be above bucket_bytes: a large tensor has its own bucket.
+            buffer_bytes=max(bucket.num_bytes for bucket in self._layout),
             with_digest=self._with_digest,
             token=token,
         )
@@ -163,82 +169,86 @@ class CollectiveTransport:
         for number, replica in enumerate(replicas):
             first_rank = 1 + number * self._workers_per_replica
             joins.append(replica.call("join_channel", replace(spec, first_rank=first_rank)))
-        self._actor.run(open_sender_channel, [(spec,)] * self._actor.num_workers)
-        _wait_for_all(joins)
+        # Before waiting for the servers: each member returns only when all have joined.
+        self._actor.run_on_all(open_sender_channel, spec)
+        for join in joins:
+            join.result()
         return spec
 
-    def _send_again(self, replica: Replica) -> "Future[object]":
-        """The last set to one server that was started again, over a channel of its own; the others go on with what they do.
+    def _resend(self, replica: Replica) -> "Future[object]":
+        """Send the last weights to one restarted server over a channel of its own.
+
+        The other servers continue to sample meanwhile.
 
         Raises:
-            ReplicaError: the actor has other weights by now.
+            ReplicaError: If the actor's weights have changed.
         """
-        num_updates, version = self._sent
+        num_updates, version = self._last_sent
         if self._actor.num_updates != num_updates:
             raise ReplicaError(
-                f"{replica.name} was started again, but the actor's weights have changed since version {version}."
+                f"{replica.name} was restarted, but the actor's weights have changed since version "
+                f"{version}: resume the run from its last checkpoint."
             )
-        self._is_whole = False
+        self._has_all_servers = False
         spec = self._open([replica])
-        received = self._receive_whole(replica, version)
+        received = self._start_receiving(replica, version)
         self._broadcast(spec, version)
-        self._leave(spec)
+        self._close_channel(spec)
         return received
 
-    def _receive_whole(self, replica: Replica, version: int) -> "Future[object]":
-        if self._max_share is None:
+    def _start_receiving(self, replica: Replica, version: int) -> "Future[object]":
+        if self._max_changed_fraction is None:
             return replica.call("receive_weights", self._layout, version)
         return replica.call("receive_weights", self._layout, version, True)
 
     def _broadcast(self, spec: ChannelSpec, version: int) -> SentWeights:
-        key = None if self._max_share is None else self._key
-        arguments = (spec, self._layout, self._bucket_bytes, key, version)
-        return self._actor.run(send_weights, [arguments] * self._actor.num_workers)[0]
+        key = None if self._max_changed_fraction is None else self._key
+        return self._actor.run_on_all(
+            send_weights, spec, self._layout, self._bucket_bytes, key, version
+        )[0]
 
-    def _broadcast_changes(self, base_version: int, version: int) -> SentWeights:
-        arguments = (
+    def _broadcast_delta(self, base_version: int, version: int) -> SentWeights:
+        return self._actor.run_on_all(
+            send_delta,
             self._spec,
             self._bucket_bytes,
             self._key,
             base_version,
             version,
-            self._max_share,
-        )
-        return self._actor.run(send_delta, [arguments] * self._actor.num_workers)[0]
+            self._max_changed_fraction,
+        )[0]
 
-    def _leave(self, spec: ChannelSpec) -> None:
-        self._actor.run(close_sender_channel, [(spec,)] * self._actor.num_workers)
-
-
-def locate_sender(worker: WeightExporter, may_have_gpu: bool) -> DeviceLocation:
-    """Runs on the actor: where its weights are."""
-    on_gpu = may_have_gpu and torch.cuda.is_available()
-    return locate_device(
-        torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    )
+    def _close_channel(self, spec: ChannelSpec) -> None:
+        self._actor.run_on_all(close_sender_channel, spec)
 
 
-def open_store(worker: WeightExporter, bind_address: str) -> tuple[str, int, str]:
-    """Open the store of a channel on rank 0; runs on every rank of the actor.
+# The functions below run on every rank of the actor.
 
-    Returns:
-        The address, the port and the token with which rank 0 is met.
-    """
-    # Where ranks meet rank 0 already, servers meet it too: Ray says by which of its addresses a
-    # node is reached. Without Ray everything is on this machine.
+
+def locate_sender(worker: WeightExporter, may_use_gpu: bool) -> DeviceLocation:
+    """Return where this rank's weights are."""
+    if may_use_gpu and torch.cuda.is_available():
+        return locate_device(torch.device("cuda", torch.cuda.current_device()))
+    return locate_device(torch.device("cpu"))
+
+
+def open_store(worker: WeightSender, bind_address: str) -> tuple[str, int, str]:
+    """Open the store of a channel on rank 0 and return its address, port and token."""
+    # The actor's ranks already meet at MASTER_ADDR: Ray knows by which address a node is reached,
+    # so servers can reach rank 0 there too. Without Ray everything is on this host.
     address = os.environ["MASTER_ADDR"] if TOKEN_VARIABLE in os.environ else bind_address
     if not worker.is_first:
         return address, 0, ""
     server = StoreServer(address, token=get_run_token())
-    _servers[f"{address}:{server.port}"] = server
+    get_sender_state(worker).stores[f"{address}:{server.port}"] = server
     return address, server.port, get_run_token()
 
 
 def plan_buckets(worker: WeightExporter, bucket_bytes: int) -> list[PackedBucket]:
-    """Runs on every rank of the actor: what each bucket will hold; the same in every set."""
+    """Return the layout of each bucket, which is the same at every publish."""
     with worker.export_weights() as stream:
         layouts = [
-            plan_layout(part) for part in split_into_buckets(stream, bucket_bytes=bucket_bytes)
+            plan_layout(bucket) for bucket in split_into_buckets(stream, bucket_bytes=bucket_bytes)
         ]
     return [
         PackedBucket(entries=entries, num_bytes=num_bytes, digest=None)
@@ -246,66 +256,65 @@ def plan_buckets(worker: WeightExporter, bucket_bytes: int) -> list[PackedBucket
     ]
 
 
-def open_sender_channel(worker: WeightExporter, spec: ChannelSpec) -> None:
-    """Runs on every rank of the actor: rank 0 opens its end."""
-    if worker.is_first:
-        device = (
-            torch.device("cpu")
-            if spec.backend == "gloo"
-            else torch.device("cuda", torch.cuda.current_device())
-        )
-        place = f"{spec.address}:{spec.port}"
-        _channels[place] = WeightChannel(spec, rank=0, device=device, server=_servers.pop(place))
+def open_sender_channel(worker: WeightSender, spec: ChannelSpec) -> None:
+    """Open rank 0's end of a channel."""
+    if not worker.is_first:
+        return
+    is_on_cpu = spec.backend == "gloo"
+    device = torch.device("cpu" if is_on_cpu else f"cuda:{torch.cuda.current_device()}")
+    state, address = get_sender_state(worker), f"{spec.address}:{spec.port}"
+    server = state.stores.pop(address)
+    state.channels[address] = WeightChannel(spec, rank=0, device=device, server=server)
 
 
 def send_weights(
-    worker: WeightExporter,
+    worker: WeightSender,
     spec: ChannelSpec,
     layout: Sequence[PackedBucket],
     bucket_bytes: int,
     key: str | None = None,
     version: int = 0,
 ) -> SentWeights:
-    """Runs on every rank of the actor: rank 0 packs and sends bucket after bucket, the others take part in the gathering.
+    """Send all buckets from rank 0.
 
     Args:
-        worker: of the actor.
-        spec: of an open channel.
-        layout: what each bucket holds.
-        bucket_bytes: as for the layout.
-        key: under which rank 0 keeps the set, so that changes of it can be sent; None keeps nothing.
-        version: of the set.
+        worker: A worker of the actor.
+        spec: Spec of an open channel.
+        layout: Layout of each bucket, from `plan_buckets`.
+        bucket_bytes: The same as for the layout.
+        key: Cache the weights under this key, so that a delta can follow; None caches nothing.
+        version: Version of the weights.
 
     Raises:
-        WeightError: the weights have other names, shapes or types than when the channel was opened.
+        WeightError: If the weights have another layout.
     """
     if not worker.is_first:
         join_export(worker)
         return SentWeights(num_bytes=0, fraction=1.0)
-    channel = _channels[f"{spec.address}:{spec.port}"]
-    entries = tuple(parcel.entries for parcel in layout)
-    held: list[tuple[Tensor, ...]] = []
+    channel = get_sender_state(worker).channels[f"{spec.address}:{spec.port}"]
+    entries = tuple(bucket.entries for bucket in layout)
+    cached: list[tuple[Tensor, ...]] = []
     if key is not None:
-        drop_cached_weights(
-            worker, key
-        )  # an earlier set would stay until this one is complete: the model twice
+        # Freed first: otherwise two copies of the model would be in memory.
+        drop_cached_weights(worker, key)
     with worker.export_weights() as stream:
-        for (part, expected), parcel in zip(
-            match_buckets(stream, entries, bucket_bytes=bucket_bytes), layout, strict=True
-        ):
-            data = channel.bucket_buffer(parcel.num_bytes)
-            pack_tensors(data, part, expected)
+        matched = match_buckets(stream, entries, bucket_bytes=bucket_bytes)
+        for (weights, expected), bucket in zip(matched, layout, strict=True):
+            data = channel.bucket_buffer(bucket.num_bytes)
+            pack_tensors(data, weights, expected)
             channel.send(data)
             if key is not None:
-                own = data.to("cpu", copy=True)
-                held.append(tuple(entry.read(own) for entry in expected))
+                copy = data.to("cpu", copy=True)
+                cached.append(tuple(entry.read(copy) for entry in expected))
     if key is not None:
-        cache_weights(key, CachedWeights(version=version, entries=entries, tensors=tuple(held)))
-    return SentWeights(num_bytes=sum(parcel.num_bytes for parcel in layout), fraction=1.0)
+        get_sender_state(worker).cached[key] = CachedWeights(
+            version=version, entries=entries, tensors=tuple(cached)
+        )
+    return SentWeights(num_bytes=sum(bucket.num_bytes for bucket in layout), fraction=1.0)
 
 
 def send_delta(
-    worker: WeightExporter,
+    worker: WeightSender,
     spec: ChannelSpec,
     bucket_bytes: int,
     key: str,
@@ -313,44 +322,39 @@ def send_delta(
     version: int,
     max_changed_fraction: float,
 ) -> SentWeights:
-    """Runs on every rank of the actor: rank 0 compares and sends bucket after bucket, the others take part in the gathering.
+    """Send the delta of all buckets from rank 0.
 
     Raises:
-        WeightError: rank 0 does not hold ``base_version``, or the weights have other names, shapes or types.
+        WeightError: If rank 0 has not cached `base_version`, or the weights have another layout.
     """
     if not worker.is_first:
         join_export(worker)
         return SentWeights(num_bytes=0, fraction=0.0)
-    channel = _channels[f"{spec.address}:{spec.port}"]
-    held = take_cached_weights(key, version=base_version)
+    channel = get_sender_state(worker).channels[f"{spec.address}:{spec.port}"]
+    cached = take_cached_weights(worker, key, version=base_version)
     num_bytes, num_elements = 0, 0
     with worker.export_weights() as stream:
-        for place, (part, entries) in enumerate(
-            match_buckets(stream, held.entries, bucket_bytes=bucket_bytes)
+        for index, (weights, entries) in enumerate(
+            match_buckets(stream, cached.entries, bucket_bytes=bucket_bytes)
         ):
-            changes = compute_delta(
-                part, held.tensors[place], max_changed_fraction=max_changed_fraction
+            delta = compute_delta(
+                weights, cached.tensors[index], max_changed_fraction=max_changed_fraction
             )
             digest = (
-                compute_tensors_digest([weight.tensor for weight in part])
+                compute_tensors_digest([weight.tensor for weight in weights])
                 if spec.with_digest
                 else None
             )
-            num_bytes += channel.send_delta(changes, entries=entries, updated_digest=digest)
-            num_elements += sum(change.values.numel() for change in changes)
-            for target, change in zip(held.tensors[place], changes, strict=True):
-                apply_tensor_delta(target, change)
-    cache_weights(key, replace(held, version=version))
-    return SentWeights(num_bytes=num_bytes, fraction=num_elements / held.num_elements)
+            num_bytes += channel.send_delta(delta, entries=entries, updated_digest=digest)
+            num_elements += sum(tensor_delta.values.numel() for tensor_delta in delta)
+            for target, tensor_delta in zip(cached.tensors[index], delta, strict=True):
+                apply_tensor_delta(target, tensor_delta)
+    get_sender_state(worker).cached[key] = replace(cached, version=version)
+    return SentWeights(num_bytes=num_bytes, fraction=num_elements / cached.num_elements)
 
 
-def close_sender_channel(worker: WeightExporter, spec: ChannelSpec) -> None:
-    """Runs on every rank of the actor."""
-    channel = _channels.pop(f"{spec.address}:{spec.port}", None)
+def close_sender_channel(worker: WeightSender, spec: ChannelSpec) -> None:
+    """Close rank 0's end of a channel; does nothing if it is closed."""
+    channel = get_sender_state(worker).channels.pop(f"{spec.address}:{spec.port}", None)
     if channel is not None:
         channel.close()
-
-
-def _wait_for_all(futures: "Sequence[Future[object]]") -> None:
-    for future in futures:
-        future.result()

@@ -1,4 +1,4 @@
-"""Publishing: the actor's weights become the sampler's, under a number that every completion then carries."""
+"""Publish the actor's weights to the sampler under a version that every completion then carries."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,32 +12,35 @@ from temper_trainer.weight_sync.transport import Transport
 
 
 class PublishTarget(Protocol):
-    """A sampler, as far as publishing is concerned."""
+    """The methods of a sampler that publishing needs."""
 
     @property
     def weight_version(self) -> int:
-        """Of the weights it holds; -1 before the first set."""
+        """Version of its weights; -1 or 0 before the first publish."""
         ...
 
     def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
-        """Log-prob of each token but the first of its sequence."""
+        """Return the log-prob of each token but the first of its sequence."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """A token sequence whose log-probs engine and sampler must agree on after every publish."""
+    """A token sequence whose log-probs engine and sampler must agree on after every publish.
+
+    It finds errors that checksums cannot find, such as weights loaded under a wrong name.
+    """
 
     tokens: tuple[int, ...]
-    """Two or more token ids."""
+    """At least two token ids."""
     engine_logprobs: Callable[[], Sequence[float]]
-    """The engine's log-prob of each token but the first, at temperature 1, under its present weights."""
+    """Returns the engine's log-prob of each token but the first, at temperature 1."""
     tolerance: float
-    """Largest accepted difference."""
+    """Largest accepted difference of a log-prob, in nats."""
 
 
 class Publisher:
-    """Numbers the sets of weights and hands them over; knows what the sampler must hold."""
+    """Numbers the actor's weights, sends them, and checks that the sampler has them."""
 
     def __init__(
         self,
@@ -52,8 +55,8 @@ class Publisher:
         Args:
             transport: How weights get to the sampler.
             sampler: What receives them.
-            version: Of the weights that the sampler has now.
-            software: What the sampler runs on, with versions, for error messages.
+            version: Version of the weights that the sampler has now.
+            software: The sampler's software with versions, for error messages.
         """
         self._software = software
         self._transport = transport
@@ -61,23 +64,22 @@ class Publisher:
         self.version = version
 
     def publish(self, canary: Canary | None = None) -> dict[str, float]:
-        """Hand over the present weights under the next number.
+        """Send the actor's current weights under the next version and return metrics.
 
         Args:
-            canary: compared afterwards where given.
-
-        Returns:
-            Metrics: time, version, what was sent, and the canary's largest difference.
+            canary: Compared afterwards if given.
 
         Raises:
-            WeightError: the set is damaged or does not fit, the sampler reports another version, or the canary differs.
+            WeightError: If the weights are damaged or do not fit, the sampler reports another
+                version, or the canary differs.
         """
         begin = time.perf_counter()
         version = self.version + 1
         sent = self._transport.send(version)
         if self._sampler.weight_version != version:
             raise WeightError(
-                f"weights {version} were published, but the sampler holds {self._sampler.weight_version}."
+                f"weights {version} were published, but the sampler has weights "
+                f"{self._sampler.weight_version}: look at the sampler's log."
             )
         self.version = version
         metrics = {
@@ -87,20 +89,22 @@ class Publisher:
             "weight_sync/sent_fraction": sent.fraction,
         }
         if canary is not None:
-            metrics["weight_sync/canary_difference"] = self._compare(canary)
+            metrics["weight_sync/canary_difference"] = self._compare_canary(canary)
         return metrics
 
-    def _compare(self, canary: Canary) -> float:
+    def _compare_canary(self, canary: Canary) -> float:
+        """Return the largest difference of a log-prob, or raise WeightError if it is too large."""
         (sampled,) = self._sampler.logprobs([canary.tokens], temperature=1.0)
         trained = canary.engine_logprobs()
-        # torch rather than max(): a NaN on either side must not hide behind a number.
+        # torch's max() propagates NaN; Python's max() may hide it behind a number.
         difference = float((torch.tensor(sampled) - torch.tensor(trained)).abs().max())
+        # Not ">": a NaN must fail.
         if not difference <= canary.tolerance:
             software = f" The sampler runs on {self._software}." if self._software else ""
             raise WeightError(
                 f"after publishing weights {self.version}, engine and sampler differ by "
                 f"{difference:.4g} in a log-prob of the canary prompt (accepted: "
-                f"rollout.canary_tolerance = {canary.tolerance}): the sampler does not hold the "
+                f"rollout.canary_tolerance = {canary.tolerance}): the sampler does not have the "
                 "engine's weights, or their compute dtypes differ more than the tolerance allows."
                 f"{software} If that version is not a tested one, install one that is; if the "
                 "difference comes from the dtypes, raise rollout.canary_tolerance."

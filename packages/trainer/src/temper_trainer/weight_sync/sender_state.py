@@ -1,81 +1,108 @@
-"""The actor's side of changes: rank 0 keeps the set that it sent last, and compares the next one with it."""
+"""State that rank 0 of the actor keeps between two publishes.
+
+A delta is the difference to the weights that were sent last, so rank 0 keeps a CPU copy of them.
+The functions here run inside training workers. They keep their state on the worker, because a
+transport lives in the driver and may only send functions and plain arguments to it.
+"""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
 from temper_engine_api.errors import WeightError
+from temper_engine_api.rendezvous import StoreServer
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.rollout.packed_bucket import TensorEntry, plan_layout, split_into_buckets
+from temper_trainer.rollout.weight_channel import WeightChannel
 from temper_trainer.weight_sync.buckets import WeightExporter
 
 Entries = tuple[TensorEntry, ...]
-_sets: dict[str, "CachedWeights"] = {}
-"""In this process, by the transport's own key: a worker's method has no place to keep one."""
+"""Layout of one bucket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedWeights:
-    """A set of weights in buckets, on the CPU."""
+    """The weights that were sent last, on the CPU."""
 
     version: int
-    """As which it was sent."""
     entries: tuple[Entries, ...]
-    """Of each bucket."""
+    """Layout of each bucket."""
     tensors: tuple[tuple[Tensor, ...], ...]
-    """Of each bucket; nobody else writes into them."""
+    """Tensors of each bucket. Only the next delta writes to them."""
 
     @property
     def num_elements(self) -> int:
-        """Of all tensors."""
+        """Number of elements of all tensors."""
         return sum(tensor.numel() for bucket in self.tensors for tensor in bucket)
 
 
-def cache_weights(key: str, held: CachedWeights) -> None:
-    """Keep a set in place of an earlier one."""
-    _sets[key] = held
+@dataclass(slots=True)
+class SenderState:
+    """What one actor rank keeps for its transports."""
+
+    cached: dict[str, CachedWeights] = field(default_factory=dict)
+    """By the key of the transport that sent them."""
+    stores: dict[str, StoreServer] = field(default_factory=dict)
+    """Stores whose channel is not open yet, by address and port."""
+    channels: dict[str, WeightChannel] = field(default_factory=dict)
+    """Open channels, by address and port of their store."""
 
 
-def take_cached_weights(key: str, *, version: int) -> CachedWeights:
-    """The set that was sent as this version; it is kept no longer, until it is known what the receivers have now.
+class WeightSender(WeightExporter, Protocol):
+    """A training worker that keeps state for transports."""
+
+    @property
+    def transport_state(self) -> dict[str, object]:
+        """State of transports, by name."""
+        ...
+
+
+def get_sender_state(worker: WeightSender) -> SenderState:
+    """Return the state of this worker, which is created at the first use."""
+    state = worker.transport_state.setdefault("sender", SenderState())
+    assert isinstance(state, SenderState)
+    return state
+
+
+def take_cached_weights(worker: WeightSender, key: str, *, version: int) -> CachedWeights:
+    """Return the weights that were sent as `version` and remove them from the cache.
+
+    Until the next delta has arrived everywhere, it is unknown which weights the receivers have. If
+    sending fails, the cache stays empty and the next publish sends all weights.
 
     Raises:
-        WeightError: it is not here.
+        WeightError: If they are not cached.
     """
-    held = _sets.pop(key, None)
-    if held is None or held.version != version:
+    cached = get_sender_state(worker).cached.pop(key, None)
+    if cached is None or cached.version != version:
         raise WeightError(
-            f"the actor's rank 0 does not hold weights {version} any more, so it can't say what changed since."
+            f"the actor's rank 0 does not have weights {version} any more, so it cannot compute a "
+            "delta to them: publish the weights again."
         )
-    return held
+    return cached
 
 
-def drop_cached_weights(worker: WeightExporter, key: str) -> None:
-    """Runs on every rank of the actor: no more changes are sent."""
-    _sets.pop(key, None)
+def drop_cached_weights(worker: WeightSender, key: str) -> None:
+    """Free the cached weights of a transport; runs on every actor rank."""
+    get_sender_state(worker).cached.pop(key, None)
 
 
 def match_buckets(
     stream: Iterator[NamedWeight], entries: Sequence[Entries], *, bucket_bytes: int
 ) -> Iterator[tuple[list[NamedWeight], Entries]]:
-    """A stream in the buckets that were agreed on.
+    """Split a stream into buckets and compare each with the layout that the receivers know.
 
     Raises:
-        WeightError: it has other names, shapes or types.
+        WeightError: If names, shapes or dtypes differ from the layout.
     """
-    parts = split_into_buckets(stream, bucket_bytes=bucket_bytes)
+    buckets = split_into_buckets(stream, bucket_bytes=bucket_bytes)
     for expected in entries:
-        part = next(parts, None)
-        if part is None or plan_layout(part)[0] != expected:
+        bucket = next(buckets, None)
+        if bucket is None or plan_layout(bucket)[0] != expected:
             raise WeightError(
-                "the actor's weights have other names, shapes or types than when the first set was sent."
+                "the actor's weights have other names, shapes or dtypes than when the first set was "
+                "sent: start the run again."
             )
-        yield part, expected
-
-
-def join_export(worker: WeightExporter) -> None:
-    """On every rank but the first: take part in the gathering of a set."""
-    with worker.export_weights() as stream:
-        for _ in stream:
-            pass
+        yield bucket, expected

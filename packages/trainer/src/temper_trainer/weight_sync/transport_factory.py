@@ -1,41 +1,50 @@
-"""Which transport a configuration means."""
+"""Build the transport that a configuration asks for; `auto` chooses one by where processes run."""
 
 import logging
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.rollout.device_location import DeviceLocation
 from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
-from temper_trainer.rollout.weight_channel import Backend
-from temper_trainer.weight_sync.buckets import WeightBucket, export_buckets
-from temper_trainer.weight_sync.choosing import choose_transport
+from temper_trainer.rollout.weight_channel import Backend, DeviceLocation
+from temper_trainer.weight_sync.buckets import export_buckets
 from temper_trainer.weight_sync.collective_transport import CollectiveTransport, locate_sender
-from temper_trainer.weight_sync.shared_changes import SharedMemoryDeltaTransport
 from temper_trainer.weight_sync.shared_memory_transport import (
     AdapterTransport,
+    SharedMemoryDeltaTransport,
     SharedMemoryTransport,
 )
-from temper_trainer.weight_sync.stream_transport import DeltaReceiver, StreamDeltaTransport
-from temper_trainer.weight_sync.transport import (
+from temper_trainer.weight_sync.stream_transport import (
+    DeltaReceiver,
     FetchTransport,
     InProcessTransport,
-    RankGroup,
+    StreamDeltaTransport,
     StreamTransport,
-    Transport,
     WeightFetcher,
 )
+from temper_trainer.weight_sync.transport import RankGroup, Transport
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportChoice:
+    """A transport to vLLM servers and the reason for it."""
+
+    transport: Literal["shared_memory", "cuda_ipc", "collective"]
+    """A value of `weight_sync.transport`."""
+    reason: str
+    """Completes a sentence after "because"."""
+
+
 def build_transport(config: TrainerConfig, *, actor: RankGroup, sampler: Sampler) -> Transport:
-    """The way that ``weight_sync`` names, from an actor whose model is built to an open sampler."""
+    """Build a transport from an actor whose model is built to a running sampler."""
     sync = config.weight_sync
     if not isinstance(sampler, VllmSampler):
-        return _build_in_process_transport(config, actor=actor, sampler=sampler)
+        return _build_transformers_transport(config, actor=actor, sampler=sampler)
     if sync.content == "adapter":
         return AdapterTransport(actor=actor, sampler=sampler)
     transport = sync.transport
@@ -60,8 +69,8 @@ def build_transport(config: TrainerConfig, *, actor: RankGroup, sampler: Sampler
         return SharedMemoryTransport(
             actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, with_digest=sync.checksum
         )
-    on_gpu = _locate_sender(config, actor).gpu is not None
-    backend: Backend = "cuda_ipc" if transport == "cuda_ipc" else "nccl" if on_gpu else "gloo"
+    is_on_gpu = _locate_sender(config, actor).gpu is not None
+    backend: Backend = "cuda_ipc" if transport == "cuda_ipc" else "nccl" if is_on_gpu else "gloo"
     return CollectiveTransport(
         actor=actor,
         sampler=sampler,
@@ -69,40 +78,91 @@ def build_transport(config: TrainerConfig, *, actor: RankGroup, sampler: Sampler
         workers_per_replica=config.rollout.vllm.tensor_parallel_size,
         bucket_bytes=sync.bucket_bytes,
         with_digest=sync.checksum,
+        # Other loops train while a thread samples: the actor is busy when a server is restarted.
         can_resend=config.loop == "sync",
         max_changed_fraction=max_changed_fraction,
         bind_address=config.runtime.bind_address,
     )
 
 
-def _locate_sender(config: TrainerConfig, actor: RankGroup) -> DeviceLocation:
-    may_have_gpu = config.actor.engine.device != "cpu"
-    return actor.run(locate_sender, [(may_have_gpu,)] * actor.num_workers)[0]
+def choose_transport(
+    sender: DeviceLocation, receivers: Sequence[DeviceLocation]
+) -> TransportChoice:
+    """Choose the fastest transport that reaches all receivers.
+
+    CUDA IPC and NCCL move tens to hundreds of GB/s and keep no copy. Shared memory goes through the
+    host, and a restarted server finds the last weights there.
+
+    Args:
+        sender: Location of the actor's rank 0.
+        receivers: Location of every worker of every server.
+
+    Raises:
+        ConfigError: If no transport reaches all of them: some are on the actor's GPU and others on
+            another host, or a CPU and a GPU are on different hosts.
+    """
+    is_one_host = all(receiver.host == sender.host for receiver in receivers)
+    gpus = [receiver.gpu for receiver in receivers]
+    all_on_gpus = sender.gpu is not None and None not in gpus
+    if all_on_gpus and all(gpu == sender.gpu for gpu in gpus):
+        return TransportChoice(
+            transport="cuda_ipc", reason="the servers are on the GPU of the actor's rank 0"
+        )
+    # NCCL refuses two ranks on one GPU.
+    if all_on_gpus and sender.gpu not in gpus and len(set(gpus)) == len(gpus):
+        return TransportChoice(
+            transport="collective", reason="the servers have GPUs of their own (NCCL)"
+        )
+    if is_one_host:
+        reason = (
+            "they are on the CPUs of one host"
+            if sender.gpu is None and not any(gpus)
+            else _explain_no_gpu_transport(sender, gpus)
+        )
+        return TransportChoice(transport="shared_memory", reason=reason)
+    if sender.gpu is None and not any(gpus):
+        return TransportChoice(
+            transport="collective", reason="they are on the CPUs of several hosts (gloo)"
+        )
+    raise ConfigError(
+        "weight_sync.transport is auto, but no transport reaches all servers: "
+        f"{_explain_no_gpu_transport(sender, gpus)}, and not all of them are on the actor's host. "
+        "Give the servers GPUs of their own (rollout.pool), or place them on the actor's host."
+    )
 
 
-def _build_in_process_transport(
+def _explain_no_gpu_transport(sender: DeviceLocation, gpus: Sequence[str | None]) -> str:
+    if sender.gpu is None or None in gpus:
+        return "only one side has a GPU"
+    if sender.gpu in gpus:
+        return "some servers share the GPU of the actor's rank 0 and some do not"
+    return "several workers of servers share a GPU"
+
+
+def _build_transformers_transport(
     config: TrainerConfig, *, actor: RankGroup, sampler: Sampler
 ) -> Transport:
     sync = config.weight_sync
-    whole: Transport
+    full_transport: Transport
     if isinstance(sampler, WeightFetcher):
-        whole = FetchTransport(
+        full_transport = FetchTransport(
             actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, with_digest=sync.checksum
         )
     elif config.runtime.kind == "inline":
-        whole = InProcessTransport(actor=actor, sampler=sampler)
+        full_transport = InProcessTransport(actor=actor, sampler=sampler)
     else:
-        whole = StreamTransport(
-            export=_make_exporter(actor, bucket_bytes=sync.bucket_bytes), sampler=sampler
+        full_transport = StreamTransport(
+            export=lambda: actor.run_on_all(export_buckets, sync.bucket_bytes)[0], sampler=sampler
         )
     if sync.content != "delta":
-        return whole
+        return full_transport
     if not isinstance(sampler, DeltaReceiver):
         raise ConfigError(
-            f"weight_sync.content is delta, but {type(sampler).__name__} takes whole sets only: set it to full."
+            f"weight_sync.content is delta, but {type(sampler).__name__} cannot load a delta: set "
+            "weight_sync.content=full."
         )
     return StreamDeltaTransport(
-        whole,
+        full_transport,
         actor=actor,
         sampler=sampler,
         bucket_bytes=sync.bucket_bytes,
@@ -110,12 +170,12 @@ def _build_in_process_transport(
     )
 
 
+def _locate_sender(config: TrainerConfig, actor: RankGroup) -> DeviceLocation:
+    return actor.run_on_all(locate_sender, config.actor.engine.device != "cpu")[0]
+
+
 def _locate_receivers(sampler: VllmSampler) -> list[DeviceLocation]:
-    """Return the place of every worker; a server that has died since it was ready is started again."""
-    answers = sampler.call_each("places", [()] * len(sampler.replicas))
+    """Return the location of every worker; a server that has died is restarted first."""
+    answers = sampler.call_each("device_locations", [()] * len(sampler.replicas))
     workers = cast("list[list[tuple[str, str | None]]]", answers)
     return [DeviceLocation(host=host, gpu=gpu) for replica in workers for host, gpu in replica]
-
-
-def _make_exporter(actor: RankGroup, *, bucket_bytes: int) -> Callable[[], list[WeightBucket]]:
-    return lambda: actor.run(export_buckets, [(bucket_bytes,)] * actor.num_workers)[0]

@@ -70,7 +70,7 @@ def test_a_pickle_in_place_of_a_message_is_refused_and_not_executed(
 
 
 def test_arguments_arrive_equal_and_of_their_own_types() -> None:
-    manifest = DeltaManifest(version=3, base_version=2, parcels=(CHANGES,))
+    manifest = DeltaManifest(version=3, base_version=2, deltas=(CHANGES,))
     assert call("sample", REQUESTS) == [REQUESTS]
     assert call("load_delta", (PARCEL,), manifest) == [[PARCEL], manifest]
     assert call("receive_weights", [PARCEL], 3) == [[PARCEL], 3]
@@ -89,7 +89,7 @@ def test_results_arrive_equal_bit_by_bit() -> None:
     answer = decode(encode(CallResult(number=1, method="sample", value=value)))
     assert isinstance(answer, CallResult)
     assert decode_result(answer) == [completion]
-    places = CallResult(number=1, method="places", value=encode_value([("host", None)]))
+    places = CallResult(number=1, method="device_locations", value=encode_value([("host", None)]))
     assert decode_result(places) == [("host", None)]
 
 

@@ -1,1 +1,5 @@
-"""The ``vllm`` sampler: servers in processes of their own. Only ``engine`` and ``transfer``, which run there, import vLLM."""
+"""The `vllm` sampler: servers in their own processes.
+
+Only `vllm_engine` and `weight_transfer`, which run in a server, import vLLM. The trainer's environment
+need not have it.
+"""

@@ -1,8 +1,8 @@
-"""The messages between a server process and its client, and their encoding.
+"""The messages between the trainer and a server process, and their encoding.
 
-A message is MessagePack, checked against the types below when it is decoded: neither side unpickles
-anything. The connection is a socket pair that the server inherits, so no other process can reach it.
-Both sides have temper-trainer and msgspec; only the server has vLLM.
+Messages are MessagePack and are checked against the types below when they are decoded, so that neither
+side unpickles anything. They travel over a socket pair that the server inherits, which no other process
+can reach. Both sides need temper-trainer and msgspec; only the server needs vLLM.
 """
 
 import inspect
@@ -18,12 +18,12 @@ Argument = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """The server runs and waits for its `ServerSpec`; the first message on a connection."""
+    """The first message: the server runs and waits for its `ServerSpec`."""
 
     versions: Mapping[str, str]
-    """Of vllm, torch and transformers in the server's environment; absent if not installed."""
+    """Versions of vllm, torch and transformers in the server's environment, if installed."""
     problem: str | None = None
-    """Why vLLM cannot run in that environment; None if nothing was found."""
+    """Why vLLM cannot run in that environment; None if it probably can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,29 +31,29 @@ class ServerSpec:
     """Everything that a server needs to start."""
 
     arguments: Mapping[str, Argument]
-    """Of vLLM's EngineArgs; ``model`` is absent where ``files`` are given."""
+    """Arguments of vLLM's EngineArgs; without `model` if `files` are given."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """A model directory without weights, by file name: small, so that it can travel to another node."""
+    """Contents of a model directory without weights, by file name."""
     end_token_ids: tuple[int, ...]
     """Tokens that end a completion."""
     max_length: int
     """Longest sequence, in tokens."""
     vocab_size: int
-    """Token ids lie below it."""
+    """Token ids are below it."""
     sleep_level: int = 0
     """See rollout.vllm.sleep_level."""
     directory: str = ""
-    """A temporary directory of this server alone; its client makes it and removes it."""
+    """A temporary directory of this server, which the trainer creates and removes."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of vLLM's own that the server sets before it imports it."""
+    """Environment variables that the server sets before it imports vLLM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call."""
+    """A method call from the trainer."""
 
     number: int
-    """Unique for its client."""
+    """Unique for the connection."""
     method: str
     """A method of `ServerCalls`."""
     arguments: bytes
@@ -62,39 +62,38 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallResult:
-    """What a call returned."""
+    """The result of a call."""
 
     number: int
-    """Of the call."""
+    """Number of the call."""
     method: str
-    """Of the call."""
     value: bytes
-    """Its result, encoded; see `encode_value` and `decode_result`."""
+    """Encoded; see `encode_value` and `decode_result`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallError:
-    """Why a call has no result; the server goes on."""
+    """A call failed; the server continues."""
 
     number: int
-    """Of the call."""
+    """Number of the call."""
     kind: str
     """Name of the exception's class."""
     text: str
-    """Its message."""
+    """Message of the exception."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The server has done something; sent at most once a second while it samples."""
+    """The server is making progress; sent at most once a second while it samples."""
 
     num_finished: int = 0
-    """Completions since the last one."""
+    """Completions since the previous message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """The server's process runs; sent every few seconds by a thread of its own once it is ready."""
+    """The server's process runs; sent every few seconds by its own thread once it is ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +101,7 @@ class Ready:
     """The model is built."""
 
     device: str
-    """cpu, cuda ..."""
+    """Device type, such as cpu or cuda."""
 
 
 Message = Hello | ServerSpec | Call | CallResult | CallError | Progress | Heartbeat | Ready
@@ -117,12 +116,12 @@ _FRAME = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 
 
 def encode(message: Message) -> bytes:
-    """Return the bytes of a message."""
+    """Encode a message."""
     return msgspec.msgpack.encode((type(message).__name__, message))
 
 
 def decode(data: bytes) -> Message:
-    """Return the message that `encode` wrote.
+    """Decode a message from `encode`.
 
     Raises:
         MessageError: If the bytes are not a message.
@@ -134,39 +133,39 @@ def decode(data: bytes) -> Message:
 
 
 def encode_value(value: object) -> bytes:
-    """Return the bytes of a call's arguments, as a tuple, or of its result."""
+    """Encode the arguments of a call, as a tuple, or its result."""
     return msgspec.msgpack.encode(value)
 
 
-def decode_arguments(ask: Call) -> list[Any]:
-    """Return the arguments of a call.
+def decode_arguments(call: Call) -> list[Any]:
+    """Decode the arguments of a call.
 
     Raises:
         MessageError: If there is no such method, or it takes other arguments.
     """
-    types, num_required, _ = _signature(ask.method)
-    given = msgspec.msgpack.decode(ask.arguments, type=list[msgspec.Raw])
+    types, num_required, _ = _signature(call.method)
+    given = msgspec.msgpack.decode(call.arguments, type=list[msgspec.Raw])
     if not num_required <= len(given) <= len(types):
         raise msgspec.ValidationError(
-            f"{ask.method} takes {num_required} to {len(types)} arguments, but {len(given)} were sent"
+            f"{call.method} takes {num_required} to {len(types)} arguments, but {len(given)} were sent"
         )
     return [msgspec.msgpack.decode(raw, type=kind) for raw, kind in zip(given, types)]
 
 
-def decode_result(answer: CallResult) -> Any:
-    """Return the result of a call.
+def decode_result(result: CallResult) -> Any:
+    """Decode the result of a call.
 
     Raises:
-        MessageError: If the result is not what the method returns.
+        MessageError: If the result has another type than the method declares.
     """
-    _, _, kind = _signature(answer.method)
-    return msgspec.msgpack.decode(answer.value, type=kind)
+    _, _, kind = _signature(result.method)
+    return msgspec.msgpack.decode(result.value, type=kind)
 
 
 @cache
 def _signature(method: str) -> tuple[tuple[Any, ...], int, Any]:
     """Return the types of a method's arguments, how many are required, and the result's type."""
-    # Imported here because it imports torch, and a server sets its environment before that.
+    # Imported late because it imports torch: a server sets environment variables before that.
     from temper_trainer.rollout.vllm.server_methods import ServerMethods
 
     function = getattr(ServerMethods, method, None)

@@ -1,4 +1,4 @@
-"""What may be asked of a server, and what it promises of every completion."""
+"""Check requests before they are sent to a server, and completions when they return."""
 
 import math
 from collections.abc import Sequence
@@ -9,57 +9,61 @@ from temper_trainer.types import Completion, FinishReason, SamplingRequest
 
 
 def check_requests(requests: Sequence[SamplingRequest], spec: ServerSpec) -> None:
-    """Refuse what no server can answer.
+    """Refuse requests that no server can answer.
 
     Raises:
-        ConfigError: naming the request and the key to change.
+        ConfigError: Names the request and the key to change.
     """
     if len({request.request_id for request in requests}) != len(requests):
-        raise ConfigError("two sampling requests share a request_id: give each its own.")
+        raise ConfigError("two sampling requests share a request_id: give each request its own id.")
     for request in requests:
-        tokens, size = request.prompt_tokens, spec.vocab_size
-        if not tokens or max(tokens) >= size or min(tokens) < 0:
+        tokens, vocab_size = request.prompt_tokens, spec.vocab_size
+        if not tokens or max(tokens) >= vocab_size or min(tokens) < 0:
             raise ConfigError(
-                f"request {request.request_id}: a prompt needs at least one token, all from 0 to {size - 1}, but is {tokens!s:.80}: "
-                "does the tokenizer belong to the model?"
+                f"request {request.request_id} has the prompt {tokens!s:.80}, but a prompt needs at "
+                f"least one token and ids from 0 to {vocab_size - 1}: check that "
+                "data.tokenizer.path belongs to the model."
             )
-        if len(tokens) + request.sampling.max_tokens > spec.max_length:
+        length = len(tokens) + request.sampling.max_tokens
+        if length > spec.max_length:
             raise ConfigError(
-                f"request {request.request_id}: a prompt of {len(tokens)} tokens and sampling.max_tokens "
-                f"{request.sampling.max_tokens} are longer than rollout.vllm.max_model_len = {spec.max_length}: raise it, or "
-                "lower data.max_prompt_tokens or sampling.max_tokens."
+                f"request {request.request_id} needs {length} positions (a prompt of {len(tokens)} "
+                f"tokens and sampling.max_tokens = {request.sampling.max_tokens}), but "
+                f"rollout.vllm.max_model_len is {spec.max_length}: raise it, or lower "
+                "data.max_prompt_tokens or sampling.max_tokens."
             )
 
 
 def check_completion(
     request: SamplingRequest, completion: Completion, *, name: str, version: int
 ) -> None:
-    """What a replica promises of every completion.
+    """Check a completion of the replica `name` whose weights have `version`.
 
     Raises:
-        WeightError: fewer tokens than promised, a log-prob that is no number, or other weights than were published.
+        WeightError: If it has too few tokens, log-probs that are not finite, or other weights.
     """
-    what = f"{name} answered request {request.request_id} with"
+    answered = f"{name} answered request {request.request_id} with"
     num_tokens, reason = len(completion.tokens), completion.finish_reason
-    if (
-        completion.request_id != request.request_id
-        or len(completion.rollout_logprobs) != num_tokens
-    ):
+    num_logprobs = len(completion.rollout_logprobs)
+    if completion.request_id != request.request_id or num_logprobs != num_tokens:
         raise WeightError(
-            f"{what} {num_tokens} tokens, {len(completion.rollout_logprobs)} log-probs, id {completion.request_id}."
+            f"{answered} {num_tokens} tokens, {num_logprobs} log-probs and id "
+            f"{completion.request_id}: report this as a bug."
         )
     if not all(math.isfinite(value) for value in completion.rollout_logprobs):
         raise WeightError(
-            f"{what} log-probs that are no numbers: its weights have overflowed or were damaged on their way."
+            f"{answered} log-probs that are not finite, so its weights have overflowed or were "
+            "damaged: check the gradient norms of the steps before."
         )
     is_short = num_tokens == 0 or (
         reason == FinishReason.MAX_TOKENS and num_tokens < request.sampling.max_tokens
     )
     if is_short and reason != FinishReason.INTERRUPTED:
         raise WeightError(
-            f"{what} {num_tokens} tokens and the reason {reason}, but {request.sampling.max_tokens} were asked for."
+            f"{answered} {num_tokens} tokens and finish reason {reason}, but "
+            f"{request.sampling.max_tokens} tokens were requested: report this as a bug."
         )
     if completion.weight_version != version:
         raise WeightError(
-            f"{what} weights {completion.weight_version}, but {version} are published."
+            f"{answered} weights {completion.weight_version}, but weights {version} were published."
         )

@@ -1,6 +1,7 @@
-"""A server process: ``python -m temper_trainer.rollout.vllm.server FD``. It ends when its client goes away.
+"""A server process: `python -m temper_trainer.rollout.vllm.server FD`. It ends with its trainer.
 
-FD is the file descriptor of the inherited end of a socket pair, whose other end the client holds.
+FD is the file descriptor of one end of a socket pair. The process inherits it; the trainer has the
+other end.
 """
 
 import os
@@ -42,7 +43,7 @@ _HEARTBEAT_INTERVAL_S = 5.0
 
 
 class ServerLoop:
-    """The loop between the socket and the engine: messages are read between two steps."""
+    """Runs engine steps and handles calls between two steps."""
 
     def __init__(
         self,
@@ -55,47 +56,50 @@ class ServerLoop:
         self._connection = connection
         self._inbox = inbox
         self._sampling: dict[int, list[Completion | None]] = {}
-        self._last_sign = time.monotonic()
-        self._num_untold = 0
+        self._last_message = time.monotonic()
+        self._num_unreported = 0
         self._send_lock = threading.Lock()
 
     def run(self) -> None:
-        """Serve for ever; `read_messages` ends the process."""
-        threading.Thread(target=self._beat, daemon=True).start()
+        """Serve forever; `read_messages` ends the process."""
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
         while True:
+            # An idle engine blocks here until the next call arrives.
             while self._engine.is_idle or not self._inbox.empty():
                 self._handle(self._inbox.get())
             for key, completion in self._engine.step():
                 self._finish(key, completion)
-            if time.monotonic() - self._last_sign > _PROGRESS_INTERVAL_S:
-                self._send(Progress(num_finished=self._num_untold))
-                self._num_untold = 0
+            if time.monotonic() - self._last_message > _PROGRESS_INTERVAL_S:
+                self._send(Progress(num_finished=self._num_unreported))
+                self._num_unreported = 0
 
-    def _handle(self, ask: Call) -> None:
+    def _handle(self, call: Call) -> None:
         try:
-            arguments = decode_arguments(ask)
-            if ask.method == "sample":
-                self._sample(ask.number, *arguments)
-            elif ask.method == "interrupt":
+            arguments = decode_arguments(call)
+            if call.method == "sample":
+                self._sample(call.number, *arguments)
+            elif call.method == "interrupt":
                 for key, completion in self._engine.interrupt():
                     self._finish(key, completion)
-                self._answer(ask.number, ask.method, None)
+                self._answer(call.number, call.method, None)
             else:
-                self._answer(ask.number, ask.method, getattr(self._calls, ask.method)(*arguments))
-        except Exception as error:  # noqa: BLE001 - the client decides whether a call that failed ends this process
-            self._send(CallError(number=ask.number, kind=type(error).__name__, text=str(error)))
+                self._answer(
+                    call.number, call.method, getattr(self._calls, call.method)(*arguments)
+                )
+        except Exception as error:  # noqa: BLE001 - the trainer decides whether a failed call ends the server
+            self._send(CallError(number=call.number, kind=type(error).__name__, text=str(error)))
 
     def _sample(self, number: int, requests: list[SamplingRequest]) -> None:
         self._sampling[number] = [None] * len(requests)
-        for place, request in enumerate(requests):
-            self._engine.add((number, place), request)
+        for index, request in enumerate(requests):
+            self._engine.add((number, index), request)
         if not requests:
             self._answer(number, "sample", self._sampling.pop(number))
 
     def _finish(self, key: "RequestKey", completion: Completion) -> None:
-        number, place = key
-        self._sampling[number][place] = completion
-        self._num_untold += 1
+        number, index = key
+        self._sampling[number][index] = completion
+        self._num_unreported += 1
         if None not in self._sampling[number]:
             self._answer(number, "sample", self._sampling.pop(number))
 
@@ -103,11 +107,11 @@ class ServerLoop:
         self._send(CallResult(number=number, method=method, value=encode_value(value)))
 
     def _send(self, message: Message) -> None:
-        self._last_sign = time.monotonic()
+        self._last_message = time.monotonic()
         self._write(message)
 
-    def _beat(self) -> None:
-        # Loading weights and long prompts keep the main thread busy for minutes without a message.
+    def _send_heartbeats(self) -> None:
+        # In a thread, because loading weights or a long prompt blocks the main thread for minutes.
         while True:
             time.sleep(_HEARTBEAT_INTERVAL_S)
             self._write(Heartbeat())
@@ -123,29 +127,30 @@ class ServerLoop:
 def read_messages(
     connection: "Connection[object, object]", inbox: "queue.SimpleQueue[Call]"
 ) -> None:
-    """Put calls into the inbox, and end this process as soon as its client is gone.
+    """Put calls into the inbox, and end this process as soon as the trainer is gone.
 
-    Runs in a thread of its own from the start, because building a model takes minutes and a step
-    seconds, and servers without a client must not keep their GPUs for that long.
+    Runs in its own thread from the start: building a model takes minutes and a step takes seconds, and
+    a server without a trainer must not occupy its GPUs for that long.
     """
     try:
         while True:
-            ask = decode(connection.recv_bytes())
-            assert isinstance(ask, Call)
-            inbox.put(ask)
+            call = decode(connection.recv_bytes())
+            assert isinstance(call, Call)
+            inbox.put(call)
     except (EOFError, OSError):
         kill_process_group()
 
 
 def kill_process_group() -> None:
-    """End this process and, where it leads its group, as a server does, the workers in it."""
+    """Kill this process, and the workers in its process group if it is the group's leader."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 
 
 def main(descriptor: int) -> None:
-    """Build the engine and serve the client at the other end of the socket pair."""
+    """Build the engine and serve the trainer at the other end of the socket pair."""
+    # vLLM's workers must not inherit it: the trainer would not see the end of this process.
     os.set_inheritable(descriptor, False)
     connection: Connection[object, object] = Connection(descriptor)
     versions = find_installed_versions()
@@ -158,7 +163,7 @@ def main(descriptor: int) -> None:
     inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
     threading.Thread(target=read_messages, args=(connection, inbox), daemon=True).start()
     os.environ.update(spec.environment)
-    # vLLM reads its variables when it is imported.
+    # Imported late: vLLM reads environment variables when it is imported.
     from temper_trainer.rollout.vllm.vllm_engine import VllmEngine
 
     engine = VllmEngine(spec)

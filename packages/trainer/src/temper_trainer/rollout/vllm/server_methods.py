@@ -1,7 +1,7 @@
-"""The methods of a server that its client can call.
+"""The methods of a server that the trainer can call.
 
-Arguments and results are decoded to exactly the annotated types, and nothing else can be called, so
-a new method of the engine is callable once it is declared here.
+Arguments and results are decoded to exactly the annotated types, and no other method can be called. A
+new method of the engine becomes callable when it is declared here.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ PromptLogprobs = tuple[list[float], list[list[int]], list[list[float]]]
 
 
 class EngineMethods(Protocol):
-    """Methods that the server passes on to its engine."""
+    """Methods that the server forwards to its engine."""
 
     def version(self) -> int:
         """Return the version of the weights."""
         ...
 
-    def places(self) -> list[tuple[str, str | None]]:
+    def device_locations(self) -> list[tuple[str, str | None]]:
         """Return the host and the GPU of every worker."""
         ...
 
@@ -31,36 +31,38 @@ class EngineMethods(Protocol):
         """Return the log-probs of every token but the first of each sequence."""
         ...
 
-    def judge(self, rows: Sequence[tuple[Sequence[int], int]], top_k: int) -> list[PromptLogprobs]:
-        """Answer as a teacher; see `VllmEngine.judge`."""
+    def score_prompts(
+        self, rows: Sequence[tuple[Sequence[int], int]], top_k: int
+    ) -> list[PromptLogprobs]:
+        """Return a teacher's log-probs; see `VllmEngine.score_prompts`."""
         ...
 
     def join_channel(self, channel: ChannelSpec) -> None:
         """Let every worker join the trainer's channel."""
         ...
 
-    def load_files(self, parcels: Sequence[PackedBucket], version: int) -> int:
-        """Load a set of weights from shared memory; return its version."""
+    def load_files(self, buckets: Sequence[PackedBucket], version: int) -> int:
+        """Load all weights from files in shared memory; return their version."""
         ...
 
-    def load_delta(self, parcels: Sequence[PackedBucket], manifest: DeltaManifest) -> int:
-        """Load a set of weights with its changes from shared memory; return its version."""
+    def load_delta(self, buckets: Sequence[PackedBucket], manifest: DeltaManifest) -> int:
+        """Load all weights and a delta from files in shared memory; return the new version."""
         ...
 
     def receive_weights(
-        self, parcels: Sequence[PackedBucket], version: int, keep_copy: bool = False
+        self, buckets: Sequence[PackedBucket], version: int, keep_copy: bool = False
     ) -> int:
-        """Receive a set of weights through the channel; return its version."""
+        """Receive all weights through the channel; return their version."""
         ...
 
     def cached_version(self) -> int:
-        """Return the version of the weights whose changes every worker can take."""
+        """Return the version of the weights to which every worker can apply a delta, or -1."""
         ...
 
     def receive_delta(
-        self, parcels: Sequence[PackedBucket], base_version: int, version: int
+        self, buckets: Sequence[PackedBucket], base_version: int, version: int
     ) -> int:
-        """Receive the changes of a set through the channel; return the new version."""
+        """Receive a delta through the channel; return the new version."""
         ...
 
     def load_adapter(self, directory: str, version: int) -> int:
@@ -68,16 +70,16 @@ class EngineMethods(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Release memory until the next weights arrive."""
+        """Free memory until the next weights arrive."""
         ...
 
     def wake(self) -> None:
-        """Take memory again."""
+        """Allocate the memory again."""
         ...
 
 
 class ServerMethods(EngineMethods, Protocol):
-    """`EngineCalls` and what the server itself answers."""
+    """`EngineMethods` and the methods of the server itself."""
 
     def sample(self, requests: list[SamplingRequest]) -> list[Completion]:
         """Return one completion for each request, in their order."""

@@ -1,4 +1,4 @@
-"""The trainer's end of a server process: start, call, watch and end it. Does not import vLLM."""
+"""Start, call, watch and end a server process from the trainer. Does not import vLLM."""
 
 import contextlib
 import itertools
@@ -21,7 +21,7 @@ from typing import cast
 
 from temper_engine_api.errors import ConfigError, TemperError, WeightError
 from temper_trainer.progress import advance_progress
-from temper_trainer.rollout.replica import ReplicaError
+from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm.messages import (
     Call,
     CallError,
@@ -48,17 +48,17 @@ logger = logging.getLogger(__name__)
 SERVER_MODULE = "temper_trainer.rollout.vllm.server"
 LOG_TAIL_LINES = 30
 EXIT_GRACE_S = 5.0
-"""How long a server that hung up may take to end: it often writes last what went wrong, and its socket is closed before that."""
+"""Wait for a server that closed its connection to exit: it often logs the cause after closing it."""
 _ERROR_CLASSES: dict[str, type[TemperError]] = {
     "ConfigError": ConfigError,
     "WeightError": WeightError,
     "StaleBaseError": StaleBaseError,
 }
-"""Errors of the server that keep their type; every other kind is a ReplicaError."""
+"""Errors of a server that keep their class; any other becomes a ReplicaError."""
 
 
 class ServerProcess:
-    """A Replica in a process of its own, started with another interpreter where one is given."""
+    """A Replica in its own process, which may use another interpreter than the trainer."""
 
     def __init__(
         self,
@@ -81,41 +81,43 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._directory: Path | None = None
         self._connection: Connection[object, object] | None = None
-        self._open: dict[int, Future[object]] = {}
+        self._open_calls: dict[int, Future[object]] = {}
         self._reader: threading.Thread | None = None
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._last_sign = time.monotonic()
+        self._last_progress = time.monotonic()
         self._last_heartbeat = time.monotonic()
         self.versions: Mapping[str, str] = {}
-        """Of vllm, torch and transformers in the server's environment, once it was started."""
+        """Versions of vllm, torch and transformers in the server's environment; see Replica."""
         self.process_id: int | None = None
-        """Of the server, while it runs."""
+        """Id of the process while it runs."""
 
     @property
     def name(self) -> str:
-        """For sentences."""
+        """Name for messages; see Replica."""
         return self._name
 
     def start(self) -> None:
-        """Begin, and wait until the model is built.
+        """Start the process and wait until its model is built.
 
         Raises:
-            ConfigError: Its environment cannot run vLLM, or has one that is too old.
-            ReplicaError: The process ended or took too long; with the end of its log.
+            ConfigError: If its environment has no vLLM, or one that is too old.
+            ReplicaError: If the process ended or took too long; with the end of its log.
         """
         self.close()
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         begin = time.monotonic()
         deadline = begin + self._start_timeout_s
-        # The server may be killed at any time, so its files are in a folder that is removed here.
+        # The server may be killed at any time, so the trainer owns and removes its files.
         self._directory = make_temporary_folder("server")
         spec = replace(self._spec, directory=str(self._directory))
-        # A socket pair instead of a listener: only the child that inherits the other end can talk.
+        # A socket pair instead of a listening socket: only the child that inherits the other end can
+        # connect.
         self._connection, other_end = multiprocessing.Pipe()
         with other_end, self._log_file.open("ab") as log:
             try:
-                # A group of its own: its workers end with it, and Ctrl-C in the terminal reaches the trainer alone.
+                # In its own session, so that killing its process group ends its workers too, and
+                # Ctrl-C in the terminal only reaches the trainer.
                 self._process = subprocess.Popen(
                     [self._python, "-m", SERVER_MODULE, str(other_end.fileno())],
                     stdin=subprocess.DEVNULL,
@@ -128,7 +130,8 @@ class ServerProcess:
             except OSError as error:
                 self.close()
                 raise ConfigError(
-                    f"runtime.rollout_python is {self._python}, which can't be run: {error.strerror}."
+                    f"runtime.rollout_python is {self._python}, which cannot be started: "
+                    f"{error.strerror}."
                 ) from error
         self.process_id = self._process.pid
         hello = self._receive(deadline=deadline, ended="did not start")
@@ -137,8 +140,8 @@ class ServerProcess:
             self.close()
             raise ConfigError(f"{self._name} cannot start: {hello.problem}")
         self.versions = hello.versions
-        # Sent only now, because a spec larger than the socket's buffer waits until someone reads it.
-        with contextlib.suppress(OSError):  # the server has ended, which the next line reports
+        # Sent only after Hello: a spec above the socket's buffer blocks until the server reads it.
+        with contextlib.suppress(OSError):  # the server has ended; the next line reports it
             self._connection.send_bytes(encode(spec))
         ready = self._receive(deadline=deadline, ended="ended while it built its model")
         assert isinstance(ready, Ready)
@@ -149,39 +152,42 @@ class ServerProcess:
             time.monotonic() - begin,
             self._log_file,
         )
-        self._last_sign = time.monotonic()
-        self._open = {}
+        self._last_progress = time.monotonic()
+        self._open_calls = {}
         self._reader = threading.Thread(
-            target=self._read, args=(self._connection, self._open), daemon=True, name=self._name
+            target=self._read,
+            args=(self._connection, self._open_calls),
+            daemon=True,
+            name=self._name,
         )
         self._reader.start()
 
     def sample(self, requests: Sequence[SamplingRequest]) -> "Future[list[Completion]]":
-        """Completions in the order of the requests."""
+        """Sample completions; see Replica."""
         return cast("Future[list[Completion]]", self.call("sample", list(requests)))
 
     def call(self, method: str, *arguments: object) -> "Future[object]":
-        """Ask the server; the future fails with ReplicaError as soon as the server dies or stalls."""
+        """Call a method; the future fails with ReplicaError as soon as the server dies or stalls."""
         future: Future[object] = Future()
         encoded = encode_value(arguments)
         with self._lock:
             if self._connection is None:
-                future.set_exception(self._dead("is not running"))
+                future.set_exception(self._make_error("is not running"))
                 return future
             number = next(self._numbers)
-            if not self._open:
-                self._last_sign = time.monotonic()
-            self._open[number] = future
-            ask = Call(number=number, method=method, arguments=encoded)
+            if not self._open_calls:
+                self._last_progress = time.monotonic()
+            self._open_calls[number] = future
+            call = Call(number=number, method=method, arguments=encoded)
             try:
-                self._connection.send_bytes(encode(ask))
+                self._connection.send_bytes(encode(call))
             except OSError:
-                self._open.pop(number, None)
-                future.set_exception(self._dead("died"))
+                self._open_calls.pop(number, None)
+                future.set_exception(self._make_error("died"))
         return future
 
     def close(self) -> None:
-        """End the server and everything it started."""
+        """End the server and its workers. Idempotent."""
         with self._lock:
             connection, self._connection = self._connection, None
             process, self._process = self._process, None
@@ -197,40 +203,45 @@ class ServerProcess:
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
         if connection is not None and reader is None:
-            connection.close()  # otherwise its reader does, which sees the end of the process
+            connection.close()  # otherwise the reader thread closes it
 
     def _receive(self, *, deadline: float, ended: str) -> Message:
-        """Return the next message of a server that starts; `ended` says what an end of it means."""
+        """Return the next message of a starting server.
+
+        Args:
+            deadline: Time on the monotonic clock when the start has failed.
+            ended: Problem to report if the process ends first.
+        """
         assert self._connection is not None
         try:
             while not self._connection.poll(0.2):
                 self._check_starting(deadline)
             return decode(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
-            self._hear_out()
+            self._wait_for_exit()
             code = None if self._process is None else self._process.poll()
-            raise self._failed(f"{ended} (exit status {code})") from error
+            raise self._close_with_error(f"{ended} (exit status {code})") from error
         except MessageError as error:
-            raise self._failed(f"sent what can't be read ({error})") from error
+            raise self._close_with_error(f"sent an invalid message ({error})") from error
 
     def _check_starting(self, deadline: float) -> None:
         assert self._process is not None
         code = self._process.poll()
         if code is not None:
-            raise self._failed(f"did not start (exit status {code})")
+            raise self._close_with_error(f"did not start (exit status {code})")
         if time.monotonic() > deadline:
-            raise self._failed(
+            raise self._close_with_error(
                 f"was not ready within rollout.vllm.start_timeout_s = {self._start_timeout_s:g} s"
             )
 
     def _read(
-        self, connection: "Connection[object, object]", waiting: "dict[int, Future[object]]"
+        self, connection: "Connection[object, object]", open_calls: "dict[int, Future[object]]"
     ) -> None:
-        """Give answers to those who wait, until the server goes away or stalls."""
+        """Read messages and complete open calls until the server ends or stalls; runs in a thread."""
         reason = "died"
         try:
             while True:
-                if waiting and (stall := self._stall()) is not None:
+                if open_calls and (stall := self._find_stall()) is not None:
                     reason = stall
                     break
                 if not connection.poll(1.0):
@@ -239,60 +250,60 @@ class ServerProcess:
                 if isinstance(message, Heartbeat):
                     self._last_heartbeat = time.monotonic()
                     continue
-                self._last_sign = time.monotonic()
+                self._last_progress = time.monotonic()
                 if isinstance(message, CallResult):
-                    _settle(waiting.pop(message.number, None), value=decode_result(message))
+                    _settle(open_calls.pop(message.number, None), value=decode_result(message))
                 elif isinstance(message, Progress):
                     advance_progress("completions", message.num_finished)
                 elif isinstance(message, CallError):
                     kind = _ERROR_CLASSES.get(message.kind, ReplicaError)
                     _settle(
-                        waiting.pop(message.number, None),
+                        open_calls.pop(message.number, None),
                         error=kind(f"{self._name}: {message.text}"),
                     )
         except (EOFError, OSError):
             logger.debug("%s: its connection is closed", self._name)
-            self._hear_out()
-        except Exception as unreadable:  # noqa: BLE001 - whatever it is: nobody may wait for the answer for ever
-            reason = f"sent what can't be read ({type(unreadable).__name__}: {unreadable})"
+            self._wait_for_exit()
+        except Exception as unreadable:  # noqa: BLE001 - any error must complete the open calls, or their callers wait forever
+            reason = f"sent an invalid message ({type(unreadable).__name__}: {unreadable})"
         with self._lock:
             is_current = self._connection is connection
         if is_current:
             self.close()
         connection.close()
-        error = self._dead(reason)
-        while waiting:
-            _settle(waiting.popitem()[1], error=error)
+        error = self._make_error(reason)
+        while open_calls:
+            _settle(open_calls.popitem()[1], error=error)
 
-    def _stall(self) -> str | None:
-        """Return how a server with open calls has stalled, or None."""
+    def _find_stall(self) -> str | None:
+        """Return why a server with open calls counts as stalled, or None."""
         now = time.monotonic()
-        if now - max(self._last_sign, self._last_heartbeat) > self._stall_timeout_s:
+        if now - max(self._last_progress, self._last_heartbeat) > self._stall_timeout_s:
             limit = f"rollout.vllm.stall_timeout_s = {self._stall_timeout_s:g} s"
-            return f"gave no sign of life for {limit}"
-        if now - self._last_sign > self._load_timeout_s:
+            return f"sent no message for {limit}"
+        if now - self._last_progress > self._load_timeout_s:
             limit = f"rollout.vllm.load_timeout_s = {self._load_timeout_s:g} s"
-            return f"is alive, but neither answered nor sampled a token for {limit}"
+            return f"is alive, but has neither answered nor sampled a token for {limit}"
         return None
 
-    def _hear_out(self) -> None:
-        """Wait a little until a server that hung up has ended; one that was closed here is not waited for."""
+    def _wait_for_exit(self) -> None:
+        """Wait up to EXIT_GRACE_S for the process to exit, unless `close` has ended it."""
         process = self._process
         if process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(EXIT_GRACE_S)
 
-    def _dead(self, what: str) -> ReplicaError:
+    def _make_error(self, problem: str) -> ReplicaError:
         return ReplicaError(
-            f"{self._name} {what}. The end of its log, {self._log_file}:\n{self._tail()}"
+            f"{self._name} {problem}. The end of its log, {self._log_file}:\n{self._read_log_tail()}"
         )
 
-    def _failed(self, what: str) -> ReplicaError:
-        error = self._dead(what)
+    def _close_with_error(self, problem: str) -> ReplicaError:
+        error = self._make_error(problem)
         self.close()
         return error
 
-    def _tail(self) -> str:
+    def _read_log_tail(self) -> str:
         if not self._log_file.exists():
             return "    (empty)"
         with self._log_file.open("rb") as file:
@@ -302,11 +313,11 @@ class ServerProcess:
 
 
 def _make_environment(folder: Path) -> dict[str, str]:
-    """Return a server's environment, in which its temporary files go to a folder that outlives no run.
+    """Return a server's environment with a temporary directory that the trainer removes.
 
-    vLLM leaves a file `vllm_dist_*` in the temporary directory at every start.
+    Every start of vLLM leaves a file `vllm_dist_*` in the temporary directory.
     """
-    # Sockets stay where they are, because their paths may have 107 characters.
+    # Sockets stay in the default directory, because their paths are limited to 107 characters.
     sockets = os.environ.get("VLLM_RPC_BASE_PATH", tempfile.gettempdir())
     return os.environ | {"TMPDIR": str(folder), "VLLM_RPC_BASE_PATH": sockets}
 
@@ -314,7 +325,7 @@ def _make_environment(folder: Path) -> dict[str, str]:
 def _settle(
     future: "Future[object] | None", *, value: object = None, error: Exception | None = None
 ) -> None:
-    """Finish a future that may have been given up."""
+    """Complete a future, if it exists and is not done."""
     if future is None:
         return
     try:
@@ -323,4 +334,4 @@ def _settle(
         else:
             future.set_exception(error)
     except InvalidStateError:
-        logger.debug("an answer came for a call that was given up")
+        logger.debug("a result arrived for a call that had already failed")

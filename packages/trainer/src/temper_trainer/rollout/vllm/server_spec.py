@@ -1,4 +1,4 @@
-"""From the trainer's settings to what a server needs: arguments of vLLM, and a model directory without weights."""
+"""Build the ServerSpec of a run or of a teacher from the configuration."""
 
 import tempfile
 from pathlib import Path
@@ -14,23 +14,23 @@ from temper_trainer.rollout.vllm.messages import Argument, ServerSpec
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM's max_lora_rank may be."""
+"""Allowed values of vLLM's max_lora_rank."""
 
 
 def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> ServerSpec:
-    """What every replica of a run is started from.
+    """Build the spec of all replicas of a run's sampler.
 
     Raises:
-        ConfigError: the adapter's base has no weights on disk, or no token could end a completion.
+        ConfigError: If the base of the adapter has no weights on disk, or there is no end token.
     """
     model, vllm = config.actor.engine.model, config.rollout.vllm
     is_adapter = config.weight_sync.content == "adapter"
-    # Where nothing is published, and under an adapter, the servers read the weights themselves.
+    # Without publishing, or below an adapter, servers load the weights from disk themselves.
     load_format = "auto" if is_adapter or config.task in ("eval", "generate") else vllm.load_format
     if is_adapter and model.path is None:
         raise ConfigError(
-            "weight_sync.content is adapter, but actor.engine.model.path is not set, so servers have no base to put it on: use full, or "
-            "save the base as a Hugging Face directory first."
+            "weight_sync.content is adapter, but actor.engine.model.path is not set, so servers have no "
+            "base model: set weight_sync.content=full, or save the base as a Hugging Face directory."
         )
     if model.path is not None:
         text_config = AutoConfig.from_pretrained(
@@ -50,8 +50,8 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
         }
     elif load_format != "dummy":
         raise ConfigError(
-            f"rollout.vllm.load_format is {load_format}, but actor.engine.model.path is not set, so there are no weights to load: use "
-            "dummy."
+            f"rollout.vllm.load_format is {load_format}, but actor.engine.model.path is not set, so "
+            "there are no weights to load: set it to dummy."
         )
     else:
         text_config.architectures = [
@@ -74,15 +74,16 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
 def build_teacher_server_spec(
     name: str, teacher: TeacherConfig, *, config: TrainerConfig
 ) -> ServerSpec:
-    """What every replica of a teacher is started from; it reads its weights from disk.
+    """Build the spec of all replicas of a teacher, which load their weights from disk.
 
     Raises:
-        ConfigError: there is no model directory.
+        ConfigError: If there is no model directory.
     """
     model, vllm, distillation = teacher.engine.model, config.rollout.vllm, config.distillation
     if model.path is None:
         raise ConfigError(
-            f"teachers.{name}.backend is vllm, but teachers.{name}.engine.model.path is not set: give a model directory."
+            f"teachers.{name}.backend is vllm, but teachers.{name}.engine.model.path is not set: set it "
+            "to a model directory."
         )
     text_config = AutoConfig.from_pretrained(
         model.path, trust_remote_code=model.trust_remote_code
@@ -134,7 +135,8 @@ def _build_arguments(
         "enable_sleep_mode": vllm.sleep_level > 0,
         "load_format": load_format,
         "trust_remote_code": config.actor.engine.model.trust_remote_code,
-        # Raw is before temperature and truncation, processed is after both: one of them is what training needs.
+        # Training divides logits by the temperature too. Raw log-probs are before temperature and
+        # truncation, processed ones after both.
         "logprobs_mode": "raw_logprobs"
         if config.sampling.temperature == 1
         else "processed_logprobs",
@@ -153,7 +155,8 @@ def _build_arguments(
 
 
 def _count_max_tokens(config: TrainerConfig) -> int:
-    """Tokens of a prompt with its completion, and one more that the canary draws."""
+    """Return the largest sequence length: prompt, completion, and one token more."""
+    # log-probs of a given sequence are requested with max_tokens=1, as vLLM samples at least one.
     completion = config.max_completion_tokens
     if config.data.eval is not None or config.task == "eval":
         completion = max(completion, config.run.eval_sampling.max_tokens)
@@ -161,7 +164,7 @@ def _count_max_tokens(config: TrainerConfig) -> int:
 
 
 def _choose_tokenizer(path: str) -> dict[str, Argument]:
-    """Servers decode only where stop texts are looked for; a directory without a tokenizer does for everything else."""
+    """Return the tokenizer argument; without a tokenizer servers cannot look for stop texts."""
     if any((Path(path) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         return {"tokenizer": path}
     return {"skip_tokenizer_init": True}
@@ -175,11 +178,11 @@ def _make_config_files(config: object, tokenizer: PreTrainedTokenizerBase) -> di
 
 
 def _make_environment(*, eager: bool) -> dict[str, str]:
-    """Return variables of vLLM's own that every server of a run has."""
-    found = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its engine in the server's own process
+    """Return environment variables that configure vLLM."""
+    variables = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the server's process
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # no thread bound to a core that a replica shares
-        "VLLM_HOST_IP": LOOPBACK,  # where its workers meet; all of them are on the server's machine
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas on one host must not bind to the same cores
+        "VLLM_HOST_IP": LOOPBACK,  # its workers, which are all on one host, meet there
     }
-    return found | ({"TORCHDYNAMO_DISABLE": "1"} if eager else {})
+    return variables | ({"TORCHDYNAMO_DISABLE": "1"} if eager else {})

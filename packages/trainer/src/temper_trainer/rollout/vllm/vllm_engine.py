@@ -1,4 +1,4 @@
-"""vLLM itself, inside a server process: requests in, completions out, weights taken between two steps."""
+"""The vLLM engine inside a server process."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,23 +20,21 @@ from temper_trainer.rollout.weight_delta import DeltaManifest, StaleBaseError, o
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
 
 RequestKey = tuple[int, int]
-"""(number of the call, place in it)."""
+"""Number of the `sample` call, and index of the request in it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _OpenRequest:
-    """A request that vLLM works on."""
+    """A request that vLLM has not finished."""
 
     request: SamplingRequest
-    """What was asked."""
     tokens: list[int] = field(default_factory=list)
-    """So far."""
+    """Sampled so far."""
     logprobs: list[float] = field(default_factory=list)
-    """Of those."""
 
 
 class VllmEngine:
-    """One vLLM engine in this process; its workers may be further processes."""
+    """One vLLM engine in this process; its workers may be in other processes."""
 
     def __init__(self, spec: ServerSpec) -> None:
         self._spec = spec
@@ -49,11 +47,12 @@ class VllmEngine:
         if self._is_cpu:
             if spec.sleep_level:
                 raise ConfigError(
-                    f"rollout.vllm.sleep_level is {spec.sleep_level}, but vLLM can't sleep on a CPU: set it to 0."
+                    f"rollout.vllm.sleep_level is {spec.sleep_level}, but vLLM cannot sleep on a CPU: set it "
+                    "to 0."
                 )
             arguments["enforce_eager"] = True
-            # A prompt that is computed in pieces makes vLLM (0.27.1 and 0.32.0) rewind the seeded
-            # generator of its request, which generators on a CPU refuse.
+            # Chunked prefill makes vLLM (0.27.1 and 0.32.0) rewind the seeded generator of a request,
+            # which CPU generators do not support.
             if "max_num_batched_tokens" not in arguments:
                 arguments.setdefault("enable_chunked_prefill", False)
         worker = f"{weight_transfer.__name__}.{weight_transfer.WorkerExtension.__name__}"
@@ -70,34 +69,35 @@ class VllmEngine:
         self._set_version(0)
 
     def ready(self) -> Ready:
-        """What the client logs."""
+        """Return the message that ends the start."""
         return Ready(device=current_platform.device_type)
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to step for."""
+        """True if no request is unfinished."""
         return not self._engine.has_unfinished_requests()
 
     def version(self) -> int:
-        """Of the weights held now, as every worker says that holds some.
+        """Return the version of the weights, which all workers must agree on.
 
         Raises:
-            WeightError: workers hold different ones.
+            WeightError: If workers have different versions.
         """
         versions: set[int] = set(self._llm.collective_rpc("temper_weight_version"))
         if len(versions) != 1:
             raise WeightError(
-                f"vLLM's workers hold weights of different versions: {', '.join(map(str, sorted(versions)))}."
+                "vLLM's workers have different weight versions: "
+                f"{', '.join(map(str, sorted(versions)))}."
             )
         return versions.pop()
 
-    def places(self) -> list[tuple[str, str | None]]:
-        """Host and GPU of every worker, as Place has them."""
-        found: list[tuple[str, str | None]] = self._llm.collective_rpc("temper_device_location")
-        return found
+    def device_locations(self) -> list[tuple[str, str | None]]:
+        """Return host and GPU of every worker, see DeviceLocation."""
+        locations: list[tuple[str, str | None]] = self._llm.collective_rpc("temper_device_location")
+        return locations
 
     def add(self, key: RequestKey, request: SamplingRequest) -> None:
-        """Begin a request."""
+        """Start a request."""
         sampling = request.sampling
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -108,7 +108,7 @@ class VllmEngine:
             include_stop_str_in_output=True,
             detokenize=bool(sampling.stop),
             stop_token_ids=list(self._spec.end_token_ids),
-            # The model's own idea of an end token may belong to another tokenizer.
+            # The end token in the model's config may belong to another tokenizer.
             ignore_eos=True,
             seed=None if sampling.temperature == 0 else request.seed,
             logprobs=0,
@@ -120,7 +120,7 @@ class VllmEngine:
         self._open[name] = (key, _OpenRequest(request=request))
 
     def step(self) -> list[tuple[RequestKey, Completion]]:
-        """One scheduler step; the completions that it finished."""
+        """Run one scheduler step and return the completions that it finished."""
         finished = []
         for output in self._engine.step():
             key, state = self._open[output.request_id]
@@ -131,197 +131,211 @@ class VllmEngine:
         return finished
 
     def interrupt(self) -> list[tuple[RequestKey, Completion]]:
-        """Stop every request; what each has so far, which may be no token."""
-        left, self._open = self._open, {}
-        self._engine.abort_request(list(left))
+        """Stop every request and return its tokens so far, possibly none."""
+        stopped, self._open = self._open, {}
+        self._engine.abort_request(list(stopped))
         return [
-            (key, self._completion(state, FinishReason.INTERRUPTED)) for key, state in left.values()
+            (key, self._completion(state, FinishReason.INTERRUPTED))
+            for key, state in stopped.values()
         ]
 
     def logprobs(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs of every token but the first of each sequence, at temperature 1; nothing else may be open."""
-        self._check_closed()
+        """Return the log-prob of every token but the first, at temperature 1.
+
+        No request may be open, because `LLM.generate` would step it too.
+        """
+        self._check_idle()
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         prompts = [{"prompt_token_ids": list(row)} for row in tokens]
         outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
         return [
             [
-                places[token].logprob
-                for places, token in zip(output.prompt_logprobs[1:], row[1:], strict=True)
+                by_token[token].logprob
+                for by_token, token in zip(output.prompt_logprobs[1:], row[1:], strict=True)
             ]
             for output, row in zip(outputs, tokens, strict=True)
         ]
 
-    def judge(self, rows: Sequence[tuple[Sequence[int], int]], top_k: int) -> list[PromptLogprobs]:
-        """As a teacher: of each sequence, from its given position on, log-probs of its tokens and the likeliest ``top_k``.
+    def score_prompts(
+        self, rows: Sequence[tuple[Sequence[int], int]], top_k: int
+    ) -> list[PromptLogprobs]:
+        """Return a teacher's log-probs of sequences.
+
+        Args:
+            rows: Token ids of each sequence, and the first position to score.
+            top_k: Number of most likely tokens to return for each position.
 
         Returns:
-            For each row: [N] log-probs, [N][top_k] token ids, likeliest first, and [N][top_k] their log-probs.
+            For each row: [N] log-probs of its tokens, [N][top_k] ids of the most likely tokens in
+            descending order, and [N][top_k] their log-probs.
         """
-        self._check_closed()
+        self._check_idle()
         params = SamplingParams(
             temperature=0, max_tokens=1, prompt_logprobs=top_k, detokenize=False
         )
         prompts = [{"prompt_token_ids": list(tokens)} for tokens, _ in rows]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        found = []
+        results = []
         for output, (tokens, first) in zip(outputs, rows, strict=True):
-            places = output.prompt_logprobs[first:]
+            positions = output.prompt_logprobs[first:]
             given = [
-                place[token].logprob for place, token in zip(places, tokens[first:], strict=True)
+                by_token[token].logprob
+                for by_token, token in zip(positions, tokens[first:], strict=True)
             ]
+            # vLLM adds the given token to the top-k, so there may be one more than top_k.
             ranked = [
-                sorted(place.items(), key=lambda item: (-item[1].logprob, item[0]))[:top_k]
-                for place in places
+                sorted(by_token.items(), key=lambda item: (-item[1].logprob, item[0]))[:top_k]
+                for by_token in positions
             ]
-            found.append(
+            results.append(
                 (
                     given,
                     [[i for i, _ in row] for row in ranked],
                     [[entry.logprob for _, entry in row] for row in ranked],
                 )
             )
-        return found
+        return results
 
     def join_channel(self, channel: ChannelSpec) -> None:
         """Let every worker join the trainer's channel."""
         self._llm.init_weight_transfer_engine({"init_info": {"channel": channel.to_dict()}})
 
     def start_update(self) -> None:
-        """Before the first bucket of a set."""
-        self._check_closed()
+        """Prepare for the first bucket of a set."""
+        self._check_idle()
         if self._is_asleep:
             self._engine.wake_up(tags=["weights"])
         self._llm.start_weight_update()
 
-    def update(self, parcel: PackedBucket) -> None:
-        """Load one bucket."""
-        self._update({"parcel": parcel})
-
     def finish_update(self, version: int) -> int:
-        """After the last bucket; returns the version that the workers now report."""
+        """Finish after the last bucket; return the version that the workers now report."""
         self._llm.finish_weight_update()
         self._set_version(version)
-        return self._renewed()
+        return self._drop_old_state()
 
-    def load_files(self, parcels: Sequence[PackedBucket], version: int) -> int:
-        """A whole set through shared memory; every checksum is compared before the first weight is touched."""
-        for parcel in parcels:
-            check_digest(open_weight_file(parcel), parcel)
+    def load_files(self, buckets: Sequence[PackedBucket], version: int) -> int:
+        """Load all weights from files; compare every checksum before any weight changes."""
+        for bucket in buckets:
+            check_digest(open_weight_file(bucket), bucket)
         self.start_update()
-        for parcel in parcels:
-            self.update(parcel)
+        for bucket in buckets:
+            self._update({"bucket": bucket})
         return self.finish_update(version)
 
-    def load_delta(self, parcels: Sequence[PackedBucket], manifest: DeltaManifest) -> int:
-        """A whole set in shared memory with its changes; what this server held before does not matter."""
-        for changes in manifest.parcels:
-            open_delta_file(changes)
+    def load_delta(self, buckets: Sequence[PackedBucket], manifest: DeltaManifest) -> int:
+        """Load all weights and their delta from files; this server's earlier weights do not matter."""
+        for delta in manifest.deltas:
+            open_delta_file(delta)  # compares the checksum before any weight changes
         self.start_update()
         versions = (manifest.version, manifest.base_version)
-        for parcel, changes in zip(parcels, manifest.parcels, strict=True):
-            self._update({"parcel": parcel, "changes": changes, "versions": versions})
+        for bucket, delta in zip(buckets, manifest.deltas, strict=True):
+            self._update({"bucket": bucket, "delta": delta, "versions": versions})
         return self.finish_update(manifest.version)
 
     def receive_weights(
-        self, parcels: Sequence[PackedBucket], version: int, keep_copy: bool = False
+        self, buckets: Sequence[PackedBucket], version: int, keep_copy: bool = False
     ) -> int:
-        """A whole set through the trainer's channel.
+        """Receive all weights through the trainer's channel.
 
         Args:
-            parcels: what comes.
-            version: of the set.
-            is_held: keep it, so that ``receive_changes`` can follow.
+            buckets: Layout of each bucket.
+            version: Version of the weights.
+            keep_copy: Keep a CPU copy, so that `receive_delta` can follow.
         """
         self.start_update()
-        for parcel in parcels:
-            self._update({"parcel": parcel, "keep_copy": keep_copy})
+        for bucket in buckets:
+            self._update({"bucket": bucket, "keep_copy": keep_copy})
         return self.finish_update(version)
 
     def cached_version(self) -> int:
-        """Of the weights whose changes every worker can take; -1 where one of them can't."""
-        held: set[int] = set(self._llm.collective_rpc("temper_cached_version"))
-        return held.pop() if len(held) == 1 else -1
+        """Return the version to which every worker can apply a delta; -1 if one cannot."""
+        versions: set[int] = set(self._llm.collective_rpc("temper_cached_version"))
+        return versions.pop() if len(versions) == 1 else -1
 
     def receive_delta(
-        self, parcels: Sequence[PackedBucket], base_version: int, version: int
+        self, buckets: Sequence[PackedBucket], base_version: int, version: int
     ) -> int:
-        """Changes of every bucket of the set that is held, through the trainer's channel.
+        """Receive the delta of every bucket through the trainer's channel.
 
         Raises:
-            StaleBaseError: another set is held, or none.
+            StaleBaseError: If the workers have no copy of `base_version`.
         """
-        held = self.cached_version()
-        if held != base_version:
+        cached = self.cached_version()
+        if cached != base_version:
             raise StaleBaseError(
-                f"changes of weights {base_version} came, but {'none are' if held < 0 else f'weights {held} are'} held."
+                f"a delta to weights {base_version} arrived, but the server has a copy of "
+                f"{'no weights' if cached < 0 else f'weights {cached}'}."
             )
         self.start_update()
-        for place, parcel in enumerate(parcels):
+        for index, bucket in enumerate(buckets):
             self._update(
                 {
-                    "parcel": parcel,
-                    "place": place,
-                    "is_changed": True,
+                    "bucket": bucket,
+                    "index": index,
+                    "is_delta": True,
                     "versions": (version, base_version),
                 }
             )
         return self.finish_update(version)
 
     def load_adapter(self, directory: str, version: int) -> int:
-        """A LoRA adapter under a new name and number; vLLM keeps the old one under the old number, which goes.
+        """Load a LoRA adapter from a directory; return its version.
+
+        The version is also its id in vLLM, which caches adapters by id: under the same id vLLM would
+        keep the old one.
 
         Raises:
-            WeightError: vLLM does not take it.
+            WeightError: If vLLM refuses it.
         """
-        self._check_closed()
+        self._check_idle()
         if self._is_asleep:
             self._engine.wake_up(tags=["weights"])
         adapter = LoRARequest(f"version-{version}", version, directory)
         if not self._engine.add_lora(adapter):
             raise WeightError(
-                f"vLLM did not take the adapter of version {version} from {directory}."
+                f"vLLM refused the adapter of version {version} in {directory}: look at the server's "
+                "log."
             )
         if self._adapter is not None:
             self._engine.remove_lora(self._adapter.lora_int_id)
         self._adapter = adapter
         self._set_version(version)
-        return self._renewed()
+        return self._drop_old_state()
 
     def sleep(self) -> None:
-        """Give memory back until the next weights come."""
-        self._check_closed()
+        """Free memory until the next weights arrive."""
+        self._check_idle()
         self._engine.reset_prefix_cache()
         self._engine.sleep(level=self._spec.sleep_level)
         self._is_asleep = True
 
     def wake(self) -> None:
-        """Take memory again, with the weights that were there; after level 2 they must be sent."""
+        """Allocate memory again; after sleep level 2 the weights must be sent again."""
         if self._is_asleep:
             self._engine.wake_up()
             self._is_asleep = False
 
     def _update(self, info: Mapping[str, object]) -> None:
-        """One bucket, as UpdateInfo has it."""
+        """Load one bucket; `info` has the fields of UpdateInfo."""
         self._llm.update_weights({"update_info": dict(info)})
 
-    def _renewed(self) -> int:
-        """After any new weights: nothing computed with the old ones may be used again."""
+    def _drop_old_state(self) -> int:
+        """Drop everything that was computed with old weights; return the new version."""
         if self._is_asleep:
             self._engine.wake_up(tags=["kv_cache"])
             self._is_asleep = False
         if not self._engine.reset_prefix_cache():
-            raise WeightError("vLLM could not empty its prefix cache after new weights.")
+            raise WeightError(
+                "vLLM could not reset its prefix cache after a weight update: report this as a bug."
+            )
         return self.version()
 
     def _set_version(self, version: int) -> None:
         self._llm.collective_rpc("set_temper_weight_version", args=(version,))
 
-    def _check_closed(self) -> None:
+    def _check_idle(self) -> None:
         if self._open:
-            raise WeightError(
-                f"{len(self._open)} requests are being sampled: interrupt them first."
-            )
+            raise WeightError(f"{len(self._open)} requests are open: interrupt them first.")
 
     def _completion(self, state: _OpenRequest, reason: FinishReason) -> Completion:
         return Completion(
@@ -334,13 +348,13 @@ class VllmEngine:
 
 
 def _append_output(state: _OpenRequest, output: RequestOutput) -> FinishReason | None:
-    """Add what a step brought; why the request ended, where it did."""
+    """Append the output of a step; return the finish reason, or None."""
     (part,) = output.outputs
     state.tokens += part.token_ids
     if part.token_ids:
         state.logprobs += [
-            places[token].logprob
-            for places, token in zip(part.logprobs, part.token_ids, strict=True)
+            by_token[token].logprob
+            for by_token, token in zip(part.logprobs, part.token_ids, strict=True)
         ]
     if part.finish_reason is None:
         return None
@@ -350,5 +364,5 @@ def _append_output(state: _OpenRequest, output: RequestOutput) -> FinishReason |
 
 
 def _parse_argument(value: object) -> object:
-    """An argument as vLLM takes it; a text that begins with a bracket is JSON."""
+    """Parse an argument that is JSON: a string that starts with a bracket."""
     return json.loads(value) if isinstance(value, str) and value.startswith(("{", "[")) else value

@@ -1,4 +1,4 @@
-"""The ``vllm`` sampler: several replicas behind a load balancer; a dead one is started again and its requests are repeated."""
+"""The `vllm` sampler: several servers behind a load balancer. A server that dies is restarted."""
 
 import logging
 import threading
@@ -8,93 +8,98 @@ from concurrent.futures import Future
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.rollout.load_balancer import LoadBalancer
-from temper_trainer.rollout.replica import Replica, ReplicaError
+from temper_trainer.rollout.sampler import Replica, ReplicaError
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.request_checks import check_completion, check_requests
-from temper_trainer.rollout.vllm.vllm_versions import describe_versions, warn_if_untested
+from temper_trainer.rollout.vllm.vllm_versions import describe_versions, find_untested_warning
 from temper_trainer.types import Completion, SamplingRequest
 from temper_trainer.waits import track_wait
 
 logger = logging.getLogger(__name__)
 
 StartLoad = Callable[[Replica], "Future[object]"]
-"""Gives one replica a whole set of weights; its result is the version that the replica then has."""
+"""Starts to load weights into one replica; the result is the version that the replica then has."""
 
 
 class VllmSampler:
-    """Completes prompts on servers; may be called from several threads. See Sampler."""
+    """A Sampler on vLLM servers. May be called from several threads."""
 
     def __init__(self, replicas: Sequence[Replica], *, spec: ServerSpec, max_restarts: int) -> None:
-        """A sampler over replicas that are started here.
+        """Start the replicas.
 
         Args:
-            replicas: not started yet.
-            spec: what they were made from.
-            max_restarts: of all replicas together, before the run stops.
+            replicas: Not started yet.
+            spec: Spec of their servers.
+            max_restarts: Number of restarts of all replicas together before the run stops.
 
         Raises:
-            ReplicaError: one does not start; the others are ended.
+            ReplicaError: If one does not start; the others are ended.
         """
         self._replicas = list(replicas)
         self._spec = spec
         self._balancer = LoadBalancer(len(replicas))
         self._lives = [0] * len(replicas)
+        """Number of restarts of each replica: calls that failed in one life cause one restart."""
         self._restarts_left = max_restarts
         self._lock = threading.RLock()
         self._version = 0
         self._reload: StartLoad | None = None
-        self._is_sent_once = False
+        self._cannot_reload = False
         self._is_closed = False
         self.num_restarts = 0
-        """Replicas that were started again."""
+        """Number of restarts."""
         try:
             _run_in_parallel([replica.start for replica in self._replicas])
         except BaseException:
             self.close()
             raise
-        for warning in sorted({warn_if_untested(replica.versions) or "" for replica in replicas}):
+        for warning in sorted(
+            {find_untested_warning(replica.versions) or "" for replica in replicas}
+        ):
             if warning:
                 logger.warning("%s", warning)
 
     @property
     def software(self) -> str:
-        """What computes the completions, with versions, for error messages."""
-        found = sorted({describe_versions(replica.versions) for replica in self._replicas})
-        return "; ".join(found)
+        """Versions of the servers' software, for error messages."""
+        return "; ".join(sorted({describe_versions(each.versions) for each in self._replicas}))
 
     @property
     def weight_version(self) -> int:
-        """Of the weights that every replica holds; 0 before the first set."""
+        """Version of the weights of every replica; 0 before the first publish."""
         return self._version
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
-        """One completion per request, in their order; what a dead replica had is asked again."""
+        """Return one completion per request; requests of a dead replica are repeated."""
         check_requests(requests, self._spec)
-        found: dict[int, Completion] = {}
-        left = list(range(len(requests)))
-        while left:
-            left = self._attempt(requests, left, found)
-        return [found[place] for place in range(len(requests))]
+        completions: dict[int, Completion] = {}
+        pending = list(range(len(requests)))
+        while pending:
+            pending = self._attempt(requests, pending, completions)
+        return [completions[index] for index in range(len(requests))]
 
     def interrupt(self) -> None:
-        """End all open requests with what they have; ``sample`` returns at once."""
+        """Interrupt all open requests; see InterruptibleSampler."""
         for number, replica in enumerate(self._replicas):
             life = self._lives[number]
             try:
                 replica.call("interrupt").result()
             except ReplicaError as error:
-                self._revive(number, life=life, cause=error)
+                self._restart(number, life=life, cause=error)
 
     def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
-        """Log-probs of every token but the first; the largest difference between replicas would be a stale one, so all are asked.
+        """Return the log-prob of every token but the first, after comparing all replicas.
+
+        A replica with old weights would differ from the others.
 
         Raises:
-            ConfigError: a temperature other than 1, which vLLM does not report for prompts.
-            WeightError: the replicas differ.
+            ConfigError: If the temperature is not 1: vLLM reports no other for prompts.
+            WeightError: If replicas differ.
         """
         if temperature != 1:
             raise ConfigError(
-                f"vLLM reports log-probs of given tokens at temperature 1 only, not at {temperature}."
+                f"vLLM reports log-probs of given tokens only at temperature 1, not at {temperature}: "
+                "use rollout=hf."
             )
         rows = [tuple(row) for row in tokens]
         answers = self._call_all("logprobs", rows)
@@ -102,25 +107,26 @@ class VllmSampler:
         assert isinstance(first, list)
         for replica, other in zip(self._replicas, answers, strict=True):
             assert isinstance(other, list)
-            # Not ">", which a NaN on either side would pass.
+            # Not ">": a NaN must fail.
             if not all(
                 abs(a - b) <= 1e-2
                 for one, two in zip(first, other, strict=True)
                 for a, b in zip(one, two, strict=True)
             ):
                 raise WeightError(
-                    f"{self._replicas[0].name} and {replica.name} give different log-probs: they hold different weights."
+                    f"{self._replicas[0].name} and {replica.name} return different log-probs, so they "
+                    "have different weights: report this as a bug."
                 )
         return first
 
     def load_weights(self, stream: Iterable[NamedWeight], *, version: int) -> None:
-        """Not offered: servers take weights from a transport.
+        """Refuse: servers load weights through a transport.
 
         Raises:
-            ConfigError: always.
+            ConfigError: Always.
         """
         raise ConfigError(
-            "sampler vllm takes weights through weight_sync.transport, not as a stream."
+            "rollout=vllm loads weights through weight_sync.transport, not as a stream."
         )
 
     def load_while_sending(
@@ -131,51 +137,54 @@ class VllmSampler:
         version: int,
         reload: StartLoad | None,
     ) -> None:
-        """As ``load``, for weights that every replica receives while they are sent: one that dies meanwhile ends the run.
+        """Load weights that all replicas receive while they are sent.
+
+        A replica that dies meanwhile ends the run, because the others wait for it in a collective.
 
         Args:
-            receive: begins to receive.
-            send: returns when everything was sent.
-            version: of the set.
-            reload: gives the set to a replica that was started again later; None where that can't be.
+            receive: Starts to receive in one replica.
+            send: Returns when all weights are sent.
+            version: Version of the weights.
+            reload: Loads the weights into a replica that is restarted later; None if that is not
+                possible.
 
         Raises:
-            ReplicaError: a replica died.
-            WeightError: one did not take the set.
+            ReplicaError: If a replica died.
+            WeightError: If a replica refused the weights.
         """
         with self._lock:
-            self._reload, self._is_sent_once = None, True
+            self._reload, self._cannot_reload = None, True
             futures = [receive(replica) for replica in self._replicas]
             send()
             for number, future in enumerate(futures):
                 self._check_version(number, future.result(), version=version)
             self._version = version
-            self._reload, self._is_sent_once = reload, reload is None
+            self._reload, self._cannot_reload = reload, reload is None
 
-    def load(self, load: StartLoad, *, version: int) -> None:
-        """Give every replica the same set of weights; kept to give it to a replica that is started again.
+    def load(self, start_load: StartLoad, *, version: int) -> None:
+        """Load weights into every replica; a replica that is restarted later loads them too.
 
         Raises:
-            WeightError: a replica did not take it, or reports another version.
+            WeightError: If a replica refused them, or reports another version.
         """
         with self._lock:
-            self._reload, previous = load, self._reload
+            self._reload, previous = start_load, self._reload
             lives = list(self._lives)
-            futures = [load(replica) for replica in self._replicas]
+            futures = [start_load(replica) for replica in self._replicas]
             for number, future in enumerate(futures):
                 try:
                     with track_wait(f"{self._replicas[number].name}: weights {version}"):
                         self._check_version(number, future.result(), version=version)
                 except ReplicaError as error:
-                    self._version = version  # the one that it is revived with
-                    self._revive(number, life=lives[number], cause=error)
+                    self._version = version  # the restarted replica loads and reports it
+                    self._restart(number, life=lives[number], cause=error)
                 except WeightError:
                     self._reload = previous
                     raise
             self._version = version
 
     def sleep(self) -> bool:
-        """Give memory back until the next weights, where rollout.vllm.sleep_level says so; whether it does."""
+        """Free memory until the next weights, if rollout.vllm.sleep_level allows; return if it did."""
         if not self._spec.sleep_level:
             return False
         self._call_all("sleep")
@@ -184,37 +193,37 @@ class VllmSampler:
     def call_each(
         self, method: str, arguments: Sequence[tuple[object, ...] | None]
     ) -> list[object]:
-        """A method of the replicas' engines, all at once, each with its own arguments; a dead one is started again and asked again.
+        """Call an engine method of all replicas at once; a dead replica is restarted and called again.
 
         Args:
-            method: of the engine.
-            arguments: one entry for each replica; None asks it nothing.
+            method: A method of EngineMethods.
+            arguments: Arguments for each replica; None does not call it.
         """
         results: list[object] = [None] * len(self._replicas)
-        left = [number for number, given in enumerate(arguments) if given is not None]
-        while left:
+        pending = [number for number, given in enumerate(arguments) if given is not None]
+        while pending:
             lives = list(self._lives)
             futures = {
                 number: self._replicas[number].call(method, *(arguments[number] or ()))
-                for number in left
+                for number in pending
             }
-            left = []
+            pending = []
             for number, future in futures.items():
                 try:
                     with track_wait(f"{self._replicas[number].name}: {method}"):
                         results[number] = future.result()
                 except ReplicaError as error:
-                    self._revive(number, life=lives[number], cause=error)
-                    left.append(number)
+                    self._restart(number, life=lives[number], cause=error)
+                    pending.append(number)
         return results
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """In the order of their numbers."""
+        """All replicas, in the order of their numbers."""
         return tuple(self._replicas)
 
     def close(self) -> None:
-        """End every server; calls that are open fail, and no server is started again."""
+        """End every server; open calls fail and no server is restarted."""
         self._is_closed = True
         for replica in self._replicas:
             replica.close()
@@ -222,70 +231,83 @@ class VllmSampler:
     def _attempt(
         self,
         requests: Sequence[SamplingRequest],
-        open_: Sequence[int],
-        found: dict[int, Completion],
+        pending: Sequence[int],
+        completions: dict[int, Completion],
     ) -> list[int]:
-        """Share the open requests out once; the places of those that a death left without a completion."""
+        """Sample requests once; return the indices of those whose replica died.
+
+        Args:
+            requests: All requests of the call.
+            pending: Indices of those without a completion.
+            completions: Completions by index; new ones are added.
+        """
         with self._lock:
-            shares = self._balancer.assign([requests[place] for place in open_])
+            assigned = self._balancer.assign([requests[index] for index in pending])
             lives = list(self._lives)
-            asked = {
+            running = {
                 number: (
-                    [open_[i] for i in share],
-                    self._replicas[number].sample([requests[open_[i]] for i in share]),
+                    [pending[i] for i in positions],
+                    self._replicas[number].sample([requests[pending[i]] for i in positions]),
                 )
-                for number, share in enumerate(shares)
-                if share
+                for number, positions in enumerate(assigned)
+                if positions
             }
-        left: list[int] = []
-        for number, (places, future) in asked.items():
+        failed: list[int] = []
+        for number, (indices, future) in running.items():
             try:
-                with track_wait(f"{self._replicas[number].name}: {len(places)} completions"):
-                    completions = future.result()
-                for place, completion in zip(places, completions, strict=True):
+                with track_wait(f"{self._replicas[number].name}: {len(indices)} completions"):
+                    answers = future.result()
+                for index, completion in zip(indices, answers, strict=True):
                     check_completion(
-                        requests[place],
+                        requests[index],
                         completion,
                         name=self._replicas[number].name,
                         version=self._version,
                     )
-                    found[place] = completion
+                    completions[index] = completion
             except ReplicaError as error:
-                self._revive(number, life=lives[number], cause=error)
-                left += places
+                self._restart(number, life=lives[number], cause=error)
+                failed += indices
             finally:
                 with self._lock:
-                    self._balancer.release(number, [requests[place] for place in places])
-        return left
+                    self._balancer.release(number, [requests[index] for index in indices])
+        return failed
 
     def _call_all(self, method: str, *arguments: object) -> list[object]:
         return self.call_each(method, [arguments] * len(self._replicas))
 
-    def _revive(self, number: int, *, life: int, cause: ReplicaError) -> None:
-        """Start a dead replica again with the last set of weights; once per death, however many calls noticed it.
+    def _restart(self, number: int, *, life: int, cause: ReplicaError) -> None:
+        """Restart a dead replica with the last weights, once per death.
+
+        Args:
+            number: Number of the replica.
+            life: Its number of restarts when the failed call was sent; another call may have noticed
+                the death first.
+            cause: The error of the call.
 
         Raises:
-            ReplicaError: there were too many deaths.
+            ReplicaError: If it cannot be restarted.
         """
         with self._lock:
             if self._lives[number] != life:
                 return
             if self._is_closed:
                 raise cause
-            if self._is_sent_once:
+            if self._cannot_reload:
                 raise ReplicaError(
-                    f"{cause}\nIt cannot be started again: its weights were sent once and are not kept."
+                    f"{cause}\nIt cannot be restarted, because its weights are not stored anywhere: resume "
+                    "the run, or set weight_sync.transport=shared_memory."
                 ) from cause
             if self._restarts_left == 0:
                 raise ReplicaError(
-                    f"{cause}\nrollout.vllm.max_restarts is used up: fix the cause above, or set a higher number."
+                    f"{cause}\nrollout.vllm.max_restarts is used up: fix the cause above, or raise it."
                 ) from cause
             self._restarts_left -= 1
             self.num_restarts += 1
             self._lives[number] += 1
             replica = self._replicas[number]
             logger.warning(
-                "%s\n%s is started again (%d restarts left)",
+                "%s\n%s is restarted (%d restarts left)",
                 cause,
                 replica.name,
                 self._restarts_left,
@@ -298,12 +320,13 @@ class VllmSampler:
     def _check_version(self, number: int, reported: object, *, version: int) -> None:
         if reported != version:
             raise WeightError(
-                f"weights {version} were published, but {self._replicas[number].name} holds {reported}."
+                f"weights {version} were published, but {self._replicas[number].name} has weights "
+                f"{reported}."
             )
 
 
 def _run_in_parallel(calls: Sequence[Callable[[], None]]) -> None:
-    """Run calls in threads of their own; the first error is raised when all have ended."""
+    """Run each call in a thread; raise the first error when all have ended."""
     errors: list[BaseException] = []
 
     def run(call: Callable[[], None]) -> None:

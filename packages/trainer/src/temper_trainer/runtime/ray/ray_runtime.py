@@ -1,4 +1,4 @@
-"""Ray for one run: a placement group, the roles' actors in it, and the sampler's."""
+"""The Ray runtime: a placement group with the actors of all roles and of the sampler."""
 
 import logging
 import os
@@ -18,17 +18,16 @@ from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.ranges import LOOPBACK
 from temper_trainer.config.run import RuntimeConfig
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.rollout.replica import Replica
-from temper_trainer.rollout.sampler import Sampler
+from temper_trainer.rollout.sampler import Replica, Sampler
 from temper_trainer.rollout.vllm.server_spec import build_server_spec
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.runtime.placement import (
     Placement,
     RoleRequest,
+    describe_weight_path,
     format_teacher_role,
     plan_placement,
 )
-from temper_trainer.runtime.planned import describe_weight_path
 from temper_trainer.runtime.ray.ray_guard import RayGuard
 from temper_trainer.runtime.ray.ray_replica import (
     MAX_CONCURRENT_CALLS,
@@ -36,12 +35,11 @@ from temper_trainer.runtime.ray.ray_replica import (
     ReplicaActor,
     ReplicaHandle,
 )
+from temper_trainer.runtime.ray.ray_sampler import RaySampler, SamplerActor, SamplerHandle
 from temper_trainer.runtime.ray.ray_worker_group import (
-    ActorHandle,
-    RaySampler,
     RayWorkerGroup,
     RoleActor,
-    SamplerActor,
+    RoleHandle,
 )
 from temper_trainer.runtime.vllm_servers import (
     ServerPlan,
@@ -54,19 +52,20 @@ from temper_trainer.temporary_folders import announce_session, claim_folder, rem
 logger = logging.getLogger(__name__)
 
 _RAY_CLUSTERS_BY_DEFAULT = ray_constants.ENABLE_RAY_CLUSTER
-"""False on macOS and Windows, where Ray stays on the loopback interface by itself."""
+"""False on macOS and Windows, where Ray uses only the loopback interface by default."""
 
 _SESSIONS = Path(ray._common.utils.get_default_ray_temp_dir())
-"""Where Ray makes a folder of logs and sockets for each cluster."""
+"""Where Ray creates a folder of logs and sockets for each cluster."""
 _own_jobs: set[str] = set()
-"""Ids of the Ray jobs that ``connect`` began in this process; a user's own is never shut down."""
+"""Ids of the Ray jobs that `connect_to_ray` started in this process. A user's own job is never shut
+down."""
 
 _guards: list[RayGuard] = []
-"""Of the cluster that this process started, if it did."""
+"""Guard of the cluster that this process started, if it did."""
 
 
 class RayRuntime:
-    """Ray and one placement group, from the start of a run to its end."""
+    """A connection to Ray and one placement group, from the start of a run to its end."""
 
     def __init__(self, config: TrainerConfig, *, roles: Mapping[str, RoleRequest]) -> None:
         self._config = config
@@ -83,7 +82,8 @@ class RayRuntime:
         self._group: PlacementGroup = placement_group(bundles, strategy="PACK")
         if not self._group.wait(timeout_seconds=runtime.worker_timeout_s):
             raise WorkerError(
-                f"the cluster did not grant {bundles} within runtime.worker_timeout_s = {runtime.worker_timeout_s} s."
+                f"the cluster did not grant {bundles} within runtime.worker_timeout_s = "
+                f"{runtime.worker_timeout_s} s: check `ray status` for other jobs."
             )
         logger.info(
             "granted:\n%s",
@@ -96,10 +96,13 @@ class RayRuntime:
     def open_group(
         self, role: str, *, engine: EngineConfig, num_workers: int, is_deprecated: bool = False
     ) -> WorkerGroup:
-        """One actor a rank."""
+        """Create one actor per rank; see Runtime."""
         return RayWorkerGroup(
             role,
-            actors=[self._start(RoleActor, role=role, rank=rank) for rank in range(num_workers)],
+            actors=[
+                cast("RoleHandle", self._start(RoleActor, role=role, rank=rank))
+                for rank in range(num_workers)
+            ],
             engine_name=self._config.model_engine,
             config=engine,
             num_threads=self._config.run.num_threads,
@@ -108,19 +111,19 @@ class RayRuntime:
         )
 
     def open_sampler(self, config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase) -> Sampler:
-        """An actor of its own, or one for each of vLLM's servers."""
+        """Create the sampler's actor, or one actor per vLLM server; see Runtime."""
         if config.rollout.sampler == "vllm":
             return self._open_servers(config, tokenizer=tokenizer)
         arguments = (config.actor.engine.model, tokenizer, config.rollout, config.run.num_threads)
-        # In loop async an interrupt must get through while completions are being made.
-        calls_at_once = 2 if config.loop == "async" else 1
+        # With loop=async an interrupt must get through while the actor samples.
+        max_concurrency = 2 if config.loop == "async" else 1
         actor = self._start(
-            SamplerActor, *arguments, role="rollout", rank=0, calls_at_once=calls_at_once
+            SamplerActor, *arguments, role="rollout", rank=0, max_concurrency=max_concurrency
         )
-        return RaySampler(actor, timeout_s=config.runtime.worker_timeout_s)
+        return RaySampler(cast("SamplerHandle", actor), timeout_s=config.runtime.worker_timeout_s)
 
     def make_teacher_servers(self, name: str, config: TrainerConfig) -> Sequence[Replica]:
-        """Each in a bundle of its own."""
+        """Create the servers of a teacher; see Runtime."""
         return [
             self._replica(plan, role=format_teacher_role(name, i), rank=0)
             for i, plan in enumerate(plan_teacher_servers(name, config))
@@ -141,28 +144,28 @@ class RayRuntime:
             return cast(
                 "ReplicaHandle",
                 self._start(
-                    ReplicaActor, plan, role=role, rank=rank, calls_at_once=MAX_CONCURRENT_CALLS
+                    ReplicaActor, plan, role=role, rank=rank, max_concurrency=MAX_CONCURRENT_CALLS
                 ),
             )
 
         return RayReplica(make_actor, name=plan.name, start_timeout_s=plan.start_timeout_s)
 
     def close(self) -> None:
-        """Give resources back, and stop Ray if this run started it."""
+        """Free the resources, and stop Ray if this run started it."""
         remove_placement_group(self._group)
         if self._owns_ray:
             ray.shutdown()
-            _own_jobs.clear()  # a later connection may get the same id
+            _own_jobs.clear()  # a later job may get the same id
             while _guards:
                 _guards.pop().close()
 
     def _nodes(self) -> list[str]:
-        """The address of each bundle's node."""
+        """Return the address of each bundle's node."""
         addresses: dict[str, str] = {
             node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()
         }
-        of_bundles = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
-        return [addresses[of_bundles[i]] for i in range(len(self.placement.bundles))]
+        node_ids = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        return [addresses[node_ids[i]] for i in range(len(self.placement.bundles))]
 
     def _start(
         self,
@@ -170,9 +173,9 @@ class RayRuntime:
         *arguments: object,
         role: str,
         rank: int,
-        calls_at_once: int = 1,
-    ) -> ActorHandle:
-        """One actor in the bundle of its role and rank."""
+        max_concurrency: int = 1,
+    ) -> object:
+        """Start an actor in the bundle of its role and rank."""
         cpus, gpus = self.placement.get_worker_resources(role, rank)
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self._group,
@@ -182,17 +185,17 @@ class RayRuntime:
             num_cpus=cpus,
             num_gpus=gpus,
             scheduling_strategy=strategy,
-            max_restarts=0,
-            max_concurrency=calls_at_once,
+            max_restarts=0,  # a restarted worker would have lost its state
+            max_concurrency=max_concurrency,
         )
-        return cast("ActorHandle", remote.remote(*arguments))
+        return cast("object", remote.remote(*arguments))
 
 
 @contextmanager
 def open_ray_runtime(
     config: TrainerConfig, *, roles: Mapping[str, RoleRequest]
 ) -> Iterator[RayRuntime]:
-    """Ray for the body; closed also when it raises."""
+    """Open the runtime for the body, and close it afterwards."""
     runtime = RayRuntime(config, roles=roles)
     try:
         yield runtime
@@ -201,15 +204,16 @@ def open_ray_runtime(
 
 
 def connect_to_ray(runtime: RuntimeConfig) -> bool:
-    """Connect this process to Ray unless it is connected.
+    """Connect this process to Ray, unless it is connected.
 
     Returns:
-        Whether this module made the connection, now or earlier, so that a run may end it.
+        True if this module has made the connection, now or earlier: only then a run may end it.
 
     Raises:
         ConfigError: If there is no cluster at the address.
     """
     if not ray.is_initialized():
+        # By default Ray empties CUDA_VISIBLE_DEVICES in processes that reserve no GPU.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         _start_or_join(runtime.address, runtime.bind_address)
         _own_jobs.add(ray.get_runtime_context().get_job_id())
@@ -217,16 +221,16 @@ def connect_to_ray(runtime: RuntimeConfig) -> bool:
 
 
 def _start_or_join(address: str | None, bind_address: str) -> None:
-    """Join a cluster, or start Ray on this machine.
+    """Join a cluster, or start Ray on this host.
 
     Raises:
         ConfigError: If no cluster answers at the address.
     """
     starts_here = address is None and "RAY_ADDRESS" not in os.environ
     is_on_loopback = starts_here and bind_address == LOOPBACK
-    # Ray replaces 127.0.0.1 by an address that other machines reach, and then listens on all of them,
-    # except in the mode that is its default on macOS and Windows. The driver has read the variable
-    # when it imported Ray; Ray's own processes read it now.
+    # Ray replaces 127.0.0.1 by an address that other hosts can reach, and listens there, except in the
+    # mode that is its default on macOS and Windows. The driver read the variable when it imported Ray,
+    # so the constant is set too; Ray's own processes read the variable when they start.
     ray_constants.ENABLE_RAY_CLUSTER = _RAY_CLUSTERS_BY_DEFAULT and not is_on_loopback
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(
         int(ray_constants.ENABLE_RAY_CLUSTER)
@@ -255,9 +259,9 @@ def _init_ray(*, address: str | None, bind_address: str | None) -> None:
         )
     except ConnectionError as error:
         raise ConfigError(
-            f"runtime.address is {address}, but no Ray cluster answers there: start one (ray start --head), correct the address, or "
-            "leave it out to have one on this machine. A cluster that is guarded by a token wants RAY_AUTH_MODE=token and the same "
-            "~/.ray/auth_token here."
+            f"runtime.address is {address}, but no Ray cluster answers there: start one (ray start "
+            "--head), correct the address, or remove it to start Ray on this host. A cluster with token "
+            "authentication needs RAY_AUTH_MODE=token and the same ~/.ray/auth_token here."
         ) from error
 
 

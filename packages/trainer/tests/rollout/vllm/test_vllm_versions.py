@@ -10,9 +10,9 @@ from temper_trainer.rollout.vllm.vllm_versions import (
     TESTED_RANGE,
     describe_versions,
     find_import_problem,
+    find_untested_warning,
     find_version_problem,
     format_requirement,
-    warn_if_untested,
 )
 
 PACKAGE = Path(__file__).parents[3]
@@ -32,7 +32,7 @@ def test_extra_and_documentation_name_the_tested_range() -> None:
 def test_tested_version_passes_without_a_word(version: str) -> None:
     versions = {"vllm": version}
     assert find_version_problem(versions, python="p") is None
-    assert warn_if_untested(versions) is None
+    assert find_untested_warning(versions) is None
 
 
 def test_version_below_the_range_is_refused_with_both_numbers() -> None:
@@ -45,7 +45,7 @@ def test_version_below_the_range_is_refused_with_both_numbers() -> None:
 @pytest.mark.parametrize("version", ["0.33.0", "1.0.0", "unknown"])
 def test_version_above_the_range_is_a_warning_with_both_numbers(version: str) -> None:
     assert find_version_problem({"vllm": version}, python="p") is None
-    warning = warn_if_untested({"vllm": version})
+    warning = find_untested_warning({"vllm": version})
     assert warning is not None
     assert f"vLLM {version} is outside the tested range 0.26 to 0.32" in warning
 

@@ -148,7 +148,7 @@ def test_a_place_outside_its_tensor_is_refused() -> None:
     pack_delta(data, found, entries)
     for wrong in (-1, 100):
         data[:4].view(torch.int32)[0] = wrong
-        with pytest.raises(WeightError, match="changes of w name places outside it"):
+        with pytest.raises(WeightError, match="the delta of w has indices outside"):
             list(unpack_delta(data, entries, [1]))
 
 
@@ -165,7 +165,7 @@ def test_a_bucket_onto_another_base_is_found_by_the_checksum_of_its_result(tmp_p
             check_updated_bucket([other], parcel.updated_digest, version=2, base_version=1)
         else:
             with pytest.raises(
-                WeightError, match="a bucket of weights 1 with its changes is not that of weights 2"
+                WeightError, match="a bucket of weights 1 plus its delta differs from weights 2"
             ):
                 check_updated_bucket([other], parcel.updated_digest, version=2, base_version=1)
 
@@ -229,7 +229,7 @@ def test_buckets_of_changes_that_are_missing_misplaced_or_damaged_are_refused() 
     last = replace(first, index=1, is_last=True)
     check_delta_buckets([first, last])
     for wrong in ([], [first], [last], [last, first], [first, first, last]):
-        with pytest.raises(WeightError, match="not all in order"):
+        with pytest.raises(WeightError, match="not all of them in order"):
             check_delta_buckets(wrong)
     with pytest.raises(WeightError, match="bucket 1 arrived damaged"):
         check_delta_buckets([first, replace(last, data=data.flip(0))])

@@ -18,11 +18,10 @@ from temper_trainer.rollout.weight_delta import (
     check_updated_bucket,
     open_delta_file,
 )
-from temper_trainer.weight_sync.shared_changes import write_delta
-from temper_trainer.weight_sync.shared_memory_transport import write_weight_files
+from temper_trainer.weight_sync.shared_memory_transport import write_delta, write_weight_files
 
 BUCKET_BYTES = 1000
-WHOLE = DeltaManifest(version=1, base_version=1, parcels=())
+WHOLE = DeltaManifest(version=1, base_version=1, deltas=())
 
 
 class Rank:
@@ -55,7 +54,7 @@ class Rank:
 def read(base: list[PackedBucket], manifest: DeltaManifest) -> dict[str, Tensor]:
     """As a server does."""
     found: dict[str, Tensor] = {}
-    for parcel, changes in zip(base, manifest.parcels, strict=True):
+    for parcel, changes in zip(base, manifest.deltas, strict=True):
         weights = list(unpack_tensors(open_weight_file(parcel), parcel))
         held = [weight.tensor for weight in weights]
         apply_delta(held, open_delta_file(changes), parcel.entries, changes.counts)
@@ -88,7 +87,7 @@ def test_every_set_is_the_files_with_the_changes_also_after_the_files_were_broug
     assert [len(parcel.entries) for parcel in base] == [2, 1, 1]
     rank.train("a", "c")
     second = changes_of(rank, base, WHOLE, tmp_path / "2", version=2)
-    assert (second.base_version, [parcel.counts for parcel in second.parcels]) == (
+    assert (second.base_version, [parcel.counts for parcel in second.deltas]) == (
         1,
         [(1, 0), (1,), (0,)],
     )
@@ -99,7 +98,7 @@ def test_every_set_is_the_files_with_the_changes_also_after_the_files_were_broug
     third = changes_of(rank, base, second, tmp_path / "3", version=3)
     # A server that is started again before the third set is loaded reads the second one from files that have it already.
     assert all(read(base, second)[name].equal(tensor) for name, tensor in then.items())
-    assert (third.base_version, [parcel.counts for parcel in third.parcels]) == (
+    assert (third.base_version, [parcel.counts for parcel in third.deltas]) == (
         2,
         [(0, 0), (1,), (1,)],
     )
@@ -123,7 +122,7 @@ def test_files_that_are_not_the_base_are_found_out(tmp_path: Path) -> None:
     manifest = changes_of(rank, base, WHOLE, tmp_path / "2", version=2)
     with Path(str(base[0].path)).open("r+b") as file:
         file.write(b"\x01\x02\x03\x04")
-    with pytest.raises(WeightError, match="weights 1 with its changes is not that of weights 2"):
+    with pytest.raises(WeightError, match="weights 1 plus its delta differs from weights 2"):
         read(base, manifest)
 
 
@@ -143,8 +142,8 @@ def test_a_fault_is_said_after_every_rank_has_gathered_everything(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         monkeypatch.setattr(os, "posix_fallocate", reserve)
-    with pytest.raises(WeightError, match=r"other names, shapes or types|No space left on device"):
+    with pytest.raises(WeightError, match=r"other names, shapes or dtypes|No space left on device"):
         changes_of(rank, base, WHOLE, tmp_path / "2", version=2)
-    assert changes_of(other, base, WHOLE, tmp_path / "2", version=2).parcels == ()
+    assert changes_of(other, base, WHOLE, tmp_path / "2", version=2).deltas == ()
     assert rank.num_gathered == other.num_gathered == 4
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]

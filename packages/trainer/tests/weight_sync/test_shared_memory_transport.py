@@ -64,6 +64,6 @@ def test_full_memory_is_said_after_every_rank_has_gathered_everything(
 def test_a_folder_that_can_not_be_made_is_said_too(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     rank = Rank(is_first=True)
-    with pytest.raises(WeightError, match="weights can't be written into"):
+    with pytest.raises(WeightError, match="weights cannot be written to"):
         write_weight_files(rank, str(tmp_path / "file" / "set"), 32, False)
     assert rank.num_gathered == len(NAMES)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.rollout.device_location import DeviceLocation, locate_device
-from temper_trainer.weight_sync.choosing import choose_transport
+from temper_trainer.rollout.weight_channel import DeviceLocation, locate_device
+from temper_trainer.weight_sync.transport_factory import choose_transport
 
 CPU = DeviceLocation(host="a")
 GPU_0, GPU_1, GPU_2 = (DeviceLocation(host="a", gpu=f"GPU-{i}") for i in range(3))
@@ -49,7 +49,7 @@ def test_where_no_way_leads_to_all_servers_it_is_said(
 ) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"weight_sync\.transport is auto, but no way leads to all servers: .*on the actor's host",
+        match=r"weight_sync\.transport is auto, but no transport reaches all servers: .*on the actor's host",
     ):
         choose_transport(sender, receivers)
 

@@ -92,10 +92,10 @@ def test_a_pause_without_interrupts_waits_for_whole_completions(qwen2: Pair) -> 
     found: list[Completion] = []
     thread = threading.Thread(target=lambda: found.extend(sampler.sample(REQUESTS)))
     thread.start()
-    while thread.is_alive() and sampler._num_inside == 0:
+    while thread.is_alive() and sampler._num_active == 0:
         thread.join(0.001)
     with sampler.pause():
-        assert sampler._num_inside == 0
+        assert sampler._num_active == 0
     thread.join(60)
     assert sampler.num_resumed == 0
     assert [c.tokens for c in found] == [c.tokens for c in qwen2.sampler().sample(REQUESTS)]

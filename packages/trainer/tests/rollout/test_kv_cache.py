@@ -25,7 +25,7 @@ def test_what_is_remembered_survives_growth_and_moves() -> None:
     prompts = torch.tensor([[1.0, 2.0], [3.0, 4.0]])[:, None, :, None]
     memory.write(0, prompts, prompts, slots=torch.tensor([0, 2, 1]), rows=torch.tensor([0, 0, 1]))
     memory.reserve(num_slots=3, length=200, max_length=500)
-    memory.move(source=2, target=1)
+    memory.copy_slot(source=2, target=1)
     memory.reserve(num_slots=2, length=300, max_length=500)
     assert keys_of(memory, num_slots=2, length=3).tolist() == [[1, 2, -1], [1, 2, -1]]
     # Grown room is zeros, never garbage.
@@ -44,5 +44,5 @@ def test_a_model_whose_scores_are_capped_is_refused() -> None:
         "gemma2", num_key_value_heads=1, head_dim=8, pad_token_id=0, **shape
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation=SLOT_ATTENTION)
-    with pytest.raises(CapabilityError, match="Gemma2Attention caps its attention scores"):
+    with pytest.raises(CapabilityError, match="Gemma2Attention uses attention softcapping"):
         model(input_ids=torch.tensor([[3, 4]]), use_cache=False, slots=CausalAttention())

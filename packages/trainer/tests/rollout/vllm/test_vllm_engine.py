@@ -89,7 +89,7 @@ def test_logprobs_of_given_tokens_equal_the_transformers_samplers(served: Served
     ours = served.pair.sampler().logprobs(rows, temperature=1.0)
     for one, other in zip(ours, served.sampler.logprobs(rows, temperature=1.0), strict=True):
         assert other == pytest.approx(one, abs=TOLERANCE)
-    with pytest.raises(ConfigError, match=r"at temperature 1 only, not at 0\.5"):
+    with pytest.raises(ConfigError, match=r"only at temperature 1, not at 0\.5"):
         served.sampler.logprobs(rows, temperature=0.5)
 
 
@@ -97,7 +97,7 @@ def test_a_server_judges_as_a_teacher_its_own_likeliest_tokens_and_the_given_one
     served: Served,
 ) -> None:
     row, first = tuple(range(2, 20)), 5
-    (found,) = served.sampler.call_each("judge", [([(row, first)], 3)])
+    (found,) = served.sampler.call_each("score_prompts", [([(row, first)], 3)])
     assert isinstance(found, list)
     ((given, ids, logs),) = found
     for i, place in enumerate(range(first, len(row))):

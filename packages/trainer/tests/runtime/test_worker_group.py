@@ -115,7 +115,7 @@ def test_nobody_else_can_take_the_port_at_which_rank_0_is_met() -> None:
 class TestWorkerGroup:
     def test_a_role_says_how_many_shares_it_takes(self, group: WorkerGroup) -> None:
         assert (group.num_workers, group.dp_size) == (1, 1)
-        with pytest.raises(EngineStateError, match="1 data-parallel ranks, but 2 shares"):
+        with pytest.raises(EngineStateError, match="1 data-parallel ranks, but got 2 parts"):
             group.update([SHARE, SHARE], is_last_of_step=True)
 
     def test_answers_are_the_engines_in_the_order_that_is_asked_for(

@@ -1,7 +1,7 @@
 """A channel between an actor and a server's worker, over gloo: whatever the size of a bucket."""
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from temper_engine_api.rendezvous import get_run_token
 from temper_engine_api.weights import NamedWeight, WeightStream
 from temper_trainer.rollout.packed_bucket import PackedBucket, unpack_tensors
-from temper_trainer.rollout.replica import ReplicaError
+from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.rollout.weight_channel import ChannelSpec, WeightChannel, join_channel
 from temper_trainer.rollout.weight_delta import apply_delta, check_updated_bucket
@@ -24,9 +24,10 @@ WEIGHTS = {"small": torch.arange(4.0), "wide": torch.arange(1000.0), "last": tor
 class Actor:
     """One rank, in this process."""
 
-    num_workers, is_first, num_updates = 1, True, 0
+    is_first, num_updates = True, 0
 
     def __init__(self) -> None:
+        self.transport_state: dict[str, object] = {}
         self.weights = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
 
     def export_weights(self) -> WeightStream:
@@ -35,9 +36,8 @@ class Actor:
             iter([NamedWeight(name, tensor) for name, tensor in self.weights.items()])
         )
 
-    def run(self, call: Callable[..., Any], arguments: Sequence[tuple[object, ...]]) -> list[Any]:
-        """On that rank."""
-        return [call(self, *each) for each in arguments]
+    def run_on_all(self, call: Callable[..., Any], *arguments: object) -> list[Any]:
+        return [call(self, *arguments)]
 
 
 class Worker:
@@ -225,7 +225,7 @@ def test_a_server_that_holds_other_weights_is_sent_the_whole_set(
     transport.send(1)
     worker.version = -1
     assert transport.send(2).fraction == 1.0
-    assert "rollout replica 0 does not hold weights 1, so the whole set is sent." in caplog.text
+    assert "rollout replica 0 does not have weights 1: sending all weights" in caplog.text
     transport.close()
 
 

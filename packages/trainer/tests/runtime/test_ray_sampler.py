@@ -10,7 +10,7 @@ import torch
 
 from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import NamedWeight, WeightStream
-from temper_trainer.runtime.ray.stored_bucket import StoredBucket, hand_over_weights
+from temper_trainer.runtime.ray.ray_sampler import StoredBucket, hand_over_weights
 from temper_trainer.runtime.training_worker import TrainingWorker
 
 WEIGHTS = {
@@ -45,7 +45,7 @@ def given_by(worker: Worker) -> list[StoredBucket]:
         list(
             hand_over_weights(
                 cast("TrainingWorker", worker), lambda bucket: bucket, BUCKET_BYTES, True
-            ).given
+            ).refs
         ),
     )
 
@@ -127,7 +127,7 @@ def test_a_receiver_maps_the_store_and_copies_nothing() -> None:
     try:
         remote = ray.remote(look)
         handed = hand_over_weights(cast("TrainingWorker", worker), remote.remote, 1 << 20, True)
-        found = ray.get(list(handed.given))
+        found = ray.get(list(handed.refs))
     finally:
         ray.shutdown()
     assert handed.num_bytes == 4 * (1 << 18) + 4 * (1 << 20)

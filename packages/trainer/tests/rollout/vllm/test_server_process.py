@@ -15,12 +15,12 @@ import pytest
 from packages.trainer.tests.rollout.models_for_tests import make_requests
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.rollout.device_location import DeviceLocation
-from temper_trainer.rollout.replica import ReplicaError
+from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm import server_process
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.server_process import ServerProcess
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
+from temper_trainer.rollout.weight_channel import DeviceLocation
 from temper_trainer.temporary_folders import remove_orphans
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
 from temper_trainer.weight_sync.transport_factory import _locate_receivers
@@ -124,7 +124,7 @@ def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
         stall_timeout_s=60,
     )
     with pytest.raises(
-        ConfigError, match=r"runtime\.rollout_python is /no/python, which can't be run"
+        ConfigError, match=r"runtime\.rollout_python is /no/python, which cannot be started"
     ):
         server.start()
 
@@ -132,14 +132,14 @@ def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "sentence"),
     [
-        ("silent", r"r gave no sign of life for rollout\.vllm\.stall_timeout_s = 1 s"),
-        ("garbled", r"r sent what can't be read \(ValidationError"),
+        ("silent", r"r sent no message for rollout\.vllm\.stall_timeout_s = 1 s"),
+        ("garbled", r"r sent an invalid message \(ValidationError"),
     ],
 )
 def test_a_server_that_hangs_or_answers_nonsense_counts_as_dead(
     behaviour: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_process, "MODULE", "temper_trainer_test_server")
+    monkeypatch.setattr(server_process, "SERVER_MODULE", "temper_trainer_test_server")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
     spec = replace(SPEC, environment={"BEHAVIOUR": behaviour})
     server = ServerProcess(
@@ -159,7 +159,7 @@ def test_a_server_that_hangs_or_answers_nonsense_counts_as_dead(
 def test_server_that_is_alive_is_given_the_time_for_loading_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_process, "MODULE", "temper_trainer_test_server")
+    monkeypatch.setattr(server_process, "SERVER_MODULE", "temper_trainer_test_server")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
     server = ServerProcess(
         replace(SPEC, environment={"BEHAVIOUR": "beats"}),
@@ -183,7 +183,7 @@ def test_server_that_is_alive_is_given_the_time_for_loading_and_no_more(
 def test_the_last_words_of_a_server_that_hung_up_are_heard(
     behaviour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_process, "MODULE", "temper_trainer_test_server")
+    monkeypatch.setattr(server_process, "SERVER_MODULE", "temper_trainer_test_server")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
     spec = replace(SPEC, environment={"BEHAVIOUR": behaviour})
     server = ServerProcess(
@@ -268,7 +268,7 @@ def test_replica_that_dies_before_the_first_weights_is_started_again_and_asked_a
         """Is dead when it is first asked where its workers are."""
 
         def call(self, method: str, *arguments: object) -> "Future[object]":
-            if method != "places":
+            if method != "device_locations":
                 return super().call(method, *arguments)
             future: Future[object] = Future()
             if self.num_starts == 1:
@@ -305,14 +305,14 @@ def test_equal_prompts_go_to_the_replica_that_remembers_them() -> None:
     [
         (
             lambda c: replace(c, tokens=c.tokens[:2], rollout_logprobs=c.rollout_logprobs[:2]),
-            "2 tokens and the reason max_tokens",
+            "2 tokens and finish reason max_tokens",
         ),
         (
             lambda c: replace(c, rollout_logprobs=(float("nan"),) * 4),
-            "log-probs that are no numbers",
+            "log-probs that are not finite",
         ),
-        (lambda c: replace(c, rollout_logprobs=(-1.0,)), "4 tokens, 1 log-probs"),
-        (lambda c: replace(c, weight_version=0), "weights 0, but 1 are published"),
+        (lambda c: replace(c, rollout_logprobs=(-1.0,)), "4 tokens, 1 log-probs and id"),
+        (lambda c: replace(c, weight_version=0), "weights 0, but weights 1 were published"),
         (lambda c: replace(c, tokens=(), rollout_logprobs=()), "0 tokens"),
     ],
 )
@@ -342,7 +342,7 @@ def test_replicas_whose_log_probs_of_the_same_tokens_differ_are_found_out(second
     assert sampler.logprobs([(2, 3)], temperature=1.0) == [[-1.0]]
     two.says = second
     with pytest.raises(
-        WeightError, match="rollout replica 0 and rollout replica 1 give different log-probs"
+        WeightError, match="rollout replica 0 and rollout replica 1 return different log-probs"
     ):
         sampler.logprobs([(2, 3)], temperature=1.0)
 
@@ -350,7 +350,7 @@ def test_replicas_whose_log_probs_of_the_same_tokens_differ_are_found_out(second
 def test_a_replica_that_keeps_its_old_weights_is_found_out() -> None:
     sampler = sampler_of(FakeReplica(0))
     with pytest.raises(
-        WeightError, match="weights 2 were published, but rollout replica 0 holds 1"
+        WeightError, match="weights 2 were published, but rollout replica 0 has weights 1"
     ):
         sampler.load(lambda replica: replica.call("load", 1), version=2)
 
@@ -359,10 +359,10 @@ def test_a_replica_that_keeps_its_old_weights_is_found_out() -> None:
     ("request_", "sentence"),
     [
         (replace(REQUESTS[0], prompt_tokens=()), "a prompt needs at least one token"),
-        (replace(REQUESTS[0], prompt_tokens=(41,)), "all from 0 to 40"),
+        (replace(REQUESTS[0], prompt_tokens=(41,)), "ids from 0 to 40"),
         (
             replace(REQUESTS[0], prompt_tokens=(2,) * 61),
-            r"longer than rollout\.vllm\.max_model_len = 64",
+            r"rollout\.vllm\.max_model_len is 64",
         ),
     ],
 )

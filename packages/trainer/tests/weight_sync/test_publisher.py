@@ -8,7 +8,7 @@ from temper_engine_api.weights import NamedWeight
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler
 from temper_trainer.weight_sync.buckets import WeightBucket, pack_buckets
 from temper_trainer.weight_sync.publisher import Canary, Publisher
-from temper_trainer.weight_sync.transport import StreamTransport
+from temper_trainer.weight_sync.stream_transport import StreamTransport
 
 
 def export() -> list[WeightBucket]:
@@ -58,7 +58,9 @@ def test_a_sampler_that_keeps_its_old_weights_is_found_out() -> None:
             return 0
 
     deaf = Deaf(lambda request: [request.prompt_tokens[-1]], end_token_id=1)
-    with pytest.raises(WeightError, match="weights 1 were published, but the sampler holds 0"):
+    with pytest.raises(
+        WeightError, match="weights 1 were published, but the sampler has weights 0"
+    ):
         publisher_of(deaf).publish()
 
 

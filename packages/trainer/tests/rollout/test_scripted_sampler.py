@@ -32,7 +32,7 @@ def test_a_script_is_cut_at_max_tokens_and_carries_the_version() -> None:
 
 
 def test_a_script_without_tokens_is_refused() -> None:
-    with pytest.raises(ConfigError, match="gave no tokens for request 0"):
+    with pytest.raises(ConfigError, match="returned no tokens for request 0"):
         ScriptedSampler(lambda request: [], end_token_id=1).sample(
             make_requests([[8]], SamplingConfig())
         )

@@ -90,7 +90,9 @@ def test_of_equal_probabilities_the_lower_ids_stay() -> None:
 
 def test_draws_have_the_models_distribution() -> None:
     samplings = [SamplingConfig(temperature=0.5)] * 20_000
-    options = TokenSamplingOptions.of(samplings, seeds=range(20_000), device=torch.device("cpu"))
+    options = TokenSamplingOptions.from_configs(
+        samplings, seeds=range(20_000), device=torch.device("cpu")
+    )
     logits = torch.tensor([0.0, 0.5, 1.0]).log1p().repeat(20_000, 1)
     tokens, logprobs = sample_tokens(logits, options=options, positions=[3] * 20_000)
     # exp(2 log(1 + x)) = (1 + x)^2: weights 1, 2.25 and 4 of 7.25; deviation sqrt(20000 / 4) = 71 at most: five of them.

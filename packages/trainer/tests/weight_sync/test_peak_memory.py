@@ -25,7 +25,7 @@ from temper_trainer.weight_sync.sender_state import drop_cached_weights
 from temper_trainer.weight_sync.shared_memory_transport import write_weight_files
 from temper_trainer.weight_sync.stream_transport import cache_current_weights
 
-from .test_collective import Actor, Worker, transport_between
+from .test_collective_transport import Actor, Worker, transport_between
 
 BUCKET = 16 << 20
 """Bytes; above what a checksum computes at once, which is bounded however large a bucket is."""
@@ -85,6 +85,7 @@ class Rank:
 
     def __init__(self, source: dict[str, Tensor]) -> None:
         self._source = source
+        self.transport_state: dict[str, object] = {}
 
     def export_weights(self) -> WeightStream:
         """All of them, as views of the source."""

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from temper_engine_api.weights import NamedWeight, WeightStream
 from temper_trainer.rollout.vllm.server_process import ServerProcess
 from temper_trainer.rollout.weight_delta import StaleBaseError
 from temper_trainer.weight_sync.collective_transport import CollectiveTransport
-from temper_trainer.weight_sync.shared_changes import SharedMemoryDeltaTransport
+from temper_trainer.weight_sync.shared_memory_transport import SharedMemoryDeltaTransport
 from temper_trainer.weight_sync.transport import Transport
 
 from .conftest import Serve, Served
@@ -30,9 +30,10 @@ ROWS = make_prompts(6, seed=4, longest=40)
 class Actor:
     """One rank, in this process, with the reference model's weights."""
 
-    num_workers, is_first, num_updates = 1, True, 0
+    is_first, num_updates = True, 0
 
     def __init__(self, served: Served) -> None:
+        self.transport_state: dict[str, object] = {}
         self._served = served
 
     def export_weights(self) -> WeightStream:
@@ -46,9 +47,8 @@ class Actor:
             )
         )
 
-    def run(self, call: Callable[..., Any], arguments: Sequence[tuple[object, ...]]) -> list[Any]:
-        """On that rank."""
-        return [call(self, *each) for each in arguments]
+    def run_on_all(self, call: Callable[..., Any], *arguments: object) -> list[Any]:
+        return [call(self, *arguments)]
 
     @torch.no_grad()
     def train(self, seed: int, *, only: str = "") -> None:
@@ -153,7 +153,10 @@ def test_a_server_refuses_changes_of_weights_that_it_does_not_hold(
 ) -> None:
     replica = served.sampler.replicas[0]
     served.publish_next()  # through files: nothing is held
-    with pytest.raises(StaleBaseError, match=r"changes of weights 5 came, but none are held"):
+    with pytest.raises(
+        StaleBaseError,
+        match=r"a delta to weights 5 arrived, but the server has a copy of no weights",
+    ):
         replica.call("receive_delta", [], 5, 6).result()
 
 
@@ -171,25 +174,23 @@ def test_changed_weights_that_arrive_damaged_are_refused_and_the_old_ones_stay(
     transport.send(version + 1)
     before = served.sampler.logprobs(ROWS, temperature=1.0)
     actor.train(version)
-    run = actor.run
+    run_on_all = actor.run_on_all
 
-    def run_and_damage(
-        call: Callable[..., Any], arguments: Sequence[tuple[object, ...]]
-    ) -> list[Any]:
-        results = run(call, arguments)
+    def run_and_damage(call: Callable[..., Any], *arguments: object) -> list[Any]:
+        results = run_on_all(call, *arguments)
         if call.__name__ == "write_delta":
-            path = results[0].parcels[-1].path
+            path = results[0].deltas[-1].path
             data = torch.from_file(
-                path, shared=True, size=results[0].parcels[-1].num_bytes, dtype=torch.uint8
+                path, shared=True, size=results[0].deltas[-1].num_bytes, dtype=torch.uint8
             )
             data[3] ^= 1
         return results
 
-    actor.run = run_and_damage  # type: ignore[method-assign]
+    actor.run_on_all = run_and_damage  # type: ignore[method-assign]
     with pytest.raises(WeightError, match=r"rollout replica 0: .* arrived damaged"):
         transport.send(version + 2)
     assert served.sampler.logprobs(ROWS, temperature=1.0) == before
-    actor.run = run  # type: ignore[method-assign]
+    actor.run_on_all = run_on_all  # type: ignore[method-assign]
     transport.send(version + 2)
     assert_bits_of_a_whole_set(served)
     transport.close()

@@ -17,15 +17,21 @@ from temper_engine_api.objective import LOGPROB_AT_IDS
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_trainer.config.distillation import DistillationConfig, TeacherConfig
-from temper_trainer.teacher.balance import assign_to_replicas
 from temper_trainer.teacher.teacher_client import (
+    MAX_PICKLED_BYTES,
     TEACHER_LOGPROBS,
     TEACHER_TOP_LOGPROBS,
     TEACHER_WEIGHTS,
     TeacherClient,
+    TeacherSpec,
+    build_teacher_spec,
 )
-from temper_trainer.teacher.teacher_protocol import TeacherError, TeacherRequest, TeacherScores
-from temper_trainer.teacher.teacher_spec import MAX_PICKLED_BYTES, TeacherSpec, build_teacher_spec
+from temper_trainer.teacher.teacher_protocol import (
+    TeacherError,
+    TeacherRequest,
+    TeacherScores,
+    assign_to_replicas,
+)
 from temper_trainer.teacher.token_map import TokenMap, build_token_map
 
 
@@ -40,15 +46,15 @@ class CountingTeacher:
     def num_replicas(self) -> int:
         return 1
 
-    def answer(
-        self, questions: Sequence[TeacherRequest], *, top_k: int, timeout_s: float
+    def score(
+        self, requests: Sequence[TeacherRequest], *, top_k: int, timeout_s: float
     ) -> list[TeacherScores]:
         del timeout_s
-        self.seen += questions
-        return [self._answer(question, top_k=top_k) for question in questions]
+        self.seen += requests
+        return [self._score_one(request, top_k=top_k) for request in requests]
 
-    def _answer(self, question: TeacherRequest, *, top_k: int) -> TeacherScores:
-        tokens = torch.tensor(question.tokens[question.first + self._forgets :])
+    def _score_one(self, question: TeacherRequest, *, top_k: int) -> TeacherScores:
+        tokens = torch.tensor(question.tokens[question.first_position + self._forgets :])
         named = (tokens[:, None] + torch.arange(1, top_k + 1)) if top_k else None
         logs = None if named is None else torch.full(named.shape, -1.0)
         return TeacherScores(
@@ -79,14 +85,14 @@ def two_samples() -> SequenceBatch:
 
 def test_each_sample_is_judged_by_the_teacher_of_its_route() -> None:
     teachers = {"maths": CountingTeacher(), "code": CountingTeacher()}
-    columns, metrics = TeacherClient(spec=SPEC, teachers=teachers).columns(
+    columns, metrics = TeacherClient(spec=SPEC, teachers=teachers).fetch_columns(
         two_samples(), routes=["c", "m"]
     )
     assert columns[TEACHER_LOGPROBS].tolist() == pytest.approx([0.0, -0.2, -0.3, 0.0, -0.5])
     assert columns[TEACHER_WEIGHTS].tolist() == [0.0, 0.5, 0.5, 0.0, 1.0]
     assert columns[LOGPROB_AT_IDS].tolist() == [[0, 0], [3, 4], [4, 5], [0, 0], [6, 7]]
     assert metrics["teacher/maths/samples"] == metrics["teacher/code/samples"] == 1.0
-    assert teachers["code"].seen[0].first == 1
+    assert teachers["code"].seen[0].first_position == 1
     assert teachers["code"].seen[0].temperature == pytest.approx(0.7)
 
 
@@ -95,12 +101,12 @@ def test_a_route_without_a_teacher_is_named() -> None:
         spec=SPEC, teachers={"maths": CountingTeacher(), "code": CountingTeacher()}
     )
     with pytest.raises(ConfigError, match=r"route 'poetry', but the teachers' routes are m, c"):
-        client.columns(two_samples(), routes=["m", "poetry"])
+        client.fetch_columns(two_samples(), routes=["m", "poetry"])
 
 
 def test_the_only_teacher_teaches_every_route() -> None:
     spec = TeacherSpec(routes=(("t", "t"),), weights=(("t", 1.0),), top_k=0, timeout_s=9.0)
-    columns, _ = TeacherClient(spec=spec, teachers={"t": CountingTeacher()}).columns(
+    columns, _ = TeacherClient(spec=spec, teachers={"t": CountingTeacher()}).fetch_columns(
         two_samples(), routes=["", "x"]
     )
     assert columns[TEACHER_WEIGHTS].tolist() == [0.0, 1.0, 1.0, 0.0, 1.0]
@@ -111,15 +117,17 @@ def test_a_teacher_that_answers_too_little_is_an_error() -> None:
     client = TeacherClient(
         spec=SPEC, teachers={"maths": CountingTeacher(forgets=1), "code": CountingTeacher()}
     )
-    with pytest.raises(TeacherError, match="teacher maths answered 1 of 2 positions of question 0"):
-        client.columns(two_samples(), routes=["m", "c"])
+    with pytest.raises(
+        TeacherError, match="teacher maths returned 1 log-probs for request 0, but 2 were expected"
+    ):
+        client.fetch_columns(two_samples(), routes=["m", "c"])
 
 
 @pytest.mark.parametrize("spoiled", ["logprobs", "top_logprobs"])
 def test_a_teacher_that_answers_nan_is_an_error(spoiled: str) -> None:
     class Spoiled(CountingTeacher):
-        def _answer(self, question: TeacherRequest, *, top_k: int) -> TeacherScores:
-            answer = super()._answer(question, top_k=top_k)
+        def _score_one(self, question: TeacherRequest, *, top_k: int) -> TeacherScores:
+            answer = super()._score_one(question, top_k=top_k)
             column = {"logprobs": answer.logprobs, "top_logprobs": answer.top_logprobs}[spoiled]
             assert column is not None
             column[-1] = torch.nan
@@ -128,9 +136,9 @@ def test_a_teacher_that_answers_nan_is_an_error(spoiled: str) -> None:
     client = TeacherClient(spec=SPEC, teachers={"maths": CountingTeacher(), "code": Spoiled()})
     with pytest.raises(
         TeacherError,
-        match="teacher code answered NaN to question 1: look at its weights and precision",
+        match="teacher code returned NaN for request 1: check its weights and its precision",
     ):
-        client.columns(two_samples(), routes=["m", "c"])
+        client.fetch_columns(two_samples(), routes=["m", "c"])
 
 
 def test_the_clients_spec_stays_small_however_large_the_configuration() -> None:
@@ -146,12 +154,12 @@ def test_the_clients_spec_stays_small_however_large_the_configuration() -> None:
     )
 
 
-def test_questions_go_longest_first_to_the_replica_with_the_fewest_tokens() -> None:
-    questions = [
-        TeacherRequest(request_id=i, tokens=(0,) * n, first=1, temperature=1.0)
+def test_requests_go_longest_first_to_the_replica_with_the_fewest_tokens() -> None:
+    requests = [
+        TeacherRequest(request_id=i, tokens=(0,) * n, first_position=1, temperature=1.0)
         for i, n in enumerate((3, 9, 4, 2))
     ]
-    assert assign_to_replicas(questions, num_replicas=2) == [[1], [2, 0, 3]]
+    assert assign_to_replicas(requests, num_replicas=2) == [[1], [2, 0, 3]]
 
 
 def tokenizer_of(*words: str, end: str | None = None) -> PreTrainedTokenizerFast:
@@ -184,7 +192,7 @@ def test_end_tokens_are_mapped_though_they_are_written_differently() -> None:
     found = build_token_map(ours, theirs, name="t", may_map=True)
     assert found is not None
     assert found.to_teacher([0, 1, 2]) == (2, 1, 0)
-    assert found.backward.tolist() == [2, 1, 0]
+    assert found.teacher_to_policy.tolist() == [2, 1, 0]
 
 
 def test_an_end_token_that_the_teacher_writes_too_stays_what_is_written() -> None:
@@ -195,19 +203,19 @@ def test_an_end_token_that_the_teacher_writes_too_stays_what_is_written() -> Non
     found = build_token_map(ours, theirs, name="t", may_map=True)
     assert found is not None
     assert found.to_teacher([0, 1, 2]) == (2, 1, 0)
-    assert found.backward.tolist() == [2, 1, 0]
+    assert found.teacher_to_policy.tolist() == [2, 1, 0]
 
 
 def test_a_step_of_which_no_teacher_can_read_anything_is_an_error() -> None:
-    nothing = TokenMap(forward={}, backward=torch.tensor([-1]))
+    nothing = TokenMap(policy_to_teacher={}, teacher_to_policy=torch.tensor([-1]))
     client = TeacherClient(
         spec=SPEC,
         teachers={"maths": CountingTeacher(), "code": CountingTeacher()},
         token_maps={"maths": nothing},
     )
-    with pytest.raises(TeacherError, match="not one of 2 completions could be translated"):
-        client.columns(two_samples(), routes=["m", "m"])
-    _, metrics = client.columns(two_samples(), routes=["m", "c"])
+    with pytest.raises(TeacherError, match="none of 2 completions could be translated"):
+        client.fetch_columns(two_samples(), routes=["m", "m"])
+    _, metrics = client.fetch_columns(two_samples(), routes=["m", "c"])
     assert (metrics["teacher/unmapped_samples"], metrics["teacher/code/samples"]) == (1.0, 1.0)
 
 
@@ -215,17 +223,17 @@ def test_a_teacher_that_fails_is_told_while_another_one_hangs() -> None:
     awaited = threading.Event()
 
     class Hanging(CountingTeacher):
-        def answer(
-            self, questions: Sequence[TeacherRequest], *, top_k: int, timeout_s: float
+        def score(
+            self, requests: Sequence[TeacherRequest], *, top_k: int, timeout_s: float
         ) -> list[TeacherScores]:
             awaited.wait(60)
-            return super().answer(questions, top_k=top_k, timeout_s=timeout_s)
+            return super().score(requests, top_k=top_k, timeout_s=timeout_s)
 
     client = TeacherClient(
         spec=SPEC, teachers={"maths": CountingTeacher(forgets=1), "code": Hanging()}
     )
     begin = time.monotonic()
-    with pytest.raises(TeacherError, match="teacher maths answered 1 of 2 positions"):
-        client.columns(two_samples(), routes=["m", "c"])
+    with pytest.raises(TeacherError, match="teacher maths returned 1 log-probs"):
+        client.fetch_columns(two_samples(), routes=["m", "c"])
     assert time.monotonic() - begin < 30
     awaited.set()

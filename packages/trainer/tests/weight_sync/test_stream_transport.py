@@ -1,6 +1,6 @@
-"""Changes to the transformers sampler: the weights of a whole set, bit for bit, and a whole set where it holds something else."""
+"""Deltas to the transformers sampler: the same bits as full weights, and full weights if stale."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ from temper_trainer.config.rollout import RolloutConfig
 from temper_trainer.rollout.hf_sampler import HfSampler
 from temper_trainer.rollout.weight_delta import StaleBaseError
 from temper_trainer.weight_sync.stream_transport import (
+    InProcessTransport,
     StreamDeltaTransport,
     cache_current_weights,
     export_delta,
 )
-from temper_trainer.weight_sync.transport import InProcessTransport
 
 BUCKET_BYTES = 3000
 """Of matrices of 24 x 40 and 41 x 24 in float32, one fits."""
@@ -30,9 +30,10 @@ BUCKET_BYTES = 3000
 class Actor:
     """One rank, in this process: a model's weights as a sampler gets them."""
 
-    num_workers, is_first, num_updates = 1, True, 0
+    is_first, num_updates = True, 0
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.transport_state: dict[str, object] = {}
         self.weights = weights
 
     def export_weights(self) -> WeightStream:
@@ -41,9 +42,8 @@ class Actor:
             iter([NamedWeight(name, tensor) for name, tensor in self.weights.items()])
         )
 
-    def run(self, call: Callable[..., Any], arguments: Sequence[tuple[object, ...]]) -> list[Any]:
-        """On that rank."""
-        return [call(self, *each) for each in arguments]
+    def run_on_all(self, call: Callable[..., Any], *arguments: object) -> list[Any]:
+        return [call(self, *arguments)]
 
     def train(self, seed: int, *, share: float) -> None:
         """Change a share of the elements of every tensor."""
@@ -74,7 +74,7 @@ def sampler_of(pair: Pair) -> HfSampler:
 
 
 def weights_of(sampler: HfSampler) -> dict[str, Tensor]:
-    model = sampler._open_model()
+    model = sampler._require_model()
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
@@ -132,10 +132,7 @@ def test_a_sampler_that_was_started_again_gets_the_whole_set(
     restarted = transport_to(again, actor)
     restarted._key, restarted._base_version = transport._key, 1
     sent = restarted.send(2)
-    assert (
-        "changes of weights 1 came, but the sampler holds weights 0. The whole set is sent."
-        in caplog.text
-    )
+    assert "a delta to weights 1 arrived, but the sampler has weights 0. Sending all" in caplog.text
     assert sent.fraction == 1.0
     assert_same_bits(weights_of(again), whole(actor, pair))
     actor.train(2, share=0.02)
@@ -148,7 +145,7 @@ def test_after_a_set_that_failed_the_next_one_is_whole(pair: Pair, actor: Actor)
     transport = transport_to(sampler, actor)
     transport.send(1)
     left = actor.weights.popitem()
-    with pytest.raises(WeightError, match="other names, shapes or types"):
+    with pytest.raises(WeightError, match="other names, shapes or dtypes"):
         transport.send(2)
     actor.weights |= dict([left])
     assert transport.send(2).fraction == 1.0
@@ -167,7 +164,7 @@ def test_changes_that_are_stale_damaged_or_do_not_fit_change_nothing(
     actor.train(1, share=0.02)
     first, *rest = export_delta(actor, "key", BUCKET_BYTES, 2, 1, 0.25)
     with pytest.raises(
-        StaleBaseError, match="changes of weights 7 came, but the sampler holds weights 1"
+        StaleBaseError, match="a delta to weights 7 arrived, but the sampler has weights 1"
     ):
         sampler.load_delta([first, *rest], base_version=7, version=8)
     damaged = replace(rest[-1], data=rest[-1].data.flip(0))
@@ -176,8 +173,8 @@ def test_changes_that_are_stale_damaged_or_do_not_fit_change_nothing(
     )
     for buckets, complaint in (
         ([first, *rest[:-1], damaged], "arrived damaged"),
-        ([first, *rest[:-1]], "not all in order"),
-        ([renamed, *rest], r"other\.\S+ of shape .* expected no such tensor"),
+        ([first, *rest[:-1]], "not all of them in order"),
+        ([renamed, *rest], r"other\.\S+ of shape .* but the model has no such tensor"),
     ):
         with pytest.raises(WeightError, match=complaint):
             sampler.load_delta(buckets, base_version=1, version=2)
@@ -188,7 +185,7 @@ def test_changes_that_are_stale_damaged_or_do_not_fit_change_nothing(
 
 
 def test_rank_0_says_so_when_it_does_not_hold_the_base(actor: Actor) -> None:
-    with pytest.raises(WeightError, match="does not hold weights 3 any more"):
+    with pytest.raises(WeightError, match="does not have weights 3 any more"):
         export_delta(actor, "another key", BUCKET_BYTES, 4, 3, 0.25)
 
 

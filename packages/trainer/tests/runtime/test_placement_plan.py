@@ -1,7 +1,7 @@
 """The placement that a person reads before a run."""
 
 from temper_trainer.config_loading import load
-from temper_trainer.runtime.planned import describe_plan
+from temper_trainer.runtime.placement import describe_plan
 
 BASE = ("data.train.paths=[train.jsonl]", "actor.engine.model.path=model")
 TEACHERS = (
@@ -10,7 +10,10 @@ TEACHERS = (
     "teachers.t.num_replicas=2",
     "teachers.t.backend=vllm",
 )
-CHOSEN_LATER = "chosen when actor and servers are up: CUDA IPC on one GPU, NCCL to others, shared memory on one host of CPUs, else gloo"
+CHOSEN_LATER = (
+    "chosen when actor and servers are running: CUDA IPC on one GPU, NCCL to other GPUs, "
+    "shared memory on the CPUs of one host, otherwise gloo"
+)
 ON_RAY = ("runtime.kind=ray", "runtime.gpus_per_worker=1")
 
 
@@ -48,9 +51,9 @@ def test_inline_servers_stand_beside_the_process_on_devices_where_they_are_named
     )
     assert lines("rollout=vllm", *TEACHERS, *devices) == [
         "this process: actor",
-        "rollout replica 0: a server beside it on devices 1",
-        "teacher t replica 0: a server beside it on devices 2",
-        "teacher t replica 1: a server beside it on devices 3",
+        "rollout replica 0: a server on this host, on devices 1",
+        "teacher t replica 0: a server on this host, on devices 2",
+        "teacher t replica 1: a server on this host, on devices 3",
         "weights to the sampler: by collective",
     ]
     assert lines() == ["this process: actor, rollout", "weights to the sampler: in this process"]
