@@ -209,7 +209,7 @@ def test_a_base_that_was_loaded_is_part_of_the_checkpoint_and_moments_are_the_ad
     other = start(lora=LORA)
     other.load_checkpoint(step)
     assert_all_equal(
-        collect_weights(other), collect_weights(engine), what="weights with the adapter"
+        collect_weights(other), collect_weights(engine), quantity="weights with the adapter"
     )
     assert_same_state(collect_state(other), collect_state(engine))
     assert_same_state(update(other, batch).state, update(engine, batch).state)

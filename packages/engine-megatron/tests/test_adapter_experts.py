@@ -149,9 +149,9 @@ def test_gradients_are_those_of_peft_however_experts_are_divided(run_in, moe_ora
         batch=batch,
         split=SPLITS[1],
     )
-    assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
+    assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
     for update in updates:
-        assert_close(update.grad_norm, expected.grad_norm, LOSS, what="gradient norm")
+        assert_close(update.grad_norm, expected.grad_norm, LOSS, quantity="gradient norm")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_checkpoint_goes_on_where_experts_are_divided_otherwise(
     )
     resumed = run_in(after, load_and_train, setup=setup, batches=batches[2:], folder=tmp_path)[0]
     assert_all_close(
-        resumed[-1].masters, whole[2].masters, UPDATE, what="adapter after the next update"
+        resumed[-1].masters, whole[2].masters, UPDATE, quantity="adapter after the next update"
     )
 
 
@@ -200,7 +200,7 @@ def test_experts_alone_can_be_adapted(run_in, moe_oracle, layout):
     for update, want in zip(
         run_in(layout, train_all, setup=setup, batches=batches)[0], whole, strict=True
     ):
-        assert_all_close(update.masters, want.masters, UPDATE, what="adapter")
+        assert_all_close(update.masters, want.masters, UPDATE, quantity="adapter")
 
 
 def test_the_other_engine_loads_the_directory_with_equal_log_probs(run_in, moe_oracle, tmp_path):
@@ -215,7 +215,7 @@ def test_the_other_engine_loads_the_directory_with_equal_log_probs(run_in, moe_o
         setup, lora=LoraSpec(path=str(save_adapter(*content, folder=tmp_path / "adapter")))
     )
     found = run_in("1-rank", logprobs_of, engine="fsdp", setup=saved, batch=batch)[0]
-    assert_close(found, logprobs, LOSS, what="log-probs")
+    assert_close(found, logprobs, LOSS, quantity="log-probs")
 
 
 def adapter_after_an_update(rank, *, setup, batch):

@@ -187,12 +187,15 @@ def check_goes_on(rank_pool, oracle, tmp_path, setup, one, other):
         merge_update_metrics([rank[-1] for rank in resumed])["loss"],
         merge_update_metrics([rank[2] for rank in whole])["loss"],
         LOSS,
-        what="loss",
+        quantity="loss",
         min_scale=LOSS_TERM_SCALE,
     )
-    assert_close(resumed[0][-1].grad_norm, whole[0][2].grad_norm, UPDATE, what="gradient norm")
+    assert_close(resumed[0][-1].grad_norm, whole[0][2].grad_norm, UPDATE, quantity="gradient norm")
     assert_all_close(
-        resumed[0][-1].masters, whole[0][2].masters, UPDATE, what="weights after the next update"
+        resumed[0][-1].masters,
+        whole[0][2].masters,
+        UPDATE,
+        quantity="weights after the next update",
     )
 
 

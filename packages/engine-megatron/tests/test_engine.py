@@ -133,7 +133,7 @@ def hold_to_the_oracle(config, start, batch, *, model):
         gradients.append(
             run_update(engine, [rank_slice(engine, batch, split=ONE_MICRO_BATCH)]).gradients
         )
-    assert_all_close(gradients[1], gradients[0], GRADIENT, what="gradient")
+    assert_all_close(gradients[1], gradients[0], GRADIENT, quantity="gradient")
     return gradients[0]
 
 

@@ -177,10 +177,10 @@ def test_gradients_are_those_of_transformers(engine_in_layout, oracle, layout):
         measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch, split=FOUR
     )
     assert_all_close(
-        updates[0].gradients, one_by_one(expected.gradients), GRADIENT, what="gradient"
+        updates[0].gradients, one_by_one(expected.gradients), GRADIENT, quantity="gradient"
     )
     for update in updates:
-        assert_close(update.grad_norm, expected.grad_norm, LOSS, what="gradient norm")
+        assert_close(update.grad_norm, expected.grad_norm, LOSS, quantity="gradient norm")
 
 
 @pytest.mark.nightly
@@ -192,7 +192,7 @@ def test_the_gradient_in_bf16_is_that_of_transformers_to_bf16(engine_in_layout, 
     for update in engine_in_layout(layout).run(
         measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch, split=FOUR
     ):
-        assert_close(update.grad_norm, expected.grad_norm, BF16, what="gradient norm")
+        assert_close(update.grad_norm, expected.grad_norm, BF16, quantity="gradient norm")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_log_probs_are_those_of_transformers(engine_in_layout, oracle, model):
         outputs.columns[HeadOutput.LOGPROB],
         oracle.get_outputs(setup, batch, HeadOutput.LOGPROB),
         LOGPROB,
-        what="log-probs",
+        quantity="log-probs",
     )
 
 
@@ -218,7 +218,7 @@ def test_weights_come_back_bit_for_bit_under_the_names_in_files(engine_in_layout
     setup = oracle.make_setup(EXPERTS)
     exported = engine_in_layout(layout).run(exported_weights, setup=setup)
     assert_all_equal(
-        exported[0], load_file(f"{setup.model_path}/model.safetensors"), what="weights"
+        exported[0], load_file(f"{setup.model_path}/model.safetensors"), quantity="weights"
     )
     assert list(exported[0]) == list(exported[1])
 
@@ -239,7 +239,7 @@ def test_updates_with_divided_experts_are_those_of_one_rank(engine_in_layout, or
         for name in ("alone", "ep2")
     )
     for update, want in zip(divided, alone, strict=True):
-        assert_all_close(update.masters, want.masters, UPDATE, what="master weights")
+        assert_all_close(update.masters, want.masters, UPDATE, quantity="master weights")
         assert {entry.update_count for entry in update.state.values()} == {
             entry.update_count for entry in want.state.values()
         }
@@ -356,13 +356,13 @@ def test_the_balancing_loss_is_switchs_however_often_a_micro_batch_comes(
             router_gradient, setup=setup, batch=batch, repeats=repeats, settings=settings
         )
         gradients = {name: updates[0].gradients[name] for name in expected}
-        assert_all_close(gradients, expected, GRADIENT, what=f"gradient, {repeats} times")
+        assert_all_close(gradients, expected, GRADIENT, quantity=f"gradient, {repeats} times")
         # Metrics are logged as a mean over layers; 1 is balance.
         assert_close(
             merge_update_metrics(updates)["router/load_balancing_loss"],
             float(loss.detach()) / 4,
             LOSS,
-            what="metric",
+            quantity="metric",
         )
 
 
@@ -410,9 +410,9 @@ def test_the_z_loss_is_a_mean_over_tokens_however_often_a_micro_batch_comes(
             router_gradient, setup=setup, batch=batch, repeats=repeats, settings=settings
         )
         gradients = {name: updates[0].gradients[name] for name in expected}
-        assert_all_close(gradients, expected, GRADIENT, what=f"gradient, {repeats} times")
+        assert_all_close(gradients, expected, GRADIENT, quantity=f"gradient, {repeats} times")
         metrics = merge_update_metrics(updates)
-        assert_close(metrics["router/z_loss"], float(loss.detach()) / 4, LOSS, what="metric")
+        assert_close(metrics["router/z_loss"], float(loss.detach()) / 4, LOSS, quantity="metric")
         assert "router/load_balancing_loss" not in metrics
 
 

@@ -39,9 +39,9 @@ def test_ranks_that_share_a_key_head_have_the_gradients_of_transformers(run_in, 
     setup, batch = oracle.make_setup(ONE_KEY_HEAD), oracle.get_batch(model=ONE_KEY_HEAD)
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     updates = run_in(layout, measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch)
-    assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
+    assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
     for update in updates:
-        assert_close(update.grad_norm, expected.grad_norm, LOSS, what="gradient norm")
+        assert_close(update.grad_norm, expected.grad_norm, LOSS, quantity="gradient norm")
 
 
 def test_an_adapter_beside_a_key_head_that_ranks_share_is_refused(run_in, oracle):

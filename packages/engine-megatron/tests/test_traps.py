@@ -67,7 +67,9 @@ def test_split_weights_are_loaded_as_they_are(engine_in_layout, oracle, model):
     # The bridge scatters strided pieces of matrices that are split by columns, and gloo ignores strides.
     setup = oracle.make_setup(model)
     exported = engine_in_layout("tp2").run(exported_weights, setup=setup)[0]
-    assert_all_equal(exported, load_file(f"{setup.model_path}/model.safetensors"), what="weights")
+    assert_all_equal(
+        exported, load_file(f"{setup.model_path}/model.safetensors"), quantity="weights"
+    )
     batch = oracle.get_batch(model=model)
     outputs = engine_in_layout("tp2").run(
         measure_outputs, setup=setup, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
@@ -76,7 +78,7 @@ def test_split_weights_are_loaded_as_they_are(engine_in_layout, oracle, model):
         outputs.columns[HeadOutput.LOGPROB],
         oracle.get_outputs(setup, batch, HeadOutput.LOGPROB),
         LOGPROB,
-        what="log-probs",
+        quantity="log-probs",
     )
 
 
@@ -92,7 +94,7 @@ def test_the_norm_counts_every_split_matrix_once(engine_in_layout, oracle):
     for update in engine_in_layout("tp2").run(
         measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch
     ):
-        assert_close(update.grad_norm, expected, LOSS, what="gradient norm")
+        assert_close(update.grad_norm, expected, LOSS, quantity="gradient norm")
 
 
 def test_gradients_are_float32_to_the_last_bit_but_rounding(engine_in_layout, oracle):
@@ -102,7 +104,7 @@ def test_gradients_are_float32_to_the_last_bit_but_rounding(engine_in_layout, or
     update = engine_in_layout("1-rank").run(
         measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch
     )[0]
-    assert_all_close(update.gradients, expected.gradients, GRADIENT, what="gradient")
+    assert_all_close(update.gradients, expected.gradients, GRADIENT, quantity="gradient")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_pipelines_train_as_one_rank_does_for_many_updates(engine_in_layout, ora
     )
     for number, (update, want) in enumerate(zip(piped, alone, strict=True), start=1):
         assert_close(
-            update.grad_norm, want.grad_norm, UPDATE, what=f"gradient norm of update {number}"
+            update.grad_norm, want.grad_norm, UPDATE, quantity=f"gradient norm of update {number}"
         )
 
 
@@ -169,7 +171,7 @@ def test_rotary_angles_are_those_of_the_model(engine_in_layout, oracle, tmp_path
         measure_outputs, setup=bent, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
     )[0]
     expected = oracle.get_outputs(bent, batch, HeadOutput.LOGPROB)
-    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, what="log-probs")
+    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
     # The same weights with plain angles are seen to answer otherwise.
     assert (expected - oracle.get_outputs(plain, batch, HeadOutput.LOGPROB)).abs().max() > 1e-3
 
@@ -194,7 +196,7 @@ def test_updates_after_loading_count_each_parameter_once(engine_in_layout, oracl
     for loaded, continued in engine_in_layout("dp2-distopt").run(
         four_updates_with_a_reload, setup=setup, batches=batches
     ):
-        assert_all_equal(loaded, continued, what="weights after four updates")
+        assert_all_equal(loaded, continued, quantity="weights after four updates")
 
 
 def four_updates_with_a_reload(rank, *, setup, batches):
@@ -221,7 +223,7 @@ def test_calls_before_one_step_are_reduced_once(engine_in_layout, oracle, layout
         updates = engine_in_layout(layout).run(
             update_in_three_calls, setup=setup, batch=batch, mark_final=mark_final
         )
-        assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
+        assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
         assert all(abs(update.grad_norm / expected.grad_norm - 1) < 1e-5 for update in updates)
 
 

@@ -108,7 +108,7 @@ def assert_close(
     expected: Tensor | float,
     tolerance: Tolerance,
     *,
-    what: str,
+    quantity: str,
     min_scale: float = 0.0,
 ) -> None:
     """Fail unless every entry is within the tolerance; NaN never is.
@@ -117,7 +117,7 @@ def assert_close(
         actual: Measured values.
         expected: Values of the same shape.
         tolerance: Relative to the largest expected magnitude.
-        what: Name of the values in the message.
+        quantity: Name of the values in the message.
         min_scale: Lower bound of the scale that the tolerance is relative to.
     """
     actual_values, expected_values = (
@@ -125,7 +125,7 @@ def assert_close(
         torch.as_tensor(expected).double(),
     )
     assert actual_values.shape == expected_values.shape, (
-        f"{what} has shape {tuple(actual_values.shape)}, expected {tuple(expected_values.shape)}"
+        f"{quantity} has shape {tuple(actual_values.shape)}, expected {tuple(expected_values.shape)}"
     )
     if not expected_values.numel():
         return
@@ -135,27 +135,31 @@ def assert_close(
         float((actual_values - expected_values).abs().max()),
     )
     assert distance <= tolerance.allowed * scale, (
-        f"{what} differs from the expected values by {distance:.3e}, which is "
+        f"{quantity} differs from the expected values by {distance:.3e}, which is "
         f"{distance / scale if scale else float('inf'):.1e} of their scale {scale:.3e}; allowed is "
         f"{tolerance.allowed:.0e} ({reason})"
     )
 
 
 def assert_all_close(
-    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: Tolerance, *, what: str
+    actual: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    tolerance: Tolerance,
+    *,
+    quantity: str,
 ) -> None:
     """Compare two mappings of tensors by name; the expected ones must not all be zero."""
     assert actual.keys() == expected.keys(), (
-        f"{what}: these names are only in one of the two: {sorted(actual.keys() ^ expected.keys())}"
+        f"{quantity}: these names are only in one of the two: {sorted(actual.keys() ^ expected.keys())}"
     )
     largest = max(float(tensor.abs().max()) for tensor in expected.values())
-    assert largest > 0, f"{what}: all expected values are zero, so the comparison shows nothing"
+    assert largest > 0, f"{quantity}: all expected values are zero, so the comparison shows nothing"
     for name, tensor in expected.items():
         assert_close(
             actual[name],
             tensor,
             tolerance,
-            what=f"{what} of {name}",
+            quantity=f"{quantity} of {name}",
             min_scale=SMALL_TENSOR_FRACTION * largest,
         )
     if tolerance.allowed != tolerance.relative:
@@ -167,7 +171,7 @@ def assert_all_close(
             )
         )
         assert distance <= BF16_TOTAL_ERROR * norm, (
-            f"{what} is off by {distance / norm:.1e} of its norm; allowed is {BF16_TOTAL_ERROR:.0e}"
+            f"{quantity} is off by {distance / norm:.1e} of its norm; allowed is {BF16_TOTAL_ERROR:.0e}"
         )
 
 
@@ -176,15 +180,15 @@ def _norm(tensors: Iterable[Tensor]) -> float:
 
 
 def assert_all_equal(
-    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, what: str
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, quantity: str
 ) -> None:
     """Fail unless both mappings have the same names and the same bits."""
     assert actual.keys() == expected.keys(), (
-        f"{what}: these names are only in one of the two: {sorted(actual.keys() ^ expected.keys())}"
+        f"{quantity}: these names are only in one of the two: {sorted(actual.keys() ^ expected.keys())}"
     )
     unequal = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
     assert not unequal, (
-        f"{what}: not bitwise equal: {', '.join(unequal[:5])} ({len(unequal)} of {len(expected)})"
+        f"{quantity}: not bitwise equal: {', '.join(unequal[:5])} ({len(unequal)} of {len(expected)})"
     )
 
 
@@ -198,7 +202,7 @@ def assert_same_state(
             {name: get_field(entry) for name, entry in state.items()}
             for state in (actual, expected)
         )
-        assert_all_equal(actual_values, expected_values, what=field_name)
+        assert_all_equal(actual_values, expected_values, quantity=field_name)
     counts = [
         {name: entry.update_count for name, entry in state.items()} for state in (actual, expected)
     ]

@@ -85,15 +85,15 @@ def test_adapter_gradient_matches_oracle(
         updates = engine_under_test.run(
             measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch, split=split
         )
-        assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
+        assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
         assert_close(
             merge_update_metrics(updates)["loss"],
             merge_update_metrics([expected])["loss"],
             LOSS,
-            what="loss",
+            quantity="loss",
             min_scale=LOSS_TERM_SCALE,
         )
-        assert_close(updates[0].grad_norm, expected.grad_norm, LOSS, what="gradient norm")
+        assert_close(updates[0].grad_norm, expected.grad_norm, LOSS, quantity="gradient norm")
 
 
 @pytest.mark.if_claimed(Capability.VALUE_MODEL)
@@ -107,7 +107,7 @@ def test_value_head_is_trained_with_the_adapter(
     updates = engine_under_test.run(
         measure_update, setup=setup, objective=ClippedValueProbe(), batch=batch
     )
-    assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
+    assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
 
 
 def test_new_adapter_changes_no_output(
@@ -120,7 +120,7 @@ def test_new_adapter_changes_no_output(
     outputs = engine_under_test.run(
         measure_outputs, setup=fresh, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
     )[0]
-    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, what="log-probs")
+    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
 
 
 @every_adapter
@@ -131,7 +131,7 @@ def test_loaded_adapter_is_exported_unchanged(
     setup = oracle.make_adapter_setup(adapter)
     _, on_disk = read_adapter(Path(str(setup.lora.path)))
     for _, tensors in engine_under_test.run(export_adapter, setup=setup):
-        assert_all_equal(tensors, on_disk, what="adapter")
+        assert_all_equal(tensors, on_disk, quantity="adapter")
 
 
 def export_adapter(
@@ -185,7 +185,7 @@ def test_adapter_loads_in_peft_with_same_logits(
     expected = oracle.get_outputs(
         replace(setup, lora=LoraSpec(path=str(folder))), batch, HeadOutput.LOGPROB
     )
-    assert_close(trained.logprobs, expected, LOGPROB, what="log-probs")
+    assert_close(trained.logprobs, expected, LOGPROB, quantity="log-probs")
 
 
 @every_adapter
@@ -206,7 +206,7 @@ def test_merged_weights_give_same_logits_in_transformers(
     expected = oracle.get_outputs(
         replace(setup, model_path=str(tmp_path), lora=LoraSpec()), batch, HeadOutput.LOGPROB
     )
-    assert_close(trained.logprobs, expected, LOGPROB, what="log-probs")
+    assert_close(trained.logprobs, expected, LOGPROB, quantity="log-probs")
 
 
 @every_adapter
@@ -222,7 +222,7 @@ def test_disabled_adapter_gives_base_logprobs(
         oracle.get_batch(model=adapter.model),
     )
     base = oracle.get_outputs(replace(setup, lora=LoraSpec()), batch, HeadOutput.LOGPROB)
-    assert_close(trained.disabled_before, base, LOGPROB, what="log-probs without the adapter")
+    assert_close(trained.disabled_before, base, LOGPROB, quantity="log-probs without the adapter")
     assert trained.disabled_after.equal(trained.disabled_before), (
         "training an adapter changed the base"
     )
@@ -313,7 +313,9 @@ def test_checkpoint_contains_only_the_adapter(
         0
     ].state
     _, tensors = read_adapter(step / "engine" / "adapter")
-    assert_all_equal(tensors, {name: entry.master for name, entry in state.items()}, what="adapter")
+    assert_all_equal(
+        tensors, {name: entry.master for name, entry in state.items()}, quantity="adapter"
+    )
     row = (
         load_file(Path(setup.model_path) / "model.safetensors")["model.embed_tokens.weight"][7]
         .numpy()
@@ -341,7 +343,7 @@ def test_load_adapter_replaces_the_adapter(
         outputs.columns[HeadOutput.LOGPROB],
         oracle.get_outputs(other, batch, HeadOutput.LOGPROB),
         LOGPROB,
-        what="log-probs",
+        quantity="log-probs",
     )
 
 
@@ -388,7 +390,7 @@ def load_invalid_adapters(rank: Rank, *, setup: EngineSetup) -> None:
             engine.load_adapter(config, tensors)
     with pytest.raises(ConfigError, match="lora_alpha"):
         engine.load_adapter({**config, "lora_alpha": 7}, altered)
-    assert_all_equal(dict(engine.export_adapter()[1]), dict(before), what="adapter")
+    assert_all_equal(dict(engine.export_adapter()[1]), dict(before), quantity="adapter")
 
 
 def test_adapter_dropout_is_off_in_eval(
@@ -414,7 +416,7 @@ def test_adapter_dropout_is_off_in_eval(
     )
     assert first.columns[HeadOutput.LOGPROB].equal(second.columns[HeadOutput.LOGPROB])
     expected = oracle.get_outputs(oracle.make_adapter_setup(PLAIN), batch, HeadOutput.LOGPROB)
-    assert_close(first.columns[HeadOutput.LOGPROB], expected, LOGPROB, what="log-probs")
+    assert_close(first.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
 
 
 def read_dropout_error(rank: Rank, *, setup: EngineSetup) -> str:

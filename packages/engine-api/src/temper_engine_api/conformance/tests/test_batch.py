@@ -206,7 +206,7 @@ def test_outputs_are_in_input_order(
         split=split,
     ):
         assert outputs.sample_ids.tolist() == batch.sample_ids.tolist()
-        assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, what="log-probs")
+        assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
 
 
 def test_rank_outputs_are_in_input_order(
@@ -254,7 +254,7 @@ def test_gradient_does_not_depend_on_sample_order(
     shuffled = batch.select([6, 0, 3, 7, 1, 5, 2, 4])
     expected = oracle.get_update(setup, ClipCovProbe(), batch)
     gradients = engine_under_test.run(gradients_by_shard_data, setup=setup, batch=shuffled)[0]
-    assert_all_close(gradients, expected.gradients, GRADIENT, what="gradient")
+    assert_all_close(gradients, expected.gradients, GRADIENT, quantity="gradient")
 
 
 def gradients_by_shard_data(
@@ -281,7 +281,7 @@ def test_dummy_samples_do_not_count(
     weights = [sum(weight for _, weight in rank_values) for rank_values in (plain, padded)]
     assert weights == [float(batch.loss_mask.sum())] * 2
     totals = [sum(value for value, _ in rank_values) for rank_values in (plain, padded)]
-    assert_close(totals[1], totals[0], GRADIENT, what="sum of ratios")
+    assert_close(totals[1], totals[0], GRADIENT, quantity="sum of ratios")
 
 
 def mean_ratio_and_weight(
@@ -310,7 +310,7 @@ def test_eval_loss_equals_training_loss(
     ]
     assert pairs
     for trained, evaluated in pairs:
-        assert_close(evaluated, trained, LOGPROB, what="loss", min_scale=1.0)
+        assert_close(evaluated, trained, LOGPROB, quantity="loss", min_scale=1.0)
 
 
 def trained_and_evaluated_loss(

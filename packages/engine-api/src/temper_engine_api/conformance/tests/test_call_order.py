@@ -118,7 +118,7 @@ def test_engine_without_optimizer_only_evaluates(
     setup, batch = oracle.make_setup(QWEN2_GROUPED, optimizer=None), oracle.get_batch()
     expected = oracle.get_outputs(oracle.make_setup(QWEN2_GROUPED), batch, HeadOutput.LOGPROB)
     for column in engine_under_test.run(evaluate_frozen, setup=setup, batch=batch):
-        assert_close(column, expected, LOGPROB, what="log-probs")
+        assert_close(column, expected, LOGPROB, quantity="log-probs")
 
 
 def evaluate_frozen(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> torch.Tensor:
@@ -147,7 +147,7 @@ def test_modes_end_after_an_exception(
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     gradients = engine_under_test.run(update_after_interruptions, setup=setup, batch=batch)[0]
-    assert_all_close(gradients, expected.gradients, GRADIENT, what="gradient")
+    assert_all_close(gradients, expected.gradients, GRADIENT, quantity="gradient")
 
 
 def update_after_interruptions(
@@ -221,5 +221,5 @@ def test_reading_gradients_changes_no_weight(
     update = engine_under_test.run(
         measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch
     )[0]
-    assert_all_close(update.masters, masters, LOGPROB, what="weights")
+    assert_all_close(update.masters, masters, LOGPROB, quantity="weights")
     assert all(torch.equal(update.masters[name], master) for name, master in masters.items())

@@ -327,7 +327,11 @@ def test_resume_in_another_layout_gives_the_same_loss(
             for updates_by_rank in (resumed, uninterrupted)
         ]
         assert_close(
-            losses[0], losses[1], LOSS, what=f"next loss at {other.name}", min_scale=LOSS_TERM_SCALE
+            losses[0],
+            losses[1],
+            LOSS,
+            quantity=f"next loss at {other.name}",
+            min_scale=LOSS_TERM_SCALE,
         )
         assert resumed[0][-1].next_lr == uninterrupted[0][-1].next_lr
 

@@ -94,15 +94,15 @@ def test_adapter_gradient_matches_oracle(
         updates = engine_under_test.run(
             measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch, split=split
         )
-        assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
+        assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
         assert_close(
             merge_update_metrics(updates)["loss"],
             merge_update_metrics([expected])["loss"],
             LOSS,
-            what="loss",
+            quantity="loss",
             min_scale=LOSS_TERM_SCALE,
         )
-        assert_close(updates[0].grad_norm, expected.grad_norm, LOSS, what="gradient norm")
+        assert_close(updates[0].grad_norm, expected.grad_norm, LOSS, quantity="gradient norm")
 
 
 def test_new_adapter_changes_no_output(
@@ -115,7 +115,7 @@ def test_new_adapter_changes_no_output(
     outputs = engine_under_test.run(
         measure_outputs, setup=fresh, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
     )[0]
-    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, what="log-probs")
+    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
 
 
 @every_adapter
@@ -126,7 +126,7 @@ def test_loaded_adapter_is_exported_unchanged(
     setup = oracle.make_adapter_setup(adapter)
     config, on_disk = read_adapter(Path(str(setup.lora.path)))
     for exported_config, tensors in engine_under_test.run(export_adapter, setup=setup):
-        assert_all_equal(tensors, on_disk, what="adapter")
+        assert_all_equal(tensors, on_disk, quantity="adapter")
         assert sorted(exported_config["target_parameters"]) == sorted(config["target_parameters"])  # type: ignore[call-overload]
 
 
@@ -173,7 +173,7 @@ def test_adapter_loads_in_peft_with_same_logits(
     expected = oracle.get_outputs(
         replace(setup, lora=LoraSpec(path=str(folder))), batch, HeadOutput.LOGPROB
     )
-    assert_close(trained.logprobs, expected, LOGPROB, what="log-probs")
+    assert_close(trained.logprobs, expected, LOGPROB, quantity="log-probs")
 
 
 @every_adapter
@@ -194,7 +194,7 @@ def test_merged_weights_give_same_logits_in_transformers(
     expected = oracle.get_outputs(
         replace(setup, model_path=str(tmp_path), lora=LoraSpec()), batch, HeadOutput.LOGPROB
     )
-    assert_close(trained.logprobs, expected, LOGPROB, what="log-probs")
+    assert_close(trained.logprobs, expected, LOGPROB, quantity="log-probs")
 
 
 @every_adapter
@@ -207,7 +207,7 @@ def test_disabled_adapter_gives_base_logprobs(
         oracle.get_batch(model=adapter.model),
     )
     base = oracle.get_outputs(replace(setup, lora=LoraSpec()), batch, HeadOutput.LOGPROB)
-    assert_close(trained.disabled_after, base, LOGPROB, what="log-probs")
+    assert_close(trained.disabled_after, base, LOGPROB, quantity="log-probs")
     assert trained.logprobs_again.equal(trained.logprobs)
 
 

@@ -84,12 +84,12 @@ def check_against_oracle(
     updates = engine_under_test.run(
         measure_update, setup=setup, objective=objective, batch=batch, split=split
     )
-    assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
+    assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
     assert_close(
         merge_update_metrics(updates)["loss"],
         merge_update_metrics([expected])["loss"],
         LOSS,
-        what="loss",
+        quantity="loss",
         min_scale=LOSS_TERM_SCALE,
     )
     return updates
@@ -155,7 +155,7 @@ def test_two_calls_then_step_equal_one_call(
             mark_final=mark_final,
         )
         assert_all_close(
-            updates[0].gradients, expected.gradients, GRADIENT, what="gradient of two calls"
+            updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient of two calls"
         )
 
 
@@ -241,7 +241,7 @@ def test_sft_loss_is_the_mean_over_all_trained_tokens(
             merge_update_metrics(updates)["loss"],
             expected,
             LOSS,
-            what="loss",
+            quantity="loss",
             min_scale=LOSS_TERM_SCALE,
         )
 
@@ -266,7 +266,7 @@ def test_first_response_token_contributes(
         merge_update_metrics(updates)["loss"],
         expected,
         LOSS,
-        what="loss",
+        quantity="loss",
         min_scale=LOSS_TERM_SCALE,
     )
 
@@ -289,7 +289,7 @@ def test_masked_positions_do_not_contribute(
         batch=batch.with_columns(poisoned),
         split=TWO_MICRO_BATCHES,
     )
-    assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
+    assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_gradient_norm_covers_all_ranks(
             measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch, split=split
         )
         for update in updates:
-            assert_close(update.grad_norm, norm, LOSS, what="gradient norm")
+            assert_close(update.grad_norm, norm, LOSS, quantity="gradient norm")
 
 
 def test_metrics_do_not_scale_with_ranks_or_micro_batches(
@@ -345,7 +345,7 @@ def test_metrics_do_not_scale_with_ranks_or_micro_batches(
         updates = engine_under_test.run(
             measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch, split=split
         )
-        assert_close(merge_update_metrics(updates)["ratio"], ratio, LOSS, what="mean ratio")
+        assert_close(merge_update_metrics(updates)["ratio"], ratio, LOSS, quantity="mean ratio")
 
 
 @pytest.mark.bitwise

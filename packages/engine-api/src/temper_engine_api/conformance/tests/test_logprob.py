@@ -68,7 +68,7 @@ def test_head_outputs_match_oracle(
         outputs.columns[head_output],
         oracle.get_outputs(setup, batch, head_output),
         LOGPROB,
-        what=head_output.value,
+        quantity=head_output.value,
     )
 
 
@@ -88,7 +88,7 @@ def test_peaked_distributions_match_oracle(
         outputs.columns[head_output],
         oracle.get_outputs(setup, batch, head_output),
         PEAKED_LOGPROB,
-        what=head_output.value,
+        quantity=head_output.value,
     )
 
 
@@ -113,7 +113,7 @@ def test_packed_sequence_equals_unpacked(
             packed_slice,
             unpacked.columns[HeadOutput.LOGPROB],
             LOGPROB,
-            what=f"log-probs of sequence {b}",
+            quantity=f"log-probs of sequence {b}",
         )
 
 
@@ -135,7 +135,7 @@ def test_logprobs_do_not_depend_on_micro_batches(
             outputs.columns[HeadOutput.LOGPROB],
             expected,
             LOGPROB,
-            what=f"log-probs, split {split.name}",
+            quantity=f"log-probs, split {split.name}",
         )
 
 
@@ -161,7 +161,7 @@ def test_custom_position_ids_are_used(
             requested_outputs=[HeadOutput.LOGPROB],
             split=split,
         )[0]
-        assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, what="log-probs")
+        assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
 
 
 def test_temperature_scales_logits_before_log_softmax(
@@ -184,7 +184,7 @@ def test_temperature_scales_logits_before_log_softmax(
                 outputs.columns[head_output],
                 expected,
                 LOGPROB,
-                what=f"{head_output.value} at {temperature.tolist()}",
+                quantity=f"{head_output.value} at {temperature.tolist()}",
             )
 
 
@@ -199,7 +199,7 @@ def test_requesting_entropy_does_not_change_logprobs(
         )[0].columns[HeadOutput.LOGPROB]
         for requested_outputs in ([HeadOutput.LOGPROB], LANGUAGE_OUTPUTS)
     )
-    assert_close(with_entropy, without_entropy, EXACT, what="log-probs")
+    assert_close(with_entropy, without_entropy, EXACT, quantity="log-probs")
 
 
 @pytest.mark.bitwise
@@ -217,7 +217,7 @@ def test_repeated_eval_is_bitwise_equal(
                 second.columns[head_output],
                 first.columns[head_output],
                 EXACT,
-                what=head_output.value,
+                quantity=head_output.value,
             )
 
 
@@ -343,5 +343,5 @@ def test_head_outputs_are_float32_under_bf16(
             f"{head_output.value} was rounded to bf16"
         )
         assert_close(
-            column, oracle.get_outputs(exact, batch, head_output), BF16, what=head_output.value
+            column, oracle.get_outputs(exact, batch, head_output), BF16, quantity=head_output.value
         )

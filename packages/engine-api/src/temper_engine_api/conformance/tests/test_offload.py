@@ -69,7 +69,7 @@ def test_offloading_changes_no_number(
     for (update, weights), (expected, expected_weights) in zip(offloaded, resident, strict=True):
         assert_same_state(update.state, expected.state)
         assert update.grad_norm == expected.grad_norm
-        assert_all_equal(weights, expected_weights, what="weights")
+        assert_all_equal(weights, expected_weights, quantity="weights")
 
 
 def evaluate_train_export(

@@ -80,15 +80,15 @@ def assert_same_loop(results: list[LoopResult], expected: LoopResult) -> None:
     """Compare losses, norms and rates on every rank, and the final weights."""
     for result in results:
         for loss, expected_value in zip(result.losses, expected.losses, strict=True):
-            assert_close(loss, expected_value, LOSS, what="loss", min_scale=LOSS_TERM_SCALE)
+            assert_close(loss, expected_value, LOSS, quantity="loss", min_scale=LOSS_TERM_SCALE)
         for norm, expected_value in zip(result.grad_norms, expected.grad_norms, strict=True):
-            assert_close(norm, expected_value, UPDATE, what="gradient norm")
+            assert_close(norm, expected_value, UPDATE, quantity="gradient norm")
         assert result.rates == expected.rates
     masters = [
         {name: entry.master for name, entry in each.state.items()}
         for each in (results[0], expected)
     ]
-    assert_all_close(masters[0], masters[1], UPDATE, what="weights")
+    assert_all_close(masters[0], masters[1], UPDATE, quantity="weights")
 
 
 def test_rfc_predictions_are_detached(
@@ -110,10 +110,10 @@ def test_rfc_predictions_are_detached(
             result.evaluated,
             own_rows.columns["expected"],
             LOGPROB,
-            what="predictions, forward only",
+            quantity="predictions, forward only",
         )
         trained = torch.where(own_rows.loss_mask, own_rows.columns["expected"], 0.0)
-        assert_close(result.seen, trained, LOGPROB, what="predictions in training")
+        assert_close(result.seen, trained, LOGPROB, quantity="predictions in training")
 
 
 def test_rfc_calls_accumulate_gradients(
@@ -126,7 +126,10 @@ def test_rfc_calls_accumulate_gradients(
         for n in (1, 2)
     )
     assert_all_close(
-        twice, {name: 2 * gradient for name, gradient in once.items()}, GRADIENT, what="gradient"
+        twice,
+        {name: 2 * gradient for name, gradient in once.items()},
+        GRADIENT,
+        quantity="gradient",
     )
 
 

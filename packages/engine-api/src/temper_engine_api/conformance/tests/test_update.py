@@ -60,9 +60,9 @@ def test_three_updates_match_adamw(engine_under_test: EngineUnderTest, oracle: O
         split=TWO_MICRO_BATCHES,
     )[0]
     for update, expected_update in zip(updates, expected, strict=True):
-        assert_close(update.grad_norm, expected_update.grad_norm, UPDATE, what="gradient norm")
+        assert_close(update.grad_norm, expected_update.grad_norm, UPDATE, quantity="gradient norm")
         assert_all_close(
-            update.masters, expected_update.masters, UPDATE, what="weights after the update"
+            update.masters, expected_update.masters, UPDATE, quantity="weights after the update"
         )
         assert {state.update_count for state in update.state.values()} == {
             state.update_count for state in expected_update.state.values()
@@ -89,7 +89,7 @@ def test_weight_decay_skips_vectors(
     )
     for name, weight in updates[0][0].masters.items():
         factor = 0.99 if weight.ndim >= 2 else 1.0
-        assert_close(weight, factor * before[name], LOSS, what=name)
+        assert_close(weight, factor * before[name], LOSS, quantity=name)
 
 
 def test_decays_vectors_decays_vectors(
@@ -112,7 +112,7 @@ def test_decays_vectors_decays_vectors(
         measure_updates, setup=setup, objective=ClippedPpoProbe(), batches=[oracle.get_batch()]
     )
     for name, weight in updates[0][0].masters.items():
-        assert_close(weight, 0.99 * before[name], LOSS, what=name)
+        assert_close(weight, 0.99 * before[name], LOSS, quantity=name)
 
 
 def test_gradient_is_clipped(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
@@ -130,8 +130,8 @@ def test_gradient_is_clipped(engine_under_test: EngineUnderTest, oracle: OracleC
         measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch
     )[0]
     used = torch.cat([gradient.flatten().double() for gradient in update.gradients.values()]).norm()
-    assert_close(used, 0.01, UPDATE, what="norm of the gradient that was used")
-    assert_close(update.grad_norm, unclipped_norm, LOSS, what="reported norm, before clipping")
+    assert_close(used, 0.01, UPDATE, quantity="norm of the gradient that was used")
+    assert_close(update.grad_norm, unclipped_norm, LOSS, quantity="reported norm, before clipping")
 
 
 def test_small_gradient_is_not_clipped(
@@ -144,7 +144,7 @@ def test_small_gradient_is_not_clipped(
     update = engine_under_test.run(
         measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch
     )[0]
-    assert_all_close(update.gradients, expected.gradients, UPDATE, what="gradient")
+    assert_all_close(update.gradients, expected.gradients, UPDATE, quantity="gradient")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.kind)
@@ -193,7 +193,7 @@ def test_optimizer_uses_the_scheduled_rate(
             float((after.masters[n] - before.masters[n]).abs().max()) for n in after.masters
         )
         assert_close(
-            moved, 0.4 * (step + 1) / 4, UPDATE, what=f"largest movement of update {step + 1}"
+            moved, 0.4 * (step + 1) / 4, UPDATE, quantity=f"largest movement of update {step + 1}"
         )
 
 
@@ -304,7 +304,7 @@ def test_zeroed_gradients_stay_zero(
     update = engine_under_test.run(
         update_after_a_dropped_one, setup=setup, batch=batch, dropped=oracle.get_batch(seed=1)
     )[0]
-    assert_all_close(update.gradients, expected.gradients, UPDATE, what="gradient")
+    assert_all_close(update.gradients, expected.gradients, UPDATE, quantity="gradient")
 
 
 def update_after_a_dropped_one(
@@ -334,7 +334,7 @@ def test_leaving_train_mode_keeps_gradients(
         gradients = engine_under_test.run(
             gradients_after_a_pause, setup=setup, batch=batch, is_final=is_final
         )[0]
-        assert_all_close(gradients, expected.gradients, UPDATE, what="gradient")
+        assert_all_close(gradients, expected.gradients, UPDATE, quantity="gradient")
 
 
 def gradients_after_a_pause(

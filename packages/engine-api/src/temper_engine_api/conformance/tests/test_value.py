@@ -38,7 +38,10 @@ def test_values_match_oracle(engine_under_test: EngineUnderTest, oracle: OracleC
             split=split,
         )[0]
         assert_close(
-            outputs.columns[HeadOutput.VALUE], expected, LOGPROB, what=f"values, split {split.name}"
+            outputs.columns[HeadOutput.VALUE],
+            expected,
+            LOGPROB,
+            quantity=f"values, split {split.name}",
         )
 
 
@@ -56,7 +59,7 @@ def test_value_does_not_depend_on_its_own_token(
         )[0].columns[HeadOutput.VALUE]
         for each in (batch, replace(batch, tokens=changed))
     )
-    assert_close(after, before, LOGPROB, what="values")
+    assert_close(after, before, LOGPROB, quantity="values")
 
 
 @pytest.mark.if_claimed(Capability.VALUE_MODEL)
@@ -73,7 +76,7 @@ def test_value_loss_ignores_prompts(
         objective=ClippedValueProbe(),
         batch=batch.with_columns({"returns": poisoned}),
     )
-    assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, what="gradient")
+    assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
 
 
 @pytest.mark.if_claimed(Capability.REWARD_MODEL)
@@ -92,5 +95,8 @@ def test_scores_are_read_at_the_last_token(
             split=split,
         )[0]
         assert_close(
-            outputs.columns[HeadOutput.SCORE], expected, LOGPROB, what=f"scores, split {split.name}"
+            outputs.columns[HeadOutput.SCORE],
+            expected,
+            LOGPROB,
+            quantity=f"scores, split {split.name}",
         )

@@ -63,7 +63,7 @@ def test_exported_weights_equal_the_loaded_files(
     exports = engine_under_test.run(export_weights, setup=setup)
     for exported in exports:
         assert_all_equal(
-            exported, cast_like_export(on_disk, exported, engine_under_test), what="weights"
+            exported, cast_like_export(on_disk, exported, engine_under_test), quantity="weights"
         )
         assert list(exported) == list(exports[0]), "the ranks export weights in different orders"
 
@@ -103,7 +103,7 @@ def test_exported_weights_give_same_logits_in_transformers(
     assert not loading["unexpected_keys"]
     assert set(loading["missing_keys"]) <= ({"lm_head.weight"} if is_tied(model) else set())
     expected = oracle.get_outputs(EngineSetup(model_path=str(folder)), batch, HeadOutput.LOGPROB)
-    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, what="log-probs")
+    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
 
 
 def is_tied(model: TinyModel) -> bool:
@@ -150,8 +150,10 @@ def test_loaded_weights_are_exported_unchanged(
     setup = oracle.make_setup(model)
     other = load_file(oracle.write_model(model, seed=1) / "model.safetensors")
     weights, masters = engine_under_test.run(weights_after_loading, setup=setup, weights=other)[0]
-    assert_all_equal(weights, cast_like_export(other, weights, engine_under_test), what="weights")
-    assert_all_equal(masters, other, what="master weights")
+    assert_all_equal(
+        weights, cast_like_export(other, weights, engine_under_test), quantity="weights"
+    )
+    assert_all_equal(masters, other, quantity="master weights")
 
 
 def weights_after_loading(
@@ -174,7 +176,7 @@ def test_loaded_weights_are_used(engine_under_test: EngineUnderTest, oracle: Ora
     outputs = engine_under_test.run(
         outputs_after_loading, setup=setup, weights=weights, batch=batch
     )[0]
-    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, what="log-probs")
+    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
 
 
 def outputs_after_loading(
@@ -206,7 +208,7 @@ def test_invalid_weights_are_rejected_without_changes(
         load_invalid_weights, setup=setup, stream=make_invalid_stream(other, defect)
     ):
         assert "model.norm.weight" in message or "twice" in message
-        assert_all_equal(after, before, what="weights")
+        assert_all_equal(after, before, quantity="weights")
 
 
 def make_invalid_stream(weights: dict[str, Tensor], defect: str) -> list[NamedWeight]:
@@ -264,7 +266,7 @@ def test_exported_weights_equal_master_weights(
     setup, batch = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW), oracle.get_batch()
     weights, update = engine_under_test.run(weights_and_update, setup=setup, batch=batch)[0]
     assert_all_equal(
-        weights, cast_like_export(update.masters, weights, engine_under_test), what="weights"
+        weights, cast_like_export(update.masters, weights, engine_under_test), quantity="weights"
     )
 
 
@@ -310,7 +312,7 @@ def test_oracle_continues_from_portable_state(
     state, second = engine_under_test.run(state_and_next_update, setup=setup, batches=batches)[0]
     expected = oracle.run(update_from_state, setup=setup, state=state, batch=batches[1])
     assert_close(
-        second.grad_norm, expected.grad_norm, LOGPROB, what="gradient norm of the next update"
+        second.grad_norm, expected.grad_norm, LOGPROB, quantity="gradient norm of the next update"
     )
 
 
@@ -358,7 +360,7 @@ def test_export_does_not_disturb_training(
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     norms = engine_under_test.run(norm_with_an_export_between, setup=setup, batch=batch)
     for norm in norms:
-        assert_close(norm, expected.grad_norm, LOGPROB, what="gradient norm")
+        assert_close(norm, expected.grad_norm, LOGPROB, quantity="gradient norm")
 
 
 def norm_with_an_export_between(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> float:
