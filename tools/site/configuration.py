@@ -8,7 +8,7 @@ from temper_engine_api.registry import load_engine_config_class
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.help_text import read_field_docstrings
-from temper_trainer.config_loading.resolved_config import scalar_text
+from temper_trainer.config_loading.resolved_config import format_value
 from temper_trainer.config_loading.schema import ANY_NAME, Entry, iterate_entries
 from temper_trainer.config_loading.structuring import describe_type
 
@@ -180,7 +180,7 @@ def _block(
 def _table(prefix: str, entries: list[Entry], meanings: dict[str, str]) -> Iterator[str]:
     yield "| key | type | default | unit | meaning |\n|---|---|---|---|---|"
     for entry in entries:
-        default = f"`{scalar_text(entry.default)}`" if entry.has_default else "must be set"
+        default = f"`{format_value(entry.default)}`" if entry.has_default else "must be set"
         kind = describe_type(entry.annotation)
         cells = [
             f"`{prefix}{entry.name}`",

@@ -126,7 +126,7 @@ def test_kl_cov_agrees_when_it_is_told_the_current_log_probs_for_the_covariance(
     case, samples = case_of(group, call)[0], samples_for(group, call)
     chosen = case["config"].get("policy_loss", {})
     objective = KlCovObjective(
-        share=chosen.get("kl_cov_ratio", 2e-4),
+        fraction=chosen.get("kl_cov_ratio", 2e-4),
         kl_cov_coef=chosen.get("ppo_kl_coef", 0.1),
         uses_correction_weights=CORRECTION_WEIGHTS in samples.columns,
         aggregation=MODES[case["loss_agg_mode"]],
@@ -143,9 +143,9 @@ def test_clip_cov_has_the_old_gradient_when_it_is_told_the_current_log_probs_for
     chosen = case["config"].get("policy_loss", {})
     objective = ClipCovObjective(
         **clips(case),
-        share=chosen.get("clip_cov_ratio", 2e-4),
-        low=chosen.get("clip_cov_lb", 1.0),
-        high=chosen.get("clip_cov_ub", 5.0),
+        fraction=chosen.get("clip_cov_ratio", 2e-4),
+        min_covariance=chosen.get("clip_cov_lb", 1.0),
+        max_covariance=chosen.get("clip_cov_ub", 5.0),
         uses_correction_weights=CORRECTION_WEIGHTS in samples.columns,
         aggregation=MODES[case["loss_agg_mode"]],
     )

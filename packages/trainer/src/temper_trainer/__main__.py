@@ -16,9 +16,9 @@ from pathlib import Path
 from temper_engine_api.errors import ConfigError, TemperError
 from temper_trainer.config.run_files import contains_run
 from temper_trainer.config_loading import LoadedConfig, format_config, load, write_resolved
-from temper_trainer.config_loading.composition import PRIMARY
+from temper_trainer.config_loading.composition import DEFAULT_CONFIG_NAME
 from temper_trainer.config_loading.external_checks import check_external_objects, check_libraries
-from temper_trainer.config_loading.help_text import USAGE, help_text
+from temper_trainer.config_loading.help_text import USAGE, build_help_text
 from temper_trainer.config_loading.sizes import describe_sizes
 from temper_trainer.run_lock import RunLock
 from temper_trainer.runtime.placement import describe_plan
@@ -85,13 +85,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--print", action="store_true")
     parser.add_argument("--report", metavar="RUN_DIR")
     parser.add_argument("--config-dir")
-    parser.add_argument("--config-name", default=PRIMARY)
+    parser.add_argument("--config-name", default=DEFAULT_CONFIG_NAME)
     return parser.parse_intermixed_args(list(arguments))
 
 
 def _execute(options: argparse.Namespace) -> int:
     if options.help:
-        print(help_text(overrides=options.overrides, config_dir=options.config_dir), end="")
+        print(build_help_text(overrides=options.overrides, config_dir=options.config_dir), end="")
         return 0
     if options.report:
         return _report(Path(options.report))
@@ -200,7 +200,9 @@ def _format_command(options: argparse.Namespace) -> str:
 
 def _list_program(options: argparse.Namespace) -> list[str]:
     folder = [] if options.config_dir is None else ["--config-dir", options.config_dir]
-    name = [] if options.config_name == PRIMARY else ["--config-name", options.config_name]
+    name = (
+        [] if options.config_name == DEFAULT_CONFIG_NAME else ["--config-name", options.config_name]
+    )
     return ["temper-train", *folder, *name]
 
 

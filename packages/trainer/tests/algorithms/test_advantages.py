@@ -161,19 +161,19 @@ def test_a_step_without_trained_tokens_gives_zeros(name: AdvantageName) -> None:
     [
         (AlgorithmConfig(advantage="grpo"), [1.0, math.nan], None, "finite numbers"),
         (AlgorithmConfig(advantage="grpo"), [1.0], None, "one per sample"),
-        (AlgorithmConfig(advantage="gae"), [1.0, 0.0], None, "gae takes the critic's values"),
+        (AlgorithmConfig(advantage="gae"), [1.0, 0.0], None, "gae needs the critic's values"),
         (
             AlgorithmConfig(advantage="rloo"),
             [1.0, 0.0],
             torch.zeros(4),
-            "every other estimator none",
+            "no other estimator takes them",
         ),
-        (AlgorithmConfig(advantage="gae"), [1.0, 0.0], torch.zeros(3), "there are 4 tokens"),
+        (AlgorithmConfig(advantage="gae"), [1.0, 0.0], torch.zeros(3), "one value per token"),
         (
             AlgorithmConfig(advantage="grpo", kl_reward_coef=0.1),
             [1.0, 0.0],
             None,
-            "no KL was given",
+            "kl is missing",
         ),
     ],
 )

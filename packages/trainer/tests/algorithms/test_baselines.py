@@ -73,7 +73,7 @@ def test_estimators_are_found_by_name(name: str, expected: list[float]) -> None:
 
 
 def test_remax_and_gdpo_need_what_they_compare_with() -> None:
-    with pytest.raises(BatchError, match="with baselines missing"):
+    with pytest.raises(BatchError, match="baselines are missing"):
         estimate_advantages(
             AlgorithmConfig(advantage="remax"), samples=TWO, rewards=torch.tensor([1.0, 0.0])
         )

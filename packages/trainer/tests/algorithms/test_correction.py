@@ -79,10 +79,10 @@ def test_the_effective_sample_share_is_always_reported() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"mask_low": 2.0, "mask_high": 1.0}, "the first must be below the second"),
-        ({"level": "none"}, "so nothing is corrected"),
+        ({"mask_low": 2.0, "mask_high": 1.0}, "the first must be smaller than the second"),
+        ({"level": "none"}, "so there is no correction"),
         ({"level": "none", "mask_low": 0.5, "reject_kl": 1.0}, "have no effect at level none"),
-        ({"proximal": "rollout"}, "would correct a second time"),
+        ({"proximal": "rollout"}, "would correct twice"),
         ({"reject_kl_estimator": "k1"}, "has no effect without"),
     ],
 )

@@ -89,7 +89,7 @@ def test_an_own_objective_gets_its_arguments_and_the_keys_that_all_share() -> No
         ({"advantage": "grop"}, "did you mean 'grpo'"),
         (
             {"policy_loss": "ppo", "policy_loss_arguments": {"factor": 1.0}},
-            "algorithm.policy_loss_arguments are set, but ppo takes none",
+            "algorithm.policy_loss_arguments are set, but the built-in ppo takes none",
         ),
     ],
 )
@@ -107,9 +107,9 @@ def test_names_that_lead_nowhere_are_refused_with_the_nearest(
         ({"policy_loss": f"{HERE}:Plaine"}, "did you mean 'Plain'"),
         (
             {"policy_loss": f"{HERE}:Plain", "policy_loss_arguments": {"width": 1.0}},
-            "names width, but .* has the fields factor",
+            "names width, but the arguments of .* are factor",
         ),
-        ({"policy_loss": "no_such_module:Loss"}, "put the folder that holds it on PYTHONPATH"),
+        ({"policy_loss": "no_such_module:Loss"}, "add the folder that contains it to PYTHONPATH"),
     ],
 )
 def test_an_own_objective_that_does_not_fit_is_refused(

@@ -132,5 +132,5 @@ def test_a_distillation_is_added_to_the_policys_loss() -> None:
 
 
 def test_parts_that_are_reduced_in_different_ways_are_refused() -> None:
-    with pytest.raises(ConfigError, match="one aggregation for all"):
+    with pytest.raises(ConfigError, match="the same aggregation everywhere"):
         CombinedObjective(parts=(PpoObjective(),), coefs=(1.0, 2.0), aggregation=Aggregation())

@@ -59,8 +59,10 @@ OBJECTIVES: tuple[Objective, ...] = (
     *(GspoObjective(aggregation=a) for a in TOKEN_LEVEL),
     *(GmpoObjective(clip_low=0.1, clip_high=0.1, aggregation=a) for a in TOKEN_LEVEL),
     CispoObjective(aggregation=TOKEN_LEVEL[1]),
-    ClipCovObjective(share=0.2, low=0.0, high=9.0, uses_correction_weights=True),
-    KlCovObjective(share=0.2),
+    ClipCovObjective(
+        fraction=0.2, min_covariance=0.0, max_covariance=9.0, uses_correction_weights=True
+    ),
+    KlCovObjective(fraction=0.2),
     SapoObjective(kl_coef=0.1),
     *(ReverseKlObjective(clamp=0.5, aggregation=a) for a in TOKEN_LEVEL),
     *(TopKObjective(divergence=d) for d in ("forward_kl", "jensen_shannon")),

@@ -89,14 +89,17 @@ def test_sapo_fades_and_has_the_plain_gradient_at_a_ratio_of_one() -> None:
 
 
 def test_sapo_refuses_a_temperature_of_zero() -> None:
-    with pytest.raises(ConfigError, match="temperatures of sapo must be above 0"):
+    with pytest.raises(ConfigError, match="temperatures of sapo are"):
         SapoObjective(positive_temperature=0.0)
 
 
 def test_clip_cov_silences_tokens_whose_covariance_is_large() -> None:
     # Log-probs deviate by 1, 1, -1, -1, advantages by 1, -1, 1, -1: compute_covariances 1, -1, -1, 1. Half of 4 tokens: both candidates are held.
     columns = {"advantages": [1.0, -1.0, 1.0, -1.0], "old_logprobs": [-1.0, -1.0, -3.0, -3.0]}
-    objective, batch = ClipCovObjective(share=0.5, low=0.5, high=2.0), batch_of(columns)
+    objective, batch = (
+        ClipCovObjective(fraction=0.5, min_covariance=0.5, max_covariance=2.0),
+        batch_of(columns),
+    )
     assert compute_covariances(batch)[1:].tolist() == pytest.approx([1.0, -1.0, -1.0, 1.0])
     assert losses(objective, answers_of([-1.0, -1.0, -3.0, -3.0]), batch) == pytest.approx(
         [0.0, 1.0, -1.0, 0.0]
@@ -106,7 +109,7 @@ def test_clip_cov_silences_tokens_whose_covariance_is_large() -> None:
 def test_kl_cov_holds_the_token_of_highest_covariance_near_the_old_policy() -> None:
     # Deviations 2, 1, 0, -3 and 1, 1, -1, -1: compute_covariances 2, 1, 0, 3; a quarter of 4 is the last. rho = e^0.2 = 1.221403; 0.5 * 0.2 = 0.1.
     columns = {"advantages": [1.0, 1.0, -1.0, -1.0], "old_logprobs": [-1.0, -2.0, -3.0, -6.0]}
-    objective = KlCovObjective(share=0.25, kl_cov_coef=0.5)
+    objective = KlCovObjective(fraction=0.25, kl_cov_coef=0.5)
     found = losses(objective, answers_of([-0.8, -1.8, -2.8, -5.8]), batch_of(columns))
     assert found == pytest.approx([-1.221403, -1.221403, 1.221403, 1.321403], abs=1e-6)
 
@@ -119,7 +122,10 @@ def test_the_same_tokens_are_held_whatever_the_order_of_the_samples() -> None:
     ]
     batch = batch_of(*sequences)
     turned = batch.select([4, 0, 5, 2, 1, 3])
-    for objective in (ClipCovObjective(share=0.2, low=0.0, high=9.0), KlCovObjective(share=0.2)):
+    for objective in (
+        ClipCovObjective(fraction=0.2, min_covariance=0.0, max_covariance=9.0),
+        KlCovObjective(fraction=0.2),
+    ):
         held, held_turned = (objective.prepare(b, seed=9)[IS_SELECTED] for b in (batch, turned))
         assert float(held.sum()) == 6.0
         assert torch.equal(

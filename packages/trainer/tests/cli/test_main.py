@@ -58,7 +58,7 @@ def test_wrong_configuration_is_one_message_and_exit_code_2(
 def test_missing_file_is_found_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "data.train.paths=[gone.jsonl]", "experiment=gsm8k_sft")
     assert code == 2
-    assert "data.train.paths names gone.jsonl, which is no file here" in err
+    assert "data.train.paths names gone.jsonl, which is not a file" in err
 
 
 def test_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +105,10 @@ def test_a_run_folder_that_is_taken_is_refused(
     (tmp_path / "metrics.jsonl").write_text("")
     code, _, err = run(capsys, "experiment=quickstart", f"run.dir={tmp_path}")
     assert code == 2
-    assert "already holds a run: go on with run.resume=auto, or choose another run.dir." in err
+    assert (
+        "already contains a run: continue it with run.resume=auto, or choose another run.dir."
+        in err
+    )
 
 
 @pytest.mark.parametrize(

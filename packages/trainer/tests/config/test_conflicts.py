@@ -62,8 +62,8 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
         ),
         (
             ["actor.engine.lora.path=adapter", "warm_start.total_steps=5"],
-            "warm_start is set",
-            "actor.engine.lora.path too",
+            "warm_start and actor.engine.lora.path are both set",
+            "Remove one of them",
         ),
         (["actor.engine.lora.rank=8"], "actor.engine.lora", "lora.alpha is not set"),
         (

@@ -1,14 +1,14 @@
 import pytest
 
 from temper_engine_fsdp.config import FSDPConfig
-from temper_trainer.config.removed_keys import REMOVED, describe_removed_key
+from temper_trainer.config.removed_keys import REMOVED_KEYS, describe_removed_key
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.schema import collect_keys
 
 KEYS = collect_keys(TrainerConfig, engine_class=FSDPConfig)
 
 
-@pytest.mark.parametrize("row", REMOVED, ids=lambda row: row.key)
+@pytest.mark.parametrize("row", REMOVED_KEYS, ids=lambda row: row.key)
 def test_removed_key_is_not_a_living_one(row: object) -> None:
     assert row.key not in KEYS  # type: ignore[attr-defined]
 
@@ -19,7 +19,7 @@ def test_every_replacement_names_living_keys() -> None:
         "model_engine=fsdp",
         "ref=frozen",
     }
-    for row in REMOVED:
+    for row in REMOVED_KEYS:
         words = [word.strip(",.:();") for word in row.replacement.replace("=", " ").split()]
         dotted = [word for word in words if "." in word and word.partition(".")[0] in roots]
         assert all(word in KEYS for word in dotted), row
@@ -27,7 +27,7 @@ def test_every_replacement_names_living_keys() -> None:
 
 def test_key_below_a_removed_one_is_refused_with_it() -> None:
     assert str(describe_removed_key("trainer.logger.0")).startswith(
-        "trainer.logger.0 is refused since 0.1; now it is: run.trackers."
+        "trainer.logger.0 was removed in 0.1; use: run.trackers."
     )
 
 

@@ -20,14 +20,14 @@ JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
     ("overrides", "sentence"),
     [
         (("algorithm=distill",), "task is distill, but there is no teacher"),
-        ((TEACHER, "task=sft"), "teachers are set in task sft, which asks none"),
+        ((TEACHER, "task=sft"), "teachers are set in task sft, which does not use them"),
         (
             (TEACHER, "runtime.kind=ray", "teachers.t.pool=train"),
-            "so there is no colocated mode. Give it a pool of its own",
+            "so it cannot be colocated. Give it its own pool",
         ),
         (
             (TEACHER, "teachers.t.engine.residency.offload_parameters=true"),
-            "a teacher on its own pool never sleeps",
+            "a teacher has its own devices",
         ),
         ((TEACHER, "teachers.t.num_replicas=2"), "runtime.kind is inline"),
         (
@@ -48,7 +48,7 @@ JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
         ),
         (
             (*SERVED, "sampling.temperature=0.5"),
-            "at temperature 1 only, but sampling.temperature is 0.5",
+            "only at temperature 1, but sampling.temperature is 0.5",
         ),
         ((TEACHER, "teachers.t.devices=['0']"), "it is for backend vllm and runtime.kind inline"),
         (
@@ -66,7 +66,7 @@ JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
                 "teachers.u.route=t",
                 "data.train.route_key=subject",
             ),
-            "have one route, 't'",
+            "have the same route 't'",
         ),
         (
             (TEACHER, "teachers.u.engine.model.path=teacher"),
@@ -80,29 +80,29 @@ JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
         ((TEACHER, "distillation.top_k=3"), "has no effect with distillation.objective reverse_kl"),
         (
             (TEACHER, "distillation={apply_as: reward, objective: forward_kl}"),
-            "which is no reward of the sampled token",
+            "which cannot be a reward of the sampled token",
         ),
         (
             ("reward.function=reward_model",),
-            "reward.function names reward_model, but there is none",
+            "reward.function names reward_model, but reward.model is not set",
         ),
         (
             ("reward.components={reward_model: 1.0}",),
-            "reward.components names reward_model, but there is none",
+            "reward.components names reward_model, but reward.model is not set",
         ),
         ((JUDGE,), "neither reward.function nor reward.components names reward_model"),
         (
             ("reward.function=reward_model", "reward.model.engine.model.path=judge"),
             "model_type is language_model: set it to reward_model",
         ),
-        (("reward.function=reward_model", SCRATCH), "Train one with task=rm"),
+        (("reward.function=reward_model", SCRATCH), "train one with task=rm"),
         (
             ("reward.function=reward_model", JUDGE, "reward.model.num_workers=2"),
             "runtime.kind is inline",
         ),
         (
             ("reward.function=reward_model", JUDGE, "loop=async"),
-            "use runtime.kind=ray, or loop=sync",
+            "set runtime.kind=ray or loop=sync",
         ),
         (("reward.function=reward_model", JUDGE, "reward.timeout_s=3"), "which calls no function"),
         (("environment.max_turns=9", "batching.max_tokens=4096"), "the turns of environment"),

@@ -51,7 +51,8 @@ def test_a_file_of_the_users_wins_over_ours_of_the_same_name(tmp_path: Path) -> 
 def test_yaml_error_names_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("defaults: [temper, _self_]\nrun:\n  seed: [1\ntask: rl\n")
     with pytest.raises(
-        ConfigError, match=rf"{tmp_path / 'bad.yaml'}, line 4, column 1?\d*: .*Mend the YAML there."
+        ConfigError,
+        match=rf"{tmp_path / 'bad.yaml'}, line 4, column 1?\d*: .*Correct the YAML there.",
     ):
         load(RL, config_dir=str(tmp_path), config_name="bad")
 
@@ -68,7 +69,7 @@ def test_a_file_without_our_defaults_is_told_its_first_line(tmp_path: Path) -> N
     (tmp_path / "bare.yaml").write_text("run:\n  seed: 1\n")
     with pytest.raises(
         ConfigError,
-        match=r"model_engine is not set: a file of yours begins with defaults: \[temper, _self_\]",
+        match=r"model_engine is not set: start your file with defaults: \[temper, _self_\]",
     ):
         load(RL, config_dir=str(tmp_path), config_name="bare")
 
@@ -84,7 +85,7 @@ def test_the_name_of_an_old_configuration_is_told_who_translates_it(name: str) -
 
 def test_missing_file_and_missing_folder_are_named(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"there is no file nowhere.yaml: look at --config-name and --config-dir."
+        ConfigError, match=r"there is no file nowhere.yaml: check --config-name and --config-dir."
     ):
         load(RL, config_dir=str(tmp_path), config_name="nowhere")
     with pytest.raises(ConfigError, match=r"--config-dir .*/none is not a directory"):
@@ -103,11 +104,11 @@ def test_unknown_choice_lists_the_choices() -> None:
     ("override", "sentence"),
     [
         ("run.seed=1,2", "run.seed=1,2 gives several values for one run: write a list as [a,b]"),
-        ("run.seed", "cannot read 'run.seed' on the command line"),
-        ("run.dir=(", "cannot read 'run.dir=(' on the command line"),
+        ("run.seed", "cannot parse 'run.seed' on the command line"),
+        ("run.dir=(", "cannot parse 'run.dir=(' on the command line"),
         (
             "~run.seed",
-            "~run.seed takes back what a file or a group set, but none sets run.seed: remove it.",
+            "~run.seed resets a key that a file or group has set, but none sets run.seed: remove it.",
         ),
     ],
 )

@@ -47,13 +47,13 @@ def test_what_is_there_is_accepted(there: list[str]) -> None:
 
 def test_missing_data_file_is_named(there: list[str]) -> None:
     assert refusal([*there, "data.eval.paths=[gone.jsonl]"]).startswith(
-        "data.eval.paths names gone.jsonl, which is no file here ("
+        "data.eval.paths names gone.jsonl, which is not a file (relative to "
     )
 
 
 def test_missing_file_of_tools_is_named(there: list[str], tmp_path: Path) -> None:
     assert refusal([*there, "data.tools_path=tools.yaml"]).startswith(
-        "data.tools_path is tools.yaml, which is no file here ("
+        "data.tools_path is tools.yaml, which is not a file (relative to "
     )
     (tmp_path / "tools.yaml").write_text("[]\n")
     check_external_objects(load([*there, f"data.tools_path={tmp_path}/tools.yaml"]).config)
@@ -94,8 +94,8 @@ def test_a_model_that_sees_is_refused_before_the_run(
 ) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
     assert refusal(there) == (
-        f"actor.engine.model.path is {tmp_path}/model, whose config.json says {part}: a model of images, video or sound, which no engine "
-        "trains. Give the folder of a text model."
+        f"actor.engine.model.path is {tmp_path}/model, whose config.json has {part}: a multimodal model, which "
+        "no engine can train. Give the folder of a text model."
     )
 
 
@@ -140,7 +140,7 @@ def test_folder_that_holds_a_run_is_refused_before_the_run(
     taken = [*there, f"run.dir={run}"]
     assert (
         refusal(taken)
-        == f"run.dir {run} already holds a run: go on with run.resume=auto, or choose another run.dir."
+        == f"run.dir {run} already contains a run: continue it with run.resume=auto, or choose another run.dir."
     )
     check_external_objects(load([*taken, "run.resume=auto"]).config)
 
@@ -200,7 +200,7 @@ def test_tracker_that_is_not_installed_is_named(
     there: list[str], monkeypatch: pytest.MonkeyPatch, tracker: str
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    expected = f"run.trackers names {tracker}, which is not installed: pip install 'temper-trainer[{tracker}]'"
+    expected = f"run.trackers has {tracker}, which is not installed: pip install 'temper-trainer[{tracker}]'"
     assert refusal([*there, f"run.trackers=[jsonl,{tracker}]"]).startswith(expected)
 
 
@@ -228,7 +228,7 @@ def test_library_of_an_extra_is_missed_before_the_run_and_not_by_a_check(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for setting, sentence in {
         "runtime.kind=ray": "runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or use inline.",
-        "rollout=vllm": "rollout.sampler is vllm, but vLLM is not installed here: pip install 'temper-trainer[vllm]', or name",
+        "rollout=vllm": "rollout.sampler is vllm, but vLLM is not installed here: pip install 'temper-trainer[vllm]', or set",
         "actor.engine.lora.rank=4 actor.engine.lora.alpha=8": (
             "actor.engine.lora is on, but peft is not installed: pip install 'temper-engine-fsdp[lora]'."
         ),
@@ -578,7 +578,7 @@ def test_an_interpreter_that_hangs_is_left_to_the_run(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(external_checks, "_ASK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(external_checks, "_LIST_TIMEOUT_S", 0.2)
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
@@ -587,7 +587,7 @@ def test_an_interpreter_that_hangs_is_left_to_the_run(
 
 
 def test_the_interpreter_of_this_environment_lists_its_packages() -> None:
-    found = external_checks._versions_of(sys.executable)
+    found = external_checks._list_versions(sys.executable)
     assert {"temper_trainer", "temper_engine_api", "torch"} <= found.keys()
 
 

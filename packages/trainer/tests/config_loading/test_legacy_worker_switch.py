@@ -5,7 +5,7 @@ import pytest
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config_loading import load, loading
-from temper_trainer.config_loading.loading import read_switch
+from temper_trainer.config_loading.loading import normalize_worker_switch
 
 from .conftest import RL, SFT
 
@@ -14,7 +14,7 @@ def test_auto_is_disable_with_a_warning(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING):
         load([*RL, "use_legacy_worker_impl=auto"])
     assert [record.message for record in caplog.records] == [
-        "use_legacy_worker_impl=auto does the same as disable, the engine path, and will be refused in 0.3: remove it."
+        "use_legacy_worker_impl=auto is the same as disable and will be rejected from 0.3 on: remove it."
     ]
 
 
@@ -25,8 +25,8 @@ def test_disable_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_the_rfcs_booleans_are_read_as_words(caplog: pytest.LogCaptureFixture) -> None:
     assert load([*RL, "use_legacy_worker_impl=false"]).config.use_legacy_worker_impl == "disable"
-    assert read_switch(True) == "enable"
-    assert read_switch("auto") == "auto"
+    assert normalize_worker_switch(True) == "enable"
+    assert normalize_worker_switch("auto") == "auto"
     with pytest.raises(
         ConfigError, match=r"use_legacy_worker_impl is 1, but must be: auto \| enable \| disable"
     ):
@@ -37,7 +37,7 @@ def test_enable_without_the_shim_says_how_to_install_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(loading, "LEGACY_WORKER_GROUP", "temper.a_group_that_nobody_fills")
     with pytest.raises(
         ConfigError,
-        match=r"no package offers deprecated workers .*: pip install 'temper-legacy-shim\[workers\]'",
+        match=r"no installed package provides the deprecated workers .*: pip install 'temper-legacy-shim\[workers\]'",
     ):
         load([*RL, "use_legacy_worker_impl=enable"])
 
@@ -46,7 +46,9 @@ def test_enable_where_no_role_could_use_it_is_refused(install: Callable[[str, st
     install(
         "[temper.legacy_workers]\ntraining_worker = guest_engine:Worker\n", "class Worker: ...\n"
     )
-    with pytest.raises(ConfigError, match="enable in task sft, which deprecated workers never did"):
+    with pytest.raises(
+        ConfigError, match="enable in task sft, which the deprecated workers do not support"
+    ):
         load([*SFT, "use_legacy_worker_impl=true"])
     assert load([*RL, "use_legacy_worker_impl=true"]).config.use_legacy_worker_impl == "enable"
 
@@ -62,6 +64,6 @@ def test_enable_on_another_engine_is_refused_naming_both_keys(
         "[temper.legacy_workers]\ntraining_worker = guest_engine:Worker\n", "class Worker: ...\n"
     )
     with pytest.raises(
-        ConfigError, match="megatron, but temper-train drives the deprecated workers on fsdp alone"
+        ConfigError, match="megatron, but temper-train runs the deprecated workers only on fsdp"
     ):
         load([*RL, "model_engine=megatron", "use_legacy_worker_impl=enable"])

@@ -15,7 +15,7 @@ BASE = ("experiment=quickstart",)
 )
 def test_a_secret_that_is_written_out_is_refused(key: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"^reward\.arguments\.{key} is a secret that is written out"
+        ConfigError, match=rf"^reward\.arguments\.{key} is a secret in plain text"
     ) as caught:
         load([*BASE, "reward.function=my:judge", f"+reward.arguments.{key}=sentinel"])
     assert f"set reward.arguments.{key}='${{oc.env:{key.upper()}}}'." in str(caught.value)
@@ -53,7 +53,7 @@ def test_what_only_sounds_like_a_secret_is_written(key: str) -> None:
 def test_an_address_with_a_password_is_refused() -> None:
     given = ["actor.engine.model.path=model"]
     with pytest.raises(
-        ConfigError, match=r"^data\.train\.paths is an address with a password"
+        ConfigError, match=r"^data\.train\.paths is a URL with a password"
     ) as caught:
         load([*given, "data.train.paths=['s3://user:sentinel@bucket/train.jsonl']"])
     assert "sentinel" not in str(caught.value)

@@ -76,7 +76,7 @@ def test_a_file_of_the_older_generation_is_not_listed_to_its_end(tmp_path: Path)
 def test_removed_key_says_what_replaced_it() -> None:
     text = refusal("actor_rollout_ref.rollout.n=5")
     assert text.startswith(
-        "actor_rollout_ref.rollout.n is refused since 0.1; now it is: algorithm.group_size. "
+        "actor_rollout_ref.rollout.n was removed in 0.1; use: algorithm.group_size. "
     )
     assert "`temper-migrate explain actor_rollout_ref.rollout.n`" in text
 
@@ -119,12 +119,9 @@ def test_a_teacher_that_shares_devices_or_sleeps_is_refused_with_the_reason(
 ) -> None:
     text = refusal(f"{key}=true")
     assert text.startswith(
-        f"{key} is for a teacher that {kind}, and none does: a teacher is asked while the policy samples and trains"
+        f"{key} is for a teacher that {kind}, which is not supported: teachers are queried in every step"
     )
-    assert (
-        "Teachers stand on a resource pool of their own (teachers.NAME.pool) and never sleep"
-        in text
-    )
+    assert "they have their own resource pool (teachers.NAME.pool) and never sleep" in text
     assert text.endswith("(set by: command line)")
 
 

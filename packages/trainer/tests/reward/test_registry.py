@@ -38,10 +38,10 @@ def test_a_function_can_be_registered_once_under_a_name() -> None:
         ("quality", "Registered are exact_match, gsm8k_flexible"),
         (
             "no_such_module:f",
-            "names module 'no_such_module', which can't be imported .*: put the folder that holds it on PYTHONPATH",
+            "names module 'no_such_module', which cannot be imported .*: add the folder that contains it to PYTHONPATH",
         ),
         ("temper_trainer.reward.builtin_rewards:gsm8k_stict", "did you mean 'gsm8k_strict'"),
-        ("temper_trainer.reward.builtin_rewards:MARK", "has no such function"),
+        ("temper_trainer.reward.builtin_rewards:MARK", "has no function or class of that name"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_refused_with_the_nearest(
@@ -82,6 +82,6 @@ def test_module_of_the_migration_layer_asks_for_its_package(
     monkeypatch.setitem(sys.modules, "temper_legacy_shim", None)
     monkeypatch.delitem(sys.modules, "temper_legacy_shim.old_rewards", raising=False)
     with pytest.raises(
-        ConfigError, match=r"can't be imported .*: pip install temper-legacy-shim\."
+        ConfigError, match=r"cannot be imported .*: pip install temper-legacy-shim\."
     ):
         resolve_reward(RewardConfig(function="temper_legacy_shim.old_rewards:default"))

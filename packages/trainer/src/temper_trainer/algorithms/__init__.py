@@ -1,1 +1,1 @@
-"""What is optimised: advantages, objectives, KL, and how they are aggregated. Pure functions of tensors; nothing here runs a model."""
+"""Advantage estimators, policy losses, KL and value losses: pure functions of tensors."""

@@ -1,7 +1,8 @@
-"""From rewards to advantages: one door to every estimator. Statistics are float64, what leaves is float32.
+"""Compute the advantages of a step with the configured estimator, from rewards, values and KL.
 
-A reward belongs to a completion. The KL penalty, where there is one, belongs to tokens: estimators that look at tokens (gae,
-reinforce_plus_plus) get it token by token, those that look at whole completions get its sum over the trained tokens.
+Rewards are per completion, the KL penalty is per token. The estimators gae and reinforce_plus_plus
+take the penalty token by token; the others subtract its sum over the trained tokens from the
+completion's reward. Statistics are computed in float64, results are float32.
 """
 
 from collections.abc import Sequence
@@ -46,28 +47,31 @@ def estimate_advantages(
     components: Tensor | None = None,
     component_weights: Sequence[float] = (),
 ) -> Advantages:
-    """Advantages of a step's samples, by the configured estimator.
+    """Return the advantages of a step's samples and the metrics that describe them.
 
     Args:
-        config: which estimator, discounts, whitening, and the weight of the KL penalty.
-        samples: B sequences, T tokens; ``group_ids`` says which completions are compared, wherever they stand.
-        rewards: [B] finite; completions whose reward failed are not among the samples.
-        values: [T] values of the critic before this step's first update; for gae.
-        kl: [T] KL(policy, reference) by token (``kl.estimate_kl``); needed where the penalty has a weight.
-        kl_coef: weight of the KL penalty where a controller sets it; None takes config.kl_reward_coef.
-        baselines: [B] rewards of the greedy completions; for remax.
-        components: [B, K] the rewards that ``rewards`` are the weighted sum of; for gdpo.
-        component_weights: their K weights; for gdpo.
+        config: Names the estimator, its discounts, whitening and the weight of the KL penalty.
+        samples: B sequences with T tokens. ``group_ids`` defines the groups; the order does not
+            matter.
+        rewards: [B] finite rewards. Completions whose reward failed must not be among the samples.
+        values: [T] values of the critic before this step's first update; required for gae.
+        kl: [T] KL(policy, reference) from ``kl.estimate_kl``; required if the penalty has a weight.
+        kl_coef: Weight of the KL penalty if a controller sets it; None takes
+            ``config.kl_reward_coef``.
+        baselines: [B] rewards of the greedy completions; required for remax.
+        components: [B, K] rewards whose weighted sum is ``rewards``; required for gdpo.
+        component_weights: K weights of the components; required for gdpo.
 
     Raises:
-        BatchError: an input is missing, not finite, or of another shape.
+        BatchError: If an input is missing, not finite, or has the wrong shape.
     """
     coef = config.kl_reward_coef if kl_coef is None else kl_coef
     _check(config, samples=samples, rewards=rewards, values=values, kl=kl, coef=coef)
     if (baselines is not None) != (config.advantage == "remax"):
         raise BatchError(
-            f"advantages by {config.advantage} with baselines {'given' if baselines is not None else 'missing'}: remax takes the greedy "
-            "completions' rewards, every other estimator none."
+            f"baselines are {'given' if baselines is not None else 'missing'} for "
+            f"algorithm.advantage {config.advantage}: remax needs the rewards of the greedy "
+            "completions, and no other estimator takes them."
         )
     penalty = torch.zeros(samples.num_tokens, dtype=torch.float64)
     if kl is not None and coef:
@@ -78,12 +82,13 @@ def estimate_advantages(
             len(component_weights),
         ):
             raise BatchError(
-                "advantages by gdpo need components [B, K] and K component_weights: set reward.components."
+                "algorithm.advantage gdpo needs components [B, K] and K component_weights: set "
+                "reward.components."
             )
-        held = sum_per_sequence(penalty, samples)
+        penalty_sum = sum_per_sequence(penalty, samples)
         advantages, returns = (
             compute_gdpo_advantages(
-                components, weights=component_weights, penalty=held, samples=samples
+                components, weights=component_weights, penalty=penalty_sum, samples=samples
             ),
             None,
         )
@@ -105,8 +110,17 @@ def estimate_advantages(
     )
 
 
-def token_rewards(rewards: Tensor, *, penalty: Tensor, samples: SequenceBatch) -> Tensor:
-    """[T] float64: the outcome [B] at the last trained token of each sample, less the penalty [T] at every trained one."""
+def compute_token_rewards(rewards: Tensor, *, penalty: Tensor, samples: SequenceBatch) -> Tensor:
+    """Return per-token rewards: the reward at the last trained token, minus the penalty at each.
+
+    Args:
+        rewards: [B] reward of each completion.
+        penalty: [T] float64.
+        samples: B sequences, T tokens.
+
+    Returns:
+        [T] float64.
+    """
     return place_at_last_token(rewards, samples=samples) - penalty
 
 
@@ -119,8 +133,8 @@ def _estimate(
     values: Tensor | None,
     baselines: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    by_token = token_rewards(rewards, penalty=penalty, samples=samples)
-    whole = rewards.double() - sum_per_sequence(penalty, samples)
+    by_token = compute_token_rewards(rewards, penalty=penalty, samples=samples)
+    sequence_rewards = rewards.double() - sum_per_sequence(penalty, samples)
     name, groups = config.advantage, samples.group_ids
     if name == "gae":
         assert values is not None
@@ -136,25 +150,29 @@ def _estimate(
             by_token, samples=samples, gamma=config.gamma
         ), None
     if name == "reinforce_plus_plus_baseline":
-        return compute_reinforce_plus_plus_baseline_advantages(whole, samples=samples), None
+        return compute_reinforce_plus_plus_baseline_advantages(
+            sequence_rewards, samples=samples
+        ), None
     if is_import_path(name):
-        own = compute_custom_advantages(config, rewards=whole, samples=samples)
-        by_token = own if own.shape == (samples.num_tokens,) else own[samples.sequence_index]
+        custom = compute_custom_advantages(config, rewards=sequence_rewards, samples=samples)
+        by_token = (
+            custom if custom.shape == (samples.num_tokens,) else custom[samples.sequence_index]
+        )
         return torch.where(samples.loss_mask, by_token.double(), 0.0), None
     match name:
         case "rloo":
-            per_sample = compute_rloo_advantages(whole, group_ids=groups)
+            per_sample = compute_rloo_advantages(sequence_rewards, group_ids=groups)
         case "remax":
             assert baselines is not None
-            per_sample = compute_remax_advantages(whole, baselines=baselines)
+            per_sample = compute_remax_advantages(sequence_rewards, baselines=baselines)
         case "opo":
             lengths = sum_per_sequence(samples.loss_mask.double(), samples)
-            per_sample = compute_opo_advantages(whole, lengths=lengths, group_ids=groups)
+            per_sample = compute_opo_advantages(sequence_rewards, lengths=lengths, group_ids=groups)
         case "gpg":
-            per_sample = compute_gpg_advantages(whole, group_ids=groups)
+            per_sample = compute_gpg_advantages(sequence_rewards, group_ids=groups)
         case _:
             per_sample = compute_grpo_advantages(
-                whole, group_ids=groups, scale_by_std=name == "grpo"
+                sequence_rewards, group_ids=groups, scale_by_std=name == "grpo"
             )
     return torch.where(samples.loss_mask, per_sample[samples.sequence_index], 0.0), None
 
@@ -170,22 +188,26 @@ def _check(
 ) -> None:
     if rewards.shape != (samples.num_sequences,) or not bool(rewards.isfinite().all()):
         raise BatchError(
-            f"rewards must be {samples.num_sequences} finite numbers, one per sample, but have shape {tuple(rewards.shape)} and begin "
-            f"{rewards.tolist()[:8]}: leave out samples whose reward failed."
+            f"rewards have shape {tuple(rewards.shape)} and start with {rewards.tolist()[:8]}, "
+            f"but must be {samples.num_sequences} finite numbers, one per sample: drop the "
+            "samples whose reward failed."
         )
     if (values is not None) != (config.advantage == "gae"):
         raise BatchError(
-            f"advantages by {config.advantage} with values {'given' if values is not None else 'missing'}: gae takes the critic's values, "
-            "every other estimator none."
+            f"values are {'given' if values is not None else 'missing'} for algorithm.advantage "
+            f"{config.advantage}: gae needs the critic's values, and no other estimator takes "
+            "them."
         )
     if coef and kl is None:
         raise BatchError(
-            f"the reward's KL penalty has weight {coef}, but no KL was given: pass kl [T] from kl.estimate_kl."
+            f"the KL penalty on the reward has weight {coef}, but kl is missing: pass kl [T] from "
+            "kl.estimate_kl."
         )
     for name, column in (("values", values), ("kl", kl)):
         if column is not None and column.shape != (samples.num_tokens,):
             raise BatchError(
-                f"{name} has shape {tuple(column.shape)}, but there are {samples.num_tokens} tokens."
+                f"{name} has shape {tuple(column.shape)}, but must be [{samples.num_tokens}], one "
+                "value per token."
             )
 
 

@@ -1,4 +1,4 @@
-"""Several objectives in one update, as a weighted sum of their per-token losses."""
+"""An objective that adds several objectives in one update."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,14 +22,13 @@ from temper_engine_api.objective import (
 @register_objective("combined")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CombinedObjective(Objective):
-    """loss = sum over i of coefs[i] * parts[i], token by token; all parts share the aggregation."""
+    """Weighted sum of objectives, token by token: loss = sum_i coefs[i] * parts[i]."""
 
     parts: tuple[Objective, ...]
-    """Objectives whose losses are per token."""
+    """Objectives with per-token losses and the same aggregation."""
     coefs: tuple[float, ...]
-    """Their weights."""
+    """One weight per part."""
     aggregation: Aggregation
-    """How the sum becomes one number."""
 
     def __post_init__(self) -> None:
         if (
@@ -38,21 +37,22 @@ class CombinedObjective(Objective):
             or any(part.aggregation != self.aggregation for part in self.parts)
         ):
             raise ConfigError(
-                f"a combined objective needs as many coefs as parts, and one aggregation for all, but is {self}."
+                "a combined objective needs one coef per part and the same aggregation "
+                f"everywhere, but is {self}."
             )
 
     @property
     def required_outputs(self) -> frozenset[HeadOutput]:
-        """What any part asks."""
+        """Union of the parts' required outputs."""
         return frozenset().union(*(part.required_outputs for part in self.parts))
 
     @property
     def columns(self) -> frozenset[str]:
-        """What any part reads."""
+        """Union of the parts' columns."""
         return frozenset().union(*(part.columns for part in self.parts))
 
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
-        """What every part prepares."""
+        """Return the columns that the parts prepare."""
         return {
             name: column
             for part in self.parts
@@ -60,14 +60,15 @@ class CombinedObjective(Objective):
         }
 
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
-        """[T] losses of one micro-batch."""
+        """Return the weighted sum [T] of the parts' losses for one micro-batch."""
         total = torch.zeros(batch.num_tokens, device=batch.tokens.device)
         metrics: dict[str, Metric] = {}
         for part, coef in zip(self.parts, self.coefs, strict=True):
             terms = part(head_outputs, batch)
             if terms.level != "token":
                 raise ConfigError(
-                    f"objective {part.name!r} returns one loss per sequence, and can't be combined with losses per token."
+                    f"objective {part.name!r} returns one loss per sequence, and cannot be added "
+                    "to per-token losses."
                 )
             total = total + coef * (
                 terms.loss if terms.weight is None else terms.loss * terms.weight

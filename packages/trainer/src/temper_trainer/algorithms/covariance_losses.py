@@ -1,4 +1,8 @@
-"""Clip-Cov and KL-Cov: tokens whose log-prob and advantage vary together are what makes entropy collapse; few of them are held back."""
+"""Clip-Cov and KL-Cov: restrict updates on tokens whose log-prob and advantage covary strongly.
+
+These tokens drive entropy collapse. Clip-Cov removes a few of them from the gradient, KL-Cov adds a
+KL penalty to them.
+"""
 
 import math
 from collections.abc import Mapping
@@ -14,14 +18,17 @@ from temper_engine_api.objective import register_objective
 from temper_trainer.algorithms.policy_losses import ClippedObjective
 from temper_trainer.algorithms.surrogate import SurrogateObjective
 
-IS_SELECTED = "is_held"
-"""Name of the [T] float32 column that ``prepare`` makes: 1 at the tokens held back."""
+IS_SELECTED = "is_selected"
+"""Name of the [T] float32 column from ``prepare``: 1 at the tokens selected by covariance."""
 
 
 def compute_covariances(batch: SequenceBatch) -> Tensor:
-    """[T] float64: (log p_old - mean) * (A - mean), means over the trained tokens of the mini-batch; 0 at untrained tokens.
+    """Return [T] float64 (log p_old - mean) * (A - mean); 0 at untrained tokens.
 
-    Source: Cui et al. 2025, arXiv:2505.22617, equation 8.
+    The means are over the trained tokens of the mini-batch.
+
+    Source: Cui et al. 2025, arXiv:2505.22617, equation 8, with the old log-probs in place of the
+    current ones, so that the selection is fixed before the update.
     """
     mask = batch.loss_mask
     logprobs, advantages = (
@@ -38,9 +45,10 @@ def compute_covariances(batch: SequenceBatch) -> Tensor:
 @register_objective("clip_cov")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipCovObjective(ClippedObjective):
-    """PPO's clip, and a random share of the tokens of high covariance has no gradient at all.
+    """PPO loss without the gradient of a few random tokens of high covariance.
 
-    Chosen are share * N of the mini-batch's N trained tokens (at least one), at random among those with low < covariance < high.
+    Selects max(1, fraction * N) of the mini-batch's N trained tokens at random among those with
+    min_covariance < covariance < max_covariance, and sets their loss to 0.
 
     Source: Cui et al. 2025, arXiv:2505.22617, equations 8 to 10.
     """
@@ -48,28 +56,32 @@ class ClipCovObjective(ClippedObjective):
     always_needs_old_logprobs: ClassVar[bool] = True
     prepared_columns: ClassVar[frozenset[str]] = frozenset({IS_SELECTED})
 
-    share: float = 2e-4
-    """Of the mini-batch's trained tokens."""
-    low: float = 1.0
-    """Covariance above which a token may be chosen."""
-    high: float = 5.0
-    """Covariance below which a token may be chosen."""
+    fraction: float = 2e-4
+    """Fraction of the mini-batch's trained tokens to select, in (0, 1]."""
+    min_covariance: float = 1.0
+    """Tokens with a covariance above this may be selected."""
+    max_covariance: float = 5.0
+    """Tokens with a covariance below this may be selected."""
 
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
-        """Which tokens are held back, once for the whole mini-batch."""
+        """Select tokens once for the mini-batch, independent of its split into micro-batches."""
         covariance = compute_covariances(batch)
-        candidates = batch.loss_mask & (covariance > self.low) & (covariance < self.high)
-        drawn = torch.where(candidates, uniform_hash(batch, seed=seed), math.inf)
+        candidates = (
+            batch.loss_mask
+            & (covariance > self.min_covariance)
+            & (covariance < self.max_covariance)
+        )
+        hashes = torch.where(candidates, uniform_hash(batch, seed=seed), math.inf)
         return {
-            IS_SELECTED: _first(
-                drawn, count=min(_share_of(batch, self.share), int(candidates.sum()))
+            IS_SELECTED: _mark_smallest(
+                hashes, count=min(_num_selected(batch, self.fraction), int(candidates.sum()))
             )
         }
 
     def surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
-        """Clipped, and 0 where held back."""
+        """Return the clipped surrogate, 0 at selected tokens."""
         loss = ClippedObjective.surrogate(
             self, log_ratio, logprobs=logprobs, advantages=advantages, batch=batch
         )
@@ -78,10 +90,10 @@ class ClipCovObjective(ClippedObjective):
     def clip_metrics(
         self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
     ) -> dict[str, Metric]:
-        """Those of its kin, and the share of tokens held back."""
-        found = ClippedObjective.clip_metrics(self, log_ratio, advantages=advantages, batch=batch)
+        """Return the clip fractions and the fraction of selected tokens."""
+        metrics = ClippedObjective.clip_metrics(self, log_ratio, advantages=advantages, batch=batch)
         return {
-            **found,
+            **metrics,
             "policy/cov_selected_fraction": weighted_mean(
                 batch.columns[IS_SELECTED], batch.loss_mask
             ),
@@ -91,57 +103,66 @@ class ClipCovObjective(ClippedObjective):
 @register_objective("kl_cov")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlCovObjective(SurrogateObjective):
-    """The plain surrogate, and the tokens of highest covariance are held near the old policy.
+    """Unclipped surrogate with a KL penalty on the tokens of highest covariance.
 
-    loss = -rho * A, plus kl_cov_coef * |log rho| on the share * N tokens of the mini-batch (at least one) whose covariance is highest.
+        loss = -rho * A + kl_cov_coef * |log rho|   (the second term only at selected tokens)
 
-    Source: Cui et al. 2025, arXiv:2505.22617, equations 8, 11 and 12; the distance |log rho| as in the authors' code.
+    Selects the max(1, fraction * N) tokens of the mini-batch with the highest covariance.
+
+    Source: Cui et al. 2025, arXiv:2505.22617, equations 8, 11 and 12; the distance |log rho| as in
+    the authors' code.
     """
 
     always_needs_old_logprobs: ClassVar[bool] = True
     prepared_columns: ClassVar[frozenset[str]] = frozenset({IS_SELECTED})
 
-    share: float = 2e-4
-    """Of the mini-batch's trained tokens."""
+    fraction: float = 2e-4
+    """Fraction of the mini-batch's trained tokens to select, in (0, 1]."""
     kl_cov_coef: float = 1.0
-    """Weight of the distance."""
+    """Weight of |log rho| at selected tokens."""
 
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
-        """Which tokens are held back, once for the whole mini-batch; ties are broken by lot, so that no order of samples matters."""
+        """Select tokens once for the mini-batch.
+
+        Ties are broken by a hash of sample id and position, so that the order of samples does not
+        matter.
+        """
         covariance = torch.where(batch.loss_mask, compute_covariances(batch), -math.inf)
-        by_lot = uniform_hash(batch, seed=seed).argsort(stable=True)
-        ranked = by_lot[covariance[by_lot].argsort(descending=True, stable=True)]
-        held = torch.zeros(batch.num_tokens)
-        held[ranked[: _share_of(batch, self.share)]] = 1.0
-        return {IS_SELECTED: held}
+        shuffled = uniform_hash(batch, seed=seed).argsort(stable=True)
+        ranked = shuffled[covariance[shuffled].argsort(descending=True, stable=True)]
+        is_selected = torch.zeros(batch.num_tokens)
+        is_selected[ranked[: _num_selected(batch, self.fraction)]] = 1.0
+        return {IS_SELECTED: is_selected}
 
     def surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
-        """-rho * A, and the distance where held back."""
-        held = torch.where(batch.columns[IS_SELECTED] > 0, log_ratio.abs(), 0.0)
-        return -log_ratio.exp() * advantages + self.kl_cov_coef * held
+        """Return -rho * A, plus the distance at selected tokens."""
+        distance = torch.where(batch.columns[IS_SELECTED] > 0, log_ratio.abs(), 0.0)
+        return -log_ratio.exp() * advantages + self.kl_cov_coef * distance
 
     def clip_metrics(
         self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
     ) -> dict[str, Metric]:
-        """Those of its kin, and the share of tokens held back."""
-        found = SurrogateObjective.clip_metrics(self, log_ratio, advantages=advantages, batch=batch)
+        """Return the fraction of selected tokens."""
+        metrics = SurrogateObjective.clip_metrics(
+            self, log_ratio, advantages=advantages, batch=batch
+        )
         return {
-            **found,
+            **metrics,
             "policy/cov_selected_fraction": weighted_mean(
                 batch.columns[IS_SELECTED], batch.loss_mask
             ),
         }
 
 
-def _share_of(batch: SequenceBatch, share: float) -> int:
+def _num_selected(batch: SequenceBatch, fraction: float) -> int:
     trained = int(batch.loss_mask.sum())
-    return min(trained, max(1, int(share * trained)))
+    return min(trained, max(1, int(fraction * trained)))
 
 
-def _first(ranked: Tensor, *, count: int) -> Tensor:
-    """[T] float32: 1 at the ``count`` smallest entries."""
+def _mark_smallest(ranked: Tensor, *, count: int) -> Tensor:
+    """Return [T] float32 with 1 at the ``count`` smallest entries and 0 elsewhere."""
     chosen = torch.zeros(len(ranked))
     chosen[ranked.argsort(stable=True)[:count]] = 1.0
     return chosen
@@ -154,7 +175,11 @@ _BITS = 52
 
 
 def uniform_hash(batch: SequenceBatch, *, seed: int) -> Tensor:
-    """[T] float64 in [0, 1), one for each token: a multiply-and-shift hash in wrapping 64-bit integers."""
+    """Return [T] float64 uniform in [0, 1), a hash of (seed, sample id, position) for each token.
+
+    A generator would depend on the order and the split of the samples; this hash does not. It
+    multiplies and shifts in wrapping 64-bit integers.
+    """
     starts = batch.sequence_starts.long()[:-1]
     position = torch.arange(batch.num_tokens) - starts[batch.sequence_index]
     key = batch.sample_ids[batch.sequence_index] * 1_000_003 + position * 8_191 + seed

@@ -1,4 +1,4 @@
-"""Estimators and objectives of a user's own, found by import path and asked in the places of the named ones."""
+"""Load and call advantage estimators and policy losses that users give by import path."""
 
 import inspect
 from collections.abc import Callable
@@ -13,80 +13,82 @@ from temper_trainer.algorithms.surrogate import SurrogateObjective
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.import_path import import_object
 
-SHARED = frozenset(field.name for field in fields(SurrogateObjective))
+SHARED_FIELDS = frozenset(field.name for field in fields(SurrogateObjective))
 """Fields that keys of the configuration fill in every objective."""
 
 
 def load_advantage_function(config: AlgorithmConfig) -> Callable[..., object]:
-    """The function that ``config.advantage`` names, its arguments checked against its signature.
+    """Import the function named by ``config.advantage`` and check its arguments.
 
     Raises:
-        ConfigError: it can't be imported, or can't be called with these arguments.
+        ConfigError: If it cannot be imported, or does not accept these arguments.
     """
-    found = import_object(config.advantage, key="algorithm.advantage")
+    loaded = import_object(config.advantage, key="algorithm.advantage")
     try:
-        inspect.signature(found).bind(None, samples=None, **config.advantage_arguments)
+        inspect.signature(loaded).bind(None, samples=None, **config.advantage_arguments)
     except TypeError as error:
         raise ConfigError(
-            f"algorithm.advantage {config.advantage} can't be called with rewards, samples and algorithm.advantage_arguments "
-            f"{dict(config.advantage_arguments)}: {error}."
+            f"algorithm.advantage {config.advantage} cannot be called with rewards, samples and "
+            f"algorithm.advantage_arguments {dict(config.advantage_arguments)}: {error}."
         ) from error
-    return found
+    return loaded
 
 
 def compute_custom_advantages(
     config: AlgorithmConfig, *, rewards: Tensor, samples: SequenceBatch
 ) -> Tensor:
-    """Its numbers by sequence or by token.
+    """Call the user's advantage function and check its result.
 
     Args:
-        config: which function, and its arguments.
-        rewards: [B] float64, less the KL penalty of each sequence.
+        config: Names the function and its arguments.
+        rewards: [B] float64, minus the KL penalty of each sequence.
         samples: B sequences, T tokens.
 
     Returns:
         [B] or [T].
 
     Raises:
-        BatchError: it returned something else, or a number that is not finite.
+        BatchError: If it returns anything but a finite tensor of one of these shapes.
     """
-    found: object = load_advantage_function(config)(
+    loaded: object = load_advantage_function(config)(
         rewards, samples=samples, **config.advantage_arguments
     )
     expected = ((samples.num_sequences,), (samples.num_tokens,))
     if (
-        not isinstance(found, Tensor)
-        or tuple(found.shape) not in expected
-        or not bool(found.isfinite().all())
+        not isinstance(loaded, Tensor)
+        or tuple(loaded.shape) not in expected
+        or not bool(loaded.isfinite().all())
     ):
         got = (
-            f"a tensor of shape {tuple(found.shape)}"
-            if isinstance(found, Tensor)
-            else f"{type(found).__name__}"
+            f"a tensor of shape {tuple(loaded.shape)}"
+            if isinstance(loaded, Tensor)
+            else f"{type(loaded).__name__}"
         )
         raise BatchError(
-            f"algorithm.advantage {config.advantage} returned {got}, but must return finite numbers: [{samples.num_sequences}], one by "
-            f"sequence, or [{samples.num_tokens}], one by token."
+            f"algorithm.advantage {config.advantage} returned {got}, but must return finite "
+            f"numbers: [{samples.num_sequences}], one per sequence, or [{samples.num_tokens}], "
+            "one per token."
         )
-    return found
+    return loaded
 
 
 def load_policy_loss_class(config: AlgorithmConfig) -> type[SurrogateObjective]:
-    """The class that ``config.policy_loss`` names, its arguments checked against its fields.
+    """Import the class named by ``config.policy_loss`` and check its arguments against its fields.
 
     Raises:
-        ConfigError: it can't be imported, is no SurrogateObjective, or an argument is none of its own fields.
+        ConfigError: If it cannot be imported, is not a SurrogateObjective, or lacks a field.
     """
-    found: Any = import_object(config.policy_loss, key="algorithm.policy_loss")
-    if not (isinstance(found, type) and issubclass(found, SurrogateObjective)):
+    loaded: Any = import_object(config.policy_loss, key="algorithm.policy_loss")
+    if not (isinstance(loaded, type) and issubclass(loaded, SurrogateObjective)):
         raise ConfigError(
             f"algorithm.policy_loss is {config.policy_loss}, which does not derive from "
-            "temper_trainer.algorithms.surrogate.SurrogateObjective: derive it, and write its surrogate()."
+            "temper_trainer.algorithms.surrogate.SurrogateObjective: make it a subclass that "
+            "implements surrogate()."
         )
-    own = {field.name for field in fields(found)} - SHARED
-    if unknown := sorted(config.policy_loss_arguments.keys() - own):
+    own_fields = {field.name for field in fields(loaded)} - SHARED_FIELDS
+    if unknown := sorted(config.policy_loss_arguments.keys() - own_fields):
         raise ConfigError(
-            f"algorithm.policy_loss_arguments names {', '.join(unknown)}, but {config.policy_loss} has the fields "
-            f"{', '.join(sorted(own)) or 'none'} of its own."
+            f"algorithm.policy_loss_arguments names {', '.join(unknown)}, but the arguments of "
+            f"{config.policy_loss} are {', '.join(sorted(own_fields)) or 'none'}."
         )
-    return found
+    return loaded

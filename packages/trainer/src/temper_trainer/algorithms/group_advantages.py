@@ -1,4 +1,7 @@
-"""Advantage estimators that compare the completions of one prompt."""
+"""Advantage estimators that compare a completion with its group or another baseline.
+
+Groups are defined by ``group_ids``, never by position. Sums are float64.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,24 +15,25 @@ from temper_trainer.algorithms.token_advantages import whiten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStatistics:
-    """Per sample the statistics of its group, and per group whether it can teach anything."""
+    """Statistics of each sample's group, and the fractions of groups without a learning signal."""
 
     size: Tensor
-    """[B] float64 samples in the sample's group."""
+    """[B] float64: number of samples in the sample's group."""
     mean: Tensor
-    """[B] float64 mean reward of the group."""
+    """[B] float64: mean reward of the group."""
     std: Tensor
-    """[B] float64 unbiased deviation; 0 in a group of one."""
+    """[B] float64: unbiased standard deviation of the group's rewards; 0 in a group of one."""
     is_zero_std: Tensor
-    """[B] bool: every reward of the group is the same, so that it says nothing about which completion is better."""
+    """[B] bool: True if all rewards of the group are equal, so that the group carries no signal."""
     zero_std_fraction: float
-    """Share of groups that are flat, groups of one among them."""
+    """Fraction of groups with equal rewards, groups of one included."""
     single_fraction: float
-    """Share of groups of one: the rewards of the others failed."""
+    """Fraction of groups of one, whose other completions had no valid reward."""
 
 
 def compute_group_statistics(rewards: Tensor, *, group_ids: Tensor) -> GroupStatistics:
-    """Statistics of rewards [B] by group_ids [B]; samples of a group may stand anywhere."""
+    """Return the statistics of rewards [B] grouped by group_ids [B]; the order does not matter."""
+    # Group ids are arbitrary integers, so they are mapped to 0..num_groups-1 first.
     distinct, group = torch.unique(group_ids, return_inverse=True)
     rewards = rewards.double()
 
@@ -39,9 +43,11 @@ def compute_group_statistics(rewards: Tensor, *, group_ids: Tensor) -> GroupStat
     size = total(torch.ones_like(rewards))
     mean = total(rewards) / size
     std = (total((rewards - mean[group]).square()) / (size - 1).clamp(min=1)).sqrt()
-    edge = torch.zeros_like(mean)
-    highest = edge.scatter_reduce(0, group, rewards, reduce="amax", include_self=False)
-    lowest = edge.scatter_reduce(0, group, rewards, reduce="amin", include_self=False)
+    # The maximum and minimum are compared, not std with 0: the mean of equal rewards may round, and
+    # then std is tiny but positive.
+    initial = torch.zeros_like(mean)
+    highest = initial.scatter_reduce(0, group, rewards, reduce="amax", include_self=False)
+    lowest = initial.scatter_reduce(0, group, rewards, reduce="amin", include_self=False)
     is_zero_std = highest == lowest
     return GroupStatistics(
         size=size[group],
@@ -54,43 +60,50 @@ def compute_group_statistics(rewards: Tensor, *, group_ids: Tensor) -> GroupStat
 
 
 EPSILON = 1e-6
-"""Added to the group's deviation, as published."""
+"""Added to the group's standard deviation, as in the GRPO paper's implementations."""
 
 
 def compute_grpo_advantages(rewards: Tensor, *, group_ids: Tensor, scale_by_std: bool) -> Tensor:
-    """Reward above the group's mean, in units of the group's spread if asked.
+    """Return rewards minus the group's mean, optionally divided by the group's standard deviation.
 
-    A_i = (r_i - mean(r)) / (std(r) + 1e-6), over the completions of one prompt; std is the unbiased one.
+        A_i = (r_i - mean(r)) / (std(r) + 1e-6)
+
+    The mean and the unbiased std are over the completions of one prompt.
 
     Args:
         rewards: [B] one scalar per completion.
-        group_ids: [B]; completions of one prompt share it, in any order and number.
-        scale_by_std: True is GRPO as published; False is Dr. GRPO, which removes the difficulty bias.
+        group_ids: [B] equal for the completions of one prompt; any order, any group size.
+        scale_by_std: True is GRPO. False is Dr. GRPO, which does not divide and so does not
+            overweight prompts with a small spread.
 
     Returns:
-        [B] float64. Exactly 0 in a group with equal rewards, also where their mean rounds, and in a group of one, which has nothing to be
-        compared with.
+        [B] float64. Exactly 0 in a group with equal rewards, even if their mean rounds, and in a
+        group of one.
 
-    Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2 (outcome supervision); Liu et al. 2025, arXiv:2503.20783.
+    Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2 (outcome supervision); Liu et al.
+    2025, arXiv:2503.20783.
     """
     group = compute_group_statistics(rewards, group_ids=group_ids)
-    above = torch.where(group.is_zero_std, 0.0, rewards.double() - group.mean)
-    return above / (group.std + EPSILON) if scale_by_std else above
+    centered = torch.where(group.is_zero_std, 0.0, rewards.double() - group.mean)
+    return centered / (group.std + EPSILON) if scale_by_std else centered
 
 
 def compute_rloo_advantages(rewards: Tensor, *, group_ids: Tensor) -> Tensor:
-    """Reward above the mean of the group's other completions.
+    """Return rewards minus the mean of the group's other completions (leave-one-out).
 
-    A_i = r_i - 1/(G - 1) * sum of r_j, j != i, which is G/(G - 1) * (r_i - mean(r)): unbiased, since the baseline never saw r_i.
+        A_i = r_i - sum_{j != i} r_j / (G - 1) = G / (G - 1) * (r_i - mean(r))
+
+    Unbiased, because the baseline does not depend on r_i.
 
     Args:
         rewards: [B] one scalar per completion.
-        group_ids: [B]; completions of one prompt share it, in any order and number.
+        group_ids: [B] equal for the completions of one prompt; any order, any group size.
 
     Returns:
-        [B] float64; exactly 0 in a group with equal rewards and in a group of one, which has no others.
+        [B] float64; exactly 0 in a group with equal rewards and in a group of one.
 
-    Source: Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al. 2024, arXiv:2402.14740, section 3.
+    Source: Kool et al. 2019, "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al.
+    2024, arXiv:2402.14740, section 3.
     """
     group = compute_group_statistics(rewards, group_ids=group_ids)
     scale = group.size / (group.size - 1).clamp(min=1)
@@ -98,14 +111,17 @@ def compute_rloo_advantages(rewards: Tensor, *, group_ids: Tensor) -> Tensor:
 
 
 def compute_opo_advantages(rewards: Tensor, *, lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """Reward above the group's mean weighted by length.
+    """Return rewards minus the group's length-weighted mean, OPO's variance-minimizing baseline.
 
-    A_i = r_i - sum of l_j r_j / sum of l_j over the completions j of the prompt.
+        A_i = r_i - sum_j l_j * r_j / sum_j l_j
+
+    The sums are over the completions j of the prompt. The baseline is optimal if the squared norm
+    of a completion's gradient is proportional to its length.
 
     Args:
         rewards: [B] one scalar per completion.
-        lengths: [B] trained tokens of each.
-        group_ids: [B]; completions of one prompt share it, in any order and number.
+        lengths: [B] number of trained tokens of each completion.
+        group_ids: [B] equal for the completions of one prompt; any order, any group size.
 
     Returns:
         [B] float64; exactly 0 in a group with equal rewards.
@@ -113,41 +129,51 @@ def compute_opo_advantages(rewards: Tensor, *, lengths: Tensor, group_ids: Tenso
     Source: Hao et al. 2025, arXiv:2505.23585, equation 7.
     """
     group = compute_group_statistics(rewards, group_ids=group_ids)
-    distinct, place = torch.unique(group_ids, return_inverse=True)
+    distinct, group_index = torch.unique(group_ids, return_inverse=True)
     weights = lengths.double()
-    total = weights.new_zeros(len(distinct)).index_add(0, place, weights)
-    weighted = weights.new_zeros(len(distinct)).index_add(0, place, weights * rewards.double())
+    total = weights.new_zeros(len(distinct)).index_add(0, group_index, weights)
+    weighted = weights.new_zeros(len(distinct)).index_add(
+        0, group_index, weights * rewards.double()
+    )
     baseline = weighted / total.clamp(min=1.0)
-    return torch.where(group.is_zero_std, 0.0, rewards.double() - baseline[place])
+    return torch.where(group.is_zero_std, 0.0, rewards.double() - baseline[group_index])
 
 
 def compute_gpg_advantages(rewards: Tensor, *, group_ids: Tensor) -> Tensor:
-    """Reward above the group's mean, scaled up by the share of completions that have a gradient.
+    """Return rewards minus the group's mean, scaled up for completions in zero-std groups.
 
-    A_i = B / (B - M) * (r_i - mean(r)), with M the completions of groups whose rewards are all equal; no division by the deviation.
+        A_i = B / (B - M) * (r_i - mean(r))
+
+    M is the number of completions in groups with equal rewards, which have no gradient. The scale
+    keeps them from diluting the mean over the batch. There is no division by the standard
+    deviation.
 
     Args:
         rewards: [B] one scalar per completion.
-        group_ids: [B]; completions of one prompt share it, in any order and number.
+        group_ids: [B] equal for the completions of one prompt; any order, any group size.
 
     Returns:
         [B] float64; 0 in a group with equal rewards.
 
     Source: Chu et al. 2025, arXiv:2504.02546, equations 6 and 7 with F_norm = 1.
     """
-    alive = float((~compute_group_statistics(rewards, group_ids=group_ids).is_zero_std).sum())
-    scale = len(rewards) / alive if alive else 1.0
+    num_with_signal = float(
+        (~compute_group_statistics(rewards, group_ids=group_ids).is_zero_std).sum()
+    )
+    scale = len(rewards) / num_with_signal if num_with_signal else 1.0
     return scale * compute_grpo_advantages(rewards, group_ids=group_ids, scale_by_std=False)
 
 
 def compute_remax_advantages(rewards: Tensor, *, baselines: Tensor) -> Tensor:
-    """Reward above that of the same prompt's greedy completion.
+    """Return rewards minus the reward of the same prompt's greedy completion.
 
-    A_i = r_i - r_greedy: unbiased, since the greedy completion does not depend on the one that was drawn.
+        A_i = r_i - r_greedy
+
+    Unbiased, because the greedy completion does not depend on the sampled one.
 
     Args:
         rewards: [B] one scalar per completion.
-        baselines: [B] the reward of the greedy completion of each sample's prompt.
+        baselines: [B] reward of the greedy completion of each sample's prompt.
 
     Returns:
         [B] float64.
@@ -160,16 +186,20 @@ def compute_remax_advantages(rewards: Tensor, *, baselines: Tensor) -> Tensor:
 def compute_gdpo_advantages(
     components: Tensor, *, weights: Sequence[float], penalty: Tensor, samples: SequenceBatch
 ) -> Tensor:
-    """Weighted sum of group-relative advantages, whitened over the trained tokens of the step.
+    """Return the whitened weighted sum of per-reward GRPO advantages.
 
-    S_i = sum over k of w_k * (r_ik - mean_k) / (std_k + 1e-6) within the group of i; A = (S - mean(S)) / std(S). So a combination of
-    rewards keeps its own advantage where a sum of rewards would collapse it onto another's.
+        S_i = sum_k w_k * (r_ik - mean_k) / (std_k + 1e-6)
+        A = (S - mean(S)) / std(S)
+
+    mean_k and std_k are over the group of i; mean(S) and std(S) are over the step's trained tokens.
+    Normalizing each reward separately keeps combinations of rewards apart that a sum of the raw
+    rewards would map to the same value.
 
     Args:
         components: [B, K] rewards.
-        weights: K factors.
-        penalty: [B] taken from the sum before it is whitened: the KL to a reference.
-        samples: the step's.
+        weights: K weights.
+        penalty: [B] KL penalty, subtracted from S before whitening.
+        samples: B sequences, T tokens.
 
     Returns:
         [T] float64, 0 at untrained tokens.
@@ -187,11 +217,11 @@ def compute_gdpo_advantages(
 def compute_reinforce_plus_plus_baseline_advantages(
     rewards: Tensor, *, samples: SequenceBatch
 ) -> Tensor:
-    """Reward above the group's mean, on every trained token, whitened over the trained tokens of the step.
+    """Return rewards minus the group's mean on every trained token, whitened over the step.
 
     Args:
         rewards: [B] one scalar per completion.
-        samples: the step's.
+        samples: B sequences, T tokens.
 
     Returns:
         [T] float64, 0 at untrained tokens.

@@ -1,4 +1,4 @@
-"""Estimators of KL(policy, reference) from single log-probs, and the controllers of its weight."""
+"""Estimators of KL(policy, reference) from the log-probs of sampled tokens."""
 
 from typing import Literal
 
@@ -11,15 +11,24 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this before exp: e^20 is 5e8, beyond which float32 products overflow. No gradient flows outside."""
+"""Log-ratios are clamped to [-20, 20] before exp.
+
+e^20 is 5e8; products of larger ratios lose all precision in float32. No gradient flows outside.
+"""
 
 
 def estimate_kl(logprobs: Tensor, *, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
-    """KL(policy, reference) at each token, from tokens that the policy drew.
+    """Estimate KL(policy, reference) at each token that the policy sampled.
 
-    With d = log ref - log policy: k1 = -d (unbiased, either sign), k2 = d^2 / 2 (biased), k3 = exp(d) - 1 - d (unbiased, never
-    negative). All are 0 where the two agree. In a loss, where the tokens' own probability has no gradient, the expected gradient of k1 is
-    zero, that of k2 is the gradient of KL(policy, reference), that of k3 the gradient of KL(reference, policy).
+    With d = log ref - log policy:
+
+        k1 = -d                 unbiased, either sign
+        k2 = d^2 / 2            biased
+        k3 = exp(d) - 1 - d     unbiased, never negative
+
+    All are 0 where the two agree. Used as a loss, where the sampling probability has no gradient,
+    the expected gradient of k1 is zero, of k2 that of KL(policy, reference), and of k3 that of
+    KL(reference, policy).
 
     Args:
         logprobs: [T] float32 of the policy, with or without gradient.
@@ -40,5 +49,8 @@ def estimate_kl(logprobs: Tensor, *, ref_logprobs: Tensor, estimator: KlEstimato
 
 
 def mean_sequence_kl(kl: Tensor, *, samples: SequenceBatch) -> float:
-    """Mean over the samples of the KL [T] summed over trained tokens, in nats, summed in float64: what a controller is shown."""
+    """Return the mean over samples of the KL [T] summed over trained tokens, in nats.
+
+    Summed in float64. This is the number that ``KlController`` is given.
+    """
     return float(torch.where(samples.loss_mask, kl.double(), 0.0).sum()) / samples.num_sequences

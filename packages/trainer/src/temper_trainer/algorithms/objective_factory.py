@@ -1,4 +1,4 @@
-"""From the configuration to the objectives of a run, and whether the step needs a pass for old log-probs."""
+"""Build the objectives of a run from its configuration."""
 
 from collections.abc import Mapping
 from typing import TypedDict
@@ -40,10 +40,12 @@ _POLICY_LOSSES: Mapping[str, type[SurrogateObjective]] = {
 
 
 def needs_old_logprobs(config: AlgorithmConfig, batching: BatchingConfig) -> bool:
-    """Whether old log-probs must be measured before the update.
+    """Return True if a forward pass must measure old log-probs before the update.
 
-    With one update per step the policy before it is the policy itself, and the pass (12 to 19 % of a step) is saved, unless something
-    before the update needs the numbers: a KL penalty on the reward, rollout correction, the compute_covariances of Clip-Cov and KL-Cov.
+    With one update per step the policy before the update is the current policy, and the pass (12 to
+    19 % of a step) is skipped. It is still needed for a KL penalty on the reward, for rollout
+    correction, and for the covariances of Clip-Cov and KL-Cov, which use the numbers before the
+    update.
     """
     is_single_update = batching.num_mini_batches == 1 and batching.num_passes == 1
     correction = config.rollout_correction
@@ -52,12 +54,12 @@ def needs_old_logprobs(config: AlgorithmConfig, batching: BatchingConfig) -> boo
     needs_numbers = (
         config.kl_reward_coef > 0
         or correction is not None
-        or _policy_loss(config).always_needs_old_logprobs
+        or _find_policy_loss_class(config).always_needs_old_logprobs
     )
     return not is_single_update or needs_numbers
 
 
-def _policy_loss(config: AlgorithmConfig) -> type[SurrogateObjective]:
+def _find_policy_loss_class(config: AlgorithmConfig) -> type[SurrogateObjective]:
     return (
         load_policy_loss_class(config)
         if is_import_path(config.policy_loss)
@@ -68,15 +70,15 @@ def _policy_loss(config: AlgorithmConfig) -> type[SurrogateObjective]:
 def build_policy_objective(
     config: AlgorithmConfig, *, old_is_current: bool = False, entropy_coef: float | None = None
 ) -> SurrogateObjective:
-    """The actor's.
+    """Return the actor's objective.
 
     Args:
-        config: which surrogate, its clips and coefficients, aggregation.
-        old_is_current: True where the step makes one update and nothing measured the policy before it.
-        entropy_coef: where a controller sets it; None takes config.entropy_coef.
+        config: Policy loss, clips, coefficients and aggregation.
+        old_is_current: True if the step makes one update and no pass measured the policy before it.
+        entropy_coef: Weight of the entropy if a controller sets it; None takes config.entropy_coef.
     """
     correction = config.rollout_correction
-    shared = _Shared(
+    shared = _SharedFields(
         entropy_coef=config.entropy_coef if entropy_coef is None else entropy_coef,
         kl_coef=config.kl_loss_coef,
         kl_estimator=config.kl_estimator,
@@ -104,14 +106,14 @@ def build_policy_objective(
             return ClipCovObjective(
                 clip_low=config.clip_low,
                 clip_high=config.clip_high,
-                share=config.cov_fraction,
-                low=config.cov_low,
-                high=config.cov_high,
+                fraction=config.cov_fraction,
+                min_covariance=config.cov_low,
+                max_covariance=config.cov_high,
                 **shared,
             )
         case "kl_cov":
             return KlCovObjective(
-                share=config.cov_fraction, kl_cov_coef=config.kl_cov_coef, **shared
+                fraction=config.cov_fraction, kl_cov_coef=config.kl_cov_coef, **shared
             )
         case "sapo":
             return SapoObjective(
@@ -123,8 +125,8 @@ def build_policy_objective(
             return load_policy_loss_class(config)(**config.policy_loss_arguments, **shared)
 
 
-class _Shared(TypedDict):
-    """What every surrogate takes."""
+class _SharedFields(TypedDict):
+    """Constructor arguments that all policy losses have."""
 
     entropy_coef: float
     kl_coef: float
@@ -138,16 +140,16 @@ class _Shared(TypedDict):
 def add_distillation_loss(
     policy: Objective | None, *, config: DistillationConfig, algorithm: AlgorithmConfig
 ) -> Objective:
-    """The policy's objective with the distillation's loss added; the latter alone where there is none."""
-    taught: Objective
+    """Return the policy's objective plus the distillation loss; policy may be None."""
+    distillation: Objective
     if config.objective == "reverse_kl":
-        taught = ReverseKlObjective(
+        distillation = ReverseKlObjective(
             estimator=config.kl_estimator,
             clamp=config.clamp,
             aggregation=build_aggregation(algorithm),
         )
     else:
-        taught = TopKObjective(
+        distillation = TopKObjective(
             divergence=config.objective,
             tail=config.tail,
             mixture=config.mixture,
@@ -155,18 +157,20 @@ def add_distillation_loss(
             aggregation=build_aggregation(algorithm),
         )
     parts, coefs = (
-        ((taught,), (config.coef,)) if policy is None else ((policy, taught), (1.0, config.coef))
+        ((distillation,), (config.coef,))
+        if policy is None
+        else ((policy, distillation), (1.0, config.coef))
     )
     return CombinedObjective(parts=parts, coefs=coefs, aggregation=build_aggregation(algorithm))
 
 
 def build_value_objective(config: AlgorithmConfig) -> ValueObjective:
-    """The critic's: a mean over trained tokens, whatever the policy's aggregation."""
+    """Return the critic's objective: a mean over trained tokens with every policy aggregation."""
     return ValueObjective(clip=config.value_clip)
 
 
 def build_preference_objective(config: PreferenceConfig, *, task: str) -> Objective:
-    """Of task dpo, or of task rm."""
+    """Return the objective of task dpo or rm."""
     if task == "rm":
         return RewardModelObjective(
             label_smoothing=config.label_smoothing, center_coef=config.center_coef
@@ -182,10 +186,9 @@ def build_preference_objective(config: PreferenceConfig, *, task: str) -> Object
 
 
 def build_sft_objective() -> SftObjective:
-    """Of supervised fine-tuning and the warm start."""
     return SftObjective()
 
 
 def build_aggregation(config: AlgorithmConfig) -> Aggregation:
-    """How the policy's per-token losses become one number; see ``AggregationMode``."""
+    """Return the contract's aggregation for the policy's per-token losses."""
     return Aggregation(mode=AggregationMode(config.aggregation), horizon=config.horizon)

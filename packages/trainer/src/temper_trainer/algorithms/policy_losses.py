@@ -1,4 +1,8 @@
-"""The built-in policy losses: PPO, GSPO, CISPO, GMPO and SAPO."""
+"""The built-in policy losses: PPO, GSPO, CISPO, GMPO and SAPO.
+
+All return per-token losses; ``surrogate.SurrogateObjective`` adds entropy, KL and correction
+weights.
+"""
 
 from dataclasses import dataclass
 
@@ -18,7 +22,7 @@ from temper_trainer.algorithms.surrogate import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedObjective(SurrogateObjective):
-    """A surrogate with the ratio held to [1 - clip_low, 1 + clip_high]; what shares the fields and metrics of PPO's clip."""
+    """Policy loss that clips the ratio to [1 - clip_low, 1 + clip_high]."""
 
     clip_low: float = 0.2
     """rho is clipped below at 1 - clip_low."""
@@ -28,7 +32,7 @@ class ClippedObjective(SurrogateObjective):
     def surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
-        """-min(rho * A, clip(rho) * A)."""
+        """Return -min(rho * A, clip(rho) * A)."""
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
         return -torch.minimum(ratio * advantages, clipped * advantages)
@@ -36,7 +40,7 @@ class ClippedObjective(SurrogateObjective):
     def clip_metrics(
         self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
     ) -> dict[str, Metric]:
-        """Of both sides."""
+        """Return the clip fractions of both sides."""
         ratio = log_ratio.exp()
         is_low, is_high = ratio < 1.0 - self.clip_low, ratio > 1.0 + self.clip_high
         return compute_clip_fractions(
@@ -47,24 +51,26 @@ class ClippedObjective(SurrogateObjective):
 @register_objective("ppo")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PpoObjective(ClippedObjective):
-    """Clipped surrogate per trained token.
+    """PPO's clipped loss per trained token.
 
     With rho = exp(log p - log p_old) and advantage A:
 
-        loss = -min(rho * A, clip(rho, 1 - clip_low, 1 + clip_high) * A), and where A < 0 at most -dual_clip * A,
-        less entropy_coef * H, plus kl_coef * KL(policy, reference).
+        loss = -min(rho * A, clip(rho, 1 - clip_low, 1 + clip_high) * A)
+        loss = min(loss, -dual_clip * A)   if A < 0 and dual_clip is set
 
-    Source: Schulman et al. 2017, arXiv:1707.06347, equation 7; asymmetric clip: Yu et al. 2025, arXiv:2503.14476, section 3.1; dual clip:
-    Ye et al. 2020, arXiv:1912.09729, section 3.
+    Source: Schulman et al. 2017, arXiv:1707.06347, equation 7; asymmetric clip: Yu et al. 2025,
+    arXiv:2503.14476, section 3.1; dual clip: Ye et al. 2020, arXiv:1912.09729, section 3.
     """
 
     dual_clip: float | None = None
-    """Above 1; bounds the loss of a negative advantage, which is otherwise unbounded in rho. None is off."""
+    """Above 1: bound on the loss of negative advantages, which otherwise grows with rho. None is
+    off.
+    """
 
     def surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
-        """Clipped, and bounded where the advantage is negative."""
+        """Return the clipped loss, bounded where the advantage is negative."""
         loss = ClippedObjective.surrogate(
             self, log_ratio, logprobs=logprobs, advantages=advantages, batch=batch
         )
@@ -75,13 +81,13 @@ class PpoObjective(ClippedObjective):
     def clip_metrics(
         self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
     ) -> dict[str, Metric]:
-        """Of both sides, and of the dual clip where there is one."""
-        found = ClippedObjective.clip_metrics(self, log_ratio, advantages=advantages, batch=batch)
+        """Return the clip fractions of both sides and of the dual clip, if there is one."""
+        metrics = ClippedObjective.clip_metrics(self, log_ratio, advantages=advantages, batch=batch)
         if self.dual_clip is not None:
-            found["policy/dual_clip_fraction"] = weighted_mean(
+            metrics["policy/dual_clip_fraction"] = weighted_mean(
                 (log_ratio.exp() > self.dual_clip) & (advantages < 0), batch.loss_mask
             )
-        return found
+        return metrics
 
 
 @register_objective("gspo")
@@ -89,24 +95,30 @@ class PpoObjective(ClippedObjective):
 class GspoObjective(ClippedObjective):
     """PPO's clip on the geometric mean of a completion's ratios.
 
-    s = exp(mean over the completion of (log p - log p_old)); each token has s_t = sg(s) * p / sg(p), so that advantages may differ within
-    a completion; loss_t = -min(s_t * A_t, clip(s_t, 1 - clip_low, 1 + clip_high) * A_t). With sequence_mean_token_mean and equal
-    advantages this is the published sequence-level loss and its gradient. Clips are small here: 3e-4 and 4e-4 in the paper.
+        s = exp(mean over the completion of (log p - log p_old))
+        s_t = sg(s) * p_t / sg(p_t)
+        loss_t = -min(s_t * A_t, clip(s_t, 1 - clip_low, 1 + clip_high) * A_t)
+
+    sg is stop-gradient; s_t lets advantages differ within a completion. With
+    sequence_mean_token_mean and equal advantages this is the published sequence-level loss and its
+    gradient. The paper's clips are small: 3e-4 and 4e-4.
 
     Source: Zheng et al. 2025, arXiv:2507.18071, equations 5, 7, 13 and 14 (GSPO-token).
     """
 
     def effective_log_ratio(self, log_ratio: Tensor, batch: SequenceBatch) -> Tensor:
-        """The completion's mean as a number, each token's own gradient."""
+        """Return the completion's mean log-ratio in value, with each token's own gradient."""
         return compute_sequence_mean(log_ratio, batch).detach() + (log_ratio - log_ratio.detach())
 
 
 @register_objective("cispo")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CispoObjective(ClippedObjective):
-    """REINFORCE with a clipped importance weight: every token keeps a gradient, also those that PPO's clip would silence.
+    """REINFORCE with a clipped importance weight: every token keeps its gradient.
 
-    loss = -sg(clip(rho, 1 - clip_low, 1 + clip_high)) * A * log p. With clip_low = 1 only the upper side is clipped, as in the paper.
+        loss = -sg(clip(rho, 1 - clip_low, 1 + clip_high)) * A * log p
+
+    sg is stop-gradient. With clip_low = 1 only the upper side is clipped, as in the paper.
 
     Source: MiniMax 2025, arXiv:2506.13585, equations 4 and 5.
     """
@@ -114,7 +126,7 @@ class CispoObjective(ClippedObjective):
     def surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
-        """-sg(clip(rho)) * A * log p."""
+        """Return -sg(clip(rho)) * A * log p."""
         weight = log_ratio.detach().exp().clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
         return -weight * advantages * logprobs
 
@@ -122,11 +134,13 @@ class CispoObjective(ClippedObjective):
 @register_objective("gmpo")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GmpoObjective(SurrogateObjective):
-    """One outlying token moves a geometric mean little.
+    """Geometric mean of a completion's clipped ratios, which is robust to single outlier tokens.
 
-    loss = -A * exp(mean over the completion of c_t), with c_t = min(log rho, clip(log rho, -clip_low, clip_high)) where A > 0 and the max
-    of both where A < 0; it stands on every token of the completion, so that sequence_mean_token_mean gives the published loss. The clip
-    is of the log-ratio: 0.4 on both sides in the paper.
+        c_t = min(log rho_t, clip(log rho_t, -clip_low, clip_high))   if A > 0, else max of both
+        loss = -A * exp(mean over the completion of c_t)
+
+    Every token of the completion has this loss, so sequence_mean_token_mean gives the published
+    loss. The log-ratio is clipped, not the ratio; the paper uses 0.4 on both sides.
 
     Source: Zhao et al. 2025, arXiv:2507.20673, equation 4.
     """
@@ -139,17 +153,17 @@ class GmpoObjective(SurrogateObjective):
     def surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
-        """-A * exp(mean of the clipped log-ratios)."""
+        """Return -A * exp(mean of the clipped log-ratios)."""
         clipped = log_ratio.clamp(-self.clip_low, self.clip_high)
-        held = torch.where(
+        bounded = torch.where(
             advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped)
         )
-        return -advantages * compute_sequence_mean(held, batch).exp()
+        return -advantages * compute_sequence_mean(bounded, batch).exp()
 
     def clip_metrics(
         self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
     ) -> dict[str, Metric]:
-        """Of both sides."""
+        """Return the clip fractions of both sides."""
         is_low, is_high = log_ratio < -self.clip_low, log_ratio > self.clip_high
         return compute_clip_fractions(
             is_low=is_low, is_high=is_high, advantages=advantages, mask=batch.loss_mask
@@ -159,10 +173,12 @@ class GmpoObjective(SurrogateObjective):
 @register_objective("sapo")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SapoObjective(SurrogateObjective):
-    """Tokens fade out the further the ratio is from 1, without an edge.
+    """Soft gate on the ratio: a token's gradient decays smoothly with the distance of rho from 1.
 
-    loss = -(4 / tau) * sigmoid(tau * (rho - 1)) * A, with tau for positive and for other advantages. At rho = 1 the gradient is that of
-    -rho * A, whatever tau.
+        loss = -(4 / tau) * sigmoid(tau * (rho - 1)) * A
+
+    tau differs for positive and other advantages. At rho = 1 the gradient equals that of -rho * A
+    for every tau.
 
     Source: Gao et al. 2025, arXiv:2511.20347, section 3.
     """
@@ -170,18 +186,23 @@ class SapoObjective(SurrogateObjective):
     positive_temperature: float = 1.0
     """tau where A > 0."""
     negative_temperature: float = 1.05
-    """tau elsewhere; larger than the other in the paper, since negative advantages push up many unseen tokens."""
+    """tau where A <= 0.
+
+    The paper makes it larger than positive_temperature, because negative advantages raise the
+    logits of many unsampled tokens.
+    """
 
     def __post_init__(self) -> None:
         SurrogateObjective.__post_init__(self)
         if min(self.positive_temperature, self.negative_temperature) <= 0:
             raise ConfigError(
-                f"both temperatures of sapo must be above 0, but are {self.positive_temperature}, {self.negative_temperature}."
+                f"the temperatures of sapo are {self.positive_temperature} and "
+                f"{self.negative_temperature}, but must be above 0."
             )
 
     def surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
-        """The soft gate times the advantage."""
+        """Return the soft gate times the advantage."""
         tau = torch.where(advantages > 0, self.positive_temperature, self.negative_temperature)
         return -(4.0 / tau) * torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * advantages

@@ -1,4 +1,7 @@
-"""PF-PPO's filter: a step's completions are drawn again by their rewards, so that more is learned from those whose reward says most."""
+"""PF-PPO's filter: resample a step's completions by their rewards.
+
+Completions with informative rewards are trained on more often.
+"""
 
 import torch
 from torch import Tensor
@@ -9,19 +12,23 @@ from temper_trainer.config.algorithm import ReweightConfig
 def resample_by_reward(
     rewards: Tensor, *, group_ids: Tensor, config: ReweightConfig, seed: int
 ) -> Tensor:
-    """Places of the completions that are trained on, with replacement, as many as there were.
+    """Draw as many completions as there are, with replacement, and return their indices.
 
-    power: P(i) ~ |r_i|^exponent over the step; where every reward is 0 the completions stay as they are. max_min and max_random draw
-    within each group as many as it has: half of the probability is on the best, half on the worst, or on any one of it; equals share.
+        power:       P(i) proportional to |r_i|^exponent over the step
+        max_min:     within each group, half of the probability on the best, half on the worst
+        max_random:  within each group, half of the probability on the best, half on all
+
+    With power and only zero rewards the completions are kept as they are. Ties divide their
+    probability equally. max_min and max_random draw as many completions from each group as it has.
 
     Args:
         rewards: [B] of each completion.
-        group_ids: [B] completions of one prompt share it.
-        config: method and exponent.
-        seed: of the draw.
+        group_ids: [B] equal for the completions of one prompt.
+        config: Method and exponent.
+        seed: Seed of the draw.
 
     Returns:
-        [B] int64, ascending.
+        [B] int64 indices, ascending.
 
     Source: Shen and Zhang 2024, arXiv:2409.06957, section 3 (best-worst and best-random filters).
     """
@@ -36,18 +43,18 @@ def resample_by_reward(
             .sort()
             .values
         )
-    found = []
+    indices = []
     for group in torch.unique(group_ids):
         members = torch.nonzero(group_ids == group)[:, 0]
-        weights = _of_group(rewards[members], with_any=config.method == "max_random")
-        found.append(
+        weights = _group_probabilities(rewards[members], includes_all=config.method == "max_random")
+        indices.append(
             members[torch.multinomial(weights, len(members), replacement=True, generator=generator)]
         )
-    return torch.cat(found).sort().values
+    return torch.cat(indices).sort().values
 
 
-def _of_group(rewards: Tensor, *, with_any: bool) -> Tensor:
-    """[G] probabilities within one group."""
+def _group_probabilities(rewards: Tensor, *, includes_all: bool) -> Tensor:
+    """Return [G] the sampling probabilities within one group."""
     best = (rewards == rewards.max()).double()
-    other = torch.ones_like(rewards) if with_any else (rewards == rewards.min()).double()
+    other = torch.ones_like(rewards) if includes_all else (rewards == rewards.min()).double()
     return best / best.sum() / 2 + other / other.sum() / 2

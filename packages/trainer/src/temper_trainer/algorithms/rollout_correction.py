@@ -1,7 +1,4 @@
-"""Rollout correction: importance weights for the difference between the sampler's log-probs and the trainer's, masks and rejection.
-
-What is left out has weight 0 and keeps its place in the denominators, which were fixed where the batch was planned.
-"""
+"""Measure and correct the mismatch between the sampler's log-probs and the trainer's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,12 +15,12 @@ from temper_trainer.config.algorithm import RolloutCorrectionConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What ``compute_rollout_correction`` returns."""
+    """Importance weights of a step, and the metrics that describe them."""
 
     weights: Tensor
-    """[T] float32, 0 at untrained tokens and at what is left out."""
+    """[T] float32; 0 at untrained tokens, masked tokens and rejected completions."""
     metrics: dict[str, float]
-    """Shares and moments, over trained tokens or trained completions."""
+    """Fractions and moments over trained tokens or completions."""
 
 
 def compute_rollout_correction(
@@ -33,23 +30,32 @@ def compute_rollout_correction(
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
 ) -> Correction:
-    """Weights of a step's tokens.
+    """Compute the importance weights of a step's tokens.
 
-    With r_t = p_old / p_rollout, the raw weight is r_t (token), or the product of a completion's r_t (sequence), or 1 (none). It is 0
-    outside [mask_low, mask_high], else min(raw, truncate_at); a completion whose mean KL estimate exceeds reject_kl is 0 as a whole; and
-    self-normalised weights are divided by their mean over the step's trained tokens. Sums are float64.
+    With r_t = p_old(t) / p_rollout(t):
 
-    Source: truncation: Espeholt et al. 2018, arXiv:1802.01561, and Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-    Off-Policy RL Training"; masking and sequence level: Liu et al. 2025, "When Speed Kills Stability"; self-normalisation: Owen 2013,
-    "Monte Carlo theory, methods and examples", chapter 9.
+        token:     w_t = r_t
+        sequence:  w_t = product of r_s over the completion of t
+        none:      w_t = 1
+
+    Weights outside [mask_low, mask_high] become 0, the others at most truncate_at. All weights of a
+    completion whose mean KL estimate exceeds reject_kl are 0. With self_normalize the weights are
+    divided by their mean over the step's trained tokens. Sums are float64.
+
+    Masked tokens keep counting in the loss denominators, which are fixed when the batch is planned.
+
+    Source: truncation: Espeholt et al. 2018, arXiv:1802.01561, and Yao et al. 2025, "Your Efficient
+    RL Framework Secretly Brings You Off-Policy RL Training"; masking and sequence level: Liu et al.
+    2025, "When Speed Kills Stability"; self-normalization: Owen 2013, "Monte Carlo theory, methods
+    and examples", chapter 9.
     """
     mask = samples.loss_mask
-    ours = torch.where(mask, old_logprobs.double(), 0.0)
-    theirs = torch.where(mask, rollout_logprobs.double(), 0.0)
-    log_ratio = ours - theirs
+    old = torch.where(mask, old_logprobs.double(), 0.0)
+    rollout = torch.where(mask, rollout_logprobs.double(), 0.0)
+    log_ratio = old - rollout
     raw = _raw_weights(config.level, log_ratio, samples=samples)
-    is_kept = _within(raw, low=config.mask_low, high=config.mask_high) & mask
-    is_rejected = _rejected(config, ours=ours, theirs=theirs, samples=samples)
+    is_kept = _is_within(raw, low=config.mask_low, high=config.mask_high) & mask
+    is_rejected = _find_rejected(config, old=old, rollout=rollout, samples=samples)
     weights = raw if config.truncate_at is None else raw.clamp(max=config.truncate_at)
     weights = torch.where(is_kept & ~is_rejected[samples.sequence_index], weights, 0.0)
     total = float(weights.sum())
@@ -70,7 +76,7 @@ def _raw_weights(level: str, log_ratio: Tensor, *, samples: SequenceBatch) -> Te
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _within(raw: Tensor, *, low: float | None, high: float | None) -> Tensor:
+def _is_within(raw: Tensor, *, low: float | None, high: float | None) -> Tensor:
     is_within = torch.ones_like(raw, dtype=torch.bool)
     if low is not None:
         is_within &= raw >= low
@@ -79,13 +85,13 @@ def _within(raw: Tensor, *, low: float | None, high: float | None) -> Tensor:
     return is_within
 
 
-def _rejected(
-    config: RolloutCorrectionConfig, *, ours: Tensor, theirs: Tensor, samples: SequenceBatch
+def _find_rejected(
+    config: RolloutCorrectionConfig, *, old: Tensor, rollout: Tensor, samples: SequenceBatch
 ) -> Tensor:
-    """[B] bool: completions too far from what the trainer would have said."""
+    """Return [B] bool: True for completions whose mean KL(sampler, trainer) exceeds reject_kl."""
     if config.reject_kl is None:
         return torch.zeros(samples.num_sequences, dtype=torch.bool)
-    kl = estimate_kl(theirs, ref_logprobs=ours, estimator=config.reject_kl_estimator)
+    kl = estimate_kl(rollout, ref_logprobs=old, estimator=config.reject_kl_estimator)
     trained = sum_per_sequence(samples.loss_mask.double(), samples).clamp(min=1.0)
     return (
         sum_per_sequence(torch.where(samples.loss_mask, kl, 0.0), samples) / trained
@@ -103,7 +109,7 @@ def _describe(
         "correction/weight_mean": float(weights.mean()),
         "correction/weight_max": float(weights.max()),
         "correction/masked_fraction": float((~is_kept).double().mean()),
-        # From the raw weights: after truncation none is above the bound.
+        # Counted on the raw weights, because no truncated weight is above the bound.
         "correction/truncated_fraction": 0.0
         if config.truncate_at is None
         else float((raw > config.truncate_at).double().mean()),
@@ -113,46 +119,52 @@ def _describe(
     }
 
 
-SQUARES = "mismatch/ratio_square_mean"
+RATIO_SQUARE_MEAN = "mismatch/ratio_square_mean"
 """A piece of the effective sample share, not a number for the log."""
 
 
 def compute_mismatch_metrics(
     logprobs: Tensor, *, rollout_logprobs: Tensor, loss_mask: Tensor
 ) -> dict[str, Metric]:
-    """Difference of two measurements of one policy, over trained tokens; large ones mean a stale, truncated or broken sampler.
+    """Measure how far the sampler's log-probs are from the trainer's on trained tokens.
 
-    ``mismatch/abs_mean`` and ``mismatch/abs_max`` are of |log p - log q| in nats; ``mismatch/kl`` is the k3 estimate of KL(sampler,
-    trainer), whose tokens the sampler drew. ``mismatch/ratio_mean`` and ``mismatch/ratio_square_mean`` are of w = p / q, from which
-    ``compute_effective_sample_fraction`` follows.
+    Both measure one policy with nominally equal weights. Large values mean a stale, truncated or
+    broken sampler.
+
+        mismatch/abs_mean, abs_max              |log p - log q| in nats
+        mismatch/kl                             k3 estimate of KL(sampler, trainer)
+        mismatch/ratio_mean, ratio_square_mean  of w = p / q, see compute_effective_sample_fraction
 
     Args:
-        logprobs: [T] the trainer's, before this step's first update.
-        rollout_logprobs: [T] the sampler's.
-        loss_mask: [T] bool; nothing outside it leaks in, not even NaN.
+        logprobs: [T] of the trainer, before this step's first update.
+        rollout_logprobs: [T] of the sampler.
+        loss_mask: [T] bool; values outside it are ignored, even NaN.
     """
-    ours = torch.where(loss_mask, logprobs.detach().float(), 0.0)
-    theirs = torch.where(loss_mask, rollout_logprobs.float(), 0.0)
-    distance = (ours - theirs).abs()
-    ratio = (ours - theirs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    old = torch.where(loss_mask, logprobs.detach().float(), 0.0)
+    rollout = torch.where(loss_mask, rollout_logprobs.float(), 0.0)
+    distance = (old - rollout).abs()
+    ratio = (old - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return {
         "mismatch/abs_mean": weighted_mean(distance, loss_mask),
         "mismatch/abs_max": Metric(value=distance.max(), reduction="max"),
         "mismatch/kl": weighted_mean(
-            estimate_kl(theirs, ref_logprobs=ours, estimator="k3"), loss_mask
+            estimate_kl(rollout, ref_logprobs=old, estimator="k3"), loss_mask
         ),
         "mismatch/ratio_mean": weighted_mean(ratio, loss_mask),
         "mismatch/ratio_max": Metric(
             value=torch.where(loss_mask, ratio, 0.0).max(), reduction="max"
         ),
-        SQUARES: weighted_mean(ratio.square(), loss_mask),
+        RATIO_SQUARE_MEAN: weighted_mean(ratio.square(), loss_mask),
     }
 
 
 def compute_effective_sample_fraction(metrics: Mapping[str, Metric]) -> float:
-    """Share of the tokens that the importance weights leave in effect: (sum w)^2 / (N * sum w^2), 1 where all weights are equal.
+    """Return (sum w)^2 / (N * sum w^2): the effective fraction of N tokens weighted by w.
+
+    It is 1 if all weights are equal.
 
     Args:
-        metrics: merged over all micro-batches and ranks; two means of ``compute_mismatch_metrics`` are read.
+        metrics: Merged over all micro-batches and ranks; two means of ``compute_mismatch_metrics``
+            are read.
     """
-    return metrics["mismatch/ratio_mean"].result ** 2 / metrics[SQUARES].result
+    return metrics["mismatch/ratio_mean"].result ** 2 / metrics[RATIO_SQUARE_MEAN].result

@@ -1,4 +1,7 @@
-"""Losses on fixed data: SFT, DPO and reward models."""
+"""Losses on fixed data: SFT, preference optimization (DPO, IPO, hinge) and reward models.
+
+The two sequences of a preference pair have the same ``pack_group_id``, so that they are never split.
+"""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -25,77 +28,79 @@ from temper_trainer.types import IS_CHOSEN
 @register_objective("sft")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftObjective(Objective):
-    """loss = -log p per trained token; by default the mean over the trained tokens of the whole mini-batch, never of each rank."""
+    """Negative log-likelihood, loss = -log p per trained token.
+
+    The default aggregation is the mean over the trained tokens of the full mini-batch, not per
+    rank.
+    """
 
     aggregation: Aggregation = field(default_factory=Aggregation)
-    """How the losses become one number."""
 
     @property
     def required_outputs(self) -> frozenset[HeadOutput]:
-        """Log-probs."""
         return frozenset({HeadOutput.LOGPROB})
 
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
-        """[T] losses of one micro-batch."""
+        """Return the losses [T] of one micro-batch."""
         loss = -torch.where(batch.loss_mask, head_outputs[HeadOutput.LOGPROB], 0.0)
         return LossTerms(loss=loss, metrics={"sft/nll": weighted_mean(loss, batch.loss_mask)})
 
 
-def _per_pair() -> Aggregation:
+def _mean_over_pairs() -> Aggregation:
     return Aggregation(mode=AggregationMode.GROUP_MEAN)
 
 
 @register_objective("dpo")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DpoObjective(Objective):
-    """Direct preference optimisation; the loss is the mean over pairs, each member carrying half of its pair's.
+    """Direct preference optimization: the mean over pairs, half of the loss on each sequence.
 
-    With h = sum log(p / ref) of the chosen completion less that of the rejected one:
+    With h = sum log(p / ref) of the chosen completion minus that of the rejected one:
 
-        sigmoid: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), e the label smoothing
-        ipo: (h - 1 / (2 beta))^2, with means in place of sums
-        hinge: max(0, 1 - beta h)
+        sigmoid:  -(1 - e) * log sigmoid(beta h) - e * log sigmoid(-beta h),  e = label_smoothing
+        ipo:      (h - 1 / (2 * beta))^2, with means over tokens in place of sums
+        hinge:    max(0, 1 - beta * h)
 
     plus sft_coef * the chosen completion's mean negative log-likelihood.
 
-    Source: Rafailov et al. 2023, arXiv:2305.18290, equation 7; label smoothing: Mitchell 2023, "A note on DPO with noisy preferences"; IPO:
-    Azar et al. 2023, arXiv:2310.12036, equation 17; hinge: Zhao et al. 2023, arXiv:2305.10425; the added likelihood: Pang et al. 2024,
+    Source: Rafailov et al. 2023, arXiv:2305.18290, equation 7; label smoothing: Mitchell 2023, "A
+    note on DPO with noisy preferences"; IPO: Azar et al. 2023, arXiv:2310.12036, equation 17;
+    hinge: Zhao et al. 2023, arXiv:2305.10425; the added likelihood: Pang et al. 2024,
     arXiv:2404.19733.
     """
 
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """Which."""
     beta: float = 0.1
-    """Strength of the tie to the reference."""
+    """Strength of the regularization toward the reference, above 0."""
     label_smoothing: float = 0.0
-    """Share of pairs taken to be labelled the wrong way round; only for sigmoid."""
+    """Assumed fraction of pairs with swapped labels, in [0, 0.5]; only for sigmoid."""
     length_normalized: bool = False
-    """Means over a completion's tokens in place of sums; ipo always takes them."""
+    """True to use means over a completion's tokens in place of sums; ipo always does."""
     has_reference: bool = True
-    """False leaves the reference out: its log-probs count as 0."""
+    """False uses no reference: its log-probs count as 0."""
     sft_coef: float = 0.0
-    """Weight of the chosen completion's likelihood."""
-    aggregation: Aggregation = field(default_factory=_per_pair)
-    """group_mean: over pairs."""
+    """Weight of the chosen completion's mean negative log-likelihood."""
+    aggregation: Aggregation = field(default_factory=_mean_over_pairs)
+    """Must be group_mean, the mean over pairs."""
 
     def __post_init__(self) -> None:
         if self.aggregation.mode != AggregationMode.GROUP_MEAN:
             raise ConfigError(
-                f"dpo is a mean over pairs (group_mean), but aggregation is {self.aggregation.mode.value}."
+                f"the aggregation of dpo is {self.aggregation.mode.value}, but must be "
+                "group_mean, the mean over pairs."
             )
 
     @property
     def required_outputs(self) -> frozenset[HeadOutput]:
-        """Log-probs."""
         return frozenset({HeadOutput.LOGPROB})
 
     @property
     def columns(self) -> frozenset[str]:
-        """is_chosen, and the reference's log-probs where there is one."""
+        """is_chosen, and ref_logprobs if there is a reference."""
         return frozenset({IS_CHOSEN, "ref_logprobs"} if self.has_reference else {IS_CHOSEN})
 
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
-        """[B] losses of one micro-batch of whole pairs."""
+        """Return the losses [B] of one micro-batch, which must contain complete pairs."""
         mask = batch.loss_mask
         logprobs = torch.where(mask, head_outputs[HeadOutput.LOGPROB], 0.0)
         reference = (
@@ -136,32 +141,34 @@ class DpoObjective(Objective):
 @register_objective("reward_model")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelObjective(Objective):
-    """Bradley-Terry on scores; the loss is the mean over pairs, each member carrying half of its pair's.
+    """Bradley-Terry loss on scores; the loss is the mean over pairs, half of it on each sequence.
 
-    loss = -(1 - e) log sigmoid(s_chosen - s_rejected) - e log sigmoid(s_rejected - s_chosen) + center_coef * (s_chosen + s_rejected)^2.
+        loss = -(1 - e) * log sigmoid(s_c - s_r) - e * log sigmoid(s_r - s_c)
+               + center_coef * (s_c + s_r)^2
 
-    Source: Ouyang et al. 2022, arXiv:2203.02155, equation 1; centering: Eisenstein et al. 2023, arXiv:2312.09244, section 2.
+    s_c and s_r are the scores of the chosen and the rejected completion, and e is label_smoothing.
+
+    Source: Ouyang et al. 2022, arXiv:2203.02155, equation 1; centering: Eisenstein et al. 2023,
+    arXiv:2312.09244, section 2.
     """
 
     label_smoothing: float = 0.0
-    """Share of pairs taken to be labelled the wrong way round."""
+    """Assumed fraction of pairs with swapped labels, in [0, 0.5]."""
     center_coef: float = 0.0
-    """Weight of the squared sum, which keeps scores around 0."""
-    aggregation: Aggregation = field(default_factory=_per_pair)
-    """group_mean: over pairs."""
+    """Weight of the squared sum of a pair's scores, which keeps scores near 0."""
+    aggregation: Aggregation = field(default_factory=_mean_over_pairs)
+    """Must be group_mean, the mean over pairs."""
 
     @property
     def required_outputs(self) -> frozenset[HeadOutput]:
-        """Scores."""
         return frozenset({HeadOutput.SCORE})
 
     @property
     def columns(self) -> frozenset[str]:
-        """is_chosen."""
         return frozenset({IS_CHOSEN})
 
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
-        """[B] losses of one micro-batch of whole pairs."""
+        """Return the losses [B] of one micro-batch, which must contain complete pairs."""
         scores, is_chosen = head_outputs[HeadOutput.SCORE], batch.sequence_columns[IS_CHOSEN]
         margin = compute_pair_difference(scores, batch)
         log_sigmoid = torch.nn.functional.logsigmoid
@@ -169,7 +176,7 @@ class RewardModelObjective(Objective):
             margin
         ) - self.label_smoothing * log_sigmoid(-margin)
         if self.center_coef:
-            loss = loss + self.center_coef * _over_pair(scores, batch).square()
+            loss = loss + self.center_coef * _sum_over_pair(scores, batch).square()
         real = ~batch.is_dummy
         metrics = {
             "preference/accuracy": weighted_mean((margin > 0).float(), real),
@@ -181,11 +188,14 @@ class RewardModelObjective(Objective):
 
 
 def compute_pair_difference(column: Tensor, batch: SequenceBatch) -> Tensor:
-    """[B] the chosen sequence's entry less the rejected one's, on both members of each pair, with gradient."""
-    return _over_pair(torch.where(batch.sequence_columns[IS_CHOSEN], column, -column), batch)
+    """Return [B] the chosen sequence's entry minus the rejected one's, on both sequences of a pair.
+
+    Gradients flow through the difference.
+    """
+    return _sum_over_pair(torch.where(batch.sequence_columns[IS_CHOSEN], column, -column), batch)
 
 
-def _over_pair(column: Tensor, batch: SequenceBatch) -> Tensor:
-    """[B] sum over the sequences of each pair, on both members."""
-    pairs, place = torch.unique(batch.pack_group_ids, return_inverse=True)
-    return column.new_zeros(len(pairs)).index_add(0, place, column)[place]
+def _sum_over_pair(column: Tensor, batch: SequenceBatch) -> Tensor:
+    """Return [B] the sum over the two sequences of each pair, on both of them."""
+    pairs, pair_index = torch.unique(batch.pack_group_ids, return_inverse=True)
+    return column.new_zeros(len(pairs)).index_add(0, pair_index, column)[pair_index]

@@ -1,4 +1,4 @@
-"""What the policy objectives share: ratio to the old policy, entropy bonus, KL to a reference, correction weights, metrics."""
+"""Base class of the policy losses: ratio, entropy bonus, KL loss, correction weights, metrics."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
@@ -16,36 +16,41 @@ from temper_trainer.algorithms.kl import MAX_LOG_RATIO, KlEstimator, estimate_kl
 from temper_trainer.algorithms.rollout_correction import compute_mismatch_metrics
 
 CORRECTION_WEIGHTS = "correction_weights"
-"""Name of the [T] float32 column that ``rollout_correction`` makes and surrogates are multiplied with."""
+"""Name of the [T] float32 column of importance weights from ``compute_rollout_correction``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurrogateObjective(Objective):
-    """A surrogate per trained token, less entropy_coef * H, plus kl_coef * KL(policy, reference).
+    """Base class of policy losses; a subclass implements ``surrogate``.
 
-    A subclass says what the surrogate is. Only the surrogate is multiplied with correction weights.
+        loss = w * surrogate - entropy_coef * H + kl_coef * KL(policy, reference)
+
+    per trained token. The correction weights w apply only to the surrogate.
     """
 
     always_needs_old_logprobs: ClassVar[bool] = False
-    """Whether it reads old_logprobs even in a step of one update."""
+    """True if it reads old_logprobs even if a step makes only one update."""
     prepared_columns: ClassVar[frozenset[str]] = frozenset()
-    """Columns that ``prepare`` makes."""
+    """Names of the columns that ``prepare`` returns."""
 
     entropy_coef: float = 0.0
-    """Weight of the entropy; 0 never computes it."""
+    """Weight of the entropy bonus; 0 skips computing the entropy unless ``reports_entropy`` is set.
+    """
     kl_coef: float = 0.0
-    """Weight of the KL to the reference; above 0 reads ref_logprobs."""
+    """Weight of KL(policy, reference); above 0 it reads ref_logprobs."""
     kl_estimator: KlEstimator = "k3"
     """k2 or k3."""
     old_is_current: bool = False
-    """The step makes one update, so the policy before it is the policy itself: rho is exactly 1, its gradient that of log p, and no pass
-    measures old_logprobs. Ratio metrics would then be constants and are not reported; the mismatch to rollout_logprobs is, here."""
+    """True if the step makes one update and no pass measured old_logprobs.
+
+    Then rho is exactly 1 and its gradient is that of log p. Ratio metrics would be constants and
+    are not reported; the mismatch to rollout_logprobs is reported in their place.
+    """
     uses_correction_weights: bool = False
-    """Whether surrogates are multiplied with the column correction_weights."""
+    """True to multiply the surrogate with the column correction_weights."""
     reports_entropy: bool = False
-    """Whether the entropy is measured where it has no weight: for a controller, or for the log."""
+    """True to measure the entropy even if it has no weight."""
     aggregation: Aggregation = field(default_factory=Aggregation)
-    """How the losses become one number."""
 
     def __post_init__(self) -> None:
         if self.kl_coef > 0 and self.kl_estimator == "k1":
@@ -55,28 +60,29 @@ class SurrogateObjective(Objective):
     def surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
-        """[T] losses to minimise.
+        """Return the surrogate losses [T] to minimize.
 
         Args:
-            log_ratio: [T] ``log p - log p_old`` with gradient, clamped, 0 at untrained tokens; see ``effective_log_ratio``.
+            log_ratio: [T] ``log p - log p_old`` with gradient, clamped, 0 at untrained tokens; see
+                ``effective_log_ratio``.
             logprobs: [T] of the policy with gradient, 0 at untrained tokens.
             advantages: [T], 0 at untrained tokens.
-            batch: the micro-batch.
+            batch: The micro-batch.
         """
 
     def effective_log_ratio(self, log_ratio: Tensor, batch: SequenceBatch) -> Tensor:
-        """[T] what is clipped: each token's own log-ratio, unless a subclass says otherwise."""
+        """Return the log-ratio [T] to use in the surrogate; by default each token's own."""
         return log_ratio
 
     def clip_metrics(
         self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
     ) -> dict[str, Metric]:
-        """How often the surrogate held a token back; by default nothing."""
+        """Return clip-fraction metrics; empty by default."""
         return {}
 
     @property
     def required_outputs(self) -> frozenset[HeadOutput]:
-        """Log-probs, and the entropy where it has a weight or is watched."""
+        """Log-probs, and the entropy if it has a weight or is reported."""
         return frozenset(
             {HeadOutput.LOGPROB, HeadOutput.ENTROPY}
             if self.entropy_coef or self.reports_entropy
@@ -85,15 +91,15 @@ class SurrogateObjective(Objective):
 
     @property
     def columns(self) -> frozenset[str]:
-        """advantages; old_logprobs, or rollout_logprobs for the mismatch; ref_logprobs and correction_weights where they are used."""
+        """Columns of the batch that the loss reads, given its settings."""
         read = {"advantages", "rollout_logprobs" if self.old_is_current else "old_logprobs"}
         read |= self.prepared_columns | ({"ref_logprobs"} if self.kl_coef else set())
         return frozenset(read | {CORRECTION_WEIGHTS} if self.uses_correction_weights else read)
 
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
-        """[T] losses of one micro-batch."""
+        """Return the losses [T] of one micro-batch and its metrics."""
         mask = batch.loss_mask
-        # Masked before any arithmetic: where() afterwards would still send 0 * NaN into the gradient.
+        # Mask before any arithmetic: with where() afterwards the gradient would be 0 * NaN = NaN.
         logprobs = torch.where(mask, head_outputs[HeadOutput.LOGPROB], 0.0)
         advantages = torch.where(mask, batch.columns["advantages"], 0.0)
         old = (
@@ -128,7 +134,10 @@ class SurrogateObjective(Objective):
 
 
 def compute_sequence_mean(column: Tensor, batch: SequenceBatch) -> Tensor:
-    """[T] the mean of a column [T] over its sequence's trained tokens, on each of the sequence's tokens, with gradient."""
+    """Return the mean of a column [T] over its sequence's trained tokens, repeated on every token.
+
+    Gradients flow through the mean.
+    """
     mask = batch.loss_mask
     trained = sum_per_sequence(mask.float(), batch).clamp(min=1.0)
     mean = sum_per_sequence(torch.where(mask, column, 0.0), batch) / trained
@@ -138,7 +147,10 @@ def compute_sequence_mean(column: Tensor, batch: SequenceBatch) -> Tensor:
 def compute_clip_fractions(
     *, is_low: Tensor, is_high: Tensor, advantages: Tensor, mask: Tensor
 ) -> dict[str, Metric]:
-    """Shares of trained tokens that a clip holds: below it with a negative advantage, above it with a positive one."""
+    """Return the fractions of trained tokens whose gradient the clip removes, for each side.
+
+    That is below the clip with a negative advantage, or above it with a positive one.
+    """
     return {
         "policy/clip_fraction_low": weighted_mean(is_low & (advantages < 0), mask),
         "policy/clip_fraction_high": weighted_mean(is_high & (advantages > 0), mask),

@@ -1,1 +1,1 @@
-"""Every setting of a run as frozen dataclasses: the only home of a default. Nothing here imports torch, Hydra or Ray."""
+"""The settings of a run as frozen dataclasses, which hold the defaults; torch-free."""

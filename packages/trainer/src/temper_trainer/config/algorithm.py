@@ -1,4 +1,4 @@
-"""Settings of the RL algorithm and of its batches."""
+"""Settings of the RL algorithm and of the batches that it trains on."""
 
 import difflib
 import math
@@ -13,25 +13,40 @@ from temper_trainer.config.ranges import check_range
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCorrectionConfig:
-    """Weights w = p_old / p_rollout of tokens or whole completions; what is left out keeps its place in the denominators."""
+    """Importance weights w = p_old / p_rollout, masking and rejection.
+
+    They correct the difference between the sampler's log-probs and the trainer's. Masked tokens
+    keep counting in the loss denominators.
+    """
 
     level: Literal["token", "sequence", "none"] = "token"
-    """token: each token's own ratio; sequence: the product over a completion, on all its tokens; none: every weight is 1."""
+    """token: the ratio of each token; sequence: the product over the completion, used for all its
+    tokens; none: all weights are 1.
+    """
     truncate_at: float | None = 2.0
-    """Weights above this are lowered to it; None leaves them."""
+    """Upper bound on the weights, above 0; larger weights are lowered to it. None does not
+    truncate.
+    """
     mask_low: float | None = None
-    """Tokens (at level sequence, completions) with a ratio below this are left out; None leaves none out."""
+    """Tokens (at level sequence: completions) with a ratio below this get weight 0. None masks
+    none.
+    """
     mask_high: float | None = None
-    """Tokens (at level sequence, completions) with a ratio above this are left out; None leaves none out."""
+    """Tokens (at level sequence: completions) with a ratio above this get weight 0. None masks
+    none.
+    """
     self_normalize: bool = False
     """Divide the weights by their mean over the step's trained tokens."""
     reject_kl: float | None = None
-    """Completions whose mean KL(sampler, trainer) by token is above this, in nats, are left out; None leaves none out."""
+    """Completions whose mean per-token KL(sampler, trainer), in nats, exceeds this get weight 0.
+    None rejects none.
+    """
     reject_kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's; only with reject_kl."""
+    """Schulman's estimator for reject_kl."""
     proximal: Literal["old", "rollout"] = "old"
-    """What the objective's ratio is taken to: old measures log-probs before the update; rollout takes the sampler's, and then the ratio is
-    the correction."""
+    """Denominator of the policy loss's ratio. old: log-probs measured before the update; rollout:
+    the sampler's log-probs, so that the ratio itself is the correction.
+    """
 
     def __post_init__(self) -> None:
         name = "algorithm.rollout_correction"
@@ -46,41 +61,50 @@ class RolloutCorrectionConfig:
             and self.mask_low >= self.mask_high
         ):
             raise ConfigError(
-                f"{name}.mask_low is {self.mask_low} and mask_high is {self.mask_high}: the first must be below the second."
+                f"{name}.mask_low is {self.mask_low} and mask_high is {self.mask_high}: the first "
+                "must be smaller than the second."
             )
         if self.level == "none" and (
             bounds != (None, None) or self.self_normalize or self.truncate_at not in (None, 2.0)
         ):
             raise ConfigError(
-                f"{name}: truncate_at, mask_low, mask_high and self_normalize have no effect at level none: remove them."
+                f"{name}: truncate_at, mask_low, mask_high and self_normalize have no effect at "
+                "level none: remove them."
             )
         if self.level == "none" and self.reject_kl is None and self.proximal == "old":
             raise ConfigError(
-                f"{name}.level is none and reject_kl is not set, so nothing is corrected: set one, or remove the block."
+                f"{name}.level is none and reject_kl is not set, so there is no correction: set "
+                "one of them, or remove the block."
             )
         if self.reject_kl is None and self.reject_kl_estimator != "k3":
             raise ConfigError(
-                f"{name}.reject_kl_estimator has no effect without {name}.reject_kl: remove it, or set reject_kl."
+                f"{name}.reject_kl_estimator has no effect without {name}.reject_kl: remove it, "
+                "or set reject_kl."
             )
         if self.proximal == "rollout" and self.level != "none":
             raise ConfigError(
-                f"{name}.proximal is rollout, where the objective's own ratio is the correction, and level is {self.level}, which would "
-                "correct a second time: set level=none, or proximal=old."
+                f"{name}.proximal is rollout, where the ratio of the policy loss is already the "
+                f"correction, but level is {self.level}, which would correct twice: set "
+                "level=none or proximal=old."
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicSamplingConfig:
-    """Groups whose completions all have the same reward teach nothing: they are passed over, whole, and further prompts are drawn."""
+    """DAPO's dynamic sampling: discard groups with equal rewards, and sample more prompts."""
 
     max_rounds: int = 10
-    """Rounds of sampling of one step."""
+    """Maximum number of sampling rounds per step."""
     prompts_per_round: int | None = None
-    """Prompts of each round; None takes batching.prompts_per_step."""
+    """Prompts per round; None takes batching.prompts_per_step."""
     on: Literal["score", "reward"] = "score"
-    """What must differ within a group: the reward function's score, or the reward after shaping."""
+    """Quantity that must differ within a group. score: the reward function's output; reward: the
+    score after shaping.
+    """
     shortage: Literal["error", "train"] = "error"
-    """After max_rounds with too few groups: stop the run, or train on those there are (at least one is needed)."""
+    """If max_rounds gave too few groups. error: stop the run; train: train on the groups there are
+    (at least one).
+    """
 
     def __post_init__(self) -> None:
         check_range("algorithm.dynamic_sampling.max_rounds", self.max_rounds, at_least=1)
@@ -91,12 +115,17 @@ class DynamicSamplingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReweightConfig:
-    """A step's completions drawn again, with replacement, as many as there were."""
+    """PF-PPO: resample a step's completions by their rewards, with replacement.
+
+    The number of completions stays the same.
+    """
 
     method: Literal["power", "max_min", "max_random"] = "power"
-    """power: by |reward| ** exponent; max_min: the best and the worst of each group; max_random: the best and one at random."""
+    """power: probability proportional to |reward| ** exponent; max_min: the best and the worst of
+    each group; max_random: the best and a random one.
+    """
     exponent: float = 2.0
-    """Only for power."""
+    """Exponent of method power, at least 0."""
 
     def __post_init__(self) -> None:
         check_range("algorithm.reweight.exponent", self.exponent, at_least=0)
@@ -129,74 +158,110 @@ AggregationName = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmConfig:
-    """One RL algorithm."""
+    """Settings of the RL algorithm: advantages, policy loss, KL, entropy and aggregation."""
 
     advantage: str = "grpo"
-    """Estimator: a name of docs/algorithms.md (gae needs a critic), or an import path ``package.module:function`` of your own."""
+    """Advantage estimator: a name from docs/algorithms.md (gae needs a critic), or the import path
+    ``package.module:function`` of a custom one.
+    """
     advantage_arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
-    """Keyword arguments of your own estimator."""
+    """Keyword arguments of a custom estimator."""
     group_size: int = 8
-    """Completions of one prompt."""
+    """Completions per prompt."""
     policy_loss: str = "ppo"
-    """The policy's objective: a name of docs/algorithms.md, or an import path ``package.module:Class`` of your own."""
+    """Policy loss: a name from docs/algorithms.md, or the import path ``package.module:Class`` of a
+    custom one.
+    """
     policy_loss_arguments: Mapping[str, str | int | float | bool | None] = field(
         default_factory=dict
     )
-    """Fields of your own objective."""
+    """Fields of a custom policy loss."""
     clip_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
+    """Lower clip: the ratio is clipped at 1 - clip_low (gmpo: the log-ratio at -clip_low). At least
+    0.
+    """
     clip_high: float = 0.2
-    """The ratio is clipped above at 1 + clip_high."""
+    """Upper clip: the ratio is clipped at 1 + clip_high (gmpo: the log-ratio at clip_high). At
+    least 0.
+    """
     dual_clip: float | None = None
-    """Bound, above 1, on the loss of negative advantages; None is off. Only for ppo."""
+    """ppo only: bound the loss of negative advantages to -dual_clip * advantage. Above 1; None is
+    off.
+    """
     cov_fraction: float = 2e-4
-    """Share of a mini-batch's trained tokens that clip_cov cuts out of the gradient, or that kl_cov holds back."""
+    """clip_cov and kl_cov only: fraction of a mini-batch's trained tokens that are selected by
+    covariance, in (0, 1].
+    """
     cov_low: float = 1.0
-    """Only for clip_cov: tokens are drawn from those whose covariance of log-prob and advantage is above this, ..."""
+    """clip_cov only: select among tokens whose covariance of log-prob and advantage is above this.
+    """
     cov_high: float = 5.0
-    """... and below this."""
+    """clip_cov only: select among tokens whose covariance of log-prob and advantage is below this.
+    """
     kl_cov_coef: float = 1.0
-    """Only for kl_cov: weight of |log ratio| on the tokens of highest covariance."""
+    """kl_cov only: weight of |log ratio| at the selected tokens, above 0."""
     sapo_positive_temperature: float = 1.0
-    """Only for sapo: steepness of the soft gate where the advantage is positive."""
+    """sapo only: steepness of the soft gate for positive advantages, above 0."""
     sapo_negative_temperature: float = 1.05
-    """Only for sapo: steepness of the soft gate where the advantage is negative; the larger, the faster such tokens fade."""
+    """sapo only: steepness of the soft gate for negative advantages, above 0. A larger value makes
+    gradients decay faster.
+    """
     aggregation: AggregationName = "token_mean"
-    """How per-token losses become one number."""
+    """How per-token losses are reduced to a scalar."""
     horizon: int | None = None
-    """Tokens; only for sequence_mean_token_sum_norm."""
+    """sequence_mean_token_sum_norm only, which needs it: constant divisor in tokens, usually
+    sampling.max_tokens.
+    """
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus in the loss; with entropy_target, the weight that the controller begins with."""
+    """Weight of the entropy bonus; with entropy_target, the controller's initial weight."""
     entropy_target: float | None = None
-    """Entropy in nats below which a controller raises entropy_coef step by step, and above which it lowers it; None keeps it fixed."""
+    """Entropy in nats: a controller raises entropy_coef after each step below it, and lowers it
+    after each step above it. None keeps the weight fixed.
+    """
     entropy_coef_step: float = 0.001
-    """By how much the controller moves entropy_coef after each step; only with entropy_target."""
+    """Change of entropy_coef per step by the controller; only with entropy_target."""
     kl_loss_coef: float = 0.0
-    """Weight of KL(policy, reference) in the loss; above 0 needs a reference, see kl_reference."""
+    """Weight of KL(policy, reference) in the loss, at least 0. Above 0 needs a reference, see
+    kl_reference.
+    """
     kl_reward_coef: float = 0.0
-    """Weight of KL(policy, reference) taken from the reward; above 0 needs a reference, see kl_reference."""
+    """Weight of KL(policy, reference) that is subtracted from the reward, at least 0. Above 0 needs
+    a reference, see kl_reference.
+    """
     kl_reference: Literal["ref", "disabled_adapter"] = "ref"
-    """The reference policy: the ref role, or the actor with its adapter disabled, which needs no second model."""
+    """Reference policy. ref: the ref role; disabled_adapter: the actor without its LoRA adapter,
+    which needs no second model.
+    """
     kl_target: float | None = None
-    """KL of a completion, in nats, that an adaptive controller steers kl_reward_coef to; None keeps the coefficient fixed."""
+    """KL per completion in nats that an adaptive controller steers kl_reward_coef to, above 0. None
+    keeps the weight fixed.
+    """
     kl_horizon: int = 10_000
-    """Completions over which the adaptive controller acts; only with kl_target."""
+    """Completions over which the controller adapts kl_reward_coef; only with kl_target."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's; k1 has no useful gradient and is refused in the loss."""
+    """Schulman's estimator of the KL. k1 has no useful gradient and is rejected in the loss."""
     gamma: float = 1.0
-    """Discount."""
+    """Discount per trained token, in [0, 1]; only for gae and reinforce_plus_plus."""
     gae_lambda: float = 1.0
-    """Decay of generalised advantage estimation; only for gae."""
+    """Decay of generalized advantage estimation, in [0, 1]; only for gae."""
     whiten_advantages: bool = False
-    """Shift and scale advantages over the trained tokens of the step to mean 0 and deviation 1; reinforce_plus_plus always does."""
+    """Normalize advantages to mean 0 and standard deviation 1 over the step's trained tokens;
+    reinforce_plus_plus always does.
+    """
     value_clip: float | None = None
-    """Range around the old value within which the value loss follows; only for gae."""
+    """Range around the old value to which the value loss is clipped, above 0; only for gae. None is
+    off.
+    """
     dynamic_sampling: DynamicSamplingConfig | None = None
-    """Samples on until a step has prompts_per_step groups that can teach; None trains on whatever was drawn."""
+    """Keep sampling until a step has prompts_per_step groups with different rewards. None trains on
+    all sampled groups.
+    """
     rollout_correction: RolloutCorrectionConfig | None = None
-    """Weighs tokens by how far the trainer's log-probs are from the sampler's; None only reports the difference."""
+    """Correct for the difference between the trainer's and the sampler's log-probs. None only
+    reports it.
+    """
     reweight: ReweightConfig | None = None
-    """PF-PPO: draws the step's samples anew by their rewards; None trains on each once."""
+    """PF-PPO: resample a step's completions by their rewards. None trains on each once."""
 
     def __post_init__(self) -> None:
         self._check_ranges()
@@ -217,8 +282,9 @@ class AlgorithmConfig:
         self._check_kl()
         if (self.aggregation == "sequence_mean_token_sum_norm") != (self.horizon is not None):
             raise ConfigError(
-                f"algorithm.horizon is {self.horizon} with algorithm.aggregation {self.aggregation}: sequence_mean_token_sum_norm divides "
-                "by it and needs it (the longest completion in tokens), the others take none."
+                f"algorithm.horizon is {self.horizon} with algorithm.aggregation "
+                f"{self.aggregation}: sequence_mean_token_sum_norm needs it as its divisor "
+                "(usually sampling.max_tokens), and the others do not use it."
             )
 
     def _check_ranges(self) -> None:
@@ -244,49 +310,54 @@ class AlgorithmConfig:
         check_range("algorithm.value_clip", self.value_clip, above=0)
 
     def _check_advantage(self) -> None:
-        is_by_group = self.advantage not in (
+        needs_group = self.advantage not in (
             "gae",
             "reinforce_plus_plus",
             "remax",
         ) and not is_import_path(self.advantage)
-        if is_by_group and self.group_size < 2:
+        if needs_group and self.group_size < 2:
             raise ConfigError(
-                f"algorithm.advantage {self.advantage} compares completions of one prompt, but algorithm.group_size is "
-                f"{self.group_size}: raise it to 2 or more, or use gae, reinforce_plus_plus or remax."
+                f"algorithm.advantage {self.advantage} compares completions of one prompt, but "
+                f"algorithm.group_size is {self.group_size}: raise it to 2 or more, or use gae, "
+                "reinforce_plus_plus or remax."
             )
         if self.advantage != "gae" and (self.gae_lambda != 1.0 or self.value_clip is not None):
             raise ConfigError(
-                f"algorithm.gae_lambda and algorithm.value_clip have no effect with algorithm.advantage {self.advantage}: "
-                "remove them, or use gae."
+                "algorithm.gae_lambda and algorithm.value_clip have no effect with "
+                f"algorithm.advantage {self.advantage}: remove them, or use gae."
             )
         if self.advantage not in ("gae", "reinforce_plus_plus") and self.gamma != 1.0:
             raise ConfigError(
-                f"algorithm.gamma has no effect with algorithm.advantage {self.advantage}, which weighs whole completions: remove it, or "
-                "use gae or reinforce_plus_plus."
+                f"algorithm.gamma has no effect with algorithm.advantage {self.advantage}, which "
+                "has one advantage per completion: remove it, or use gae or reinforce_plus_plus."
             )
         if self.advantage.startswith("reinforce_plus_plus") and self.whiten_advantages:
             raise ConfigError(
-                f"algorithm.whiten_advantages has no effect with algorithm.advantage {self.advantage}, which always whitens: remove it."
+                "algorithm.whiten_advantages has no effect with algorithm.advantage "
+                f"{self.advantage}, which always whitens: remove it."
             )
 
     def _check_policy_loss(self) -> None:
         if self.dual_clip is not None and self.policy_loss != "ppo":
             raise ConfigError(
-                f"algorithm.dual_clip is {self.dual_clip}, but has no effect with algorithm.policy_loss {self.policy_loss}: remove it, or "
-                "use ppo."
+                f"algorithm.dual_clip is {self.dual_clip}, but has no effect with "
+                f"algorithm.policy_loss {self.policy_loss}: remove it, or use ppo."
             )
         if self.cov_low >= self.cov_high:
             raise ConfigError(
-                f"algorithm.cov_low is {self.cov_low} and algorithm.cov_high is {self.cov_high}: the first must be below the second."
+                f"algorithm.cov_low is {self.cov_low} and algorithm.cov_high is {self.cov_high}: "
+                "the first must be smaller than the second."
             )
         if self.entropy_target is None and self.entropy_coef_step != 0.001:
             raise ConfigError(
-                "algorithm.entropy_coef_step has no effect without algorithm.entropy_target: remove it, or set a target."
+                "algorithm.entropy_coef_step has no effect without algorithm.entropy_target: "
+                "remove it, or set a target."
             )
         if self.entropy_target is not None and self.entropy_coef < 0:
             raise ConfigError(
-                f"algorithm.entropy_coef is {self.entropy_coef}, but with algorithm.entropy_target it is a controller's first weight: "
-                "set it to 0 or more."
+                f"algorithm.entropy_coef is {self.entropy_coef}, but with "
+                "algorithm.entropy_target it is the controller's initial weight: set it to 0 or "
+                "more."
             )
 
     def _check_kl(self) -> None:
@@ -298,12 +369,14 @@ class AlgorithmConfig:
             self.kl_reward_coef == 0 or not 0 < self.kl_target < math.inf
         ):
             raise ConfigError(
-                f"algorithm.kl_target is {self.kl_target} and algorithm.kl_reward_coef is {self.kl_reward_coef}: the target must be above "
-                "0, and steers a coefficient that must begin above 0."
+                f"algorithm.kl_target is {self.kl_target} and algorithm.kl_reward_coef is "
+                f"{self.kl_reward_coef}: both must be finite and above 0, because the controller "
+                "scales the coefficient."
             )
         if self.kl_target is None and self.kl_horizon != 10_000:
             raise ConfigError(
-                "algorithm.kl_horizon has no effect without algorithm.kl_target: remove it, or set a target."
+                "algorithm.kl_horizon has no effect without algorithm.kl_target: remove it, or "
+                "set a target."
             )
 
 
@@ -317,35 +390,41 @@ def _check_name(
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            f"{key} is {name!r}, which is none of {', '.join(known)}: {hint}Your own goes by import path, package.module:name."
+            f"{key} is {name!r}, but must be one of {', '.join(known)}: {hint}Give a custom one "
+            "by its import path, package.module:name."
         )
     if arguments:
         raise ConfigError(
-            f"{key}_arguments are set, but {name} takes none of its own: remove them, or name your own by import path."
+            f"{key}_arguments are set, but the built-in {name} takes none: remove them, or give "
+            "the import path of a custom one."
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingConfig:
-    """Sizes, in prompts, sequences and tokens; ragged sizes are handled by weights, nothing must divide."""
+    """Batch sizes in prompts, sequences and tokens; no size needs to divide another."""
 
     prompts_per_step: int = 64
-    """Prompts of one RL step; for SFT, demonstrations of one update."""
+    """Prompts per RL step; for SFT, demonstrations per update."""
     num_mini_batches: int = 1
-    """Updates that one pass over a step's samples makes."""
+    """Updates per pass over a step's samples."""
     num_passes: int = 1
-    """Passes over a step's samples; above 1, old log-probs differ from the policy's."""
+    """Passes over a step's samples (PPO epochs). Above 1, old log-probs differ from the policy's.
+    """
     max_tokens: int = 16384
-    """Cap of a micro-batch."""
+    """Maximum number of tokens in a micro-batch."""
     tokens_per_update: int | None = None
-    """task sft: an update takes demonstrations in order until the next one would exceed this; None takes prompts_per_step of them."""
+    """task sft only: fill each update with demonstrations, in order, up to this many tokens. None
+    takes prompts_per_step demonstrations.
+    """
 
     def __post_init__(self) -> None:
         if min(self.prompts_per_step, self.num_mini_batches, self.num_passes, self.max_tokens) < 1:
-            raise ConfigError(f"batching: every size must be at least 1, but they are {self}.")
+            raise ConfigError(f"batching is {self}, but every size must be at least 1.")
         check_range("batching.tokens_per_update", self.tokens_per_update, at_least=1)
         if self.num_mini_batches > self.prompts_per_step:
             raise ConfigError(
-                f"batching.num_mini_batches is {self.num_mini_batches}, but batching.prompts_per_step is {self.prompts_per_step}, and "
-                "completions of one prompt are never split over mini-batches: lower the first or raise the second."
+                f"batching.num_mini_batches is {self.num_mini_batches}, but "
+                f"batching.prompts_per_step is {self.prompts_per_step}, and completions of one "
+                "prompt are never split across mini-batches: lower the first or raise the second."
             )

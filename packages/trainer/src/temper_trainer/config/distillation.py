@@ -1,5 +1,6 @@
-"""On-policy distillation: the teachers, and what of them is learned on the policy's own completions."""
+"""Settings of on-policy distillation: the teachers, and the loss or reward from their log-probs."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,24 +11,28 @@ from temper_trainer.config.ranges import check_range
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherConfig:
-    """One frozen teacher, alone on its own resource pool; there is no colocated mode."""
+    """One frozen teacher on its own resource pool; it cannot be colocated."""
 
     backend: Literal["engine", "vllm"] = "engine"
-    """engine: any Temper engine; vllm: a server."""
+    """engine: the run's model engine; vllm: a vLLM server."""
     engine: EngineConfig
-    """Model, precision and layout; the optimiser is never built, and nothing is offloaded between steps."""
+    """Model, precision and layout. No optimizer is built, and nothing may be offloaded."""
     num_replicas: int = 1
-    """Copies behind the load balancer."""
+    """Number of copies, which requests are balanced over."""
     num_workers: int = 1
-    """Processes of each replica; more than 1 needs the ray runtime. Of backend vllm: GPUs, or CPU processes, that share one server."""
+    """Processes per replica; more than 1 needs runtime.kind=ray. With backend vllm: GPUs (or CPU
+    processes) per server.
+    """
     devices: tuple[str, ...] = ()
-    """runtime inline and backend vllm only: CUDA_VISIBLE_DEVICES of each replica in order; empty gives every server the driver's own."""
+    """runtime inline and backend vllm only: CUDA_VISIBLE_DEVICES of each replica, in order; empty
+    gives every server the driver's devices.
+    """
     pool: str = "teacher"
-    """Resource pool of its own; that of the actor, critic, ref or rollout is refused."""
+    """ray only: resource pool; must not be the pool of another role."""
     route: str | None = None
-    """The value of the routing key whose prompts it teaches; None takes the teacher's own name."""
+    """Value of data.train.route_key that selects this teacher; None takes the teacher's name."""
     weight: float = 1.0
-    """Factor of its loss or reward."""
+    """Factor on the loss or reward from this teacher, at least 0."""
 
     def __post_init__(self) -> None:
         check_range("num_replicas", self.num_replicas, at_least=1)
@@ -37,29 +42,41 @@ class TeacherConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillationConfig:
-    """What the policy learns from the teachers' log-probs at its own tokens."""
+    """Loss or reward from the teachers' log-probs at the policy's own tokens."""
 
     objective: Literal["forward_kl", "reverse_kl", "jensen_shannon"] = "reverse_kl"
-    """forward_kl: KL(teacher, policy) over the teacher's top_k tokens; reverse_kl: KL(policy, teacher) from the sampled tokens;
-    jensen_shannon: both against their mixture, over the teacher's top_k tokens."""
+    """forward_kl: KL(teacher, policy) over the teacher's top_k tokens; reverse_kl: KL(policy,
+    teacher) from the sampled tokens; jensen_shannon: both relative to their mixture, over the
+    teacher's top_k tokens.
+    """
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
-    """reverse_kl only: Schulman's. k1 has no useful gradient and is refused as a loss; as a reward it is the plain choice."""
+    """reverse_kl only: Schulman's estimator. k1 has no useful gradient as a loss and is rejected
+    there; as a reward it is log q - log p.
+    """
     apply_as: Literal["loss", "reward"] = "loss"
-    """loss: a term of the objective; reward: a reward of each token, less is better. Only reverse_kl can be a reward."""
+    """loss: add a term to the objective; reward: give each token a reward. Only reverse_kl can be a
+    reward.
+    """
     top_k: int = 64
-    """forward_kl and jensen_shannon: tokens that a teacher names at each position."""
+    """forward_kl and jensen_shannon only: number of most likely tokens that a teacher returns per
+    position.
+    """
     tail: bool = True
-    """forward_kl and jensen_shannon: count what is outside the top_k as one further token; False leaves it out."""
+    """forward_kl and jensen_shannon only: count the probability outside the top_k as one more
+    token.
+    """
     mixture: float = 0.5
-    """jensen_shannon only: weight of the teacher in the mixture."""
+    """jensen_shannon only: weight of the teacher in the mixture, between 0 and 1."""
     coef: float = 1.0
-    """Weight of the distillation's loss or reward beside the policy's."""
+    """Weight of the distillation loss or reward, above 0."""
     clamp: float | None = None
-    """Each token's loss or reward is clamped to [-clamp, clamp]; None leaves it."""
+    """Clamp each token's loss or reward to [-clamp, clamp]; None does not clamp."""
     timeout_s: float = 600.0
-    """Longest wait for a teacher."""
+    """Maximum time in seconds to wait for a teacher."""
     tokenizer_mismatch: Literal["refuse", "map"] = "refuse"
-    """A teacher whose tokenizer differs: refuse the run, or map ids by the tokens' text where every token of a completion has one."""
+    """If a teacher's tokenizer differs. refuse: stop; map: translate token ids by text, for
+    completions whose tokens all have a counterpart.
+    """
 
     def __post_init__(self) -> None:
         check_range("distillation.top_k", self.top_k, at_least=1)
@@ -73,15 +90,103 @@ class DistillationConfig:
             )
         if self.apply_as == "reward" and self.objective != "reverse_kl":
             raise ConfigError(
-                f"distillation.apply_as is reward, but distillation.objective is {self.objective}, which is no reward of the sampled "
-                "token: use reverse_kl, or apply_as=loss."
+                "distillation.apply_as is reward, but distillation.objective is "
+                f"{self.objective}, which cannot be a reward of the sampled token: use "
+                "reverse_kl, or apply_as=loss."
             )
         if self.apply_as == "loss" and self.objective == "reverse_kl" and self.kl_estimator == "k1":
             raise ConfigError(
-                "distillation.kl_estimator k1 as a loss has zero expected gradient: use k2 or k3, or apply_as=reward."
+                "distillation.kl_estimator k1 as a loss has zero expected gradient: use k2 or k3, "
+                "or apply_as=reward."
             )
 
     @property
     def needs_top_k(self) -> bool:
-        """Whether teachers are asked for their likeliest tokens, not only for the sampled ones."""
+        """True if the objective reads the teachers' top-k tokens, not only the sampled ones."""
         return self.objective != "reverse_kl"
+
+
+def find_teacher_conflicts(
+    teachers: Mapping[str, TeacherConfig],
+    *,
+    pools: Mapping[str, str],
+    is_ray: bool,
+    temperature: float,
+    has_route_key: bool,
+) -> Iterator[str]:
+    """Yield the conflicts between teachers and the rest of the configuration.
+
+    Args:
+        teachers: By name.
+        pools: The key that names each resource pool of the run's other roles.
+        is_ray: True if runtime.kind is ray.
+        temperature: Of sampling, in which teachers measure log-probs.
+        has_route_key: True if rows name the teacher that they are for.
+    """
+    if len(teachers) > 1 and not has_route_key:
+        yield (
+            f"there are {len(teachers)} teachers, but data.train.route_key is not set, so prompts "
+            "cannot be assigned to teachers: set it to the field of a row that names the teacher, "
+            "or its route."
+        )
+    routes: dict[str, str] = {}
+    for name, teacher in teachers.items():
+        if is_ray and teacher.pool in pools:
+            yield (
+                f"teachers.{name}.pool is {teacher.pool!r}, and so is {pools[teacher.pool]}: a "
+                "teacher is queried while the policy samples, so it cannot be colocated. Give it "
+                "its own pool."
+            )
+        if teacher.engine.residency.offloads_anything:
+            yield (
+                f"teachers.{name}.engine.residency enables offloading, but a teacher has its own "
+                "devices: remove it."
+            )
+        if teacher.engine.lora.is_enabled:
+            yield (
+                f"teachers.{name}.engine.lora is set, but a teacher is frozen: merge the adapter "
+                "into its model and remove it."
+            )
+        if teacher.engine.model.model_type != "language_model":
+            yield (
+                f"teachers.{name}.engine.model.model_type is {teacher.engine.model.model_type}, "
+                "but a teacher must be a language_model."
+            )
+        if teacher.devices and len(teacher.devices) != teacher.num_replicas:
+            yield (
+                f"teachers.{name}.devices names {len(teacher.devices)} sets of devices, but "
+                f"teachers.{name}.num_replicas is {teacher.num_replicas}: name one for each "
+                "replica."
+            )
+        is_one_process = not is_ray and teacher.backend == "engine"
+        if is_one_process and (teacher.num_workers > 1 or teacher.num_replicas > 1):
+            yield (
+                f"teachers.{name}.num_workers is {teacher.num_workers} and num_replicas "
+                f"{teacher.num_replicas}, but runtime.kind is inline, which runs one process: use "
+                "ray, or backend=vllm."
+            )
+        if teacher.backend == "vllm" and teacher.engine.model.path is None:
+            yield (
+                f"teachers.{name}.backend is vllm, but teachers.{name}.engine.model.path is not "
+                "set: give a model directory."
+            )
+        if teacher.backend == "vllm" and temperature != 1:
+            yield (
+                f"teachers.{name}.backend is vllm, which computes prompt log-probs only at "
+                f"temperature 1, but sampling.temperature is {temperature}: set it to 1, or use "
+                f"teachers.{name}.backend=engine."
+            )
+        if teacher.backend == "engine" and teacher.num_workers % teacher.engine.replica_size:
+            size = teacher.engine.replica_size
+            yield (
+                f"teachers.{name}.num_workers is {teacher.num_workers}, but the layout of "
+                f"teachers.{name}.engine shards one copy of the model over {size} ranks: set it "
+                f"to a multiple of {size}."
+            )
+        route = name if teacher.route is None else teacher.route
+        if route in routes:
+            yield (
+                f"teachers.{name} and teachers.{routes[route]} have the same route {route!r}: "
+                "give each a different one."
+            )
+        routes[route] = name

@@ -1,4 +1,4 @@
-"""What a completion may act in: tools and turns."""
+"""Settings of the environment: tools and turns of a rollout."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,56 +9,64 @@ from temper_trainer.config.import_path import import_object, is_import_path
 from temper_trainer.config.ranges import check_range
 
 BUILT_IN_ENVIRONMENTS = ("calculator", "python")
-"""Environments that come with the trainer."""
+"""Environments that the trainer provides."""
 SandboxName = Literal["bubblewrap", "none"]
-"""What programs of the environment python run in."""
+"""Isolation of the programs that the environment python runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentConfig:
-    """Rollouts of several turns: the policy writes, the environment answers, in tokens throughout."""
+    """Multi-turn rollouts, in which the environment answers the policy's completions."""
 
     name: str = "calculator"
-    """calculator, python (programs in `sandbox`), or an import path ``package.module:Class`` of your own Environment."""
+    """calculator, python (runs programs in ``sandbox``), or the import path
+    ``package.module:Class`` of a custom Environment.
+    """
     arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
-    """Keyword arguments of the class."""
+    """Keyword arguments of a custom class."""
     max_turns: int = 4
-    """Completions of one rollout; sampling.max_tokens bounds each."""
+    """Maximum number of completions per rollout; sampling.max_tokens bounds each of them."""
     max_tokens: int | None = None
-    """Tokens of a rollout after its prompt, answers of the environment included; None is max_turns times sampling.max_tokens plus
-    max_observation_tokens between them."""
+    """Maximum number of tokens after the prompt, observations included; None is max_turns *
+    sampling.max_tokens + (max_turns - 1) * max_observation_tokens.
+    """
     max_observation_tokens: int = 256
-    """An answer of the environment is cut to this."""
+    """Longer observations of the environment are truncated to this many tokens."""
     call_start: str = "<tool>"
-    """Text before a tool call; empty takes what stands since the last line break."""
+    """Text before a tool call; if empty, the call starts after the last line break."""
     call_end: str = "</tool>"
-    """Text after a tool call; a completion stops there."""
+    """Text after a tool call; it ends the completion."""
     answer_start: str = "<result>"
     """Text before a tool's answer; may be empty."""
     answer_end: str = "</result>"
     """Text after a tool's answer; may be empty."""
     tool_timeout_s: float = 5.0
-    """Longest time of one tool call, after which the answer says so."""
+    """Maximum time in seconds of a tool call; the answer then reports the timeout."""
     tool_memory_mib: int = 256
-    """python only: memory of one program."""
+    """python only: memory limit of a program in MiB, at least 16."""
     sandbox: SandboxName = "bubblewrap"
-    """python only: bubblewrap isolates a program from files, network and processes of this machine; none runs it as your user, with limits
-    on time, memory and output alone."""
+    """python only. bubblewrap isolates programs from files, network and processes of the host; none
+    runs them as your user, limited only in time, memory and output.
+    """
     turn_discount: float = 1.0
-    """Credit over turns: advantages of a turn are multiplied by turn_discount ** (turns after it)."""
+    """Multiply the advantages of a turn by turn_discount ** (number of later turns); in [0, 1]."""
 
     def __post_init__(self) -> None:
         if self.name not in BUILT_IN_ENVIRONMENTS and not is_import_path(self.name):
             raise ConfigError(
-                f"environment.name is {self.name!r}, but must be {' or '.join(BUILT_IN_ENVIRONMENTS)}, or an import path package.module:Class of yours."
+                f"environment.name is {self.name!r}, but must be "
+                f"{' or '.join(BUILT_IN_ENVIRONMENTS)}, or the import path package.module:Class "
+                "of a custom environment."
             )
         if self.name in BUILT_IN_ENVIRONMENTS and self.arguments:
             raise ConfigError(
-                f"environment.arguments are set, but the environment {self.name} takes none: remove them."
+                f"environment.arguments are set, but the built-in environment {self.name} takes "
+                "none: remove them."
             )
         if self.sandbox != "bubblewrap" and self.name != "python":
             raise ConfigError(
-                f"environment.sandbox is {self.sandbox}, but the environment {self.name} runs no programs in it: remove it."
+                f"environment.sandbox is {self.sandbox}, but only the environment python uses it, "
+                f"not {self.name}: remove it."
             )
         check_range("environment.max_turns", self.max_turns, at_least=1)
         check_range("environment.max_tokens", self.max_tokens, at_least=1)
@@ -68,24 +76,27 @@ class EnvironmentConfig:
         check_range("environment.turn_discount", self.turn_discount, at_least=0, at_most=1)
         if not self.call_end:
             raise ConfigError(
-                "environment.call_end is empty, but a completion stops there for its call: give a text."
+                "environment.call_end is empty, but a completion must stop at it after a tool "
+                "call: set a text."
             )
 
-    def longest(self, max_completion: int) -> int:
-        """Tokens that a rollout may have after its prompt, with completions of at most ``max_completion``."""
-        whole = self.max_turns * max_completion + (self.max_turns - 1) * self.max_observation_tokens
-        return whole if self.max_tokens is None else min(whole, self.max_tokens)
+    def max_rollout_tokens(self, max_completion: int) -> int:
+        """Return the maximum number of tokens after a prompt, given the maximum per completion."""
+        unlimited = (
+            self.max_turns * max_completion + (self.max_turns - 1) * self.max_observation_tokens
+        )
+        return unlimited if self.max_tokens is None else min(unlimited, self.max_tokens)
 
 
 def load_environment_class(config: EnvironmentConfig) -> type[Any]:
-    """The user's class at the import path that is the environment's name.
+    """Import the custom environment class that ``config.name`` refers to.
 
     Raises:
-        ConfigError: the module can't be imported, or holds no such class.
+        ConfigError: If the module cannot be imported, or has no such class.
     """
-    found = import_object(config.name, key="environment.name")
-    if not isinstance(found, type):
+    loaded = import_object(config.name, key="environment.name")
+    if not isinstance(loaded, type):
         raise ConfigError(
-            f"environment.name is {config.name}, which is no class there: mend the name."
+            f"environment.name is {config.name}, which is not a class: correct the name."
         )
-    return found
+    return loaded

@@ -1,4 +1,4 @@
-"""What a user wrote, found by its import path ``package.module:name``."""
+"""Import user-defined functions and classes by ``package.module:name``."""
 
 import difflib
 import importlib
@@ -9,34 +9,36 @@ from temper_engine_api.errors import ConfigError
 
 
 def is_import_path(name: str) -> bool:
-    """Whether a name of the configuration is an import path and no registered name."""
+    """Return True if a name is an import path and not a registered name."""
     return ":" in name
 
 
 def import_object(path: str, *, key: str) -> Callable[..., Any]:
-    """The function or class at an import path.
+    """Import the function or class at an import path.
 
     Args:
         path: ``package.module:name``.
-        key: of the configuration, for the sentence.
+        key: Configuration key, for the message.
 
     Raises:
-        ConfigError: the module can't be imported, or has no such function or class.
+        ConfigError: If the module cannot be imported, or has no such function or class.
     """
     module, _, name = path.partition(":")
     try:
-        holder = importlib.import_module(module)
-    except Exception as error:  # a user's module may raise anything while it is imported
+        imported = importlib.import_module(module)
+    # A user's module may raise anything while it is imported.
+    except Exception as error:
         is_absent = (
             isinstance(error, ModuleNotFoundError)
             and error.name is not None
             and f"{module}.".startswith(f"{error.name}.")
         )
-        advice = _advice(module) if is_absent else "mend the module"
+        remedy = _suggest_remedy(module) if is_absent else "fix the module"
         raise ConfigError(
-            f"{key} names module {module!r}, which can't be imported ({type(error).__name__}: {error}): {advice}."
+            f"{key} names module {module!r}, which cannot be imported ({type(error).__name__}: "
+            f"{error}): {remedy}."
         ) from error
-    members = vars(holder)
+    members = vars(imported)
     found = members.get(name)
     if not callable(found):
         near = difflib.get_close_matches(
@@ -44,14 +46,17 @@ def import_object(path: str, *, key: str) -> Callable[..., Any]:
         )
         hint = f": did you mean {near[0]!r}?" if near else "."
         raise ConfigError(
-            f"{key} names {name!r} in {module}, which has no such function or class{hint}"
+            f"{key} names {name!r} in {module}, which has no function or class of that name{hint}"
         )
     named: Callable[..., Any] = found
     return named
 
 
-def _advice(absent: str) -> str:
-    """What a module that is not there asks for; translated configurations name those of the migration layer."""
+def _suggest_remedy(absent: str) -> str:
+    """Return how to make a missing module importable.
+
+    Translated configurations refer to modules of the migration package.
+    """
     if absent.partition(".")[0] == "temper_legacy_shim":
         return "pip install temper-legacy-shim"
-    return "put the folder that holds it on PYTHONPATH"
+    return "add the folder that contains it to PYTHONPATH"

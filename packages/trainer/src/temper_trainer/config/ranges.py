@@ -1,4 +1,4 @@
-"""What numbers and addresses of the configuration may be."""
+"""Checks of numbers and addresses in the configuration."""
 
 import math
 from ipaddress import IPv4Address
@@ -6,30 +6,30 @@ from ipaddress import IPv4Address
 from temper_engine_api.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-"""Reached by processes of the same machine only."""
+"""Reachable only from processes on the same host."""
 
 
 def check_listen_address(key: str, value: str, *, may_be_any: bool = False) -> None:
-    """Refuse an address that nothing should listen on.
+    """Raise unless a value is an IPv4 address that the run may listen on.
 
     Args:
-        key: Dotted.
+        key: Dotted key, for the message.
         value: IPv4 address.
-        may_be_any: Whether 0.0.0.0, every address of the machine, is allowed.
+        may_be_any: True to allow 0.0.0.0, all addresses of the host.
 
     Raises:
-        ConfigError: If it is no IPv4 address, or 0.0.0.0 where that is not allowed.
+        ConfigError: If it is not an IPv4 address, or is 0.0.0.0 where that is not allowed.
     """
     try:
         address = IPv4Address(value)
     except ValueError as error:
         raise ConfigError(
-            f"{key} is {value!r}, but must be an IPv4 address of this machine, such as {LOOPBACK}."
+            f"{key} is {value!r}, but must be an IPv4 address of this host, such as {LOOPBACK}."
         ) from error
     if address.is_unspecified and not may_be_any:
         raise ConfigError(
-            f"{key} is {value}, which opens every port on all networks of this machine: name the one "
-            f"address at which other machines reach it, or leave {LOOPBACK}."
+            f"{key} is {value}, which opens every port on all networks of this host: give the "
+            f"address at which other hosts reach it, or keep {LOOPBACK}."
         )
 
 
@@ -41,23 +41,27 @@ def check_range(
     above: float | None = None,
     at_most: float | None = None,
 ) -> None:
-    """Refuse a number outside its range; NaN and infinity are outside of every one, None (nothing set) inside.
+    """Raise if a number is outside its range, or NaN or infinite; None passes.
 
     Args:
-        key: what the sentence calls it: dotted, or bare in a block that stands under several keys.
+        key: Key for the message: dotted, or relative in a block that is used under several keys.
+        value: Number to check.
+        at_least: Inclusive lower bound.
+        above: Exclusive lower bound.
+        at_most: Inclusive upper bound.
 
     Raises:
-        ConfigError: key, value, and what is expected.
+        ConfigError: With key, value and bounds.
     """
     if value is None:
         return
-    is_inside = (
+    is_valid = (
         math.isfinite(value)
         and (at_least is None or value >= at_least)
         and (above is None or value > above)
         and (at_most is None or value <= at_most)
     )
-    if is_inside:
+    if is_valid:
         return
     bounds = {"at least": at_least, "above": above, "at most": at_most}
     expected = " and ".join(

@@ -1,24 +1,24 @@
-"""Keys of the older generation that people still type, each with what replaced it; this table points to temper-legacy-shim."""
+"""Keys of the older generation, each with its replacement; they are rejected with a hint."""
 
 from dataclasses import dataclass
 
 SINCE = "0.1"
-"""The release from which all of these are refused: the first."""
+"""First release that rejects these keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovedKey:
-    """One key that is refused with a sentence."""
+    """A key that is rejected with a hint."""
 
     key: str
-    """Dotted, as it was written."""
+    """Dotted key."""
     replacement: str
-    """The key or keys to use now, or why none is needed."""
+    """The key or keys to use now, or the reason why none is needed."""
     since: str = SINCE
-    """The release that refuses it."""
+    """First release that rejects it."""
 
 
-REMOVED = (
+REMOVED_KEYS = (
     RemovedKey(
         key="data.train_files",
         replacement="data.train.paths=[FILE] with data.train.kind=parquet or jsonl",
@@ -75,7 +75,10 @@ REMOVED = (
     RemovedKey(key="actor_rollout_ref.actor.optim.lr", replacement="actor.engine.optimizer.lr"),
     RemovedKey(
         key="actor_rollout_ref.actor.ppo_mini_batch_size",
-        replacement="batching.num_mini_batches, the number of updates: prompts_per_step / ppo_mini_batch_size",
+        replacement=(
+            "batching.num_mini_batches, the number of updates: prompts_per_step / "
+            "ppo_mini_batch_size"
+        ),
     ),
     RemovedKey(
         key="actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
@@ -123,7 +126,7 @@ REMOVED = (
     RemovedKey(key="critic.model.path", replacement="critic.engine.model.path"),
     RemovedKey(
         key="critic.ppo_mini_batch_size",
-        replacement="batching.num_mini_batches, which all roles share",
+        replacement="batching.num_mini_batches, which applies to all roles",
     ),
     RemovedKey(key="critic.ppo_micro_batch_size_per_gpu", replacement="batching.max_tokens"),
     RemovedKey(key="critic.ppo_micro_batch_size", replacement="batching.max_tokens"),
@@ -183,7 +186,7 @@ REMOVED = (
 )
 
 
-BLOCKS = (
+REMOVED_BLOCKS = (
     "actor_rollout_ref",
     "reward_model",
     "custom_reward_function",
@@ -196,10 +199,10 @@ BLOCKS = (
     "global_profiler",
     "async_training",
 )
-"""Blocks that are gone as a whole."""
+"""Top-level blocks that no longer exist."""
 
 
-OLD_CONFIGS = (
+OLD_CONFIG_NAMES = (
     *(
         "ppo_trainer",
         "ppo_megatron_trainer",
@@ -217,20 +220,23 @@ OLD_CONFIGS = (
     ),
     *("fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer"),
 )
-"""Names of the older generation's configurations."""
+"""File names of the older generation's configurations."""
 
 
-OLD_CONFIG = (
-    "That is a configuration of the older generation: `temper-migrate config --config-name NAME KEY=VALUE...` translates it with its "
-    "overrides, and `temper-migrate script FILE` a launch script (pip install temper-legacy-shim)."
+OLD_CONFIG_HINT = (
+    "This is a configuration of the older generation: `temper-migrate config --config-name NAME "
+    "KEY=VALUE...` translates it with its overrides, and `temper-migrate script FILE` a launch "
+    "script (pip install temper-legacy-shim)."
 )
 
 
-SHARES = ("colocated", "colocate", "is_colocated", "enable_colocation", "share_pool")
-"""Names under which other systems let a teacher share the policy's devices; compared without underscores, in any case."""
+COLOCATION_NAMES = ("colocated", "colocate", "is_colocated", "enable_colocation", "share_pool")
+"""Names of settings in other systems that colocate a teacher; compared without underscores and
+case.
+"""
 
 
-SLEEPS = (
+SLEEP_NAMES = (
     *(
         "sleep",
         "sleep_level",
@@ -243,44 +249,49 @@ SLEEPS = (
     ),
     *("param_offload", "cpu_offload", "offload_to_cpu"),
 )
-"""Names under which they let it sleep, or leave its devices between steps."""
+"""Names of settings in other systems that let a teacher sleep or offload it between steps."""
 
 
 def describe_refused_teacher_key(key: str) -> str | None:
-    """The sentence that refuses a teacher who shares devices or sleeps, or None where a key asks for neither.
+    """Return the error message for a key that asks for a colocated or sleeping teacher, else None.
 
     Args:
-        key: dotted, and of no field.
+        key: Dotted key that does not exist.
     """
     parts = key.split(".")
     if parts[0] != "teachers":
         return None
     words = {part.replace("_", "").lower() for part in parts[2:]}  # after the teacher's own name
-    if words & {name.replace("_", "") for name in SHARES}:
+    if words & {name.replace("_", "") for name in COLOCATION_NAMES}:
         kind = "shares devices"
-    elif words & {name.replace("_", "") for name in SLEEPS}:
+    elif words & {name.replace("_", "") for name in SLEEP_NAMES}:
         kind = "sleeps"
     else:
         return None
     return (
-        f"{key} is for a teacher that {kind}, and none does: a teacher is asked while the policy samples and trains, so it would have to "
-        "sleep and wake within every step. Teachers stand on a resource pool of their own (teachers.NAME.pool) and never sleep: remove it."
+        f"{key} is for a teacher that {kind}, which is not supported: teachers are queried in "
+        "every step while the policy samples and trains, so they have their own resource pool "
+        "(teachers.NAME.pool) and never sleep. Remove it."
     )
 
 
 def describe_removed_key(key: str) -> str | None:
-    """The sentence that refuses a removed key, or None where it is not one."""
-    for row in REMOVED:
+    """Return the error message for a removed key, else None."""
+    for row in REMOVED_KEYS:
         if key == row.key or key.startswith(f"{row.key}."):
-            return f"{key} is refused since {row.since}; now it is: {row.replacement}. {_hint(key)}"
+            return f"{key} was removed in {row.since}; use: {row.replacement}. {_hint(key)}"
     block = key.partition(".")[0]
-    if block in BLOCKS:
-        return f"{key} belongs to the block {block} of the older generation, which is refused since {SINCE}. {_hint(key)}"
+    if block in REMOVED_BLOCKS:
+        return (
+            f"{key} belongs to the block {block} of the older generation, which was removed in "
+            f"{SINCE}. {_hint(key)}"
+        )
     return None
 
 
 def _hint(key: str) -> str:
     return (
-        f"`temper-migrate explain {key}` says more; `temper-migrate config FILE` translates a whole file or old overrides, and "
-        "`temper-migrate script FILE` a launch script (pip install temper-legacy-shim)."
+        f"`temper-migrate explain {key}` explains more; `temper-migrate config FILE` translates a "
+        "whole file or old overrides, and `temper-migrate script FILE` a launch script (pip "
+        "install temper-legacy-shim)."
     )

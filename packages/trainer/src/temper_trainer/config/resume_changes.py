@@ -1,21 +1,21 @@
-"""What a resumed run takes from its checkpoint, so that a changed setting has no effect on it."""
+"""Describe settings that changed since the last start of a run."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fixed:
-    """Settings whose effect is in the checkpoint already."""
+class FixedSetting:
+    """Settings whose effect is already part of the checkpoint."""
 
     keys: tuple[str, ...]
     """Dotted keys and blocks."""
     source: str
-    """Completes "has no effect on a resumed run: ..."."""
+    """Reason; completes "has no effect on a resumed run: ..."."""
 
 
-FIXED = (
-    Fixed(
+FIXED_SETTINGS = (
+    FixedSetting(
         keys=tuple(
             f"{role}.engine.{key}"
             for role in ("actor", "critic", "ref")
@@ -23,53 +23,65 @@ FIXED = (
         ),
         source="the weights are those of the checkpoint",
     ),
-    Fixed(keys=("warm_start",), source="the warm start is done"),
-    Fixed(
+    FixedSetting(keys=("warm_start",), source="the warm start is done"),
+    FixedSetting(
         keys=("algorithm.kl_reward_coef", "algorithm.entropy_coef"),
-        source="the checkpoint holds the coefficient that was reached",
+        source="the checkpoint contains the current coefficient",
     ),
-    Fixed(keys=("generate",), source="a training run writes no completions"),
+    FixedSetting(keys=("generate",), source="a training run writes no completions"),
 )
 
 
-UNCOMPARED = ("run.resume", "run.dir")
-"""Settings that differ between two starts of one run by their nature."""
+UNCOMPARED_KEYS = ("run.resume", "run.dir")
+"""Settings that always differ between two starts of a run."""
 
 
-ORDER_KEYS = ("data.train", "data.shuffle", "data.streaming", "data.streaming_buffer", "run.seed")
-"""Settings that give the training data, or their order."""
+DATA_ORDER_KEYS = (
+    "data.train",
+    "data.shuffle",
+    "data.streaming",
+    "data.streaming_buffer",
+    ("run.seed"),
+)
+"""Settings that determine the training data and their order."""
 
 
 def describe_changes(
     before: Mapping[str, object], after: Mapping[str, object], *, has_checkpoint: bool
 ) -> Iterator[str]:
-    """Yield a line for each setting that differs from the last start, and one for each without effect.
+    """Yield a line for each setting that changed, and a warning for each change without effect.
 
     Args:
-        before: The settings of the last start by dotted key; empty if there was none.
-        after: Those of this start.
-        has_checkpoint: Whether this start continues from a checkpoint.
+        before: Settings of the last start by dotted key; empty if there was none.
+        after: Settings of this start.
+        has_checkpoint: True if this start continues from a checkpoint.
     """
     changed = [
         key
         for key in sorted(before.keys() | after.keys())
-        if key not in UNCOMPARED and before.get(key) != after.get(key)
+        if key not in UNCOMPARED_KEYS and before.get(key) != after.get(key)
     ]
     if not before or not changed:
         return
-    yield "settings that differ from the last start of this run (its config.yaml is kept as config.superseded-*.yaml):"
+    yield (
+        "settings that differ from the last start of this run (its config.yaml is kept as "
+        "config.superseded-*.yaml):"
+    )
     for key in changed:
         yield f"  {key}: {_text(before, key)} -> {_text(after, key)}"
     if not has_checkpoint:
         return
     for key in changed:
-        for fixed in FIXED:
+        for fixed in FIXED_SETTINGS:
             if any(_is_within(key, block) for block in fixed.keys):
-                yield f"warning: {key} has no effect on a resumed run: {fixed.source}. To use the new value, choose another run.dir."
-    if any(_is_within(key, block) for key in changed for block in ORDER_KEYS):
+                yield (
+                    f"warning: {key} has no effect on a resumed run: {fixed.source}. To use the "
+                    "new value, choose another run.dir."
+                )
+    if any(_is_within(key, block) for key in changed for block in DATA_ORDER_KEYS):
         yield (
-            "warning: the training data or their order changed, but the run continues at the position that the checkpoint names: "
-            "some prompts may be skipped or repeated."
+            "warning: the training data or their order changed, but the run continues at the "
+            "checkpoint's position in the data: some prompts may be skipped or repeated."
         )
 
 

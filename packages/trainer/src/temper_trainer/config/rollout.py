@@ -1,4 +1,4 @@
-"""Settings of sampling: the sampler, its servers, and how it receives weights."""
+"""Settings of sampling: the sampler, vLLM servers, weight sync and asynchrony."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,47 +30,56 @@ RESERVED_ENGINE_KWARGS = {
     "seed": "run.seed: every request carries its own",
     "trust_remote_code": "actor.engine.model.trust_remote_code",
 }
-"""Arguments of vLLM that have a key of ours, which is the only place to set them."""
+"""vLLM arguments that have their own configuration key, and the key to set in their place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmConfig:
-    """One vLLM server; rollout.num_replicas says how many there are, rollout.max_concurrent is its max_num_seqs."""
+    """One vLLM server; see also rollout.num_replicas and rollout.max_concurrent (max_num_seqs)."""
 
     tensor_parallel_size: int = 1
-    """GPUs, or CPU processes, that share one replica."""
+    """GPUs (or CPU processes) per replica."""
     gpu_memory_utilization: float | None = None
-    """Share of a GPU's memory that a server may take for weights and cache; None is vLLM's own. Ineffective with kv_cache_bytes."""
+    """Fraction of GPU memory for weights and KV cache, in (0, 1]; None is vLLM's default. Not
+    allowed with kv_cache_bytes.
+    """
     kv_cache_bytes: int | None = None
-    """Size of the cache of keys and values; None derives it from gpu_memory_utilization, and needs a GPU."""
+    """Size of the KV cache in bytes; None derives it from gpu_memory_utilization, which needs a
+    GPU.
+    """
     max_model_len: int | None = None
-    """Longest sequence, in tokens; None is the longest that data and sampling allow."""
+    """Maximum sequence length in tokens; None is the longest that data and sampling allow."""
     max_num_batched_tokens: int | None = None
-    """Tokens of one scheduler step; None is vLLM's own choice."""
+    """Maximum number of tokens per scheduler step; None is vLLM's default."""
     enforce_eager: bool = False
-    """Without CUDA graphs and compilation; the CPU build is always eager."""
+    """Run without CUDA graphs and compilation; the CPU build always does."""
     enable_chunked_prefill: bool | None = None
-    """Whether long prompts are computed in pieces between decoding steps; None is vLLM's own choice."""
+    """Process long prompts in chunks between decoding steps; None is vLLM's default."""
     enable_prefix_caching: bool = True
-    """Whether equal beginnings are computed once; the cache is emptied after every weight sync."""
+    """Compute common prefixes only once; the cache is cleared after every weight sync."""
     load_format: str = "dummy"
-    """What a server starts with: dummy (random, replaced by the first weight sync), or one of vLLM's formats such as auto, which reads
-    actor.engine.model.path."""
+    """Initial weights of a server: dummy (random, replaced by the first weight sync), or one of
+    vLLM's formats such as auto, which reads actor.engine.model.path.
+    """
     sleep_level: int = 0
-    """What a server gives back while the actor trains: 0 nothing, 1 the cache (weights move to host memory), 2 cache and weights. Needs
-    CUDA."""
+    """Memory that a server frees while the actor trains. 0: none; 1: the KV cache, with weights
+    moved to host memory; 2: cache and weights. Needs CUDA.
+    """
     engine_kwargs: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
-    """Further arguments of vLLM's ``EngineArgs``, by their names there; a text that begins with { or [ is read as JSON."""
+    """More arguments of vLLM's ``EngineArgs``; a string that starts with { or [ is parsed as JSON.
+    """
     start_timeout_s: float = 600.0
-    """Longest start of a server."""
+    """Maximum time in seconds for the start of a server."""
     stall_timeout_s: float = 120.0
-    """Longest time that a server with open calls may send neither a token nor the heartbeat of its
-    process; then it is ended and started again."""
+    """Restart a server with open requests if neither a token nor a heartbeat arrives within this
+    many seconds.
+    """
     load_timeout_s: float = 600.0
-    """Longest time that loading weights, or any call without new tokens, may take in a server whose
-    process still sends its heartbeat; then it is ended and started again."""
+    """Restart a server whose heartbeat continues if loading weights, or any call without new
+    tokens, takes longer than this many seconds.
+    """
     max_restarts: int = 3
-    """Times that a dead replica is started again, over the whole run, before the run stops."""
+    """Maximum number of server restarts in a run; after that the run stops."""
 
     def __post_init__(self) -> None:
         key = "rollout.vllm"
@@ -88,29 +97,33 @@ class VllmConfig:
         check_range(f"{key}.max_restarts", self.max_restarts, at_least=0)
         if self.kv_cache_bytes is not None and self.gpu_memory_utilization is not None:
             raise ConfigError(
-                f"{key}.gpu_memory_utilization has no effect with {key}.kv_cache_bytes: remove one of them."
+                f"{key}.gpu_memory_utilization has no effect with {key}.kv_cache_bytes: remove "
+                "one of them."
             )
         for name in self.engine_kwargs:
             if name in RESERVED_ENGINE_KWARGS:
                 raise ConfigError(
-                    f"{key}.engine_kwargs.{name} has a key of its own: set {RESERVED_ENGINE_KWARGS[name]} instead."
+                    f"{key}.engine_kwargs.{name} cannot be set here: set "
+                    f"{RESERVED_ENGINE_KWARGS[name]} instead."
                 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
-    """Of every completion; evaluation has its own. How many a prompt gets is algorithm.group_size, each with a seed of its own."""
+    """Sampling parameters of training rollouts; run.eval_sampling has the same for evaluation."""
 
     temperature: float = 1.0
-    """Divides logits; 0 is greedy. Training needs it above 0, and the engine divides by the same."""
+    """Divides the logits; 0 is greedy. Training needs it above 0, and log-probs use the same
+    temperature.
+    """
     top_p: float = 1.0
-    """Smallest set of tokens whose probability reaches this is kept."""
+    """Sample from the smallest set of tokens with at least this total probability, in (0, 1]."""
     top_k: int = 0
-    """Only the most likely k are kept; 0 keeps all."""
+    """Sample from the k most likely tokens; 0 uses all."""
     max_tokens: int = 512
-    """Longest completion, end token included."""
+    """Maximum completion length in tokens, the end token included."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, besides the end token; the text stays in the completion's tokens."""
+    """Strings that end a completion in addition to the end token; they stay part of it."""
 
     def __post_init__(self) -> None:
         check_range("temperature", self.temperature, at_least=0)
@@ -119,29 +132,33 @@ class SamplingConfig:
         check_range("max_tokens", self.max_tokens, at_least=1)
         if "" in self.stop:
             raise ConfigError(
-                f"stop is {list(self.stop)}, but an empty text would end every completion at once: take it out."
+                f"stop is {list(self.stop)}, but an empty string would end every completion "
+                "immediately: remove it."
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
-    """The sampler of a training run."""
+    """The sampler of the run."""
 
     sampler: Literal["hf", "vllm"] = "hf"
-    """hf: continuous batching on transformers, runs anywhere; vllm: servers in processes of their own."""
+    """hf: continuous batching with transformers, runs on any device; vllm: servers in separate
+    processes.
+    """
     num_replicas: int = 1
-    """Servers among which requests are shared; more than 1 needs sampler vllm."""
+    """Number of servers that requests are balanced over; more than 1 needs sampler vllm."""
     max_concurrent: int = 256
-    """Sequences that one replica decodes together."""
+    """Maximum number of sequences that one replica decodes at the same time."""
     dtype: Literal["bf16", "fp32"] = "fp32"
-    """Of the sampler's weights."""
+    """Data type of the sampler's weights."""
     pool: str = "train"
-    """ray only: resource pool of the sampler; the roles' own pool colocates it with them."""
+    """ray only: resource pool of the sampler; the pool of the roles colocates it with them."""
     canary: bool = True
-    """After each weight sync, compare a prompt's log-probs in engine and sampler."""
+    """After each weight sync, compare the log-probs of a prompt between engine and sampler."""
     canary_tolerance: float | None = None
-    """Largest difference of a log-prob, in nats, that the canary accepts. None accepts 0.05, or 0.3
-    where the sampler or the actor computes in bf16."""
+    """Maximum difference of a log-prob, in nats. None accepts 0.05, or 0.3 if the sampler or the
+    actor computes in bf16.
+    """
     vllm: VllmConfig = field(default_factory=VllmConfig)
     """sampler vllm only."""
 
@@ -150,7 +167,8 @@ class RolloutConfig:
         check_range("rollout.max_concurrent", self.max_concurrent, at_least=1)
         if self.sampler == "hf" and self.num_replicas > 1:
             raise ConfigError(
-                f"rollout.num_replicas is {self.num_replicas}, but rollout.sampler hf is one process: use rollout=vllm."
+                f"rollout.num_replicas is {self.num_replicas}, but rollout.sampler hf runs in one "
+                "process: use rollout=vllm."
             )
         check_range("rollout.canary_tolerance", self.canary_tolerance, above=0)
 
@@ -170,21 +188,27 @@ TransportName = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSyncConfig:
-    """One publish of a numbered set of weights."""
+    """How the actor's weights are sent to the sampler."""
 
     transport: TransportName = "auto"
-    """auto: in_process (sampler hf, runtime inline), object_store (sampler hf, runtime ray); with sampler vllm by where actor and servers
-    are: cuda_ipc on one GPU, collective (NCCL) to GPUs of their own, shared_memory on the CPUs of one host, collective (gloo) on those of
-    several. In loops that sample ahead, a server that dies is started again only with shared_memory."""
+    """auto chooses. Sampler hf: in_process (runtime inline) or object_store (runtime ray). Sampler
+    vllm: cuda_ipc on a shared GPU, collective (NCCL) to other GPUs, shared_memory between CPUs of
+    one host, collective (gloo) across hosts. In loops that sample ahead, only shared_memory can
+    restart a dead server.
+    """
     content: Literal["full", "adapter", "delta"] = "full"
-    """full sends every weight, an adapter merged; adapter sends the LoRA adapter alone, under a new version each time; delta sends the
-    elements that changed since the last set, after a first whole one. The sampler's weights are the same bits with full and delta."""
+    """full: all weights, an adapter merged; adapter: only the LoRA adapter; delta: the elements
+    that changed since the last sync, after a first full one. full and delta give the sampler
+    bitwise equal weights.
+    """
     max_changed_fraction: float = 0.25
-    """With content delta: a tensor of which a larger share of the elements changed is sent whole."""
+    """content delta only: send a tensor in full if a larger fraction of its elements changed, in
+    [0, 1].
+    """
     bucket_bytes: int = 256 << 20
-    """Largest part that travels at once; a larger tensor travels alone."""
+    """Maximum size of a transfer bucket in bytes; a larger tensor gets its own bucket."""
     checksum: bool = True
-    """Compare a checksum of every bucket after its journey."""
+    """Verify a checksum of every bucket after its transfer."""
 
     def __post_init__(self) -> None:
         check_range(
@@ -195,13 +219,16 @@ class WeightSyncConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsynchronyConfig:
-    """Of loop async; one_step_off has a staleness of one and no other choice."""
+    """Settings of loop async; one_step_off always has a staleness of 1."""
 
     max_staleness: int = 1
-    """Updates of the weights between the first token of a completion and the step that trains on it, at most."""
+    """Maximum number of weight updates between a completion's first token and the step that trains
+    on it.
+    """
     partial_rollouts: bool = True
-    """At a weight sync, stop unfinished completions and let them go on under the new weights, every token with its own version; False
-    waits until they are finished."""
+    """Pause unfinished completions at a weight sync and continue them with the new weights,
+    recording the version of each token. False waits for them to finish.
+    """
 
     def __post_init__(self) -> None:
         check_range("asynchrony.max_staleness", self.max_staleness, at_least=1)

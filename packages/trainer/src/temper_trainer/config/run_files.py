@@ -1,4 +1,4 @@
-"""Which files mark a run folder as taken; read before a run begins, without torch."""
+"""Files that mark a run folder as used; read before a run starts, without torch."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -18,22 +18,23 @@ RUN_FILES = (
 
 
 START_FILES = ("config.yaml", "config_origins.yaml", "tokenizer")
-"""Those of them that a start writes before the first step."""
+"""Those of RUN_FILES that are written before the first step."""
 
 
 UNTRAINED = ".untrained"
-"""Marks a folder in which a run was started and has not completed a step yet."""
+"""Marks a folder in which a run was started but has not completed a step."""
 
 
 def contains_run(folder: Path) -> bool:
-    """Return whether a run has trained in a folder, or other files are in its way.
+    """Return True if a run has trained in a folder, or its files are there for another reason.
 
-    A start that failed before its first step does not count: the corrected command may use the folder.
+    A start that failed before its first step does not count: the corrected command may use the
+    folder.
     """
     return not (folder / UNTRAINED).exists() and any((folder / name).exists() for name in RUN_FILES)
 
 
-def input_problems(config: object, folder: Path) -> Iterator[str]:
+def find_inputs_in_run_folder(config: object, folder: Path) -> Iterator[str]:
     """Yield a sentence for each setting that names a file or directory inside a run folder.
 
     A run appends to, renames and replaces files of its folder, so it must not read its inputs there.
@@ -44,7 +45,7 @@ def input_problems(config: object, folder: Path) -> Iterator[str]:
         config: A `TrainerConfig`.
         folder: `run.dir`.
     """
-    for key, value in _strings(config):
+    for key, value in _iterate_strings(config):
         if key.startswith("run.") or not (key.endswith(("path", "paths")) or "/" in value):
             continue
         if os.path.lexists(value) and _is_inside(value, folder):
@@ -54,13 +55,13 @@ def input_problems(config: object, folder: Path) -> Iterator[str]:
             )
 
 
-def _strings(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+def _iterate_strings(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield every string of a configuration with its key; those of a list have the key of the list."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, list | tuple):
         for child in value:
-            yield from _strings(child, key)
+            yield from _iterate_strings(child, key)
     elif is_dataclass(value) or isinstance(value, Mapping):
         children = (
             {str(name): child for name, child in value.items()}
@@ -68,7 +69,7 @@ def _strings(value: object, key: str = "") -> Iterator[tuple[str, str]]:
             else {item.name: getattr(value, item.name) for item in fields(value)}
         )
         for name, child in children.items():
-            yield from _strings(child, f"{key}.{name}" if key else name)
+            yield from _iterate_strings(child, f"{key}.{name}" if key else name)
 
 
 def _is_inside(path: str, folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Settings that single tasks and the warm start have."""
+"""Settings that only single tasks or the warm start have."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,18 +11,21 @@ from temper_trainer.config.ranges import check_range
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartConfig:
-    """The warm start: supervised fine-tuning before RL. Task sft takes its settings from data, batching, run and the actor."""
+    """Supervised fine-tuning before RL.
+
+    Task sft does not use it: its settings are data, batching, run and actor.
+    """
 
     data: SourceConfig | None = None
     """Demonstrations; None takes data.train."""
     total_steps: int = 100
-    """Updates."""
+    """Number of updates."""
     batch_size: int = 64
-    """Demonstrations of one update."""
+    """Demonstrations per update."""
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
-    """Of the warm start; the actor's own begins anew after it."""
+    """Optimizer of the warm start; the actor's own starts fresh afterwards."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
-    """Of the warm start."""
+    """Learning-rate schedule of the warm start; the actor's own starts at step 0 afterwards."""
 
     def __post_init__(self) -> None:
         check_range("warm_start.total_steps", self.total_steps, at_least=1)
@@ -31,22 +34,27 @@ class WarmStartConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceConfig:
-    """Of task dpo, and of task rm where it says so."""
+    """Settings of task dpo, and of task rm for the fields that say so."""
 
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """dpo only: sigmoid is DPO as published."""
     beta: float = 0.1
-    """dpo only: strength of the tie to the reference policy."""
+    """dpo only: strength of the regularization toward the reference policy, above 0."""
     label_smoothing: float = 0.0
-    """Share of pairs taken to be labelled the wrong way round; only with the sigmoid loss."""
+    """dpo with the sigmoid loss, and rm: assumed fraction of pairs with swapped labels, in [0,
+    0.5].
+    """
     reference: Literal["ref", "disabled_adapter", "none"] = "ref"
-    """dpo only: the ref role; the actor with its adapter disabled; or no reference at all (log-probs alone)."""
+    """dpo only. ref: the ref role; disabled_adapter: the actor without its adapter; none: no
+    reference.
+    """
     length_normalized: bool = False
-    """dpo only: mean log-prob of a completion in place of the sum."""
+    """dpo only: use a completion's mean log-prob in place of the sum."""
     sft_coef: float = 0.0
-    """dpo only: weight of the chosen completion's negative log-likelihood per token."""
+    """dpo only: weight of the chosen completion's negative log-likelihood per token, at least 0."""
     center_coef: float = 0.0
-    """rm only: weight of the squared sum of a pair's scores, which keeps scores around 0."""
+    """rm only: weight of the squared sum of a pair's scores, which keeps scores near 0; at least 0.
+    """
 
     def __post_init__(self) -> None:
         check_range("preference.beta", self.beta, above=0)
@@ -55,18 +63,20 @@ class PreferenceConfig:
         check_range("preference.center_coef", self.center_coef, at_least=0)
         if self.label_smoothing and self.loss != "sigmoid":
             raise ConfigError(
-                f"preference.label_smoothing has no effect with preference.loss {self.loss}: remove it, or use sigmoid."
+                f"preference.label_smoothing has no effect with preference.loss {self.loss}: "
+                "remove it, or use sigmoid."
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateConfig:
-    """Of task generate: prompts of data.eval, or of data.train where it is not set, completed with ``sampling``."""
+    """Settings of task generate, which completes the prompts of data.eval (else data.train)."""
 
     num_completions: int = 1
-    """Of each prompt; more than 1 needs sampling.temperature above 0."""
+    """Completions per prompt; more than 1 needs sampling.temperature above 0."""
     file: str = "completions.jsonl"
-    """In the run folder: one line for each completion, with prompt, completion, log-probs and score."""
+    """File in the run folder with one line per completion: prompt, completion, log-probs and score.
+    """
 
     def __post_init__(self) -> None:
         check_range("generate.num_completions", self.num_completions, at_least=1)

@@ -1,4 +1,4 @@
-"""From group choices, YAML files and the command line to a frozen TrainerConfig; Hydra ends here."""
+"""Load group choices, YAML files and overrides into a frozen TrainerConfig; Hydra ends here."""
 
 from temper_trainer.config_loading.loading import load
 from temper_trainer.config_loading.resolved_config import (

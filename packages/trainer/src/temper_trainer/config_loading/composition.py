@@ -1,7 +1,8 @@
-"""Hydra's part: from group choices, YAML files and command-line overrides to one mapping, and which layer said what.
+"""Compose groups, YAML files and command-line overrides with Hydra into one mapping.
 
-Only what was chosen goes through here; defaults are laid underneath afterwards, from the dataclasses. Hydra's loader is used without its
-global state, so that loading a configuration in a process leaves nothing behind.
+Only chosen values pass through here; the defaults of the dataclasses are added afterwards. Hydra's
+loader is used without its global state, so that loading a configuration leaves no trace in the
+process.
 """
 
 import re
@@ -23,73 +24,79 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.removed_keys import OLD_CONFIG, OLD_CONFIGS
+from temper_trainer.config.removed_keys import OLD_CONFIG_HINT, OLD_CONFIG_NAMES
 from temper_trainer.config_loading.schema import Plain, flatten, to_plain
 
-OURS = "pkg://temper_trainer.conf"
-"""Where the choices that come with the trainer lie."""
+BUILTIN_CONFIGS = "pkg://temper_trainer.conf"
+"""Package with the config groups of the trainer."""
 ENGINE_GROUP = "model_engine"
-"""The group whose choices need no file: any installed engine is one."""
-PRIMARY = "temper"
-"""The file that a composition begins with, unless the user names another."""
+"""Group whose choices need no file: any installed engine is a choice."""
+DEFAULT_CONFIG_NAME = "temper"
+"""File that a composition starts with, unless the user names another."""
 COMMAND_LINE = "command line"
 """Origin of an override."""
-FILE, RUN = "file ", "run "
-"""Origins, before the path, of what stands in a file of the user's, and in the ``config.yaml`` that an earlier run has left."""
-DIGEST = "# digest "
-"""Begins what a run leaves."""
+FILE_PREFIX = "file "
+"""Prefix of the origin of a value from a user's file; the path follows."""
+RUN_PREFIX = "run "
+"""Prefix of the origin of a value from the ``config.yaml`` of an earlier run; the path follows."""
+DIGEST_PREFIX = "# digest "
+"""Start of the first line of files that a run writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """What one file, group choice or override says."""
+    """The keys that one file, group choice or override sets."""
 
     origin: str
     """``group NAME=CHOICE``, ``file PATH`` or ``command line``."""
     leaves: tuple[str, ...]
-    """Dotted keys it gives a value, in order."""
+    """Dotted keys that it sets, in order."""
     is_deletion: bool = False
-    """Whether it takes its keys away instead, back to their defaults."""
+    """True if it resets its keys to their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composition:
-    """Everything that was chosen."""
+    """All chosen values and the layers that set them."""
 
     values: dict[str, Plain]
-    """Nested; interpolations are not resolved yet."""
+    """Nested values with unresolved interpolations."""
     layers: tuple[Layer, ...]
-    """Later ones win."""
+    """In order; later ones win."""
 
 
 def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: str) -> Composition:
-    """Compose choices; no key is checked here except for Hydra's own grammar.
+    """Compose groups, files and overrides; checks only Hydra's grammar, not the keys.
 
     Raises:
-        ConfigError: an override that cannot be parsed, a group without that choice, a missing or malformed file.
+        ConfigError: If an override cannot be parsed, a choice does not exist, or a file is missing
+            or malformed.
     """
     version.setbase("1.3")
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError(
-            f"--config-dir {config_dir} is not a directory: give the folder that holds your YAML files."
+            f"--config-dir {config_dir} is not a directory: give the folder with your YAML files."
         )
     repository = _repository(config_dir)
     parsed = [_parse(text) for text in overrides]
-    forced = [
-        _parse(text) for override in parsed for text in _forced(override, repository=repository)
+    rewritten = [
+        _parse(text)
+        for override in parsed
+        for text in _rewrite_override(override, repository=repository)
     ]
     try:
-        # Without Hydra's own settings (its run folders, logging, launchers), which nobody here reads.
+        # Without Hydra's own settings (its run folders, logging, launchers), which nobody here
+        # reads.
         chosen = create_defaults_list(
-            repository, config_name, forced, prepend_hydra=False, skip_missing=False
+            repository, config_name, rewritten, prepend_hydra=False, skip_missing=False
         )
         files = [_load_file(default, repository=repository) for default in chosen.defaults]
         composed = OmegaConf.merge({}, *(tree for tree, _ in files))
         ConfigLoaderImpl._apply_overrides_to_config(chosen.config_overrides, composed)
     except yaml.YAMLError as error:
-        raise ConfigError(_yaml_sentence(error)) from error
+        raise ConfigError(_describe_yaml_error(error)) from error
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(_sentence(error, repository=repository)) from error
+        raise ConfigError(_translate_hydra_error(error, repository=repository)) from error
     assert isinstance(composed, DictConfig)
     values = to_plain_tree(composed)
     for override in parsed:
@@ -99,21 +106,21 @@ def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: st
     return Composition(values=values, layers=layers)
 
 
-def group_choices(group: str, *, config_dir: str | None = None) -> list[str]:
-    """The choices of a config group, the user's own included."""
+def list_group_choices(group: str, *, config_dir: str | None = None) -> list[str]:
+    """Return the choices of a config group, the user's own included."""
     return list(_repository(config_dir).get_group_options(group))
 
 
 def to_plain_tree(config: DictConfig, *, resolve: bool = False) -> dict[str, Plain]:
-    """A composed mapping as to_plain values, with or without its interpolations resolved."""
+    """Convert a composed mapping to plain values."""
     tree = to_plain(OmegaConf.to_container(config, resolve=resolve, throw_on_missing=resolve))
     assert isinstance(tree, dict)
     return tree
 
 
 def _repository(config_dir: str | None) -> CachingConfigRepository:
-    """The user's folder first, so that a file of theirs wins over ours of the same name."""
-    path = create_config_search_path(OURS)
+    """Return the config files to search: the user's folder first, so that it overrides ours."""
+    path = create_config_search_path(BUILTIN_CONFIGS)
     if config_dir is not None:
         path.prepend("user", f"file://{Path(config_dir).resolve()}", "main")
     return CachingConfigRepository(ConfigRepository(path))
@@ -124,12 +131,14 @@ def _parse(text: str) -> Override:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
         raise ConfigError(
-            f"cannot read {text!r} on the command line: {_one_line(error)} Write KEY=VALUE, ~KEY to go back to a default, or "
-            "GROUP=CHOICE; quote texts with special characters, 'key=\"a, b\"'."
+            f"cannot parse {text!r} on the command line: {_one_line(error)} Write KEY=VALUE, ~KEY "
+            "to reset a key to its default, or GROUP=CHOICE; quote strings with special "
+            "characters, 'key=\"a, b\"'."
         ) from error
     if override.is_sweep_override():
         raise ConfigError(
-            f"{text} gives several values for one run: write a list as [a,b], a text with a comma as 'key=\"a,b\"'."
+            f"{text} gives several values for one run: write a list as [a,b], a string with a "
+            "comma as 'key=\"a,b\"'."
         )
     return override
 
@@ -138,8 +147,11 @@ def _is_group(override: Override, *, repository: CachingConfigRepository) -> boo
     return bool(repository.group_exists(override.key_or_group))
 
 
-def _forced(override: Override, *, repository: CachingConfigRepository) -> list[str]:
-    """The override as Hydra shall see it: every key may be set, whether or not a file mentions it; keys are checked by us."""
+def _rewrite_override(override: Override, *, repository: CachingConfigRepository) -> list[str]:
+    """Rewrite an override for Hydra so that any key may be set, even if no file has it.
+
+    Keys are checked later, with better messages.
+    """
     text, key = str(override.input_line), str(override.key_or_group)
     if override.is_delete():
         return [text]
@@ -151,7 +163,7 @@ def _forced(override: Override, *, repository: CachingConfigRepository) -> list[
 
 
 def _is_bare_engine(override: Override, *, repository: CachingConfigRepository) -> bool:
-    """Whether it names an engine that has no file of choices: one that brings nothing but its entry point."""
+    """Return True if it chooses an engine that has no config file, only an entry point."""
     group = str(override.key_or_group)
     return (
         group == ENGINE_GROUP
@@ -163,7 +175,7 @@ def _is_bare_engine(override: Override, *, repository: CachingConfigRepository) 
 def _load_file(
     default: ResultDefault, *, repository: CachingConfigRepository
 ) -> tuple[dict[str, Plain], Layer]:
-    """What one file says, below the block that its place or its header names."""
+    """Load one file and return its values below the block that its location or header names."""
     loaded = repository.load_config(default.config_path)
     if not isinstance(loaded.config, DictConfig):
         raise ConfigError(f"{default.config_path}.yaml is a list, but must be a mapping of keys.")
@@ -180,13 +192,13 @@ def _origin(source: str, config_path: str) -> str:
     if not source.startswith("pkg://"):
         path = Path(source.removeprefix("file://")) / f"{config_path}"
         file = path.with_suffix(".yaml")
-        return f"{RUN if _is_of_a_run(file) else FILE}{file}"
+        return f"{RUN_PREFIX if _is_written_by_run(file) else FILE_PREFIX}{file}"
     return f"group {group}={choice}" if group else "default"
 
 
-def _is_of_a_run(file: Path) -> bool:
+def _is_written_by_run(file: Path) -> bool:
     with file.open(encoding="utf-8") as lines:
-        return lines.readline().startswith(DIGEST)
+        return lines.readline().startswith(DIGEST_PREFIX)
 
 
 def _override_layers(
@@ -207,13 +219,13 @@ def _override_layers(
     return layers
 
 
-def _sentence(error: Exception, *, repository: CachingConfigRepository) -> str:
-    """Hydra's complaint in our words, where it is one that users meet."""
+def _translate_hydra_error(error: Exception, *, repository: CachingConfigRepository) -> str:
+    """Return a clear message for the Hydra errors that users encounter."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         if not group:
-            sentence = f"there is no file {choice}.yaml: look at --config-name and --config-dir."
-            return f"{sentence} {OLD_CONFIG}" if choice in OLD_CONFIGS else sentence
+            sentence = f"there is no file {choice}.yaml: check --config-name and --config-dir."
+            return f"{sentence} {OLD_CONFIG_HINT}" if choice in OLD_CONFIG_NAMES else sentence
         choices = ", ".join(repository.get_group_options(group))
         return f"there is no choice {choice} of the group {group}: " + (
             f"choose one of {choices}." if choices else "there is no such group."
@@ -221,20 +233,26 @@ def _sentence(error: Exception, *, repository: CachingConfigRepository) -> str:
     text = _one_line(error)
     deleted = re.search(r"Could not delete from config. '(.+)' does not exist", text)
     if deleted is not None:
-        return f"~{deleted[1]} takes back what a file or a group set, but none sets {deleted[1]}: remove it."
+        return (
+            f"~{deleted[1]} resets a key that a file or group has set, but none sets "
+            f"{deleted[1]}: remove it."
+        )
     return text
 
 
-def _yaml_sentence(error: yaml.YAMLError) -> str:
+def _describe_yaml_error(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         context = f" ({error.context})" if error.context else ""
-        return f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: {error.problem}{context}. Mend the YAML there."
+        return (
+            f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: "
+            f"{error.problem}{context}. Correct the YAML there."
+        )
     return f"a configuration file is not YAML: {_one_line(error)}"
 
 
 def _one_line(error: BaseException) -> str:
-    """An error and its cause as one paragraph that ends in a full stop."""
+    """Join an error and its cause into one paragraph that ends with a period."""
     parts = [" ".join(str(part).split()) for part in (error, error.__cause__)]
     text = ": ".join(part for part in dict.fromkeys(parts) if part not in ("", "None"))
     return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,4 +1,4 @@
-"""Check the data files that a configuration names: they exist, and their first rows can be used."""
+"""Check that the data files of a configuration exist and that their first rows are usable."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,7 +10,9 @@ from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.model_folders import has_chat_template
 
 NUM_CHECKED_ROWS = 100
-"""Of each file. The run reads every row; these find a wrong key or format within milliseconds."""
+"""Rows to check per file. The run checks all rows; these find a wrong key or format in
+milliseconds.
+"""
 
 NO_TEMPLATE = (
     "the tokenizer has no chat template: set data.chat_template, or give a tokenizer that has one."
@@ -19,16 +21,16 @@ NO_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstRows:
-    """What the first rows of a file say."""
+    """Properties of the first rows of a file."""
 
     num_rows: int
     has_messages: bool
-    """Whether a prompt is a list of chat messages."""
+    """True if a prompt is a list of chat messages."""
     routes: frozenset[str]
 
 
-def data_problems(config: TrainerConfig) -> Iterator[str]:
-    """Yield what is wrong with local data files; addresses with a scheme are left to the run."""
+def find_data_problems(config: TrainerConfig) -> Iterator[str]:
+    """Yield problems with local data files; remote paths are left to the run."""
     warm_start = None if config.warm_start is None else config.warm_start.data
     sources: dict[str, SourceConfig | None] = {
         "data.train": config.data.train,
@@ -42,34 +44,47 @@ def data_problems(config: TrainerConfig) -> Iterator[str]:
         yield f"data.string_prompts is user_message, but {NO_TEMPLATE}"
     tools = config.data.tools_path
     if tools is not None and not Path(tools).is_file():
-        yield f"data.tools_path is {tools}, which is no file here ({Path.cwd()}): correct the path."
+        yield (
+            f"data.tools_path is {tools}, which is not a file (relative to {Path.cwd()}): correct "
+            "the path."
+        )
 
 
 def _source_problems(name: str, source: SourceConfig, *, config: TrainerConfig) -> Iterator[str]:
     local = [path for path in source.paths if "://" not in path and "::" not in path]
     absent = [path for path in local if not Path(path).is_file()]
     for path in absent:
-        yield f"{name}.paths names {path}, which is no file here ({Path.cwd()}): correct the path."
-    of_pairs = config.task in ("dpo", "rm") and name == "data.train"
-    found = []
+        yield (
+            f"{name}.paths names {path}, which is not a file (relative to {Path.cwd()}): correct "
+            "the path."
+        )
+    has_pairs = config.task in ("dpo", "rm") and name == "data.train"
+    first_rows = []
     for path in local:
         if path in absent:
             continue
         try:
-            found.append(_first_rows(replace(source, paths=(path,)), of_pairs=of_pairs))
+            first_rows.append(_read_first_rows(replace(source, paths=(path,)), has_pairs=has_pairs))
         except TemperError as error:
             yield f"{name}: {error}"
             return
-    if found and len(found) == len(source.paths) and not any(rows.num_rows for rows in found):
-        yield f"{name}.paths names {', '.join(source.paths)}, which have no rows: give a file that has some."
-    if any(rows.has_messages for rows in found) and not has_chat_template(config):
+    if (
+        first_rows
+        and len(first_rows) == len(source.paths)
+        and not any(rows.num_rows for rows in first_rows)
+    ):
+        yield (
+            f"{name}.paths names {', '.join(source.paths)}, which have no rows: give files with "
+            "rows."
+        )
+    if any(rows.has_messages for rows in first_rows) and not has_chat_template(config):
         yield f"{name} has chat messages, but {NO_TEMPLATE}"
     yield from _route_problems(
-        name, frozenset().union(*(rows.routes for rows in found)), config=config
+        name, frozenset().union(*(rows.routes for rows in first_rows)), config=config
     )
 
 
-def _first_rows(source: SourceConfig, *, of_pairs: bool) -> FirstRows:
+def _read_first_rows(source: SourceConfig, *, has_pairs: bool) -> FirstRows:
     """Read the first rows of a source with the run's own reader.
 
     Raises:
@@ -80,7 +95,9 @@ def _first_rows(source: SourceConfig, *, of_pairs: bool) -> FirstRows:
 
     limit = NUM_CHECKED_ROWS if source.max_rows is None else min(source.max_rows, NUM_CHECKED_ROWS)
     first = replace(source, max_rows=limit)
-    rows = [pair.chosen for pair in iterate_pairs(first)] if of_pairs else list(iterate_rows(first))
+    rows = (
+        [pair.chosen for pair in iterate_pairs(first)] if has_pairs else list(iterate_rows(first))
+    )
     return FirstRows(
         num_rows=len(rows),
         has_messages=any(not isinstance(row.prompt, str) for row in rows),
@@ -97,6 +114,7 @@ def _route_problems(name: str, routes: frozenset[str], *, config: TrainerConfig)
     }
     if len(config.teachers) > 1 and (unknown := sorted(routes - known)):
         yield (
-            f"{name}.route_key is {config.data.train.route_key}, and rows have the route {unknown[0]!r}, which "
-            f"no teacher has: correct the rows, or set teachers.NAME.route to it. Routes are {', '.join(sorted(known))}."
+            f"{name}.route_key is {config.data.train.route_key}, and rows have the route "
+            f"{unknown[0]!r}, which no teacher has: correct the rows, or set teachers.NAME.route "
+            f"to it. Routes are {', '.join(sorted(known))}."
         )

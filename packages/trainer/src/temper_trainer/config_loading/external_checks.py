@@ -1,6 +1,6 @@
-"""Check what a configuration refers to: files, folders, libraries, functions; without torch.
+"""Check the files, folders, libraries and functions that a configuration refers to, without torch.
 
-docs/how-to/check.md lists what is checked when.
+docs/how-to/check.md lists the checks.
 """
 
 import importlib.util
@@ -25,10 +25,10 @@ from temper_trainer.config.environment import (
 from temper_trainer.config.import_path import is_import_path
 from temper_trainer.config.reward import REWARD_MODEL
 from temper_trainer.config.run import RunConfig
-from temper_trainer.config.run_files import contains_run, input_problems
+from temper_trainer.config.run_files import contains_run, find_inputs_in_run_folder
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.config_loading.data_files import data_problems
-from temper_trainer.config_loading.model_folders import model_problems
+from temper_trainer.config_loading.data_files import find_data_problems
+from temper_trainer.config_loading.model_folders import find_model_problems
 from temper_trainer.environment.sandbox import open_sandbox
 from temper_trainer.reward.registry import resolve_reward, split_components
 from temper_trainer.rollout.vllm import vllm_versions
@@ -36,97 +36,104 @@ from temper_trainer.rollout.vllm import vllm_versions
 logger = logging.getLogger(__name__)
 
 
-_ASK_TIMEOUT_S = 10.0
-"""For another interpreter to list its packages, which takes 0.2 s on a local disk."""
+_LIST_TIMEOUT_S = 10.0
+"""Maximum time for another interpreter to list its packages; 0.2 s on a local disk."""
 
 
-_NEED_PEFT = ("fsdp", "megatron")
-"""Engines whose adapters are PEFT's."""
+_ENGINES_WITH_PEFT = ("fsdp", "megatron")
+"""Engines that implement LoRA with peft."""
 
 
 def check_external_objects(config: TrainerConfig) -> None:
-    """Refuse what is not there; addresses with a scheme (``s3://...``) are left to the run.
+    """Raise if a file, folder, library or function does not exist.
+
+    Remote paths are left to the run.
 
     Raises:
-        ConfigError: one line per file, directory or library that is missing, or in the way; or the reward's own sentence.
+        ConfigError: One line per missing file, directory or library, or the reward's own message.
     """
     if problems := [
-        *data_problems(config),
-        *model_problems(config),
-        *_problems_of_run(config.run),
-        *input_problems(config, Path(config.run.dir)),
+        *find_data_problems(config),
+        *find_model_problems(config),
+        *_find_run_problems(config.run),
+        *find_inputs_in_run_folder(config, Path(config.run.dir)),
     ]:
         raise ConfigError("\n".join(problems))
-    if config.samples:
+    if config.generates_completions:
         for part in split_components(config.reward):
             if part.function != REWARD_MODEL:
                 resolve_reward(part)
     if config.environment is not None and config.environment.name not in BUILT_IN_ENVIRONMENTS:
-        _check_own_environment(config.environment)
+        _check_custom_environment(config.environment)
     elif config.environment is not None and config.environment.name == "python":
         open_sandbox(config.environment.sandbox)
     if config.task == "rl":
-        _check_own_algorithm(config.algorithm)
+        _check_custom_algorithm(config.algorithm)
 
 
 def check_libraries(config: TrainerConfig) -> None:
-    """Refuse a run that this machine lacks libraries for, which it would miss only after its warm start.
+    """Raise if a library is missing that the run would need only after its warm start.
 
     Raises:
-        ConfigError: If Ray, peft, datasets or vLLM is not installed, or is a vLLM that cannot work.
+        ConfigError: If Ray, peft, datasets or vLLM is not installed, or the vLLM version does not
+            work.
     """
     for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         if source is not None and source.kind == "datasets" and not _is_installed("datasets"):
             raise ConfigError(
-                f"{name}.kind is datasets, but datasets is not installed: pip install 'temper-trainer[datasets]'."
+                f"{name}.kind is datasets, but datasets is not installed: pip install "
+                "'temper-trainer[datasets]'."
             )
     if config.runtime.kind == "ray":
         if not _is_installed("ray"):
             raise ConfigError(
-                "runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or use inline."
+                "runtime.kind is ray, but Ray is not installed: pip install "
+                "'temper-trainer[ray]', or use inline."
             )
-        return  # its servers and engines may be on other machines
+        return  # the libraries of servers and engines may be on other hosts
     adapted = [
         name
         for name, role in (("actor", config.actor), ("critic", config.critic))
         if role is not None and role.engine.lora.is_enabled
     ]
-    if adapted and config.model_engine in _NEED_PEFT and not _is_installed("peft"):
+    if adapted and config.model_engine in _ENGINES_WITH_PEFT and not _is_installed("peft"):
         raise ConfigError(
-            f"{adapted[0]}.engine.lora is on, but peft is not installed: pip install 'temper-engine-fsdp[lora]'."
+            f"{adapted[0]}.engine.lora is on, but peft is not installed: pip install "
+            "'temper-engine-fsdp[lora]'."
         )
     taught = [name for name, teacher in config.teachers.items() if teacher.backend == "vllm"]
-    if config.samples and config.rollout.sampler == "vllm":
+    if config.generates_completions and config.rollout.sampler == "vllm":
         _check_vllm("rollout.sampler is vllm", python=config.runtime.rollout_python)
     elif taught:
         _check_vllm(f"teachers.{taught[0]}.backend is vllm", python=config.runtime.rollout_python)
 
 
 def _check_vllm(reason: str, *, python: str | None) -> None:
-    """Refuse an interpreter whose packages cannot serve.
+    """Raise if an interpreter's packages cannot run vLLM servers.
 
-    Packages are listed, not imported, which takes minutes: whether torchvision fits to torch is
-    found when a server starts.
+    Packages are listed and not imported, because importing takes minutes. A mismatch of torchvision
+    and torch is only found when a server starts.
     """
     if python is None:
         if not _is_installed("vllm"):
             raise ConfigError(
-                f"{reason}, but vLLM is not installed here: pip install 'temper-trainer[vllm]', or name the interpreter of an "
-                "environment that has it in runtime.rollout_python."
+                f"{reason}, but vLLM is not installed here: pip install 'temper-trainer[vllm]', "
+                "or set runtime.rollout_python to the Python of an environment that has it."
             )
         found = vllm_versions.find_installed_versions()
     else:
         if shutil.which(python) is None:
             raise ConfigError(
-                f"runtime.rollout_python is {python}, but there is no such program: give the interpreter of an environment with "
-                "vLLM, such as rollout-env/bin/python."
+                f"runtime.rollout_python is {python}, but there is no such program: give the "
+                "Python of an environment with vLLM, such as rollout-env/bin/python."
             )
-        found = _versions_of(python)
+        found = _list_versions(python)
         for module in ("temper_trainer", "temper_engine_api"):
             if found and module not in found:
                 name = module.replace("_", "-")
                 raise ConfigError(
-                    f"runtime.rollout_python is {python}, which has no {name}: run {python} -m pip install --no-deps {name}."
+                    f"runtime.rollout_python is {python}, which has no {name}: run {python} -m "
+                    f"pip install --no-deps {name}."
                 )
     if found and (
         problem := vllm_versions.find_version_problem(found, python=python or sys.executable)
@@ -134,57 +141,60 @@ def _check_vllm(reason: str, *, python: str | None) -> None:
         raise ConfigError(f"{reason}: {problem}")
 
 
-def _versions_of(python: str) -> dict[str, str]:
-    """Return the versions of the packages of another interpreter; empty if it does not answer in time.
+def _list_versions(python: str) -> dict[str, str]:
+    """Return the package versions of another interpreter; empty if it does not answer in time.
 
     Raises:
-        ConfigError: If it is no Python that can run servers.
+        ConfigError: If it is not a Python that can run servers.
     """
-    # -P: this file's own folder is not searched for packages, as it would not be by `python -m`.
+    # -P keeps the file's folder off sys.path, as `python -m` would.
     command = [python, "-P", vllm_versions.__file__]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False
+            command, capture_output=True, text=True, timeout=_LIST_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
         logger.warning(
             "%s did not list its packages within %g s: its vLLM is checked when a server starts.",
             python,
-            _ASK_TIMEOUT_S,
+            _LIST_TIMEOUT_S,
         )
         return {}
     except OSError as error:
         raise ConfigError(
-            f"runtime.rollout_python is {python}, which can't be run: {error.strerror}."
+            f"runtime.rollout_python is {python}, which cannot be executed: {error.strerror}."
         ) from error
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise ConfigError(
-            f"runtime.rollout_python is {python}, which could not list its packages ({last}): give a Python from 3.11 on that works."
+            f"runtime.rollout_python is {python}, which could not list its packages ({last}): "
+            "give a working Python, 3.11 or later."
         )
     answer: dict[str, str] = json.loads(done.stdout)
     return answer
 
 
-def _check_own_environment(config: EnvironmentConfig) -> None:
+def _check_custom_environment(config: EnvironmentConfig) -> None:
     found = load_environment_class(config)
     try:
         signature = inspect.signature(found)
-    except ValueError:  # a class in C need not say what it takes; making the first one does
+    except (
+        ValueError
+    ):  # classes in C may have no signature; then the first instantiation reports it
         return
     try:
         signature.bind(config=config, tokenizer=None, **config.arguments)
     except TypeError as error:
         raise ConfigError(
-            f"environment.name {config.name} can't be made with config, tokenizer and environment.arguments "
-            f"{dict(config.arguments)}: {error}."
+            f"environment.name {config.name} cannot be created with config, tokenizer and "
+            f"environment.arguments {dict(config.arguments)}: {error}."
         ) from error
 
 
-def _check_own_algorithm(config: AlgorithmConfig) -> None:
+def _check_custom_algorithm(config: AlgorithmConfig) -> None:
     if not (is_import_path(config.advantage) or is_import_path(config.policy_loss)):
         return
-    # Imported here, because it brings torch, which nothing else of a check needs.
+    # Imported here because it imports torch, which no other check needs.
     from temper_trainer.algorithms.custom_algorithms import (
         load_advantage_function,
         load_policy_loss_class,
@@ -196,44 +206,54 @@ def _check_own_algorithm(config: AlgorithmConfig) -> None:
         load_policy_loss_class(config)
 
 
-def _problems_of_run(run: RunConfig) -> Iterator[str]:
+def _find_run_problems(run: RunConfig) -> Iterator[str]:
     if run.resume == "never" and contains_run(Path(run.dir)):
-        yield f"run.dir {run.dir} already holds a run: go on with run.resume=auto, or choose another run.dir."
-    if problem := _unwritable(Path(run.dir)):
+        yield (
+            f"run.dir {run.dir} already contains a run: continue it with run.resume=auto, or "
+            "choose another run.dir."
+        )
+    if problem := _find_write_obstacle(Path(run.dir)):
         yield f"run.dir is {run.dir}, but {problem}: choose another run.dir."
     if run.resume not in ("never", "auto") and not Path(run.resume).is_dir():
-        yield f"run.resume is {run.resume}, but no such directory exists: give never, auto, or the path of a step directory."
+        yield (
+            f"run.resume is {run.resume}, but there is no such directory: use never, auto, or the "
+            "path of a step directory."
+        )
     for name in ("wandb", "mlflow", "trackio"):
         if name in run.trackers and not _is_installed(name):
             yield (
-                f"run.trackers names {name}, which is not installed: pip install 'temper-trainer[{name}]', or take it out of run.trackers."
+                f"run.trackers has {name}, which is not installed: pip install "
+                f"'temper-trainer[{name}]', or remove it from run.trackers."
             )
     if run.prometheus_port is not None:
-        yield from _problems_of_port(run.prometheus_address, run.prometheus_port)
+        yield from _find_port_problems(run.prometheus_address, run.prometheus_port)
 
 
-def _problems_of_port(address: str, port: int) -> Iterator[str]:
+def _find_port_problems(address: str, port: int) -> Iterator[str]:
     if not _is_installed("prometheus_client"):
-        yield "run.prometheus_port is set, but prometheus_client is not installed: pip install 'temper-trainer[prometheus]', or remove it."
+        yield (
+            "run.prometheus_port is set, but prometheus_client is not installed: pip install "
+            "'temper-trainer[prometheus]', or remove it."
+        )
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
         except OSError as error:
             yield (
-                f"run.prometheus_port is {port}, which can't be opened on run.prometheus_address "
-                f"{address}: {error.strerror}. Choose a free port, and an address of this machine."
+                f"run.prometheus_port is {port}, which cannot be opened on run.prometheus_address "
+                f"{address}: {error.strerror}. Choose a free port and an address of this host."
             )
 
 
 def _is_installed(module: str) -> bool:
     found = importlib.util.find_spec(module)
-    # A folder of that name in the current directory, such as Ray's own in /tmp, is no library.
+    # A namespace package, such as the folder /tmp/ray seen from /tmp, is not the library.
     return found is not None and found.origin is not None
 
 
-def _unwritable(folder: Path) -> str | None:
-    """Return why no files can be made in a folder that may not exist yet."""
+def _find_write_obstacle(folder: Path) -> str | None:
+    """Return why a folder, which may not exist yet, is not writable, or None."""
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir():

@@ -1,4 +1,7 @@
-"""The text of ``temper-train --help``: usage, groups and their choices, every key with its default and meaning, read from the sources."""
+"""The text of ``temper-train --help``: usage, groups with choices, and keys with defaults.
+
+The descriptions are the docstrings of the dataclass fields, read from the source.
+"""
 
 import ast
 import inspect
@@ -13,43 +16,46 @@ from temper_engine_api.errors import EngineNotFoundError
 from temper_engine_api.registry import load_engine_config_class
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.config_loading.composition import group_choices
-from temper_trainer.config_loading.resolved_config import scalar_text
+from temper_trainer.config_loading.composition import list_group_choices
+from temper_trainer.config_loading.resolved_config import format_value
 from temper_trainer.config_loading.schema import ANY_NAME, Entry, is_optional, iterate_entries
 from temper_trainer.config_loading.structuring import describe_type
 
 USAGE = """\
-temper-train: post-training of language models (SFT, PPO, GRPO and kin) on any Temper engine.
+temper-train: post-training of language models (SFT, PPO, GRPO, ...) on any Temper engine.
 
-usage: temper-train [OVERRIDE ...] [--check] [--print] [--report RUN_DIR] [--config-dir DIR] [--config-name NAME] [--help]
+usage: temper-train [OVERRIDE ...] [--check] [--print] [--report RUN_DIR]
+                    [--config-dir DIR] [--config-name NAME] [--help]
 
-  OVERRIDE            key=value, for example run.seed=1; GROUP=CHOICE, for example algorithm=ppo; ~key goes back to the default
-  --check             compose and validate only, and show sizes and placement; trains nothing
-  --print             print every value with its origin; trains nothing
-  --report RUN_DIR    draw curves.png and write report.html of a run again, for example after a kill; trains nothing
-  --config-dir DIR    a folder with YAML files of yours; a file there wins over ours of the same name
-  --config-name NAME  begin with DIR/NAME.yaml, which begins with the line `defaults: [temper, _self_]`
+  OVERRIDE            KEY=VALUE, such as run.seed=1; GROUP=CHOICE, such as algorithm=ppo;
+                      ~KEY resets a key to its default
+  --check             validate the configuration and show sizes and placement, without training
+  --print             print every value with its origin, without training
+  --report RUN_DIR    recreate curves.png and report.html of a run, such as after a kill
+  --config-dir DIR    a folder with your YAML files, which override built-in ones of the same name
+  --config-name NAME  start with DIR/NAME.yaml, whose first line is `defaults: [temper, _self_]`
 
 examples:
 
   temper-train experiment=quickstart
   temper-train experiment=quickstart run.resume=auto
-  temper-train experiment=gsm8k_grpo data.train.paths=[train.jsonl] data.eval.paths=[test.jsonl] --check
+  temper-train experiment=gsm8k_grpo data.train.paths=[train.jsonl] --check
   temper-train --config-dir my_runs --config-name first run.seed=1
 
-exit codes: 0 done; 1 the run failed, with the reason; 2 the configuration is wrong or the run folder in use;
+exit codes: 0 success; 1 the run failed; 2 the configuration is wrong or the run folder is in use;
 130 stopped by SIGINT (Ctrl-C); 143 stopped by SIGTERM.
 """
 
 GROUPS = ("experiment", "algorithm", "critic", "ref", "model_engine")
 
 
-def help_text(*, overrides: Sequence[str], config_dir: str | None) -> str:
-    """The whole text.
+def build_help_text(*, overrides: Sequence[str], config_dir: str | None) -> str:
+    """Return the help text.
 
     Args:
-        overrides: a ``model_engine=NAME`` among them says whose fields are listed under ``engine``.
-        config_dir: the user's folder, whose choices are listed too.
+        overrides: ``model_engine=NAME`` among them selects whose fields are listed under
+            ``engine``.
+        config_dir: The user's folder, whose choices are listed too.
     """
     engine_class = _engine_class(overrides)
     groups = "\n".join(_group_lines(config_dir))
@@ -58,7 +64,7 @@ def help_text(*, overrides: Sequence[str], config_dir: str | None) -> str:
 
 
 def _engine_class(overrides: Sequence[str]) -> type[EngineConfig]:
-    """The chosen engine's own configuration; where it is not installed, what every engine has."""
+    """Return the chosen engine's configuration class; the base class if it is not installed."""
     names = [
         override.removeprefix("model_engine=")
         for override in overrides
@@ -73,15 +79,18 @@ def _engine_class(overrides: Sequence[str]) -> type[EngineConfig]:
 def _group_lines(config_dir: str | None) -> Iterator[str]:
     for group in GROUPS:
         yield f"  {group}"
-        for choice in group_choices(group, config_dir=config_dir):
+        for choice in list_group_choices(group, config_dir=config_dir):
             yield from _wrapped(f"{choice}: {_first_comment(group, choice)}")
 
 
 def _first_comment(group: str, choice: str) -> str:
-    """The sentence at the top of a file of ours; a user's own file is named as theirs."""
+    """Return the comment at the top of a built-in group file.
+
+    A user's own file is only marked as such.
+    """
     file = resources.files("temper_trainer.conf") / group / f"{choice}.yaml"
     if not file.is_file():
-        return "(yours)"
+        return "(in your --config-dir)"
     comments = []
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("# ") and not line.startswith("# @package"):
@@ -94,41 +103,43 @@ def _first_comment(group: str, choice: str) -> str:
 def _block_lines(
     cls: type, *, prefix: str, engine_class: type[EngineConfig], seen: dict[type, str]
 ) -> Iterator[str]:
-    """Fields in order; the fields of a block are listed where it appears first, and referred to afterwards."""
-    meanings = read_field_docstrings(cls)
+    """Yield the fields of a class in order; a repeated block refers to its first listing."""
+    descriptions = read_field_docstrings(cls)
     for entry in iterate_entries(cls, engine_class=engine_class):
-        key, meaning = f"{prefix}{entry.name}", meanings.get(entry.name, "")
+        key, description = f"{prefix}{entry.name}", descriptions.get(entry.name, "")
         if entry.item is not None:
             yield f"  {key}.{ANY_NAME}.*   [blocks by name]"
-            yield from _wrapped(meaning)
+            yield from _wrapped(description)
             yield from _block_lines(
                 entry.item, prefix=f"{key}.{ANY_NAME}.", engine_class=engine_class, seen=seen
             )
             continue
         if entry.block is None:
             yield f"  {key}{_default_text(entry)}   [{describe_type(entry.annotation)}]"
-            yield from _wrapped(meaning)
+            yield from _wrapped(description)
             continue
-        meaning = _class_meaning(entry.block) if meaning.startswith("See ") else meaning
+        description = (
+            _class_description(entry.block) if description.startswith("See ") else description
+        )
         yield f"  {key}.*" + (
             "   [off until set]" if is_optional(entry.annotation) and entry.default is None else ""
         )
         if entry.block in seen:
-            yield from _wrapped(f"{meaning} The same keys as {seen[entry.block]}.*")
+            yield from _wrapped(f"{description} The same keys as {seen[entry.block]}.*")
             continue
         seen[entry.block] = key
-        yield from _wrapped(meaning)
+        yield from _wrapped(description)
         yield from _block_lines(entry.block, prefix=f"{key}.", engine_class=engine_class, seen=seen)
 
 
-def _class_meaning(cls: type) -> str:
+def _class_description(cls: type) -> str:
     return (inspect.getdoc(cls) or "").splitlines()[0]
 
 
 def _default_text(entry: Entry) -> str:
     if not entry.has_default:
         return " (must be set)"
-    text = scalar_text(entry.default)
+    text = format_value(entry.default)
     if isinstance(entry.default, str) and text.startswith("'"):
         text = shlex.quote(f'"{entry.default}"')  # once for the shell, once for Hydra's grammar
     return f"={text}"
@@ -139,12 +150,12 @@ def _wrapped(text: str) -> list[str]:
 
 
 def read_field_docstrings(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass, those of its bases included."""
-    found: dict[str, str] = {}
+    """Return the docstring below each field of a dataclass, fields of base classes included."""
+    docstrings: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if base is not object:
-            found |= _field_docstrings(base)
-    return found
+            docstrings |= _field_docstrings(base)
+    return docstrings
 
 
 def _field_docstrings(cls: type) -> dict[str, str]:
@@ -154,7 +165,7 @@ def _field_docstrings(cls: type) -> dict[str, str]:
         for node in tree.body
         if isinstance(node, ast.ClassDef) and node.name == cls.__name__
     )
-    found = {}
+    docstrings = {}
     for field, below in itertools.pairwise(body):
         is_text = (
             isinstance(below, ast.Expr)
@@ -162,5 +173,5 @@ def _field_docstrings(cls: type) -> dict[str, str]:
             and isinstance(below.value.value, str)
         )
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
-            found[field.target.id] = " ".join(ast.literal_eval(below.value).split())  # type: ignore[attr-defined]
-    return found
+            docstrings[field.target.id] = (" ").join(ast.literal_eval(below.value).split())  # type: ignore[attr-defined]
+    return docstrings

@@ -1,6 +1,7 @@
-"""Settings that a user wrote and that have no effect in this combination: an error, not silence.
+"""Reject settings that the user wrote but that have no effect in this combination.
 
-Only what stands on the command line or in a user's own file counts: a group choice of ours may say more than one run needs.
+Only the command line and the user's own files count: a built-in group may set more than one run
+needs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,16 +15,16 @@ from temper_trainer.config.trainer_config import TrainerConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Keys that do nothing under a condition."""
+    """Keys that have no effect under a condition."""
 
     keys: tuple[str, ...]
     """Dotted keys and blocks."""
-    but: tuple[str, ...] = ()
-    """Those of them that do something all the same."""
+    exceptions: tuple[str, ...] = ()
+    """Keys within ``keys`` that do have an effect."""
     applies: Callable[[TrainerConfig], bool]
-    """Whether they do nothing in this configuration."""
+    """Returns True if the keys have no effect in this configuration."""
     reason: str
-    """Completes the sentence ``KEY has no effect ...``, naming the other key and what to do."""
+    """Completes "KEY has no effect ..."; names the other key and the remedy."""
 
 
 RULES = (
@@ -49,7 +50,7 @@ RULES = (
             "run.eval_sampled",
         ),
         applies=lambda config: config.task in ("dpo", "rm"),
-        reason="in tasks dpo and rm, which learn from pairs: remove it",
+        reason="in tasks dpo and rm, which train on pairs: remove it",
     ),
     Rule(
         keys=("sampling", "rollout", "reward", "data.eval", "run.table_every"),
@@ -64,7 +65,7 @@ RULES = (
     Rule(
         keys=("data.train_on",),
         applies=lambda config: config.data.train.messages_key is None,
-        reason="without data.train.messages_key, the field with whole conversations: remove it",
+        reason="without data.train.messages_key, the field with full conversations: remove it",
     ),
     Rule(
         keys=("distillation",),
@@ -79,7 +80,9 @@ RULES = (
     Rule(
         keys=("distillation.top_k", "distillation.tail"),
         applies=lambda config: config.distillation.objective == "reverse_kl",
-        reason="with distillation.objective reverse_kl, which reads the sampled tokens only: remove it",
+        reason=(
+            "with distillation.objective reverse_kl, which reads the sampled tokens only: remove it"
+        ),
     ),
     Rule(
         keys=("distillation.mixture",),
@@ -122,7 +125,10 @@ RULES = (
             config.algorithm.policy_loss in ("kl_cov", "sapo")
             or is_import_path(config.algorithm.policy_loss)
         ),
-        reason="with algorithm.policy_loss kl_cov and sapo, which clip nothing, or your own, which has policy_loss_arguments: remove it",
+        reason=(
+            "with algorithm.policy_loss kl_cov and sapo, which do not clip, or a custom one, "
+            "which has policy_loss_arguments: remove it"
+        ),
     ),
     Rule(
         keys=("run.prometheus_address",),
@@ -137,12 +143,17 @@ RULES = (
             "runtime.worker_timeout_s",
         ),
         applies=lambda config: config.runtime.kind == "inline",
-        reason="with runtime.kind inline, which starts no workers: remove it, or set runtime.kind=ray",
+        reason=(
+            "with runtime.kind inline, which starts no workers: remove it, or set runtime.kind=ray"
+        ),
     ),
     Rule(
         keys=("actor.pool", "critic.pool", "ref.pool", "rollout.pool", "reward.model.pool"),
         applies=lambda config: config.runtime.kind == "inline",
-        reason="with runtime.kind inline, which has no resource pools: remove it, or set runtime.kind=ray",
+        reason=(
+            "with runtime.kind inline, which has no resource pools: remove it, or set "
+            "runtime.kind=ray"
+        ),
     ),
     Rule(
         keys=(
@@ -154,7 +165,7 @@ RULES = (
             "run.eval_sampled",
         ),
         applies=lambda config: config.task == "sft",
-        reason="with task sft, which only imitates: remove it, or set task=rl",
+        reason="with task sft, which has no RL steps: remove it, or set task=rl",
     ),
     Rule(
         keys=(
@@ -171,12 +182,18 @@ RULES = (
     Rule(
         keys=("loop", "asynchrony", "weight_sync"),
         applies=lambda config: config.task not in ("rl", "distill"),
-        reason="with a task that does not train on what it samples: remove it, or set task=rl or task=distill",
+        reason=(
+            "with a task that does not train on what it samples: remove it, or set task=rl or "
+            "task=distill"
+        ),
     ),
     Rule(
         keys=("weight_sync.max_changed_fraction",),
         applies=lambda config: config.weight_sync.content != "delta",
-        reason="with a weight_sync.content other than delta: remove it, or set weight_sync.content=delta",
+        reason=(
+            "with a weight_sync.content other than delta: remove it, or set "
+            "weight_sync.content=delta"
+        ),
     ),
     Rule(
         keys=("asynchrony",),
@@ -186,7 +203,10 @@ RULES = (
     Rule(
         keys=("runtime.rollout_devices",),
         applies=lambda config: config.runtime.kind == "ray",
-        reason="with runtime.kind ray, which gives servers their devices: remove it, or set runtime.kind=inline",
+        reason=(
+            "with runtime.kind ray, which assigns devices to servers: remove it, or set "
+            "runtime.kind=inline"
+        ),
     ),
     Rule(
         keys=("rollout.vllm", "runtime.rollout_python"),
@@ -211,7 +231,10 @@ RULES = (
         applies=lambda config: (
             config.algorithm.kl_loss_coef == 0 and config.algorithm.kl_reward_coef == 0
         ),
-        reason="with algorithm.kl_loss_coef and algorithm.kl_reward_coef both 0: set one of them, or remove it",
+        reason=(
+            "with algorithm.kl_loss_coef and algorithm.kl_reward_coef both 0: set one of them, or "
+            "remove it"
+        ),
     ),
     Rule(
         keys=("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"),
@@ -225,14 +248,17 @@ RULES = (
             )
         ),
         reason=(
-            "with batching.num_mini_batches and batching.num_passes both 1, where the policy's ratio is always 1: raise one of them, or "
-            "remove it"
+            "with batching.num_mini_batches and batching.num_passes both 1, where the policy's "
+            "ratio is always 1: raise one of them, or remove it"
         ),
     ),
     Rule(
         keys=("algorithm.gamma",),
         applies=lambda config: config.algorithm.advantage not in ("gae", "reinforce_plus_plus"),
-        reason="with an algorithm.advantage that weighs whole completions: remove it, or use gae or reinforce_plus_plus",
+        reason=(
+            "with an algorithm.advantage that has one value per completion: remove it, or use gae "
+            "or reinforce_plus_plus"
+        ),
     ),
     Rule(
         keys=("algorithm.gae_lambda", "algorithm.value_clip"),
@@ -242,7 +268,7 @@ RULES = (
     Rule(
         keys=("run.total_steps",),
         applies=lambda config: config.run.total_epochs is not None,
-        reason="with run.total_epochs, which says how long the run is: remove one of them",
+        reason="with run.total_epochs, which sets the length of the run: remove one of them",
     ),
     Rule(
         keys=("rollout.canary_tolerance",),
@@ -260,23 +286,23 @@ RULES = (
 
 
 def check_ineffective_keys(config: TrainerConfig, *, set_by_user: Mapping[str, str]) -> None:
-    """Refuse what does nothing.
+    """Raise if the user set keys without effect.
 
     Args:
-        config: the whole configuration.
-        set_by_user: origins of the keys that stand on the command line or in a user's file.
+        config: The full configuration.
+        set_by_user: Origins of the keys from the command line and the user's files.
 
     Raises:
-        ConfigError: one line per key, naming it and the key that makes it idle.
+        ConfigError: One line per key, which names it and the key that makes it ineffective.
     """
-    found: dict[str, str] = {}
+    problems: dict[str, str] = {}
     for rule in (*RULES, *_role_rules(config), *_source_rules(config), *_teacher_rules(config)):
         if rule.applies(config):
             for key, origin in set_by_user.items():
-                if _is_in(key, rule.keys) and not _is_in(key, rule.but):
-                    found.setdefault(key, f"{key} ({origin}) has no effect {rule.reason}.")
-    if found:
-        raise ConfigError("\n".join(found.values()))
+                if _is_in(key, rule.keys) and not _is_in(key, rule.exceptions):
+                    problems.setdefault(key, f"{key} ({origin}) has no effect {rule.reason}.")
+    if problems:
+        raise ConfigError("\n".join(problems.values()))
 
 
 def _is_in(key: str, blocks: tuple[str, ...]) -> bool:
@@ -284,7 +310,10 @@ def _is_in(key: str, blocks: tuple[str, ...]) -> bool:
 
 
 def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
-    """What a teacher's server, which reads its weights from disk and is never asleep, does not read."""
+    """Yield settings that a teacher's server does not read.
+
+    It loads its weights from disk and never sleeps.
+    """
     teachers, vllm = config.teachers, "rollout.vllm"
     if config.rollout.sampler != "vllm" and any(
         teacher.backend == "vllm" for teacher in teachers.values()
@@ -298,27 +327,36 @@ def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
             "load_timeout_s",
             "max_restarts",
         )
-        reason = f"with rollout.sampler hf: servers of teachers never sleep, and read only {', '.join(read)} of {vllm}. Remove it"
+        reason = (
+            "with rollout.sampler hf: servers of teachers never sleep, and read only "
+            f"{', '.join(read)} of {vllm}. Remove it"
+        )
         yield Rule(
             keys=(vllm,),
-            but=tuple(f"{vllm}.{key}" for key in read),
+            exceptions=tuple(f"{vllm}.{key}" for key in read),
             applies=lambda _: True,
             reason=reason,
         )
     for name, teacher in teachers.items():
         key = f"teachers.{name}"
         if teacher.backend == "vllm":
-            kept = (
+            used_keys = (
                 f"{key}.engine.model.path",
                 f"{key}.engine.model.trust_remote_code",
                 f"{key}.engine.precision.compute",
             )
-            reason = f"with {key}.backend vllm, which reads only {', '.join(kept)}: remove it"
-            yield Rule(keys=(f"{key}.engine",), but=kept, applies=lambda _: True, reason=reason)
+            reason = f"with {key}.backend vllm, which reads only {', '.join(used_keys)}: remove it"
+            yield Rule(
+                keys=((f"{key}.engine"),),
+                exceptions=used_keys,
+                applies=lambda _: True,
+                reason=reason,
+            )
         if config.runtime.kind == "inline":
             yield _always(
                 (f"{key}.pool",),
-                "with runtime.kind inline, which has no resource pools: remove it, or set runtime.kind=ray",
+                "with runtime.kind inline, which has no resource pools: remove it, or set "
+                "runtime.kind=ray",
             )
         if teacher.backend == "engine" or config.runtime.kind == "ray":
             why = f"{key}.backend engine" if teacher.backend == "engine" else "runtime.kind ray"
@@ -349,7 +387,8 @@ def _role_rules(config: TrainerConfig) -> Iterator[Rule]:
         if model.path is None:
             keys = (f"{name}.engine.model.trust_remote_code",)
             yield _always(
-                keys, f"with {name}.engine.model.architecture, beside which no code lies: remove it"
+                keys,
+                (f"with {name}.engine.model.architecture, which has no code to trust: remove it"),
             )
 
 
@@ -363,7 +402,7 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
     if all(source is None or source.kind == "arithmetic" for source in sources.values()):
         keys: tuple[str, ...] = ("data.chat_template", "data.tools_path")
         yield _always(
-            keys, "with sources of kind arithmetic, whose prompts are no chat messages: remove it"
+            keys, "with sources of kind arithmetic, whose prompts are not chat messages: remove it"
         )
     for name, source in sources.items():
         if source is None:
@@ -382,12 +421,10 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
             keys = (f"{name}.prompt_key", f"{name}.answer_key")
             yield _always(
                 keys,
-                f"with {name}.messages_key, the field with whole conversations: remove one of them",
+                f"with {name}.messages_key, the field with full conversations: remove one of them",
             )
         if not config.teachers:
-            yield _always(
-                (f"{name}.route_key",), "without teachers, who are chosen by it: remove it"
-            )
+            yield _always((f"{name}.route_key",), "without teachers, which it selects: remove it")
         if source.kind == "arithmetic":
             keys = (f"{name}.prompt_key", f"{name}.answer_key", f"{name}.extra_keys")
             yield _always(

@@ -1,4 +1,4 @@
-"""From the command line to a LoadedConfig: compose, check every key, lay defaults underneath, structure, note where values came from."""
+"""Load a LoadedConfig: compose, check keys, add defaults, structure and validate."""
 
 import hashlib
 import json
@@ -17,8 +17,8 @@ from temper_trainer.config.run import LEGACY_TRAINING_WORKER, LEGACY_WORKER_GROU
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.composition import (
     COMMAND_LINE,
-    FILE,
-    PRIMARY,
+    DEFAULT_CONFIG_NAME,
+    FILE_PREFIX,
     Composition,
     Layer,
     compose,
@@ -71,21 +71,29 @@ DIGEST_EXCLUDED_KEYS = (
     "reward.model.num_workers",
     "reward.model.pool",
 )
-"""Blocks and keys that a training result does not depend on (up to rounding), so that a resumed run may change them."""
+"""Keys and blocks that do not influence a training result (up to rounding); a resumed run may
+change them.
+"""
 
 
 def load(
-    overrides: Sequence[str], *, config_dir: str | None = None, config_name: str = PRIMARY
+    overrides: Sequence[str],
+    *,
+    config_dir: str | None = None,
+    config_name: str = DEFAULT_CONFIG_NAME,
 ) -> LoadedConfig:
     """Compose and validate a configuration; imports neither torch nor an engine.
 
     Args:
-        overrides: as on the command line: ``key=value``, ``group=choice``, ``+key=value``, ``~key``.
-        config_dir: a folder with the user's own YAML; its files and groups come before ours of the same name.
-        config_name: the file, without .yaml, that the composition begins with.
+        overrides: As on the command line: ``key=value``, ``group=choice``, ``+key=value``,
+            ``~key``.
+        config_dir: Folder with the user's YAML; its files and groups override built-in ones of the
+            same name.
+        config_name: File, without .yaml, that the composition starts with.
 
     Raises:
-        ConfigError: an unknown, removed, conflicting or ineffective key, a value of the wrong type, a missing or malformed file.
+        ConfigError: If a key is unknown, removed, conflicting or ineffective, a value has the wrong
+            type, or a file is missing or malformed.
     """
     composition = compose(overrides, config_dir=config_dir, config_name=config_name)
     engine_class = _engine_config(composition.values.get("model_engine"))
@@ -94,7 +102,7 @@ def load(
     _check_optional_roles(composition)
     values = expand_home(_with_defaults(composition, engine_class=engine_class))
     assert isinstance(values, dict)
-    values["use_legacy_worker_impl"] = read_switch(values["use_legacy_worker_impl"])
+    values["use_legacy_worker_impl"] = normalize_worker_switch(values["use_legacy_worker_impl"])
     config = structure(values, TrainerConfig, engine_class=engine_class)
     resolved = to_plain(config)
     assert isinstance(resolved, dict)
@@ -110,19 +118,20 @@ def load(
 
 
 def compute_digest(resolved: Mapping[str, Plain]) -> str:
-    """SHA-256 of everything that is not DIGEST_EXCLUDED_KEYS, in an order that does not matter."""
-    kept = {
+    """Return the SHA-256 of all values except DIGEST_EXCLUDED_KEYS, independent of their order."""
+    included = {
         key: value
         for key, value in flatten(resolved).items()
         if not any(_is_within(key, name) for name in DIGEST_EXCLUDED_KEYS)
     }
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(included, sort_keys=True).encode()).hexdigest()
 
 
 def _engine_config(name: Plain) -> type[EngineConfig]:
     if name is None:
         raise ConfigError(
-            "model_engine is not set: a file of yours begins with defaults: [temper, _self_], which sets it."
+            "model_engine is not set: start your file with defaults: [temper, _self_], which sets "
+            "it."
         )
     try:
         return load_engine_config_class(str(name))
@@ -131,7 +140,7 @@ def _engine_config(name: Plain) -> type[EngineConfig]:
 
 
 def _check_optional_roles(composition: Composition) -> None:
-    """A role that a lone override brought to life has no model: say which group does it."""
+    """Raise if an override creates a role without a model, naming the group to use."""
     for role, choice in {
         "critic": "critic=value_model (or algorithm=ppo)",
         "ref": "ref=frozen",
@@ -147,7 +156,10 @@ def _check_optional_roles(composition: Composition) -> None:
 def _set_by_user(
     origins: Mapping[str, str], *, resolved: dict[str, Plain], engine_class: type[EngineConfig]
 ) -> dict[str, str]:
-    """Origins of what the user wrote; a default repeated in a file is none, since ``config.yaml`` of a run holds every value."""
+    """Return the origins of the keys that the user set to another value than the default.
+
+    A default that is repeated in a file does not count: the ``config.yaml`` of a run has all values.
+    """
     defaults = flatten(collect_defaults(TrainerConfig, engine_class=engine_class, given=resolved))
     values = flatten(resolved)
     return {
@@ -175,47 +187,48 @@ def _with_defaults(
 
 
 DEFAULT = "default"
-"""Origin of a value that nobody set."""
+"""Origin of a value that was not set."""
 
 
 def find_origins(leaves: Mapping[str, object], *, layers: Sequence[Layer]) -> dict[str, str]:
-    """Origin of each dotted key.
+    """Return the origin of each dotted key: the last layer that sets it.
 
-    A layer that gives a block as a whole (an interpolation, an empty mapping, null) is the origin of what stands below it.
+    A layer that sets a block to one value (an interpolation, an empty mapping, null) is the origin
+    of all keys below it.
 
     Args:
-        leaves: the resolved values.
-        layers: what was said, later ones winning.
+        leaves: The resolved values by dotted key.
+        layers: In order; later ones win.
     """
     origins = {}
     for key in leaves:
         origin = DEFAULT
         for layer in layers:
-            if any(_concerns(said, key) for said in layer.leaves):
+            if any(_concerns(set_key, key) for set_key in layer.leaves):
                 origin = DEFAULT if layer.is_deletion else layer.origin
         origins[key] = origin
     return origins
 
 
 def is_set_by_user(origin: str) -> bool:
-    """Whether the user wrote it, on the command line or in a file of theirs."""
-    return origin == COMMAND_LINE or origin.startswith(FILE)
+    """Return True if an origin is the command line or a user's file."""
+    return origin == COMMAND_LINE or origin.startswith(FILE_PREFIX)
 
 
-def _concerns(said: str, key: str) -> bool:
-    return said == key or key.startswith(f"{said}.") or said.startswith(f"{key}.")
+def _concerns(set_key: str, key: str) -> bool:
+    return set_key == key or key.startswith(f"{set_key}.") or set_key.startswith(f"{key}.")
 
 
 PATH_KEYS = frozenset({"dir", "file", "path", "paths", "resume", "rollout_python", "tools_path"})
-"""Last parts of keys whose values are paths."""
+"""Last components of keys whose values are paths."""
 
 
 def expand_home(value: Plain, *, key: str = "") -> Plain:
-    """The same values, with every path that begins with ``~`` made whole.
+    """Expand ``~`` in all paths; shells do not expand it after ``key=``.
 
     Args:
-        value: a tree of the configuration, or a value of it.
-        key: the last part of the value's own key.
+        value: A tree of the configuration, or a value in it.
+        key: Last component of the value's key.
     """
     if isinstance(value, dict):
         return {name: expand_home(below, key=name) for name, below in value.items()}
@@ -227,24 +240,26 @@ def expand_home(value: Plain, *, key: str = "") -> Plain:
 logger = logging.getLogger(__name__)
 
 
-_BOOLEANS = {True: "enable", False: "disable"}
-"""The RFC's spelling."""
+_SWITCH_WORDS = {True: "enable", False: "disable"}
+"""Booleans that the RFC allows, and their words."""
 
 
-def read_switch(value: Plain) -> Plain:
-    """The word for a boolean; anything else is left to the type check."""
-    return _BOOLEANS[value] if isinstance(value, bool) else value
+def normalize_worker_switch(value: Plain) -> Plain:
+    """Map a boolean of use_legacy_worker_impl to its word; leave the rest to the type check."""
+    return _SWITCH_WORDS[value] if isinstance(value, bool) else value
 
 
 def check_worker_switch(config: TrainerConfig) -> None:
-    """Warn about ``auto``; refuse ``enable`` where nothing can serve it.
+    """Warn about ``auto``; reject ``enable`` if the deprecated workers cannot do the task.
 
     Raises:
-        ConfigError: ``enable`` without the shim, with another engine than fsdp, or where no role would be trained by such a worker.
+        ConfigError: If ``enable`` is set without temper-legacy-shim, with another engine than fsdp,
+            or in task sft.
     """
     if config.use_legacy_worker_impl == "auto":
         logger.warning(
-            "use_legacy_worker_impl=auto does the same as disable, the engine path, and will be refused in 0.3: remove it."
+            "use_legacy_worker_impl=auto is the same as disable and will be rejected from 0.3 on: "
+            "remove it."
         )
     if config.use_legacy_worker_impl != "enable":
         return
@@ -252,16 +267,20 @@ def check_worker_switch(config: TrainerConfig) -> None:
         point.name for point in entry_points(group=LEGACY_WORKER_GROUP)
     }:
         raise ConfigError(
-            f"use_legacy_worker_impl is enable, but no package offers deprecated workers (entry points {LEGACY_WORKER_GROUP!r}): "
-            "pip install 'temper-legacy-shim[workers]', or set use_legacy_worker_impl=disable to run on engines."
+            "use_legacy_worker_impl is enable, but no installed package provides the deprecated "
+            f"workers (entry points {LEGACY_WORKER_GROUP!r}): pip install "
+            "'temper-legacy-shim[workers]', or set use_legacy_worker_impl=disable to run on "
+            "engines."
         )
     if config.task == "sft":
         raise ConfigError(
-            "use_legacy_worker_impl is enable in task sft, which deprecated workers never did: set it to disable."
+            "use_legacy_worker_impl is enable in task sft, which the deprecated workers do not "
+            "support: set it to disable."
         )
     if config.model_engine != "fsdp":
         raise ConfigError(
-            f"use_legacy_worker_impl is enable and model_engine is {config.model_engine}, but temper-train drives the deprecated workers "
-            "on fsdp alone: choose model_engine=fsdp, or set use_legacy_worker_impl=disable. Deprecated classes of other engines are for "
-            "code of your own."
+            f"use_legacy_worker_impl is enable and model_engine is {config.model_engine}, but "
+            "temper-train runs the deprecated workers only on fsdp: choose model_engine=fsdp, or "
+            "set use_legacy_worker_impl=disable. The deprecated classes of other engines are for "
+            "your own code."
         )

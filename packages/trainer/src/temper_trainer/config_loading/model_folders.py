@@ -1,4 +1,4 @@
-"""Check the model and tokenizer folders that a configuration names, without torch or transformers."""
+"""Check the model and tokenizer folders of a configuration without importing torch."""
 
 import importlib.util
 import json
@@ -30,7 +30,7 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 _CONFIGS_OF_TRANSFORMERS = ("auto_mappings.py", "configuration_auto.py")
 
 
-def model_problems(config: TrainerConfig) -> Iterator[str]:
+def find_model_problems(config: TrainerConfig) -> Iterator[str]:
     """Yield what is wrong with the folders of models and of the tokenizer."""
     roles: dict[str, RoleConfig | TeacherConfig | RewardModelConfig | None] = {
         "actor": config.actor,
@@ -41,78 +41,83 @@ def model_problems(config: TrainerConfig) -> Iterator[str]:
     roles |= {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
     for name, role in roles.items():
         if role is not None and (
-            problem := _model_problem(f"{name}.engine.model", role.engine.model)
+            problem := _find_model_problem(f"{name}.engine.model", role.engine.model)
         ):
             yield problem
     for name, teacher in config.teachers.items():
         path = teacher.engine.model.path
         if path is not None and _is_model(path) and not has_vocabulary(Path(path)):
             yield (
-                f"teachers.{name}.engine.model.path is {path}, which has no tokenizer files, so whether its tokens "
-                "are the policy's cannot be compared: copy the tokenizer's files there."
+                f"teachers.{name}.engine.model.path is {path}, which has no tokenizer files, so "
+                "whether its tokens are the policy's cannot be compared: copy the tokenizer's "
+                "files there."
             )
     if config.weight_sync.content == "adapter" and config.actor.engine.model.path is None:
         yield (
-            "weight_sync.content is adapter, but actor.engine.model.path is not set, so servers have "
-            "no base to put the adapter on: set weight_sync.content=full, or save the base as a "
-            "Hugging Face directory first."
+            "weight_sync.content is adapter, but actor.engine.model.path is not set, so servers "
+            "have no base to put the adapter on: set weight_sync.content=full, or save the base "
+            "as a Hugging Face directory first."
         )
     for name, role in (("actor", config.actor), ("critic", config.critic)):
         adapter = None if role is None else role.engine.lora.path
         if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
             yield (
-                f"{name}.engine.lora.path is {adapter}, but there is no PEFT adapter in that folder (no "
-                "adapter_config.json): correct the path."
+                f"{name}.engine.lora.path is {adapter}, but there is no PEFT adapter in that "
+                "folder (no adapter_config.json): correct the path."
             )
-    yield from _tokenizer_problems(config)
+    yield from _find_tokenizer_problems(config)
 
 
 def has_vocabulary(folder: Path) -> bool:
-    """Return whether a folder has the files of a tokenizer."""
+    """Return True if a folder has the files of a tokenizer."""
     if any(any(folder.glob(pattern)) for pattern in _VOCABULARIES):
         return True
-    return _tokenizer_fields(folder).get("tokenizer_class") in _WITHOUT_VOCABULARY
+    return _read_tokenizer_config(folder).get("tokenizer_class") in _WITHOUT_VOCABULARY
 
 
 def has_chat_template(config: TrainerConfig) -> bool:
-    """Return whether the run will have a chat template; True where that cannot be known."""
+    """Return True if the run has a chat template, or if that cannot be known here."""
     if config.data.chat_template is not None:
         return True
     if config.data.tokenizer.kind != "pretrained":
-        return False  # the tokenizers that a run trains have none
+        return False  # a tokenizer that the run trains has none
     path = config.data.tokenizer.path or config.actor.engine.model.path
     if path is None or not Path(path).is_dir():
-        return True  # reported on its own
+        return True  # the missing folder is reported separately
     folder = Path(path)
     if any((folder / name).exists() for name in ("chat_template.jinja", "chat_template.json")):
         return True
-    return bool(_tokenizer_fields(folder).get("chat_template"))
+    return bool(_read_tokenizer_config(folder).get("chat_template"))
 
 
-def _tokenizer_problems(config: TrainerConfig) -> Iterator[str]:
+def _find_tokenizer_problems(config: TrainerConfig) -> Iterator[str]:
     tokenizer, model = config.data.tokenizer, config.actor.engine.model.path
     if tokenizer.kind != "pretrained":
         return
     if tokenizer.path is not None and not Path(tokenizer.path).is_dir():
-        yield f"data.tokenizer.path is {tokenizer.path}, which is no directory: give the folder of a tokenizer."
+        yield (
+            f"data.tokenizer.path is {tokenizer.path}, which is not a directory: give the folder "
+            "of a tokenizer."
+        )
         return
     path = tokenizer.path or model
     if path is None:
         yield (
-            "data.tokenizer.kind is pretrained, but neither data.tokenizer.path nor actor.engine.model.path is set: give one of them, or "
-            "set data.tokenizer.kind=bpe with data.tokenizer.vocab_size to train one."
+            "data.tokenizer.kind is pretrained, but neither data.tokenizer.path nor "
+            "actor.engine.model.path is set: set one of them, or set data.tokenizer.kind=bpe with "
+            "data.tokenizer.vocab_size to train one."
         )
     elif (tokenizer.path is not None or _is_model(path)) and not has_vocabulary(Path(path)):
         key = "actor.engine.model.path" if tokenizer.path is None else "data.tokenizer.path"
         yield (
-            f"{key} is {path}, which has no tokenizer files (such as tokenizer.json): copy the tokenizer's "
-            "files there, or set data.tokenizer.path to the folder that has them."
+            f"{key} is {path}, which has no tokenizer files (such as tokenizer.json): copy the "
+            "tokenizer's files there, or set data.tokenizer.path to the folder that has them."
         )
 
 
-def _model_problem(key: str, model: ModelSpec) -> str | None:
+def _find_model_problem(key: str, model: ModelSpec) -> str | None:
     if model.path is None:
-        return _unknown_type(f"{key}.architecture.model_type", model.architecture)
+        return _describe_unknown_type(f"{key}.architecture.model_type", model.architecture)
     path, folder = model.path, Path(model.path)
     if not _is_model(path):
         remedy = "correct the path, or put the model there first."
@@ -121,25 +126,31 @@ def _model_problem(key: str, model: ModelSpec) -> str | None:
                 "if it is the name of a model on the Hugging Face Hub, run hf download "
                 f"{path} --local-dir models/{path.rpartition('/')[2]} and give that folder."
             )
-        return f"{key}.path is {path}, but there is no Hugging Face model in that folder (no config.json): {remedy}"
+        return (
+            f"{key}.path is {path}, but there is no Hugging Face model in that folder (no "
+            f"config.json): {remedy}"
+        )
     try:
         fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         return f"{key}.path: {folder}/config.json is not JSON ({error}): copy or download it again."
     if not isinstance(fields, dict):
-        return f"{key}.path: {folder}/config.json is a {type(fields).__name__}, but must be a JSON object: download it again."
+        return (
+            f"{key}.path: {folder}/config.json is a {type(fields).__name__}, but must be a JSON "
+            "object: download it again."
+        )
     if not key.startswith("teachers.") and (
         part := find_multimodal_part(folder)
     ):  # a server of a teacher answers text alone
         return (
-            f"{key}.path is {path}, whose config.json says {part}: a model of images, video or sound, which no engine "
-            "trains. Give the folder of a text model."
+            f"{key}.path is {path}, whose config.json has {part}: a multimodal model, which no "
+            "engine can train. Give the folder of a text model."
         )
     if not (model.trust_remote_code and "auto_map" in fields) and (
-        problem := _unknown_type(f"{key}.path: model_type", fields)
+        problem := _describe_unknown_type(f"{key}.path: model_type", fields)
     ):
         return problem
-    damage = _damaged_weights(folder)
+    damage = _find_damaged_weights(folder)
     return None if damage is None else f"{key}.path: {damage}"
 
 
@@ -147,22 +158,24 @@ def _is_model(path: str) -> bool:
     return (Path(path) / "config.json").is_file()
 
 
-def _unknown_type(key: str, fields: Mapping[str, object]) -> str | None:
-    """Return a message for a model type that the installed transformers does not know."""
-    name, known = fields.get("model_type"), _model_types()
+def _describe_unknown_type(key: str, fields: Mapping[str, object]) -> str | None:
+    """Return a message if the installed transformers does not know a model type, else None."""
+    name, known = fields.get("model_type"), _list_model_types()
     if not isinstance(name, str) or not known or name in known:
         return None
     return (
-        f"{key} is {name!r}, which the installed transformers does not know: correct it, or install a "
-        "transformers that has it. A model with code of its own needs model.trust_remote_code=true."
+        f"{key} is {name!r}, which the installed transformers does not know: correct it, or "
+        "install a transformers that has it. A model with custom code needs "
+        "model.trust_remote_code=true."
     )
 
 
 @cache
-def _model_types() -> frozenset[str]:
+def _list_model_types() -> frozenset[str]:
     """Return the model types that transformers knows, read from its source.
 
-    Importing transformers takes 3 to 14 s. Empty where the source is not as expected; then the run decides.
+    Importing transformers takes 3 to 14 s. Empty if the source has an unexpected form; then the run
+    decides.
     """
     found = importlib.util.find_spec("transformers")
     if found is None or found.origin is None:
@@ -175,11 +188,11 @@ def _model_types() -> frozenset[str]:
     return frozenset(names)
 
 
-def _damaged_weights(folder: Path) -> str | None:
-    """Return what is wrong with the first file of weights, or None.
+def _find_damaged_weights(folder: Path) -> str | None:
+    """Return a message about the first damaged weight file, or None.
 
-    A safetensors file begins with the length of its header in 8 bytes; the header says where each
-    tensor ends. Only the headers are read.
+    A safetensors file starts with the length of its header in 8 bytes; the header has the end
+    offset of each tensor. Only the headers are read.
     """
     if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
         return f"{folder} has no weights (no *.safetensors or *.bin): download the model again."
@@ -189,13 +202,16 @@ def _damaged_weights(folder: Path) -> str | None:
         except (ValueError, KeyError, TypeError, AttributeError):
             return f"{index} is not an index of weights: copy or download it again."
         if absent := sorted(name for name in shards if not (folder / name).is_file()):
-            return f"{index} names {absent[0]}, which is not there: download the missing files ({len(absent)} of {len(shards)})."
+            return (
+                f"{index} names {absent[0]}, which is not there: download the missing files "
+                f"({len(absent)} of {len(shards)})."
+            )
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or 8 + length > size:
-                return f"{path} has {size} bytes and is cut off: copy or download it again."
+                return f"{path} has {size} bytes and is truncated: copy or download it again."
             try:
                 header: dict[str, dict[str, list[int]]] = json.loads(file.read(length))
             except ValueError:
@@ -203,12 +219,12 @@ def _damaged_weights(folder: Path) -> str | None:
         header.pop("__metadata__", None)
         end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if end != size:
-            return f"{path} has {size} bytes, but its header asks for {end}: copy it again."
+            return f"{path} has {size} bytes, but must have {end} by its header: copy it again."
     return None
 
 
-def _tokenizer_fields(folder: Path) -> Mapping[str, object]:
-    """Return tokenizer_config.json, or nothing where it is absent or loading would refuse it."""
+def _read_tokenizer_config(folder: Path) -> Mapping[str, object]:
+    """Return tokenizer_config.json; empty if it is absent or loading would reject it."""
     try:
         fields = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -219,7 +235,7 @@ def _tokenizer_fields(folder: Path) -> Mapping[str, object]:
 _PARTS = re.compile(
     r"(vision|visual|audio|speech|image|video|vit|vq)_(config|tower|encoder|backbone|model)|visual|(mm_vision|mm_audio)_tower"
 )
-"""Blocks that describe an encoder of images, video or sound."""
+"""Blocks that configure an encoder of images, video or sound."""
 
 
 _OTHER_PARTS = (
@@ -242,9 +258,9 @@ _TYPES = re.compile(
 
 
 def find_multimodal_part(model: Path) -> str:
-    """What in a folder's config.json says that its model sees or listens; empty where nothing does.
+    """Return the entry of a folder's config.json that marks a multimodal model, or "".
 
-    A file that cannot be read says nothing here: loading the model refuses it with its own sentence.
+    An unreadable file returns "": loading the model reports it with a better message.
     """
     try:
         fields = json.loads((model / "config.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The configuration's dataclasses seen as a tree of dotted keys: which exist, which are blocks, and their defaults as to_plain values."""
+"""The configuration's dataclasses as a tree of dotted keys, and conversions to plain values."""
 
 import dataclasses
 import types
@@ -10,34 +10,34 @@ from typing import Union, get_args, get_origin
 from temper_engine_api.specs import EngineConfig
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
-"""What YAML and JSON can say."""
+"""Values that YAML and JSON can represent."""
 
 ANY_NAME = "NAME"
-"""Stands in a dotted key for a name that the user chooses."""
+"""Placeholder in a dotted key for a name that the user chooses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One field of one dataclass."""
+    """One field of a configuration dataclass."""
 
     name: str
-    """Its name in its block."""
+    """Field name."""
     annotation: object
-    """Its type, with EngineConfig replaced by the engine's own class."""
+    """Type, with EngineConfig replaced by the engine's own class."""
     block: type | None
-    """The dataclass of its sub-keys, where it has any."""
+    """Dataclass of its sub-keys, if it has any."""
     is_open: bool
-    """Whether any key may stand below it: a mapping."""
+    """True for a mapping with arbitrary keys."""
     item: type | None
-    """The dataclass of a mapping's values, where its keys are names of blocks."""
+    """Dataclass of a mapping's values, if its keys are user-chosen names of blocks."""
     has_default: bool
-    """Whether it may be left out."""
+    """True if it may be left out."""
     default: object
-    """The default, made anew; None where there is none."""
+    """A fresh copy of the default; None if there is none."""
 
 
 def iterate_entries(cls: type, *, engine_class: type[EngineConfig]) -> Iterator[Entry]:
-    """The fields of a dataclass in order of definition."""
+    """Yield the fields of a dataclass in order of definition."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         annotation = engine_class if hints[field.name] is EngineConfig else hints[field.name]
@@ -54,7 +54,7 @@ def iterate_entries(cls: type, *, engine_class: type[EngineConfig]) -> Iterator[
 
 
 def find_block_class(annotation: object) -> type | None:
-    """The dataclass that an annotation names, alone or beside None."""
+    """Return the dataclass in an annotation, also if None is allowed; else None."""
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return annotation
     if get_origin(annotation) in (Union, types.UnionType):
@@ -68,7 +68,7 @@ def find_block_class(annotation: object) -> type | None:
 
 
 def find_item_class(annotation: object) -> type | None:
-    """The dataclass that a mapping from names to blocks holds."""
+    """Return the dataclass of the values of a mapping from names to blocks, else None."""
     return (
         find_block_class(get_args(annotation)[1])
         if get_origin(annotation) in (dict, Mapping)
@@ -77,34 +77,34 @@ def find_item_class(annotation: object) -> type | None:
 
 
 def is_optional(annotation: object) -> bool:
-    """Whether None is among the values that an annotation allows."""
+    """Return True if an annotation allows None."""
     return get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation)
 
 
 def collect_keys(
     cls: type, *, engine_class: type[EngineConfig], prefix: str = ""
 ) -> dict[str, Entry]:
-    """Every dotted key below a dataclass, blocks included, in order."""
-    found: dict[str, Entry] = {}
+    """Return every dotted key below a dataclass, blocks included, in order."""
+    collected: dict[str, Entry] = {}
     for entry in iterate_entries(cls, engine_class=engine_class):
-        found[prefix + entry.name] = entry
+        collected[prefix + entry.name] = entry
         if entry.block is not None:
-            found |= collect_keys(
+            collected |= collect_keys(
                 entry.block, engine_class=engine_class, prefix=f"{prefix}{entry.name}."
             )
         if entry.item is not None:
-            found |= collect_keys(
+            collected |= collect_keys(
                 entry.item, engine_class=engine_class, prefix=f"{prefix}{entry.name}.{ANY_NAME}."
             )
-    return found
+    return collected
 
 
 def collect_defaults(
     cls: type, *, engine_class: type[EngineConfig], given: Mapping[str, Plain]
 ) -> dict[str, Plain]:
-    """Defaults as to_plain values; an optional block is filled in only where ``given`` sets something in it.
+    """Return defaults as plain values; keys without a default are absent.
 
-    Keys without a default are absent.
+    An optional block is filled only if ``given`` sets a key in it.
     """
     defaults: dict[str, Plain] = {}
     for entry in iterate_entries(cls, engine_class=engine_class):
@@ -121,8 +121,8 @@ def collect_defaults(
             }
             continue
         is_off = entry.name in given and below is None
-        is_unasked = is_optional(entry.annotation) and not isinstance(below, dict)
-        if entry.has_default and (entry.default is not None or entry.block is None or is_unasked):
+        is_unset = is_optional(entry.annotation) and not isinstance(below, dict)
+        if entry.has_default and (entry.default is not None or entry.block is None or is_unset):
             defaults[entry.name] = None if is_off else to_plain(entry.default)
         elif entry.block is not None and not is_off:
             defaults[entry.name] = collect_defaults(
@@ -134,7 +134,7 @@ def collect_defaults(
 
 
 def to_plain(value: object) -> Plain:
-    """A setting, or a whole configuration, as to_plain values: dataclasses and mappings become dicts, tuples become lists."""
+    """Convert settings to plain values: dataclasses and mappings to dicts, tuples to lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)
@@ -143,16 +143,18 @@ def to_plain(value: object) -> Plain:
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_plain(item) for item in value]
-    assert value is None or isinstance(value, (bool, int, float, str)), f"{value!r} is no setting"
+    assert value is None or isinstance(value, (bool, int, float, str)), (
+        f"{value!r} is not a setting"
+    )
     return value
 
 
 def flatten(tree: Mapping[str, Plain], *, prefix: str = "") -> dict[str, Plain]:
-    """Dotted keys of the values in a tree; a list and an empty mapping are values."""
-    found: dict[str, Plain] = {}
+    """Return the values of a tree by dotted key; lists and empty mappings are values."""
+    collected: dict[str, Plain] = {}
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            found |= flatten(value, prefix=f"{prefix}{key}.")
+            collected |= flatten(value, prefix=f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            collected[f"{prefix}{key}"] = value
+    return collected

@@ -1,4 +1,4 @@
-"""The sizes that follow from a configuration, in prompts, completions, updates and tokens, for a person to look at before a run."""
+"""Describe the sizes that follow from a configuration, for review before a run."""
 
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.reward import RewardModelConfig
@@ -7,11 +7,11 @@ from temper_trainer.config.trainer_config import TrainerConfig
 
 
 def describe_sizes(config: TrainerConfig) -> list[str]:
-    """One line per fact, in words."""
+    """Return one line per fact: completions, updates and tokens per step, roles and teachers."""
     if config.task in ("rl", "distill"):
         lines = _rl_sizes(config)
     else:
-        lines = [_inference_line(config)] if config.samples else _sft_sizes(config)
+        lines = [_inference_line(config)] if config.generates_completions else _sft_sizes(config)
     lines.append(f"micro-batches: at most {config.batching.max_tokens:,} tokens each")
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
     lines += [
@@ -42,61 +42,69 @@ def _rl_sizes(config: TrainerConfig) -> list[str]:
         stage = config.warm_start
         shown = stage.total_steps * stage.batch_size
         lines.append(
-            f"warm start: {stage.total_steps:,} updates of {stage.batch_size:,} demonstrations = {shown:,} demonstrations"
+            f"warm start: {stage.total_steps:,} updates of {stage.batch_size:,} demonstrations = "
+            f"{shown:,} demonstrations"
         )
     noun = "update" if updates == 1 else "updates"
     lines.append(
-        f"a step: {batching.prompts_per_step:,} prompts x {group_size} = {completions:,} completions, {updates:,} {noun}"
+        f"a step: {batching.prompts_per_step:,} prompts x {group_size} = {completions:,} "
+        f"completions, {updates:,} {noun}"
     )
     lines.append(f"an update: {per_update:,.6g} completions")
     if config.run.total_epochs is None:
         lines.append(
-            f"a run: {steps:,} steps = {steps * completions:,} completions, {steps * updates:,} updates"
+            f"a run: {steps:,} steps = {steps * completions:,} completions, {steps * updates:,} "
+            "updates"
         )
     else:
         lines.append(_epochs_line(config.run.total_epochs))
     length = config.data.max_prompt_tokens + config.max_completion_tokens
     lines.append(
-        f"a sample: at most {config.data.max_prompt_tokens:,} + {config.max_completion_tokens:,} = {length:,} tokens"
+        f"a sample: at most {config.data.max_prompt_tokens:,} + {config.max_completion_tokens:,} "
+        f"= {length:,} tokens"
     )
     lines.append(
         f"a step's tokens: at most {completions:,} x {length:,} = {completions * length:,}"
     )
-    return [*lines, *_sampled_besides(config, completions=completions)]
+    return [*lines, *_describe_additional_sampling(config, completions=completions)]
 
 
-def _sampled_besides(config: TrainerConfig, *, completions: int) -> list[str]:
-    """Turns, and completions that a step makes and does not train on."""
-    found, prompts, group_size = [], config.batching.prompts_per_step, config.algorithm.group_size
+def _describe_additional_sampling(config: TrainerConfig, *, completions: int) -> list[str]:
+    """Return lines about turns, and about completions that are not trained on."""
+    lines, prompts, group_size = [], config.batching.prompts_per_step, config.algorithm.group_size
     environment, dynamic = config.environment, config.algorithm.dynamic_sampling
     if environment is not None:
-        found.append(
-            f"a rollout: at most {environment.max_turns} completions of {config.sampling.max_tokens:,} tokens each, and answers of "
-            f"{environment.max_observation_tokens:,} between them"
+        lines.append(
+            f"a rollout: at most {environment.max_turns} completions of "
+            f"{config.sampling.max_tokens:,} tokens each, with observations of "
+            f"{environment.max_observation_tokens:,} tokens between them"
         )
     if config.task == "rl" and config.algorithm.advantage == "remax":
-        found.append(
-            f"besides: {prompts:,} greedy completions a step, which are compared with and not trained on"
+        lines.append(
+            f"additionally: {prompts:,} greedy completions per step as baselines, not trained on"
         )
     if config.task == "rl" and dynamic is not None:
-        asked = dynamic.prompts_per_round or prompts
-        found.append(
-            f"dynamic sampling: at most {dynamic.max_rounds} rounds of {asked:,} prompts x {group_size} = "
-            f"{dynamic.max_rounds * asked * group_size:,} completions a step, of which {completions:,} are trained on"
+        prompts_per_round = dynamic.prompts_per_round or prompts
+        lines.append(
+            f"dynamic sampling: at most {dynamic.max_rounds} rounds of {prompts_per_round:,} "
+            f"prompts x {group_size} = {dynamic.max_rounds * prompts_per_round * group_size:,} "
+            f"completions per step, of which {completions:,} are trained on"
         )
-    return found
+    return lines
 
 
 def _inference_line(config: TrainerConfig) -> str:
-    """Of tasks eval and generate; how many prompts there are is known when they have been read."""
+    """Describe tasks eval and generate; their number of prompts is known once the data is read."""
     is_eval = config.task == "eval"
     longest = (config.run.eval_sampling if is_eval else config.sampling).max_tokens
-    longest = longest if config.environment is None else config.environment.longest(longest)
+    longest = (
+        longest if config.environment is None else config.environment.max_rollout_tokens(longest)
+    )
     count = 1 if is_eval else config.generate.num_completions
     prompt, noun = config.data.max_prompt_tokens, "completion" if count == 1 else "completions"
     return (
-        f"a {'problem' if is_eval else 'prompt'}: {count} {noun} of at most {prompt:,} + {longest:,} = {prompt + longest:,} tokens, the "
-        "prompt included"
+        f"a {'problem' if is_eval else 'prompt'}: {count} {noun} of at most {prompt:,} + "
+        f"{longest:,} = {prompt + longest:,} tokens, the prompt included"
     )
 
 
@@ -110,7 +118,7 @@ def _sft_sizes(config: TrainerConfig) -> list[str]:
 
 
 def _epochs_line(epochs: int) -> str:
-    return f"a run: {epochs:,} passes over the problems, as many whole steps as they hold"
+    return f"a run: {epochs:,} passes over the problems, with as many full steps as they fill"
 
 
 def _teacher_line(name: str, teacher: TeacherConfig, *, engine: str) -> str:
@@ -118,12 +126,19 @@ def _teacher_line(name: str, teacher: TeacherConfig, *, engine: str) -> str:
     source = model.path or f"{model.architecture['model_type']} from scratch"
     place = f"{teacher.num_replicas} x {teacher.num_workers} workers in pool {teacher.pool}"
     route = name if teacher.route is None else teacher.route
-    return f"teachers.{name}: {source} on {engine if teacher.backend == 'engine' else teacher.backend}, {place}, for route {route!r}, frozen"
+    return (
+        f"teachers.{name}: {source} on "
+        f"{engine if teacher.backend == 'engine' else teacher.backend}, {place}, for route "
+        f"{route!r}, frozen"
+    )
 
 
 def _reward_model_line(model: RewardModelConfig, *, engine: str) -> str:
     workers = f"{model.num_workers} worker" + ("s" if model.num_workers > 1 else "")
-    return f"reward.model: {model.engine.model.path} on {engine}, {workers}, {model.engine.precision.compute}, frozen"
+    return (
+        f"reward.model: {model.engine.model.path} on {engine}, {workers}, "
+        f"{model.engine.precision.compute}, frozen"
+    )
 
 
 def _role_line(name: str, role: RoleConfig, *, engine: str) -> str:

@@ -1,4 +1,4 @@
-"""From plain values to the frozen dataclasses, strictly: cattrs, with our own reading of values and errors that begin with the key."""
+"""Build the frozen dataclasses from plain values with cattrs; errors start with the dotted key."""
 
 import dataclasses
 import types
@@ -25,21 +25,21 @@ def structure(values: Mapping[str, Plain], cls: type[T], *, engine_class: type[E
     """Build a frozen configuration.
 
     Args:
-        values: nested plain values, defaults included.
-        cls: the dataclass of the root.
-        engine_class: what EngineConfig stands for in this run.
+        values: Nested plain values, defaults included.
+        cls: Dataclass of the root.
+        engine_class: Class that EngineConfig stands for in this run.
 
     Raises:
-        ConfigError: one line per problem, each beginning with its dotted key.
+        ConfigError: One line per problem, each starting with its dotted key.
     """
     try:
         return _converter(engine_class).structure(values, cls)
     except ClassValidationError as error:
-        raise ConfigError("\n".join(_sentences(error, path=""))) from error
+        raise ConfigError("\n".join(_list_problems(error, path=""))) from error
 
 
 def describe_type(annotation: object) -> str:
-    """A type in a user's words: ``number``, ``auto | cpu | cuda``, ``list of text``."""
+    """Return a type in a user's words: ``number``, ``auto | cpu | cuda``, ``list of text``."""
     words = {
         bool: "true or false",
         int: "whole number",
@@ -67,18 +67,15 @@ def describe_type(annotation: object) -> str:
 def _converter(engine_class: type[EngineConfig]) -> Converter:
     converter = Converter(forbid_extra_keys=True, detailed_validation=True)
     converter.register_structure_hook_func(_is_value, _structure_value)
-    for primitive in (
-        bool,
-        int,
-        float,
-        str,
-    ):  # cattrs asks its own hooks for these before it asks a predicate
+    # cattrs tries its own hooks for primitives before predicates, so these are registered by type.
+    for primitive in (bool, int, float, str):
         converter.register_structure_hook(primitive, _structure_value)
     converter.register_structure_hook_func(
         _is_optional_block, lambda value, kind: _structure_optional(converter, value, kind)
     )
     converter.register_structure_hook_func(
-        _is_mapping_of_blocks, lambda value, kind: _structure_named(converter, value, kind)
+        _is_mapping_of_blocks,
+        lambda value, kind: _structure_mapping_of_blocks(converter, value, kind),
     )
     converter.register_structure_hook_factory(
         _is_block, lambda kind: _block_hook(converter, kind, engine_class=engine_class)
@@ -127,28 +124,28 @@ def _structure_optional(converter: Converter, value: object, kind: object) -> ob
     return converter.structure(value, block)
 
 
-def _structure_named(converter: Converter, value: object, kind: object) -> object:
-    """Blocks by name; every problem of theirs begins with the name."""
+def _structure_mapping_of_blocks(converter: Converter, value: object, kind: object) -> object:
+    """Structure blocks by name; each problem starts with the name."""
     item = find_item_class(kind)
     assert item is not None
     if not isinstance(value, dict):
         raise ConfigError(f"is {value!r}, but must be a mapping from names to blocks.")
-    found: dict[str, object] = {}
+    collected: dict[str, object] = {}
     problems: list[str] = []
     for name, block in value.items():
         try:
-            found[name] = converter.structure(block, item)
+            collected[name] = converter.structure(block, item)
         except ClassValidationError as error:
-            problems += _sentences(error, path=str(name))
+            problems += _list_problems(error, path=str(name))
         except ConfigError as error:
             problems.append(f"{name} {error}")
     if problems:
-        raise _ProblemsBelow(problems)
-    return found
+        raise _NestedProblems(problems)
+    return collected
 
 
-class _ProblemsBelow(ConfigError):
-    """Problems of a mapping's blocks, each beginning with its key below the mapping."""
+class _NestedProblems(ConfigError):
+    """Problems in a mapping, each starting with its key below the mapping."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
@@ -157,9 +154,9 @@ class _ProblemsBelow(ConfigError):
 
 def _structure_value(value: object, kind: object) -> object:
     read = _read(value, kind)
-    if read is _REFUSED:
+    if read is _INVALID:
         if get_origin(kind) in (dict, Mapping) and isinstance(value, dict):
-            raise _ProblemsBelow(_problems_in(value, get_args(kind)[1]))
+            raise _NestedProblems(_find_value_problems(value, get_args(kind)[1]))
         hint = ""
         if isinstance(value, str) and describe_type(kind).startswith(("list", "text | list")):
             hint = f" A list is written [{value}]."
@@ -167,66 +164,69 @@ def _structure_value(value: object, kind: object) -> object:
     return read
 
 
-def _problems_in(mapping: dict[object, object], kind: object) -> list[str]:
-    """The values of a mapping that its type does not take, each beginning with its key."""
+def _find_value_problems(mapping: dict[object, object], kind: object) -> list[str]:
+    """Return the problems of a mapping's values, each starting with its key."""
     problems = []
     for key, value in mapping.items():
         try:
             _structure_value(value, kind)
-        except _ProblemsBelow as error:
+        except _NestedProblems as error:
             problems += [f"{key}.{problem}" for problem in error.problems]
         except ConfigError as error:
             problems.append(f"{key} {error}")
     return problems
 
 
-class _Refused:
-    """Stands for a value that a type does not take; None is a value."""
+class _Invalid:
+    """Sentinel for a value of the wrong type; None is a valid value."""
 
 
-_REFUSED = _Refused()
+_INVALID = _Invalid()
 
 
 def _read(value: object, kind: object) -> object:
-    """The value as its type has it, or _REFUSED; 1.5 is no int, 1 is a float, "true" is no bool."""
+    """Return the value as its type, or _INVALID.
+
+    1.5 is not an int, 1 is a float, and "true" is not a bool.
+    """
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is float:
         return (
             float(value)
             if isinstance(value, (int, float)) and not isinstance(value, bool)
-            else _REFUSED
+            else _INVALID
         )
     if kind in (bool, int, str, type(None)):
-        return value if type(value) is kind else _REFUSED
+        return value if type(value) is kind else _INVALID
     if origin is Literal:
         return (
             value
             if any(type(value) is type(choice) and value == choice for choice in arguments)
-            else _REFUSED
+            else _INVALID
         )
     if origin in (Union, types.UnionType):
-        exact = [read for argument in arguments if (read := _read(value, argument)) is not _REFUSED]
+        exact = [read for argument in arguments if (read := _read(value, argument)) is not _INVALID]
         return next(
-            (read for read in exact if type(read) is type(value)), exact[0] if exact else _REFUSED
+            (read for read in exact if type(read) is type(value)), exact[0] if exact else _INVALID
         )
     if origin is tuple:
         return _read_tuple(value, arguments)
     if origin in (dict, Mapping):
         if not isinstance(value, dict):
-            return _REFUSED
+            return _INVALID
         items = {key: _read(item, arguments[1]) for key, item in value.items()}
-        return _REFUSED if any(item is _REFUSED for item in items.values()) else items
-    raise AssertionError(f"{kind!r} is no type of a setting")
+        return _INVALID if any(item is _INVALID for item in items.values()) else items
+    raise AssertionError(f"{kind!r} is not a type of a setting")
 
 
 def _read_tuple(value: object, arguments: tuple[object, ...]) -> object:
     if not isinstance(value, (list, tuple)):
-        return _REFUSED
+        return _INVALID
     kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
     if len(kinds) != len(value):
-        return _REFUSED
+        return _INVALID
     items = tuple(_read(item, kind) for item, kind in zip(value, kinds, strict=True))
-    return _REFUSED if any(item is _REFUSED for item in items) else items
+    return _INVALID if any(item is _INVALID for item in items) else items
 
 
 def _show(value: object) -> str:
@@ -237,20 +237,20 @@ def _show(value: object) -> str:
     )
 
 
-def _sentences(error: BaseException, *, path: str) -> list[str]:
-    """The problems of one block, each with its dotted key in front."""
+def _list_problems(error: BaseException, *, path: str) -> list[str]:
+    """Return the problems of one block, each with its dotted key in front."""
     if isinstance(error, (ClassValidationError, IterableValidationError)):
-        found = []
+        collected = []
         for inner in error.exceptions:
-            found += _sentences(inner, path=_path_of(inner, path=path))
-        return found
+            collected += _list_problems(inner, path=_extend_path(inner, path=path))
+        return collected
     if isinstance(error, ForbiddenExtraKeysError):
         return [
             f"{_join(path, name)}: there is no such key." for name in sorted(error.extra_fields)
         ]
     if isinstance(error, KeyError):
-        return [f"{path} is not set, and has no default: give it a value."]
-    if isinstance(error, _ProblemsBelow):
+        return [f"{path} is not set and has no default: set it."]
+    if isinstance(error, _NestedProblems):
         return [_join(path, problem) for problem in error.problems]
     message = str(error)
     if message.startswith(("is ", f"{path}.", f"{path}:")) or not path:
@@ -258,7 +258,7 @@ def _sentences(error: BaseException, *, path: str) -> list[str]:
     return [f"{path}: {message}"]
 
 
-def _path_of(error: BaseException, *, path: str) -> str:
+def _extend_path(error: BaseException, *, path: str) -> str:
     notes = error.__dict__.get("__notes__", [])
     return next(
         (_join(path, note.name) for note in notes if isinstance(note, AttributeValidationNote)),

@@ -1,4 +1,4 @@
-"""Every key that was set must exist: a removed one says what replaced it, an unknown one names the nearest."""
+"""Reject keys that do not exist: name a removed key's replacement, or the nearest valid key."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -8,21 +8,21 @@ from temper_trainer.config.removed_keys import describe_refused_teacher_key, des
 from temper_trainer.config_loading.composition import Layer
 from temper_trainer.config_loading.schema import ANY_NAME, Entry
 
-SHOWN = 12
-"""Problems that are listed; a file of another program has hundreds."""
-_SLIP = 0.85
-"""Likeness of two names that differ by a letter, such as path and paths (2 * 4 / 9 = 0.89)."""
+MAX_LISTED_PROBLEMS = 12
+"""Maximum number of listed problems; a file of another program has hundreds."""
+_TYPO_SIMILARITY = 0.85
+"""Similarity of two names that differ by one letter, such as path and paths (2 * 4 / 9 = 0.89)."""
 
 
 def check_keys(layers: Sequence[Layer], *, known: Mapping[str, Entry]) -> None:
-    """Refuse what does not exist.
+    """Raise if a key does not exist.
 
     Args:
-        layers: what was said, and where.
-        known: every dotted key.
+        layers: The set keys and their origins.
+        known: Every dotted key.
 
     Raises:
-        ConfigError: one line per key, with its origin.
+        ConfigError: One line per key, with its origin.
     """
     wrong = {
         key: layer.origin
@@ -30,14 +30,17 @@ def check_keys(layers: Sequence[Layer], *, known: Mapping[str, Entry]) -> None:
         for key in layer.leaves
         if not is_known_key(key, known=known)
     }
-    problems = [f"{_refusal(key, known=known)} (set by: {origin})" for key, origin in wrong.items()]
-    if len(problems) > SHOWN:
-        problems[SHOWN:] = [f"and {len(problems) - SHOWN} more."]
+    problems = [
+        (f"{_describe_problem(key, known=known)} (set by: {origin})")
+        for key, origin in wrong.items()
+    ]
+    if len(problems) > MAX_LISTED_PROBLEMS:
+        problems[MAX_LISTED_PROBLEMS:] = [f"and {len(problems) - MAX_LISTED_PROBLEMS} more."]
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _refusal(key: str, *, known: Mapping[str, Entry]) -> str:
+def _describe_problem(key: str, *, known: Mapping[str, Entry]) -> str:
     return (
         describe_removed_key(key)
         or describe_refused_teacher_key(key)
@@ -46,7 +49,7 @@ def _refusal(key: str, *, known: Mapping[str, Entry]) -> str:
 
 
 def is_known_key(key: str, *, known: Mapping[str, Entry]) -> bool:
-    """Whether a key is in the schema, or lies in a mapping whose keys are the user's own."""
+    """Return True if a key is in the schema, or in a mapping with user-chosen keys."""
     if key in known:
         return True
     parts = key.split(".")
@@ -60,27 +63,30 @@ def is_known_key(key: str, *, known: Mapping[str, Entry]) -> bool:
 
 
 def suggest_keys(key: str, *, known: Mapping[str, Entry]) -> str:
-    """A sentence with the nearest valid keys: a slip in the name, then the right name in another block, then what resembles it."""
+    """Return a sentence with the nearest valid keys.
+
+    The order is: a typo in the last component, the same name in another block, then similar names.
+    """
     block, _, name = key.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
     same_name.sort(
         key=lambda candidate: difflib.SequenceMatcher(a=key, b=candidate).ratio(), reverse=True
     )
-    found = (
-        _siblings_like(name, block=block, known=known, cutoff=_SLIP)
+    matches = (
+        _find_similar_siblings(name, block=block, known=known, cutoff=_TYPO_SIMILARITY)
         or same_name
-        or _siblings_like(name, block=block, known=known, cutoff=0.6)
+        or _find_similar_siblings(name, block=block, known=known, cutoff=0.6)
         or difflib.get_close_matches(key, known, n=3, cutoff=0.6)
-        or _namesakes_like(name, known=known)
+        or _find_similar_names(name, known=known)
     )
     return (
-        f"did you mean {' or '.join(found[:3])}?"
-        if found
+        f"did you mean {' or '.join(matches[:3])}?"
+        if matches
         else "`temper-train --help` lists them all."
     )
 
 
-def _siblings_like(
+def _find_similar_siblings(
     name: str, *, block: str, known: Mapping[str, Entry], cutoff: float
 ) -> list[str]:
     prefix = f"{block}." if block else ""
@@ -92,6 +98,6 @@ def _siblings_like(
     ]
 
 
-def _namesakes_like(name: str, *, known: Mapping[str, Entry]) -> list[str]:
+def _find_similar_names(name: str, *, known: Mapping[str, Entry]) -> list[str]:
     by_name = {key.rpartition(".")[2]: key for key in reversed(list(known))}
     return [by_name[match] for match in difflib.get_close_matches(name, by_name, n=2, cutoff=0.75)]

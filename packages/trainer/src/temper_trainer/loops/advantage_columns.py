@@ -12,7 +12,7 @@ from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.distillation_losses import compute_teacher_reward
 from temper_trainer.algorithms.kl import estimate_kl, mean_sequence_kl
 from temper_trainer.algorithms.rollout_correction import (
-    SQUARES,
+    RATIO_SQUARE_MEAN,
     compute_effective_sample_fraction,
     compute_mismatch_metrics,
     compute_rollout_correction,
@@ -164,9 +164,9 @@ def replace_squares(values: dict[str, float], *, metrics: Mapping[str, Metric]) 
         values: Values to log, by metric name.
         metrics: The metrics from which the values were taken.
     """
-    if SQUARES not in metrics:
+    if RATIO_SQUARE_MEAN not in metrics:
         return values
-    kept = {name: value for name, value in values.items() if name != SQUARES}
+    kept = {name: value for name, value in values.items() if name != RATIO_SQUARE_MEAN}
     return {
         **kept,
         "mismatch/effective_sample_fraction": compute_effective_sample_fraction(metrics),

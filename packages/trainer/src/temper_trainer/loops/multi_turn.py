@@ -115,7 +115,7 @@ def complete_rollouts(
             Conversation(request=request, environment=None, first=completion)
             for request, completion in zip(requests, completions, strict=True)
         ], {}
-    max_tokens = config.longest(max(request.sampling.max_tokens for request in requests))
+    max_tokens = config.max_rollout_tokens(max(request.sampling.max_tokens for request in requests))
     limits = RolloutLimits(max_turns=config.max_turns, max_tokens=max_tokens, stop=config.call_end)
     return run_conversations(
         sampler, requests, prompts=prompts, make_environment=make_environment, limits=limits

@@ -20,7 +20,7 @@ from temper_trainer.checkpoint.checkpoint_messages import (
 )
 from temper_trainer.checkpoint.checkpointer import Checkpointer
 from temper_trainer.config.resume_changes import describe_changes
-from temper_trainer.config.run_files import input_problems
+from temper_trainer.config.run_files import find_inputs_in_run_folder
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.prompts import encode_prompts
 from temper_trainer.data.rows import PairRow, Row
@@ -89,7 +89,7 @@ def train(
         checkpoint, done = None, 0
         try:
             # Before the folder is opened, which renames files of a start that failed.
-            if problems := list(input_problems(config, Path(config.run.dir))):
+            if problems := list(find_inputs_in_run_folder(config, Path(config.run.dir))):
                 raise ConfigError("\n".join(problems))
             folder = open_run_folder(config.run)
             checkpointer = open_checkpointer(config, folder=folder)

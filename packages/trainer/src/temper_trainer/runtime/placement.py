@@ -83,13 +83,13 @@ def collect_role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
         for n, r in roles.items()
         if r is not None
     }
-    if config.samples:
+    if config.generates_completions:
         rollout = config.rollout
         per_replica = rollout.vllm.tensor_parallel_size if rollout.sampler == "vllm" else 1
         requests["rollout"] = RoleRequest(
             num_workers=rollout.num_replicas, pool=rollout.pool, devices_per_worker=per_replica
         )
-    if config.samples and (model := config.reward.model) is not None:
+    if config.generates_completions and (model := config.reward.model) is not None:
         requests[REWARD_MODEL_ROLE] = RoleRequest(num_workers=model.num_workers, pool=model.pool)
     for name, teacher in list_teacher_roles(config.teachers).items():
         # Every replica has its own pool, so teachers share devices with no other role or teacher.
@@ -207,7 +207,7 @@ def _describe_inline(config: TrainerConfig) -> list[str]:
     lines = [
         f"this process: {', '.join(name for name in collect_role_requests(config) if not _is_server(name, config))}"
     ]
-    if config.samples and config.rollout.sampler == "vllm":
+    if config.generates_completions and config.rollout.sampler == "vllm":
         devices = config.runtime.rollout_devices
         lines += [
             _describe_server("rollout", i, devices=devices)
