@@ -125,7 +125,8 @@ def assert_close(
         torch.as_tensor(expected).double(),
     )
     assert actual_values.shape == expected_values.shape, (
-        f"{quantity} has shape {tuple(actual_values.shape)}, expected {tuple(expected_values.shape)}"
+        f"{quantity} has shape {tuple(actual_values.shape)}, expected "
+        f"{tuple(expected_values.shape)}"
     )
     if not expected_values.numel():
         return
@@ -150,7 +151,8 @@ def assert_all_close(
 ) -> None:
     """Compare two mappings of tensors by name; the expected ones must not all be zero."""
     assert actual.keys() == expected.keys(), (
-        f"{quantity}: these names are only in one of the two: {sorted(actual.keys() ^ expected.keys())}"
+        f"{quantity}: these names are only in one of the two: "
+        f"{sorted(actual.keys() ^ expected.keys())}"
     )
     largest = max(float(tensor.abs().max()) for tensor in expected.values())
     assert largest > 0, f"{quantity}: all expected values are zero, so the comparison shows nothing"
@@ -171,7 +173,8 @@ def assert_all_close(
             )
         )
         assert distance <= BF16_TOTAL_ERROR * norm, (
-            f"{quantity} is off by {distance / norm:.1e} of its norm; allowed is {BF16_TOTAL_ERROR:.0e}"
+            f"{quantity} is off by {distance / norm:.1e} of its norm; allowed is "
+            f"{BF16_TOTAL_ERROR:.0e}"
         )
 
 
@@ -184,11 +187,13 @@ def assert_all_equal(
 ) -> None:
     """Fail unless both mappings have the same names and the same bits."""
     assert actual.keys() == expected.keys(), (
-        f"{quantity}: these names are only in one of the two: {sorted(actual.keys() ^ expected.keys())}"
+        f"{quantity}: these names are only in one of the two: "
+        f"{sorted(actual.keys() ^ expected.keys())}"
     )
     unequal = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
     assert not unequal, (
-        f"{quantity}: not bitwise equal: {', '.join(unequal[:5])} ({len(unequal)} of {len(expected)})"
+        f"{quantity}: not bitwise equal: {', '.join(unequal[:5])} "
+        f"({len(unequal)} of {len(expected)})"
     )
 
 
