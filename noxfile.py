@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
 from tools.bounds import floors, pairs
-from tools.compat import begin, lay_out, pytest_arguments, record_green, trials
+from tools.compat import pytest_arguments, record_passed, start_trials, trials, unpack_trial
 from tools.distributions import missing_from_wheel
 from tools.environment import (
     DEFAULT_TEST_DATA,
@@ -30,7 +30,7 @@ from tools.environment import (
     TORCH,
     ensure_environment,
 )
-from tools.needs import NEEDS_EXTRA
+from tools.optional_imports import NEEDS_EXTRA
 from tools.scenarios import SCENARIOS
 
 nox.options.default_venv_backend = "virtualenv"
@@ -207,27 +207,27 @@ def compat(session: nox.Session, pair: str) -> None:
             f"{pair}: neither is released yet, or their bounds leave each other's last release out"
         )
     if not session.posargs:
-        begin(ROOT, pair)
+        start_trials(ROOT, pair)
     for trial in found:
         session.log(trial.name)
-        laid = lay_out(ROOT, trial, session.env_dir.resolve() / "released")
+        files = unpack_trial(ROOT, trial, session.env_dir.resolve() / "released")
         session.install("-c", CONSTRAINTS, TORCH)
         session.install(
             "-c",
             CONSTRAINTS,
             "--force-reinstall",
             "--no-deps",
-            *(str(path) for path in laid.sources.values()),
+            *(str(path) for path in files.sources.values()),
         )
-        session.install("-c", CONSTRAINTS, *_with_extras(laid.sources), *TEST_TOOLS)
+        session.install("-c", CONSTRAINTS, *_with_extras(files.sources), *TEST_TOOLS)
         _install_bridge(session, trial.dependent)
-        with session.chdir(laid.root):
+        with session.chdir(files.root):
             # The released copy has other folders around it than this checkout.
             data = {TEST_DATA: os.environ.get(TEST_DATA, str(DEFAULT_TEST_DATA))}
-            session.run("python", *pytest_arguments(laid, session.posargs), env=data)
+            session.run("python", *pytest_arguments(files, session.posargs), env=data)
     if not session.posargs:
         session.log(
-            f"{record_green(ROOT, pair, found).relative_to(ROOT)} says so; tools/release.py reads it"
+            f"{record_passed(ROOT, pair, found).relative_to(ROOT)} says so; tools/release.py reads it"
         )
 
 

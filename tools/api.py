@@ -21,7 +21,7 @@ import griffe
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.deprecations import Promise, promises
+from tools.deprecations import Promise, find_deprecations
 from tools.releases import git, has_object, published
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +39,7 @@ PUBLIC = {
 PRIVATE = ("conformance", "__main__", "cli", "conf")
 """Rooms whose door is a command: the kit's is pytest with its options, and the entry-point groups."""
 
-AUTHORS_HOOKS = ("temper_engine_api.backend.EngineBackend",)
+OVERRIDABLE_CLASSES = ("temper_engine_api.backend.EngineBackend",)
 """Classes whose underscored methods others override: they are as public as a contract can be."""
 
 REQUIRED = "required"
@@ -84,24 +84,24 @@ def breaks(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
     }
 
 
-def promised(package: Path) -> list[str]:
+def promised_lines(package: Path) -> list[str]:
     """The lines of a package's lock; of a name that the last release's lock has too, as it stood there."""
     lines = (package / LOCK).read_text().splitlines() if (package / LOCK).exists() else []
     released = _released_lock(package)
-    spoken = {line for line in [*lines, *released] if DEPRECATED.fullmatch(line)}
-    return [*(_by_name(lines) | _by_name(released)).values(), *sorted(spoken)]
+    deprecations = {line for line in [*lines, *released] if DEPRECATED.fullmatch(line)}
+    return [*(_by_name(lines) | _by_name(released)).values(), *sorted(deprecations)]
 
 
-def gone(package: Path) -> dict[str, list[Promise]]:
+def removed_names(package: Path) -> dict[str, list[Promise]]:
     """What was promised and the sources have not: by qualified name, the deprecations in the lock that spoke of it."""
-    lines = promised(package)
-    spoken = [
-        Promise(place=LOCK, **found.groupdict())
+    lines = promised_lines(package)
+    deprecations = [
+        Promise(location=LOCK, **found.groupdict())
         for line in lines
         if (found := DEPRECATED.fullmatch(line))
     ]
     return {
-        name: [promise for promise in spoken if _speaks_of(promise.what, name)]
+        name: [promise for promise in deprecations if _covers(promise.what, name)]
         for name, sentence in breaks(lines, api(package)).items()
         if sentence.endswith(_GONE)
     }
@@ -111,17 +111,17 @@ def complaints(package: Path) -> list[str]:
     """What breaks a package's promises without a changelog fragment that names it, and names that are gone without having been
     deprecated; nothing where it has neither a lock nor a release yet.
     """
-    lines = promised(package)
+    lines = promised_lines(package)
     if not lines:
         return []
-    told = {
+    fragments = {
         kind: "\n".join(path.read_text() for path in sorted(package.glob(f"changes/*.{kind}.md")))
         for kind in ("changed", "removed")
     }
-    lost, found = gone(package), []
+    lost, found = removed_names(package), []
     for name, sentence in breaks(lines, api(package)).items():
         kinds = ("removed",) if name in lost else ("changed", "removed")
-        if not any(_is_named(_last_word(name), told[kind]) for kind in kinds):
+        if not any(_is_named(_last_word(name), fragments[kind]) for kind in kinds):
             files = " or ".join(f"{package.name}/changes/<slug>.{kind}.md" for kind in kinds)
             found.append(
                 f"{package.name}: {sentence}. Bring it back, or tell users: name it, in backticks, in {files}"
@@ -137,13 +137,13 @@ def complaints(package: Path) -> list[str]:
 def write_lock(package: Path) -> int:
     """Write the package's names into its lock; returns their number."""
     lines = api(package)
-    spoken = sorted(
+    deprecations = sorted(
         {
             f"deprecated {each.what}: since {each.since}, removed in {each.removed_in}"
-            for each in promises(package)
+            for each in find_deprecations(package)
         }
     )
-    (package / LOCK).write_text("\n".join([*lines, *spoken]) + "\n")
+    (package / LOCK).write_text("\n".join([*lines, *deprecations]) + "\n")
     return len(lines)
 
 
@@ -205,13 +205,13 @@ def _function(path: str, function: griffe.Function) -> Iterator[str]:
     )
     required = f", {REQUIRED}" if "abstractmethod" in function.labels else ""
     yield f"{path}: {kind} -> {function.returns}{required}"
-    place = 0
+    index = 0
     for parameter in function.parameters:
         if parameter.name in ("self", "cls") and isinstance(function.parent, griffe.Class):
             continue
         assert parameter.kind is not None
-        order = f" {place}" if parameter.kind.value.startswith("positional") else ""
-        place += 1
+        order = f" {index}" if parameter.kind.value.startswith("positional") else ""
+        index += 1
         default = REQUIRED if parameter.required else f"= {parameter.default}"
         yield f"{path}({parameter.name}): {parameter.annotation}, {parameter.kind.value}{order}, {default}"
 
@@ -232,7 +232,7 @@ def _is_public(name: str) -> bool:
 
 
 def _is_hook(owner: griffe.Module | griffe.Class, member: griffe.Function) -> bool:
-    return owner.path in AUTHORS_HOOKS and not member.name.startswith("__")
+    return owner.path in OVERRIDABLE_CLASSES and not member.name.startswith("__")
 
 
 def _by_name(lines: Sequence[str]) -> dict[str, str]:
@@ -248,7 +248,7 @@ def _is_named(word: str, text: str) -> bool:
     )
 
 
-def _speaks_of(what: str, name: str) -> bool:
+def _covers(what: str, name: str) -> bool:
     """Whether a deprecation's words are about a name: its last word is among them, or the class or module around it is what they name."""
     words = what.partition("(")[0]
     return bool(re.search(rf"\b{re.escape(_last_word(name))}\b", what)) or name.startswith(

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tools.bounds import pairs, sibling_requirements_in
-from tools.releases import ReleaseTrouble, Source, git, has_object, last_release, unpack
+from tools.releases import ReleaseError, Source, git, has_object, last_release, unpack
 
 RECORDS = Path(".temper") / "compat"
 
@@ -47,7 +47,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Green:
+class TrialRecord:
     """A record: trials of a pair that passed."""
 
     pair: str
@@ -62,13 +62,13 @@ class Green:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Laid:
+class TrialFiles:
     """A trial's files, on the disk."""
 
     sources: Mapping[str, Path]
     """The folder of each package: this checkout's, but for the released one."""
     root: Path
-    """Where the tests run: of this checkout, or of the released one laid out as its repository was."""
+    """Where the tests run: of this checkout, or of the released one, laid out as its repository was."""
     tests: Path
     """Those of the dependent."""
 
@@ -80,7 +80,7 @@ def trials(root: Path, pair: str, *, declared: Mapping[str, str] | None = None) 
         declared: Versions that this checkout's packages are about to have; otherwise what they declare.
 
     Raises:
-        ReleaseTrouble: a release is recorded, and this clone lacks its content.
+        ReleaseError: a release is recorded, and this clone lacks its content.
     """
     dependency, dependent = pair.split(":")
     found = []
@@ -106,15 +106,15 @@ def trials(root: Path, pair: str, *, declared: Mapping[str, str] | None = None) 
     return found
 
 
-def lay_out(root: Path, trial: Trial, folder: Path) -> Laid:
+def unpack_trial(root: Path, trial: Trial, folder: Path) -> TrialFiles:
     """Unpack what was released below a folder, laid out as its repository was, with the pages that its tests read.
 
     Raises:
-        ReleaseTrouble: this clone does not know the commit of the release.
+        ReleaseError: this clone does not know the commit of the release.
     """
     source = trial.released
     if not source.commit or not has_object(root, source.commit):
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"the commit of {source.package} {source.version} is not known here: fetch the whole history (git fetch --unshallow) or the "
             "tags (git fetch --tags), or record it with tools/release.py --record."
         )
@@ -140,42 +140,42 @@ def lay_out(root: Path, trial: Trial, folder: Path) -> Laid:
     released = copy / "packages" / source.package
     where = copy if source.package == trial.dependent else root
     tests = where / "packages" / trial.dependent / "tests"
-    return Laid(sources=packages | {source.package: released}, root=where, tests=tests)
+    return TrialFiles(sources=packages | {source.package: released}, root=where, tests=tests)
 
 
-def pytest_arguments(laid: Laid, chosen: Sequence[str] = ()) -> list[str]:
-    """What follows `python` in a trial, to be run in `laid.root`; `chosen` names tests below the dependent's, all of them otherwise."""
-    tests = [str(laid.tests / each) for each in chosen] or [str(laid.tests)]
+def pytest_arguments(files: TrialFiles, chosen: Sequence[str] = ()) -> list[str]:
+    """What follows `python` in a trial, to be run in `files.root`; `chosen` names tests below the dependent's, all of them otherwise."""
+    tests = [str(files.tests / each) for each in chosen] or [str(files.tests)]
     return ["-m", "pytest", *tests, "-m", "not nightly"]
 
 
-def begin(root: Path, pair: str) -> None:
+def start_trials(root: Path, pair: str) -> None:
     """Say that a pair is being tried, with the contents that are here now: until that is green, nothing that passed before counts here."""
     _write(root, pair, passed=[])
 
 
-def record_green(root: Path, pair: str, passed: Sequence[Trial]) -> Path:
+def record_passed(root: Path, pair: str, passed: Sequence[Trial]) -> Path:
     """Write down that these trials of a pair passed with the contents that are here now.
 
     Raises:
-        ReleaseTrouble: they are not those that the trials began with, so that nobody knows what passed.
+        ReleaseError: they are not those that the trials began with, so that nobody knows what passed.
     """
     begun = _read(root, pair)
     changed = [] if begun is None or begun.passed else changed_since(root, begun)
     if changed:
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"{' and '.join(changed)} changed while {pair} was being tried, and nothing is recorded: try it again."
         )
     return _write(root, pair, passed=[trial.name for trial in passed])
 
 
-def read_matrix(root: Path) -> list[Green]:
+def read_matrix(root: Path) -> list[TrialRecord]:
     """The last green record of each pair, as it was committed; none where there is no file."""
     file = root / MATRIX
-    return [Green(**each) for each in json.loads(file.read_text())] if file.exists() else []
+    return [TrialRecord(**each) for each in json.loads(file.read_text())] if file.exists() else []
 
 
-def keep(root: Path) -> list[str]:
+def keep_records(root: Path) -> list[str]:
     """Take the records that are here into MATRIX, each in place of an earlier one of its pair; returns their pairs."""
     here = [
         _read(root, file.stem.replace("+", ":")) for file in sorted((root / RECORDS).glob("*.json"))
@@ -188,7 +188,7 @@ def keep(root: Path) -> list[str]:
     return [green.pair for green in passed]
 
 
-def untried(root: Path, package: str, version: str) -> list[str]:
+def find_missing_trials(root: Path, package: str, version: str) -> list[str]:
     """What was not tried before a package becomes `version`: a sentence for each pair with a trial that no record of these contents has."""
     found = []
     for pair in pairs(path.parent for path in sorted(root.glob("packages/*/pyproject.toml"))):
@@ -226,7 +226,7 @@ def contents(root: Path, package: str) -> str:
     return digest.hexdigest()
 
 
-def _green(root: Path, pair: str) -> Green | None:
+def _green(root: Path, pair: str) -> TrialRecord | None:
     """The record that is here or was kept, one that holds where there is one; none where a trial here began and was never green."""
     kept = next((each for each in read_matrix(root) if each.pair == pair), None)
     found = [each for each in (_read(root, pair), kept) if each is not None]
@@ -235,7 +235,7 @@ def _green(root: Path, pair: str) -> Green | None:
     return next((each for each in found if not changed_since(root, each)), found[0])
 
 
-def changed_since(root: Path, green: Green) -> list[str]:
+def changed_since(root: Path, green: TrialRecord) -> list[str]:
     """The packages that are no longer what a record names."""
     return [each for each, digest in green.contents.items() if contents(root, each) != digest]
 
@@ -250,21 +250,22 @@ def _write(root: Path, pair: str, *, passed: Sequence[str]) -> Path:
     )
     file.write_text(
         json.dumps(
-            asdict(Green(pair=pair, at=at, passed=passed, contents=hashes, commit=commit)), indent=1
+            asdict(TrialRecord(pair=pair, at=at, passed=passed, contents=hashes, commit=commit)),
+            indent=1,
         )
         + "\n"
     )
     return file
 
 
-def _read(root: Path, pair: str) -> Green | None:
+def _read(root: Path, pair: str) -> TrialRecord | None:
     file = _file(root, pair)
     if not file.exists():
         return None
     try:
-        return Green(**json.loads(file.read_text()))
+        return TrialRecord(**json.loads(file.read_text()))
     except (ValueError, TypeError) as fault:
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"{file.relative_to(root)} is no record of nox -s compat ({fault}): remove it and run the session."
         ) from None
 
@@ -283,5 +284,5 @@ def _version(pyproject: str) -> str:
 
 
 if __name__ == "__main__":
-    for kept in keep(Path(__file__).resolve().parent.parent):
+    for kept in keep_records(Path(__file__).resolve().parent.parent):
         print(f"{kept} is in {MATRIX}")

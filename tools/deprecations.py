@@ -22,7 +22,7 @@ _NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 class Promise:
     """One deprecation, as it is written."""
 
-    place: str
+    location: str
     """File below the package, and line."""
     what: str
     """What is deprecated, as users write it; of a decorator without such a keyword, the name that it stands on."""
@@ -30,7 +30,7 @@ class Promise:
     removed_in: str
 
 
-def promises(package: Path) -> Iterator[Promise]:
+def find_deprecations(package: Path) -> Iterator[Promise]:
     """Every deprecation of a package.
 
     Raises:
@@ -50,39 +50,41 @@ def promises(package: Path) -> Iterator[Promise]:
                 if isinstance(node, ast.Call)
                 else {}
             )
-            if not {"since", "removed_in"} <= keywords.keys() or _hands_on(keywords):
+            if not {"since", "removed_in"} <= keywords.keys() or _passes_own_arguments(keywords):
                 continue
-            place = (
+            location = (
                 f"{file.relative_to(package)}:{node.lineno}" if isinstance(node, ast.Call) else ""
             )
             what = (
-                _text(keywords["what"], place) if "what" in keywords else owners.get(id(node), "")
+                _text(keywords["what"], location)
+                if "what" in keywords
+                else owners.get(id(node), "")
             )
             yield Promise(
-                place=place,
+                location=location,
                 what=what,
-                since=_text(keywords["since"], place),
-                removed_in=_text(keywords["removed_in"], place),
+                since=_text(keywords["since"], location),
+                removed_in=_text(keywords["removed_in"], location),
             )
 
 
 def faults(package: Path, version: str) -> list[str]:
     """What a release of this version would break of the policy, a sentence each."""
     found = []
-    for promise in promises(package):
+    for promise in find_deprecations(package):
         since, removed = Version(promise.since), Version(promise.removed_in)
         if removed.major == since.major and removed.minor < since.minor + MINORS:
             found.append(
-                f"{package.name}/{promise.place}: deprecated since {since} and removed in {removed}: leave at least {MINORS} minor versions"
+                f"{package.name}/{promise.location}: deprecated since {since} and removed in {removed}: leave at least {MINORS} minor versions"
             )
         if Version(version) >= removed:
             found.append(
-                f"{package.name}/{promise.place}: promised to be gone in {removed}, and this is {version}: delete it"
+                f"{package.name}/{promise.location}: promised to be gone in {removed}, and this is {version}: delete it"
             )
     return found
 
 
-def _hands_on(keywords: dict[str | None, ast.expr]) -> bool:
+def _passes_own_arguments(keywords: dict[str | None, ast.expr]) -> bool:
     """Whether it only passes on its own arguments of these names: the mechanism itself."""
     return all(
         isinstance(value, ast.Name) and value.id == name
@@ -91,9 +93,9 @@ def _hands_on(keywords: dict[str | None, ast.expr]) -> bool:
     )
 
 
-def _text(node: ast.expr, place: str) -> str:
+def _text(node: ast.expr, location: str) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     raise ValueError(
-        f"{place}: what, since and removed_in of a deprecation are written as literals, not {ast.unparse(node)}."
+        f"{location}: what, since and removed_in of a deprecation are written as literals, not {ast.unparse(node)}."
     )

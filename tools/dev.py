@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # so that `tools` is a package here as well as under pytest and nox
 
-from tools.environment import EnvironmentTrouble, ensure_environment
+from tools.environment import EnvironmentSetupError, ensure_environment
 from tools.steps import STEP_NAMES, run_steps
 
 QUICKSTART = ("experiment=quickstart",)
@@ -76,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if chosen.command == "train":
             return train(chosen.overrides)
-        return run_steps(ROOT, only=chosen.only, is_measured=chosen.coverage)
-    except EnvironmentTrouble as trouble:
+        return run_steps(ROOT, only=chosen.only, with_coverage=chosen.coverage)
+    except EnvironmentSetupError as trouble:
         print(f"dev: {trouble}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

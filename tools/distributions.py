@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tools.releases import ReleaseTrouble
+from tools.releases import ReleaseError
 
 
 def build_twice(first: Path, second: Path, *, date: str) -> list[Path]:
@@ -23,7 +23,7 @@ def build_twice(first: Path, second: Path, *, date: str) -> list[Path]:
         date: YYYY-MM-DD; its midnight in UTC is the time that the files carry.
 
     Raises:
-        ReleaseTrouble: a build failed, or the two differ.
+        ReleaseError: a build failed, or the two differ.
     """
     built, again = build(first, date=date), build(second, date=date)
     hashes, others = sha256(built), sha256(again)
@@ -31,7 +31,7 @@ def build_twice(first: Path, second: Path, *, date: str) -> list[Path]:
         differing = sorted(
             name for name in hashes.keys() | others.keys() if hashes.get(name) != others.get(name)
         )
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"two builds of the same sources differ in {', '.join(differing)}: compare the files below {first.parent} and {second.parent}."
         )
     return built
@@ -51,13 +51,13 @@ def check_files(files: Sequence[Path], *, package: Path) -> None:
     """Hold the built files to `twine check --strict`, and the wheel to what must be inside it.
 
     Raises:
-        ReleaseTrouble: either finds a fault.
+        ReleaseError: either finds a fault.
     """
     _run(["twine", "check", "--strict", *(str(path) for path in files)])
     for wheel in (path for path in files if path.suffix == ".whl"):
         lost = missing_from_wheel(wheel, package)
         if lost:
-            raise ReleaseTrouble(
+            raise ReleaseError(
                 f"{wheel.name} lacks {', '.join(sorted(lost))}: see tool.hatch.build in {package.name}/pyproject.toml."
             )
 
@@ -87,4 +87,4 @@ def _run(module: Sequence[str], *, variables: dict[str, str] | None = None) -> N
         command, capture_output=True, text=True, check=False, env=os.environ | (variables or {})
     )
     if done.returncode != 0:
-        raise ReleaseTrouble(f"python -m {' '.join(module)} failed:\n{done.stdout}{done.stderr}")
+        raise ReleaseError(f"python -m {' '.join(module)} failed:\n{done.stdout}{done.stderr}")

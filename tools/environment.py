@@ -68,7 +68,7 @@ NEEDED_BYTES = 4 << 30
 LIMIT_S = 21 * 60
 
 
-class EnvironmentTrouble(RuntimeError):
+class EnvironmentSetupError(RuntimeError):
     """The environment cannot be made; the message says what to do about it."""
 
 
@@ -103,7 +103,7 @@ def ensure_environment(root: Path) -> Path:
     A second process that asks at the same time waits for the first.
 
     Raises:
-        EnvironmentTrouble: neither venv nor pip in this Python, too little disk, or an install that failed.
+        EnvironmentSetupError: neither venv nor pip in this Python, too little disk, or an install that failed.
     """
     folder = root / ".temper"
     folder.mkdir(exist_ok=True)
@@ -130,7 +130,7 @@ def check_disk(folder: Path, *, needed_bytes: int = NEEDED_BYTES) -> None:
     """Refuse to begin an install that would fill the disk half-way."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
-        raise EnvironmentTrouble(
+        raise EnvironmentSetupError(
             f"{folder} has {free / 2**30:.1f} GiB free, and the environment needs {needed_bytes / 2**30:.1f} GiB: "
             "make room on that disk, or clone the repository onto a larger one."
         )
@@ -153,7 +153,7 @@ def _maker(root: Path) -> list[str]:
     if all(importlib.util.find_spec(module) is not None for module in ("venv", "ensurepip")):
         return ["-m", "venv"]
     if importlib.util.find_spec("pip") is None:
-        raise EnvironmentTrouble(
+        raise EnvironmentSetupError(
             f"{sys.executable} has neither pip nor what makes environments: install one of them with your system's package manager "
             "(Debian and Ubuntu: python3-pip or python3-venv), or use a Python that has them."
         )
@@ -236,7 +236,7 @@ def _run(root: Path, command: Sequence[str], *, doing: str) -> None:
                 check=False,
             ).returncode
         except subprocess.TimeoutExpired:
-            raise EnvironmentTrouble(
+            raise EnvironmentSetupError(
                 f"{doing} took longer than {LIMIT_S // 60} minutes and was stopped: see .temper/install.log, "
                 "check the connection to your package index, and run the command again; it goes on where it was."
             ) from None
@@ -244,7 +244,7 @@ def _run(root: Path, command: Sequence[str], *, doing: str) -> None:
         tail = "\n".join(
             "    " + line for line in log.read_text(errors="replace").splitlines()[-15:]
         )
-        raise EnvironmentTrouble(
+        raise EnvironmentSetupError(
             f"{doing} failed with exit status {code}:\n{tail}\n"
             "The whole output is in .temper/install.log. Mend the cause and run the command again; "
             "delete .temper to begin afresh."

@@ -21,11 +21,11 @@ KIT = "temper_engine_api.conformance"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guest:
+class ThirdPartyRule:
     """A foreign module, and the only modules of ours that may import it, sub-modules included."""
 
     module: str
-    hosts: tuple[str, ...]
+    importers: tuple[str, ...]
 
 
 ENGINES = ("temper_engine_fsdp", "temper_engine_megatron")
@@ -46,10 +46,10 @@ SHIM_WITH_TORCH = tuple(
 
 WITH_TORCH = ("temper_engine_api", *ENGINES, "temper_trainer", *SHIM_WITH_TORCH)
 
-GUESTS = (
-    Guest(
+THIRD_PARTY_RULES = (
+    ThirdPartyRule(
         module="torch.distributed",
-        hosts=(
+        importers=(
             *ENGINES,
             KIT,
             "temper_engine_api.checkpoint",
@@ -58,35 +58,35 @@ GUESTS = (
             "temper_legacy_shim.checkpoints.dcp",  # writes the engine's format without a process group
         ),
     ),
-    Guest(
+    ThirdPartyRule(
         module="peft",
-        hosts=(
+        importers=(
             "temper_engine_fsdp.training.lora_adapter",
             "temper_engine_megatron.adapter.adapter_plan",
             KIT,
         ),
     ),
-    Guest(module="megatron.bridge", hosts=("temper_engine_megatron.bridge_compat",)),
+    ThirdPartyRule(module="megatron.bridge", importers=("temper_engine_megatron.bridge_compat",)),
     # A program of its own, with requirements that are nobody's here.
-    Guest(module="megatron.bridge.training", hosts=()),
+    ThirdPartyRule(module="megatron.bridge.training", importers=()),
     # torch itself requires fsspec; only copies of checkpoints go through it.
-    Guest(
+    ThirdPartyRule(
         module="fsspec",
-        hosts=(
+        importers=(
             "temper_engine_api.checkpoint.remote_copy",
             KIT,
             "temper_trainer",
             "temper_legacy_shim",
         ),
     ),
-    Guest(module="vllm", hosts=("temper_trainer.rollout.vllm",)),
+    ThirdPartyRule(module="vllm", importers=("temper_trainer.rollout.vllm",)),
     # import-linter asks this of what is written as an import, and of the trainer and the engines alone.
-    Guest(module="ray", hosts=("temper_trainer.runtime",)),
-    Guest(module="torch", hosts=WITH_TORCH),
-    Guest(module="transformers", hosts=WITH_TORCH),
+    ThirdPartyRule(module="ray", importers=("temper_trainer.runtime",)),
+    ThirdPartyRule(module="torch", importers=WITH_TORCH),
+    ThirdPartyRule(module="transformers", importers=WITH_TORCH),
 )
 
-_GUEST_MODULES = frozenset(guest.module for guest in GUESTS)
+_RULED_MODULES = frozenset(rule.module for rule in THIRD_PARTY_RULES)
 
 CORE = "temper_engine_api"
 CORE_MAY_IMPORT = (CORE, "torch", "typing_extensions", "fsspec")
@@ -102,10 +102,10 @@ def complaints(module: str, source: str) -> list[str]:
     found = []
     for line, name in sorted(set(_imports(ast.parse(source)))):
         found += [
-            f"{module}:{line} imports {name}: {_told(guest.hosts)} may import {guest.module}"
-            for guest in GUESTS
-            if _is_within(name, guest.module)
-            and not any(_is_within(module, host) for host in guest.hosts)
+            f"{module}:{line} imports {name}: {_describe_importers(rule.importers)} may import {rule.module}"
+            for rule in THIRD_PARTY_RULES
+            if _is_within(name, rule.module)
+            and not any(_is_within(module, importer) for importer in rule.importers)
         ]
         if _is_within(module, CORE) and not _is_within(module, KIT):
             root = name.partition(".")[0]
@@ -166,8 +166,8 @@ def cycle_complaints(graph: Mapping[str, Collection[str]], exempt: Collection[st
     return found
 
 
-def _told(hosts: Sequence[str]) -> str:
-    return f"only {', '.join(hosts)}" if hosts else "nobody"
+def _describe_importers(importers: Sequence[str]) -> str:
+    return f"only {', '.join(importers)}" if importers else "nobody"
 
 
 def _is_within(name: str, module: str) -> bool:
@@ -183,8 +183,8 @@ def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.module
             # `from torch import distributed` names the sub-package in its second half; a class there does no harm.
             names = (f"{node.module}.{alias.name}" for alias in node.names)
-            yield from ((node.lineno, name) for name in names if name in _GUEST_MODULES)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) in _GUEST_MODULES:
+            yield from ((node.lineno, name) for name in names if name in _RULED_MODULES)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in _RULED_MODULES:
             yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
             "importlib.import_module",

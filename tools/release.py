@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.api import LOCK, write_lock
-from tools.compat import untried
+from tools.compat import find_missing_trials
 from tools.distributions import build, build_twice, check_files, sha256
 from tools.release_checks import (
     check_before,
@@ -40,7 +40,7 @@ from tools.release_checks import (
 from tools.releases import (
     RECORDS,
     Record,
-    ReleaseTrouble,
+    ReleaseError,
     git,
     has_object,
     read_records,
@@ -70,7 +70,7 @@ def draft(root: Path, package: str, version: str, *, folder: Path) -> Draft:
     """Make the release in `folder`, from the files of the checkout that git knows.
 
     Raises:
-        ReleaseTrouble: a check, towncrier, a build or `twine check` finds a fault.
+        ReleaseError: a check, towncrier, a build or `twine check` finds a fault.
     """
     check_before(root, package, version)
     copies = [_copy(root, package, folder / name) for name in ("one", "two")]
@@ -84,7 +84,7 @@ def draft(root: Path, package: str, version: str, *, folder: Path) -> Draft:
         (copies[0] / "CHANGELOG.md").read_text(),
     )
     if len(dates) != 1:
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"towncrier wrote {len(dates)} headings of {version} with a date, not one: see towncrier's settings."
         )
     files = build_twice(copies[0], copies[1], date=dates[0])
@@ -99,12 +99,12 @@ def release(root: Path, package: str, version: str, *, reason: str = "") -> Reco
         reason: Why it may be released though a pair was not tried; only then.
 
     Raises:
-        ReleaseTrouble: as `draft` does; the checkout is not clean, a pair was not tried and no reason is given, or dist/ holds another
+        ReleaseError: as `draft` does; the checkout is not clean, a pair was not tried and no reason is given, or dist/ holds another
             build of this version.
     """
     unsaved = git(root, "status", "--porcelain").strip()
     if unsaved:
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"the checkout has changes, which would go into the release: commit or stash them first.\n{unsaved}"
         )
     check_before(
@@ -154,7 +154,7 @@ def verify(root: Path, package: str, version: str) -> None:
     """Build a recorded release again, from its recorded content.
 
     Raises:
-        ReleaseTrouble: there is no such record, this clone lacks the content, or a hash differs.
+        ReleaseError: there is no such record, this clone lacks the content, or a hash differs.
     """
     found = [
         record
@@ -162,7 +162,7 @@ def verify(root: Path, package: str, version: str) -> None:
         if (record.package, record.version) == (package, version)
     ]
     if not found or not has_object(root, found[0].tree):
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"{RECORDS} records no {package} {version} that this clone has: fetch the whole history, or name another."
         )
     with tempfile.TemporaryDirectory(prefix="temper-release-") as folder:
@@ -172,7 +172,7 @@ def verify(root: Path, package: str, version: str) -> None:
         name for name, digest in hashes.items() if found[0].sha256.get(name) != digest
     )
     if differing:
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"{', '.join(differing)} came out with another hash than recorded: build with the tools of constraints/cpu.txt."
         )
 
@@ -211,7 +211,7 @@ def _bind(package: Path, version: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     left = [path.name for path in (package / "changes").glob("*.md")]
     if done.returncode != 0 or left:
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"towncrier failed with exit status {done.returncode} and left {left}:\n{done.stdout}{done.stderr}"
         )
 
@@ -222,7 +222,7 @@ def _keep_files(root: Path, files: Sequence[Path]) -> None:
     for path in files:
         target = folder / path.name
         if target.exists() and target.read_bytes() != path.read_bytes():
-            raise ReleaseTrouble(
+            raise ReleaseError(
                 f"dist/{path.name} exists and is another build: move it away, then release again."
             )
         shutil.copy(path, target)
@@ -304,11 +304,11 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
                         f"{digest}  {name}" for name, digest in sorted(sha256(made.files).items())
                     )
                 )
-            for sentence in untried(root, chosen.package, chosen.version):
+            for sentence in find_missing_trials(root, chosen.package, chosen.version):
                 print(f"not tried yet, and the release will ask for it: {sentence}")
         else:
             print(_tell(release(root, chosen.package, chosen.version, reason=chosen.untried)))
-    except ReleaseTrouble as trouble:
+    except ReleaseError as trouble:
         print(f"release: {trouble}", file=sys.stderr)
         return 1
     return 0

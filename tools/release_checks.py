@@ -9,11 +9,11 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from tools.api import complaints, gone
+from tools.api import complaints, removed_names
 from tools.bounds import sibling_requirements
-from tools.compat import untried
+from tools.compat import find_missing_trials
 from tools.deprecations import MINORS, faults
-from tools.releases import ReleaseTrouble, git, last_release, published, read_records
+from tools.releases import ReleaseError, git, last_release, published, read_records
 
 KINDS = ("added", "changed", "fixed", "deprecated", "removed")
 _FRAGMENT = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_-]*\.({'|'.join(KINDS)})\.md")
@@ -24,7 +24,7 @@ def check_before(root: Path, package: str, version: str) -> None:
     """Everything that can be asked without a build.
 
     Raises:
-        ReleaseTrouble: the first thing that is not as it must be.
+        ReleaseError: the first thing that is not as it must be.
     """
     folder = root / "packages" / package
     found = fragments(folder)
@@ -33,7 +33,7 @@ def check_before(root: Path, package: str, version: str) -> None:
     check_siblings(root, package, version)
     broken = complaints(folder) + faults(folder, version)
     if broken:
-        raise ReleaseTrouble("\n".join(broken))
+        raise ReleaseError("\n".join(broken))
     check_notice(root, package, version)
 
 
@@ -41,17 +41,17 @@ def check_tried(root: Path, package: str, version: str, *, reason: str) -> None:
     """Every pair of the package was tried with these contents by nox's `compat`, or a reason says why not.
 
     Raises:
-        ReleaseTrouble: a trial is missing and there is no reason; or there is one, and none is missing.
+        ReleaseError: a trial is missing and there is no reason; or there is one, and none is missing.
     """
-    missing = untried(root, package, version)
+    missing = find_missing_trials(root, package, version)
     if missing and not reason.strip():
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"temper-{package} {version} was not tried with its siblings as it stands:\n"
             + "\n".join(f"  {sentence}" for sentence in missing)
             + "\nOr give --untried REASON, which tools/releases.toml keeps."
         )
     if reason and not missing:
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"every pair of temper-{package} was tried with these contents: leave --untried away."
         )
 
@@ -60,24 +60,24 @@ def fragments(package: Path) -> list[Path]:
     """The package's changelog fragments.
 
     Raises:
-        ReleaseTrouble: there is none, one is empty, or a file in changes/ is named so that it would be passed over in silence.
+        ReleaseError: there is none, one is empty, or a file in changes/ is named so that it would be passed over in silence.
     """
     found = sorted(
         path for path in (package / "changes").glob("*") if not path.name.startswith(".")
     )
     misnamed = [path.name for path in found if not _FRAGMENT.fullmatch(path.name)]
     if misnamed:
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"{package.name}/changes holds {', '.join(misnamed)}: name a fragment <slug>.<kind>.md, "
             f"where kind is one of {', '.join(KINDS)}."
         )
     if not found:
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"{package.name}/changes is empty: there is nothing to release since the last version."
         )
     empty = [path.name for path in found if not path.read_text().strip()]
     if empty:
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"{package.name}/changes/{empty[0]} is empty: write one sentence to the user, or remove it."
         )
     return found
@@ -87,7 +87,7 @@ def check_version(root: Path, package: str, version: str) -> None:
     """A version is X.Y.Z, above the last release, not below the declared one, and has no entry yet."""
     folder = root / "packages" / package
     if not _VERSION.fullmatch(version):
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"{version!r} is no version that we release: write three numbers, as in 0.2.0."
         )
     # Withdrawn versions count too: two different contents never carry the same version.
@@ -96,18 +96,16 @@ def check_version(root: Path, package: str, version: str) -> None:
         used.append(last.version)
     highest = max(used, key=Version, default=None)
     if highest is not None and Version(version) <= Version(highest):
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"temper-{package} {highest} is released already: {version} is not above it."
         )
     declared = declared_version(folder)
     if Version(version) < Version(declared):
-        raise ReleaseTrouble(
-            f"{package}/pyproject.toml declares {declared}: {version} is below it."
-        )
+        raise ReleaseError(f"{package}/pyproject.toml declares {declared}: {version} is below it.")
     if re.search(
         rf"^## {re.escape(version)}\s", (folder / "CHANGELOG.md").read_text(), re.MULTILINE
     ):
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"{package}/CHANGELOG.md has an entry for {version} already: choose a higher version."
         )
 
@@ -121,7 +119,7 @@ def check_removals(root: Path, package: str, version: str, found: list[Path]) ->
         and removals
         and Version(version).release[:2] == Version(last.version).release[:2]
     ):
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"{', '.join(removals)} removes something since {last.version}, so {version} would break users within a minor version: "
             "raise the minor version, or bring it back."
         )
@@ -130,12 +128,12 @@ def check_removals(root: Path, package: str, version: str, found: list[Path]) ->
 def check_notice(root: Path, package: str, version: str) -> None:
     """What is gone was deprecated until this version, and for at least two minor versions that were released."""
     released = [Version(record.version) for record in published(root, package)]
-    for name, promises in gone(root / "packages" / package).items():
+    for name, promises in removed_names(root / "packages" / package).items():
         latest = max(promises, key=lambda promise: Version(promise.removed_in))
         minors = {each.release[:2] for each in released if each >= Version(latest.since)}
         if Version(version) < Version(latest.removed_in) or len(minors) < MINORS:
-            raise ReleaseTrouble(
-                f"{name} is gone, which was deprecated in {latest.since} and promised until {latest.removed_in}; minor versions released "
+            raise ReleaseError(
+                f"{name} is removed_names, which was deprecated in {latest.since} and promised until {latest.removed_in}; minor versions released "
                 f"with the warning: {len(minors)}, and {MINORS} must be. Bring it back until then."
             )
 
@@ -152,7 +150,7 @@ def check_siblings(root: Path, package: str, version: str) -> None:
             # A sibling between two releases declares X.Y.Z.dev0, which bounds without a
             # pre-release would leave out by default.
             if asked and not requirement.specifier.contains(declared[sibling], prereleases=True):
-                raise ReleaseTrouble(
+                raise ReleaseError(
                     f"temper-{folder.name} requires {requirement}, which leaves out {sibling} {declared[sibling]}: "
                     f"raise that bound in {folder.name}/pyproject.toml, with a changelog fragment, first."
                 )

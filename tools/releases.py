@@ -30,7 +30,7 @@ HEADER = """\
 """
 
 
-class ReleaseTrouble(RuntimeError):
+class ReleaseError(RuntimeError):
     """The package cannot be released as it stands; the message says what to do."""
 
 
@@ -76,7 +76,7 @@ def read_records(root: Path) -> tuple[Record, ...]:
     """Every recorded release, oldest first; none where the file does not exist.
 
     Raises:
-        ReleaseTrouble: an entry has another tag than its package and version make.
+        ReleaseError: an entry has another tag than its package and version make.
     """
     file = root / RECORDS
     if not file.exists():
@@ -119,7 +119,7 @@ def last_release(root: Path, package: str) -> Source | None:
     A tag is preferred over the record.
 
     Raises:
-        ReleaseTrouble: only recorded, and this clone lacks the recorded content.
+        ReleaseError: only recorded, and this clone lacks the recorded content.
     """
     withdrawn = {record.tag for record in read_records(root) if record.withdrawn}
     tags = {
@@ -140,7 +140,7 @@ def last_release(root: Path, package: str) -> Source | None:
         )
     record = recorded[version]
     if not has_object(root, record.tree):
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"{RECORDS} records {package} {version} as tree {record.tree[:12]}, which this clone does not have: "
             "fetch the whole history (git fetch --unshallow), or the tags (git fetch --tags)."
         )
@@ -151,7 +151,7 @@ def record_commits(root: Path) -> list[Record]:
     """Fill in the commit of every release that lacks it, and return those; the file is written if there are any.
 
     Raises:
-        ReleaseTrouble: a release is not committed yet, or its commit holds another content than was released.
+        ReleaseError: a release is not committed yet, or its commit holds another content than was released.
     """
     records = list(read_records(root))
     filled = []
@@ -168,7 +168,7 @@ def _record(entry: dict[str, Any]) -> Record:
     fields = {name: value for name, value in entry.items() if name != "tag"}
     record = Record(**fields)
     if entry.get("tag") != record.tag:
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"{RECORDS} has the tag {entry.get('tag')!r} for {record.package} {record.version}: it is {record.tag!r}."
         )
     return record
@@ -180,13 +180,13 @@ def _find_commit(root: Path, record: Record) -> str:
         root, "log", "--format=%H", f'-Stree = "{record.tree}"', "--", RECORDS.as_posix()
     ).split()
     if not commits:
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"{record.tag} is in {RECORDS}, but no commit holds it: commit the release, then record it."
         )
     commit = commits[-1]
     tree = git(root, "rev-parse", f"{commit}:packages/{record.package}").strip()
     if tree != record.tree:
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"commit {commit[:12]} brings {record.tag}, but its packages/{record.package} is tree {tree[:12]} and the release was built "
             f"from {record.tree[:12]}: something was changed after tools/release.py ran. Undo that commit and release again."
         )
@@ -199,7 +199,7 @@ def unpack(root: Path, treeish: str, folder: Path, *, paths: Sequence[str] = ())
         ["git", "archive", treeish, *paths], cwd=root, capture_output=True, check=False
     )
     if done.returncode != 0:
-        raise ReleaseTrouble(f"git archive {treeish} failed: {done.stderr.decode().strip()}")
+        raise ReleaseError(f"git archive {treeish} failed: {done.stderr.decode().strip()}")
     folder.mkdir(parents=True)
     with tarfile.open(fileobj=BytesIO(done.stdout)) as archive:
         archive.extractall(folder, filter="data")
@@ -223,7 +223,7 @@ def git(root: Path, *arguments: str, environment: Mapping[str, str] | None = Non
         environment: Variables to set in addition to those of this process.
 
     Raises:
-        ReleaseTrouble: it failed; the message is git's own.
+        ReleaseError: it failed; the message is git's own.
     """
     done = subprocess.run(
         ["git", *arguments],
@@ -234,5 +234,5 @@ def git(root: Path, *arguments: str, environment: Mapping[str, str] | None = Non
         check=False,
     )
     if done.returncode != 0:
-        raise ReleaseTrouble(f"git {' '.join(arguments)} failed: {done.stderr.strip()}")
+        raise ReleaseError(f"git {' '.join(arguments)} failed: {done.stderr.strip()}")
     return done.stdout

@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.environment import EnvironmentTrouble, ensure_environment
-from tools.measured import begin, measured, table
+from tools.coverage_table import clear_coverage, coverage_table, with_coverage_arguments
+from tools.environment import EnvironmentSetupError, ensure_environment
 
 KILL_AFTER_BUDGETS = 4
 TAIL_LINES = 40
@@ -179,11 +179,11 @@ STEPS = (
 STEP_NAMES = tuple(step.name for step in STEPS)
 
 
-def run_steps(root: Path, *, only: Sequence[str] | None = None, is_measured: bool = False) -> int:
+def run_steps(root: Path, *, only: Sequence[str] | None = None, with_coverage: bool = False) -> int:
     """Make the environment, run the steps through it, print the table; 1 if any step failed, else 0.
 
     Args:
-        is_measured: Also print what of each package the tests run; takes longer.
+        with_coverage: Also print what of each package the tests run; takes longer.
 
     The last line printed is `N passed, N failed, N skipped`: pytest's tests, and one for each other step.
     """
@@ -192,17 +192,17 @@ def run_steps(root: Path, *, only: Sequence[str] | None = None, is_measured: boo
     if not results[0].failures:
         python = ensure_environment(root)
         chosen = [step for step in STEPS if only is None or step.name in only]
-        if is_measured:
-            begin(root)
-        results += run_side_by_side(chosen, python=python, root=root, is_measured=is_measured)
-        if is_measured and any(step.is_pytest for step in chosen):
-            print("\n" + table(root, python=python))
+        if with_coverage:
+            clear_coverage(root)
+        results += run_side_by_side(chosen, python=python, root=root, with_coverage=with_coverage)
+        if with_coverage and any(step.is_pytest for step in chosen):
+            print("\n" + coverage_table(root, python=python))
     report(results, took_s=time.monotonic() - started)
     return 1 if any(result.failures for result in results) else 0
 
 
 def run_side_by_side(
-    steps: Sequence[Step], *, python: Path, root: Path, is_measured: bool = False
+    steps: Sequence[Step], *, python: Path, root: Path, with_coverage: bool = False
 ) -> list[Result]:
     """Run the steps, SIDE_BY_SIDE at a time, those with the largest budgets first; results in the order of the steps.
 
@@ -212,7 +212,7 @@ def run_side_by_side(
         by_budget = sorted(steps, key=lambda step: -step.budget_s)
         futures = {
             step.name: pool.submit(
-                run_step, step, python=python, root=root, is_measured=is_measured
+                run_step, step, python=python, root=root, with_coverage=with_coverage
             )
             for step in by_budget
         }
@@ -227,7 +227,7 @@ def run_side_by_side(
             raise
 
 
-def run_step(step: Step, *, python: Path, root: Path, is_measured: bool = False) -> Result:
+def run_step(step: Step, *, python: Path, root: Path, with_coverage: bool = False) -> Result:
     """Run one step's commands with their output passed on as it comes, a line at a time, behind the step's name."""
     started = time.monotonic()
     deadline = started + KILL_AFTER_BUDGETS * step.budget_s
@@ -237,7 +237,11 @@ def run_step(step: Step, *, python: Path, root: Path, is_measured: bool = False)
         report_file = root / REPORTS / f"{step.name}-{number}.xml"
         report_file.unlink(missing_ok=True)
         extra = [f"--junitxml={report_file}"] if step.is_pytest else []
-        asked = measured(arguments, root=root) if is_measured and step.is_pytest else arguments
+        asked = (
+            with_coverage_arguments(arguments, root=root)
+            if with_coverage and step.is_pytest
+            else arguments
+        )
         command = [str(python), *asked, *extra]
         code = stream(
             command, cwd=root, tail=tail, limit_s=deadline - time.monotonic(), name=step.name
@@ -336,7 +340,7 @@ def report(results: Sequence[Result], *, took_s: float) -> None:
         rows.append(
             (result.step.name, _minutes(result.step.budget_s), _minutes(result.took_s), outcome)
         )
-    budget = _minutes(whole_budget_s(result.step for result in results))
+    budget = _minutes(total_budget_s(result.step for result in results))
     rows.append(
         (
             "all",
@@ -357,7 +361,7 @@ def report(results: Sequence[Result], *, took_s: float) -> None:
     print(f"\n{total.passed} passed, {total.failed} failed, {total.skipped} skipped", flush=True)
 
 
-def whole_budget_s(steps: Iterable[Step]) -> float:
+def total_budget_s(steps: Iterable[Step]) -> float:
     """By the clock: the environment is made first, the other steps run side by side."""
     budgets = {step.name: step.budget_s for step in steps}
     first = budgets.pop(ENVIRONMENT.name, 0.0)
@@ -370,7 +374,7 @@ def _environment_step(root: Path) -> Result:
     tail: tuple[str, ...] = ()
     try:
         ensure_environment(root)
-    except EnvironmentTrouble as trouble:
+    except EnvironmentSetupError as trouble:
         failures, tail = ("failed; no other step was run",), (str(trouble),)
     counts = Counts(failed=1) if failures else Counts(passed=1)
     took_s = time.monotonic() - started

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from tools.environment import PACKAGES
-from tools.releases import ReleaseTrouble, last_release, unpack
+from tools.releases import ReleaseError, last_release, unpack
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,11 +34,11 @@ def write(package: str) -> list[Path]:
     """Write the golden files of a package's last release that are not there yet; returns their folders.
 
     Raises:
-        ReleaseTrouble: it was never released, or all of them exist.
+        ReleaseError: it was never released, or all of them exist.
     """
     release = last_release(ROOT, package)
     if release is None:
-        raise ReleaseTrouble(f"temper-{package} is not released yet: release it first.")
+        raise ReleaseError(f"temper-{package} is not released yet: release it first.")
     folders = {
         ROOT / "packages" / package / "tests" / name / release.version: each
         for name, each in WRITERS[package].items()
@@ -46,7 +46,7 @@ def write(package: str) -> list[Path]:
     missing = {folder: command for folder, command in folders.items() if not folder.exists()}
     if not missing:
         shown = " and ".join(str(folder.relative_to(ROOT)) for folder in folders)
-        raise ReleaseTrouble(
+        raise ReleaseError(
             f"{shown} exists: golden files are written once, by the version that they are named after."
         )
     with tempfile.TemporaryDirectory(prefix="temper-golden-") as scratch:
@@ -78,7 +78,7 @@ def main() -> int:
     try:
         for folder in write(parser.parse_args().package):
             print(folder.relative_to(ROOT))
-    except ReleaseTrouble as trouble:
+    except ReleaseError as trouble:
         print(f"golden: {trouble}", file=sys.stderr)
         return 1
     return 0

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tools.bounds import declared, pairs, sibling_requirements
-from tools.compat import Green, changed_since, read_matrix
+from tools.compat import TrialRecord, changed_since, read_matrix
 from tools.environment import PACKAGES
 from tools.release_checks import declared_version
 from tools.releases import read_records
@@ -91,7 +91,7 @@ def _trials(root: Path) -> list[str]:
     return rows
 
 
-def _where(root: Path, green: Green) -> str:
+def _where(root: Path, green: TrialRecord) -> str:
     """The commit of a trial, and what is no longer as it was then: a release would ask for the trial again."""
     changed = changed_since(root, green)
     return f"`{green.commit[:7]}`" + (

@@ -6,7 +6,7 @@ import pytest
 
 from tools.api import LOCK, api, breaks, complaints, main, write_lock
 from tools.release_checks import check_notice
-from tools.releases import Record, ReleaseTrouble, git, write_records
+from tools.releases import Record, ReleaseError, git, write_records
 
 BEFORE = """
 from abc import ABC, abstractmethod
@@ -236,7 +236,7 @@ def test_it_goes_after_two_minor_versions_and_not_before(
     if not sentence:
         check_notice(root, "example", version)
         return
-    with pytest.raises(ReleaseTrouble, match=sentence):
+    with pytest.raises(ReleaseError, match=sentence):
         check_notice(root, "example", version)
 
 

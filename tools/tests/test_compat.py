@@ -15,16 +15,16 @@ from tools.compat import (
     MATRIX,
     RECORDS,
     Trial,
-    begin,
-    keep,
-    lay_out,
+    find_missing_trials,
+    keep_records,
     pytest_arguments,
     read_matrix,
-    record_green,
+    record_passed,
+    start_trials,
     trials,
-    untried,
+    unpack_trial,
 )
-from tools.releases import ReleaseTrouble, Source, git, has_object, published
+from tools.releases import ReleaseError, Source, git, has_object, published
 from tools.site.compatibility import compatibility_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def _trial(dependent: str) -> Trial:
             for each in trials(ROOT, f"engine-api:{dependent}")
             if each.released.package == dependent
         ]
-    except ReleaseTrouble as trouble:
+    except ReleaseError as trouble:
         pytest.skip(f"a clone with its whole history runs this: {trouble}")
     if not found:
         pytest.skip(
@@ -110,19 +110,19 @@ def _run(
     folder: Path, trial: Trial, *, engine_api: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """The smallest test of a trial, with what nox would install on the path instead."""
-    laid = lay_out(ROOT, trial, folder)
-    sources = {**laid.sources, "engine-api": engine_api or laid.sources["engine-api"]}
+    files = unpack_trial(ROOT, trial, folder)
+    sources = {**files.sources, "engine-api": engine_api or files.sources["engine-api"]}
     path = os.pathsep.join(str(each / "src") for each in sources.values())
     command = [
         sys.executable,
-        *pytest_arguments(laid, [SMALLEST[trial.dependent]]),
+        *pytest_arguments(files, [SMALLEST[trial.dependent]]),
         "-q",
         "-p",
         "no:cacheprovider",
     ]
     return subprocess.run(
         command,
-        cwd=laid.root,
+        cwd=files.root,
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -157,14 +157,14 @@ def test_engines_of_this_checkout_can_be_imported_beside_the_released_contract(
 ) -> None:
     try:
         found = [each for each in trials(ROOT, PAIR) if each.released.package == "engine-api"]
-    except ReleaseTrouble as trouble:
+    except ReleaseError as trouble:
         pytest.skip(f"a clone with its whole history runs this: {trouble}")
     if not found:
         pytest.skip(
             "the engine asks for a later contract than the last release: the next one runs this"
         )
-    laid = lay_out(ROOT, found[0], tmp_path)
-    path = os.pathsep.join(str(each / "src") for each in laid.sources.values())
+    files = unpack_trial(ROOT, found[0], tmp_path)
+    path = os.pathsep.join(str(each / "src") for each in files.sources.values())
     program = """
 import temper_engine_fsdp.engine, temper_engine_megatron.engine
 from temper_engine_api.specs import LoraSpec, ModelSpec
@@ -208,7 +208,9 @@ def test_the_next_contract_refuses_the_last_release_of_an_engine(tmp_path: Path)
     (copy / "pyproject.toml").write_text(
         re.sub(r'(?m)^version = ".*"$', 'version = "0.99.0"', declared)
     )
-    released = lay_out(ROOT, _trial("engine-fsdp"), tmp_path / "released").sources["engine-fsdp"]
+    released = unpack_trial(ROOT, _trial("engine-fsdp"), tmp_path / "released").sources[
+        "engine-fsdp"
+    ]
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     build = "import sys; from hatchling.build import build_wheel; build_wheel(sys.argv[1])"
@@ -243,11 +245,11 @@ def trial() -> Trial:
 def test_a_trial_runs_the_tests_of_the_package_that_depends_on_the_other(
     trial: Trial, tmp_path: Path
 ) -> None:
-    laid = lay_out(ROOT, trial, tmp_path)
-    assert laid.tests == laid.root / "packages" / "engine-fsdp" / "tests"
-    assert laid.sources["engine-fsdp"] == laid.root / "packages" / "engine-fsdp"
-    assert (laid.root / "docs").is_dir()
-    assert laid.sources["engine-api"] == ROOT / "packages" / "engine-api"
+    files = unpack_trial(ROOT, trial, tmp_path)
+    assert files.tests == files.root / "packages" / "engine-fsdp" / "tests"
+    assert files.sources["engine-fsdp"] == files.root / "packages" / "engine-fsdp"
+    assert (files.root / "docs").is_dir()
+    assert files.sources["engine-api"] == ROOT / "packages" / "engine-api"
     assert trial.name.startswith("engine-api with engine-fsdp 0.")
 
 
@@ -261,10 +263,10 @@ def clone(trial: Trial, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.usefixtures("trial")
 def test_the_other_way_round_runs_the_tests_of_this_checkout(tmp_path: Path) -> None:
     (there,) = (each for each in trials(ROOT, PAIR) if each.released.package == "engine-api")
-    laid = lay_out(ROOT, there, tmp_path / "released")
-    assert laid.tests == ROOT / "packages" / "engine-fsdp" / "tests"
-    assert laid.sources["engine-api"].is_relative_to(tmp_path)
-    assert set(laid.sources) == {
+    files = unpack_trial(ROOT, there, tmp_path / "released")
+    assert files.tests == ROOT / "packages" / "engine-fsdp" / "tests"
+    assert files.sources["engine-api"].is_relative_to(tmp_path)
+    assert set(files.sources) == {
         path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")
     }
 
@@ -275,8 +277,8 @@ def test_what_pip_would_never_install_together_is_not_tried(trial: Trial) -> Non
 
 
 def test_without_a_green_record_a_sentence_says_what_to_run(clone: Path) -> None:
-    record_green(clone, PAIR, trials(clone, PAIR))
-    begin(clone, PAIR)
+    record_passed(clone, PAIR, trials(clone, PAIR))
+    start_trials(clone, PAIR)
     (sentence,) = _about(clone)
     assert re.fullmatch(
         r"engine-api with engine-fsdp \S+ \(\w{12}\) and engine-fsdp with engine-api \S+ \(\w{12}\): no green run is recorded\. "
@@ -286,7 +288,7 @@ def test_without_a_green_record_a_sentence_says_what_to_run(clone: Path) -> None
 
 
 def test_a_green_record_holds_for_the_contents_that_it_names(clone: Path) -> None:
-    assert record_green(clone, PAIR, trials(clone, PAIR)).parent == clone / RECORDS
+    assert record_passed(clone, PAIR, trials(clone, PAIR)).parent == clone / RECORDS
     assert _about(clone) == []
     (clone / "packages/engine-fsdp/README.md").write_text("Other words.\n")
     assert _about(clone) == []
@@ -298,15 +300,15 @@ def test_a_green_record_holds_for_the_contents_that_it_names(clone: Path) -> Non
 
 
 def test_one_way_round_is_not_both(clone: Path) -> None:
-    record_green(clone, PAIR, trials(clone, PAIR)[:1])
+    record_passed(clone, PAIR, trials(clone, PAIR)[:1])
     (sentence,) = _about(clone)
     assert sentence.startswith("engine-fsdp with engine-api ")
 
 
 def test_a_trial_that_is_kept_stands_in_the_table_of_the_site(clone: Path) -> None:
     others = {green.pair: green for green in read_matrix(clone)}
-    record_green(clone, PAIR, trials(clone, PAIR))
-    assert keep(clone) == [PAIR]
+    record_passed(clone, PAIR, trials(clone, PAIR))
+    assert keep_records(clone) == [PAIR]
     kept = {green.pair: green for green in read_matrix(clone)}
     assert kept == others | {PAIR: kept[PAIR]}
     assert kept[PAIR].commit.startswith(git(clone, "rev-parse", "HEAD").strip())
@@ -320,8 +322,8 @@ def test_a_trial_that_is_kept_stands_in_the_table_of_the_site(clone: Path) -> No
 
 
 def test_the_table_of_the_site_says_what_changed_since_a_trial(clone: Path) -> None:
-    record_green(clone, PAIR, trials(clone, PAIR))
-    keep(clone)
+    record_passed(clone, PAIR, trials(clone, PAIR))
+    keep_records(clone)
     (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").touch()
     (row,) = (
         line
@@ -333,7 +335,7 @@ def test_the_table_of_the_site_says_what_changed_since_a_trial(clone: Path) -> N
 
 
 def test_a_kept_trial_serves_a_clone_that_ran_none(clone: Path) -> None:
-    record_green(clone, PAIR, trials(clone, PAIR)).rename(clone / "elsewhere.json")
+    record_passed(clone, PAIR, trials(clone, PAIR)).rename(clone / "elsewhere.json")
     (clone / MATRIX).write_text(f"[{(clone / 'elsewhere.json').read_text()}]")
     assert _about(clone) == []
     (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").touch()
@@ -345,38 +347,42 @@ def test_a_kept_trial_serves_a_clone_that_ran_none(clone: Path) -> None:
 def test_a_trial_that_is_tried_again_and_fails_counts_no_more_although_it_was_kept(
     clone: Path,
 ) -> None:
-    record_green(clone, PAIR, trials(clone, PAIR))
-    keep(clone)
-    begin(clone, PAIR)  # as nox does before it runs the tests
+    record_passed(clone, PAIR, trials(clone, PAIR))
+    keep_records(clone)
+    start_trials(clone, PAIR)  # as nox does before it runs the tests
     (sentence,) = _about(clone)
     assert "no green run is recorded" in sentence
-    assert keep(clone) == []
+    assert keep_records(clone) == []
 
 
 def test_an_edit_during_a_trial_leaves_no_green_record(clone: Path) -> None:
-    begin(clone, PAIR)
+    start_trials(clone, PAIR)
     (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").touch()
     with pytest.raises(
-        ReleaseTrouble, match="engine-fsdp changed while engine-api:engine-fsdp was being tried"
+        ReleaseError, match="engine-fsdp changed while engine-api:engine-fsdp was being tried"
     ):
-        record_green(clone, PAIR, trials(clone, PAIR))
+        record_passed(clone, PAIR, trials(clone, PAIR))
     (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").unlink()
     (sentence,) = _about(clone)
     assert "no green run is recorded" in sentence
-    record_green(clone, PAIR, trials(clone, PAIR))
+    record_passed(clone, PAIR, trials(clone, PAIR))
     assert _about(clone) == []
 
 
 def test_a_record_that_somebody_wrote_by_hand_is_refused(clone: Path) -> None:
-    record_green(clone, PAIR, trials(clone, PAIR)).write_text(
+    record_passed(clone, PAIR, trials(clone, PAIR)).write_text(
         '{"pair": "engine-api:engine-fsdp", "green": true}'
     )
     with pytest.raises(
-        ReleaseTrouble, match=r"engine-api\+engine-fsdp\.json is no record of nox -s compat"
+        ReleaseError, match=r"engine-api\+engine-fsdp\.json is no record of nox -s compat"
     ):
-        untried(clone, "engine-api", "0.1.9")
+        find_missing_trials(clone, "engine-api", "0.1.9")
 
 
 def _about(root: Path) -> list[str]:
     """What is untried of the one pair, before the next patch of engine-api."""
-    return [sentence for sentence in untried(root, "engine-api", "0.1.9") if PAIR in sentence]
+    return [
+        sentence
+        for sentence in find_missing_trials(root, "engine-api", "0.1.9")
+        if PAIR in sentence
+    ]

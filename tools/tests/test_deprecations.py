@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.deprecations import Promise, faults, promises
+from tools.deprecations import Promise, faults, find_deprecations
 from tools.release_checks import declared_version
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,7 @@ def test_every_package_keeps_the_policy(package: str) -> None:
 
 
 def test_the_deprecated_workers_are_among_them() -> None:
-    assert len(list(promises(ROOT / "packages" / "legacy-shim"))) >= 10
+    assert len(list(find_deprecations(ROOT / "packages" / "legacy-shim"))) >= 10
 
 
 def test_records_and_decorators_are_found_and_what_hands_on_is_not(tmp_path: Path) -> None:
@@ -37,9 +37,9 @@ def test_records_and_decorators_are_found_and_what_hands_on_is_not(tmp_path: Pat
         "class B: ...\n"
         "def mark(since, removed_in):\n    return Deprecation(since=since, removed_in=removed_in)\n",
     )
-    assert list(promises(package)) == [
-        Promise(place="src/temper_example/old.py:1", what="a", since="0.1", removed_in="0.3"),
-        Promise(place="src/temper_example/old.py:2", what="B", since="0.2", removed_in="0.4.0"),
+    assert list(find_deprecations(package)) == [
+        Promise(location="src/temper_example/old.py:1", what="a", since="0.1", removed_in="0.3"),
+        Promise(location="src/temper_example/old.py:2", what="B", since="0.2", removed_in="0.4.0"),
     ]
 
 
@@ -59,4 +59,4 @@ def test_one_minor_version_is_too_short(tmp_path: Path) -> None:
 def test_a_version_that_is_computed_is_refused(tmp_path: Path) -> None:
     package = _package(tmp_path, 'OLD = Deprecation(since=VERSION, removed_in="0.3")\n')
     with pytest.raises(ValueError, match="written as literals, not VERSION"):
-        list(promises(package))
+        list(find_deprecations(package))

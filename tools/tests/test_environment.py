@@ -11,7 +11,7 @@ import pytest
 
 from tools import environment
 from tools.environment import (
-    EnvironmentTrouble,
+    EnvironmentSetupError,
     check_disk,
     ensure_environment,
     env_python,
@@ -96,10 +96,10 @@ def test_a_stage_that_fails_is_run_again_and_no_earlier_one(
     working = environment._STAGES["packages"]
 
     def fail(root: Path) -> None:
-        raise EnvironmentTrouble("no network")
+        raise EnvironmentSetupError("no network")
 
     monkeypatch.setitem(environment._STAGES, "packages", fail)
-    with pytest.raises(EnvironmentTrouble, match="no network"):
+    with pytest.raises(EnvironmentSetupError, match="no network"):
         ensure_environment(checkout)
     assert sorted(json.loads((checkout / ".temper" / "stamp.json").read_text())) == [
         "python",
@@ -113,7 +113,7 @@ def test_a_stage_that_fails_is_run_again_and_no_earlier_one(
 
 def test_a_full_disk_is_told_before_the_install(tmp_path: Path) -> None:
     check_disk(tmp_path, needed_bytes=1)
-    with pytest.raises(EnvironmentTrouble, match="make room"):
+    with pytest.raises(EnvironmentSetupError, match="make room"):
         check_disk(tmp_path, needed_bytes=1 << 60)
 
 
@@ -121,7 +121,7 @@ def test_a_failed_install_shows_its_end_and_the_log(tmp_path: Path) -> None:
     (tmp_path / ".temper").mkdir()
     command = [sys.executable, "-c", "print('no such wheel'); raise SystemExit(2)"]
     with pytest.raises(
-        EnvironmentTrouble,
+        EnvironmentSetupError,
         match=r"(?s)installing it failed with exit status 2.*no such wheel.*install\.log",
     ):
         environment._run(tmp_path, command, doing="installing it")
@@ -149,7 +149,7 @@ def test_a_python_with_neither_venv_nor_pip_is_told_what_to_install(
     for missing in ("ensurepip", "pip"):
         monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(
-        EnvironmentTrouble,
+        EnvironmentSetupError,
         match=r"has neither pip nor what makes environments: .*python3-pip or python3-venv",
     ):
         environment._create(checkout)

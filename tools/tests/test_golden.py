@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tools.golden.__main__ import WRITERS, write
-from tools.releases import ReleaseTrouble, last_release, published
+from tools.releases import ReleaseError, last_release, published
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,8 +26,8 @@ def test_every_published_release_left_files_for_later_versions(package: str) -> 
 def test_golden_files_are_not_written_twice_or_before_a_release() -> None:
     try:
         release = last_release(ROOT, "trainer")
-    except ReleaseTrouble as trouble:
+    except ReleaseError as trouble:
         pytest.skip(f"a clone with its full history runs this: {trouble}")
     expected = "is not released yet" if release is None else "golden files are written once"
-    with pytest.raises(ReleaseTrouble, match=expected):
+    with pytest.raises(ReleaseError, match=expected):
         write("trainer")

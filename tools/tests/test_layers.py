@@ -13,7 +13,7 @@ from tools.layers import (
     import_graph,
     main,
 )
-from tools.needs import NEEDS_EXTRA
+from tools.optional_imports import NEEDS_EXTRA
 
 
 @pytest.mark.parametrize(
@@ -107,11 +107,11 @@ def test_ray_has_its_door_in_the_runtime_alone_by_whatever_way_and_in_every_pack
     assert complaints("temper_trainer.runtime.ray_workers", source) == []
 
 
-@pytest.mark.parametrize("guest", ["torch", "transformers"])
-def test_the_shims_translator_does_not_even_import_torch_later(guest: str) -> None:
-    (found,) = complaints("temper_legacy_shim.configs.rules", f"def late():\n    import {guest}")
-    assert f"may import {guest}" in found
-    assert complaints("temper_legacy_shim.checkpoints.dcp", f"import {guest}") == []
+@pytest.mark.parametrize("module", ["torch", "transformers"])
+def test_the_shims_translator_does_not_even_import_torch_later(module: str) -> None:
+    (found,) = complaints("temper_legacy_shim.configs.rules", f"def late():\n    import {module}")
+    assert f"may import {module}" in found
+    assert complaints("temper_legacy_shim.checkpoints.dcp", f"import {module}") == []
 
 
 def test_the_shims_rooms_with_torch_are_those_that_an_extra_makes_importable() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tools.api import complaints
-from tools.compat import record_green, trials
+from tools.compat import record_passed, trials
 from tools.release import main, verify
 from tools.release_checks import (
     check_before,
@@ -21,7 +21,7 @@ from tools.release_checks import (
 from tools.releases import (
     RECORDS,
     Record,
-    ReleaseTrouble,
+    ReleaseError,
     git,
     last_release,
     published,
@@ -259,7 +259,7 @@ def test_a_withdrawn_release_promises_no_names(withdrawn: Path) -> None:
 
 
 def test_the_version_of_a_withdrawn_release_is_not_used_again(withdrawn: Path) -> None:
-    with pytest.raises(ReleaseTrouble, match=r"0\.3\.0 is released already"):
+    with pytest.raises(ReleaseError, match=r"0\.3\.0 is released already"):
         check_before(withdrawn, "engine-api", "0.3.0")
     assert "set the version to 0.3.1.dev0" in reused_versions(withdrawn)[0]
 
@@ -272,7 +272,7 @@ def test_a_commit_that_holds_more_than_was_built_is_refused(
     (clone / "packages/engine-api/README.md").write_text("changed after the build\n")
     git(clone, "add", "--all")
     git(clone, *IDENTITY, "commit", "--quiet", "--amend", "-m", "engine-api: release 0.3.0")
-    with pytest.raises(ReleaseTrouble, match="something was changed after"):
+    with pytest.raises(ReleaseError, match="something was changed after"):
         record_commits(clone)
 
 
@@ -283,7 +283,7 @@ def test_a_release_is_built_again_from_its_record(released: Released, tmp_path: 
     text = (clone / RECORDS).read_text()
     (clone / RECORDS).write_text(re.sub(r'(\.whl" = )"\w{8}', r'\1"00000000', text))
     with pytest.raises(
-        ReleaseTrouble,
+        ReleaseError,
         match=r"^temper_engine_api-0\.3\.0-py3-none-any\.whl came out with another hash",
     ):
         verify(clone, "engine-api", "0.3.0")
@@ -297,11 +297,11 @@ def test_a_version_is_released_once_and_the_next_one_is_higher(
     (clone / "packages/engine-api/changes").mkdir()
     (clone / "packages/engine-api/changes/late.fixed.md").write_text("Late.\n")
     for version in ("0.3.0", "0.2.9"):
-        with pytest.raises(ReleaseTrouble, match=r"0\.3\.0 is released already"):
+        with pytest.raises(ReleaseError, match=r"0\.3\.0 is released already"):
             check_before(clone, "engine-api", version)
     check_before(clone, "engine-api", "0.3.1")
     (clone / "packages/engine-api/changes/plan.removed.md").write_text("The plan is gone.\n")
-    with pytest.raises(ReleaseTrouble, match="raise the minor version"):
+    with pytest.raises(ReleaseError, match="raise the minor version"):
         check_before(clone, "engine-api", "0.3.1")
 
 
@@ -317,7 +317,7 @@ def test_a_promise_that_is_broken_in_silence_stops_the_next_release(
         "def plan(lengths: list[int]) -> float:\n    return 0.0\n"
     )
     with pytest.raises(
-        ReleaseTrouble,
+        ReleaseError,
         match=r"temper_engine_api\.plan was 'function -> int' and is 'function -> float'",
     ):
         check_before(clone, "engine-api", "0.3.1")
@@ -365,9 +365,9 @@ def test_a_package_beside_record_is_refused_and_not_passed_over(
 
 
 def test_a_green_record_lets_it_through(sibling: Path) -> None:
-    record_green(sibling, "engine-api:engine-fsdp", trials(sibling, "engine-api:engine-fsdp"))
+    record_passed(sibling, "engine-api:engine-fsdp", trials(sibling, "engine-api:engine-fsdp"))
     check_tried(sibling, "engine-fsdp", "0.3.0", reason="")
-    with pytest.raises(ReleaseTrouble, match="leave --untried away"):
+    with pytest.raises(ReleaseError, match="leave --untried away"):
         check_tried(sibling, "engine-fsdp", "0.3.0", reason="no time")
 
 
@@ -390,7 +390,7 @@ def test_the_file_names_the_tag_and_a_wrong_one_is_refused(
     (tmp_path / "tools").mkdir()
     (tmp_path / RECORDS).write_text(text.replace('"engine-api/v0.3.0"', '"engine-api/v0.4.0"'))
     with pytest.raises(
-        ReleaseTrouble,
+        ReleaseError,
         match=r"the tag 'engine-api/v0\.4\.0' for engine-api 0\.3\.0: it is 'engine-api/v0\.3\.0'",
     ):
         read_records(tmp_path)
@@ -413,18 +413,18 @@ def test_changes_that_are_not_committed_stop_a_release(
 
 @pytest.mark.parametrize("version", ["0.3", "v0.3.0", "0.3.0.dev1", "0.03.0", "0.3.0rc1"])
 def test_a_version_has_three_numbers(repository: Path, version: str) -> None:
-    with pytest.raises(ReleaseTrouble, match="no version that we release"):
+    with pytest.raises(ReleaseError, match="no version that we release"):
         check_before(repository, "engine-api", version)
 
 
 def test_a_version_below_the_declared_one_is_refused(repository: Path) -> None:
-    with pytest.raises(ReleaseTrouble, match=r"declares 0\.3\.0: 0\.2\.7 is below it"):
+    with pytest.raises(ReleaseError, match=r"declares 0\.3\.0: 0\.2\.7 is below it"):
         check_before(repository, "engine-api", "0.2.7")
 
 
 def test_siblings_must_let_a_new_version_in(repository: Path) -> None:
     with pytest.raises(
-        ReleaseTrouble,
+        ReleaseError,
         match=r"temper-engine-fsdp requires temper-engine-api<0\.4,>=0\.3, which leaves out engine-api 0\.4\.0",
     ):
         check_before(repository, "engine-api", "0.4.0")
@@ -438,7 +438,7 @@ def test_a_fragment_that_would_be_lost_stops_the_release(
     repository: Path, name: str, text: str
 ) -> None:
     (repository / "packages/engine-api/changes" / name).write_text(text)
-    with pytest.raises(ReleaseTrouble, match=re.escape(name)):
+    with pytest.raises(ReleaseError, match=re.escape(name)):
         check_before(repository, "engine-api", "0.3.0")
 
 
@@ -451,7 +451,7 @@ def test_a_sibling_between_two_releases_satisfies_bounds_without_a_pre_release(
 
 
 def test_nothing_to_say_is_nothing_to_release(repository: Path) -> None:
-    with pytest.raises(ReleaseTrouble, match="nothing to release"):
+    with pytest.raises(ReleaseError, match="nothing to release"):
         check_before(repository, "engine-fsdp", "0.3.0")
 
 

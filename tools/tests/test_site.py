@@ -12,8 +12,8 @@ from tools.docs import broken_links
 from tools.environment import PACKAGES
 from tools.pages import split_page
 from tools.site.__main__ import gather
+from tools.site.architecture_figure import FIGURE, contract_layers, draw_architecture
 from tools.site.configuration import configuration_page
-from tools.site.house import FIGURE, contract_layers, house
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,9 +89,11 @@ def test_the_figure_shows_the_rooms_of_the_contracts(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(
         (ROOT / "pyproject.toml").read_text().replace('"(metrics)"', '"(a_new_room)"')
     )
-    assert "a_new_room" in house(tmp_path)
-    assert (ROOT / FIGURE).read_text() == house(ROOT), "draw it anew: python -m tools.site.house"
-    drawn = re.findall(r">([^<>]+)</text>", house(ROOT))
+    assert "a_new_room" in draw_architecture(tmp_path)
+    assert (ROOT / FIGURE).read_text() == draw_architecture(ROOT), (
+        "draw it anew: python -m tools.site.architecture_figure"
+    )
+    drawn = re.findall(r">([^<>]+)</text>", draw_architecture(ROOT))
     for row in contract_layers(ROOT, name="Inside the trainer"):
         assert {room.strip("_") for room in row} <= set(drawn)
     assert {"engine-api", "trainer", "legacy-shim"} <= set(drawn)

@@ -18,7 +18,7 @@ from tools.steps import (
     run_side_by_side,
     run_step,
     stream,
-    whole_budget_s,
+    total_budget_s,
 )
 
 PYTHON = Path(sys.executable)
@@ -189,7 +189,7 @@ def test_the_last_line_is_the_sum(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_budgets_leave_room_in_thirty_five_minutes() -> None:
-    assert whole_budget_s((ENVIRONMENT, *STEPS)) < 35 * 60
+    assert total_budget_s((ENVIRONMENT, *STEPS)) < 35 * 60
 
 
 def _is_gone(pid: int) -> bool:

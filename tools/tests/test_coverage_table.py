@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.measured import begin, measured, table
+from tools.coverage_table import clear_coverage, coverage_table, with_coverage_arguments
 from tools.steps import Counts, Step, run_side_by_side
 
 PYTHON = Path(sys.executable)
@@ -52,7 +52,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_what_every_process_ran_is_added_up_by_package(root: Path) -> None:
-    begin(root)
+    clear_coverage(root)
     command = (
         "-m",
         "pytest",
@@ -66,33 +66,33 @@ def test_what_every_process_ran_is_added_up_by_package(root: Path) -> None:
         str(root / "test_example.py"),
     )
     step = Step(name="example", budget_s=60, commands=(command,), is_pytest=True)
-    (result,) = run_side_by_side([step], python=PYTHON, root=root, is_measured=True)
+    (result,) = run_side_by_side([step], python=PYTHON, root=root, with_coverage=True)
     assert (result.failures, result.counts) == ((), Counts(passed=3))
     # Of example.py 5 of 6 statements (two `def`, `if`, two `return`; not `raise`) and one of two branches; of the other file none of 4.
-    rows = table(root, python=PYTHON).splitlines()
+    rows = coverage_table(root, python=PYTHON).splitlines()
     assert "| trainer | 10 | 50.0 % | 2 | 50.0 % |" in rows
     assert "| engine-api | 0 | none | 0 | none |" in rows
 
 
 def test_a_step_without_tests_is_not_measured(root: Path) -> None:
-    begin(root)
+    clear_coverage(root)
     step = Step(
         name="example",
         budget_s=60,
         commands=(("-c", "import sys; print('coverage' in sys.modules)"),),
     )
-    (result,) = run_side_by_side([step], python=PYTHON, root=root, is_measured=True)
+    (result,) = run_side_by_side([step], python=PYTHON, root=root, with_coverage=True)
     assert result.tail == ("False",)
 
 
 def test_what_an_earlier_run_measured_is_forgotten(root: Path) -> None:
-    begin(root)
+    clear_coverage(root)
     (root / ".temper" / "coverage" / "all" / "data.old").touch()
-    begin(root)
+    clear_coverage(root)
     assert list((root / ".temper" / "coverage" / "all").iterdir()) == []
 
 
 def test_a_command_keeps_its_arguments_behind_those_of_coverage(root: Path) -> None:
-    arguments = measured(("-m", "pytest", "-k", "gradient"), root=root)
+    arguments = with_coverage_arguments(("-m", "pytest", "-k", "gradient"), root=root)
     assert arguments[:3] == ["-m", "coverage", "run"]
     assert arguments[-4:] == ["-m", "pytest", "-k", "gradient"]

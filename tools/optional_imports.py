@@ -59,7 +59,7 @@ _COMES_ALONG = {"engine-api": {"fsspec"}, "engine-fsdp": {"huggingface_hub"}}
 huggingface_hub the class is taken that transformers' configurations raise."""
 
 
-def needing_an_extra(package: Path) -> set[str]:
+def find_modules_needing_extra(package: Path) -> set[str]:
     """The modules whose import fails where none of the package's extras is installed."""
     always, optional = _declared(package)
     top = _import_name(package)
@@ -71,7 +71,7 @@ def needing_an_extra(package: Path) -> set[str]:
     }
 
 
-def undeclared(package: Path) -> list[str]:
+def find_undeclared_imports(package: Path) -> list[str]:
     """What a package imports, anywhere, of distributions that neither it nor an extra of it declares: a line for each."""
     always, optional = _declared(package)
     known = (
@@ -86,7 +86,7 @@ def undeclared(package: Path) -> list[str]:
     return sorted(set(found))
 
 
-def without_their_packages(modules: Iterable[str], tops: Iterable[str]) -> set[str]:
+def drop_submodules(modules: Iterable[str], tops: Iterable[str]) -> set[str]:
     """The modules that are neither in `tops` nor inside one of them."""
     return {
         name

@@ -1,6 +1,6 @@
 """The figure of the house, drawn from the import contracts in pyproject.toml: a room stands above what it may import.
 
-`python -m tools.site.house` draws docs/house.svg anew.
+`python -m tools.site.architecture_figure` draws docs/architecture.svg anew.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parents[2]
 
-FIGURE = Path("docs") / "house.svg"
+FIGURE = Path("docs") / "architecture.svg"
 
 WIDTH, ROW, GAP, MARGIN = 880, 44, 12, 24
 INK, PAPER, FILLS = "#1f2937", "#ffffff", ("#dbeafe", "#dcfce7", "#fef3c7")
@@ -27,7 +27,7 @@ def contract_layers(root: Path, *, name: str) -> list[list[str]]:
     return [[room.strip(" ()") for room in row.split("|")] for row in found["layers"]]
 
 
-def house(root: Path) -> str:
+def draw_architecture(root: Path) -> str:
     """The figure as SVG: packages to the left, the trainer's rooms to the right."""
     packages = [
         [room.replace("temper_", "").replace("_", "-") for room in row]
@@ -54,7 +54,7 @@ def house(root: Path) -> str:
 
 def main() -> None:
     """Draw the file in docs/."""
-    (ROOT / FIGURE).write_text(house(ROOT))
+    (ROOT / FIGURE).write_text(draw_architecture(ROOT))
 
 
 def _column(

@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest
 
 from tools.environment import PACKAGES
-from tools.needs import NEEDS_EXTRA, needing_an_extra, undeclared, without_their_packages
+from tools.optional_imports import (
+    NEEDS_EXTRA,
+    drop_submodules,
+    find_modules_needing_extra,
+    find_undeclared_imports,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,10 +31,9 @@ def _package(root: Path, **sources: str) -> Path:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_modules_that_need_an_extra_are_those_of_the_table(package: str) -> None:
     tops = NEEDS_EXTRA.get(package, ())
-    needing = needing_an_extra(ROOT / "packages" / package)
+    needing = find_modules_needing_extra(ROOT / "packages" / package)
     assert (
-        without_their_packages(needing, tops) - {f"temper_{package.replace('-', '_')}.__main__"}
-        == set()
+        drop_submodules(needing, tops) - {f"temper_{package.replace('-', '_')}.__main__"} == set()
     )
     assert [
         top
@@ -40,7 +44,7 @@ def test_modules_that_need_an_extra_are_those_of_the_table(package: str) -> None
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_import_is_declared(package: str) -> None:
-    assert undeclared(ROOT / "packages" / package) == []
+    assert find_undeclared_imports(ROOT / "packages" / package) == []
 
 
 def test_what_is_imported_at_once_counts_and_what_is_imported_later_does_not(
@@ -54,17 +58,17 @@ def test_what_is_imported_at_once_counts_and_what_is_imported_later_does_not(
         later="import torch, yaml\ndef attach():\n    import peft",
         typed="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import peft",
     )
-    assert needing_an_extra(package) == {
+    assert find_modules_needing_extra(package) == {
         f"temper_example.{name}" for name in ("adapter", "through", "member")
     }
 
 
 def test_a_package_whose_init_needs_an_extra_takes_its_modules_with_it(tmp_path: Path) -> None:
     package = _package(tmp_path, __init__="import peft", plain="")
-    assert needing_an_extra(package) == {"temper_example", "temper_example.plain"}
-    assert without_their_packages(needing_an_extra(package), ["temper_example"]) == set()
+    assert find_modules_needing_extra(package) == {"temper_example", "temper_example.plain"}
+    assert drop_submodules(find_modules_needing_extra(package), ["temper_example"]) == set()
 
 
 def test_an_import_that_nobody_declares_is_named_also_inside_a_function(tmp_path: Path) -> None:
     package = _package(tmp_path, late="def read():\n    import numpy.linalg, json, peft, yaml")
-    assert undeclared(package) == ["temper_example.late: numpy"]
+    assert find_undeclared_imports(package) == ["temper_example.late: numpy"]

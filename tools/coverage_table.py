@@ -19,13 +19,13 @@ FOLDER = Path(".temper") / "coverage" / "all"
 HEAD = "| package | statements | run | branches | taken |\n|---|---|---|---|---|"
 
 
-def begin(root: Path) -> None:
+def clear_coverage(root: Path) -> None:
     """Forget what an earlier run measured."""
     shutil.rmtree(root / FOLDER, ignore_errors=True)
     (root / FOLDER).mkdir(parents=True)
 
 
-def measured(arguments: Sequence[str], *, root: Path) -> list[str]:
+def with_coverage_arguments(arguments: Sequence[str], *, root: Path) -> list[str]:
     """The arguments of a Python that runs a module (`-m pytest ...`) as those of one that also measures it."""
     sources = ",".join(str(root / "packages" / package / "src") for package in PACKAGES)
     return [
@@ -39,7 +39,7 @@ def measured(arguments: Sequence[str], *, root: Path) -> list[str]:
     ]
 
 
-def table(root: Path, *, python: Path) -> str:
+def coverage_table(root: Path, *, python: Path) -> str:
     """A row for each package: what all measured processes together ran of it.
 
     Raises:
