@@ -1,1 +1,1 @@
-"""What a policy may act in: tools that answer between two completions of a rollout. Tokens go in and tokens come out."""
+"""Environments that a policy acts in, such as tools that answer between two completions."""

@@ -1,4 +1,4 @@
-"""Python programs in bubblewrap: namespaces of their own, the interpreter's files, and an empty folder."""
+"""Run Python programs in bubblewrap: in new namespaces, with only the interpreter and a temporary folder."""
 
 import json
 import os
@@ -29,7 +29,8 @@ from temper_trainer.environment.seccomp_filter import build_seccomp_filter
 FOLDER = "/tmp"
 """The program's own folder, empty at its start, in memory and gone at its end."""
 MAX_FILES = 4096
-"""Files in it. tmpfs can bound them by a mount option only, which bubblewrap lacks: see _Watch."""
+"""Largest number of files in it. tmpfs has a mount option for this, but bubblewrap cannot set it: see
+_FileCountWatch."""
 UNPRIVILEGED_ID = 65534
 """User and group of the program where the trainer runs as root."""
 
@@ -62,7 +63,8 @@ class Interpreter:
     @classmethod
     def find(cls) -> "Interpreter":
         """Ask the interpreter below the current environment and the dynamic loader for its files."""
-        # Of a virtual environment, the interpreter it was made from: its files are the complete ones.
+        # Of a virtual environment, the interpreter it was made from: its files are the complete
+        # ones.
         executable = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
         search_path = _run_and_read(
             [executable, *INTERPRETER_FLAGS, "-c", "import sys; print(*sys.path, sep='\\n')"]
@@ -103,8 +105,8 @@ class Interpreter:
 class Bubblewrap:
     """Runs each program in new namespaces of all kinds, below a filter of system calls.
 
-    The program sees the files of the interpreter, read-only, three devices, and its folder. There is
-    no /proc, no network, no other process, and no environment: /proc/1/environ could not show a
+    The program sees the files of the interpreter, read-only, three devices, and its folder. There
+    is no /proc, no network, no other process, and no environment: /proc/1/environ could not show a
     secret even if it were mounted, since bubblewrap itself starts with an empty environment.
 
     If the trainer runs as root, an outer bubblewrap starts the same sandbox as UNPRIVILEGED_ID: see
@@ -118,7 +120,7 @@ class Bubblewrap:
     program: tuple[str, ...]
     """The interpreter and its options."""
     filter: bytes
-    """See system_call_filter."""
+    """A seccomp filter; see `build_seccomp_filter`."""
 
     @classmethod
     def find(cls) -> "Bubblewrap":
@@ -130,8 +132,8 @@ class Bubblewrap:
         bwrap = _find_program("bwrap")
         interpreter = Interpreter.find()
         command = [
-            # A core dump may go to a program of the host, which a limit of 0 does not prevent; 1 does, see
-            # core(5). The filter keeps the program from lowering it.
+            # A core dump may go to a program of the host, which a limit of 0 does not prevent; 1
+            # does, see core(5). The filter keeps the program from lowering it.
             *(_find_program("prlimit"), "--core=1:1"),
             *(bwrap, *_NAMESPACES, "--setenv", "HOME", FOLDER),
         ]
@@ -166,7 +168,8 @@ class Bubblewrap:
 
     def run(self, code: str, *, timeout_s: float, memory_mib: int) -> SandboxResult:
         """See Sandbox."""
-        # Set inside the sandbox: in a user namespace of its own, processes of other calls do not count.
+        # Set inside the sandbox: in a user namespace of its own, processes of other calls do not
+        # count.
         limits = build_resource_limits(timeout_s=timeout_s, memory_mib=memory_mib) | {
             "RLIMIT_NPROC": MAX_THREADS
         }
@@ -201,7 +204,8 @@ class Bubblewrap:
                 pass_fds=[file.fileno() for file in (filter_file, *status_files)],
                 on_poll=_FileCountWatch(status_files),
             )
-            # bubblewrap reports a status only if the program was started; the program cannot write there.
+            # bubblewrap reports a status only if the program was started; the program cannot
+            # write there.
             if process.kill_reason is None and "exit-code" not in _read_status(status_file):
                 reason = (
                     process.stderr.decode(errors="replace").strip()
@@ -263,9 +267,11 @@ def build_unprivileged_options(paths: Sequence[str]) -> Sequence[str]:
 
     It does two things:
 
-    * Another user may not be able to reach the interpreter, such as one in a home directory. Each folder
+    * Another user may not be able to reach the interpreter, such as one in a home directory. Each
+    folder
       that is closed to others is replaced by one that holds nothing but `paths`.
-    * A process of root that has no capabilities, as bubblewrap when its parent dies, cannot kill one
+    * A process of root that has no capabilities, as bubblewrap when its parent dies, cannot kill
+    one
       of another user. But the end of a process namespace ends everything in it.
     """
     options = ["--die-with-parent", "--unshare-pid", "--dev-bind", "/", "/", "--proc", "/proc"]

@@ -1,4 +1,4 @@
-"""A calculator: arithmetic on numbers, with bounds on the work that an expression can ask for."""
+"""A calculator with limits on the length of expressions and on the size of results."""
 
 import ast
 import math
@@ -6,11 +6,11 @@ import operator
 from collections.abc import Callable
 
 MAX_LENGTH = 200
-"""Characters of an expression."""
+"""Largest number of characters of an expression."""
 MAX_EXPONENT = 1024
-"""Of a power."""
+"""Largest exponent of a power: computing a larger one could take minutes."""
 MAX_DIGITS = 60
-"""Of an integer result."""
+"""Largest number of digits of an integer result."""
 
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -28,14 +28,16 @@ _UNARY: dict[type[ast.unaryop], Callable[[float], float]] = {
 
 
 class CalculationError(ValueError):
-    """An expression that has no value here; the sentence is what the policy reads."""
+    """An expression has no value; the policy reads the message."""
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of numbers, + - * / // % ** and brackets, as text.
+    """Return the value of an expression of numbers, + - * / // % ** and parentheses, as text.
 
     Raises:
-        CalculationError: it is none, is too long, divides by zero, or its value is too large.
+        CalculationError: If it is not such an expression, is too long, divides by zero, or its
+        value is
+            too large.
     """
     text = expression.strip().replace(",", "").replace("×", "*").replace("^", "**")
     if not text or len(text) > MAX_LENGTH:
@@ -62,10 +64,13 @@ def _evaluate(node: ast.expr) -> int | float:
             abs(right) > MAX_EXPONENT or abs(left) > 10**MAX_DIGITS
         ):
             raise CalculationError("the value is too large")
-        found = _BINARY[type(node.op)](left, right)
-        if isinstance(found, complex) or (isinstance(found, int) and abs(found) >= 10**MAX_DIGITS):
+        result = _BINARY[type(node.op)](left, right)
+        # A negative number to a fractional power is complex.
+        if isinstance(result, complex) or (
+            isinstance(result, int) and abs(result) >= 10**MAX_DIGITS
+        ):
             raise CalculationError("the value is too large or not real")
-        return found
+        return result
     raise CalculationError("not an arithmetic expression")
 
 

@@ -1,4 +1,4 @@
-"""From the configuration to the environment of each rollout."""
+"""Create the environments that a configuration asks for."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,11 +20,11 @@ from temper_trainer.environment.tool_environment import (
 def make_environment_factory(
     config: EnvironmentConfig, *, tokenizer: PreTrainedTokenizerBase
 ) -> EnvironmentFactory:
-    """Return a function that makes the environment of one rollout.
+    """Return a function that creates the environment of one rollout.
 
     Raises:
-        ConfigError: If the name is no import path of a class that takes `environment.arguments`, or
-            the sandbox of the Python tool cannot be started.
+        ConfigError: If the name is not the import path of a class that takes
+            `environment.arguments`, or the sandbox of the Python tool cannot be started.
     """
     if config.name in BUILT_IN_ENVIRONMENTS:
         tool = (
@@ -33,17 +33,19 @@ def make_environment_factory(
             else make_python_tool(config, open_sandbox(config.sandbox))
         )
         return lambda: ToolEnvironment(tool, config, tokenizer)
-    found = load_environment_class(config)
+    user_class = load_environment_class(config)
 
     def make() -> Environment:
-        made: Environment = found(config=config, tokenizer=tokenizer, **config.arguments)
-        return made
+        environment: Environment = user_class(
+            config=config, tokenizer=tokenizer, **config.arguments
+        )
+        return environment
 
     try:
         make()
     except TypeError as error:
         raise ConfigError(
-            f"environment.name {config.name} can't be made with config, tokenizer and environment.arguments "
-            f"{dict(config.arguments)}: {error}."
+            f"{config.name} (environment.name) cannot be created with config, tokenizer and "
+            f"environment.arguments = {dict(config.arguments)}: {error}."
         ) from error
     return make

@@ -9,38 +9,46 @@ from temper_trainer.types import Prompt
 
 
 class BrokenEnvironmentError(TemperError, RuntimeError):
-    """An environment broke in a way that is not the policy's fault."""
+    """An environment failed for a reason that is not the policy's fault; the run stops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What an environment answers to one completion."""
+    """An environment's response to one completion.
+
+    Example: a tool's answer of three tokens.
+
+        Observation(tokens=(17, 4, 9), metrics={"tool/calls": 1.0})
+    """
 
     tokens: tuple[int, ...] = ()
-    """Token ids that follow the completion; never trained. May be empty."""
+    """Token ids appended after the completion. They are not trained. May be empty."""
     is_done: bool = False
-    """Whether the rollout ends here; then ``tokens`` are not appended."""
+    """True if the rollout ends here; `tokens` are not appended then."""
     reward: float = 0.0
     """Added to the rollout's score."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Counts of this step, added up over the round's rollouts."""
+    """Counts of this step, summed over all rollouts of an RL step."""
 
 
 class Environment(Protocol):
-    """One rollout's world. Steps of different rollouts may run in different threads."""
+    """The environment of one rollout. Different rollouts may run in different threads."""
 
     def reset(self, prompt: Prompt) -> None:
-        """Begin with this prompt, before the first completion."""
+        """Start a rollout with this prompt."""
         ...
 
     def step(self, tokens: Sequence[int]) -> Observation:
-        """Answer the tokens of one completion, its stop text included.
+        """Respond to one completion.
+
+        Args:
+            tokens: Tokens of the completion, including its stop text.
 
         Raises:
-            BrokenEnvironmentError: the environment broke; the run stops and says so.
+            BrokenEnvironmentError: If the environment failed; the run stops with the message.
         """
         ...
 
 
 EnvironmentFactory = Callable[[], Environment]
-"""Makes the environment of one rollout."""
+"""Creates the environment of one rollout."""

@@ -14,11 +14,11 @@ from functools import cache
 from temper_trainer.environment.protocol import BrokenEnvironmentError
 
 LIBRARY = "libseccomp.so.2"
-"""Translates names of system calls into a filter of this machine's architecture."""
+"""Translates names of system calls into a filter for this host's architecture."""
 
 ALLOWED_CALLS = {
-    # Ownership, device nodes and extended attributes cannot be set. No flock: the interpreter's files
-    # are the host's, so a lock on one would be seen by other programs and by the host.
+    # Ownership, device nodes and extended attributes cannot be set. No flock: the interpreter's
+    # files are the host's, so a lock on one would be seen by other programs and by the host.
     "files and folders": (
         "open openat creat close close_range read write readv writev pread64 pwrite64 preadv pwritev preadv2 "
         "pwritev2 lseek stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2 readlink "
@@ -31,7 +31,8 @@ ALLOWED_CALLS = {
         "dup dup2 dup3 fcntl pipe pipe2 poll ppoll select pselect6 eventfd eventfd2 epoll_create epoll_create1 "
         "epoll_ctl epoll_wait epoll_pwait epoll_pwait2 timerfd_create timerfd_settime timerfd_gettime"
     ),
-    # asyncio wakes itself with a connected pair. There is no socket(), so nothing else can be sent to.
+    # asyncio wakes itself with a connected pair. There is no socket(), so nothing else can be
+    # sent to.
     "connected pairs": "sendto recvfrom sendmsg recvmsg shutdown getsockopt getsockname getpeername",
     "memory": "mmap munmap mremap mprotect madvise brk msync",
     # bubblewrap needs execve and wait4 below the filter. There is nothing else to execute than the
@@ -50,7 +51,7 @@ ALLOWED_CALLS = {
         "clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time times uname sysinfo getrandom getcpu"
     ),
 }
-"""Names of system calls that are allowed with any arguments. system_call_filter adds some with certain ones."""
+"""System calls that are allowed with any arguments. `build_seccomp_filter` adds others with certain ones."""
 
 _ALLOW = 0x7FFF0000
 _ERRNO = 0x00050000
@@ -103,7 +104,7 @@ def build_seccomp_filter() -> bytes:
     )
     context = library.seccomp_init(_ERRNO | errno.ENOSYS)
     if not context:
-        raise BrokenEnvironmentError(f"{LIBRARY} cannot make a filter for this machine")
+        raise BrokenEnvironmentError(f"{LIBRARY} cannot make a filter for this host")
 
     def add(action: int, name: str, *comparisons: tuple[int, int, int, int]) -> None:
         number = library.seccomp_syscall_resolve_name(name.encode())
@@ -142,8 +143,9 @@ def build_seccomp_filter() -> bytes:
             add(_ALLOW, "ioctl", (1, _MASKED_EQUAL, 0xFFFFFFFF, request))
         for option in (_PR_SET_NAME, _PR_GET_NAME):
             add(_ALLOW, "prctl", (0, _EQUAL, option, 0))
-        # A program may lower its own limits (process 0), but not those of bubblewrap, whose death would
-        # look like a fault of the machine and stop the run. For the one on core dumps see Bubblewrap.
+        # A program may lower its own limits (process 0), but not those of bubblewrap, whose death
+        # would look like a failure of the host and stop the run. For the one on core dumps see
+        # Bubblewrap.
         for limit in set(range(_NUM_RLIMITS)) - {_RLIMIT_CORE}:
             add(_ALLOW, "prlimit64", (0, _EQUAL, 0, 0), (1, _MASKED_EQUAL, 0xFFFFFFFF, limit))
         add(_ALLOW, "prlimit64", (0, _EQUAL, 0, 0), (2, _EQUAL, 0, 0))

@@ -1,4 +1,7 @@
-"""Tools that a policy calls by text: the call is found in the decoded completion, the answer is tokenised alone and laid behind it."""
+"""An environment with one tool that the policy calls by text, such as a calculator.
+
+The call is found in the decoded completion. The answer is tokenized separately and appended.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,62 +15,62 @@ from temper_trainer.environment.sandbox import Sandbox
 from temper_trainer.types import Prompt
 
 Tool = Callable[[str], tuple[str, bool]]
-"""From what stands in a call to (answer, whether it failed)."""
+"""Takes the text of a call; returns the answer, and True if the call failed."""
 
 
 @dataclass(slots=True)
 class ToolEnvironment:
-    """One rollout with one tool; see Environment.
+    """An Environment with one tool.
 
-    Text is decoded to read a call, and never tokenised again: the completion's tokens stay as they were sampled.
+    Completions are decoded to find calls, but never tokenized again: training uses exactly the
+    tokens that were sampled.
     """
 
     tool: Tool
-    """Answers a call."""
     config: EnvironmentConfig
-    """How calls and answers are written."""
+    """Markers around calls and answers, and limits."""
     tokenizer: PreTrainedTokenizerBase
-    """The policy's."""
-    said: str = ""
-    """Everything decoded so far, answers included."""
+    """The policy's tokenizer."""
+    transcript: str = ""
+    """Text of all completions and answers so far."""
 
     def reset(self, prompt: Prompt) -> None:
-        """Forget what was said."""
+        """Start an empty transcript."""
         del prompt
-        self.said = ""
+        self.transcript = ""
 
     def step(self, tokens: Sequence[int]) -> Observation:
-        """The tool's answer where the completion ends in a call; else the rollout is done."""
-        written = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
-        call = find_call(self.said + written, written=written, config=self.config)
+        """Return the tool's answer if the completion ends with a call; otherwise end the rollout."""
+        completion = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        call = find_call(self.transcript + completion, completion=completion, config=self.config)
         if call is None:
             return Observation(is_done=True)
         answer, is_failed = self.tool(call)
         text = f"{self.config.answer_start}{answer}{self.config.answer_end}"
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        is_cut = len(ids) > self.config.max_observation_tokens
-        self.said += written + text
+        is_truncated = len(ids) > self.config.max_observation_tokens
+        self.transcript += completion + text
         return Observation(
             tokens=tuple(ids[: self.config.max_observation_tokens]),
             metrics={
                 "tool/calls": 1.0,
                 "tool/failed": float(is_failed),
-                "tool/cut_answers": float(is_cut),
+                "tool/cut_answers": float(is_truncated),
             },
         )
 
 
-def find_call(said: str, *, written: str, config: EnvironmentConfig) -> str | None:
-    """What stands in a call that the last completion ends in; None where it ends otherwise.
+def find_call(transcript: str, *, completion: str, config: EnvironmentConfig) -> str | None:
+    """Return the text of the call that the last completion ends with; None if there is no call.
 
     Args:
-        said: everything after the prompt.
-        written: its last part, the completion.
-        config: the texts around a call; an empty call_start takes what stands since the last line break.
+        transcript: Everything after the prompt, including the completion.
+        completion: The last completion.
+        config: Texts around a call. With an empty call_start, a call is the last line.
     """
-    if not written.endswith(config.call_end):
+    if not completion.endswith(config.call_end):
         return None
-    before = said[: -len(config.call_end)]
+    before = transcript[: -len(config.call_end)]
     start = before.rfind(config.call_start or "\n")
     if start < 0:
         return before if not config.call_start else None

@@ -178,8 +178,8 @@ class ContinuousBatchDecoder:
     def _ends_in_stop_text(self, sequence: _Sequence) -> bool:
         """Return True if the last tokens contain a stop text.
 
-        Decoding the tail is enough: a character has at most four tokens (its bytes), and earlier steps
-        have checked earlier tokens.
+        Decoding the tail is enough: a character has at most four tokens (its bytes), and earlier
+        steps have checked earlier tokens.
         """
         longest = max(len(text) for text in sequence.request.sampling.stop)
         tail = self._tokenizer.decode(sequence.tokens[-4 * longest - 4 :], skip_special_tokens=True)

@@ -58,8 +58,9 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
 def _copy_out_of_file(model: PreTrainedModel) -> None:
     """Copy every tensor into aligned memory of its own.
 
-    transformers maps weights from their file. They would change if the file changes, and they start at
-    any offset, but matrix libraries give the same sums from run to run only for aligned memory.
+    transformers maps weights from their file. They would change if the file changes, and they
+    start at any offset, but matrix libraries give the same sums from run to run only for aligned
+    memory.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
@@ -70,7 +71,8 @@ def find_end_token_ids(
 ) -> frozenset[int]:
     """Return the end tokens of the tokenizer and of a loaded model's generation config.
 
-    The config of a model from scratch is ignored: its default end token belongs to another tokenizer.
+    The config of a model from scratch is ignored: its default end token belongs to another
+    tokenizer.
 
     Raises:
         ConfigError: If there is no end token.
@@ -114,8 +116,9 @@ def read_end_token_ids(spec: ModelSpec, *, tokenizer_end: int | None) -> frozens
 def load_weights(model: PreTrainedModel, stream: Iterable[NamedWeight]) -> None:
     """Copy all weights into the model. Tied tensors arrive once, under their first name.
 
-    Experts may arrive separately, under their names in files, or joined as transformers stores them.
-    Nothing is copied before all names and shapes are checked, so that a bad set changes nothing.
+    Experts may arrive separately, under their names in files, or joined as transformers stores
+    them. Nothing is copied before all names and shapes are checked, so that a bad set changes
+    nothing.
 
     Raises:
         WeightError: If a name is missing, unexpected or repeated, or a shape differs.

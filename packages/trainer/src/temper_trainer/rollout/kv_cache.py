@@ -4,8 +4,8 @@ The first n slots are in use, so a decoding step reads views instead of gathered
 this through transformers' attention interface under the name SLOT_ATTENTION. The keyword argument
 `slots` of a forward pass is the Attention object for that pass.
 
-Shapes: n slots in use, L query positions, H key-value heads, G query heads per key-value head, S cached
-positions, D head size.
+Shapes: n slots in use, L query positions, H key-value heads, G query heads per key-value head, S
+cached positions, D head size.
 """
 
 from collections.abc import Sequence
@@ -217,8 +217,8 @@ class DecodeAttention:
             layer, key, value, slots=self._slots, positions=self._positions, length=self._length
         )
         rows, heads, _, size = query.shape
-        # The G query heads of a key-value head become rows of one query, instead of repeating keys and
-        # values G times.
+        # The G query heads of a key-value head become rows of one query, instead of repeating
+        # keys and values G times.
         grouped = query.view(rows, keys.shape[1], heads // keys.shape[1], size)
         mask = self._mask(window, query.dtype)
         output = functional.scaled_dot_product_attention(

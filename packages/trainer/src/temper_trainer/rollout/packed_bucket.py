@@ -102,7 +102,8 @@ def split_into_buckets(
 ) -> Iterator[list[NamedWeight]]:
     """Split a stream into lists of at most `bucket_bytes`; a larger tensor gets its own list.
 
-    Nothing is copied, so use each list before the next one is taken: the engine may free its tensors.
+    Nothing is copied, so use each list before the next one is taken: the engine may free its
+    tensors.
     """
     bucket: list[NamedWeight] = []
     size = 0

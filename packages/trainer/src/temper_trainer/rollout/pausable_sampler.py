@@ -1,7 +1,7 @@
 """A sampler whose open completions are paused for a weight sync and resumed with the new weights.
 
-Each token keeps the version of the weights that sampled it and its log-prob under them. The prefix of
-a resumed completion is computed again, so no KV cache of old weights is used.
+Each token keeps the version of the weights that sampled it and its log-prob under them. The prefix
+of a resumed completion is computed again, so no KV cache of old weights is used.
 """
 
 import logging

@@ -1,7 +1,8 @@
 """A GPU buffer that another process maps through CUDA IPC, described by plain fields.
 
-torch.multiprocessing would send a pickled function with arguments, and a forged pickle runs any code.
-Here only numbers and handles are sent, as JSON, and all of them are checked before torch uses them.
+torch.multiprocessing would send a pickled function with arguments, and a forged pickle runs any
+code. Here only numbers and handles are sent, as JSON, and all of them are checked before torch
+uses them.
 """
 
 import hmac
@@ -55,7 +56,8 @@ class SharedBuffer:
 
     def map(self, num_bytes: int, *, device: torch.device) -> Tensor:
         """Map the sender's buffer into this process as [num_bytes] uint8."""
-        # The device of this process: with another CUDA_VISIBLE_DEVICES the GPU has another index here.
+        # The device of this process: with another CUDA_VISIBLE_DEVICES the GPU has another index
+        # here.
         shared: Tensor = rebuild_cuda_tensor(
             tensor_cls=Tensor,
             tensor_size=torch.Size([num_bytes]),
@@ -79,8 +81,8 @@ class SharedBuffer:
 def share_buffer(buffer: Tensor, *, nonce: str) -> SharedBuffer:
     """Describe a [num_bytes] uint8 buffer on a GPU; keep the buffer alive while others map it."""
     rebuild, arguments = reduce_tensor(buffer)
-    # torch returns positional arguments. By name, a changed order in another release does no harm, and
-    # a changed number fails here.
+    # torch returns positional arguments. By name, a changed order in another release does no
+    # harm, and a changed number fails here.
     given = dict(zip(signature(rebuild).parameters, arguments, strict=True))
     return SharedBuffer(
         nonce=nonce,

@@ -1,7 +1,7 @@
 """Sample one token per row of logits.
 
-The token of a request at a position depends only on its seed, the position and its logits, and not on
-other requests of the batch. Shapes: n rows, V vocabulary.
+The token of a request at a position depends only on its seed, the position and its logits, and not
+on other requests of the batch. Shapes: n rows, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -102,8 +102,9 @@ def sample_tokens(
 def hash_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return [n] float64 in [0, 1): element `position` of each seed's SplitMix64 stream.
 
-    A hash instead of a generator with state, so that batching does not change what a request gets. The
-    seed is mixed first: seeds that differ by a multiple of the increment would share a stream otherwise.
+    A hash instead of a generator with state, so that batching does not change what a request gets.
+    The seed is mixed first: seeds that differ by a multiple of the increment would share a stream
+    otherwise.
 
     Args:
         seeds: [n] uint64.
@@ -152,14 +153,16 @@ def apply_top_k_top_p(probabilities: Tensor, *, top_p: Tensor, top_k: Tensor) ->
         top_p: [n] in (0, 1].
         top_k: [n], at least 1.
 
-    Source: Holtzman et al. 2020, arXiv:1904.09751 (top-p); Fan et al. 2018, arXiv:1805.04833 (top-k).
+    Source: Holtzman et al. 2020, arXiv:1904.09751 (top-p); Fan et al. 2018, arXiv:1805.04833
+    (top-k).
     """
     ordered, tokens = probabilities.sort(stable=True, dim=-1, descending=True)
     rank = torch.arange(ordered.shape[-1], device=ordered.device)
     ordered = ordered.masked_fill(rank >= top_k[:, None], 0.0)
     running = ordered.cumsum(-1, dtype=torch.float64)
     reached = running - ordered >= top_p[:, None].double() * running[:, -1:]
-    # A top_p of 1 keeps all despite rounding in the cumulative sum; the most likely token always stays.
+    # A top_p of 1 keeps all despite rounding in the cumulative sum; the most likely token always
+    # stays.
     ordered = ordered.masked_fill(reached & (top_p[:, None] < 1) & (rank > 0), 0.0)
     return torch.zeros_like(ordered).scatter_(-1, tokens, ordered)
 

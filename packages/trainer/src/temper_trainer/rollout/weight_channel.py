@@ -1,8 +1,9 @@
 """A channel that carries weights from one trainer process to the workers of samplers.
 
-The channel is a process group of its own, next to those of trainer and samplers. Rank 0 sends buckets
-of bytes and every other rank receives each of them. With `nccl` and `gloo` a bucket is a broadcast.
-With `cuda_ipc`, receivers on the sender's GPU map the sender's buffer and gloo only synchronizes.
+The channel is a process group of its own, next to those of trainer and samplers. Rank 0 sends
+buckets of bytes and every other rank receives each of them. With `nccl` and `gloo` a bucket is a
+broadcast. With `cuda_ipc`, receivers on the sender's GPU map the sender's buffer and gloo only
+synchronizes.
 """
 
 import secrets

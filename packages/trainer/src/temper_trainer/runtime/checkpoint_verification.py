@@ -14,8 +14,8 @@ CLUSTER_BYTES = 8 << 30
 def make_checkpoint_verifier(config: TrainerConfig) -> Callable[[Path], object]:
     """Return a function that verifies a step directory as `run.verify_checkpoints` asks.
 
-    It raises the same errors as `verify`. On Ray, the files of a large checkpoint are divided among as
-    many processes as the actor has workers, spread over the nodes.
+    It raises the same errors as `verify`. On Ray, the files of a large checkpoint are divided
+    among as many processes as the actor has workers, spread over the nodes.
     """
     if config.run.verify_checkpoints == "size":
         return partial(verify, with_content=False)

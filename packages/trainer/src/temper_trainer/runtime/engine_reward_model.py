@@ -65,7 +65,8 @@ def build_reward_model(
     """Build the reward model of `reward.model`; return None if there is none.
 
     Raises:
-        ConfigError: If it has another tokenizer than the policy: it would read other tokens than were
+        ConfigError: If it has another tokenizer than the policy: it would read other tokens than
+        were
             sampled.
     """
     model = config.reward.model

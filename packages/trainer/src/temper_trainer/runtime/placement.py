@@ -186,7 +186,8 @@ def _check_fits(
 def describe_plan(config: TrainerConfig) -> list[str]:
     """Return lines that describe where processes will run and how weights will be sent.
 
-    Uses only the configuration, for `--check`. The cluster's resources are checked when a run starts.
+    Uses only the configuration, for `--check`. The cluster's resources are checked when a run
+    starts.
 
     Raises:
         ConfigError: If roles of one pool need different numbers of devices.

@@ -201,10 +201,11 @@ class WorkerGroup(ABC):
 class InlineWorkerGroup(WorkerGroup):
     """A role of one rank in the driver's process.
 
-    Some engines change process-wide settings of torch while they compute: float32 matmul kernels on a
-    CPU (`fast_float32_matmul`) and deterministic algorithms. torch has no such settings per thread, so
-    a sampler in another thread would compute with them or without them, depending on timing. Such a
-    role holds `compute_lock` during its calls, and the sampler during each forward pass.
+    Some engines change process-wide settings of torch while they compute: float32 matmul kernels
+    on a CPU (`fast_float32_matmul`) and deterministic algorithms. torch has no such settings per
+    thread, so a sampler in another thread would compute with them or without them, depending on
+    timing. Such a role holds `compute_lock` during its calls, and the sampler during each forward
+    pass.
     """
 
     def __init__(

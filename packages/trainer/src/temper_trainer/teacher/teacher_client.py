@@ -95,7 +95,8 @@ class TeacherClient:
 
         Raises:
             ConfigError: If a route has no teacher.
-            TeacherError: See `Teacher.score`. Also if no sample could be translated into a teacher's
+            TeacherError: See `Teacher.score`. Also if no sample could be translated into a
+            teacher's
                 tokens.
         """
         requests: dict[str, list[TeacherRequest]] = {name: [] for name in self.teachers}

@@ -54,7 +54,8 @@ class CollectiveTransport:
     """A channel between rank 0 of the actor and every worker of every server.
 
     A restarted server gets the actor's weights again if no update has changed them since and
-    nothing else may call the actor at the same time (`loop=sync`). Otherwise its death ends the run.
+    nothing else may call the actor at the same time (`loop=sync`). Otherwise its death ends the
+    run.
     """
 
     def __init__(

@@ -39,7 +39,8 @@ class Transport(Protocol):
         """Send the actor's current weights; afterwards the sampler reports `version`.
 
         Raises:
-            WeightError: If the weights are damaged or do not fit. The sampler must not be used then.
+            WeightError: If the weights are damaged or do not fit. The sampler must not be used
+            then.
         """
         ...
 

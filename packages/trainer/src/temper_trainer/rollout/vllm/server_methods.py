@@ -1,7 +1,7 @@
 """The methods of a server that the trainer can call.
 
-Arguments and results are decoded to exactly the annotated types, and no other method can be called. A
-new method of the engine becomes callable when it is declared here.
+Arguments and results are decoded to exactly the annotated types, and no other method can be
+called. A new method of the engine becomes callable when it is declared here.
 """
 
 from collections.abc import Sequence

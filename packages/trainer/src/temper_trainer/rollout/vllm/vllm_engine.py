@@ -51,8 +51,8 @@ class VllmEngine:
                     "to 0."
                 )
             arguments["enforce_eager"] = True
-            # Chunked prefill makes vLLM (0.27.1 and 0.32.0) rewind the seeded generator of a request,
-            # which CPU generators do not support.
+            # Chunked prefill makes vLLM (0.27.1 and 0.32.0) rewind the seeded generator of a
+            # request, which CPU generators do not support.
             if "max_num_batched_tokens" not in arguments:
                 arguments.setdefault("enable_chunked_prefill", False)
         worker = f"{weight_transfer.__name__}.{weight_transfer.WorkerExtension.__name__}"
@@ -281,8 +281,8 @@ class VllmEngine:
     def load_adapter(self, directory: str, version: int) -> int:
         """Load a LoRA adapter from a directory; return its version.
 
-        The version is also its id in vLLM, which caches adapters by id: under the same id vLLM would
-        keep the old one.
+        The version is also its id in vLLM, which caches adapters by id: under the same id vLLM
+        would keep the old one.
 
         Raises:
             WeightError: If vLLM refuses it.

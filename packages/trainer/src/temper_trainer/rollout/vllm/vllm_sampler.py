@@ -281,7 +281,8 @@ class VllmSampler:
 
         Args:
             number: Number of the replica.
-            life: Its number of restarts when the failed call was sent; another call may have noticed
+            life: Its number of restarts when the failed call was sent; another call may have
+            noticed
                 the death first.
             cause: The error of the call.
 

@@ -115,8 +115,8 @@ class TemperTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _receive_bucket(self, info: UpdateInfo) -> list[NamedWeight]:
         assert self._channel is not None
         data = self._channel.receive(info.bucket)
-        # Copied, because the buffer is reused for the next bucket while a fused layer may still wait
-        # for its other parts.
+        # Copied, because the buffer is reused for the next bucket while a fused layer may still
+        # wait for its other parts.
         copy = data.to("cpu", copy=True) if info.keep_copy else data.clone()
         weights = list(unpack_tensors(copy, info.bucket))
         if info.keep_copy:
@@ -160,9 +160,9 @@ def _repack_tied_heads(model: torch.nn.Module) -> None:
     """Pack the weight of tied output heads again after the embedding was reloaded.
 
     In vLLM 0.32 (not in 0.27) a tied head is a module of its own that shares the embedding's
-    parameter. A set of weights names that parameter once, so the reload processes only the embedding.
-    vLLM's CPU build multiplies with a packed copy of the weight that is made in that processing:
-    without this function the head would keep using the packed copy of the old weights.
+    parameter. A set of weights names that parameter once, so the reload processes only the
+    embedding. vLLM's CPU build multiplies with a packed copy of the weight that is made in that
+    processing: without this function the head would keep using the packed copy of the old weights.
     """
     packed: set[int] = set()
     for module in model.modules():
@@ -183,8 +183,8 @@ def _read_from_files(info: UpdateInfo) -> list[NamedWeight]:
         check_digest(data, info.bucket)
     weights = list(unpack_tensors(data, info.bucket))
     if info.delta is not None:
-        # No check_digest: the trainer may have applied an earlier delta to the file. The checksum of
-        # the result covers both.
+        # No check_digest: the trainer may have applied an earlier delta to the file. The checksum
+        # of the result covers both.
         tensors = [weight.tensor for weight in weights]
         _apply_and_check(tensors, open_delta_file(info.delta), info, delta=info.delta)
     return weights

@@ -3,7 +3,8 @@
 Ray's processes notice the death of a driver, but its agents (`ray::DashboardAgent`,
 `ray::RuntimeEnvAgent`) were seen 43 s after a SIGKILL. So `RayGuard` starts a small process before
 Ray. It reads a pipe that only the driver can write to; when the pipe closes, it kills the remaining
-processes. Every process of the cluster inherits an environment variable that identifies the cluster.
+processes. Every process of the cluster inherits an environment variable that identifies the
+cluster.
 
 This file is also the program of that process, so it imports only the standard library.
 """

@@ -228,9 +228,10 @@ def _start_or_join(address: str | None, bind_address: str) -> None:
     """
     starts_here = address is None and "RAY_ADDRESS" not in os.environ
     is_on_loopback = starts_here and bind_address == LOOPBACK
-    # Ray replaces 127.0.0.1 by an address that other hosts can reach, and listens there, except in the
-    # mode that is its default on macOS and Windows. The driver read the variable when it imported Ray,
-    # so the constant is set too; Ray's own processes read the variable when they start.
+    # Ray replaces 127.0.0.1 by an address that other hosts can reach, and listens there, except
+    # in the mode that is its default on macOS and Windows. The driver read the variable when it
+    # imported Ray, so the constant is set too; Ray's own processes read the variable when they
+    # start.
     ray_constants.ENABLE_RAY_CLUSTER = _RAY_CLUSTERS_BY_DEFAULT and not is_on_loopback
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(
         int(ray_constants.ENABLE_RAY_CLUSTER)

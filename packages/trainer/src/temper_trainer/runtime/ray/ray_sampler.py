@@ -1,7 +1,7 @@
 """A transformers sampler in a Ray actor, and its weights through Ray's object store.
 
-Rank 0 of the training actor writes each bucket into the object store once, and the sampler's process
-maps it from there. The driver never has a copy.
+Rank 0 of the training actor writes each bucket into the object store once, and the sampler's
+process maps it from there. The driver never has a copy.
 """
 
 import warnings

@@ -30,7 +30,8 @@ def verify_on_cluster(directory: Path, *, num_ranks: int, runtime: RuntimeConfig
         try:
             ray.get(ref)
         except ray.exceptions.RayError as error:
-            # The driver decides: on a node that does not have the file system, every file is missing.
+            # The driver decides: on a node that does not have the file system, every file is
+            # missing.
             verify(directory, shard=(rank, num_ranks))
             reason = str(getattr(error, "cause", None) or error).splitlines()[0]
             raise CheckpointError(
