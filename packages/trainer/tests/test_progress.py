@@ -1,5 +1,3 @@
-"""What is under way: counted by those who work, shown by those who ask."""
-
 from temper_trainer.progress import advance_progress, list_active_tasks, track_progress
 
 
@@ -7,7 +5,7 @@ def names() -> list[tuple[str, int | None, int]]:
     return [(each.name, each.total, each.done) for each in list_active_tasks()]
 
 
-def test_parts_are_counted_while_they_are_open() -> None:
+def test_items_of_active_operations_are_counted() -> None:
     with track_progress("rollout"), track_progress("completions", total=3):
         advance_progress("completions", 2)
         advance_progress("rewards")  # none is open, as in a worker's process
@@ -15,7 +13,7 @@ def test_parts_are_counted_while_they_are_open() -> None:
     assert names() == []
 
 
-def test_the_newest_part_of_a_name_is_counted() -> None:
+def test_newest_operation_with_a_name_is_counted() -> None:
     with track_progress("rewards", total=4):
         with track_progress("rewards", total=2):
             advance_progress("rewards")

@@ -49,7 +49,7 @@ def write_lock(
     )
 
 
-def test_a_second_process_is_refused_by_name_and_a_killed_one_is_replaced(
+def test_second_process_is_refused_and_a_killed_one_is_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with hold(tmp_path) as process:
@@ -70,7 +70,7 @@ def test_a_second_process_is_refused_by_name_and_a_killed_one_is_replaced(
     assert not (tmp_path / LOCK_FILE).exists()
 
 
-def test_of_processes_that_start_together_exactly_one_gets_the_lock(tmp_path: Path) -> None:
+def test_exactly_one_of_several_starting_processes_gets_the_lock(tmp_path: Path) -> None:
     program = HOLDER.replace("time.sleep(60)", "sys.stdin.read()")
     command = [sys.executable, "-c", program, str(tmp_path / "new")]
     processes = [
@@ -86,13 +86,13 @@ def test_of_processes_that_start_together_exactly_one_gets_the_lock(tmp_path: Pa
     assert sorted(codes, key=str) == [1, 1, 1, None]
 
 
-def test_a_reused_process_id_is_not_taken_for_the_holder(tmp_path: Path) -> None:
+def test_reused_process_id_is_not_mistaken_for_the_owner(tmp_path: Path) -> None:
     write_lock(tmp_path, host=socket.gethostname(), pid=os.getpid(), start=1)
     with RunLock(tmp_path):
         pass
 
 
-def test_a_holder_on_another_host_that_shows_signs_of_life_keeps_the_lock(tmp_path: Path) -> None:
+def test_owner_on_another_host_with_a_heartbeat_keeps_the_lock(tmp_path: Path) -> None:
     write_lock(tmp_path, host="node17", pid=4711, lease_s=6.0)
     is_over = threading.Event()
 
@@ -113,7 +113,7 @@ def test_a_holder_on_another_host_that_shows_signs_of_life_keeps_the_lock(tmp_pa
         thread.join()
 
 
-def test_a_holder_on_another_host_that_is_silent_is_replaced_after_the_lease(
+def test_owner_on_another_host_without_a_heartbeat_is_replaced_after_the_lease(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_lock(tmp_path, host="node17", pid=4711, lease_s=1.0)
@@ -123,7 +123,7 @@ def test_a_holder_on_another_host_that_is_silent_is_replaced_after_the_lease(
     assert "is held by process 4711 on host node17: waiting up to 1 s" in caplog.text
 
 
-def test_a_killed_container_with_the_same_host_name_is_replaced_after_the_lease(
+def test_killed_container_with_the_same_host_name_is_replaced_after_the_lease(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_lock(tmp_path, host=f"{socket.gethostname()}?pidns-f00d", pid=1, lease_s=1.0)
@@ -138,7 +138,7 @@ def test_a_killed_container_with_the_same_host_name_is_replaced_after_the_lease(
 @pytest.mark.parametrize(
     ("content", "silence_s"), [("", 3.0), ("\0" * 64, 2.0)], ids=["empty", "zeros"]
 )
-def test_a_lock_without_an_owner_as_a_power_failure_leaves_it_is_replaced_after_a_silence(
+def test_lock_file_without_an_owner_is_replaced_after_the_lease(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str, silence_s: float
 ) -> None:
     (tmp_path / LOCK_FILE).write_text(content)
@@ -151,7 +151,7 @@ def test_a_lock_without_an_owner_as_a_power_failure_leaves_it_is_replaced_after_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lock_that_names_its_owner_late_is_kept(tmp_path: Path) -> None:
+def test_lock_file_that_gets_its_owner_late_is_kept(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_text("")
     timer = threading.Timer(
         0.5, write_lock, args=(tmp_path,), kwargs={"host": "node17", "pid": 4711}
@@ -165,7 +165,7 @@ def test_a_lock_that_names_its_owner_late_is_kept(tmp_path: Path) -> None:
     timer.join()
 
 
-def test_a_process_that_lost_the_lock_says_to_whom(tmp_path: Path) -> None:
+def test_lost_lock_error_names_the_new_owner(tmp_path: Path) -> None:
     with RunLock(tmp_path, lease_s=0.3) as lock:
         lock.check()
         (tmp_path / LOCK_FILE).unlink()
@@ -175,7 +175,7 @@ def test_a_process_that_lost_the_lock_says_to_whom(tmp_path: Path) -> None:
             lock.check()
 
 
-def test_a_process_whose_lock_file_was_deleted_says_so(tmp_path: Path) -> None:
+def test_lost_lock_error_reports_a_deleted_lock_file(tmp_path: Path) -> None:
     with RunLock(tmp_path, lease_s=0.3) as lock:
         (tmp_path / LOCK_FILE).unlink()
         time.sleep(1)
@@ -183,7 +183,7 @@ def test_a_process_whose_lock_file_was_deleted_says_so(tmp_path: Path) -> None:
             lock.check()
 
 
-def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+def test_file_instead_of_the_run_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
         pytest.raises(ConfigError, match=r"run\.dir .*file is a file: choose a folder"),
@@ -195,7 +195,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not Path("/proc/self").exists(), reason="needs /proc (Linux), which root cannot write to either"
 )
-def test_a_folder_that_cannot_be_written_is_refused() -> None:
+def test_run_folder_that_cannot_be_written_is_refused() -> None:
     with (
         pytest.raises(ConfigError, match=r"run\.dir /proc/run cannot be written"),
         RunLock(Path("/proc/run")),

@@ -32,7 +32,7 @@ def start_owner(root: Path) -> tuple["subprocess.Popen[str]", Path]:
     return owner, Path(owner.stdout.readline().strip())
 
 
-def test_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_path: Path) -> None:
+def test_folder_of_a_killed_process_is_removed_by_the_next_process(tmp_path: Path) -> None:
     owner, folder = start_owner(tmp_path)
     with owner:
         assert remove_orphans(tmp_path) == []
@@ -42,7 +42,7 @@ def test_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folder_whose_process_id_was_given_to_a_later_process_is_removed(tmp_path: Path) -> None:
+def test_folder_whose_process_id_was_reused_is_removed(tmp_path: Path) -> None:
     own = make_folder_path("weights", root=tmp_path)
     parts = own.name.split("-")
     parts[4] = str(int(parts[4]) - 1)  # an earlier process with this process's id
@@ -52,7 +52,7 @@ def test_folder_whose_process_id_was_given_to_a_later_process_is_removed(tmp_pat
     assert own.is_dir()
 
 
-def test_other_names_users_and_machines_are_left_alone(tmp_path: Path) -> None:
+def test_folders_of_other_names_users_and_hosts_are_not_removed(tmp_path: Path) -> None:
     kind, user, process, start, space, key = make_folder_path("weights", root=tmp_path).name.split(
         "-"
     )[1:]
@@ -69,7 +69,7 @@ def test_other_names_users_and_machines_are_left_alone(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == others
 
 
-def test_temporary_folder_is_closed_to_others() -> None:
+def test_temporary_folder_is_private() -> None:
     folder = make_temporary_folder("test")
     assert f"-{os.getuid()}-{os.getpid()}-" in folder.name
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -91,7 +91,7 @@ with announce_session(root):
 """
 
 
-def test_session_of_a_process_that_was_killed_while_it_started_ray_is_removed(
+def test_ray_session_of_a_process_killed_during_its_start_is_removed(
     tmp_path: Path,
 ) -> None:
     owner = subprocess.Popen(
@@ -112,7 +112,7 @@ def test_session_of_a_process_that_was_killed_while_it_started_ray_is_removed(
     )
 
 
-def test_a_start_of_ray_that_is_completed_leaves_no_note(tmp_path: Path) -> None:
+def test_completed_start_of_ray_leaves_no_announcement(tmp_path: Path) -> None:
     with announce_session(tmp_path):
         assert len(list(tmp_path.iterdir())) == 1
     assert list(tmp_path.iterdir()) == []

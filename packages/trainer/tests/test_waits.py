@@ -1,12 +1,10 @@
-"""The watchdog: who waits where."""
-
 import threading
 import time
 
 from temper_trainer.waits import Watchdog, describe_long_waits, track_wait
 
 
-def test_a_long_wait_is_told_with_those_who_have_not_answered() -> None:
+def test_long_wait_is_reported_with_pending_ranks() -> None:
     late, told = [0, 2], threading.Event()
     said: list[str] = []
 
@@ -23,13 +21,13 @@ def test_a_long_wait_is_told_with_those_who_have_not_answered() -> None:
     assert said[0].startswith("watchdog: waiting for ")
 
 
-def test_a_wait_that_is_over_is_not_told() -> None:
+def test_finished_wait_is_not_reported() -> None:
     with track_wait("something"):
         time.sleep(0.01)
     assert describe_long_waits(0.0) == []
 
 
-def test_the_oldest_wait_comes_first() -> None:
+def test_longest_wait_is_reported_first() -> None:
     with track_wait("first"), track_wait("second"):
         time.sleep(0.01)
         assert [line.rpartition(": ")[2] for line in describe_long_waits(0.001)] == [
@@ -38,6 +36,6 @@ def test_the_oldest_wait_comes_first() -> None:
         ]
 
 
-def test_without_an_interval_nothing_watches() -> None:
+def test_watchdog_without_an_interval_starts_no_thread() -> None:
     with Watchdog(None, log=lambda sentence: None):
         assert "watchdog" not in {thread.name for thread in threading.enumerate()}

@@ -20,7 +20,7 @@ IS_CHOSEN = "is_chosen"
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended."""
+    """Reason why a completion ended."""
 
     END_TOKEN = "end_token"
     """The model sampled an end token."""

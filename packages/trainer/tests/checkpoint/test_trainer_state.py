@@ -1,5 +1,3 @@
-"""The trainer's own part of a checkpoint."""
-
 import pytest
 
 from temper_engine_api.errors import DamagedCheckpointError

@@ -24,12 +24,14 @@ def test_check_prints_ok_and_the_sizes(capsys: pytest.CaptureFixture[str]) -> No
     assert out.splitlines()[placement + 1] == "    this process: actor, rollout"
 
 
-def test_check_makes_no_run_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_check_does_not_create_the_run_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     run(capsys, "experiment=quickstart", f"run.dir={tmp_path}/run", "--check")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_options_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_can_be_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(
         capsys, "--check", "experiment=quickstart", "--config-name", "temper", "run.total_steps=3"
     )
@@ -37,14 +39,14 @@ def test_options_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  a run: 3 steps = 768 completions, 3 updates" in out.splitlines()  # 3 * 32 * 8
 
 
-def test_print_is_a_configuration_with_origins(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_shows_the_configuration_with_origins(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "experiment=quickstart", "run.seed=4", "--print")
     assert code == 0
     assert "  seed: 4  # command line\n" in out
     assert yaml.safe_load(out)["actor"]["engine"]["optimizer"]["betas"] == [0.9, 0.99]
 
 
-def test_wrong_configuration_is_one_message_and_exit_code_2(
+def test_wrong_configuration_prints_one_message_and_exits_with_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     code, out, err = run(capsys, "experiment=quickstart", "run.sed=1", "--check")
@@ -55,7 +57,7 @@ def test_wrong_configuration_is_one_message_and_exit_code_2(
     )
 
 
-def test_missing_file_is_found_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_file_is_found_before_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "data.train.paths=[gone.jsonl]", "experiment=gsm8k_sft")
     assert code == 2
     assert "data.train.paths names gone.jsonl, which is not a file" in err
@@ -93,13 +95,13 @@ def test_help_lists_the_users_own_choices(
     assert "      mine: (yours)" in run(capsys, "--help", "--config-dir", str(tmp_path))[1]
 
 
-def test_help_goes_by_the_chosen_engine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_the_keys_of_the_chosen_engine(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "--help", "model_engine=megatron")
     assert "actor.engine.device=auto" in out
     assert "activation_checkpointing" not in out
 
 
-def test_a_run_folder_that_is_taken_is_refused(
+def test_run_folder_with_a_run_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
@@ -119,7 +121,7 @@ def test_a_run_folder_that_is_taken_is_refused(
     ],
     ids=["found before the start", "found by the run"],
 )
-def test_malformed_data_is_a_failure_with_file_and_line(
+def test_malformed_data_is_reported_with_file_and_line(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     num_good: int,

@@ -43,7 +43,7 @@ def run(*arguments: str, cwd: Path) -> tuple[int | None, str, str]:
     "arguments",
     [["experiment=quickstart", "--check"], ["--help"], ["experiment=quickstart", "--print"]],
 )
-def test_no_torch_is_needed_to_look_at_a_configuration(arguments: list[str]) -> None:
+def test_configuration_can_be_checked_without_torch(arguments: list[str]) -> None:
     program = (
         "import sys\nfrom temper_trainer.__main__ import main\n"
         f"code = main({arguments!r})\nassert code == 0\n"
@@ -55,7 +55,7 @@ def test_no_torch_is_needed_to_look_at_a_configuration(arguments: list[str]) -> 
     assert done.returncode == 0, done.stderr
 
 
-def test_module_and_command_are_the_same(tmp_path: Path) -> None:
+def test_module_and_command_behave_equally(tmp_path: Path) -> None:
     command = Path(sys.executable).with_name("temper-train")
     done = subprocess.run(
         [command, "experiment=quickstart", "--check"],
@@ -68,7 +68,7 @@ def test_module_and_command_are_the_same(tmp_path: Path) -> None:
     assert run("experiment=quickstart", "--check", cwd=tmp_path)[1] == done.stdout
 
 
-def test_a_reader_that_goes_away_leaves_no_traceback(tmp_path: Path) -> None:
+def test_exited_reader_of_the_output_leaves_no_traceback(tmp_path: Path) -> None:
     process = start("experiment=quickstart", "--print", cwd=tmp_path)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -121,7 +121,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 @pytest.mark.slow
-def test_interrupted_run_says_how_to_go_on(story: Story) -> None:
+def test_interrupted_run_prints_the_resume_command(story: Story) -> None:
     command = " ".join(
         ["temper-train", *TINY, "run.total_steps=5000", "run.dir=out", "run.resume=auto"]
     )
@@ -130,7 +130,7 @@ def test_interrupted_run_says_how_to_go_on(story: Story) -> None:
 
 
 @pytest.mark.slow
-def test_resumed_run_goes_on_with_the_next_step(story: Story) -> None:
+def test_resumed_run_continues_with_the_next_step(story: Story) -> None:
     total = story.step + 1
     assert [line.split()[1] for line in story.out.splitlines() if line.startswith("rl ")] == [
         f"{total}/{total}"
@@ -140,7 +140,7 @@ def test_resumed_run_goes_on_with_the_next_step(story: Story) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_leaves_everything_that_was_promised(story: Story) -> None:
+def test_run_writes_all_documented_results(story: Story) -> None:
     promised = {
         "config.yaml",
         "config_origins.yaml",

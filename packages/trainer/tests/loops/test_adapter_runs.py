@@ -18,7 +18,7 @@ KL = ("algorithm.kl_loss_coef=0.1", "run.total_steps=3", "data.eval=null", "run.
 
 
 @pytest.mark.bitwise
-def test_the_disabled_adapter_is_the_frozen_reference(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_disabled_adapter_equals_the_frozen_reference(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(tmp_path / "role", *LORA, *KL, "ref=frozen")
     run(tmp_path / "adapter", *LORA, *KL, "algorithm.kl_reference=disabled_adapter")
     assert rows(tmp_path / "adapter") == rows(tmp_path / "role")
@@ -28,7 +28,7 @@ def test_the_disabled_adapter_is_the_frozen_reference(run: Run, rows: Rows, tmp_
 
 
 @pytest.mark.bitwise
-def test_a_run_with_an_adapter_resumes_bit_for_bit_and_leaves_a_merged_model(
+def test_run_with_an_adapter_resumes_bitwise_and_exports_a_merged_model(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     run(tmp_path / "whole", *LORA)

@@ -44,7 +44,7 @@ ADVANTAGES = ("advantage/mean", "advantage/min", "advantage/max")
 REMAX = (*SHORT, "algorithm=remax", "batching.prompts_per_step=16", "run.total_steps=1")
 
 
-def test_remax_normalises_the_greedy_completions_reward_like_the_others(
+def test_remax_shapes_the_reward_of_the_greedy_completion_like_the_others(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     run(tmp_path / "plain", *REMAX)
@@ -55,7 +55,7 @@ def test_remax_normalises_the_greedy_completions_reward_like_the_others(
     assert [normalised[name] for name in ADVANTAGES] == pytest.approx(expected, rel=1e-5)
 
 
-def test_remax_counts_what_the_environment_gave_the_greedy_completion(
+def test_remax_baseline_includes_the_rewards_of_the_environment(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     for fee in ("0.0", "0.5"):
@@ -68,7 +68,7 @@ def test_remax_counts_what_the_environment_gave_the_greedy_completion(
     assert [dear[name] for name in ADVANTAGES] == pytest.approx([free[name] for name in ADVANTAGES])
 
 
-def test_gdpo_which_would_lose_an_environments_reward_says_so(run: Run, tmp_path: Path) -> None:
+def test_gdpo_refuses_rewards_of_an_environment(run: Run, tmp_path: Path) -> None:
     parts = ("algorithm=gdpo", "~reward.function", "reward.components={exact_match: 1.0}")
     environment = "environment={name: 'temper_trainer_test_rewards:Fee', call_end: '=', max_turns: 1, arguments: {fee: 0.5}}"
     with pytest.raises(
@@ -91,14 +91,12 @@ def test_rollout_correction_reports_weights_and_changes_the_update(
     assert first["mismatch/effective_sample_fraction"] == pytest.approx(1.0, abs=1e-3)
 
 
-def test_the_samplers_log_probs_may_be_the_old_ones(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_log_probs_of_the_sampler_can_be_the_old_ones(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(tmp_path / "run", *SHORT, "algorithm.rollout_correction={level: none, proximal: rollout}")
     assert all(row["policy/ratio_error_max"] < 1e-3 for row in rows(tmp_path / "run"))
 
 
-def test_completions_drawn_again_by_their_rewards_are_trained_on(
-    run: Run, rows: Rows, tmp_path: Path
-) -> None:
+def test_completions_resampled_by_reward_are_trained(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(
         tmp_path / "run", *SHORT, "algorithm.reweight.method=max_min", "batching.num_mini_batches=2"
     )
@@ -110,7 +108,7 @@ def test_completions_drawn_again_by_their_rewards_are_trained_on(
     assert all(row["policy/first_ratio_error_max"] < 1e-4 for row in found)
 
 
-def test_dynamic_sampling_fills_a_step_with_groups_that_differ(
+def test_dynamic_sampling_fills_a_step_with_groups_of_different_rewards(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     run(
@@ -126,7 +124,7 @@ def test_dynamic_sampling_fills_a_step_with_groups_that_differ(
     assert sum(row["dynamic_sampling/zero_std_groups"] for row in found) > 0
 
 
-def test_dynamic_sampling_that_finds_too_little_says_so(run: Run, tmp_path: Path) -> None:
+def test_dynamic_sampling_with_too_few_groups_is_an_error(run: Run, tmp_path: Path) -> None:
     overrides = (
         "algorithm=dapo",
         "algorithm.dynamic_sampling.max_rounds=2",
@@ -140,7 +138,7 @@ def test_dynamic_sampling_that_finds_too_little_says_so(run: Run, tmp_path: Path
 
 
 @pytest.mark.bitwise
-def test_controllers_and_running_rewards_go_on_from_a_checkpoint(
+def test_controllers_and_reward_statistics_resume_from_a_checkpoint(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     moving = (

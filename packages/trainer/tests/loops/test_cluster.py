@@ -45,7 +45,7 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.mark.bitwise
-def test_roles_on_different_nodes_give_the_numbers_of_one_process(
+def test_roles_on_different_nodes_give_the_metrics_of_one_process(
     run: Run, rows: Rows, tmp_path: Path, cluster: Any
 ) -> None:
     run(tmp_path / "inline", *LEAN)
@@ -54,7 +54,7 @@ def test_roles_on_different_nodes_give_the_numbers_of_one_process(
 
 
 @pytest.mark.bitwise
-def test_a_lost_node_is_named_and_the_run_goes_on_from_its_checkpoint(
+def test_lost_node_is_named_and_the_run_resumes_from_its_checkpoint(
     run: Run, rows: Rows, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def step_that_loses_a_node(loop: SyncLoop, *, step: int, **given: object) -> StepResult:

@@ -48,7 +48,7 @@ TWO = (
         ("apply_as=reward", "kl_estimator=k1"),
     ],
 )
-def test_a_policy_comes_closer_to_two_teachers(
+def test_policy_moves_toward_two_teachers(
     run: Run, rows: Rows, tmp_path: Path, distillation: tuple[str, ...]
 ) -> None:
     settings = tuple(f"distillation.{each}" for each in distillation)
@@ -74,14 +74,14 @@ def test_a_policy_comes_closer_to_two_teachers(
         assert found[0]["distill/taught_fraction"] == 1.0
 
 
-def test_distillation_is_added_to_rl(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_distillation_can_be_added_to_rl(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(tmp_path / "run", *SHORT, *TWO, "distillation.coef=0.1", "run.total_steps=1")
     (row,) = rows(tmp_path / "run")
     assert row["distill/taught_fraction"] == 1.0
     assert "advantage/std" in row
 
 
-def test_a_prompt_whose_route_has_no_teacher_is_named(run: Run, tmp_path: Path) -> None:
+def test_prompt_without_a_teacher_for_its_route_is_named(run: Run, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"a prompt has the route 'two', but the teachers' routes are one, three: set data\.train\.route_key",

@@ -1,4 +1,4 @@
-"""What an evaluation says of itself: how much it is of, and whether the run trains on it."""
+"""The line that an evaluation prints: number of problems, and whether they are held out."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
 
 
-def test_what_could_not_be_scored_and_what_is_trained_on_too_is_said(
+def test_evaluation_reports_unscored_problems_and_those_in_the_training_data(
     run: Run, rows: Rows, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The first eight of the training problems; every second one can't be scored.
@@ -31,25 +31,27 @@ def test_what_could_not_be_scored_and_what_is_trained_on_too_is_said(
         "run.total_steps=1",
         "run.save_model=false",
     )
-    said = [
+    lines = [
         line
         for line in capsys.readouterr().out.splitlines()
         if line.startswith(("before RL", "after RL"))
     ]
-    assert len(said) == 2
-    for line in said:
+    assert len(lines) == 2
+    for line in lines:
         assert "over 8 problems, 8 of them in the training data too: greedy" in line
         assert line.count("(over 4 that could be scored)") == 2  # greedy and sampled
     for row in (*rows(tmp_path / "run", phase="eval"), result.evaluation):
         assert (row["eval/greedy/failed"], row["eval/sampled/failed"]) == (4, 4)
 
 
-def test_problems_of_the_other_split_are_said_to_be_held_out(
+def test_evaluation_reports_problems_of_another_split_as_held_out(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(tmp_path / "run", "warm_start=null", "run.total_steps=1", "run.save_model=false")
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("before RL: ")]
-    (line,) = said
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("before RL: ")
+    ]
+    (line,) = lines
     assert line.startswith(
         "before RL: held-out temper_trainer_test_rewards:share_of_digits over 8 problems never trained on: greedy 0."
     )
@@ -64,7 +66,7 @@ def prompt(number: int) -> Prompt:
     return Prompt(prompt_id=number, text="as tokenised", tokens=(1,), answer="4")
 
 
-def test_questions_are_the_same_whatever_their_white_space_but_not_their_roles() -> None:
+def test_questions_are_compared_without_white_space_but_with_roles() -> None:
     ask, system = (
         ChatMessage(role="user", content="2 + 2?"),
         ChatMessage(role="system", content="2 + 2?"),

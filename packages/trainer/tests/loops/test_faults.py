@@ -45,7 +45,7 @@ def next_row(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NextRow]:
 @needs_linux
 @pytest.mark.bitwise
 @pytest.mark.parametrize("seed", range(len(KINDS)), ids=[kind.replace(" ", "_") for kind in KINDS])
-def test_a_disturbed_run_continues_with_equal_numbers_and_leaves_nothing(
+def test_run_with_faults_resumes_with_equal_metrics_and_leaves_no_files(
     next_row: NextRow, seed: int
 ) -> None:
     while (row := next_row())["seed"] != seed:

@@ -19,7 +19,7 @@ GOLDEN = sorted(
     reason="no version is released yet whose run could be kept; the first release brings it",
 )
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
-def test_a_run_of_a_released_version_goes_on(
+def test_run_of_a_released_version_resumes(
     run: Callable[..., RunResult],
     rows: Callable[..., list[dict[str, float]]],
     folder: Path,

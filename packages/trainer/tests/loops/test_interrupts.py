@@ -1,4 +1,4 @@
-"""Stop requests: what a signal interrupts at once, later or never, and who ends the process."""
+"""Stop requests: which work a signal interrupts, and what ends the process."""
 
 import os
 import signal
@@ -21,14 +21,14 @@ def receive(number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_work_that_may_be_abandoned_at_once(number: signal.Signals) -> None:
+def test_signal_interrupts_abandonable_work_at_once(number: signal.Signals) -> None:
     with StopRequest(grace_s=GRACE_S) as stop:
         with pytest.raises(WorkAbandoned):
             receive(number)
         assert stop.requested == number
 
 
-def test_deferred_work_is_finished_and_then_stopped() -> None:
+def test_deferred_work_is_finished_before_the_stop() -> None:
     done = []
 
     def work(stop: StopRequest) -> None:
@@ -42,14 +42,14 @@ def test_deferred_work_is_finished_and_then_stopped() -> None:
     assert done == [True]
 
 
-def test_nothing_is_begun_after_a_signal() -> None:
+def test_no_work_starts_after_a_signal() -> None:
     with StopRequest(grace_s=GRACE_S) as stop, stop.defer():
         receive(signal.SIGTERM)
         with pytest.raises(WorkAbandoned), stop.allow_abandon():
             pytest.fail("the body began")
 
 
-def test_a_step_is_interrupted_in_a_blocking_call_after_half_of_the_grace() -> None:
+def test_blocking_call_is_interrupted_after_half_of_the_grace_period() -> None:
     called = []
     with StopRequest(grace_s=1.0) as stop, stop.defer():
         stop.on_late = lambda: called.append(threading.current_thread().name)
@@ -62,7 +62,7 @@ def test_a_step_is_interrupted_in_a_blocking_call_after_half_of_the_grace() -> N
     assert called == ["stop-request"]
 
 
-def test_a_second_ctrl_c_acts_as_usual_and_a_second_sigterm_does_nothing() -> None:
+def test_second_ctrl_c_acts_as_usual_and_second_sigterm_is_ignored() -> None:
     class StoppedError(Exception):
         pass
 
@@ -82,7 +82,7 @@ def test_a_second_ctrl_c_acts_as_usual_and_a_second_sigterm_does_nothing() -> No
         signal.signal(signal.SIGINT, before)
 
 
-def test_handlers_of_another_library_are_replaced_and_given_back() -> None:
+def test_handlers_of_another_library_are_replaced_and_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest(grace_s=GRACE_S) as stop:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -109,7 +109,7 @@ with StopRequest(grace_s=1.0) as stop, stop.defer():
         pytest.param("import ctypes; [ctypes.CDLL(None).sleep(20) for _ in range(5)]", id="c"),
     ],
 )
-def test_a_process_that_does_not_stop_is_ended_when_the_grace_is_over(work: str) -> None:
+def test_process_that_does_not_stop_is_ended_after_the_grace_period(work: str) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(work=work)], stdout=subprocess.PIPE, text=True
     ) as process:

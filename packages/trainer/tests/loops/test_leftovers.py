@@ -207,7 +207,7 @@ def has_step(run: Path, step: int) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("kind", ["", RAY, VLLM, RAY_AND_VLLM])
-def test_killed_driver_leaves_no_process_and_the_next_start_no_file(
+def test_killed_driver_leaves_no_process_and_the_next_start_removes_its_files(
     site: Site, tmp_path: Path, kind: str
 ) -> None:
     run = tmp_path / "run"
@@ -289,9 +289,7 @@ def test_sigterm_on_ray_ends_the_run_with_143_and_leaves_nothing(
 
 
 @pytest.mark.vllm
-def test_server_that_is_killed_before_the_first_weights_is_started_again(
-    site: Site, tmp_path: Path
-) -> None:
+def test_server_killed_before_the_first_weights_is_restarted(site: Site, tmp_path: Path) -> None:
     run = tmp_path / "run"
     driver = site.start(
         run,

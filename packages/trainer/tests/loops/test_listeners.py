@@ -28,7 +28,7 @@ LEAN = (
 )
 
 
-def test_a_run_in_one_process_opens_the_listed_sockets_and_shows_no_token(
+def test_run_in_one_process_opens_only_the_listed_sockets_and_shows_no_token(
     run: Run, tmp_path: Path
 ) -> None:
     with Listeners() as listeners:
@@ -37,7 +37,7 @@ def test_a_run_in_one_process_opens_the_listed_sockets_and_shows_no_token(
     listeners.check_secret(get_run_token(), folder=tmp_path)
 
 
-def test_a_socket_that_is_not_listed_is_found() -> None:
+def test_unlisted_socket_is_found() -> None:
     with Listeners() as listeners, socket.create_server(("0.0.0.0", 0)) as open_to_all:
         assert listeners.wait_for(open_to_all)
     with pytest.raises(
@@ -55,7 +55,7 @@ def test_a_socket_that_is_not_listed_is_found() -> None:
 
 @pytest.mark.ray
 @pytest.mark.nightly
-def test_a_run_on_ray_opens_the_listed_sockets_and_shows_no_token(
+def test_run_on_ray_opens_only_the_listed_sockets_and_shows_no_token(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if importlib.util.find_spec("ray") is None:

@@ -64,7 +64,7 @@ def test_ppo_with_critic_and_reference_trains_as_on_fsdp(
 
 
 @pytest.mark.nightly
-def test_a_run_goes_on_in_the_other_engine_and_back(run: Run, rows: Rows, tmp_path: Path) -> None:
+def test_run_resumes_in_the_other_engine_and_back(run: Run, rows: Rows, tmp_path: Path) -> None:
     schedule = (
         "actor.engine.precision.compute=fp32",
         "actor.engine.schedule.kind=linear",
@@ -93,7 +93,7 @@ def last_of(folder: Path) -> Path:
     return max(folder.glob("step_*"))
 
 
-def test_sft_trains_as_on_fsdp_and_leaves_the_same_model(
+def test_sft_trains_as_on_fsdp_and_exports_the_same_model(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     run(tmp_path / "fsdp", "run.total_steps=2", base=SFT)
@@ -120,7 +120,7 @@ KL = (
 
 
 @pytest.mark.nightly
-def test_an_adapter_with_its_base_as_reference_trains_as_on_fsdp(
+def test_adapter_with_its_base_as_reference_trains_as_on_fsdp(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     # Fresh adapters of both engines begin with the same numbers.
@@ -166,7 +166,7 @@ TAUGHT = (
     "objective",
     ["{objective: forward_kl, top_k: 8}", "{objective: jensen_shannon, top_k: 8}", "{clamp: 2.0}"],
 )
-def test_distillation_has_the_same_numbers_on_fsdp2_fsdp1_and_megatron(
+def test_distillation_has_equal_metrics_on_fsdp2_fsdp1_and_megatron(
     run: Run, rows: Rows, tmp_path: Path, objective: str
 ) -> None:
     taught = (*TAUGHT, f"distillation={objective}")

@@ -157,7 +157,7 @@ def run_apart(folder: Path, *overrides: str) -> str:
 
 
 @pytest.mark.bitwise
-def test_roles_that_meet_only_by_address_give_the_numbers_of_one_process(
+def test_roles_in_separate_namespaces_give_the_metrics_of_one_process(
     run: Run, rows: Rows, tmp_path: Path, nodes: None
 ) -> None:
     run(tmp_path / "inline", *LEAN)

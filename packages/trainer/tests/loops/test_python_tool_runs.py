@@ -84,7 +84,7 @@ def written_by(directory: Path, *overrides: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_secrets_of_the_trainer_are_in_nothing_that_a_run_writes(
+def test_secrets_of_the_trainer_are_not_in_the_files_of_a_run(
     tmp_path: Path, needs_bubblewrap: None
 ) -> None:
     del needs_bubblewrap
@@ -97,7 +97,7 @@ def test_secrets_of_the_trainer_are_in_nothing_that_a_run_writes(
     assert not found
 
 
-def test_the_same_program_finds_them_without_a_sandbox(needs_bubblewrap: None) -> None:
+def test_same_program_finds_the_secrets_without_a_sandbox(needs_bubblewrap: None) -> None:
     del needs_bubblewrap  # it looks for Linux's /proc
     driver = (
         "from temper_trainer.environment.sandbox import NoSandbox\n"

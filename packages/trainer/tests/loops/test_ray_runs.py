@@ -54,7 +54,7 @@ def test_ray_and_inline_give_equal_metrics(run: Run, rows: Rows, tmp_path: Path)
 
 
 @pytest.mark.bitwise
-def test_changes_through_the_object_store_give_the_numbers_of_whole_sets(
+def test_deltas_through_the_object_store_give_the_metrics_of_full_weights(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     small = (
@@ -77,7 +77,7 @@ def test_changes_through_the_object_store_give_the_numbers_of_whole_sets(
 
 
 @pytest.mark.nightly
-def test_stages_and_split_matrices_of_the_megatron_engine_train_like_one_fsdp_rank(
+def test_pipeline_and_tensor_parallel_megatron_trains_like_one_fsdp_rank(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     pytest.importorskip("megatron.core", reason="needs temper-engine-megatron with Megatron-Bridge")
@@ -122,7 +122,7 @@ def test_stages_and_split_matrices_of_the_megatron_engine_train_like_one_fsdp_ra
     assert [row["step"] for row in rows(tmp_path / "two")] == [1, 2, 3]
 
 
-def test_a_rank_killed_in_the_middle_of_an_update_is_named_and_one_rank_goes_on_like_a_whole_run(
+def test_rank_killed_in_an_update_is_named_and_the_run_resumes_on_one_rank(
     run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def step_that_loses_a_rank(loop: SyncLoop, *, step: int, **given: object) -> StepResult:
@@ -177,7 +177,7 @@ TAUGHT = (
 
 @pytest.mark.bitwise
 @pytest.mark.nightly
-def test_a_teacher_on_an_engine_whose_process_is_killed_is_named_and_the_step_before_is_saved(
+def test_killed_engine_teacher_is_named_and_the_previous_step_is_saved(
     run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def step_that_loses_the_teacher(loop: SyncLoop, *, step: int, **given: object) -> StepResult:

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 40))]
 )
-def test_a_resumed_run_logs_the_numbers_of_the_uninterrupted_one(
+def test_resumed_run_logs_the_metrics_of_the_uninterrupted_one(
     run: Run, rows: Rows, folder: Path, tmp_path: Path, seed: int
 ) -> None:
     if not folder.exists():

@@ -73,7 +73,7 @@ def scores_of(model: Path, rollouts: Sequence[Rollout]) -> list[float]:
         return [float(judge(input_ids=row).logits[0, -1, 0]) for row in rows]
 
 
-def test_the_policy_learns_what_the_reward_model_likes(
+def test_policy_learns_what_the_reward_model_prefers(
     run: Run, rows: Rows, tmp_path: Path, trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[StepResult] = []
@@ -97,7 +97,7 @@ def test_the_policy_learns_what_the_reward_model_likes(
     assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.5
 
 
-def test_a_reward_model_is_one_reward_among_others(
+def test_reward_model_can_be_one_of_several_rewards(
     run: Run, tmp_path: Path, trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollouts: list[Rollout] = []
@@ -119,7 +119,7 @@ def test_a_reward_model_is_one_reward_among_others(
     )
 
 
-def test_a_reward_model_with_another_tokenizer_is_refused(
+def test_reward_model_with_another_tokenizer_is_refused(
     run: Run, tmp_path: Path, trained: tuple[Path, str]
 ) -> None:
     own = (
@@ -134,7 +134,7 @@ def test_a_reward_model_with_another_tokenizer_is_refused(
 
 @pytest.mark.bitwise
 @pytest.mark.ray
-def test_a_reward_model_on_ray_gives_the_numbers_of_one_process(
+def test_reward_model_on_ray_gives_the_metrics_of_one_process(
     run: Run, rows: Rows, tmp_path: Path, trained: tuple[Path, str]
 ) -> None:
     ray = pytest.importorskip(

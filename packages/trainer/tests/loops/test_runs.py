@@ -30,7 +30,7 @@ TINY = (
 Rows = Callable[..., list[dict[str, float]]]
 
 
-def test_a_run_leaves_all_that_it_promises(run: Run, tmp_path: Path) -> None:
+def test_run_writes_all_documented_files(run: Run, tmp_path: Path) -> None:
     result = run(tmp_path / "run")
     left = {path.name for path in result.directory.iterdir()}
     assert {
@@ -48,9 +48,7 @@ def test_a_run_leaves_all_that_it_promises(run: Run, tmp_path: Path) -> None:
     assert (result.directory / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_model_that_is_left_loads_in_transformers_and_completes(
-    run: Run, tmp_path: Path
-) -> None:
+def test_exported_model_loads_in_transformers_and_generates(run: Run, tmp_path: Path) -> None:
     directory = str(run(tmp_path / "run", "run.total_steps=1").directory / "huggingface")
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(directory),
@@ -68,9 +66,7 @@ def test_the_model_that_is_left_loads_in_transformers_and_completes(
 
 
 @pytest.mark.bitwise
-def test_two_steps_then_two_more_equal_four_bit_for_bit(
-    run: Run, rows: Rows, tmp_path: Path
-) -> None:
+def test_two_steps_then_two_more_equal_four_bitwise(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(tmp_path / "whole", "run.save_every=1")  # and a save changes no number
     run(tmp_path / "parts", "run.total_steps=2", "run.save_model=false")
     run(tmp_path / "parts", "run.total_steps=4", "run.resume=auto")
@@ -87,7 +83,7 @@ def test_two_steps_then_two_more_equal_four_bit_for_bit(
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_changes_alone_give_the_numbers_of_whole_sets_also_after_a_resume(
+def test_weight_deltas_give_the_metrics_of_full_weights_also_after_a_resume(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     # Of weights near 0.02, steps of 1e-5 leave most as they are in bfloat16.
@@ -119,7 +115,7 @@ def test_changes_alone_give_the_numbers_of_whole_sets_also_after_a_resume(
 
 @pytest.mark.bitwise
 @pytest.mark.parametrize("loop", ["sync", "one_step_off"])
-def test_a_reward_that_breaks_down_costs_no_step_that_was_made(
+def test_failing_reward_loses_no_completed_step(
     run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str
 ) -> None:
     monkeypatch.setenv("TEMPER_TEST_MARKER", str(tmp_path / "marker"))
@@ -136,14 +132,14 @@ def test_a_reward_that_breaks_down_costs_no_step_that_was_made(
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-def test_bars_are_fed_by_sampling_scoring_and_updating(
+def test_sampling_scoring_and_updates_report_progress(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[str, int | None, int]] = []
+    printed: list[tuple[str, int | None, int]] = []
 
     class Told(list[Part]):
         def remove(self, done: Part) -> None:
-            told.append((done.name, done.total, done.done))
+            printed.append((done.name, done.total, done.done))
             super().remove(done)
 
     monkeypatch.setattr(progress, "_active", Told())
@@ -155,13 +151,13 @@ def test_bars_are_fed_by_sampling_scoring_and_updating(
         "batching.num_mini_batches=2",
     )
     run(tmp_path / "run", *lean)
-    counted = [each for each in told if each[1] is not None]
+    counted = [each for each in printed if each[1] is not None]
     assert counted == [
         ("completions", 16, 16),
         ("rewards", 16, 16),
         ("actor mini-batches", 2, 2),
     ]  # 4 prompts, 4 completions each
-    assert [name for name, total, _ in told if total is None] == [
+    assert [name for name, total, _ in printed if total is None] == [
         "reward",
         "rollout",
         "annotate",
@@ -180,7 +176,7 @@ def cut_back_to(folder: Path, step: int) -> None:
 
 @pytest.mark.bitwise
 @pytest.mark.parametrize("task", ["rl", "sft"])
-def test_a_step_that_was_saved_in_the_background_resumes_bit_for_bit(
+def test_step_saved_in_the_background_resumes_bitwise(
     run: Run, rows: Rows, tmp_path: Path, task: str
 ) -> None:
     sft = (
@@ -212,7 +208,7 @@ def test_a_step_that_was_saved_in_the_background_resumes_bit_for_bit(
 
 
 @pytest.mark.bitwise
-def test_supervised_steps_that_were_cut_go_on_where_they_stopped(
+def test_interrupted_supervised_run_resumes_where_it_stopped(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     sft = ("task=sft", "warm_start=null", "batching.prompts_per_step=16")
@@ -226,7 +222,7 @@ def test_supervised_steps_that_were_cut_go_on_where_they_stopped(
 
 
 @pytest.mark.bitwise
-def test_several_updates_a_step_begin_with_a_ratio_of_exactly_one(
+def test_first_of_several_updates_has_a_ratio_of_exactly_one(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     run(
@@ -242,7 +238,7 @@ def test_several_updates_a_step_begin_with_a_ratio_of_exactly_one(
     )
 
 
-def test_every_completion_of_a_step_carries_the_weights_of_that_step(
+def test_every_completion_has_the_weight_version_of_its_step(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     run(tmp_path / "run")
@@ -280,7 +276,7 @@ def test_ppo_trains_policy_and_critic_and_reads_both_kls(
     assert all(row["critic/grad_norm"] > 0 for row in found)
 
 
-def test_a_folder_that_holds_a_run_is_refused_and_untouched(run: Run, tmp_path: Path) -> None:
+def test_folder_with_a_run_is_refused_and_not_changed(run: Run, tmp_path: Path) -> None:
     run(tmp_path / "run", "run.total_steps=1", "data.eval=null")
     before = {
         path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()
@@ -295,9 +291,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_untouched(run: Run, tmp_path: 
 LEAN = ("warm_start=null", "data.eval=null", "run.save_model=false", "run.total_steps=2")
 
 
-def test_after_a_failed_start_the_corrected_command_uses_the_folder(
-    run: Run, tmp_path: Path
-) -> None:
+def test_corrected_command_can_use_the_folder_of_a_failed_start(run: Run, tmp_path: Path) -> None:
     folder, template = tmp_path / "run", "data.tokenizer.kind=bpe"
     with pytest.raises(ConfigError, match=r"tokenizer\.vocab_size is 7"):
         run(folder, *LEAN, template, "data.tokenizer.vocab_size=7")
@@ -313,7 +307,7 @@ def test_after_a_failed_start_the_corrected_command_uses_the_folder(
         run(folder, *LEAN)
 
 
-def test_a_reward_that_fails_in_the_first_step_leaves_a_folder_for_the_corrected_one(
+def test_corrected_command_can_use_the_folder_after_a_failed_first_step(
     run: Run, tmp_path: Path
 ) -> None:
     with pytest.raises(RewardFailureError):
@@ -321,7 +315,7 @@ def test_a_reward_that_fails_in_the_first_step_leaves_a_folder_for_the_corrected
     run(tmp_path / "run", *LEAN)
 
 
-def test_files_of_a_user_are_no_failed_start(run: Run, tmp_path: Path) -> None:
+def test_files_of_a_user_are_not_taken_for_a_failed_start(run: Run, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("mine: 1\n")
     with pytest.raises(ConfigError, match="already holds a run"):
@@ -329,7 +323,7 @@ def test_files_of_a_user_are_no_failed_start(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "config.yaml").read_text() == "mine: 1\n"
 
 
-def test_a_run_saves_by_time_at_the_end_of_a_step(
+def test_run_saves_at_the_end_of_a_step_after_the_interval(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(tmp_path / "run", *LEAN, "run.total_steps=3", "run.save_interval_s=0.001")
@@ -341,7 +335,7 @@ def test_a_run_saves_by_time_at_the_end_of_a_step(
     assert "checkpoints: saved every 0.001 s and at the end; " in capsys.readouterr().out
 
 
-def test_a_resumed_run_lists_changed_settings_and_those_without_effect(
+def test_resumed_run_lists_changed_settings_and_those_without_effect(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(tmp_path / "run", *LEAN)
@@ -364,7 +358,7 @@ def test_a_resumed_run_lists_changed_settings_and_those_without_effect(
     assert "run.resume:" not in out
 
 
-def test_a_run_that_fails_leaves_a_report_up_to_its_last_step(
+def test_failing_run_writes_a_report_up_to_its_last_step(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TEMPER_TEST_MARKER", str(tmp_path / "marker"))
@@ -381,7 +375,7 @@ def test_a_run_that_fails_leaves_a_report_up_to_its_last_step(
 SHORT = ("run.save_every=1", "run.save_model=false", "data.eval=null", "warm_start=null")
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_ends_as_if_it_had_not_been(
+def test_run_resumes_before_a_damaged_checkpoint_with_equal_results(
     run: Run,
     rows: Rows,
     tmp_path: Path,
@@ -404,9 +398,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_run_ends_as_if_it_ha
     ]
 
 
-def test_what_a_killed_save_left_is_never_resumed_from(
-    run: Run, rows: Rows, tmp_path: Path
-) -> None:
+def test_remains_of_a_killed_save_are_never_resumed(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(tmp_path / "run", "run.total_steps=2", *SHORT)
     step = tmp_path / "run" / "checkpoints" / "step_00000002"
     (step / "manifest.json").unlink()
@@ -415,9 +407,7 @@ def test_what_a_killed_save_left_is_never_resumed_from(
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
 
 
-def test_naming_an_earlier_step_goes_back_to_it_in_one_command(
-    run: Run, rows: Rows, tmp_path: Path
-) -> None:
+def test_run_resumes_from_a_requested_earlier_step(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(tmp_path / "run", "run.total_steps=2", *SHORT)
     whole, earlier = rows(tmp_path / "run"), tmp_path / "run" / "checkpoints" / "step_00000001"
     run(tmp_path / "run", f"run.resume={earlier}", "run.total_steps=2", *SHORT)
@@ -426,7 +416,7 @@ def test_naming_an_earlier_step_goes_back_to_it_in_one_command(
     assert names == ["step_00000001", "step_00000002", "step_00000002.superseded-1"]
 
 
-def test_a_run_without_a_checkpoint_says_at_its_resume_that_it_starts_again(
+def test_resume_without_a_checkpoint_reports_that_it_starts_again(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = (
@@ -472,17 +462,13 @@ def test_too_many_failing_rewards_stop_the_run_with_the_first_failure(
         )
 
 
-def test_a_longer_run_goes_on_from_a_finished_one_and_a_shorter_one_is_refused(
-    run: Run, tmp_path: Path
-) -> None:
+def test_finished_run_can_be_extended_but_not_shortened(run: Run, tmp_path: Path) -> None:
     run(tmp_path / "run", "run.total_steps=2", "run.save_model=false", "data.eval=null")
     with pytest.raises(CheckpointError, match=r"beyond run\.total_steps = 1"):
         run(tmp_path / "run", "run.total_steps=1", "run.resume=auto", "data.eval=null")
 
 
-def test_a_longer_run_leaves_its_own_model_and_keeps_the_earlier_one(
-    run: Run, tmp_path: Path
-) -> None:
+def test_extended_run_exports_its_model_and_keeps_the_earlier_one(run: Run, tmp_path: Path) -> None:
     folder, always = tmp_path / "run", ("run.resume=auto", "data.eval=null")
     run(folder, "run.total_steps=1", "data.eval=null")
     first = load_file(folder / "huggingface" / "model.safetensors")
@@ -497,7 +483,7 @@ def test_a_longer_run_leaves_its_own_model_and_keeps_the_earlier_one(
     assert any(not torch.equal(first[name], last[name]) for name in first)
 
 
-def test_the_trainers_state_says_where_the_run_stands(run: Run, tmp_path: Path) -> None:
+def test_trainer_state_contains_step_and_position_in_the_data(run: Run, tmp_path: Path) -> None:
     run(tmp_path / "run", "run.total_steps=3", "run.save_model=false", "data.eval=null")
     state = json.loads(
         (tmp_path / "run" / "checkpoints" / "step_00000003" / "trainer" / "state.json").read_text()
@@ -513,7 +499,7 @@ SFT = ("task=sft", "warm_start=null", "batching.prompts_per_step=16")
 
 
 @pytest.mark.bitwise
-def test_supervised_steps_go_on_from_the_checkpoint_that_is_named(
+def test_supervised_run_resumes_from_a_requested_checkpoint(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     run(tmp_path / "whole", *SFT, "run.total_steps=4", base=TINY)
@@ -524,14 +510,14 @@ def test_supervised_steps_go_on_from_the_checkpoint_that_is_named(
     assert not (tmp_path / "first" / "huggingface").exists(), "run.save_model=false leaves no model"
 
 
-def test_a_checkpoint_of_another_phase_is_refused(run: Run, tmp_path: Path) -> None:
+def test_checkpoint_of_another_phase_is_refused(run: Run, tmp_path: Path) -> None:
     run(tmp_path / "sft", *SFT, "run.total_steps=1", base=TINY)
     named = tmp_path / "sft" / "checkpoints" / "step_00000001"
     with pytest.raises(CheckpointError, match="is a checkpoint of phase sft, and this is phase rl"):
         run(tmp_path / "rl", f"run.resume={named}")
 
 
-def test_dropped_prompts_are_said_and_logged_for_both_sets(
+def test_dropped_prompts_are_printed_and_logged_for_both_sources(
     run: Run, rows: Rows, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(
@@ -557,7 +543,7 @@ def test_dropped_prompts_are_said_and_logged_for_both_sets(
         ),
     ],
 )
-def test_a_demonstration_that_is_too_long_is_named_before_the_first_update(
+def test_overlong_demonstration_is_named_before_the_first_update(
     run: Run, tmp_path: Path, setting: str, key: str
 ) -> None:
     with pytest.raises(DataError, match=rf"arithmetic.*tokens, but .*{key}"):
@@ -571,7 +557,7 @@ def test_a_demonstration_that_is_too_long_is_named_before_the_first_update(
         )
 
 
-def test_a_folder_that_cannot_be_made_is_one_sentence(run: Run) -> None:
+def test_run_folder_that_cannot_be_created_is_a_configuration_error(run: Run) -> None:
     with pytest.raises(ConfigError, match=r"run\.dir .* cannot be written"):
         run(Path("/proc/nowhere/run"))
 
@@ -591,7 +577,7 @@ def as_converted(step: Path, folder: Path, *, roles: Sequence[str]) -> None:
         )
 
 
-def test_policy_and_critic_that_were_converted_go_on_as_if_they_had_been_trained_here(
+def test_converted_policy_and_critic_resume_like_native_ones(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     ppo = (
@@ -618,7 +604,7 @@ def test_policy_and_critic_that_were_converted_go_on_as_if_they_had_been_trained
     assert (state["step"], state["cursor"]) == (3, {"epoch": 0, "index": 12})
 
 
-def test_roles_of_different_steps_are_refused_and_a_missing_one_is_named(
+def test_converted_roles_of_different_steps_are_refused_and_a_missing_role_is_named(
     run: Run, tmp_path: Path
 ) -> None:
     lean = (
@@ -653,7 +639,7 @@ def test_roles_of_different_steps_are_refused_and_a_missing_one_is_named(
 
 
 @pytest.mark.bitwise
-def test_supervised_steps_go_on_from_a_converted_engine(
+def test_supervised_run_resumes_from_a_converted_checkpoint(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     run(

@@ -73,7 +73,7 @@ def test_dpo_learns_which_completion_is_preferred(
         )
 
 
-def test_a_reward_model_scores_what_is_preferred_higher_and_loads_in_transformers(
+def test_reward_model_scores_preferred_completions_higher_and_loads_in_transformers(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     result = run(
@@ -129,7 +129,7 @@ def test_every_assistant_turn_of_a_conversation_is_trained(
 
 
 @pytest.mark.bitwise
-def test_a_stream_is_packed_to_a_number_of_tokens_and_goes_on_where_it_stopped(
+def test_streamed_data_is_packed_by_tokens_and_resumes_where_it_stopped(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     records: list[dict[str, object]] = [
@@ -159,7 +159,7 @@ def test_a_stream_is_packed_to_a_number_of_tokens_and_goes_on_where_it_stopped(
     assert whole[-1]["data/epoch"] >= 1.0
 
 
-def test_a_model_is_evaluated_and_its_completions_written(
+def test_tasks_eval_and_generate_score_and_write_completions(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     data = write(
@@ -194,13 +194,13 @@ def test_a_model_is_evaluated_and_its_completions_written(
     assert all(len(line["tokens"][0]) == len(line["logprobs"][0]) for line in lines)
 
 
-def test_a_pair_of_equal_completions_is_refused(run: Run, tmp_path: Path) -> None:
+def test_pair_of_equal_completions_is_refused(run: Run, tmp_path: Path) -> None:
     data = write(tmp_path / "pairs.jsonl", [{"question": "q", "chosen": "a", "rejected": "a"}])
     with pytest.raises(ValueError, match="are equal, which says nothing"):
         run(tmp_path / "run", "task=dpo", data, "ref=frozen", base=TINY)
 
 
-def test_a_reference_that_nobody_reads_is_refused(run: Run, tmp_path: Path) -> None:
+def test_unused_reference_is_refused(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"preference\.reference is none and ref is set"):
         run(
             tmp_path / "run",

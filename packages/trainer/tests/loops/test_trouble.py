@@ -72,7 +72,7 @@ def steps_of(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "checkpoints").iterdir())
 
 
-def test_ctrl_c_finishes_the_step_saves_it_and_says_how_to_go_on(
+def test_ctrl_c_finishes_and_saves_the_step_and_prints_the_resume_command(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -92,7 +92,7 @@ def test_ctrl_c_finishes_the_step_saves_it_and_says_how_to_go_on(
     assert steps_of(run) == [saved, f"step_{step + 1:08d}"]
 
 
-def test_sigterm_in_a_long_step_saves_the_one_before_it_within_the_grace(
+def test_sigterm_in_a_long_step_saves_the_previous_one_within_the_grace_period(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     run, slow = tmp_path / "run", "reward.function=temper_trainer_test_rewards:slow_after_two_steps"
@@ -112,7 +112,7 @@ def test_sigterm_in_a_long_step_saves_the_one_before_it_within_the_grace(
     assert (run / "report.html").exists()
 
 
-def test_sigterm_during_start_up_begins_no_step_and_the_same_command_starts_again(
+def test_sigterm_during_startup_starts_no_step_and_the_command_can_be_repeated(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -131,7 +131,7 @@ def test_sigterm_during_start_up_begins_no_step_and_the_same_command_starts_agai
     assert again.returncode == 0, again.stderr
 
 
-def test_a_second_process_in_the_folder_of_a_run_touches_nothing(
+def test_second_process_in_the_folder_of_a_run_changes_no_file(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -150,7 +150,7 @@ def test_a_second_process_in_the_folder_of_a_run_touches_nothing(
     assert not list(run.glob("*.superseded-*"))
 
 
-def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(
+def test_killed_run_resumes_from_its_last_complete_checkpoint(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -168,7 +168,7 @@ def test_a_killed_run_goes_on_from_its_last_complete_checkpoint(
     assert f"continuing from step {last} " in done.stdout
 
 
-def test_the_report_of_a_killed_run_is_brought_up_to_its_last_step_by_the_next_start(
+def test_next_start_completes_the_report_of_a_killed_run(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     run, settings = tmp_path / "run", ("run.total_steps=1000", "run.save_every=1")
@@ -200,7 +200,7 @@ def last_step_in(report: Path) -> int:
     return int(row[1])
 
 
-def test_a_full_disk_while_saving_keeps_the_earlier_checkpoint(
+def test_full_disk_while_saving_keeps_the_earlier_checkpoint(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

@@ -18,7 +18,7 @@ CALCULATOR = (
 FILES = {"eval": "samples.jsonl", "generate": "completions.jsonl"}
 
 
-def test_a_policy_is_trained_on_rollouts_with_a_calculator(
+def test_policy_is_trained_on_rollouts_with_a_calculator(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     # The warm start shows calls; a few updates teach their form.
@@ -38,7 +38,7 @@ def test_a_policy_is_trained_on_rollouts_with_a_calculator(
     )
 
 
-def test_what_an_environment_gives_is_in_every_reward_that_is_told(
+def test_rewards_of_an_environment_are_in_all_logged_rewards(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     lean = (

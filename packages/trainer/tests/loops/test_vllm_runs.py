@@ -84,7 +84,7 @@ def assert_close(
 @pytest.mark.skipif(
     sys.platform != "linux", reason="needs Linux, whose /proc names the sockets of a process"
 )
-def test_a_run_with_a_server_opens_the_sockets_that_security_md_lists(
+def test_run_with_a_server_opens_only_the_sockets_in_security_md(
     run: Run, tmp_path: Path, on_vllm: tuple[str, ...]
 ) -> None:
     with Listeners() as listeners:
@@ -171,7 +171,7 @@ SMALL_STEPS = (
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
-def test_a_run_that_sends_changes_has_the_numbers_of_one_that_sends_everything(
+def test_run_with_weight_deltas_has_the_metrics_of_one_with_full_weights(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], transport: str
 ) -> None:
     lean = (
@@ -198,7 +198,7 @@ def test_a_run_that_sends_changes_has_the_numbers_of_one_that_sends_everything(
 
 @pytest.mark.parametrize("content", ["full", "delta"])
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
-def test_a_server_that_is_killed_in_the_middle_of_a_step_loses_nothing(
+def test_server_killed_in_a_step_loses_no_completion(
     run: Run,
     rows: Rows,
     tmp_path: Path,
@@ -238,7 +238,7 @@ def test_ppo_with_a_critic_gives_the_losses_of_the_transformers_sampler(
     )
 
 
-def test_turns_with_a_tool_give_the_losses_of_the_transformers_sampler(
+def test_multi_turn_rollouts_give_the_losses_of_the_transformers_sampler(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
 ) -> None:
     lean = (*(setting for setting in LEAN if setting != "warm_start=null"), *CALCULATOR, *GREEDY)
@@ -249,7 +249,7 @@ def test_turns_with_a_tool_give_the_losses_of_the_transformers_sampler(
     assert_close(found, rows(tmp_path / "hf"), more=("tool/calls", "rollout/turns_mean"))
 
 
-def test_the_reward_rises_on_servers(
+def test_reward_rises_on_servers(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
 ) -> None:
     grpo = ("algorithm=grpo", "run.total_steps=20", "batching.prompts_per_step=8")
@@ -315,7 +315,7 @@ DISTILLED = (
 )
 
 
-def test_two_teachers_on_servers_teach_as_two_on_engines(
+def test_two_teachers_on_servers_give_the_results_of_two_on_engines(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], saved: dict[str, Path]
 ) -> None:
     run(tmp_path / "engines", *taught_by(saved))
@@ -332,7 +332,7 @@ def test_two_teachers_on_servers_teach_as_two_on_engines(
         ), name
 
 
-def test_completions_and_scores_of_a_saved_model_are_those_of_the_transformers_sampler(
+def test_evaluation_and_generation_equal_those_of_the_transformers_sampler(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], saved: dict[str, Path]
 ) -> None:
     data = (
@@ -377,7 +377,7 @@ def test_one_step_off_gives_the_losses_of_the_transformers_sampler(
     assert [row["staleness/max"] for row in rows(tmp_path / "vllm")] == [0, 1, 1, 1]
 
 
-def test_loop_async_stays_within_its_staleness_on_servers(
+def test_loop_async_stays_within_its_staleness_limit_on_servers(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
 ) -> None:
     correction = "algorithm.rollout_correction={level: token}"
@@ -398,7 +398,7 @@ def test_loop_async_stays_within_its_staleness_on_servers(
     assert all(1e-9 < row["mismatch/kl"] < 5.0 for row in found[2:])
 
 
-def test_an_adapter_alone_is_sent_and_gives_the_losses_of_the_merged_one(
+def test_sending_only_the_adapter_gives_the_losses_of_merged_weights(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
 ) -> None:
     lora = ("actor.engine.lora.rank=4", "actor.engine.lora.alpha=8", "warm_start.total_steps=2")
@@ -411,7 +411,7 @@ def test_an_adapter_alone_is_sent_and_gives_the_losses_of_the_merged_one(
 
 
 @pytest.mark.ray
-def test_two_replicas_on_ray_give_what_one_server_gives_though_one_dies(
+def test_two_replicas_on_ray_equal_one_server_even_if_one_is_killed(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = pytest.importorskip(
@@ -450,7 +450,7 @@ def test_two_replicas_on_ray_give_what_one_server_gives_though_one_dies(
 
 
 @pytest.mark.ray
-def test_a_teachers_servers_on_ray_teach_as_an_engine_though_one_dies(
+def test_teacher_servers_on_ray_equal_an_engine_even_if_one_is_killed(
     run: Run,
     rows: Rows,
     tmp_path: Path,

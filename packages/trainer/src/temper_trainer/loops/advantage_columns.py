@@ -95,7 +95,7 @@ def add_advantages(
 def _discount_turns(
     advantages: Tensor, *, samples: SequenceBatch, environment: EnvironmentConfig | None
 ) -> Tensor:
-    """Discount the advantages of earlier turns, if rollouts have several turns."""
+    """Reduce the advantages of earlier turns by the discount, if rollouts have several turns."""
     if (
         environment is None
         or environment.turn_discount == 1.0

@@ -46,7 +46,7 @@ class WorkAbandoned(KeyboardInterrupt):
 
 
 class _Mode(enum.IntEnum):
-    """What a stop request does to the current work."""
+    """Effect of a stop request on the current work."""
 
     DEFER = 0
     """Only set the flag, for example during an optimizer update or a save."""

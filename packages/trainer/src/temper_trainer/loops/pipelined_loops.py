@@ -91,13 +91,13 @@ class OneStepOffLoop:
 
     @property
     def cursor(self) -> DataCursor:
-        """See `StepLoop`; the next batch is sampled again after a resume."""
+        """Position of the batch in progress, which a resumed run samples again."""
         return self._components.prompts.cursor if self._next is None else self._next.cursor
 
     def run_step(
         self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers
     ) -> StepResult:
-        """See `StepLoop`."""
+        """Run one step; see `StepLoop`."""
         components, timer, start = self._components, StepTimer(), time.perf_counter()
         batch = self._next or self._start_sampling(step, controllers.reward_stats)
         self._next = None
@@ -193,7 +193,7 @@ class AsyncLoop:
         self._ready: dict[int, _ReadyBatch] = {}
         self._error: BaseException | None = None
         self.cursor = components.prompts.cursor
-        """See `StepLoop`. Not the cursor of the prompts, which is ahead of training."""
+        """Position after the last trained batch; the prompts themselves are ahead of it."""
         self._thread = threading.Thread(
             target=self._sample, args=(reward_stats,), daemon=True, name="sampling"
         )
@@ -202,7 +202,7 @@ class AsyncLoop:
     def run_step(
         self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers
     ) -> StepResult:
-        """See `StepLoop`. Afterwards, the sampling thread has another credit."""
+        """Run one step; afterwards, the sampling thread has another credit."""
         components, timer, start = self._components, StepTimer(), time.perf_counter()
         with timer.measure("wait"), allow_late_abandon():
             batch = self._take_batch(step)

@@ -106,13 +106,13 @@ class SyncLoop:
 
     @property
     def cursor(self) -> DataCursor:
-        """See `StepLoop`."""
+        """Position of the next prompt; see `StepLoop`."""
         return self.components.prompts.cursor
 
     def run_step(
         self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers
     ) -> StepResult:
-        """See `StepLoop`."""
+        """Run one step; see `StepLoop`."""
         components, timer, start = self.components, StepTimer(), time.perf_counter()
         with timer.measure("rollout"), allow_late_abandon():
             sampled = sample_step(
@@ -151,7 +151,7 @@ class SyncLoop:
         return StepResult(metrics=metrics, rollouts=sampled.rollouts, controllers=controllers)
 
     def pause_sampling(self) -> AbstractContextManager[None]:
-        """Do nothing: between two steps, this loop does not sample."""
+        """Return an empty context: between two steps, this loop does not sample."""
         return nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""What the driver does after each step of any loop: check the lock, report, decide on a save."""
+"""The driver's work after each step of any loop: check the lock, report, decide on a save."""
 
 import time
 from collections.abc import Callable

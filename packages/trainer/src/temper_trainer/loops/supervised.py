@@ -72,7 +72,7 @@ class ExampleStream(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedStage:
-    """What a supervised stage trains, on which data, and for how long."""
+    """Definition of a supervised stage: what it trains, on which data, and for how long."""
 
     phase: Literal["sft", "dpo", "rm", "warm_start"]
     """Name of the stage in the log and in checkpoints."""
@@ -82,7 +82,7 @@ class SupervisedStage:
     """Opens the training examples at a position."""
     objective: Objective = field(default_factory=build_sft_objective)
     reference: Literal["ref", "disabled_adapter", "none"] = "none"
-    """What computes the reference log-probs that the objective reads."""
+    """Source of the reference log-probs that the objective reads."""
     tokens_per_update: int | None = None
     """Maximum number of tokens in an update; None uses ``batch_size``."""
     total_steps: int

@@ -61,7 +61,7 @@ LINE_METRICS = (
     LineMetric(metric="rollout/tokens_per_s", label="tokens/s", format=_rate),
     LineMetric(metric="time/step_s", label="s", format=_digits(2)),
 )
-"""In the order in which the line shows them."""
+"""Metrics on the line of a step, in this order."""
 
 
 def format_step_line(

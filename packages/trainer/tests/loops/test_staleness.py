@@ -1,4 +1,4 @@
-"""The credit model, played by a scheduler that chooses among everything that may happen next."""
+"""Credits of loop async, tested with random orders of all possible events."""
 
 import random
 import threading
@@ -13,7 +13,10 @@ NUM_BATCHES = 40
 
 
 def play(max_staleness: int, *, samplers: int, seed: int, slow: int | None = None) -> list[int]:
-    """Run to the end; the staleness of each batch when it was trained on. ``slow`` is a batch that ends only when nothing else can."""
+    """Return the staleness of each batch when it was trained.
+
+    Batch ``slow`` finishes only when no other event is possible.
+    """
     choose = random.Random(seed)
     account = Credits(max_staleness=max_staleness)
     begun_at: dict[int, int] = {}
@@ -45,7 +48,7 @@ def play(max_staleness: int, *, samplers: int, seed: int, slow: int | None = Non
 
 
 @given(max_staleness=st.integers(0, 5), samplers=st.integers(1, 4), seed=st.integers(0, 10_000))
-def test_every_order_of_events_trains_every_batch_once_and_none_too_old(
+def test_any_order_of_events_trains_every_batch_once_within_the_staleness_limit(
     max_staleness: int, samplers: int, seed: int
 ) -> None:
     staleness = play(max_staleness, samplers=samplers, seed=seed)
@@ -55,11 +58,11 @@ def test_every_order_of_events_trains_every_batch_once_and_none_too_old(
 
 
 @given(slow=st.integers(0, NUM_BATCHES - 1), seed=st.integers(0, 1000))
-def test_a_batch_that_takes_longest_is_never_starved_or_overtaken(slow: int, seed: int) -> None:
+def test_slowest_batch_is_neither_starved_nor_overtaken(slow: int, seed: int) -> None:
     assert max(play(2, samplers=3, seed=seed, slow=slow)) <= 2
 
 
-def test_without_staleness_a_batch_waits_for_the_update_before_it() -> None:
+def test_batch_without_staleness_waits_for_the_previous_update() -> None:
     account = Credits(max_staleness=0).start()
     assert not account.can_start
     assert account.finish(0).train().can_start
@@ -72,7 +75,7 @@ def test_training_waits_for_the_next_batch_in_order() -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_threads_see_the_same_account(max_staleness: int) -> None:
+def test_threads_wait_for_the_same_credits(max_staleness: int) -> None:
     account = CreditAccount(max_staleness)
     seen: list[int] = []
     sampled = threading.Semaphore(0)

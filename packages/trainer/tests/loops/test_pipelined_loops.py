@@ -26,7 +26,7 @@ ASYNC = (*LEAN, "loop=async")
 
 
 @pytest.mark.bitwise
-def test_one_step_off_trains_one_update_behind_and_repeats_bit_for_bit(
+def test_one_step_off_trains_one_update_behind_and_repeats_bitwise(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     run(tmp_path / "a", *ONE)
@@ -57,7 +57,7 @@ def test_sampling_thread_computes_with_the_default_matmul_kernels(run: Run, tmp_
     assert seen == {"highest"}
 
 
-def test_one_step_off_goes_on_with_the_first_prompts_that_were_not_trained_on(
+def test_one_step_off_resumes_with_the_first_untrained_prompts(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
     run(tmp_path / "run", *ONE, "run.total_steps=3", "run.save_every=2")
@@ -72,7 +72,7 @@ def test_one_step_off_goes_on_with_the_first_prompts_that_were_not_trained_on(
 
 
 @pytest.mark.parametrize("partial", [True, False])
-def test_async_trains_every_step_on_nothing_older_than_its_bound(
+def test_async_never_trains_on_weights_older_than_its_limit(
     run: Run, rows: Rows, tmp_path: Path, partial: bool
 ) -> None:
     more = (
@@ -93,7 +93,7 @@ def test_async_trains_every_step_on_nothing_older_than_its_bound(
     assert state["cursor"]["index"] == 12  # 3 steps of 4 prompts
 
 
-def test_an_error_of_the_sampling_thread_ends_the_run(
+def test_error_in_the_sampling_thread_ends_the_run(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def breaks(*given: object, **named: object) -> None:

@@ -1,4 +1,4 @@
-"""Epochs as steps, and schedules as long as the run."""
+"""Epochs become steps, and schedules get the length of the run."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ def composed(*overrides: str) -> TrainerConfig:
     return load(["experiment=quickstart", "~run.total_steps", *overrides]).config
 
 
-def test_an_epoch_is_as_many_steps_as_it_holds_whole_ones() -> None:
+def test_epoch_has_as_many_steps_as_full_batches() -> None:
     config = with_run_length(
         composed("run.total_epochs=3", "batching.prompts_per_step=32"), num_problems=100
     )
@@ -25,7 +25,7 @@ def test_an_epoch_is_as_many_steps_as_it_holds_whole_ones() -> None:
     assert config.run.total_epochs is None
 
 
-def test_a_pass_that_holds_no_step_is_refused() -> None:
+def test_epoch_without_a_full_batch_is_refused() -> None:
     with pytest.raises(
         DataError, match=r"has 7 problems, less than a step of batching\.prompts_per_step = 32"
     ):
@@ -34,7 +34,7 @@ def test_a_pass_that_holds_no_step_is_refused() -> None:
         )
 
 
-def test_a_schedule_of_length_0_is_as_long_as_the_run_in_its_own_unit() -> None:
+def test_schedule_of_length_0_gets_the_length_of_the_run_in_its_unit() -> None:
     asked = (
         "actor.engine.schedule.kind=cosine",
         "actor.engine.schedule.total_steps=0",
@@ -49,7 +49,7 @@ def test_a_schedule_of_length_0_is_as_long_as_the_run_in_its_own_unit() -> None:
     assert by_step.actor.engine.schedule.total_steps == 10
 
 
-def test_a_schedule_with_a_length_of_its_own_keeps_it() -> None:
+def test_schedule_with_a_length_keeps_it() -> None:
     config = composed(
         "actor.engine.schedule.kind=cosine",
         "actor.engine.schedule.total_steps=7",
@@ -58,7 +58,7 @@ def test_a_schedule_with_a_length_of_its_own_keeps_it() -> None:
     assert with_run_length(config, num_problems=64).actor.engine.schedule.total_steps == 7
 
 
-def test_an_unfilled_length_never_trains() -> None:
+def test_schedule_of_length_0_cannot_be_used_for_training() -> None:
     spec = replace(ScheduleSpec(kind="linear", total_steps=0))
     with pytest.raises(ConfigError, match="filled in by a trainer"):
         compute_learning_rate(0, peak=1.0, spec=spec)

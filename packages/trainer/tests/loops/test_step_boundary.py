@@ -1,5 +1,3 @@
-"""When the driver saves."""
-
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from temper_trainer.run_lock import RunLock
 def saved_steps(
     run: RunConfig, *, folder: Path, step_s: float, save_s: float, num_steps: int
 ) -> list[int]:
-    """The steps after which a run saves whose steps and saves take so long."""
+    """Return the steps after which a run saves, given the time of its steps and saves."""
     clock, saved = [0.0], []
     log = RunLog(folder, trackers=(), progress=False, console=Console(quiet=True))
     boundary = StepBoundary(
@@ -31,7 +29,7 @@ def saved_steps(
     return saved
 
 
-def test_the_first_step_that_ends_after_the_interval_saves(tmp_path: Path) -> None:
+def test_first_step_that_ends_after_the_interval_saves(tmp_path: Path) -> None:
     # Steps of 6 minutes: 18 minutes are the first end after 15; the save's 10 minutes do not count.
     assert saved_steps(RunConfig(), folder=tmp_path, step_s=360, save_s=600, num_steps=10) == [
         3,
@@ -52,13 +50,13 @@ def test_the_first_step_that_ends_after_the_interval_saves(tmp_path: Path) -> No
         ),  # every save begins a new interval of 3 steps
     ],
 )
-def test_steps_and_time_save_each_or_neither(
+def test_save_every_and_save_interval_apply_independently(
     run: RunConfig, steps: list[int], tmp_path: Path
 ) -> None:
     assert saved_steps(run, folder=tmp_path, step_s=60, save_s=0, num_steps=5) == steps
 
 
-def test_the_line_at_the_start_says_when() -> None:
+def test_policy_describes_when_a_run_saves() -> None:
     assert describe_policy(RunConfig()).startswith(
         "checkpoints: saved every 15 min and at the end; "
     )

@@ -1,4 +1,4 @@
-"""What a start does with files that lie in its run folder."""
+"""Files in the run folder at the start of a run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from temper_trainer.loops import train
 from temper_trainer.loops.run_folder import open_run_folder
 
 
-def test_files_in_the_folder_of_a_start_that_failed_are_renamed_and_never_deleted(
+def test_files_of_a_failed_start_are_renamed_and_never_deleted(
     tmp_path: Path,
 ) -> None:
     run = RunConfig(dir=str(tmp_path))
@@ -27,7 +27,7 @@ def test_files_in_the_folder_of_a_start_that_failed_are_renamed_and_never_delete
     assert (tmp_path / "config.superseded-1.yaml").read_text() == "mine"
 
 
-def test_a_run_with_an_input_in_its_own_folder_is_refused_before_it_changes_anything(
+def test_input_inside_the_run_folder_is_refused_before_any_change(
     tmp_path: Path,
 ) -> None:
     (tmp_path / ".untrained").touch()  # left by a start that failed
@@ -43,7 +43,7 @@ def test_a_run_with_an_input_in_its_own_folder_is_refused_before_it_changes_anyt
 
 @pytest.mark.parametrize("is_link", [True, False])
 @pytest.mark.parametrize("resume", ["never", "auto"])
-def test_checkpoints_that_are_no_folder_are_refused_at_the_start(
+def test_checkpoints_that_is_not_a_folder_is_refused_at_the_start(
     is_link: bool, resume: str, tmp_path: Path
 ) -> None:
     if is_link:

@@ -1,4 +1,4 @@
-"""Rollouts of several turns: what is sampled is what is trained, token for token, and text is never tokenised again."""
+"""Multi-turn rollouts: exactly the sampled tokens are trained; text is never tokenized again."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ CONFIG = EnvironmentConfig(call_start="", call_end="=", answer_start="", answer_
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Merges 12 into one token, so that 1 and 2 sampled apart come back as another token when their text is tokenised."""
+    """A tokenizer that merges "12": tokenizing the text of sampled "1", "2" gives another token."""
     inner = Tokenizer(WordLevel(IDS, unk_token="<unk>"))
     inner.pre_tokenizer = Split(Regex(r"12|error|[\s\S]"), "isolated")
     inner.decoder = Fuse()
@@ -30,7 +30,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 class RecordingSampler(ScriptedSampler):
-    """A scripted sampler that remembers what it was asked and what it said."""
+    """A scripted sampler that records requests and completions."""
 
     def __init__(self, turns: Sequence[Sequence[str]]) -> None:
         self.seen: list[tuple[SamplingRequest, Completion]] = []
@@ -67,9 +67,7 @@ def talk(
 LIMITS = RolloutLimits(max_turns=3, max_tokens=40, stop="=")
 
 
-def test_the_calculator_answers_between_completions_and_only_the_policys_tokens_are_trained() -> (
-    None
-):
+def test_calculator_answers_between_completions_and_only_sampled_tokens_are_trained() -> None:
     found, sampler, metrics = talk(
         ("3", "*", "4", "="), ("\n", "1", "2", "-", "2", "="), ("\n", "#", "<eos>"), limits=LIMITS
     )
@@ -102,19 +100,19 @@ def test_the_calculator_answers_between_completions_and_only_the_policys_tokens_
     assert tuple(again) != whole[1:], "1 and 2 were sampled apart, and would come back as one token"
 
 
-def test_a_rollout_ends_with_its_end_token_or_without_a_call() -> None:
+def test_rollout_ends_with_an_end_token_or_without_a_call() -> None:
     ended, _, _ = talk(("3", "<eos>"), limits=LIMITS)
     silent, _, _ = talk(("3", "+"), limits=LIMITS)
     assert len(ended.completions) == len(silent.completions) == 1
 
 
-def test_a_call_without_a_value_gets_an_answer_too_and_is_counted() -> None:
+def test_invalid_call_gets_an_answer_and_is_counted() -> None:
     found, _, metrics = talk(("+", "="), ("\n", "<eos>"), limits=LIMITS)
     assert metrics["tool/failed"] == 1.0
     assert found.turns[0].observation[:2] == (IDS["error"], IDS[":"])
 
 
-def test_turns_and_tokens_are_bounded() -> None:
+def test_turns_and_tokens_are_limited() -> None:
     calls = [("\n", "1", "+", "1", "=")] * 9
     assert len(talk(*calls, limits=LIMITS)[0].completions) == 3
     # 5 tokens and an answer of 1, then 1 token of the next completion: 7 in all.
@@ -122,7 +120,7 @@ def test_turns_and_tokens_are_bounded() -> None:
     assert len(short.tokens) == 7
 
 
-def test_a_long_answer_is_cut_and_counted() -> None:
+def test_long_answer_is_truncated_and_counted() -> None:
     found, _, metrics = talk(
         ("9", "*", "9", "="),
         ("<eos>",),
