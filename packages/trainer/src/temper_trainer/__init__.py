@@ -1,1 +1,1 @@
-"""The driver of a post-training run: data, rollout, reward, algorithms, batching, weight sync, runtime and loops."""
+"""Drive a post-training run: data, rollouts, rewards, algorithms, weight sync and checkpoints."""

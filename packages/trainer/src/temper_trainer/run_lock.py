@@ -25,7 +25,7 @@ LEASE_S = 60.0
 """An owner on another host whose heartbeat stops for this long loses the lock."""
 HEARTBEAT_S = 5.0
 _NAMESPACE_MARK = "?pidns-"
-"""Separator that filelock writes between host name and PID namespace, unless it is the initial one."""
+"""Written by filelock between host name and PID namespace, unless that is the initial one."""
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 """Inode of the initial PID namespace: PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h."""
 
@@ -66,7 +66,8 @@ class RunLock:
             raise ConfigError(f"run.dir {self._folder} is a file: choose a folder.") from error
         except OSError as error:
             raise ConfigError(
-                f"run.dir {self._folder} cannot be written: {error.strerror}. Choose a folder that you may write to."
+                f"run.dir {self._folder} cannot be written: {error.strerror}. Choose a folder with "
+                "write permission."
             ) from error
         return self
 

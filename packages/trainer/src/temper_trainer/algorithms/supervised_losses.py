@@ -1,6 +1,6 @@
 """Losses on fixed data: SFT, preference optimization (DPO, IPO, hinge) and reward models.
 
-The two sequences of a preference pair have the same ``pack_group_id``, so that they are never split.
+The two sequences of a preference pair have the same ``pack_group_id``, so they are never split.
 """
 
 from dataclasses import dataclass, field

@@ -1,1 +1,1 @@
-"""Choices as YAML, read by Hydra; no default lives here, those are on the dataclasses of ``temper_trainer.config``."""
+"""Configuration groups as YAML, read by Hydra; defaults are in ``temper_trainer.config``."""
