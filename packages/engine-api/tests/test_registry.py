@@ -96,12 +96,13 @@ def test_every_fault_is_listed_with_its_reason() -> None:
 @pytest.mark.usefixtures("acme")
 def test_a_class_of_another_kind_is_refused() -> None:
     with pytest.raises(
-        EngineNotFoundError, match=r"'wrong' gives .*HealthyConfig.*, which is no BaseEngine"
+        EngineNotFoundError,
+        match=r"'wrong' is .*HealthyConfig.*, which is not a subclass of BaseEngine",
     ):
         load_engine_class("wrong")
     with pytest.raises(
         EngineNotFoundError,
-        match=r"'wrong' is configured by .*HealthyEngine.*, which is no EngineConfig",
+        match=r"configuration of engine 'wrong' is .*HealthyEngine.*, which is not a subclass of EngineConfig",
     ):
         load_engine_config_class("wrong")
 

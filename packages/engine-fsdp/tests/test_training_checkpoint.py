@@ -158,7 +158,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     engine = start()
     step, before = other.save_checkpoint(str(tmp_path), global_step=2), list(engine.export_state())
     with pytest.raises(
-        CheckpointError, match=rf"{difference}.*Resume with the configuration that made it"
+        CheckpointError, match=rf"{difference}.*Resume with the configuration that wrote it"
     ):
         engine.load_checkpoint(step)
     for loaded, saved in zip(engine.export_state(), before, strict=True):

@@ -266,5 +266,5 @@ def test_weights_without_moments_do_not_resume_a_training(start, tmp_path):
         {name: tensor for name, tensor in load_file(file).items() if name.startswith("master.")},
         file,
     )
-    with pytest.raises(CheckpointError, match="holds weights without moments of adamw"):
+    with pytest.raises(CheckpointError, match="has weights without AdamW moments"):
         engine.read_part(str(part))

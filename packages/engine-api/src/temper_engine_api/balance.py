@@ -1,6 +1,6 @@
-"""Balancing as arithmetic: items of a cost over ranks in equal numbers, and over bins of a capacity. Pure and deterministic.
+"""Deterministic balancing of items over ranks, and packing of items into bins.
 
-Costs and sizes are integers, so that every rank that computes a plan computes the same one.
+Costs and sizes are integers, so that sums are exact and every rank computes the same plan.
 """
 
 import heapq
@@ -10,38 +10,40 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-CLOSE_ENOUGH = 1.002
-"""Heaviest rank over lower bound below which swapping stops: a plan need not be better than the cost model is."""
+MAX_IMBALANCE = 1.002
+"""Ratio of the largest load to its lower bound below which the search stops; the cost model is no
+more accurate than that."""
 EXCHANGES_PER_RANK = 8
-"""Most exchanges tried, per rank."""
+"""Maximum number of exchanges per rank."""
 
 _Entry = tuple[int, int]  # (cost, item)
 
 
 def assign_to_ranks(costs: Tensor, *, num_ranks: int) -> Tensor:
-    """Longest first to the lightest rank that still has room, then exchanges that relieve the heaviest rank.
+    """Assign items to ranks with similar total cost and equal numbers of items.
 
-    Every rank gets floor(N / num_ranks) or one more items, unless such numbers can't be balanced: then the heaviest ranks give some of
-    theirs away. Without the exchanges the last, forced places leave up to 7 % of imbalance on 1024 log-normal sequences over 64 ranks.
+    Items go in descending cost to the least loaded rank that has a free slot (longest processing
+    time first; Graham 1969, "Bounds on multiprocessing timing anomalies"). Then exchanges lower the
+    largest load: without them the last items, which have only one free slot left, cause up to 7 %
+    imbalance for 1024 log-normal lengths on 64 ranks. Every rank gets floor(N / num_ranks) items or
+    one more, unless equal numbers can't be balanced.
 
     Args:
-        costs: [N] int64, >= 0.
-        num_ranks: ranks, >= 1.
+        costs: [N] int64, at least 0.
+        num_ranks: Number of ranks, at least 1.
 
     Returns:
         [N] int64 rank of each item.
-
-    Source: Graham 1969, "Bounds on multiprocessing timing anomalies" (longest processing time first).
     """
-    ranks = _longest_first(costs, num_ranks=num_ranks)
+    ranks = _assign_longest_first(costs, num_ranks=num_ranks)
     loads: list[int] = torch.zeros(num_ranks, dtype=torch.int64).index_add(0, ranks, costs).tolist()
     bound = max(-(-sum(loads) // num_ranks), int(costs.max()))
-    if max(loads) > CLOSE_ENOUGH * bound:
-        _even_out(ranks, costs.tolist(), loads, target=CLOSE_ENOUGH * bound)
+    if max(loads) > MAX_IMBALANCE * bound:
+        _reduce_largest_load(ranks, costs.tolist(), loads, target=MAX_IMBALANCE * bound)
     return ranks
 
 
-def _longest_first(costs: Tensor, *, num_ranks: int) -> Tensor:
+def _assign_longest_first(costs: Tensor, *, num_ranks: int) -> Tensor:
     order = torch.argsort(costs, descending=True, stable=True)
     small, num_larger = divmod(len(costs), num_ranks)
     room = [small + 1] * num_ranks if num_larger else [small] * num_ranks
@@ -65,8 +67,10 @@ def _longest_first(costs: Tensor, *, num_ranks: int) -> Tensor:
     return ranks
 
 
-def _even_out(ranks: Tensor, costs: list[int], loads: list[int], *, target: float) -> None:
-    """Relieve the heaviest rank, an exchange at a time, until it is light enough or nothing helps."""
+def _reduce_largest_load(
+    ranks: Tensor, costs: list[int], loads: list[int], *, target: float
+) -> None:
+    """Exchange items of the most loaded rank until its load meets the target or no exchange helps."""
     members: list[list[_Entry]] = [[] for _ in loads]
     for item, rank in enumerate(ranks.tolist()):
         members[rank].append((costs[item], item))
@@ -74,7 +78,7 @@ def _even_out(ranks: Tensor, costs: list[int], loads: list[int], *, target: floa
         group.sort()
     for _ in range(EXCHANGES_PER_RANK * len(loads)):
         heavy, *lighter = sorted(range(len(loads)), key=loads.__getitem__, reverse=True)
-        exchange = _relief(heavy, lighter, members, loads) if loads[heavy] > target else None
+        exchange = _find_exchange(heavy, lighter, members, loads) if loads[heavy] > target else None
         if exchange is None:
             return
         light, given, taken = exchange
@@ -83,12 +87,12 @@ def _even_out(ranks: Tensor, costs: list[int], loads: list[int], *, target: floa
             _move(taken, light, heavy, members, loads, ranks)
 
 
-def _relief(
+def _find_exchange(
     heavy: int, lighter: list[int], members: list[list[_Entry]], loads: list[int]
 ) -> tuple[int, _Entry, _Entry | None] | None:
-    """A swap with the lightest rank that has a fitting item; where none has, a gift to the lightest rank."""
+    """Find a swap with the least loaded rank that has one, else an item to move to that rank."""
     for light in reversed(lighter):
-        swap = _best_swap(members[heavy], members[light], gap=loads[heavy] - loads[light])
+        swap = _find_best_swap(members[heavy], members[light], gap=loads[heavy] - loads[light])
         if swap is not None:
             return light, *swap
     gap = loads[heavy] - loads[lighter[-1]] if lighter else 0
@@ -100,14 +104,14 @@ def _relief(
     )
 
 
-def _best_swap(
+def _find_best_swap(
     heavy: list[_Entry], light: list[_Entry], *, gap: int
 ) -> tuple[_Entry, _Entry] | None:
-    """The pair whose difference is nearest to half the gap; None when no pair lowers the heavier load."""
+    """Find the pair whose cost difference is closest to half the gap; None if no swap helps."""
     best, distance = None, gap
     for given in heavy:
-        place = bisect_left(light, (given[0] - gap // 2, -1))
-        for taken in light[max(place - 1, 0) : place + 1]:
+        position = bisect_left(light, (given[0] - gap // 2, -1))
+        for taken in light[max(position - 1, 0) : position + 1]:
             off = abs(gap - 2 * (given[0] - taken[0]))
             if off < distance:
                 best, distance = (given, taken), off
@@ -130,24 +134,27 @@ def _move(
 
 
 def pack_bins(sizes: Sequence[int], *, capacity: int) -> list[list[int]]:
-    """Best-fit decreasing: items into few bins, each item into the fullest bin that still takes it; at most 11/9 of the fewest + 1.
+    """Pack items into few bins with best-fit decreasing.
+
+    Each item goes into the fullest bin that still has space. The number of bins is at most 11/9 of
+    the optimum plus 1.
 
     Args:
-        sizes: of the items, each in [1, capacity].
-        capacity: of a bin.
+        sizes: Size of each item, in [1, capacity].
+        capacity: Capacity of a bin.
 
     Returns:
-        Indices per bin.
+        Indices of the items of each bin.
     """
     bins: list[list[int]] = []
     space: list[tuple[int, int]] = []  # (free, bin), ascending
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        place = bisect_left(space, (sizes[item], -1))
-        if place == len(space):
+        position = bisect_left(space, (sizes[item], -1))
+        if position == len(space):
             bins.append([])
             free, chosen = capacity, len(bins) - 1
         else:
-            free, chosen = space.pop(place)
+            free, chosen = space.pop(position)
         bins[chosen].append(item)
         insort(space, (free - sizes[item], chosen))
     return bins
@@ -156,13 +163,16 @@ def pack_bins(sizes: Sequence[int], *, capacity: int) -> list[list[int]]:
 def balance_bins(
     sizes: Sequence[int], costs: Sequence[int], *, num_bins: int, capacity: int
 ) -> list[list[int]] | None:
-    """Costliest first into the lightest bin that still takes it; None when an item finds no bin.
+    """Distribute items over a fixed number of bins with similar total cost.
 
     Args:
-        sizes: of the items; what a bin holds of them never exceeds capacity.
-        costs: of the items; what is balanced.
-        num_bins: bins, some of which may stay empty.
-        capacity: of a bin.
+        sizes: Size of each item; the sum in a bin does not exceed `capacity`.
+        costs: Cost of each item, which is balanced.
+        num_bins: Number of bins; some may stay empty.
+        capacity: Capacity of a bin.
+
+    Returns:
+        Indices of the items of each bin, or None if an item does not fit into any bin.
     """
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     free = [capacity] * num_bins

@@ -1,6 +1,7 @@
-"""Is an engine built for this contract? Its distribution says so by what it requires of ours; nothing of it is imported.
+"""Check that an engine was built for the installed version of temper-engine-api.
 
-pip keeps the two together when it installs them, and lets a later ``pip install`` of one alone part them with no more than a warning.
+The check reads the requirements in the engine's metadata and imports nothing. pip resolves them at
+installation, but a later `pip install` of one package may break them with only a warning.
 """
 
 import re
@@ -9,22 +10,23 @@ from importlib.metadata import Distribution, PackageNotFoundError, version
 from temper_engine_api.errors import ContractVersionError
 
 CONTRACT = "temper-engine-api"
-"""The distribution whose releases number the contract."""
+"""Distribution whose version is the version of the contract."""
 
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(;.*)?")
 
 
 def check_contract(distribution: Distribution, *, engine: str) -> None:
-    """Refuse an engine whose distribution was built for another release of the contract.
+    """Check the installed contract against the bounds that an engine's distribution requires.
 
-    A distribution that requires no particular contract is let in, and so is every engine where the contract itself was not installed
-    but lies on the path.
+    A distribution without such bounds passes, and so does every engine if the contract itself is
+    only on the path and not installed.
 
     Args:
-        engine: Its name, for the message.
+        distribution: Distribution of the engine.
+        engine: Name of the engine, for the message.
 
     Raises:
-        ContractVersionError: the installed contract is outside the bounds that the distribution declares.
+        ContractVersionError: If the installed version is outside the bounds.
     """
     try:
         installed = version(CONTRACT)
@@ -41,7 +43,7 @@ def check_contract(distribution: Distribution, *, engine: str) -> None:
 
 
 def read_contract_bounds(distribution: Distribution) -> list[str]:
-    """What a distribution requires of the contract, such as ``>=0.1,<0.2``; requirements of its extras are left out."""
+    """Return a distribution's bounds on the contract, such as `>=0.1,<0.2`; extras are ignored."""
     found = (_REQUIREMENT.fullmatch(line) for line in distribution.requires or ())
     return [
         match.group(2).strip()
@@ -56,10 +58,13 @@ _CLAUSE = re.compile(r"(~=|===|==|!=|<=|>=|<|>)\s*v?(\d+(?:\.\d+)*)(\.\*)?[^,\s]
 
 
 def parse_version(version: str) -> tuple[int, int, int]:
-    """(0, 3, 0) of ``0.3`` and of ``0.3.0rc1``.
+    """Parse a version to three numbers: `0.3` and `0.3.0rc1` give (0, 3, 0).
+
+    This is as much of PEP 440 as the checks need, without a dependency: suffixes such as `rc1`,
+    `.dev0` and `+cpu` are ignored.
 
     Raises:
-        ValueError: the text does not begin with a number.
+        ValueError: If the text does not start with a number.
     """
     found = re.match(r"v?(\d+)(?:\.(\d+))?(?:\.(\d+))?", version)
     if found is None:
@@ -69,10 +74,10 @@ def parse_version(version: str) -> tuple[int, int, int]:
 
 
 def satisfies_bounds(version: str, bounds: str) -> bool:
-    """Whether a version satisfies every bound of, say, ``>=0.1,<0.2``; no bound lets every version in.
+    """Return True if a version satisfies all bounds, such as `>=0.1,<0.2`; empty bounds allow any.
 
     Raises:
-        ValueError: a bound can't be read.
+        ValueError: If a bound can't be parsed.
     """
     return all(
         _satisfies_bound(parse_version(version), clause.strip())

@@ -1,12 +1,12 @@
-"""What Temper raises. Every message says what was wrong, what was expected, and what to do.
+"""Exceptions of Temper. A message says what is wrong, what was expected, and what to do.
 
 TemperError
 ├── ConfigError(ValueError)             a setting is wrong, unknown, conflicting, or without effect
 ├── BatchError(ValueError)              a batch breaks the contract of its type
 │   └── PlanError                       no plan satisfies the caps and the topology
-├── CapabilityError                     the engine does not claim what was asked of it
-├── EngineStateError(RuntimeError)      calls in an order that has no meaning
-├── CollectiveTimeoutError(RuntimeError)  ranks waited for one that did not come
+├── CapabilityError                     the engine does not have a required capability
+├── EngineStateError(RuntimeError)      methods were called in a wrong order
+├── CollectiveTimeoutError(RuntimeError)  a collective timed out
 ├── EngineNotFoundError(LookupError)    no engine of that name, or its import failed
 │   └── ContractVersionError            the engine is built for another version of the contract
 ├── WeightError(ValueError)             names, shapes or checksums of a set of weights do not match
@@ -17,7 +17,7 @@ TemperError
 
 
 class TemperError(Exception):
-    """Root of every error that Temper raises on purpose."""
+    """Base class of all errors that Temper raises."""
 
 
 class ConfigError(TemperError, ValueError):
@@ -33,15 +33,15 @@ class PlanError(BatchError):
 
 
 class CapabilityError(TemperError):
-    """The engine does not claim what was asked of it."""
+    """The engine does not claim a capability that the configuration or a call needs."""
 
 
 class EngineStateError(TemperError, RuntimeError):
-    """Calls came in an order that has no meaning, such as a second final call before ``optimizer_zero_grad``."""
+    """Methods were called in a wrong order, such as two final passes without `optimizer_zero_grad`."""
 
 
 class CollectiveTimeoutError(TemperError, RuntimeError):
-    """Ranks waited longer than ``collective_timeout_s`` for one that did not come; names rank, stage and collective."""
+    """A collective took longer than `collective_timeout_s`; names rank, stage and collective."""
 
 
 class EngineNotFoundError(TemperError, LookupError):
@@ -49,7 +49,7 @@ class EngineNotFoundError(TemperError, LookupError):
 
 
 class ContractVersionError(EngineNotFoundError):
-    """The engine is installed, and built for another version of the contract."""
+    """The engine is installed, but built for another version of temper-engine-api."""
 
 
 class WeightError(TemperError, ValueError):

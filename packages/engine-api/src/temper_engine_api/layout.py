@@ -1,6 +1,7 @@
-"""Named layouts: the parallel configurations that an engine's authors want to see held to the laws of the conformance kit.
+"""Named parallel layouts with which the conformance tests run an engine.
 
-An engine's package offers its table as a module attribute, in a module without torch, and names it in its ``pyproject.toml``:
+An engine's package defines them as a module attribute, in a module that does not import torch, and
+names it in its `pyproject.toml`:
 
     [project.entry-points."temper.conformance_layouts"]
     mine = "my_package.layouts:LAYOUTS"
@@ -17,33 +18,39 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """So many ranks, and how the engine is configured on them."""
+    """Number of ranks and the engine settings of one parallel layout.
+
+    Example:
+        >>> Layout(name="tp2-dp2", world_size=4, fields={"tensor_parallel": 2}).has_experts
+        False
+    """
 
     name: str
-    """Of the report's column and on the command line: small letters, digits, dots, dashes and underscores; never ``all``."""
+    """Column in the report and name on the command line: lower-case letters, digits, dots, dashes and
+    underscores; not `all`."""
     world_size: int
-    """Ranks."""
     fields: Mapping[str, object] = field(default_factory=dict, hash=False)
-    """Fields of the engine's own configuration class, for example ``{"tensor_parallel": 2}``; all others keep the kit's values.
-    ``expert_parallel`` above 1 asks for models with experts, see ``has_experts``."""
+    """Fields of the engine's configuration class that differ from the tests' defaults, for example
+    `{"tensor_parallel": 2}`."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or self.name == "all":
             raise ConfigError(
-                f"a layout is called {self.name!r}, expected small letters, digits, dots, dashes or underscores, and not 'all'."
+                f"layout name {self.name!r} is not valid: use lower-case letters, digits, dots, dashes "
+                "and underscores, and not 'all'."
             )
         if self.world_size < 1:
             raise ConfigError(
-                f"layout {self.name} has {self.world_size} ranks, but needs at least 1."
+                f"layout {self.name} has world_size {self.world_size}, but needs at least 1."
             )
 
     @property
     def has_experts(self) -> bool:
-        """Whether experts are divided: such a layout is held to the laws with mixtures of experts in the place of dense models."""
+        """True with expert parallelism; such a layout is tested with MoE models, not dense ones."""
         ranks = self.fields.get("expert_parallel", 1)
         return isinstance(ranks, int) and ranks > 1
 
 
 def default_layout(world_size: int) -> Layout:
-    """The engine's own defaults on so many ranks."""
+    """Return the layout with the engine's default settings on this number of ranks."""
     return Layout(name=f"{world_size}-rank{'s' if world_size > 1 else ''}", world_size=world_size)

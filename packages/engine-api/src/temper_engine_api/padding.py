@@ -1,6 +1,6 @@
-"""The border to padded tensors: mappings of [B, L] become sequences laid end to end, and back, exactly.
+"""Conversion between packed batches and padded mappings of [B, L] tensors, without loss.
 
-Nothing inside an engine is padded; what comes from or goes to code that pads is converted here.
+Engines work on packed batches only; use this module where data comes from or goes to code that pads.
 """
 
 from collections.abc import Mapping
@@ -19,16 +19,19 @@ _OWN_FIELDS = frozenset(
 
 
 def from_padded(padded: Mapping[str, Tensor]) -> SequenceBatch:
-    """Sequences of a padded mapping, padding dropped, in the order of its rows.
+    """Convert a padded mapping to a packed batch with one sequence per row.
 
     Args:
-        padded: input_ids [B, L] integers and attention_mask [B, L] of 0 and 1 (or bool), padded left, right or on both sides. Optional:
-            loss_mask [B, L] (by default every token but the first of each row), position_ids [B, L] or [3, B, L], temperature [] or [B]
-            (by default 1), sample_ids, group_ids, pack_group_ids [B] (by default the row's number; groups and atoms by default the sample's
-            id). Any other entry is a per-token column when it is [B, L] or [B, L, K], else a per-sequence column [B] or [B, K].
+        padded: `input_ids` [B, L] integers and `attention_mask` [B, L] of 0 and 1, padded left,
+            right or on both sides. Optional entries: `loss_mask` [B, L] (default: all tokens but
+            the first of each row), `position_ids` [B, L] or [3, B, L], `temperature` [] or [B]
+            (default 1), `sample_ids` [B] (default: row number), `group_ids` and `pack_group_ids`
+            [B] (default: the sample's id). Any other entry is a per-token column if it is [B, L] or
+            [B, L, K], else a per-sequence column [B] or [B, K].
 
     Raises:
-        BatchError: an entry is missing, has another shape, or holds something outside the attention mask; a row is empty or has a hole.
+        BatchError: If an entry is missing or has a wrong shape, `loss_mask` is True on padding, or
+            a row is empty or has gaps.
     """
     tokens, mask = _tokens_and_mask(padded)
     lengths = mask.sum(1)
@@ -63,16 +66,17 @@ def to_padded(
     pad_token_id: int = 0,
     side: Literal["left", "right"] = "right",
 ) -> dict[str, Tensor]:
-    """A padded mapping that ``from_padded`` turns into the same batch.
+    """Convert a packed batch to a padded mapping; `from_padded` converts it back exactly.
 
     Args:
-        batch: without media.
-        length: L; by default the longest sequence.
-        pad_token_id: fills input_ids; every other entry is filled with 0 or False.
-        side: where the padding goes.
+        batch: Batch without media.
+        length: Padded length L; the longest sequence by default.
+        pad_token_id: Padding value of `input_ids`; all other entries are padded with 0 or False.
+        side: Side on which rows are padded.
 
     Raises:
-        BatchError: length is below the longest sequence; the batch has media; a column's name or shape would not read back.
+        BatchError: If `length` is shorter than the longest sequence, the batch has media, or
+            `from_padded` could not recover a column from its name and shape.
     """
     width = _checked_width(batch, length)
     mask = _mask_of(batch.lengths, width=width, side=side)
@@ -130,8 +134,8 @@ def _checked_width(batch: SequenceBatch, length: int | None) -> int:
 
 
 def _mask_of(lengths: Tensor, *, width: int, side: Literal["left", "right"]) -> Tensor:
-    place = torch.arange(width, device=lengths.device)
-    return place < lengths[:, None] if side == "right" else place >= width - lengths[:, None]
+    position = torch.arange(width, device=lengths.device)
+    return position < lengths[:, None] if side == "right" else position >= width - lengths[:, None]
 
 
 def _tokens_and_mask(padded: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -146,11 +150,13 @@ def _tokens_and_mask(padded: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             f"input_ids must be [B, L] integers with B and L above 0, but is {tuple(tokens.shape)} {tokens.dtype}."
         )
     mask = _as_bool(padded["attention_mask"], name="attention_mask", shape=tokens.shape)
-    place = torch.arange(mask.shape[1], device=mask.device)
+    position = torch.arange(mask.shape[1], device=mask.device)
     first, lengths = mask.int().argmax(1, keepdim=True), mask.sum(1, keepdim=True)
-    whole = (mask == ((place >= first) & (place < first + lengths))).all(1) & (lengths[:, 0] > 0)
-    if not bool(whole.all()):
-        row = int(whole.int().argmin())
+    is_contiguous = (mask == ((position >= first) & (position < first + lengths))).all(1) & (
+        lengths[:, 0] > 0
+    )
+    if not bool(is_contiguous.all()):
+        row = int(is_contiguous.int().argmin())
         fault = (
             "has a hole: its 1s must be in one run"
             if bool(mask[row].any())

@@ -1,15 +1,16 @@
-"""Engines by name, through the entry points of whatever is installed. Listing imports nothing; looking one up imports it.
+"""Find installed engines by name through entry points.
 
-An engine's package declares in its ``pyproject.toml``:
+Listing engines imports nothing; loading one imports it. An engine's package declares in its
+`pyproject.toml`:
 
     [project.entry-points."temper.engines"]
     fsdp = "temper_engine_fsdp.engine:FSDPEngine"
     [project.entry-points."temper.engine_configs"]
     fsdp = "temper_engine_fsdp.config:FSDPConfig"
 
-The second names a module without torch, so that a configuration can be checked before anything heavy is imported. A third group,
-``temper.conformance_layouts``, is optional; see ``layout``. What the distribution requires of temper-engine-api is the contract it is
-built for: where another one is installed, the engine is refused before anything of it is imported.
+The second entry point names a module that does not import torch, so that a configuration can be
+checked quickly. A third group, `temper.conformance_layouts`, is optional; see `layout`. An engine
+that requires another version of temper-engine-api is refused before it is imported.
 """
 
 from collections.abc import Mapping
@@ -28,25 +29,25 @@ if TYPE_CHECKING:
 ENGINES = "temper.engines"
 """Entry-point group of engine classes."""
 ENGINE_CONFIGS = "temper.engine_configs"
-"""Entry-point group of their configurations."""
+"""Entry-point group of configuration classes."""
 CONFORMANCE_LAYOUTS = "temper.conformance_layouts"
-"""Entry-point group of their tables of layouts."""
+"""Entry-point group of layouts for the conformance tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEntry:
-    """An installed engine, not imported."""
+    """Entry point of an installed engine, which is not imported."""
 
     name: str
-    """As in ``model_engine``."""
+    """Name to use as `model_engine`."""
     target: str
-    """``module:Class``."""
+    """Import path, `module:Class`."""
     distribution: str
-    """The distribution that brings it, with its version."""
+    """Name and version of the distribution that provides it."""
 
 
 def list_engines() -> list[EngineEntry]:
-    """Every installed engine by name; nothing is imported."""
+    """List the installed engines by name without importing them."""
     return [
         EngineEntry(name=name, target=point.value, distribution=_distribution(point))
         for name, point in sorted(_points(ENGINES).items())
@@ -54,7 +55,7 @@ def list_engines() -> list[EngineEntry]:
 
 
 def find_import_errors() -> dict[str, str]:
-    """Import every installed engine: the reason by name of each that can't be."""
+    """Import every installed engine and return the error messages of those that fail, by name."""
     faults = {}
     for name in _points(ENGINES):
         try:
@@ -65,42 +66,44 @@ def find_import_errors() -> dict[str, str]:
 
 
 def load_engine_class(name: str) -> "type[BaseEngine]":
-    """The engine of that name, imported.
+    """Import and return the engine class of this name.
 
     Raises:
-        EngineNotFoundError: none is installed under that name, its import failed, or it is no BaseEngine.
-        ContractVersionError: it is built for another version of the contract.
+        EngineNotFoundError: If there is none, its import fails, or it is not a BaseEngine.
+        ContractVersionError: If it is built for another version of temper-engine-api.
     """
     from temper_engine_api.engine import BaseEngine  # torch, which listing must not need
 
     loaded = _load(ENGINES, name)
     if not issubclass(loaded, BaseEngine):
         raise EngineNotFoundError(
-            f"engine {name!r} gives {loaded!r}, which is no {BaseEngine.__name__}: tell its authors."
+            f"engine {name!r} is {loaded!r}, which is not a subclass of {BaseEngine.__name__}: report "
+            "this to the engine's maintainers."
         )
     return loaded
 
 
 def load_engine_config_class(name: str) -> type[EngineConfig]:
-    """The configuration of the engine of that name; the engine itself is not imported.
+    """Import and return an engine's configuration class, without importing the engine.
 
     Raises:
-        EngineNotFoundError: none is installed under that name, its import failed, or it is no EngineConfig.
-        ContractVersionError: it is built for another version of the contract.
+        EngineNotFoundError: If there is none, its import fails, or it is not an EngineConfig.
+        ContractVersionError: If it is built for another version of temper-engine-api.
     """
     loaded = _load(ENGINE_CONFIGS, name)
     if not issubclass(loaded, EngineConfig):
         raise EngineNotFoundError(
-            f"engine {name!r} is configured by {loaded!r}, which is no {EngineConfig.__name__}: tell its authors."
+            f"the configuration of engine {name!r} is {loaded!r}, which is not a subclass of "
+            f"{EngineConfig.__name__}: report this to the engine's maintainers."
         )
     return loaded
 
 
 def load_conformance_layouts(name: str) -> tuple[Layout, ...]:
-    """The layouts that the engine of that name offers to the conformance kit; none where it has no such entry point.
+    """Return an engine's layouts for the conformance tests; empty if it declares none.
 
     Raises:
-        EngineNotFoundError: the entry point can't be imported, or gives no tuple of layouts with names of their own.
+        EngineNotFoundError: If the entry point can't be imported or is not a valid tuple of layouts.
     """
     point = _points(CONFORMANCE_LAYOUTS).get(name)
     return (
@@ -110,22 +113,24 @@ def load_conformance_layouts(name: str) -> tuple[Layout, ...]:
     )
 
 
-def check_layouts(found: object, *, source: str) -> tuple[Layout, ...]:
-    """A table of layouts as somebody wrote it, checked.
+def check_layouts(layouts: object, *, source: str) -> tuple[Layout, ...]:
+    """Return the object as a tuple of layouts after checking its types and names.
 
     Raises:
-        EngineNotFoundError: it is no tuple of layouts, or two of them have one name.
+        EngineNotFoundError: If it is not a tuple of layouts, or a name is repeated.
     """
-    if not isinstance(found, tuple) or not all(isinstance(layout, Layout) for layout in found):
+    if not isinstance(layouts, tuple) or not all(isinstance(layout, Layout) for layout in layouts):
         raise EngineNotFoundError(
-            f"{source} gives {found!r}, which is no tuple of {Layout.__name__}: tell its authors."
+            f"{source} is {layouts!r}, which is not a tuple of {Layout.__name__}: report this to the "
+            "engine's maintainers."
         )
-    names = [layout.name for layout in found]
+    names = [layout.name for layout in layouts]
     if len(set(names)) < len(names):
         raise EngineNotFoundError(
-            f"{source} gives layouts with one name twice: {', '.join(names)}. Tell its authors."
+            f"{source} has repeated layout names: {', '.join(names)}. Report this to the engine's "
+            "maintainers."
         )
-    return found
+    return layouts
 
 
 def _load(group: str, name: str) -> type[object]:
@@ -133,14 +138,16 @@ def _load(group: str, name: str) -> type[object]:
     if name not in points:
         installed = ", ".join(sorted(points)) or "none"
         raise EngineNotFoundError(
-            f"no engine is called {name!r}; installed are: {installed}. Install one with `pip install temper-engine-fsdp` "
-            f"(fsdp) or `pip install temper-engine-megatron` (megatron); other engines come with their entry point in {group!r}."
+            f"no engine is called {name!r}; installed are: {installed}. Install one with `pip install "
+            "temper-engine-fsdp` (fsdp) or `pip install temper-engine-megatron` (megatron). Other "
+            f"engines need an entry point in {group!r}."
         )
     point = points[name]
     loaded = _import(point)
     if not isinstance(loaded, type):
         raise EngineNotFoundError(
-            f"entry point {name!r} of {_distribution(point)} gives {loaded!r}, which is no class: tell its authors."
+            f"entry point {name!r} of {_distribution(point)} is {loaded!r}, which is not a class: "
+            "report this to the engine's maintainers."
         )
     return loaded
 

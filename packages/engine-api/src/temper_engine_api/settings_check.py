@@ -1,4 +1,4 @@
-"""Words and whole numbers of a configuration, against the types of its fields. Importing this needs no torch."""
+"""Type checks of Literal and int fields of configuration dataclasses. Does not import torch."""
 
 from functools import cache
 from numbers import Real
@@ -9,14 +9,14 @@ from temper_engine_api.errors import ConfigError
 
 
 def check_field_types(settings: object, *, prefix: str = "") -> None:
-    """Refuse a word that is not among those of a Literal field, and a fraction in a field of whole numbers.
+    """Check that Literal fields have an allowed value and int fields a whole number.
 
     Args:
-        settings: an instance of a dataclass.
-        prefix: what stands before its fields' names in a configuration, such as ``schedule.``.
+        settings: Dataclass instance.
+        prefix: Prefix of its keys in the configuration, such as `schedule.`.
 
     Raises:
-        ConfigError: it names the key, the value, and what it may be.
+        ConfigError: Names the key, the value and the allowed values.
     """
     kind: Any = type(settings)
     for name, words, is_number, may_be_none in _checked(kind):
@@ -34,7 +34,7 @@ def check_field_types(settings: object, *, prefix: str = "") -> None:
 
 @cache
 def _checked(kind: type) -> tuple[tuple[str, tuple[object, ...], bool, bool], ...]:
-    """(name, words, whether it is a whole number, whether it may be None) of those fields of a class that have such a type."""
+    """Return (name, literals, is_number, may_be_none) of the Literal and int fields of a class."""
     found = []
     for name, hint in get_type_hints(kind).items():
         members = {hint} if get_origin(hint) is Literal else set(get_args(hint)) or {hint}

@@ -1,4 +1,4 @@
-"""Frozen settings of an engine: the only home of their defaults. Importing this needs no torch."""
+"""Settings of an engine and their defaults. Does not import torch."""
 
 import math
 import re
@@ -33,25 +33,25 @@ ModelType = Literal["language_model", "value_model", "reward_model"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Which model, from where, with which head."""
+    """Model, source of its weights, and head."""
 
     path: str | None = None
-    """Local Hugging Face model directory whose weights and config are loaded; exactly one of path and architecture is set."""
+    """Local Hugging Face model directory to load. Set exactly one of path and architecture."""
     architecture: Mapping[str, Scalar] = field(default_factory=dict)
-    """Hugging Face config fields, ``model_type`` among them, of a model that starts from seeded random weights."""
+    """Hugging Face config fields, including `model_type`, of a model with random initial weights."""
     model_type: ModelType = "language_model"
-    """The head."""
+    """Head of the model."""
     trust_remote_code: bool = False
-    """Whether code that lies beside the weights may run."""
+    """Allow code in the model directory to run."""
     seed: int = 0
-    """Of random weights: a model from scratch, and a new value or reward head."""
+    """Seed of random weights: a model from scratch, or a new value or reward head."""
 
     def __post_init__(self) -> None:
         check_field_types(self, prefix="model.")
         if (self.path is None) == (not self.architecture):
             raise ConfigError(
                 f"exactly one of model.path (now {self.path!r}) and model.architecture (now {dict(self.architecture)!r}) must be set: "
-                "a directory to load, or the config of a model to start from scratch."
+                "a directory to load, or the config of a model with random weights."
             )
         if self.architecture and "model_type" not in self.architecture:
             raise ConfigError(
@@ -61,30 +61,31 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """A low-rank adapter, one block for every engine: the base stays frozen, and only the adapter is trained and saved."""
+    """LoRA adapter. The base model is frozen; only the adapter is trained and saved."""
 
     rank: int = 0
-    """Rank of a fresh adapter; 0 is none."""
+    """Rank of a new adapter; 0 means no adapter."""
     alpha: float | None = None
-    """Scale numerator; has no default once rank > 0."""
+    """Numerator of the scale alpha / rank; required if rank > 0."""
     dropout: float = 0.0
-    """On the adapter's input."""
+    """Dropout probability on the adapter's input."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Last parts of module names, a regular expression for whole names, or ``all-linear``: every linear layer but the head."""
+    """Last parts of module names, a regular expression for full names, or `all-linear`: all linear
+    layers except the head."""
     exclude_modules: str | tuple[str, ...] = ()
-    """Modules that stay without an adapter although they are targets, named in the same way."""
+    """Targets to leave without an adapter, in the same notation."""
     target_parameters: tuple[str, ...] = ()
     """Last parts of the names of tensors in which a layer's experts are joined, such as ``mlp.experts.gate_up_proj`` and
     ``mlp.experts.down_proj``: PEFT's word. With them ``all-linear`` is every linear layer around experts, and target_modules may be empty.
     """
     modules_to_save: tuple[str, ...] = ()
-    """Modules that are trained whole; a value or reward head is one of them by itself."""
+    """Modules to train fully, in addition to a value or reward head."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank; Kalajdzievski 2023, arXiv:2312.03732."""
     dora: bool = False
-    """Train magnitudes beside the low-rank directions; Liu et al. 2024, arXiv:2402.09353."""
+    """Train magnitudes in addition to low-rank directions (DoRA); Liu et al. 2024, arXiv:2402.09353."""
     path: str | None = None
-    """Directory in the format of Hugging Face PEFT that training goes on from; all of the above but dropout then comes from there."""
+    """PEFT adapter directory to continue from. All settings above except dropout come from it."""
 
     def __post_init__(self) -> None:
         check_field_types(self, prefix="lora.")
@@ -120,7 +121,7 @@ class LoraSpec:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether there is an adapter, fresh or continued."""
+        """True if there is an adapter, new or loaded."""
         return self.rank > 0 or self.path is not None
 
     def _check_patterns(self) -> None:
@@ -159,26 +160,21 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What every engine is configured with; an engine adds its own fields in a subclass that it names as ``config_class``."""
+    """Settings of every engine; an engine adds fields in a subclass, its `config_class`."""
 
     model: ModelSpec
-    """See ModelSpec."""
     optimizer: OptimizerSpec | None = field(default_factory=OptimizerSpec)
-    """None builds no optimiser: a frozen model."""
+    """None builds no optimizer, for a frozen model."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
-    """See ScheduleSpec."""
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)
-    """See PrecisionSpec."""
     residency: ResidencySpec = field(default_factory=ResidencySpec)
-    """See ResidencySpec."""
     lora: LoraSpec = field(default_factory=LoraSpec)
-    """See LoraSpec."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto is CUDA where there is one."""
+    """`auto` uses CUDA if it is available."""
     deterministic: bool = False
-    """Refuse kernels whose result depends on timing."""
+    """Use deterministic kernels only; raise an error for operations that have none."""
     collective_timeout_s: float = 600.0
-    """Longest wait of a collective before the run stops."""
+    """Timeout of a collective, after which the run stops."""
 
     def __post_init__(self) -> None:
         check_field_types(self)
@@ -189,5 +185,5 @@ class EngineConfig:
 
     @property
     def replica_size(self) -> int:
-        """Ranks that hold one copy of the model and see the same samples; an engine's ranks are a multiple of it."""
+        """Number of ranks with one copy of the model and the same samples; divides the number of ranks."""
         return 1

@@ -1,4 +1,4 @@
-"""Frozen settings of what trains: optimiser, schedule, precision, residency. ``specs`` offers them beside the others."""
+"""Settings of training: optimizer, schedule, precision and offload. Import them from `specs`."""
 
 import math
 from collections.abc import Mapping
@@ -13,31 +13,31 @@ Compute = Literal["bf16", "fp16", "fp32"]
 Dtype = Literal["bf16", "fp32"]
 
 ADAMW = "adamw"
-"""The optimiser that every engine has."""
+"""Name of the optimizer that every engine has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """The optimiser, with clipping by the global norm."""
+    """Optimizer and gradient clipping."""
 
     name: str = ADAMW
-    """``adamw``, fused; or the dotted path of a ``torch.optim.Optimizer``, such as ``torch.optim.SGD`` or one of your own."""
+    """`adamw` (fused), or the dotted path of a `torch.optim.Optimizer`, such as `torch.optim.SGD`."""
     arguments: Mapping[str, Scalar | tuple[float, ...]] = field(default_factory=dict, hash=False)
-    """Of that class beyond the rate and the weight decay, checked against its signature; adamw has betas and eps instead."""
+    """Further arguments of that class, checked against its signature; adamw has betas and eps."""
     lr: float = 1e-6
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of adamw's first and second moment."""
+    """Decay rates of AdamW's first and second moment."""
     eps: float = 1e-8
-    """Added to the root of adamw's second moment."""
+    """Added to the square root of AdamW's second moment."""
     weight_decay: float = 0.01
-    """Decoupled; applied to parameters of two or more dimensions only, unless decays_vectors says otherwise."""
+    """Decoupled weight decay, for parameters with two or more dimensions; see decays_vectors."""
     decays_vectors: bool = False
-    """Decay biases and norms too, as torch.optim.AdamW does with one parameter group."""
+    """Also decay biases and norms, as torch.optim.AdamW does with one parameter group."""
     clip_grad_norm: float | None = 1.0
-    """Largest global gradient norm; None never clips."""
+    """Maximum global gradient norm; None disables clipping."""
     max_consecutive_skips: int = 10
-    """Updates in a row that may be skipped for non-finite gradients before the run stops."""
+    """Consecutive updates that may be skipped for non-finite gradients before the run stops."""
 
     def __post_init__(self) -> None:
         check_field_types(self, prefix="optimizer.")
@@ -69,7 +69,7 @@ class OptimizerSpec:
 
     @property
     def is_adamw(self) -> bool:
-        """Whether it is the one that every engine has."""
+        """True for `adamw`."""
         return self.name == ADAMW
 
     def _check_name(self) -> None:
@@ -101,30 +101,32 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSpec:
-    """The learning rate as a pure function of a counter; see ``temper_engine_api.schedule``."""
+    """Learning-rate schedule; see `schedule.compute_learning_rate`."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """What follows the warm-up; wsd (warm-up, stable, decay) stays at the peak and falls linearly in its last ``decay_steps``."""
+    """Shape after the warmup. wsd (warmup, stable, decay) stays at the peak and decays linearly in the
+    last `decay_steps`."""
     warmup_steps: int = 0
-    """Steps of linear rise; the first of them already has lr / warmup_steps, never 0."""
+    """Steps of linear warmup; the first one has lr / warmup_steps, not 0."""
     warmup_ratio: float = 0.0
-    """The same as a share of total_steps, rounded up; only one of the two is set."""
+    """Warmup as a fraction of total_steps, rounded up; set only one of the two."""
     total_steps: int | None = None
-    """Steps until min_lr_ratio is reached, warm-up included; needed by linear, cosine and wsd, and by warmup_ratio. 0 stands for the
-    length of the run, which a trainer fills in before the engine is made."""
+    """Steps until min_lr_ratio is reached, including warmup; required by linear, cosine and wsd, and
+    by warmup_ratio. 0 means the length of the run, which the trainer fills in."""
     decay_steps: int | None = None
-    """Length of the fall at the end of wsd, Hu et al. 2024, arXiv:2404.06395; needed by it, and by nothing else."""
+    """Steps of decay at the end of wsd, required by it and refused by other kinds; Hu et al. 2024,
+    arXiv:2404.06395."""
     min_lr_ratio: float = 0.0
-    """Floor, as a share of the peak."""
+    """Final learning rate as a fraction of the peak."""
     advance: Literal["update", "rl_step"] = "update"
-    """What counts as a step: an optimiser update, or an RL step of several updates."""
+    """Unit of a step: an optimizer update, or an RL step of several updates."""
 
     @property
     def num_warmup_steps(self) -> int:
-        """Of the linear rise, however it was given."""
+        """Number of warmup steps, from warmup_steps or warmup_ratio."""
         if self.total_steps is None or not self.warmup_ratio:
             return self.warmup_steps
-        # 0.1 * 30 is a little more than 3.
+        # In floating point 0.07 * 100 is slightly more than 7, which would round up to 8.
         return math.ceil(round(self.warmup_ratio * self.total_steps, 9))
 
     def __post_init__(self) -> None:
@@ -192,20 +194,20 @@ class ScheduleSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionSpec:
-    """Dtypes. Optimiser states, log-probs, losses and gradient norms are always float32."""
+    """Dtypes. Optimizer states, log-probs, losses and gradient norms are always float32."""
 
     compute: Compute = "bf16"
-    """Of matmuls and activations. fp16 scales the loss, by a factor that halves after an overflow and is saved in checkpoints."""
+    """Dtype of matmuls and activations. fp16 uses a dynamic loss scale, saved in checkpoints."""
     parameters: Dtype = "fp32"
-    """Of the master weights that the optimiser updates. In bf16 an update below 0.4 % of a weight is lost."""
+    """Dtype of the master weights. In bf16 an update below 0.4 % of a weight is lost."""
     reduce: Dtype = "fp32"
-    """In which gradients are summed over ranks."""
+    """Dtype in which gradients are summed over ranks."""
     buffers: Dtype = "fp32"
-    """Of the model's buffers, such as rotary frequencies."""
+    """Dtype of the model's buffers, such as rotary frequencies."""
     initial_loss_scale: float | None = None
-    """First factor of fp16's loss; None is 65536."""
+    """Initial loss scale of fp16; None means 65536."""
     loss_scale_growth_interval: int | None = None
-    """Updates without an overflow after which the factor doubles; None is 2000."""
+    """Updates without an overflow after which the loss scale doubles; None means 2000."""
 
     def __post_init__(self) -> None:
         check_field_types(self, prefix="precision.")
@@ -229,27 +231,28 @@ class PrecisionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidencySpec:
-    """What leaves the device between the contexts of an engine."""
+    """State that is offloaded to host memory when an engine does not need it."""
 
     offload_parameters: bool = False
-    """Parameters live in host memory outside ``train_mode`` and ``eval_mode``."""
+    """Offload parameters outside `train_mode` and `eval_mode`."""
     offload_gradients: bool | None = None
-    """So do gradients; None is as offload_parameters."""
+    """Offload gradients too; None means the value of offload_parameters."""
     offload_optimizer: bool = False
-    """Optimiser states live in host memory outside ``optimizer_step``."""
+    """Offload optimizer states outside `optimizer_step`."""
     load_optimizer_in: Literal["optimizer_step", "train_mode"] = "optimizer_step"
-    """Where they come in: just for the step, or already with ``train_mode``, so that the copy overlaps with the passes."""
+    """When to load optimizer states: for the step only, or in `train_mode`, so that the copy overlaps
+    with the passes."""
     optimizer_on_cpu: bool = False
-    """Optimiser states never leave host memory, and the update is computed there."""
+    """Keep optimizer states in host memory and compute the update on the CPU."""
 
     @property
     def offloads_gradients(self) -> bool:
-        """Whether gradients leave the device between contexts."""
+        """True if gradients are offloaded between contexts."""
         return self.offload_parameters if self.offload_gradients is None else self.offload_gradients
 
     @property
     def offloads_anything(self) -> bool:
-        """Whether anything leaves the device."""
+        """True if any state is offloaded."""
         return (
             self.offload_parameters
             or self.offloads_gradients

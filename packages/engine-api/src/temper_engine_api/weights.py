@@ -1,4 +1,4 @@
-"""A set of weights on its way: full tensors under Hugging Face names, one at a time, and the manifest that says what must arrive."""
+"""Weights in transit: full tensors by Hugging Face name, and checks that a set is complete."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,51 +17,53 @@ class NamedWeight(NamedTuple):
     """One full tensor under its Hugging Face name."""
 
     name: str
-    """As in the model's safetensors index."""
+    """Hugging Face name, as in the model's safetensors index."""
     tensor: Tensor
-    """Materialised; it stays valid after the stream moves on."""
+    """Full tensor; stays valid after the stream advances."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """The portable training state of one parameter, float32, full shape."""
+    """Portable training state of one parameter, in float32 and full shape."""
 
     name: str
     """Hugging Face name."""
     master: Tensor
-    """Master weight."""
     first_moment: Tensor
     """Adam's first moment; zeros before the first update."""
     second_moment: Tensor
     """Adam's second moment; zeros before the first update."""
     update_count: int
-    """Updates that this parameter has seen."""
+    """Number of Adam updates of this parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightEntry:
-    """What must arrive under one name."""
+    """Name, shape and dtype of one expected tensor."""
 
     name: str
     """Hugging Face name."""
     shape: tuple[int, ...]
-    """Full shape."""
+    """Full shape, not that of a shard."""
     dtype: torch.dtype
-    """As sent."""
+    """Dtype in which the tensor is sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
-    """A numbered set of weights: every name with shape and dtype."""
+    """Version of a set of weights, with every name, shape and dtype."""
 
     version: int
-    """One higher per publish."""
+    """Weight version, one higher per weight sync."""
     entries: tuple[WeightEntry, ...]
     """In the order of the stream."""
 
 
 class WeightStream:
-    """An iterator of named weights that lives only inside its ``with``; iterating outside raises EngineStateError."""
+    """Iterator over named weights; use it as a context manager.
+
+    Iterating outside the context raises EngineStateError, because weights may be offloaded there.
+    """
 
     def __init__(self, source: Iterator[NamedWeight]) -> None:
         self._source: Iterator[NamedWeight] | None = source
@@ -95,10 +97,10 @@ class WeightStream:
 
 
 def check_weight_entries(expected: Iterable[WeightEntry], arrived: Sequence[WeightEntry]) -> None:
-    """Strict both ways: every expected name arrived once with its shape, and nothing else did.
+    """Check that exactly the expected tensors arrived, once each and with their shapes.
 
     Raises:
-        WeightError: naming up to five missing, unexpected, repeated or misshapen weights.
+        WeightError: Names up to five missing, unexpected, repeated or misshapen weights.
     """
     want = {entry.name: entry.shape for entry in expected}
     have = {entry.name: entry.shape for entry in arrived}
@@ -122,21 +124,22 @@ def check_weight_entries(expected: Iterable[WeightEntry], arrived: Sequence[Weig
 def check_saved_entries(
     expected: Iterable[WeightEntry], saved: Sequence[WeightEntry], *, directory: str | Path
 ) -> None:
-    """As ``check_weight_entries``, for what a checkpoint holds: to be called before the first tensor is read.
+    """Check the entries of a checkpoint; call it before the first tensor is read.
 
     Raises:
-        CheckpointError: another configuration made it; names up to five differences.
+        CheckpointError: If another configuration wrote it; names up to five differences.
     """
     try:
         check_weight_entries(expected, saved)
     except WeightError as error:
         raise CheckpointError(
-            f"the checkpoint in {directory} is that of another model or optimizer: {error} Resume with the configuration that made it."
+            f"the checkpoint in {directory} is that of another model or optimizer: {error} Resume "
+            "with the configuration that wrote it."
         ) from error
 
 
 def hash_tensors(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 over the bytes of tensors, in order, whatever their dtype."""
+    """Return the SHA-256 of the bytes of tensors, in order, for any dtype."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

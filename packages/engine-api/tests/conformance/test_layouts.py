@@ -76,7 +76,7 @@ def test_layouts_are_found_by_entry_point(monkeypatch):
     monkeypatch.setattr("temper_engine_api.registry.entry_points", installed)
     assert [layout.name for layout in load_layouts("mine")] == ["stages2", "contexts2", "stages1"]
     assert load_layouts("other") == ()
-    with pytest.raises(EngineNotFoundError, match="no tuple of Layout"):
+    with pytest.raises(EngineNotFoundError, match="not a tuple of Layout"):
         load_layouts("odd")
 
 
@@ -84,7 +84,7 @@ def test_duplicate_layouts_are_rejected(monkeypatch):
     monkeypatch.setattr(
         staged_oracle, "CONFORMANCE_LAYOUTS", (staged_oracle.CONFORMANCE_LAYOUTS[0],) * 2
     )
-    with pytest.raises(EngineNotFoundError, match="twice"):
+    with pytest.raises(EngineNotFoundError, match="repeated layout names"):
         load_layouts(STAGED)
 
 

@@ -1,4 +1,8 @@
-"""Checkpoints as transactions: one layout for all engines, committed by a rename, checked by a manifest."""
+"""Checkpoints with one directory layout for all engines.
+
+A step is written to a temporary directory, listed with checksums in a manifest, and committed by
+renaming the directory.
+"""
 
 from temper_engine_api.checkpoint.background_save import PROGRESS_FILE, BackgroundSave, StagedEngine
 from temper_engine_api.checkpoint.engine_checkpoint import (

@@ -1,4 +1,4 @@
-"""A save that goes on while training does: at most one, on a thread of its own, whose failure is kept until somebody asks."""
+"""Background saves: at most one at a time, on a thread; its error is kept until `finish`."""
 
 import logging
 import threading
@@ -17,21 +17,20 @@ logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 PROGRESS_FILE = "progress.json"
-"""What an engine counts, in its part of a checkpoint."""
+"""File with an engine's counters, in its folder of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedEngine:
-    """An engine as it was when a save was asked for; a participant of ``save_engine_checkpoint``."""
+    """Copy of an engine's state at the time of a save, for `save_engine_checkpoint`."""
 
     config: EngineConfig
-    """Its configuration."""
     topology: Topology
-    """Where this rank stands."""
     write: Callable[[str], list[str]]
-    """Writes the copy of its state below a directory; relative paths of this rank's files. Collective over ranks' threads."""
+    """Writes the copied state to a directory and returns relative paths of this rank's files.
+    Collective over the saving threads."""
     progress: Mapping[str, object]
-    """What it counted."""
+    """Counters of the engine."""
 
     def write_part(self, directory: str) -> PartReport:
         """Write this rank's files. Collective."""
@@ -41,14 +40,14 @@ class StagedEngine:
         return report_part(directory, files)
 
     def read_part(self, directory: str) -> None:
-        """A copy is never read into."""
+        """Raise EngineStateError: a copy can only be written."""
         raise EngineStateError(
             f"{directory} can't be read into the copy of an engine that is being saved."
         )
 
 
 class BackgroundSave(Generic[ResultT]):
-    """The one save that may be running. Python waits for it before the process ends by itself."""
+    """A save on a thread. The thread is not a daemon, so the process waits for it before it exits."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -57,16 +56,21 @@ class BackgroundSave(Generic[ResultT]):
 
     @property
     def is_pending(self) -> bool:
-        """Whether one was started that nobody has asked about."""
+        """True if a save was started and not finished with `finish`."""
         return self._thread is not None
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True if the save has ended, with or without an error."""
         return self._thread is not None and not self._thread.is_alive()
 
     def start(self, action: Callable[[], ResultT], *, goal: Path) -> None:
-        """Begin; the one before must have been finished."""
+        """Start a save; the previous one must have been finished.
+
+        Args:
+            action: Function that saves.
+            goal: Path of the checkpoint, for the log and the name of the thread.
+        """
         assert self._thread is None, "the save before was not finished"
 
         def run() -> None:
@@ -81,12 +85,12 @@ class BackgroundSave(Generic[ResultT]):
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for it, and leave what came of it to ``finish``."""
+        """Wait until the save has ended; keep its result or error for `finish`."""
         if self._thread is not None:
             self._thread.join()
 
     def finish(self) -> ResultT | None:
-        """Wait for it; what it came to, or its error raised; None where none was started."""
+        """Wait for the save and return its result, or raise its error; None if none was started."""
         self.wait()
         result, error = self._result, self._error
         self._thread = self._result = self._error = None

@@ -1,6 +1,7 @@
-"""Saving and loading with one engine as the only participant; every rank calls these together.
+"""Save and load the checkpoint of a single engine; all ranks call these functions together.
 
-Rank 0 begins and commits; the others learn the paths, and every failure, through ``gather``, so that all ranks raise the same error.
+Rank 0 creates and commits the step directory. Paths and errors are gathered, so that all ranks raise
+the same error.
 """
 
 import logging
@@ -35,39 +36,39 @@ from temper_engine_api.topology import Topology
 logger = logging.getLogger(__name__)
 
 ENGINE_PART = "engine"
-"""Name of the part of an engine that saves alone."""
+"""Folder of the engine's files in a step directory."""
 
 T = TypeVar("T")
 
 
 class Gather(Protocol):
-    """A small picklable object of every rank, in rank order, on every rank."""
+    """Gather small picklable objects from all ranks to all ranks, in rank order."""
 
     def __call__(self, item: T, /) -> list[T]:
-        """Collective."""
+        """Gather an object. Collective."""
 
 
 class Participant(Protocol):
-    """What is used of an engine."""
+    """Attributes of an engine that saving and loading use."""
 
     @property
     def config(self) -> EngineConfig:
-        """Its configuration, for the hash."""
+        """Configuration, whose hash goes into the manifest."""
 
     @property
     def topology(self) -> Topology:
-        """Where this rank stands."""
+        """Sizes and ranks of the parallel axes."""
 
     def write_part(self, directory: str) -> PartReport:
         """Write this rank's files. Collective."""
 
     def read_part(self, directory: str) -> None:
-        """Read them again. Collective."""
+        """Read the files of `write_part`. Collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome(Generic[T]):
-    """What became of an action on one rank."""
+    """Result or error of an action on one rank."""
 
     value: T | None = None
     error: TemperError | None = None
@@ -82,21 +83,22 @@ def save_engine_checkpoint(
     max_to_keep: int | None,
     gather: Gather,
 ) -> str:
-    """One transaction with this engine as its only participant. Collective.
+    """Save a checkpoint of one engine and commit it. Collective.
 
     Args:
-        engine: on each rank its own.
-        local_path: folder of step directories, on a file system that every rank sees.
-        remote_url: fsspec URL of a folder of step directories that receives a copy after the commit; None keeps it local.
-        step: global step.
-        max_to_keep: complete steps to keep in local_path; None keeps all.
-        gather: over the engine's ranks.
+        engine: This rank's engine, or a staged copy of it.
+        local_path: Folder of step directories, on a file system that all ranks share.
+        remote_url: fsspec URL of a folder that gets a copy after the commit; None makes no copy.
+        step: Global step.
+        max_to_keep: Number of complete steps to keep in `local_path`; None keeps all.
+        gather: Gathers objects over the engine's ranks.
 
     Returns:
         The committed step directory.
 
     Raises:
-        CheckpointError: the step exists, a rank can't see local_path, or writing failed; earlier steps are untouched.
+        CheckpointError: If the step exists, a rank can't see `local_path`, or writing fails.
+            Earlier steps are unchanged.
     """
     if max_to_keep is not None and max_to_keep < 1:
         raise ConfigError(
@@ -129,19 +131,20 @@ def load_engine_checkpoint(
     delete_download: bool,
     gather: Gather,
 ) -> None:
-    """Load what ``save_engine_checkpoint`` saved, verified before the first weight changes. Collective.
+    """Verify a checkpoint of `save_engine_checkpoint`, then load it. Collective.
 
     Args:
-        engine: on each rank its own, at this or another layout.
-        local_path: a step directory, or a folder of them whose last complete step is taken; with remote_url the folder to download to.
-        remote_url: fsspec URL of a step directory or of a folder of them; None reads local_path.
-        delete_download: delete the copy that this call downloaded, and nothing else, once it is read.
-        gather: over the engine's ranks.
+        engine: This rank's engine; its layout may differ from the one that saved.
+        local_path: Step directory, or folder whose latest complete step is loaded. With
+            `remote_url`, the folder to download to.
+        remote_url: fsspec URL of a step directory or a folder of them; None reads `local_path`.
+        delete_download: Delete the downloaded copy after loading.
+        gather: Gathers objects over the engine's ranks.
 
     Raises:
-        IncompleteCheckpointError: no manifest.
-        DamagedCheckpointError: a file is missing or altered; names it.
-        CheckpointError: a rank can't see the directory, or it holds no engine's part.
+        IncompleteCheckpointError: If there is no manifest.
+        DamagedCheckpointError: If a file is missing or altered.
+        CheckpointError: If a rank can't see the directory, or it has no engine folder.
     """
     if delete_download and remote_url is None:
         raise ConfigError(
@@ -169,7 +172,10 @@ def load_engine_checkpoint(
 
 
 def _check_seen(path: Path, gather: Gather) -> None:
-    """Several nodes without a shared file system would each hold a piece of a checkpoint that no one can load."""
+    """Check that all ranks see a file of rank 0.
+
+    Without a shared file system each node would write a fragment that no one can load.
+    """
     blind = [rank for rank, sees in enumerate(gather(path.is_file())) if not sees]
     if blind:
         raise CheckpointError(
@@ -187,9 +193,8 @@ def _write(
         if outcome.error is not None
     ]
     if failed:
-        gather(
-            None
-        )  # every rank has stopped writing before rank 0 looks at the disk and removes the staging directory
+        # A barrier: all ranks must have stopped writing before rank 0 removes the directory.
+        gather(None)
         raise _on_rank_zero(
             lambda: transaction.failure(failed[0]), rank=engine.topology.global_rank, gather=gather
         )
@@ -210,7 +215,7 @@ def _commit(
 
 
 def _on_rank_zero(action: Callable[[], T], *, rank: int, gather: Gather) -> T:
-    """The result of an action that only rank 0 runs, on every rank; its error is raised on every rank too."""
+    """Run an action on rank 0 and return its result, or raise its error, on every rank."""
     outcome: _Outcome[T] = _attempt(action) if rank == 0 else _Outcome()
     first = gather(outcome)[0]
     if first.error is not None:
@@ -220,14 +225,14 @@ def _on_rank_zero(action: Callable[[], T], *, rank: int, gather: Gather) -> T:
 
 
 def _together(outcome: _Outcome[T], gather: Gather) -> None:
-    """The first rank's error on every rank, or none."""
+    """Raise the first error of any rank on every rank."""
     for error in (of_rank.error for of_rank in gather(outcome)):
         if error is not None:
             raise error
 
 
 def _attempt(action: Callable[[], T]) -> _Outcome[T]:
-    """Errors become values, so that a rank which failed still meets the others in the next collective."""
+    """Return errors as values, so that a failed rank still takes part in the next collective."""
     try:
         return _Outcome(value=action())
     except TemperError as error:
@@ -238,7 +243,11 @@ def _attempt(action: Callable[[], T]) -> _Outcome[T]:
 
 
 def _failures() -> tuple[type[BaseException], ...]:
-    """All: libraries have errors of their own for a full disk, and torch's is not even an Exception. Imported late: it costs a second."""
+    """Return the exception types of failed I/O.
+
+    All exceptions count: libraries have error types of their own for a full disk, and torch's
+    CheckpointException is not even an Exception. The import is local because it takes a second.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
     return (Exception, CheckpointException)

@@ -1,4 +1,4 @@
-"""The manifest of a step directory: its presence is the commit, its records say what a whole checkpoint is."""
+"""Manifest of a step directory: it marks the step as committed and lists its files."""
 
 import dataclasses
 import hashlib
@@ -25,13 +25,13 @@ SCHEMA_VERSION = 2
 """Newest version of the manifest and of the directory layout; a higher one is refused. Version 2
 adds ``run_id``; a manifest without one is written as version 1, which older releases read."""
 MAX_READ_THREADS = 8
-"""Threads that compute checksums at once, in one process."""
+"""Maximum number of threads that compute checksums in one process."""
 
 
 def package_versions(
     also: Iterable[str] = ("torch", "transformers", "megatron-core"),
 ) -> dict[str, str]:
-    """Versions of every installed distribution of Temper, and of these others where they are installed."""
+    """Return the versions of all Temper distributions, and of others that are installed."""
     wanted = set(also)
     return {
         name: version
@@ -42,20 +42,20 @@ def package_versions(
 
 @cache
 def _installed() -> tuple[tuple[str, str], ...]:
-    """Every distribution with its version, in order; read once, for that takes half a second where many are installed."""
+    """Return all distributions with versions; cached, because it can take half a second."""
     return tuple(sorted((str(d.metadata["Name"]), d.version) for d in distributions()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestInfo:
-    """What a manifest says beside its files."""
+    """Contents of a manifest in addition to the files."""
 
     topology: Mapping[str, object]
-    """Sizes that the state was written at, by axis or by role and axis; for people, loading does not depend on it."""
+    """Sizes of the parallel axes that wrote the state, for information only."""
     config_hash: str
-    """SHA-256 of the configuration; see ``config_hash``."""
+    """Result of `config_hash` for the configuration."""
     packages: Mapping[str, str] = field(default_factory=package_versions)
-    """Versions by distribution."""
+    """Versions by distribution, from `package_versions`."""
     run_id: str | None = None
     """Run that wrote the step: retention deletes only steps of its own run. None if the writer has
     no such identity, for example an engine that saves by itself."""
@@ -63,24 +63,23 @@ class ManifestInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a committed step directory holds."""
+    """Step, information and files of a committed step directory."""
 
     step: int
     """Global step, >= 0."""
     info: ManifestInfo
-    """See ManifestInfo."""
     files: tuple[FileRecord, ...]
-    """Every file but the manifest, ordered by path."""
+    """All files except the manifest, sorted by path."""
     schema_version: int = SCHEMA_VERSION
-    """At most SCHEMA_VERSION."""
+    """Format version, at most SCHEMA_VERSION."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all files together."""
+        """Total size of the files."""
         return sum(record.num_bytes for record in self.files)
 
     def to_json(self) -> str:
-        """As written: one JSON object with a checksum of its other entries."""
+        """Return the JSON text, including a checksum of its other entries."""
         body = dataclasses.asdict(self)
         if self.info.run_id is None:
             del body["info"]["run_id"]
@@ -189,7 +188,7 @@ def verify(
 
 
 def partition_by_size(files: Sequence[FileRecord], *, num_shards: int) -> list[list[FileRecord]]:
-    """Divide files among ranks so that each reads about as many bytes; the same on every rank."""
+    """Partition files by size over ranks; the result is the same on every rank."""
     shards: list[list[FileRecord]] = [[] for _ in range(num_shards)]
     loads = [(0, i) for i in range(num_shards)]  # a heap: the least loaded rank takes the next file
     for record in sorted(files, key=lambda r: (-r.num_bytes, r.path)):
@@ -218,7 +217,7 @@ def unreadable_error(path: Path, error: OSError) -> CheckpointError:
 
 
 def topology_sizes(topology: Topology) -> dict[str, int]:
-    """Sizes of the axes by name, as a manifest holds them."""
+    """Return the sizes of the axes by name, for the manifest."""
     axes = {
         "dp": topology.dp,
         "tp": topology.tp,
@@ -231,7 +230,7 @@ def topology_sizes(topology: Topology) -> dict[str, int]:
 
 
 def config_hash(config: object) -> str:
-    """SHA-256 of a frozen configuration: dataclasses, mappings, sequences and scalars, independent of the order of keys."""
+    """Return the SHA-256 of a configuration, independent of the order of keys."""
     return hashlib.sha256(json.dumps(_plain(config), sort_keys=True).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""What one rank wrote into its part of a checkpoint: files with sizes and checksums, computed by the rank that wrote them."""
+"""Files of one participant of a checkpoint, with sizes and checksums from the rank that wrote them."""
 
 import hashlib
 import json
@@ -13,30 +13,30 @@ from temper_engine_api.errors import DamagedCheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """One file."""
+    """Path, size and checksum of one file."""
 
     path: str
-    """Relative, with forward slashes: to its part in a PartReport, to the step directory in a manifest."""
+    """Relative path with forward slashes: below the part in a PartReport, below the step directory in
+    a manifest."""
     num_bytes: int
-    """Size."""
     sha256: str
-    """Of its content, in hexadecimal."""
+    """SHA-256 of the content, in hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReport:
-    """What one rank of one participant wrote."""
+    """Files that one rank of one participant wrote."""
 
     files: tuple[FileRecord, ...]
     """Paths relative to the part's directory; empty for a rank that wrote nothing."""
 
 
 def report_part(directory: str | Path, files: Iterable[str]) -> PartReport:
-    """Sizes and checksums of files that this rank just wrote; they are on the disk, not only in its cache, when this returns.
+    """Compute sizes and checksums of files that this rank wrote, and fsync the files.
 
     Args:
-        directory: of the part.
-        files: paths relative to it.
+        directory: Directory of the part.
+        files: Paths relative to it.
     """
     return PartReport(files=tuple(_record(Path(directory), path) for path in sorted(set(files))))
 
@@ -79,20 +79,16 @@ def find_file_damage(directory: Path, record: FileRecord, *, with_content: bool)
 
 
 def write_json(directory: str | Path, name: str, content: Mapping[str, object]) -> str:
-    """Write a small mapping of JSON values beside a part's tensors.
-
-    Returns:
-        The name, for ``report_part``.
-    """
+    """Write a mapping of JSON values; return the name, for `report_part`."""
     (Path(directory) / name).write_text(json.dumps(dict(content), indent=2, sort_keys=True) + "\n")
     return name
 
 
 def read_json(directory: str | Path, name: str) -> dict[str, object]:
-    """Read what ``write_json`` wrote.
+    """Read a file of `write_json`.
 
     Raises:
-        DamagedCheckpointError: the file is missing or is not such a mapping.
+        DamagedCheckpointError: If the file is missing or is not a JSON object.
     """
     path = Path(directory) / name
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Copies of step directories behind any fsspec URL: the manifest goes up last and is the commit there."""
+"""Upload and download of step directories with fsspec; uploading the manifest commits the copy."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,45 +16,47 @@ from temper_engine_api.errors import (
 
 
 class FileSystem(Protocol):
-    """What is used of an fsspec file system."""
+    """Methods of an fsspec file system that are used here."""
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file or folder."""
+        """Return True if there is a file or folder."""
 
     def ls(self, path: str, detail: bool) -> list[str]:
-        """Paths in a folder."""
+        """List the paths in a folder."""
 
     def find(self, path: str) -> Iterable[str]:
-        """Paths of all files below a folder."""
+        """List all files below a folder."""
 
     def makedirs(self, path: str, exist_ok: bool) -> None:
-        """Make a folder; object stores do nothing."""
+        """Create a folder; does nothing in object stores."""
 
     def cat_file(self, path: str) -> bytes:
-        """Content of a file."""
+        """Return the content of a file."""
 
     def put_file(self, lpath: str, rpath: str) -> None:
-        """Upload."""
+        """Upload a file."""
 
     def get_file(self, rpath: str, lpath: str) -> None:
-        """Download."""
+        """Download a file."""
 
     def size(self, path: str) -> int:
-        """Bytes."""
+        """Return the size of a file in bytes."""
 
 
 def upload(directory: Path, url: str) -> str:
-    """Copy a committed step directory below a URL, its manifest last. What an earlier, uncommitted upload left there is replaced.
+    """Upload a committed step directory, its manifest last.
+
+    Files of an interrupted upload of the same step are replaced. Uploaded copies are never pruned.
 
     Args:
-        directory: a committed step directory.
-        url: of the folder of step directories; copies there are never pruned.
+        directory: Committed step directory.
+        url: fsspec URL of the folder of step directories.
 
     Returns:
         URL of the copy.
 
     Raises:
-        CheckpointError: the step is already committed there, or something else lies in its place; nothing is overwritten.
+        CheckpointError: If the step is already committed there, or its folder has other files.
     """
     files, base = _open(url)
     manifest = read_manifest(directory)
@@ -87,19 +89,19 @@ def upload(directory: Path, url: str) -> str:
 
 
 def download(url: str, root: str | Path) -> Path:
-    """Copy a step directory from a URL into a fresh folder below root, verified.
+    """Download a step directory, verify it, and commit it below `root`.
 
     Args:
-        url: of a step directory, or of a folder of them, whose last complete step is taken.
-        root: folder of step directories on this machine.
+        url: fsspec URL of a step directory, or of a folder whose latest complete step is taken.
+        root: Local folder of step directories.
 
     Returns:
-        The step directory.
+        The local step directory.
 
     Raises:
-        IncompleteCheckpointError: there is no committed step.
-        DamagedCheckpointError: a file is missing there, short or altered; names it.
-        CheckpointError: root already has that step, or the disk is full.
+        IncompleteCheckpointError: If there is no committed step.
+        DamagedCheckpointError: If a file is missing, short or altered.
+        CheckpointError: If `root` already has that step, or the disk is full.
     """
     files, base = _open(url)
     source = _find_step(files, base, url)

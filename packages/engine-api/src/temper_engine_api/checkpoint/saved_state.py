@@ -1,8 +1,9 @@
-"""The training state inside an engine's part of a checkpoint, so that one engine goes on from what another one wrote.
+"""Read the training state of another engine's checkpoint.
 
-Two places are known: ``state/*.safetensors``, whole tensors, and ``dcp/``, torch's distributed checkpoint. Tensors go by kind and Hugging
-Face name (an adapter's by PEFT name): a weight, ``first_moment.NAME``, ``second_moment.NAME`` and ``update_count.NAME``. Weights are
-``master.NAME`` in safetensors and ``parameter.NAME`` in DCP, where they may be of a lower precision than float32.
+Two formats are known: full tensors in `state/*.safetensors`, and torch's distributed checkpoint in
+`dcp/`. Keys are `first_moment.NAME`, `second_moment.NAME`, `update_count.NAME`, and for the weight
+`master.NAME` in safetensors or `parameter.NAME` in DCP, where it may have a lower precision than
+float32. NAME is the Hugging Face name, or the PEFT name of an adapter tensor.
 """
 
 import warnings
@@ -20,48 +21,48 @@ from temper_engine_api.errors import CheckpointError
 from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry
 
 DCP_FOLDER = "dcp"
-"""Of torch's distributed checkpoint."""
+"""Folder of torch's distributed checkpoint."""
 SAFETENSORS_FOLDER = "state"
-"""Of safetensors."""
+"""Folder of safetensors files."""
 FIRST, SECOND, COUNT = "first_moment", "second_moment", "update_count"
-"""Kinds beside the weight itself."""
+"""Kinds of tensors in addition to the weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """What a checkpoint holds, tensor by tensor."""
+    """Training state in a checkpoint, which is read tensor by tensor."""
 
     directory: str
-    """Of the engine's part."""
+    """Engine folder of the step directory."""
     weights: Mapping[str, tuple[int, ...]]
     """Full shape by Hugging Face name."""
     has_moments: bool
-    """Whether it holds adamw's moments and counts of these weights."""
+    """True if all weights have AdamW moments and update counts."""
     read: Callable[[str, str], Tensor]
-    """A tensor by kind and name; the kind ``weight`` is the weight itself."""
+    """Reads a tensor by kind and name; the kind `weight` is the weight itself."""
 
     def entries(self) -> list[WeightEntry]:
-        """The weights, for a check before the first one is read."""
+        """List the weights, to check them before the first tensor is read."""
         return [
             WeightEntry(name=name, shape=shape, dtype=torch.float32)
             for name, shape in self.weights.items()
         ]
 
     def iterate_weights(self) -> Iterator[NamedWeight]:
-        """One at a time, float32."""
+        """Iterate over the weights in float32, one at a time."""
         for name in self.weights:
             yield NamedWeight(name, self.read("weight", name).float())
 
     def iterate_state(self) -> Iterator[TrainingState]:
-        """One parameter at a time.
+        """Iterate over the training state, one parameter at a time.
 
         Raises:
-            CheckpointError: there are no moments of adamw.
+            CheckpointError: If there are no AdamW moments.
         """
         if not self.has_moments:
             raise CheckpointError(
-                f"{self.directory} holds weights without moments of adamw: resume with the engine and the optimizer that made it, or begin "
-                "anew with model.path at the model that the other run saved."
+                f"{self.directory} has weights without AdamW moments: resume with the engine and the "
+                "optimizer that wrote it, or start again with model.path at the saved model."
             )
         for name in self.weights:
             yield TrainingState(
@@ -74,17 +75,17 @@ class SavedState:
 
 
 def has_dcp_state(directory: str | Path) -> bool:
-    """Whether an engine's part of a checkpoint holds torch's distributed checkpoint."""
+    """Return True if an engine folder has a torch distributed checkpoint."""
     return Path(directory, DCP_FOLDER, ".metadata").is_file()
 
 
 def has_safetensors_state(directory: str | Path) -> bool:
-    """Whether an engine's part of a checkpoint holds safetensors with a training state."""
+    """Return True if an engine folder has safetensors with a training state."""
     return any(Path(directory, SAFETENSORS_FOLDER).glob("*.safetensors"))
 
 
 def open_dcp_state(directory: str) -> SavedState:
-    """The state in ``dcp/``; no communication: every rank that asks reads whole tensors from the disk."""
+    """Open the state in `dcp/`. Not collective: each calling rank reads full tensors from disk."""
     reader = SafeDcpReader(Path(directory, DCP_FOLDER))
     saved = {
         name: m
@@ -101,7 +102,7 @@ def open_dcp_state(directory: str) -> SavedState:
         key = f"{'parameter' if kind == 'weight' else kind}.{name}"
         tensor = torch.empty(saved[key].size, dtype=saved[key].properties.dtype)
         with warnings.catch_warnings():
-            # Reading alone is the intent, with or without a process group.
+            # torch warns without a process group, but reading on one rank is intended here.
             warnings.filterwarnings(
                 "ignore", message="torch.distributed is disabled", category=UserWarning
             )

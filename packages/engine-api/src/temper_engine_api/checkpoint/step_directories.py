@@ -1,6 +1,6 @@
-"""Step directories below a root, which of them are complete, and which may be deleted.
+"""List, lock, rename and delete the step directories below a root folder.
 
-Nothing is remembered: every answer is computed from the disk.
+There is no cache: every call reads the disk, because several processes use the same folder.
 
 ========================================  ====================================================
 ``step_00000010``                         committed
@@ -46,10 +46,10 @@ _INCOMPLETE = re.compile(r"step_\d{8,}\.incomplete-\d+")
 
 
 def step_directory(root: str | Path, step: int) -> Path:
-    """Where a step lies once it is committed.
+    """Return the path of a committed step.
 
     Raises:
-        ConfigError: step is negative, or the root is a URL.
+        ConfigError: If the step is negative or the root is a URL.
     """
     if step < 0:
         raise ConfigError(f"step is {step}, but steps count from 0.")
@@ -57,13 +57,13 @@ def step_directory(root: str | Path, step: int) -> Path:
 
 
 def partial_directory(root: str | Path, step: int) -> Path:
-    """A name beside it that no one else uses."""
+    """Return a new unique path next to the step directory, for writing the step."""
     final = step_directory(root, step)
     return final.with_name(f".{final.name}.{secrets.token_hex(6)}.partial")
 
 
 def list_complete_steps(root: str | Path) -> list[int]:
-    """Steps that have a manifest, ascending."""
+    """List the steps that have a manifest, in ascending order."""
     if not Path(root).is_dir():
         return []
     named = ((STEP_NAME.fullmatch(path.name), path) for path in Path(root).iterdir())
@@ -73,7 +73,7 @@ def list_complete_steps(root: str | Path) -> list[int]:
 
 
 def list_step_entries(root: str | Path) -> dict[int, Path]:
-    """Return everything that has the name of a step, complete or not, by ascending step."""
+    """Return all entries named like a step, complete or not, by ascending step."""
     if not Path(root).is_dir():
         return {}
     named = ((STEP_NAME.fullmatch(path.name), path) for path in Path(root).iterdir())
@@ -97,13 +97,13 @@ def set_aside(path: Path, reason: Literal["damaged", "incomplete", "superseded"]
 
 
 def find_latest_step(root: str | Path) -> int | None:
-    """The highest step that has a manifest; None when there is none."""
+    """Return the highest step that has a manifest, or None."""
     steps = list_complete_steps(root)
     return steps[-1] if steps else None
 
 
 def list_partial_saves(root: str | Path) -> list[Path]:
-    """Directories of saves that have not been committed: running now, or of a run that died."""
+    """List directories of uncommitted saves: running ones, and those of runs that crashed."""
     if not Path(root).is_dir():
         return []
     return sorted(
@@ -112,7 +112,7 @@ def list_partial_saves(root: str | Path) -> list[Path]:
 
 
 def find_step(path: str | Path) -> Path:
-    """The step directory that a path means: itself, or the last complete step of the folder.
+    """Return the step directory for a path: the path itself, or the latest complete step in it.
 
     Raises:
         IncompleteCheckpointError: there is no complete step; says what is there instead.

@@ -1,7 +1,8 @@
-"""A step directory as a transaction: staged beside its place, checked, and renamed into it.
+"""Write a step directory as a transaction.
 
-``begin_checkpoint``, a part per participant, ``commit`` by the one process that began, once every participant has reported. A crash at any moment
-leaves earlier steps as they were.
+One process calls `begin_checkpoint`, every participant writes its part into the staging directory
+and reports its files, and the first process calls `commit`, which checks the files, writes the
+manifest and renames the directory. A crash at any time leaves earlier steps as they were.
 """
 
 import errno
@@ -29,14 +30,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointTransaction:
-    """A step that is being written. Only the process that began it commits or aborts it; leaving its ``with`` uncommitted aborts it."""
+    """A step that is being written.
+
+    Only the process that created it may commit or abort it. Leaving its `with` block without a
+    commit aborts it.
+    """
 
     step: int
-    """Global step."""
     staging: Path
-    """Where it is written; every participant must see this path."""
+    """Directory to write to; all participants must see it."""
     final: Path
-    """Where it will lie."""
+    """Path of the step directory after the commit."""
 
     def __enter__(self) -> "CheckpointTransaction":
         return self
@@ -47,7 +51,7 @@ class CheckpointTransaction:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Abort what is not committed; an OSError (a full disk) becomes a CheckpointError that says what the disk has to say."""
+        """Abort if not committed; turn an OSError, such as a full disk, into a CheckpointError."""
         try:
             if isinstance(error, OSError):
                 raise self.failure(str(error)) from error
@@ -55,23 +59,24 @@ class CheckpointTransaction:
             self.abort()
 
     def part(self, name: str) -> Path:
-        """The directory of one participant, made if need be."""
+        """Return the directory of one participant; create it if it does not exist."""
         directory = self.staging / name
         directory.mkdir(exist_ok=True)
         return directory
 
     def commit(self, reports: Mapping[str, Sequence[PartReport]], *, info: ManifestInfo) -> Path:
-        """Check that what was reported is there and nothing else, write the manifest, and rename.
+        """Check the reported files, write the manifest, and rename the directory.
 
         Args:
-            reports: by part, one of each rank that wrote.
-            info: what the manifest says beside the files.
+            reports: Reports of all ranks that wrote, by part.
+            info: Other contents of the manifest.
 
         Returns:
             The committed step directory.
 
         Raises:
-            CheckpointError: a reported file is missing or short, an unreported one is there, or another save committed this step.
+            CheckpointError: If a reported file is missing or short, there is an unreported file, or
+                another save has committed this step.
         """
         version = 1 if info.run_id is None else 2
         files = _collect(reports)
@@ -80,7 +85,7 @@ class CheckpointTransaction:
         )
 
     def publish(self, manifest: Manifest) -> Path:
-        """Commit with a manifest that is already made; otherwise like ``commit``."""
+        """Commit with an existing manifest; otherwise like `commit`."""
         files = manifest.files
         self._check(files)
         for directory in {self.staging, *((self.staging / record.path).parent for record in files)}:
@@ -100,11 +105,11 @@ class CheckpointTransaction:
         return self.final
 
     def abort(self) -> None:
-        """Remove the staging directory, nothing else; after a commit there is none."""
+        """Remove the staging directory; does nothing after a commit."""
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def failure(self, reason: str) -> CheckpointError:
-        """The error for a save that failed, with what the disk has to say; to be called before ``abort``."""
+        """Return the error for a failed save, including disk usage. Call before `abort`."""
         root = self.final.parent
         last = find_latest_step(root)
         needed = (
@@ -141,12 +146,12 @@ class CheckpointTransaction:
 def begin_checkpoint(
     root: str | Path, step: int, *, run_id: str | None = None
 ) -> CheckpointTransaction:
-    """Begin to write a step; creates the root if it does not exist.
+    """Start writing a step; create the root folder if it does not exist.
 
     Args:
-        root: folder of step directories.
-        step: global step.
-        run_id: run that writes it, so that the same run may delete what a crash leaves of it.
+        root: Folder of step directories.
+        step: Global step.
+        run_id: Id of the run, so that it may delete its own unfinished step after a crash.
 
     Raises:
         CheckpointError: If the step's directory already exists; it is never overwritten.
@@ -165,7 +170,7 @@ def begin_checkpoint(
 
 
 def write_durably(path: Path, content: str) -> None:
-    """Write a small file so that it is either whole and on the disk, or not there."""
+    """Write a small file atomically and fsync it."""
     draft = path.with_name(f"{path.name}.draft")
     with open(draft, "w") as file:
         file.write(content)
@@ -176,7 +181,7 @@ def write_durably(path: Path, content: str) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Put a directory's entries on the disk."""
+    """Fsync a directory, so that created and renamed entries survive a crash."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
