@@ -1,12 +1,15 @@
-"""What a release promised by name: `packages/PACKAGE/api.txt`, one line for each public name, parameter and default. Editing the file takes
-nothing back: what it held at the last release is read from that release's tree, where the clone has it.
+"""Check that public names stay as the last release promised them.
 
-A line that is gone or reads differently breaks somebody, and so does a new parameter, field or abstract method that must be given.
-Such a change needs a fragment of kind `changed` or `removed` in packages/PACKAGE/changes that names it in backticks; what is gone needs
-`removed`, and must have been deprecated in the last release, whose deprecations stand in the file too. Anything else may be added freely;
-`tools/release.py` writes the file anew, and `python tools/api.py --update PACKAGE` does so in between.
+`packages/PACKAGE/api.txt` has one line for each public name, parameter and default. Editing it takes
+no promise back, because the lines of the last release are read from that release's git tree.
 
-Read from the sources by griffe; nothing is imported.
+A line that is missing or differs breaks users, and so does a new parameter, field or abstract method
+without a default. Such a change needs a fragment of kind `changed` or `removed` in
+packages/PACKAGE/changes that names it in backticks. A removed name needs `removed`, and must have been
+deprecated in the last release. Additions need nothing: `tools/release.py` writes the file, and
+`python tools/api.py --update PACKAGE` updates it between releases.
+
+griffe reads the sources; no module is imported.
 """
 
 from __future__ import annotations
@@ -34,13 +37,13 @@ PUBLIC = {
     "legacy-shim": ("errors", "old_paths", "workers"),
     "trainer": ("algorithms", "config", "config_loading", "loops", "reward", "types"),
 }
-"""The public modules of a package; where it is not named, every module without an underscore that is not in PRIVATE."""
+"""Public modules by package; of other packages all modules without an underscore, except PRIVATE."""
 
 PRIVATE = ("conformance", "__main__", "cli", "conf")
-"""Rooms whose door is a command: the kit's is pytest with its options, and the entry-point groups."""
+"""Modules that are used through a command, such as the conformance kit through pytest."""
 
 OVERRIDABLE_CLASSES = ("temper_engine_api.backend.EngineBackend",)
-"""Classes whose underscored methods others override: they are as public as a contract can be."""
+"""Classes whose underscored methods engine authors override, so that these are public too."""
 
 REQUIRED = "required"
 _GONE = " is gone"
@@ -48,11 +51,11 @@ _GONE = " is gone"
 DEPRECATED = re.compile(
     r"deprecated (?P<what>.+): since (?P<since>\S+), removed in (?P<removed_in>\S+)"
 )
-"""How a lock says that a name was deprecated."""
+"""Line of api.txt that records a deprecation."""
 
 
 def api(package: Path) -> list[str]:
-    """Every public name of a package with its signature, a line each, sorted."""
+    """Return one line for each public name of a package, with its signature, sorted."""
     name = "temper_" + package.name.replace("-", "_")
     top = griffe.load(name, search_paths=[package / "src"], allow_inspection=False)
     assert isinstance(top, griffe.Module)
@@ -62,7 +65,7 @@ def api(package: Path) -> list[str]:
 
 
 def breaks(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
-    """What breaks somebody who wrote against the old lines: by qualified name, a sentence."""
+    """Return what breaks code that uses the old names: one sentence by qualified name."""
     before, after = _by_name(old), _by_name(new)
     found = {}
     for name, line in before.items():
@@ -85,7 +88,7 @@ def breaks(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
 
 
 def promised_lines(package: Path) -> list[str]:
-    """The lines of a package's lock; of a name that the last release's lock has too, as it stood there."""
+    """Return the lines of api.txt; for names of the last release, the lines of that release."""
     lines = (package / LOCK).read_text().splitlines() if (package / LOCK).exists() else []
     released = _released_lock(package)
     deprecations = {line for line in [*lines, *released] if DEPRECATED.fullmatch(line)}
@@ -93,7 +96,7 @@ def promised_lines(package: Path) -> list[str]:
 
 
 def removed_names(package: Path) -> dict[str, list[Promise]]:
-    """What was promised and the sources have not: by qualified name, the deprecations in the lock that spoke of it."""
+    """Return the promised names that no longer exist, each with the deprecations that covered it."""
     lines = promised_lines(package)
     deprecations = [
         Promise(location=LOCK, **found.groupdict())
@@ -108,8 +111,9 @@ def removed_names(package: Path) -> dict[str, list[Promise]]:
 
 
 def complaints(package: Path) -> list[str]:
-    """What breaks a package's promises without a changelog fragment that names it, and names that are gone without having been
-    deprecated; nothing where it has neither a lock nor a release yet.
+    """Report broken promises that no changelog fragment names, and removals without a deprecation.
+
+    A package without api.txt and without a release has no promises.
     """
     lines = promised_lines(package)
     if not lines:
@@ -135,7 +139,7 @@ def complaints(package: Path) -> list[str]:
 
 
 def write_lock(package: Path) -> int:
-    """Write the package's names into its lock; returns their number."""
+    """Write the public names of a package into api.txt; return their number."""
     lines = api(package)
     deprecations = sorted(
         {
@@ -148,7 +152,7 @@ def write_lock(package: Path) -> int:
 
 
 def public_modules(module: griffe.Module, package: str) -> Iterator[griffe.Module]:
-    """The public modules, the package itself first."""
+    """Yield the public modules, starting with the package itself."""
     yield module
     for name, child in sorted(module.members.items()):
         if (
@@ -166,7 +170,7 @@ def public_modules(module: griffe.Module, package: str) -> Iterator[griffe.Modul
 
 
 def _members(owner: griffe.Module | griffe.Class) -> Iterator[str]:
-    """The lines of what an owner defines, inherits, or names in `__all__`; what it only imports is public elsewhere."""
+    """Yield the lines of names that an owner defines, inherits, or lists in `__all__`."""
     members: Mapping[str, object] = (
         owner.all_members if isinstance(owner, griffe.Class) else owner.members
     )
@@ -191,7 +195,7 @@ def _members(owner: griffe.Module | griffe.Class) -> Iterator[str]:
 
 
 def _released_lock(package: Path) -> list[str]:
-    """The lock in the tree of the package's last release; nothing where there is none, or this clone lacks its content."""
+    """Return api.txt of the last release; empty if there is none or this clone lacks its tree."""
     root = package.parents[1]
     trees = [record.tree for record in published(root, package.name)]
     if not trees or not has_object(root, f"{trees[-1]}:{LOCK}"):
@@ -242,14 +246,14 @@ def _by_name(lines: Sequence[str]) -> dict[str, str]:
 
 
 def _is_named(word: str, text: str) -> bool:
-    """Whether a text has a word in a span of code: `run` says more than a run."""
+    """Return True if a word is in a code span of the text, as opposed to its prose."""
     return any(
         re.search(rf"\b{re.escape(word)}\b", span) for span in re.findall(r"`([^`]+)`", text)
     )
 
 
 def _covers(what: str, name: str) -> bool:
-    """Whether a deprecation's words are about a name: its last word is among them, or the class or module around it is what they name."""
+    """Return True if a deprecation names this name, or the class or module that contains it."""
     words = what.partition("(")[0]
     return bool(re.search(rf"\b{re.escape(_last_word(name))}\b", what)) or name.startswith(
         (f"{words}.", f"{words}(")
@@ -261,17 +265,17 @@ def _signature(line: str) -> str:
 
 
 def _owner(name: str) -> str:
-    """The function of a parameter; the class or module of anything else."""
+    """Return the function of a parameter, or the class or module of another name."""
     return name.partition("(")[0] if "(" in name else name.rpartition(".")[0]
 
 
 def _last_word(name: str) -> str:
-    """The word by which a fragment names it: the parameter's, or that of a class whose constructor it is."""
+    """Return the word that a changelog fragment must contain; the class for a constructor."""
     return name.removesuffix(".__init__").rstrip(")").replace("(", ".").rpartition(".")[2]
 
 
 def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     packages = {
         path.parent.name: path.parent for path in sorted(root.glob("packages/*/pyproject.toml"))
     }
@@ -284,7 +288,7 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
         "--update",
         metavar="PACKAGE",
         choices=packages,
-        help="write the names of one package anew, if nothing breaks in silence",
+        help="write api.txt of one package, if every broken promise is in its changelog",
     )
     chosen = parser.parse_args(arguments)
     wanted = [packages[chosen.update]] if chosen.update else list(packages.values())

@@ -1,4 +1,4 @@
-"""The lowest versions that a package declares, as pins: what `nox -s oldest` installs. Standard library and packaging alone."""
+"""Read requirements and their lower bounds from pyproject.toml, as `nox -s oldest` installs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from packaging.version import Version
 
 
 def declared(package: Path, *, extras: Iterable[str] = ()) -> Iterator[Requirement]:
-    """What a package and some of its extras require of others; our own packages are left out."""
+    """Yield the third-party requirements of a package and some of its extras."""
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     optional = project.get("optional-dependencies", {})
     for line in [*project["dependencies"], *(line for extra in extras for line in optional[extra])]:
@@ -21,12 +21,12 @@ def declared(package: Path, *, extras: Iterable[str] = ()) -> Iterator[Requireme
 
 
 def sibling_requirements(package: Path) -> Iterator[Requirement]:
-    """What a package and its extras require of our own packages; of itself, where an extra takes in another one, nothing."""
+    """Yield the requirements of a package and its extras that name our other packages."""
     return sibling_requirements_in((package / "pyproject.toml").read_text())
 
 
 def sibling_requirements_in(pyproject: str) -> Iterator[Requirement]:
-    """The same, from the text of a pyproject.toml."""
+    """Yield the requirements that name our other packages, from the text of a pyproject.toml."""
     project = tomllib.loads(pyproject)["project"]
     extras = project.get("optional-dependencies", {}).values()
     for line in [*project["dependencies"], *(line for extra in extras for line in extra)]:
@@ -36,7 +36,7 @@ def sibling_requirements_in(pyproject: str) -> Iterator[Requirement]:
 
 
 def pairs(packages: Iterable[Path]) -> list[str]:
-    """Every package with every sibling that it requires, as SIBLING:PACKAGE."""
+    """Return `SIBLING:PACKAGE` for each of our packages that a package requires."""
     return [
         f"{name.removeprefix('temper-')}:{path.name}"
         for path in packages
@@ -45,10 +45,10 @@ def pairs(packages: Iterable[Path]) -> list[str]:
 
 
 def floor(requirement: Requirement) -> str:
-    """A requirement pinned at its lower bound.
+    """Pin a requirement at its lower bound.
 
     Raises:
-        ValueError: it has none, so nobody knows which version it was tried with.
+        ValueError: The requirement has no lower bound, or more than one.
     """
     bounds = [clause.version for clause in requirement.specifier if clause.operator == ">="]
     if len(bounds) != 1:
@@ -62,8 +62,9 @@ def floor(requirement: Requirement) -> str:
 def floors(
     package: Path, *, extras: Iterable[str] = (), leave_out: Iterable[str] = ()
 ) -> list[str]:
-    """The pins of a package and some of its extras; where several of them ask for one distribution on the same machines, at the highest
-    floor.
+    """Return the lower bounds of a package and some of its extras as pins.
+
+    If several of them require a distribution with the same marker, the highest bound is taken.
     """
     found: dict[tuple[str, str], str] = {}
     for requirement in declared(package, extras=extras):

@@ -1,9 +1,10 @@
-"""Do a package and its sibling fit, this checkout's of one with the last release of the other? Which trials that takes, and their records.
+"""Try a package of this checkout with the last release of a sibling, and record what passed.
 
-A trial runs the tests of the package that depends on the other: the released one's own where that one is released, as they were written.
-`nox -s compat` runs the trials of a pair and leaves a record in .temper/compat; `python -m tools.compat` takes the records that are here
-into tools/matrix.json, from which the site's table is made; commit it. `tools/release.py` asks for both. A record holds for the contents
-that it names, so an edit or a release outdates it and a rebase does not. Standard library and packaging alone.
+A trial runs the tests of the package that depends on the other; if that one is the released package,
+its released tests. `nox -s compat` runs the trials of a pair and writes a record to .temper/compat.
+`python -m tools.compat` copies the records to tools/matrix.json, which is committed and from which
+the site's table is made. `tools/release.py` accepts both. A record names the contents that were
+tried, so an edit or a release makes it invalid and a rebase does not.
 """
 
 from __future__ import annotations
@@ -22,65 +23,65 @@ from tools.releases import ReleaseError, Source, git, has_object, last_release, 
 RECORDS = Path(".temper") / "compat"
 
 MATRIX = Path("tools") / "matrix.json"
-"""The last green record of each pair that was kept: for readers, and for a release in a clone that tried nothing itself."""
+"""Committed records: the last passed trials of each pair."""
 
 COUNTED = ("src", "tests", "pyproject.toml")
-"""What of a package a trial can depend on."""
+"""Parts of a package on which a trial can depend."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A dependency and its dependent, one of them as it is here and the other as it was last released."""
+    """A dependency and its dependent, one from this checkout and the other as last released."""
 
     dependency: str
     dependent: str
     released: Source
-    """Of one of the two."""
+    """The release of one of the two."""
     tree: str
-    """Git's name of what was released."""
+    """Git tree id of the release."""
 
     @property
     def name(self) -> str:
-        """What tells it from every other trial of these contents."""
+        """Unique name among the trials of these contents."""
         here = self.dependent if self.released.package == self.dependency else self.dependency
         return f"{here} with {self.released.package} {self.released.version} ({self.tree[:12]})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """A record: trials of a pair that passed."""
+    """Record of the trials of a pair that passed."""
 
     pair: str
     at: str
-    """When, UTC."""
+    """Time in UTC, ISO format."""
     passed: Sequence[str]
     """Names of trials."""
     contents: Mapping[str, str]
-    """What the two packages were here, as `contents` hashes them."""
+    """Hash of each package in this checkout, as `contents` computes it."""
     commit: str = ""
-    """The checkout's, with `+` behind it where files were changed; empty where nobody wrote it down."""
+    """Commit of the checkout, followed by `+` if files were changed; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialFiles:
-    """A trial's files, on the disk."""
+    """Unpacked files of a trial."""
 
     sources: Mapping[str, Path]
-    """The folder of each package: this checkout's, but for the released one."""
+    """Folder of each package: the unpacked release of one, this checkout's of all others."""
     root: Path
     """Where the tests run: of this checkout, or of the released one, laid out as its repository was."""
     tests: Path
-    """Those of the dependent."""
+    """Tests of the dependent package."""
 
 
 def trials(root: Path, pair: str, *, declared: Mapping[str, str] | None = None) -> list[Trial]:
-    """The trials of a pair, DEPENDENCY:DEPENDENT; without those whose versions pip would never install together.
+    """Return the trials of a pair, `DEPENDENCY:DEPENDENT`, whose versions pip can install together.
 
     Args:
-        declared: Versions that this checkout's packages are about to have; otherwise what they declare.
+        declared: Versions to assume for packages of this checkout instead of the declared ones.
 
     Raises:
-        ReleaseError: a release is recorded, and this clone lacks its content.
+        ReleaseError: This clone lacks the content of a recorded release.
     """
     dependency, dependent = pair.split(":")
     found = []
@@ -110,7 +111,7 @@ def unpack_trial(root: Path, trial: Trial, folder: Path) -> TrialFiles:
     """Unpack what was released below a folder, laid out as its repository was, with the pages that its tests read.
 
     Raises:
-        ReleaseError: this clone does not know the commit of the release.
+        ReleaseError: The commit of the release is not in this clone.
     """
     source = trial.released
     if not source.commit or not has_object(root, source.commit):
@@ -170,7 +171,7 @@ def record_passed(root: Path, pair: str, passed: Sequence[Trial]) -> Path:
 
 
 def read_matrix(root: Path) -> list[TrialRecord]:
-    """The last green record of each pair, as it was committed; none where there is no file."""
+    """Return the committed records; none if there is no file."""
     file = root / MATRIX
     return [TrialRecord(**each) for each in json.loads(file.read_text())] if file.exists() else []
 
@@ -213,7 +214,7 @@ def find_missing_trials(root: Path, package: str, version: str) -> list[str]:
 
 
 def contents(root: Path, package: str) -> str:
-    """A hash over the files of a package that a trial can depend on, those that git knows or would add: by name and bytes."""
+    """Return a hash of a package's files on which a trial can depend, without ignored files."""
     folders = [f"packages/{package}/{each}" for each in COUNTED]
     names = git(
         root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", *folders
@@ -236,7 +237,7 @@ def _green(root: Path, pair: str) -> TrialRecord | None:
 
 
 def changed_since(root: Path, green: TrialRecord) -> list[str]:
-    """The packages that are no longer what a record names."""
+    """Return the packages whose contents differ from those of a record."""
     return [each for each, digest in green.contents.items() if contents(root, each) != digest]
 
 

@@ -1,6 +1,6 @@
-"""What `dev.py test --coverage` adds: the lines and branches of each package that the steps run, in every process that they start.
+"""Measure which lines and branches of each package the test steps execute, in all processes.
 
-In: commands of pytest, as coverage runs them instead. Out: a table. What is gone with a killed process is not counted.
+`dev.py test --coverage` uses it. Lines that only a killed process executed are not counted.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pathlib import Path
 from tools.environment import PACKAGES
 
 FOLDER = Path(".temper") / "coverage" / "all"
-"""Below the repository: one file of each process, then their sum."""
+"""Data of every process, then of all together; below the repository."""
 
 HEAD = "| package | statements | run | branches | taken |\n|---|---|---|---|---|"
 
 
 def clear_coverage(root: Path) -> None:
-    """Forget what an earlier run measured."""
+    """Delete the data of an earlier run."""
     shutil.rmtree(root / FOLDER, ignore_errors=True)
     (root / FOLDER).mkdir(parents=True)
 
 
 def with_coverage_arguments(arguments: Sequence[str], *, root: Path) -> list[str]:
-    """The arguments of a Python that runs a module (`-m pytest ...`) as those of one that also measures it."""
+    """Return Python arguments that run a module (`-m pytest ...`) under coverage."""
     sources = ",".join(str(root / "packages" / package / "src") for package in PACKAGES)
     return [
         "-m",
@@ -40,10 +40,10 @@ def with_coverage_arguments(arguments: Sequence[str], *, root: Path) -> list[str
 
 
 def coverage_table(root: Path, *, python: Path) -> str:
-    """A row for each package: what all measured processes together ran of it.
+    """Combine the data of all processes; return a Markdown table with one row per package.
 
     Raises:
-        subprocess.CalledProcessError: coverage found nothing that was measured, or no sources to it.
+        subprocess.CalledProcessError: coverage found no data, or no sources that match it.
     """
     report = root / FOLDER / "report.json"
     command = [str(python), "-m", "coverage"]
@@ -64,7 +64,7 @@ def coverage_table(root: Path, *, python: Path) -> str:
             for count in ("num_statements", "covered_lines", "num_branches", "covered_branches")
         )
         rows.append(
-            f"| {package} | {lines:,} | {_share(run, lines)} | {branches:,} | {_share(taken, branches)} |"
+            f"| {package} | {lines:,} | {_percentage(run, lines)} | {branches:,} | {_percentage(taken, branches)} |"
         )
     return "\n".join(rows)
 
@@ -73,5 +73,5 @@ def _data(root: Path) -> list[str]:
     return [f"--data-file={root / FOLDER / 'data'}"]
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "none"
+def _percentage(part: int, total: int) -> str:
+    return f"{100 * part / total:.1f} %" if total else "none"

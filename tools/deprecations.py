@@ -1,6 +1,8 @@
-"""Deprecations in the sources, held to the policy: at least two minor versions, and gone when their time has come.
+"""Find deprecations in the sources and check them against the policy.
 
-Every call with the keywords `since` and `removed_in` is one, in whichever package. Read from the sources; nothing is imported.
+A deprecated name stays for at least two minor versions, and is deleted in the release that its
+warning names. Every call with the keywords `since` and `removed_in` is a deprecation. The sources
+are parsed and not imported.
 """
 
 from __future__ import annotations
@@ -13,28 +15,28 @@ from pathlib import Path
 from packaging.version import Version
 
 MINORS = 2
-"""For how many minor versions a deprecated name stays, at least."""
+"""Minimum number of minor versions between a deprecation and the removal."""
 
 _NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """One deprecation, as it is written."""
+    """One deprecation in the sources."""
 
     location: str
-    """File below the package, and line."""
+    """`file:line`, relative to the package."""
     what: str
-    """What is deprecated, as users write it; of a decorator without such a keyword, the name that it stands on."""
+    """What is deprecated, as users write it; for a decorator without this keyword, the decorated name."""
     since: str
     removed_in: str
 
 
 def find_deprecations(package: Path) -> Iterator[Promise]:
-    """Every deprecation of a package.
+    """Yield the deprecations of a package.
 
     Raises:
-        ValueError: one of its versions is no string literal, so that nobody could check it without running the code.
+        ValueError: A version is not a string literal, so that it cannot be read from the sources.
     """
     for file in sorted((package / "src").rglob("*.py")):
         tree = ast.parse(file.read_text())
@@ -69,7 +71,7 @@ def find_deprecations(package: Path) -> Iterator[Promise]:
 
 
 def faults(package: Path, version: str) -> list[str]:
-    """What a release of this version would break of the policy, a sentence each."""
+    """Check the deprecations of a package for a release of this version; return the faults."""
     found = []
     for promise in find_deprecations(package):
         since, removed = Version(promise.since), Version(promise.removed_in)
@@ -85,7 +87,7 @@ def faults(package: Path, version: str) -> list[str]:
 
 
 def _passes_own_arguments(keywords: dict[str | None, ast.expr]) -> bool:
-    """Whether it only passes on its own arguments of these names: the mechanism itself."""
+    """Return True if a call only passes on its own arguments, as the mechanism itself does."""
     return all(
         isinstance(value, ast.Name) and value.id == name
         for name, value in keywords.items()

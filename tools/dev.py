@@ -1,6 +1,6 @@
-"""The two commands of this repository: `python3 tools/dev.py train` and `python3 tools/dev.py test`.
+"""Run the quickstart (`python3 tools/dev.py train`) or all checks (`python3 tools/dev.py test`).
 
-Needs nothing but Python and pip: the environment is made on the first call, in the ignored folder .temper/env.
+Needs only Python and pip. The first call creates an environment in the ignored folder .temper/env.
 """
 
 import sys
@@ -26,11 +26,11 @@ from tools.environment import EnvironmentSetupError, ensure_environment
 from tools.steps import STEP_NAMES, run_steps
 
 QUICKSTART = ("experiment=quickstart",)
-"""The overrides that make `temper-train` the small run of `dev.py train`."""
+"""Overrides of `temper-train` that select the small run of `dev.py train`."""
 
 
 def fresh_run(root: Path) -> str:
-    """The override that gives the run a folder of its own: runs/quickstart, or the first free runs/quickstart-N."""
+    """Return an override that sets a new run folder: runs/quickstart, or runs/quickstart-N."""
     number = 1
     while (name := f"runs/quickstart-{number}" if number > 1 else "runs/quickstart") and (
         root / name
@@ -40,7 +40,7 @@ def fresh_run(root: Path) -> str:
 
 
 def train(overrides: Sequence[str]) -> int:
-    """Give this process over to the quickstart run, so that Ctrl-C and the exit status are the trainer's own."""
+    """Replace this process by the quickstart run, which then gets Ctrl-C and sets the exit status."""
     python = ensure_environment(ROOT)
     has_folder = any(
         override.startswith(("run.dir=", "run.resume=", "-")) for override in overrides
@@ -52,33 +52,33 @@ def train(overrides: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one of the two commands; returns the exit status."""
+    """Run one of the two commands; return the exit status."""
     parser = argparse.ArgumentParser(prog="tools/dev.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     train_parser = commands.add_parser(
         "train",
-        help="a small GRPO run on the CPU; leaves a model, metrics and a picture",
+        help="run a small GRPO training on the CPU; writes a model, metrics and a plot",
         usage="%(prog)s [overrides...]",
     )
     train_parser.add_argument(
-        "overrides", nargs=argparse.REMAINDER, help="passed to temper-train as they are"
+        "overrides", nargs=argparse.REMAINDER, help="overrides for temper-train"
     )
-    test_parser = commands.add_parser("test", help="everything that a pull request must pass")
+    test_parser = commands.add_parser("test", help="run all checks that a pull request must pass")
     test_parser.add_argument(
-        "--only", action="append", choices=STEP_NAMES, help="run this step; may be repeated"
+        "--only", action="append", choices=STEP_NAMES, help="run only this step; may be repeated"
     )
     test_parser.add_argument(
         "--coverage",
         action="store_true",
-        help="also print which share of each package the tests run; takes longer",
+        help="also print which percentage of each package the tests execute; takes longer",
     )
     chosen = parser.parse_args(arguments)
     try:
         if chosen.command == "train":
             return train(chosen.overrides)
         return run_steps(ROOT, only=chosen.only, with_coverage=chosen.coverage)
-    except EnvironmentSetupError as trouble:
-        print(f"dev: {trouble}", file=sys.stderr)
+    except EnvironmentSetupError as error:
+        print(f"dev: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("dev: interrupted", file=sys.stderr)

@@ -1,6 +1,7 @@
-"""The one environment of the everyday commands: made in .temper/env, stamped, and brought up to date by need.
+"""Create the environment of the everyday commands in .temper/env, and update it when needed.
 
-In: the packages' pyproject files and constraints/cpu.txt. Out: the path of its Python. Standard library alone.
+It is built from the packages' pyproject.toml files and constraints/cpu.txt, whose hashes are kept in
+.temper/stamp.json. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PACKAGES = ("engine-api", "engine-fsdp", "engine-megatron", "trainer", "legacy-shim")
-"""Every package, in the order in which they depend on each other."""
+"""All packages; each comes after the packages that it depends on."""
 
 EXTRAS = {
     "engine-api": "[conformance]",
@@ -31,7 +32,7 @@ EXTRAS = {
 TOOLS = (
     "build",
     "coverage",
-    "editables",  # hatchling's, for packages installed in place
+    "editables",  # needed by hatchling for editable installs
     "griffelib",
     "hatchling",
     "hypothesis",
@@ -48,11 +49,13 @@ TOOLS = (
 )
 
 TORCH = "torch==2.13.0"
-"""Installed first and alone: a later `torch>=x` then finds it and does not fetch a CUDA build of several GB."""
+"""Installed first, so that a later requirement `torch>=x` does not download a CUDA build of several GB."""
 
 MEGATRON_BRIDGE = "megatron-bridge==0.3.1"
-"""Installed without its requirements: one of them needs torch to be built, so pip can't resolve them. What is used of them, the Megatron
-engine requires itself."""
+"""Installed without its dependencies: one of them needs torch at build time, which pip cannot resolve.
+
+engine-megatron declares the ones that are used.
+"""
 
 TEST_DATA = "TEMPER_TEST_DATA"
 """Variable that names the folder of data which tests use and the repository does not contain.
@@ -63,47 +66,49 @@ scripts of the older system). Tests whose data is missing are skipped and name t
 DEFAULT_TEST_DATA = Path(__file__).resolve().parents[2] / "shared"
 
 NEEDED_BYTES = 4 << 30
-"""The environment's size with pip's temporary files beside it."""
+"""Disk space for the environment and pip's temporary files."""
 
 LIMIT_S = 21 * 60
 
 
 class EnvironmentSetupError(RuntimeError):
-    """The environment cannot be made; the message says what to do about it."""
+    """Raised if the environment cannot be created; the message says what to do."""
 
 
 def env_python(root: Path) -> Path:
-    """Where the environment's Python is once `ensure_environment` has returned."""
+    """Return the path of the environment's Python, which `ensure_environment` creates."""
     return root / ".temper" / "env" / "bin" / "python"
 
 
 def fingerprints(root: Path) -> dict[str, str]:
-    """What the environment is made from, one hash for each stage that can be out of date on its own."""
+    """Return a hash of the inputs of each stage of the installation."""
     version = ".".join(str(part) for part in sys.version_info[:2])
     constraints = (root / "constraints" / "cpu.txt").read_text()
     declared = [(root / "packages" / name / "pyproject.toml").read_text() for name in PACKAGES]
     requirements = [*TOOLS, *(name + EXTRAS.get(name, "") for name in PACKAGES)]
     return {
-        "python": f"{version} at {Path(sys.base_prefix).resolve()} for {root}",  # a moved environment is a broken one
+        # With the path of the repository, because a virtual environment cannot be moved.
+        "python": f"{version} at {Path(sys.base_prefix).resolve()} for {root}",
         "torch": TORCH,
         "packages": _digest([constraints, *declared, *requirements, MEGATRON_BRIDGE]),
     }
 
 
 def outdated(stamp: dict[str, str], wanted: dict[str, str]) -> list[str]:
-    """The stages to run again, in order: a stage that is out of date takes the later ones with it."""
+    """Return the stages to run: the first one whose hash differs, and all later ones."""
     stages = list(wanted)
     stale = [number for number, stage in enumerate(stages) if stamp.get(stage) != wanted[stage]]
     return stages[stale[0] :] if stale else []
 
 
 def ensure_environment(root: Path) -> Path:
-    """Make the environment, or bring it up to date, and return its Python; at once where nothing has changed.
+    """Create or update the environment, and return the path of its Python.
 
-    A second process that asks at the same time waits for the first.
+    Returns at once if nothing has changed. A second process that calls this waits for the first.
 
     Raises:
-        EnvironmentSetupError: neither venv nor pip in this Python, too little disk, or an install that failed.
+        EnvironmentSetupError: this Python has neither venv nor pip, the disk is too small, or an
+            installation failed.
     """
     folder = root / ".temper"
     folder.mkdir(exist_ok=True)
@@ -127,7 +132,7 @@ def ensure_environment(root: Path) -> Path:
 
 
 def check_disk(folder: Path, *, needed_bytes: int = NEEDED_BYTES) -> None:
-    """Refuse to begin an install that would fill the disk half-way."""
+    """Raise an error before an installation that would fill the disk."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise EnvironmentSetupError(
@@ -144,18 +149,21 @@ def _create(root: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     _run(root, [sys.executable, *maker, str(folder)], doing="making the environment")
-    # Older pips neither read every constraint nor resolve as fast.
+    # Older versions of pip ignore some constraints, and resolve more slowly.
     _pip(root, ["--upgrade", "pip"], doing="upgrading pip")
 
 
 def _maker(root: Path) -> list[str]:
-    """Arguments of Python that make an environment: the standard library's way, or virtualenv where Debian and others leave that out."""
+    """Return Python arguments that create an environment.
+
+    Uses virtualenv if the standard library's venv is missing, as in the Python of Debian.
+    """
     if all(importlib.util.find_spec(module) is not None for module in ("venv", "ensurepip")):
         return ["-m", "venv"]
     if importlib.util.find_spec("pip") is None:
         raise EnvironmentSetupError(
-            f"{sys.executable} has neither pip nor what makes environments: install one of them with your system's package manager "
-            "(Debian and Ubuntu: python3-pip or python3-venv), or use a Python that has them."
+            f"{sys.executable} has neither pip nor venv: install one of them with the system's package "
+            "manager (Debian and Ubuntu: python3-pip or python3-venv), or use another Python."
         )
     print(
         "environment: this Python has no venv; installing virtualenv into .temper/virtualenv",
@@ -164,7 +172,7 @@ def _maker(root: Path) -> list[str]:
     home = root / ".temper" / "virtualenv"
     if home.exists():
         shutil.rmtree(home)
-    # Into a folder of ours: a Python that a system's package manager owns takes no other installs.
+    # Into .temper, because a Python of the system's package manager refuses installations.
     _run(
         root,
         [sys.executable, "-m", "pip", "install", "--target", str(home), "virtualenv"],
@@ -191,7 +199,8 @@ def _install_packages(root: Path) -> None:
     editable = [
         word for name in PACKAGES for word in ("-e", f"packages/{name}{EXTRAS.get(name, '')}")
     ]
-    # The line above has installed the build backend: building in the environment itself saves one environment each.
+    # The line above has installed the build backend. Without isolation pip does not create a build
+    # environment for each package.
     _pip(root, ["--no-build-isolation", *editable], doing="installing the packages")
     _pip(root, ["--no-deps", MEGATRON_BRIDGE], doing=f"installing {MEGATRON_BRIDGE}")
 
@@ -214,9 +223,9 @@ def _pip(root: Path, arguments: Sequence[str], *, doing: str) -> None:
 
 
 def _run(root: Path, command: Sequence[str], *, doing: str) -> None:
-    """Run one command with its output in .temper/install.log, whose end is shown if it fails."""
+    """Run a command with its output in .temper/install.log; show the last lines if it fails."""
     log = root / ".temper" / "install.log"
-    # An outer environment's variable would send the packages there instead of here.
+    # These variables of an outer environment would change where packages are installed.
     variables = {
         name: value
         for name, value in os.environ.items()
@@ -238,7 +247,8 @@ def _run(root: Path, command: Sequence[str], *, doing: str) -> None:
         except subprocess.TimeoutExpired:
             raise EnvironmentSetupError(
                 f"{doing} took longer than {LIMIT_S // 60} minutes and was stopped: see .temper/install.log, "
-                "check the connection to your package index, and run the command again; it goes on where it was."
+                "check the connection to your package index, and run the command again; finished stages "
+                "are not repeated."
             ) from None
     if code != 0:
         tail = "\n".join(
@@ -246,13 +256,13 @@ def _run(root: Path, command: Sequence[str], *, doing: str) -> None:
         )
         raise EnvironmentSetupError(
             f"{doing} failed with exit status {code}:\n{tail}\n"
-            "The whole output is in .temper/install.log. Mend the cause and run the command again; "
-            "delete .temper to begin afresh."
+            "The full output is in .temper/install.log. Fix the cause and run the command again; "
+            "delete .temper to start from scratch."
         )
 
 
 def _read_stamp(stamp_file: Path, python: Path) -> dict[str, str]:
-    """What was made before; nothing where the environment or its stamp is gone or damaged."""
+    """Return the hashes of finished stages; empty if the environment or its stamp is missing."""
     if not (python.exists() and stamp_file.exists()):
         return {}
     try:
@@ -272,6 +282,6 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("environment: another process is at work on it; waiting", flush=True)
+            print("environment: waiting for another process that installs", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,7 +1,8 @@
-"""Which guests each package may invite: the import rules that import-linter cannot express.
+"""Check import rules that import-linter cannot express.
 
-import-linter sees a foreign package as one whole and knows only what is forbidden. Here: rules about foreign
-sub-packages (torch.distributed, megatron.bridge), "nothing but" (the contract's core), and import cycles between files.
+import-linter treats a third-party package as one unit, and has rules only for what is forbidden.
+This checks who may import sub-packages of others (torch.distributed, megatron.bridge), that the
+core of engine-api imports only what is listed, and that no files import each other in a cycle.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ KIT = "temper_engine_api.conformance"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThirdPartyRule:
-    """A foreign module, and the only modules of ours that may import it, sub-modules included."""
+    """A third-party module, and the modules of ours that may import it, with their submodules."""
 
     module: str
     importers: tuple[str, ...]
@@ -31,8 +32,8 @@ class ThirdPartyRule:
 ENGINES = ("temper_engine_fsdp", "temper_engine_megatron")
 
 SHIM_WITH_TORCH = tuple(
-    f"temper_legacy_shim.{room}"
-    for room in (
+    f"temper_legacy_shim.{module}"
+    for module in (
         "checkpoints",
         "data_proto",
         "numerics",
@@ -42,7 +43,7 @@ SHIM_WITH_TORCH = tuple(
         "workers",
     )
 )
-"""The rooms of the shim that an extra makes importable; the others translate without torch, also inside a function."""
+"""Modules of legacy-shim that need an extra; all others run without torch, also inside functions."""
 
 WITH_TORCH = ("temper_engine_api", *ENGINES, "temper_trainer", *SHIM_WITH_TORCH)
 
@@ -67,7 +68,7 @@ THIRD_PARTY_RULES = (
         ),
     ),
     ThirdPartyRule(module="megatron.bridge", importers=("temper_engine_megatron.bridge_compat",)),
-    # A program of its own, with requirements that are nobody's here.
+    # A separate training program, whose requirements no package declares.
     ThirdPartyRule(module="megatron.bridge.training", importers=()),
     # torch itself requires fsspec; only copies of checkpoints go through it.
     ThirdPartyRule(
@@ -80,7 +81,7 @@ THIRD_PARTY_RULES = (
         ),
     ),
     ThirdPartyRule(module="vllm", importers=("temper_trainer.rollout.vllm",)),
-    # import-linter asks this of what is written as an import, and of the trainer and the engines alone.
+    # import-linter checks only import statements, and only those of the trainer and the engines.
     ThirdPartyRule(module="ray", importers=("temper_trainer.runtime",)),
     ThirdPartyRule(module="torch", importers=WITH_TORCH),
     ThirdPartyRule(module="transformers", importers=WITH_TORCH),
@@ -98,7 +99,7 @@ EXEMPT_FROM_CYCLES = {
 
 
 def complaints(module: str, source: str) -> list[str]:
-    """What is wrong with the imports of one of our modules, a sentence each with its line."""
+    """Check the imports of one module; return one line for each fault."""
     found = []
     for line, name in sorted(set(_imports(ast.parse(source)))):
         found += [
@@ -167,7 +168,7 @@ def cycle_complaints(graph: Mapping[str, Collection[str]], exempt: Collection[st
 
 
 def _describe_importers(importers: Sequence[str]) -> str:
-    return f"only {', '.join(importers)}" if importers else "nobody"
+    return f"only {', '.join(importers)}" if importers else "no module"
 
 
 def _is_within(name: str, module: str) -> bool:
@@ -175,13 +176,16 @@ def _is_within(name: str, module: str) -> bool:
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Every foreign name that is imported or reached through a dotted name, at any depth, with its line."""
+    """Yield each imported module with its line, also those reached through a dotted name.
+
+    Imports inside functions count.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.lineno, node.module
-            # `from torch import distributed` names the sub-package in its second half; a class there does no harm.
+            # In `from torch import distributed` the imported name is the sub-package.
             names = (f"{node.module}.{alias.name}" for alias in node.names)
             yield from ((node.lineno, name) for name in names if name in _RULED_MODULES)
         elif isinstance(node, ast.Attribute) and ast.unparse(node) in _RULED_MODULES:
@@ -201,7 +205,7 @@ def _module_name(path: Path, source_root: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check every package below the given repository (this one by default); 1 if anything is wrong."""
+    """Check all packages of a repository, this one by default; return 1 if there is a fault."""
     chosen = sys.argv[1:] if arguments is None else arguments
     root = Path(chosen[0]) if chosen else Path(__file__).resolve().parent.parent
     files = [
@@ -221,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path[:0] = [str(top) for top in sources]
     packages = sorted({init.parent.name for top in sources for init in top.glob("*/__init__.py")})
     found += cycle_complaints(import_graph(packages), EXEMPT_FROM_CYCLES)
-    print("\n".join(found) or f"layers: {len(files)} modules invite only their own guests")
+    print("\n".join(found) or f"layers: {len(files)} modules keep the import rules")
     return 1 if found else 0
 
 

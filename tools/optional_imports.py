@@ -1,7 +1,7 @@
-"""Which modules of a package import what only an extra brings, and what nobody declares: read from the sources, nothing is imported.
+"""Find modules that can be imported only with an extra, and imports that no package declares.
 
-`nox -s isolated` imports every module of a wheel without its extras, but for those in NEEDS_EXTRA; a test holds that table to what stands
-here every day. Standard library and packaging alone.
+`nox -s isolated` imports all modules of a wheel without its extras, except those in NEEDS_EXTRA. A
+test compares that table with the sources, which are parsed and not imported.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
     "engine-api": ("temper_engine_api.conformance",),
     "engine-fsdp": ("temper_engine_fsdp.training.lora_adapter",),
     "legacy-shim": tuple(
-        f"temper_legacy_shim.{room}"
-        for room in (
+        f"temper_legacy_shim.{module}"
+        for module in (
             "checkpoints",
             "data_proto",
             "numerics",
@@ -41,10 +41,10 @@ NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
                 "ray_worker_group",
             )
         ),
-        *(f"temper_trainer.rollout.vllm.{room}" for room in ("vllm_engine", "weight_transfer")),
+        *(f"temper_trainer.rollout.vllm.{module}" for module in ("vllm_engine", "weight_transfer")),
     ),
 }
-"""Modules, and packages with all that is in them, that only an extra makes importable."""
+"""Modules and packages that can be imported only with an extra."""
 
 _IMPORTED_AS = {
     "hydra-core": "hydra",
@@ -52,15 +52,18 @@ _IMPORTED_AS = {
     "mlflow-skinny": "mlflow",
     "pyyaml": "yaml",
 }
-"""By distribution, where the name of its module is not its own with underscores."""
+"""Module of a distribution whose names differ by more than underscores."""
 
 _COMES_ALONG = {"engine-api": {"fsspec"}, "engine-fsdp": {"huggingface_hub"}}
-"""By package, what torch and transformers themselves require and bring: fsspec's one door says so where it is missing, and of
-huggingface_hub the class is taken that transformers' configurations raise."""
+"""Modules that a package imports and torch or transformers installs.
+
+The module that uses fsspec reports if it is missing; of huggingface_hub only an exception is used,
+which transformers' configurations raise.
+"""
 
 
 def find_modules_needing_extra(package: Path) -> set[str]:
-    """The modules whose import fails where none of the package's extras is installed."""
+    """Return the modules whose import fails if no extra of the package is installed."""
     always, optional = _declared(package)
     top = _import_name(package)
     imports = {name: set(_at_import(tree.body)) for name, tree in _modules(package)}
@@ -72,7 +75,7 @@ def find_modules_needing_extra(package: Path) -> set[str]:
 
 
 def find_undeclared_imports(package: Path) -> list[str]:
-    """What a package imports, anywhere, of distributions that neither it nor an extra of it declares: a line for each."""
+    """Return `module: import` for each import that neither the package nor its extras declare."""
     always, optional = _declared(package)
     known = (
         always
@@ -87,7 +90,7 @@ def find_undeclared_imports(package: Path) -> list[str]:
 
 
 def drop_submodules(modules: Iterable[str], tops: Iterable[str]) -> set[str]:
-    """The modules that are neither in `tops` nor inside one of them."""
+    """Return the modules that are neither in `tops` nor submodules of one."""
     return {
         name
         for name in modules
@@ -96,7 +99,7 @@ def drop_submodules(modules: Iterable[str], tops: Iterable[str]) -> set[str]:
 
 
 def _declared(package: Path) -> tuple[set[str], set[str]]:
-    """The modules that come with a package, and those that its extras bring."""
+    """Return the modules of a package's dependencies, and those of its extras."""
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     extras = [line for lines in project.get("optional-dependencies", {}).values() for line in lines]
     return {_module_of(line) for line in project["dependencies"]}, {
@@ -118,7 +121,7 @@ def _modules(package: Path) -> Iterator[tuple[str, ast.Module]]:
 
 
 def _at_import(body: Iterable[ast.stmt]) -> Iterator[str]:
-    """What these statements import when a module is: not in functions, and not for type checkers."""
+    """Yield what statements import at module import; not in functions or for type checkers."""
     for node in body:
         yield from _named(node)
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
@@ -130,7 +133,7 @@ def _at_import(body: Iterable[ast.stmt]) -> Iterator[str]:
 
 
 def _named(node: ast.AST) -> list[str]:
-    """The modules of an import statement; what is taken out of one may be a module too."""
+    """Return the modules that a statement imports; an imported name may be a module too."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
@@ -139,7 +142,7 @@ def _named(node: ast.AST) -> list[str]:
 
 
 def _reached(name: str, imports: Mapping[str, set[str]]) -> set[str]:
-    """Everything that the import of a module imports, through modules of the same package and the packages around them."""
+    """Return all modules that importing a module imports, directly or through its package."""
     found, ahead = set[str](), [name]
     while ahead:
         each = ahead.pop()

@@ -1,4 +1,4 @@
-"""What must hold before a package is released: its fragments, its version, and what its siblings accept."""
+"""Check a package before its release: changelog fragments, version, promises and siblings."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _VERSION = re.compile(r"(0|[1-9]\d*)(\.(0|[1-9]\d*)){2}")
 
 
 def check_before(root: Path, package: str, version: str) -> None:
-    """Everything that can be asked without a build.
+    """Run all checks that need no build.
 
     Raises:
-        ReleaseError: the first thing that is not as it must be.
+        ReleaseError: A check found a fault; the message is about the first one.
     """
     folder = root / "packages" / package
     found = fragments(folder)
@@ -38,10 +38,10 @@ def check_before(root: Path, package: str, version: str) -> None:
 
 
 def check_tried(root: Path, package: str, version: str, *, reason: str) -> None:
-    """Every pair of the package was tried with these contents by nox's `compat`, or a reason says why not.
+    """Check that `nox -s compat` passed with these contents, or that a reason is given.
 
     Raises:
-        ReleaseError: a trial is missing and there is no reason; or there is one, and none is missing.
+        ReleaseError: A trial is missing and no reason is given, or a reason is given without need.
     """
     missing = find_missing_trials(root, package, version)
     if missing and not reason.strip():
@@ -57,10 +57,10 @@ def check_tried(root: Path, package: str, version: str, *, reason: str) -> None:
 
 
 def fragments(package: Path) -> list[Path]:
-    """The package's changelog fragments.
+    """Return the package's changelog fragments.
 
     Raises:
-        ReleaseError: there is none, one is empty, or a file in changes/ is named so that it would be passed over in silence.
+        ReleaseError: There is none, one is empty, or a file name in changes/ is not recognized.
     """
     found = sorted(
         path for path in (package / "changes").glob("*") if not path.name.startswith(".")
@@ -84,7 +84,7 @@ def fragments(package: Path) -> list[Path]:
 
 
 def check_version(root: Path, package: str, version: str) -> None:
-    """A version is X.Y.Z, above the last release, not below the declared one, and has no entry yet."""
+    """Check that a version is X.Y.Z, new, above all releases, and not below the declared one."""
     folder = root / "packages" / package
     if not _VERSION.fullmatch(version):
         raise ReleaseError(
@@ -111,7 +111,7 @@ def check_version(root: Path, package: str, version: str) -> None:
 
 
 def check_removals(root: Path, package: str, version: str, found: list[Path]) -> None:
-    """What removes something is at least a minor release."""
+    """Check that a release with removals raises the minor version."""
     last = last_release(root, package)
     removals = [path.name for path in found if path.name.endswith(".removed.md")]
     if (
@@ -126,7 +126,7 @@ def check_removals(root: Path, package: str, version: str, found: list[Path]) ->
 
 
 def check_notice(root: Path, package: str, version: str) -> None:
-    """What is gone was deprecated until this version, and for at least two minor versions that were released."""
+    """Check that removed names were deprecated in at least two released minor versions."""
     released = [Version(record.version) for record in published(root, package)]
     for name, promises in removed_names(root / "packages" / package).items():
         latest = max(promises, key=lambda promise: Version(promise.removed_in))
@@ -139,7 +139,7 @@ def check_notice(root: Path, package: str, version: str) -> None:
 
 
 def check_siblings(root: Path, package: str, version: str) -> None:
-    """Every sibling's bounds let the new version in, and the package's own bounds let in its siblings as declared here."""
+    """Check that the bounds between the package and its siblings accept the versions of both."""
     declared = {folder.name: declared_version(folder) for folder in _packages(root)} | {
         package: version
     }
@@ -199,7 +199,7 @@ def _tree_of_files(root: Path, package: str) -> str:
 
 
 def declared_version(package: Path) -> str:
-    """The version in the package's pyproject.toml."""
+    """Return the version in the package's pyproject.toml."""
     version: str = tomllib.loads((package / "pyproject.toml").read_text())["project"]["version"]
     return version
 

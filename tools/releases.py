@@ -1,7 +1,7 @@
-"""What has been released: read from tags, or from tools/releases.toml where a clone has no tags.
+"""Read releases from tags, or from tools/releases.toml in a clone without tags.
 
-A release commit cannot hold its own name. What it records of itself is therefore the git tree of the package's folder, which
-no rebase changes; `record_commits` adds the commit in a later one. Standard library and packaging alone.
+A release commit cannot contain its own id. It records the git tree of the package's folder instead,
+which no rebase changes; `record_commits` adds the commit id in a later commit.
 """
 
 from __future__ import annotations
@@ -31,52 +31,52 @@ HEADER = """\
 
 
 class ReleaseError(RuntimeError):
-    """The package cannot be released as it stands; the message says what to do."""
+    """Raised if a package cannot be released; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One release, as tools/releases.toml has it."""
+    """One entry of tools/releases.toml."""
 
     package: str
-    """Folder below packages/."""
+    """Name of the folder below packages/."""
     version: str
     date: str
-    """Of the changelog's entry, YYYY-MM-DD; its midnight in UTC is the build's SOURCE_DATE_EPOCH."""
+    """Date of the changelog's entry, YYYY-MM-DD; its midnight in UTC is SOURCE_DATE_EPOCH of the build."""
     tree: str
-    """Git's name of the content of the package's folder."""
+    """Git tree id of the package's folder."""
     commit: str = ""
-    """Git's name of the release commit; empty until `record_commits` has found it."""
+    """Id of the release commit; empty until `record_commits` has found it."""
     sha256: Mapping[str, str] = field(default_factory=dict)
-    """By name of the built file."""
+    """SHA-256 of each built file, by file name."""
     untried: str = ""
-    """Why it was released without a green run of nox's `compat`; empty where there was one, or nothing to try."""
+    """Why the release was made without a passed run of `nox -s compat`; empty if there was one."""
     withdrawn: str = ""
     """Why the release promises nothing to anyone; empty for a release that does."""
 
     @property
     def tag(self) -> str:
-        """The name of its tag."""
+        """Name of the git tag."""
         return f"{self.package}/v{self.version}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where the files of a release are in this clone."""
+    """Location of a release's files in this clone."""
 
     package: str
     version: str
     treeish: str
-    """What `git archive` takes: the package's folder, as its top."""
+    """Argument of `git archive` that names the package's folder."""
     commit: str
-    """The release's tag or its recorded commit; empty where neither is known."""
+    """Tag or recorded commit of the release; empty if neither is known."""
 
 
 def read_records(root: Path) -> tuple[Record, ...]:
-    """Every recorded release, oldest first; none where the file does not exist.
+    """Return the recorded releases, oldest first; none if the file does not exist.
 
     Raises:
-        ReleaseError: an entry has another tag than its package and version make.
+        ReleaseError: The tag of an entry does not match its package and version.
     """
     file = root / RECORDS
     if not file.exists():
@@ -94,7 +94,7 @@ def published(root: Path, package: str) -> list[Record]:
 
 
 def write_records(root: Path, records: Sequence[Record]) -> None:
-    """Replace the file by these releases."""
+    """Write tools/releases.toml with these releases."""
     lines = [HEADER.rstrip("\n")]
     for record in records:
         lines += ["", "[[release]]"]
@@ -119,7 +119,7 @@ def last_release(root: Path, package: str) -> Source | None:
     A tag is preferred over the record.
 
     Raises:
-        ReleaseError: only recorded, and this clone lacks the recorded content.
+        ReleaseError: The release has no tag, and this clone lacks the recorded content.
     """
     withdrawn = {record.tag for record in read_records(root) if record.withdrawn}
     tags = {
@@ -148,10 +148,10 @@ def last_release(root: Path, package: str) -> Source | None:
 
 
 def record_commits(root: Path) -> list[Record]:
-    """Fill in the commit of every release that lacks it, and return those; the file is written if there are any.
+    """Write the commit id of each release that has none yet, and return these releases.
 
     Raises:
-        ReleaseError: a release is not committed yet, or its commit holds another content than was released.
+        ReleaseError: A release is not committed yet, or its commit has other content than was built.
     """
     records = list(read_records(root))
     filled = []
@@ -175,7 +175,7 @@ def _record(entry: dict[str, Any]) -> Record:
 
 
 def _find_commit(root: Path, record: Record) -> str:
-    """The commit that brought the record into the file."""
+    """Return the commit that added the record to the file."""
     commits = git(
         root, "log", "--format=%H", f'-Stree = "{record.tree}"', "--", RECORDS.as_posix()
     ).split()
@@ -194,7 +194,7 @@ def _find_commit(root: Path, record: Record) -> str:
 
 
 def unpack(root: Path, treeish: str, folder: Path, *, paths: Sequence[str] = ()) -> Path:
-    """The files of a git tree, or of these paths in it, in a folder that is made for them."""
+    """Unpack a git tree, or these paths of it, into a new folder."""
     done = subprocess.run(
         ["git", "archive", treeish, *paths], cwd=root, capture_output=True, check=False
     )
@@ -207,7 +207,7 @@ def unpack(root: Path, treeish: str, folder: Path, *, paths: Sequence[str] = ())
 
 
 def has_object(root: Path, name: str) -> bool:
-    """Whether this clone has an object of that name."""
+    """Return True if this clone has the git object."""
     return (
         subprocess.run(
             ["git", "cat-file", "-e", name], cwd=root, capture_output=True, check=False
@@ -223,7 +223,7 @@ def git(root: Path, *arguments: str, environment: Mapping[str, str] | None = Non
         environment: Variables to set in addition to those of this process.
 
     Raises:
-        ReleaseError: it failed; the message is git's own.
+        ReleaseError: The command failed; the message is that of git.
     """
     done = subprocess.run(
         ["git", *arguments],

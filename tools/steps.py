@@ -1,7 +1,7 @@
-"""The steps of `dev.py test`: each with its budget, run two at a time, counted, and told in one table at the end.
+"""Run the steps of `dev.py test`, two at a time, and print one table of their results.
 
-A failing step never keeps a later one from running; a step that takes four times its budget is killed: a slow machine takes three.
-Standard library alone.
+All steps run, also after one that failed. A step is killed after four times its budget; slow hosts
+have needed up to three times. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from tools.environment import EnvironmentSetupError, ensure_environment
 KILL_AFTER_BUDGETS = 4
 TAIL_LINES = 40
 REPORTS = Path(".temper") / "reports"
-"""Below the repository: what pytest says of each test and how long it took, by step, of the last run."""
+"""JUnit reports of the last run, one per pytest command; below the repository."""
 SIDE_BY_SIDE = 2
-"""Steps that run at a time: the cores that budgets are for, of which most steps use one."""
+"""Number of steps that run at a time. Budgets are for two cores, and most steps use one core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One row of the budget table."""
+    """Commands that run one after the other, with a time budget."""
 
     name: str
     budget_s: float
-    """What it may take on two cores, beside another step."""
+    """Expected time on two cores while another step runs."""
     commands: tuple[tuple[str, ...], ...]
-    """Arguments to the environment's Python; all are run, also after one that failed."""
+    """Arguments of the environment's Python, one tuple per command."""
     is_pytest: bool = False
-    """Whether each command is a pytest run, whose tests are then counted one by one."""
+    """True if each command is a pytest run, whose tests are counted one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Tests by outcome; an expected failure counts as skipped, as pytest's report writes it."""
+    """Numbers of tests by outcome; expected failures count as skipped, as in pytest's reports."""
 
     passed: int = 0
     failed: int = 0
@@ -60,15 +60,15 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What one step came to."""
+    """Outcome of one step."""
 
     step: Step
     took_s: float
     counts: Counts
     failures: tuple[str, ...]
-    """A sentence for each command that failed; empty when the step passed."""
+    """One sentence for each command that failed; empty if the step passed."""
     tail: tuple[str, ...] = field(default=())
-    """The last lines of its output."""
+    """Last lines of the output."""
 
 
 def _pytest(*arguments: str) -> tuple[tuple[str, ...], ...]:
@@ -180,12 +180,17 @@ STEP_NAMES = tuple(step.name for step in STEPS)
 
 
 def run_steps(root: Path, *, only: Sequence[str] | None = None, with_coverage: bool = False) -> int:
-    """Make the environment, run the steps through it, print the table; 1 if any step failed, else 0.
+    """Create the environment, run the steps in it, and print the table.
 
     Args:
-        with_coverage: Also print what of each package the tests run; takes longer.
+        only: Names of the steps to run; all of them by default.
+        with_coverage: Also print how much of each package the tests execute; takes longer.
 
-    The last line printed is `N passed, N failed, N skipped`: pytest's tests, and one for each other step.
+    Returns:
+        Exit status: 1 if a step failed.
+
+    The last line printed is `N passed, N failed, N skipped`. It counts the tests of pytest, and each
+    other step as one.
     """
     started = time.monotonic()
     results = [_environment_step(root)]
@@ -204,9 +209,10 @@ def run_steps(root: Path, *, only: Sequence[str] | None = None, with_coverage: b
 def run_side_by_side(
     steps: Sequence[Step], *, python: Path, root: Path, with_coverage: bool = False
 ) -> list[Result]:
-    """Run the steps, SIDE_BY_SIDE at a time, those with the largest budgets first; results in the order of the steps.
+    """Run the steps, SIDE_BY_SIDE at a time, and return their results in the order of `steps`.
 
-    Ctrl-C ends what they have started.
+    Steps with large budgets start first, so that none of them runs alone at the end. Ctrl-C kills
+    all processes that were started.
     """
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         by_budget = sorted(steps, key=lambda step: -step.budget_s)
@@ -228,7 +234,7 @@ def run_side_by_side(
 
 
 def run_step(step: Step, *, python: Path, root: Path, with_coverage: bool = False) -> Result:
-    """Run one step's commands with their output passed on as it comes, a line at a time, behind the step's name."""
+    """Run the commands of one step; print their output line by line after the step's name."""
     started = time.monotonic()
     deadline = started + KILL_AFTER_BUDGETS * step.budget_s
     counts, failures, tail = Counts(), [], deque[str](maxlen=TAIL_LINES)
@@ -237,12 +243,12 @@ def run_step(step: Step, *, python: Path, root: Path, with_coverage: bool = Fals
         report_file = root / REPORTS / f"{step.name}-{number}.xml"
         report_file.unlink(missing_ok=True)
         extra = [f"--junitxml={report_file}"] if step.is_pytest else []
-        asked = (
+        python_arguments = (
             with_coverage_arguments(arguments, root=root)
             if with_coverage and step.is_pytest
             else arguments
         )
-        command = [str(python), *asked, *extra]
+        command = [str(python), *python_arguments, *extra]
         code = stream(
             command, cwd=root, tail=tail, limit_s=deadline - time.monotonic(), name=step.name
         )
@@ -259,16 +265,20 @@ def run_step(step: Step, *, python: Path, root: Path, with_coverage: bool = Fals
 
 
 _GROUPS: set[int] = set()
-"""Process groups of the commands that run now."""
+"""Process groups of the running commands."""
 
 
 def stream(
     command: Sequence[str], *, cwd: Path, tail: deque[str], limit_s: float, name: str
 ) -> int | None:
-    """Run a command, pass its output on line by line behind a name, and keep its end in `tail`.
+    """Run a command and print its output line by line after `name`.
+
+    Args:
+        tail: Collects the last lines of the output.
+        limit_s: Time after which the command and all of its child processes are killed.
 
     Returns:
-        Its exit status, or None where it was killed, with everything it had started, after `limit_s` seconds.
+        Exit status of the command, or None if it was killed.
     """
     process = subprocess.Popen(
         command,
@@ -279,7 +289,8 @@ def stream(
         text=True,
         errors="replace",
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        start_new_session=True,  # its own process group: killing it reaches the rank processes too
+        # A process group of its own, so that killing it reaches the rank processes too.
+        start_new_session=True,
     )
 
     _GROUPS.add(process.pid)
@@ -299,7 +310,8 @@ def stream(
     except subprocess.TimeoutExpired:
         code = None
     finally:
-        # Also after a regular end: a test that left a process behind must not hold the pipe or the cores.
+        # Also after a normal exit: a process that a test left running would keep the pipe open and
+        # use a core of the next step.
         _kill_group(process.pid)
         process.wait()
         _GROUPS.discard(process.pid)
@@ -308,7 +320,7 @@ def stream(
 
 
 def count_tests(junit_xml: str) -> Counts:
-    """The tests of a pytest run, from its JUnit report."""
+    """Count the tests in a JUnit report of pytest."""
     suites = list(ElementTree.fromstring(junit_xml).iter("testsuite"))
     total, failures, errors, skipped = (
         sum(int(suite.get(name, "0")) for suite in suites)
@@ -322,15 +334,15 @@ def count_tests(junit_xml: str) -> Counts:
 
 
 def report(results: Sequence[Result], *, took_s: float) -> None:
-    """Print the ends of the failing steps, the budget table, and the line of totals, in this order.
+    """Print the last output of failed steps, the table of budgets, and the line of totals.
 
     Args:
-        results: of all steps; each one's time is its own, beside another step.
-        took_s: by the clock, for all of them.
+        results: Results of all steps, in the order of the table.
+        took_s: Wall time of all steps together; steps overlap.
     """
     for result in results:
         if result.failures:
-            print(f"\n=== the end of {result.step.name}, which failed")
+            print(f"\n=== last lines of {result.step.name}, which failed")
             print("\n".join(result.tail))
     rows = [("step", "budget", "actual", "result")]
     for result in results:
@@ -362,7 +374,7 @@ def report(results: Sequence[Result], *, took_s: float) -> None:
 
 
 def total_budget_s(steps: Iterable[Step]) -> float:
-    """By the clock: the environment is made first, the other steps run side by side."""
+    """Return the expected wall time: the environment first, then the steps, two at a time."""
     budgets = {step.name: step.budget_s for step in steps}
     first = budgets.pop(ENVIRONMENT.name, 0.0)
     return first + sum(budgets.values()) / SIDE_BY_SIDE
@@ -375,7 +387,7 @@ def _environment_step(root: Path) -> Result:
     try:
         ensure_environment(root)
     except EnvironmentSetupError as trouble:
-        failures, tail = ("failed; no other step was run",), (str(trouble),)
+        failures, tail = ("failed, so no other step was run",), (str(trouble),)
     counts = Counts(failed=1) if failures else Counts(passed=1)
     took_s = time.monotonic() - started
     return Result(step=ENVIRONMENT, took_s=took_s, counts=counts, failures=failures, tail=tail)
@@ -393,7 +405,7 @@ def _explain(code: int | None, *, step: Step) -> str | None:
 
 
 def _counts(report_file: Path, *, step: Step, is_failed: bool) -> Counts:
-    """A pytest command's tests; a command that failed without a failing test to show for it counts as one."""
+    """Count the tests of a pytest command; a command that failed without a failed test is one."""
     if not step.is_pytest:
         return Counts()
     counts = count_tests(report_file.read_text()) if report_file.exists() else Counts()

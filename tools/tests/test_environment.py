@@ -150,7 +150,7 @@ def test_a_python_with_neither_venv_nor_pip_is_told_what_to_install(
         monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(
         EnvironmentSetupError,
-        match=r"has neither pip nor what makes environments: .*python3-pip or python3-venv",
+        match=r"has neither pip nor venv: .*python3-pip or python3-venv",
     ):
         environment._create(checkout)
 

@@ -28,7 +28,7 @@ from tools.optional_imports import NEEDS_EXTRA
         "import importlib\nimportlib.import_module('torch.distributed')",
     ],
 )
-def test_every_way_to_reach_a_guest_is_seen(source: str) -> None:
+def test_every_kind_of_import_is_found(source: str) -> None:
     found = complaints("temper_trainer.loops.sync", source)
     assert any(
         "only temper_engine_fsdp" in line and "may import torch.distributed" in line
@@ -58,7 +58,7 @@ def test_every_way_to_reach_a_guest_is_seen(source: str) -> None:
         ("temper_trainer.loops.sync", "import torch.distributions\nimport peftlike"),
     ],
 )
-def test_hosts_and_namesakes_are_left_alone(module: str, source: str) -> None:
+def test_allowed_modules_and_similar_names_pass(module: str, source: str) -> None:
     assert complaints(module, source) == []
 
 
@@ -75,9 +75,9 @@ def test_the_contracts_core_may_import_nothing_but_torch() -> None:
         "from megatron.bridge.training import setup",
     ],
 )
-def test_the_bridges_training_program_has_no_host(source: str) -> None:
+def test_no_module_may_import_the_training_program_of_the_bridge(source: str) -> None:
     found = complaints("temper_engine_megatron.bridge_compat.bridge_translation", source)
-    assert any("nobody may import megatron.bridge.training" in line for line in found)
+    assert any("no module may import megatron.bridge.training" in line for line in found)
     assert (
         complaints(
             "temper_engine_megatron.bridge_compat.bridge_translation",
@@ -99,26 +99,24 @@ def test_the_bridges_training_program_has_no_host(source: str) -> None:
     "source",
     ["def late():\n    import ray", "import importlib\nray = importlib.import_module('ray')"],
 )
-def test_ray_has_its_door_in_the_runtime_alone_by_whatever_way_and_in_every_package(
-    module: str, source: str
-) -> None:
+def test_only_the_runtime_may_import_ray(module: str, source: str) -> None:
     (found,) = complaints(module, source)
     assert "only temper_trainer.runtime may import ray" in found
     assert complaints("temper_trainer.runtime.ray_workers", source) == []
 
 
 @pytest.mark.parametrize("module", ["torch", "transformers"])
-def test_the_shims_translator_does_not_even_import_torch_later(module: str) -> None:
+def test_the_translator_of_the_shim_does_not_import_torch_in_functions(module: str) -> None:
     (found,) = complaints("temper_legacy_shim.configs.rules", f"def late():\n    import {module}")
     assert f"may import {module}" in found
     assert complaints("temper_legacy_shim.checkpoints.dcp", f"import {module}") == []
 
 
-def test_the_shims_rooms_with_torch_are_those_that_an_extra_makes_importable() -> None:
+def test_modules_of_the_shim_with_torch_are_those_that_need_an_extra() -> None:
     assert set(SHIM_WITH_TORCH) == set(NEEDS_EXTRA["legacy-shim"])
 
 
-def test_a_modules_namesake_is_not_its_host() -> None:
+def test_a_module_with_a_similar_name_is_not_allowed() -> None:
     assert complaints("temper_engine_fsdp.adapters", "import peft")
     assert complaints("temper_engine_api.conformance_report", "import transformers")
 
