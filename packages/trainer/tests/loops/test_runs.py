@@ -15,7 +15,7 @@ from temper_engine_api.errors import CheckpointError, ConfigError
 from temper_trainer import progress
 from temper_trainer.data.rows import DataError
 from temper_trainer.loops import RunResult
-from temper_trainer.progress import Part
+from temper_trainer.progress import ProgressTask
 from temper_trainer.reward.scoring import RewardFailureError
 
 Run = Callable[..., RunResult]
@@ -137,12 +137,12 @@ def test_sampling_scoring_and_updates_report_progress(
 ) -> None:
     printed: list[tuple[str, int | None, int]] = []
 
-    class Told(list[Part]):
-        def remove(self, done: Part) -> None:
+    class FinishedTasks(list[ProgressTask]):
+        def remove(self, done: ProgressTask) -> None:
             printed.append((done.name, done.total, done.done))
             super().remove(done)
 
-    monkeypatch.setattr(progress, "_active", Told())
+    monkeypatch.setattr(progress, "_active", FinishedTasks())
     lean = (
         "warm_start=null",
         "data.eval=null",
