@@ -1,7 +1,7 @@
-"""The sessions of this repository; `nox -l` lists them: everyday ones, questions about one environment, reports, and `nightly`.
+"""Nox sessions of this repository; `nox -l` lists them.
 
-The everyday ones share the environment of tools/dev.py and start at once. Those that ask a question about an
-environment (what a wheel declares, what its lower bounds are) make their own with virtualenv.
+Everyday sessions share the environment of tools/dev.py and start at once. Sessions that test an
+environment (declared dependencies of a wheel, lower bounds) create their own with virtualenv.
 """
 
 import os
@@ -42,7 +42,7 @@ CONSTRAINTS = str(ROOT / "constraints" / "cpu.txt")
 WHEELS = ROOT / ".temper" / "wheels"
 
 PLACEHOLDERS: dict[str, str] = {}
-"""Packages that hold their place only; a session that would test one skips with this sentence."""
+"""Packages without content yet; sessions skip them with this reason."""
 
 ENGINES = {"fsdp": "engine-fsdp", "megatron": "engine-megatron"}
 
@@ -50,7 +50,7 @@ KIT_ARGUMENTS = {
     "fsdp": ("--world-sizes", "1,2,4", "--layouts", "all"),
     "megatron": ("--world-sizes", "1,2", "--layouts", "all"),
 }
-"""In which layouts `conformance` runs an engine."""
+"""Layouts in which `conformance` runs an engine."""
 
 RUN_MEGATRON = ("engine-megatron", "legacy-shim", "trainer")
 """Packages whose tests run Megatron's engine."""
@@ -107,37 +107,37 @@ def _skip_placeholder(session: nox.Session, package: str) -> None:
 
 @nox.session(venv_backend="none")
 def train(session: nox.Session) -> None:
-    """A small GRPO run on the CPU; arguments after -- are overrides."""
+    """Run a small GRPO training on the CPU; arguments after -- are overrides."""
     _dev(session, "train", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Everything that a pull request must pass."""
+    """Run all checks that a pull request must pass."""
     _dev(session, "test", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """Ruff: rules and format."""
+    """Check rules and format with ruff, and the wording of names and docstrings."""
     _dev(session, "test", "--only", "lint")
 
 
 @nox.session(venv_backend="none")
 def typing(session: nox.Session) -> None:
-    """Mypy, strict."""
+    """Run mypy in strict mode."""
     _dev(session, "test", "--only", "types")
 
 
 @nox.session(venv_backend="none")
 def layers(session: nox.Session) -> None:
-    """Who may import whom."""
+    """Check which modules may import which, and that promised names still exist."""
     _dev(session, "test", "--only", "layers")
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Every block and relative link of the pages; then the site, strictly, in .temper/site/html."""
+    """Check code blocks and links of all pages, then build the site in .temper/site/html."""
     _dev(session, "test", "--only", "docs")
     session.run(str(ensure_environment(ROOT)), "-m", "tools.site", external=True)
     session.install("-r", "docs/requirements.txt")
@@ -147,7 +147,7 @@ def docs(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 @nox.parametrize("engine", list(ENGINES))
 def conformance(session: nox.Session, engine: str) -> None:
-    """The conformance kit on one engine; arguments after -- go to pytest (default: the layouts in KIT_ARGUMENTS)."""
+    """Run the conformance kit on one engine; arguments after -- replace KIT_ARGUMENTS."""
     _skip_placeholder(session, ENGINES[engine])
     arguments = session.posargs or KIT_ARGUMENTS[engine]
     kit = ["-m", "pytest", "--pyargs", "temper_engine_api.conformance", "--engine", engine]
@@ -157,21 +157,21 @@ def conformance(session: nox.Session, engine: str) -> None:
 @nox.session
 @nox.parametrize("package", list(PACKAGES))
 def isolated(session: nox.Session, package: str) -> None:
-    """One wheel with the dependencies that it declares imports; then, with its extras, its tests pass."""
+    """Import a wheel with only its declared dependencies, then run its tests with its extras."""
     _isolated(session, package)
 
 
 @nox.session(python=list(PYTHONS))
 @nox.parametrize("package", list(PACKAGES))
 def pythons(session: nox.Session, package: str) -> None:
-    """What `isolated` asks, on each version of Python; one that is not on this machine is a failure."""
+    """Run `isolated` on each version of Python; fail if one is not installed."""
     _isolated(session, package)
 
 
 @nox.session
 @nox.parametrize("scenario", list(SCENARIOS))
 def scenarios(session: nox.Session, scenario: str) -> None:
-    """What one kind of user installs, from wheels in an empty environment, and what must work there: tools/scenarios.py."""
+    """Install from wheels what one kind of user needs, and try it: tools/scenarios.py."""
     chosen = SCENARIOS[scenario]
     session.log(chosen.meaning)
     _build_wheels(session, python=str(ensure_environment(ROOT)))
@@ -197,9 +197,9 @@ def scenarios(session: nox.Session, scenario: str) -> None:
 @nox.session
 @nox.parametrize("pair", list(PAIRS))
 def compat(session: nox.Session, pair: str) -> None:
-    """HEAD of one package with the last release of the other, both ways round: the tests of the one that depends on the other.
+    """Test each package of a pair with the last release of the other, using the dependent's tests.
 
-    Arguments after -- name some of those tests, by path below their folder: a part, of which no record is kept.
+    Arguments after -- select some of those tests, by path below their folder; no record is kept then.
     """
     found = trials(ROOT, pair)
     if not found:
@@ -234,7 +234,7 @@ def compat(session: nox.Session, pair: str) -> None:
 @nox.session
 @nox.parametrize("package", list(PACKAGES))
 def oldest(session: nox.Session, package: str) -> None:
-    """The lowest versions that a package and its extras declare; torch alone, and the triton that it brings, stay as they are."""
+    """Test a package with the lowest versions that it declares, except torch and triton."""
     _skip_placeholder(session, package)
     extras = [extra for extra in EXTRAS.get(package, "").strip("[]").split(",") if extra]
     pins = floors(
@@ -248,14 +248,14 @@ def oldest(session: nox.Session, package: str) -> None:
         *(_pinned(tool) for tool in TEST_TOOLS),
     )
     _install_bridge(session, package)
-    # What an old version of somebody else's package warns of is not ours to mend.
+    # Warnings of old third-party versions cannot be fixed here.
     _test_installed(session, package, "-W", "default")
 
 
 @nox.session
 @nox.parametrize("package", list(PACKAGES))
 def latest(session: nox.Session, package: str) -> None:
-    """The newest versions that pip finds, torch alone at the CPU build; a failing test is a warning: somebody else released it."""
+    """Test a package with the newest versions that pip finds; failures are only warnings."""
     session.install(TORCH)
     session.install("--upgrade", TORCH, *_with_extras(_sources()), *TEST_TOOLS)
     _install_bridge(
@@ -267,13 +267,13 @@ def latest(session: nox.Session, package: str) -> None:
         _test_installed(session, package, "-W", "default")
     except CommandFailed:
         session.warn(
-            f"temper-{package} does not pass its tests with the newest versions: see above, and narrow or mend"
+            f"temper-{package} does not pass its tests with the newest versions: see above; fix it, or narrow the bounds"
         )
 
 
 @nox.session
 def build(session: nox.Session) -> None:
-    """A wheel and an sdist of every package, with what must be inside them."""
+    """Build a wheel and an sdist of every package, and check their contents."""
     _build_wheels(session)
     for package in PACKAGES:
         wheel = WHEELS / f"temper_{package.replace('-', '_')}-{_version(package)}-py3-none-any.whl"
@@ -285,7 +285,7 @@ def build(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 @nox.parametrize("package", list(PACKAGES))
 def coverage(session: nox.Session, package: str) -> None:
-    """Which lines and branches of a package its own tests run, rank processes included; arguments after -- go to pytest."""
+    """Measure which lines and branches a package's tests execute; arguments go to pytest."""
     python = [str(ensure_environment(ROOT)), "-m"]
     data = f"--data-file={ROOT / '.temper' / 'coverage' / package}"
     module = "temper_" + package.replace("-", "_")
@@ -316,7 +316,7 @@ def coverage(session: nox.Session, package: str) -> None:
 
 @nox.session(venv_backend="none")
 def mutants(session: nox.Session) -> None:
-    """Whether a test fails when the core is wrong: faults put into it one at a time; arguments after -- are those of tools/mutants.py."""
+    """Plant faults in the core, and report those that no test finds; see tools/mutants.py."""
     session.run(
         str(ensure_environment(ROOT)), "-m", "tools.mutants", *session.posargs, external=True
     )
@@ -324,7 +324,7 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
-    """Every bench/bench_*.py, its report on standard output; or the one named after --, with its arguments: `-- startup --repeats 3`."""
+    """Run all benchmarks, or the one named after --: `-- startup --repeats 3`."""
     name, *arguments = session.posargs or ["*"]
     programs = sorted((ROOT / "bench").glob(f"bench_{name}.py"))
     if not programs:
@@ -367,9 +367,9 @@ def vllm(session: nox.Session, version: str) -> None:
 
 @nox.session(name="megatron-0.19", python="3.12")
 def megatron_0_19(session: nox.Session) -> None:
-    """An environment of its own with the newer line of Megatron, and the engine's tests on it; arguments after -- go to pytest.
+    """Run the tests of engine-megatron on the newer Megatron-Core; arguments go to pytest.
 
-    Torch may come as a CUDA build of several GB. A machine without python3.12 fails it.
+    pip may install a CUDA build of torch of several GB. Needs python3.12.
     """
     here = [
         f"packages/{package}{EXTRAS.get(package, '')}"
@@ -383,21 +383,21 @@ def megatron_0_19(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def bitwise(session: nox.Session) -> None:
-    """Every bit-for-bit test 20 times alone and under load; arguments after -- go to tools/repeat_bitwise.py."""
+    """Repeat every bit-for-bit test 20 times, idle and under load; see tools/repeat_bitwise.py."""
     python = str(ensure_environment(ROOT))
     session.run(python, "-m", "tools.repeat_bitwise", *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")
 def faults(session: nox.Session) -> None:
-    """Training runs under random faults, 100 of them; arguments after -- go to tools/fault_campaign.py."""
+    """Run 100 trainings under random faults; arguments go to tools/fault_campaign.py."""
     python = str(ensure_environment(ROOT))
     session.run(python, "-m", "tools.fault_campaign", *session.posargs, external=True)
 
 
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """What takes too long for a pull request: nightly tests, every layout of both engines, the site, every session about an environment."""
+    """Run nightly tests and all sessions that take too long for a pull request."""
     python = str(ensure_environment(ROOT))
     # 5: no test carries the mark.
     session.run(
@@ -461,7 +461,7 @@ def _isolated(session: nox.Session, package: str) -> None:
 
 
 def _build_wheels(session: nox.Session, *, python: str = "") -> None:
-    """Build every package into .temper/wheels, afresh, with the session's Python or another: the wheel comes out of the sdist."""
+    """Build wheels of all packages into .temper/wheels, each from its sdist."""
     if not python:
         session.install("-c", CONSTRAINTS, "build", "hatchling")
     for package in PACKAGES:
@@ -470,7 +470,10 @@ def _build_wheels(session: nox.Session, *, python: str = "") -> None:
 
 
 def _install_bridge(session: nox.Session, package: str, *, bridge: str = MEGATRON_BRIDGE) -> None:
-    """What the Megatron engine needs and pip can't resolve; for its own tests the kit's extra too, which they use."""
+    """Install the bridge without its dependencies, which pip cannot resolve.
+
+    The tests of engine-megatron also need the extra of the conformance kit.
+    """
     if package in RUN_MEGATRON:
         session.install("--no-deps", bridge)
     if package == "engine-megatron":
@@ -484,26 +487,29 @@ def _install_bridge(session: nox.Session, package: str, *, bridge: str = MEGATRO
 
 
 def _test_installed(session: nox.Session, package: str, *arguments: str) -> None:
-    """A package's own tests against what this session has installed; a session's arguments after -- go to pytest instead."""
+    """Run a package's tests, or those named after --, against what this session has installed."""
     tests = session.posargs or [f"packages/{package}/tests"]
     session.run("python", "-m", "pytest", *tests, "-m", "not nightly", *arguments)
 
 
 def _pinned(tool: str) -> str:
-    """A tool at the version of the everyday environment."""
+    """Return the pin of a tool in the everyday environment."""
     pins = Path(CONSTRAINTS).read_text().splitlines()
     return next(pin for pin in pins if pin.startswith(f"{tool}=="))
 
 
 def _sources() -> dict[str, Path]:
-    """The packages that hold something, as they are in this checkout."""
+    """Return the folders of all packages that have content."""
     return {
         package: ROOT / "packages" / package for package in PACKAGES if package not in PLACEHOLDERS
     }
 
 
 def _sources_up_to(package: str) -> dict[str, Path]:
-    """A package and those that it may stand on, in the order of PACKAGES: later ones may ask for more than its own lowest versions."""
+    """Return a package and those before it in PACKAGES, on which it may depend.
+
+    Later packages may require more than the lowest versions of this one.
+    """
     order = list(PACKAGES)
     return {
         name: path for name, path in _sources().items() if order.index(name) <= order.index(package)
