@@ -11,11 +11,11 @@ from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import SourceConfig
 from temper_trainer.data.arithmetic import (
     Step,
-    arithmetic_rows,
     draw_problem,
+    generate_arithmetic_rows,
     is_test_question,
+    replace_first_operation,
     solve,
-    with_wrong_first_operation,
 )
 
 EQUATION = re.compile(r"(\d+)([-+*])(\d+)=(\d+)")
@@ -52,51 +52,55 @@ def test_a_worked_example() -> None:
     steps = (Step(left=6, operator="*", right=4), Step(left=None, operator="+", right=3))
     assert solve(steps) == "6*4=24\n24+3=27\n#### 27"
     # With + in place of *: 6 + 4 = 10, and 3 more are 13.
-    assert solve(with_wrong_first_operation(steps)) == "6+4=10\n10+3=13\n#### 13"
+    assert solve(replace_first_operation(steps)) == "6+4=10\n10+3=13\n#### 13"
 
 
 def test_a_wrong_first_operation_never_falls_below_one() -> None:
     # 3 + 5 can't become 3 - 5, so it becomes 3 * 5; 7 + 2 becomes 7 - 2 = 5, from which 6 can't be taken, so 6 is added.
     assert (
-        solve(with_wrong_first_operation((Step(left=3, operator="+", right=5),)))
-        == "3*5=15\n#### 15"
+        solve(replace_first_operation((Step(left=3, operator="+", right=5),))) == "3*5=15\n#### 15"
     )
     steps = (Step(left=7, operator="+", right=2), Step(left=None, operator="-", right=6))
-    assert solve(with_wrong_first_operation(steps)) == "7-2=5\n5+6=11\n#### 11"
+    assert solve(replace_first_operation(steps)) == "7-2=5\n5+6=11\n#### 11"
 
 
 @given(seed=st.integers(0, 2**32))
 def test_every_answer_text_is_right_and_every_wrong_one_is_consistent(seed: int) -> None:
     problem = draw_problem(random.Random(seed))
     assert 1 <= check_text(solve(problem.steps)) <= 40  # at most 10 + 3 * 10, or 10 + 20
-    wrong = with_wrong_first_operation(problem.steps)
+    wrong = replace_first_operation(problem.steps)
     check_text(solve(wrong))
     assert wrong[0].operator != problem.steps[0].operator
 
 
 def test_train_and_test_never_share_a_question_whatever_their_seeds() -> None:
-    train = {row.prompt for seed in range(3) for row in arithmetic_rows(source(500, seed=seed))}
+    train = {
+        row.prompt for seed in range(3) for row in generate_arithmetic_rows(source(500, seed=seed))
+    }
     test = {
         row.prompt
         for seed in range(3)
-        for row in arithmetic_rows(source(200, split="test", seed=seed))
+        for row in generate_arithmetic_rows(source(200, split="test", seed=seed))
     }
     assert not train & test
     assert all(isinstance(question, str) and is_test_question(question) for question in test)
 
 
 def test_rows_are_a_function_of_the_seed_and_all_different() -> None:
-    rows = arithmetic_rows(source(300, seed=5))
-    assert rows == arithmetic_rows(source(300, seed=5))
-    assert rows[:100] == arithmetic_rows(source(100, seed=5))
+    rows = generate_arithmetic_rows(source(300, seed=5))
+    assert rows == generate_arithmetic_rows(source(300, seed=5))
+    assert rows[:100] == generate_arithmetic_rows(source(100, seed=5))
     assert {row.prompt for row in rows}.isdisjoint(
-        row.prompt for row in arithmetic_rows(source(50, seed=6))
+        row.prompt for row in generate_arithmetic_rows(source(50, seed=6))
     )
     assert len({row.prompt for row in rows}) == 300
 
 
 def test_the_share_of_wrong_demonstrations_leaves_questions_and_answers_alone() -> None:
-    right, half = arithmetic_rows(source(1000)), arithmetic_rows(source(1000, wrong=0.5))
+    right, half = (
+        generate_arithmetic_rows(source(1000)),
+        generate_arithmetic_rows(source(1000, wrong=0.5)),
+    )
     assert [(row.prompt, row.answer) for row in right] == [(row.prompt, row.answer) for row in half]
     assert all(row.solution == row.answer for row in right)
     # 1000 fair coins: six standard deviations of sqrt(1000 / 4) = 15.8 are 95.
@@ -105,7 +109,7 @@ def test_the_share_of_wrong_demonstrations_leaves_questions_and_answers_alone() 
 
 def test_a_split_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="'dev', but must be train or test"):
-        arithmetic_rows(source(1, split="dev"))
+        generate_arithmetic_rows(source(1, split="dev"))
 
 
 def test_no_rows_are_refused() -> None:

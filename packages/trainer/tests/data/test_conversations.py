@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from temper_trainer.config.data import DataConfig, SourceConfig
 from temper_trainer.data.conversations import encode_conversation
-from temper_trainer.data.rows import ChatMessage, DataError, Row, row_from_record
+from temper_trainer.data.rows import ChatMessage, DataError, Row, build_row
 from temper_trainer.types import Demonstration
 
 WORDS = ["<eos>", "<unk>", "U", "A", "hi", "ho", "he", "!"]
@@ -75,4 +75,4 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
 def test_a_conversation_without_an_assistant_is_refused() -> None:
     record = {"messages": [{"role": "user", "content": "hi"}]}
     with pytest.raises(DataError, match="one of role assistant: there is nothing to imitate"):
-        row_from_record(record, config=config().train, row_id=0, source="talks.jsonl:1")
+        build_row(record, config=config().train, row_id=0, source="talks.jsonl:1")

@@ -59,10 +59,10 @@ def test_the_order_of_an_epoch_is_the_same_in_every_python() -> None:
 
 
 def test_nothing_to_hand_out_is_refused() -> None:
-    with pytest.raises(DataError, match="nothing to hand out"):
+    with pytest.raises(DataError, match="there are no training items"):
         InMemoryStream([], seed=0, shuffle=True)
 
 
 def test_a_cursor_of_other_data_is_refused() -> None:
-    with pytest.raises(DataError, match="stands at 4 of epoch 1, but there are 3 items"):
+    with pytest.raises(DataError, match="is at 4 of epoch 1, but there are 3 items"):
         InMemoryStream("abc", seed=0, shuffle=True, cursor=DataCursor(epoch=1, index=4))

@@ -86,7 +86,7 @@ def test_tools_that_no_prompt_would_mention_are_refused(
     path = tmp_path / "tools.json"
     path.write_text(json.dumps([TOOL]))
     config = replace(CONFIG, chat_template=TEMPLATE, tools_path=str(path))
-    with pytest.raises(ConfigError, match="the chat template says nothing of tools"):
+    with pytest.raises(ConfigError, match="the chat template does not use tools"):
         encode_prompts([row(0, (ChatMessage(role="user", content="one"),))], tokenizer, config)
     with pytest.raises(ConfigError, match="no prompt is a list of chat messages"):
         encode_prompts([row(0, "one")], tokenizer, config)
@@ -95,9 +95,9 @@ def test_tools_that_no_prompt_would_mention_are_refused(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}", "holds no list of tools"),
+        ("{}", "has no list of tools"),
         ("[{function: sum}]", "entry 1 is {'function': 'sum'}"),
-        ("[", "can't be read"),
+        ("[", "cannot be read"),
     ],
 )
 def test_a_file_without_schemas_is_refused(content: str, message: str, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_an_overlong_prompt_is_refused_by_name_or_dropped_and_counted(
 
 
 def test_a_data_set_of_which_nothing_is_left_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(DataError, match="none of 1 prompts fits"):
+    with pytest.raises(DataError, match="all 1 prompts are longer than"):
         encode_prompts(
             [row(0, "one")],
             tokenizer,

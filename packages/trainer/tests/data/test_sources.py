@@ -96,7 +96,7 @@ def test_chat_messages_become_a_tuple(tmp_path: Path) -> None:
         ('{"question": "1 + 1?", "answer": 2}', "'answer' must be text, but is int 2"),
         ('{"question": 7, "answer": "2"}', "must be text or a list of chat messages, but is int 7"),
         ('{"question": "  ", "answer": "2"}', "is empty"),
-        ('{"question": [], "answer": "2"}', "list of no messages"),
+        ('{"question": [], "answer": "2"}', "empty list"),
         ('{"question": [{"role": "user"}], "answer": "2"}', "message 0 must have role and content"),
     ],
 )
@@ -110,8 +110,8 @@ def test_a_malformed_row_is_named_with_its_line(tmp_path: Path, line: str, compl
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "picture").write_bytes(b"\x89PNG\xff\xfe")
     for kind, name, complaint in (
-        ("jsonl", "absent", "can't be read"),
-        ("parquet", "absent", "can't be read"),
+        ("jsonl", "absent", "cannot be read"),
+        ("parquet", "absent", "cannot be read"),
         ("jsonl", "picture", "not UTF-8"),
         ("parquet", "picture", "not a readable parquet file"),
     ):

@@ -42,7 +42,7 @@ def test_a_take_by_size_stops_before_the_limit_and_loses_nothing() -> None:
 
 
 def test_an_empty_source_and_a_cursor_beyond_the_end_are_refused() -> None:
-    with pytest.raises(DataError, match="there is nothing to hand out"):
+    with pytest.raises(DataError, match="there are no training items"):
         stream(num_items=0).take(1)
     with pytest.raises(DataError, match="has only 10 items"):
         stream(cursor=DataCursor(index=11))

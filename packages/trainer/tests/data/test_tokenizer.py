@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import SourceConfig, TokenizerConfig
-from temper_trainer.data.arithmetic import arithmetic_rows
+from temper_trainer.data.arithmetic import generate_arithmetic_rows
 from temper_trainer.data.rows import DataError
 from temper_trainer.data.tokenizer import build_tokenizer, check_round_trip
 
@@ -81,11 +81,11 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
 
 
 def test_the_arithmetic_problems_need_few_words_and_no_unknown(tmp_path: Path) -> None:
-    rows = arithmetic_rows(SourceConfig(kind="arithmetic", max_rows=3000))
+    rows = generate_arithmetic_rows(SourceConfig(kind="arithmetic", max_rows=3000))
     tokenizer = build(
         TokenizerConfig(kind="word_level"), tmp_path, [text for row in rows for text in row.texts]
     )
-    held_out = arithmetic_rows(SourceConfig(kind="arithmetic", max_rows=300, split="test"))
+    held_out = generate_arithmetic_rows(SourceConfig(kind="arithmetic", max_rows=300, split="test"))
     assert len(tokenizer) < 100
     encoded = tokenizer([text for row in held_out for text in row.texts])["input_ids"]
     assert not any(tokenizer.unk_token_id in ids for ids in encoded)
@@ -100,7 +100,7 @@ def test_a_text_that_would_change_is_refused() -> None:
 
 
 def test_a_text_that_holds_a_special_token_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds one of the special tokens"):
+    with pytest.raises(DataError, match="contains one of the special tokens"):
         build(TokenizerConfig(kind="word_level"), tmp_path, ["it would end <eos> here"])
 
 

@@ -27,7 +27,7 @@ def test_a_function_can_be_registered_once_under_a_name() -> None:
 
     found = resolve_reward(RewardConfig(function="length", arguments={"scale": 2.0}))
     assert found(Prompt(prompt_id=0, text="", tokens=(1,), answer=""), "abc", scale=2.0) == 6.0
-    with pytest.raises(ConfigError, match="already is a reward named 'length'"):
+    with pytest.raises(ConfigError, match="is already a reward named 'length'"):
         register_reward("length")(gsm8k_strict)
 
 
@@ -35,7 +35,7 @@ def test_a_function_can_be_registered_once_under_a_name() -> None:
     ("function", "complaint"),
     [
         ("gsm8k_stric", "did you mean 'gsm8k_strict'"),
-        ("quality", "Registered are exact_match, gsm8k_flexible"),
+        ("quality", "Use one of exact_match, gsm8k_flexible"),
         (
             "no_such_module:f",
             "names module 'no_such_module', which cannot be imported .*: add the folder that contains it to PYTHONPATH",
@@ -58,7 +58,7 @@ def test_a_module_that_raises_while_it_is_imported_is_refused_with_its_error(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(
         ConfigError,
-        match=r"module 'reward_that_raises', .* \(ZeroDivisionError: division by zero\): mend the module",
+        match=r"module 'reward_that_raises', .* \(ZeroDivisionError: division by zero\): fix the module",
     ):
         resolve_reward(RewardConfig(function="reward_that_raises:f"))
 

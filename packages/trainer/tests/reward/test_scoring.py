@@ -122,7 +122,7 @@ def test_a_call_whose_process_is_killed_twice_is_counted(caplog: pytest.LogCaptu
     )
     first, second = caplog.messages
     assert first.startswith("replaced reward process ")
-    assert first.endswith(": prompt 1 (file:1) died with exit code -9 and is called again")
+    assert first.endswith(": prompt 1 (file:1) died with exit code -9 and is retried")
     assert second.endswith(": prompt 1 (file:1) died with exit code -9, which counts as failed")
 
 
@@ -216,7 +216,7 @@ def test_a_function_that_cannot_travel_is_refused_where_there_are_workers() -> N
         return 0.0
 
     with (
-        pytest.raises(ConfigError, match="can't be sent to worker processes"),
+        pytest.raises(ConfigError, match="cannot be sent to worker processes"),
         Scorer(RewardConfig(function="local_function", num_workers=1)),
     ):
         pass

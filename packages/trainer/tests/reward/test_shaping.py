@@ -82,7 +82,7 @@ def test_no_shaping_leaves_scores_as_they_are() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
-    [({"scale": 0.0}, "would make all scores equal"), ({"low": 1.0, "high": 0.0}, "below")],
+    [({"scale": 0.0}, "would make all scores equal"), ({"low": 1.0, "high": 0.0}, "smaller")],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, float], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):

@@ -37,9 +37,9 @@ def contains_run(folder: Path) -> bool:
 def find_inputs_in_run_folder(config: object, folder: Path) -> Iterator[str]:
     """Yield a sentence for each setting that names a file or directory inside a run folder.
 
-    A run appends to, renames and replaces files of its folder, so it must not read its inputs there.
-    A value counts as a path if its key ends in path or paths, or if it has a slash, and if there is
-    a file or directory of that name. `run` is left out: its paths are those of the run itself.
+    A run appends to, renames and replaces files of its folder, so it must not read its inputs from
+    there. A value counts as a path if its key ends in path or paths, or if it has a slash, and if a
+    file or directory of that name exists. `run` is left out: its paths are those of the run itself.
 
     Args:
         config: A `TrainerConfig`.
@@ -50,13 +50,13 @@ def find_inputs_in_run_folder(config: object, folder: Path) -> Iterator[str]:
             continue
         if os.path.lexists(value) and _is_inside(value, folder):
             yield (
-                f"{key} is {value}, which is inside run.dir ({folder}), where the run writes, renames and "
-                "replaces files: move it out of run.dir, or choose another run.dir."
+                f"{key} is {value}, which is inside run.dir ({folder}), where the run writes, "
+                "renames and replaces files: move it out of run.dir, or choose another run.dir."
             )
 
 
 def _iterate_strings(value: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every string of a configuration with its key; those of a list have the key of the list."""
+    """Yield every string of a configuration with its key; items of a list have the list's key."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, list | tuple):
@@ -73,8 +73,8 @@ def _iterate_strings(value: object, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _is_inside(path: str, folder: Path) -> bool:
-    # As written and with links followed: a link inside the folder is renamed with what it is in, and
-    # a link elsewhere may lead into it.
+    # Check the path as written and with links resolved: a link inside the folder is renamed with
+    # its folder, and a link elsewhere may point into it.
     return any(
         Path(normal(path)).is_relative_to(normal(folder))
         for normal in (os.path.abspath, os.path.realpath)

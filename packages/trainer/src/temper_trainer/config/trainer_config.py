@@ -230,8 +230,8 @@ def _find_rollout_conflicts(config: TrainerConfig) -> list[str]:
     if sync.content == "adapter" and (sampler != "vllm" or not config.actor.engine.lora.is_enabled):
         conflicts.append(
             f"weight_sync.content is adapter, but rollout.sampler is {sampler} and "
-            f"actor.engine.lora is {'on' if config.actor.engine.lora.is_enabled else 'off'}: it needs "
-            "rollout=vllm and an adapter; full sends an adapter merged."
+            f"actor.engine.lora is {'on' if config.actor.engine.lora.is_enabled else 'off'}: it "
+            "needs rollout=vllm and an adapter; full sends an adapter merged."
         )
     if sync.content == "adapter" and sync.transport not in ("auto", "shared_memory"):
         conflicts.append(

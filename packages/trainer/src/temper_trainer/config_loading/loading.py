@@ -156,9 +156,10 @@ def _check_optional_roles(composition: Composition) -> None:
 def _set_by_user(
     origins: Mapping[str, str], *, resolved: dict[str, Plain], engine_class: type[EngineConfig]
 ) -> dict[str, str]:
-    """Return the origins of the keys that the user set to another value than the default.
+    """Return the origins of the keys that the user set to other values than the defaults.
 
-    A default that is repeated in a file does not count: the ``config.yaml`` of a run has all values.
+    A default that is repeated in a file does not count, because a run's ``config.yaml`` has all
+    values.
     """
     defaults = flatten(collect_defaults(TrainerConfig, engine_class=engine_class, given=resolved))
     values = flatten(resolved)

@@ -1,1 +1,1 @@
-"""Where problems come from, the order they are handed out in, and how they become tokens. Import from the submodules."""
+"""Data sources, their order, and tokenization. Import from the submodules."""

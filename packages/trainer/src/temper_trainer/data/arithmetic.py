@@ -1,4 +1,4 @@
-"""Word problems of one or two steps in GSM8K's format, made from a seed; train and test never share a question.
+"""Generated word problems of one or two steps in GSM8K's format; train and test never overlap.
 
 A problem is a question, and an answer text that ends in ``#### N``:
 
@@ -7,8 +7,9 @@ A problem is a question, and an answer text that ends in ``#### N``:
     24+3=27
     #### 27
 
-A demonstration may be wrong on purpose: its first operation is another one, carried through to the end. It teaches the format and
-half of the arithmetic, and leaves the rest to reinforcement learning.
+A demonstration may be wrong on purpose: its first operation is replaced, and the wrong result is
+carried through to the answer. Such demonstrations teach the format and leave room for RL to
+improve.
 """
 
 import hashlib
@@ -38,36 +39,32 @@ ITEMS = (
 
 MAX_ADDEND = 10
 MAX_FACTOR = 5
-TEST_SHARE = 10
+TEST_MODULUS = 10
 """One question in this many belongs to the test split."""
 _MAX_REPEATS = 1000
-"""Draws in a row that gave nothing new before the generator says that it has no more."""
+"""Number of draws without a new question after which the problems count as exhausted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One operation; None stands for the result of the step before."""
+    """One operation; an operand of None is the result of the previous step."""
 
     left: int | None
-    """Left operand."""
     operator: Operator
-    """What is done."""
     right: int | None
-    """Right operand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A question and the way to its answer."""
+    """A question and the operations that solve it."""
 
     question: str
-    """The story."""
     steps: tuple[Step, ...]
-    """One or two."""
+    """One or two operations."""
 
 
 def solve(steps: Sequence[Step]) -> str:
-    """The answer text: one equation a line, then ``#### N``."""
+    """Return the answer text: one equation per line, then ``#### N``."""
     lines, carried = [], 0
     for step in steps:
         left = carried if step.left is None else step.left
@@ -77,11 +74,12 @@ def solve(steps: Sequence[Step]) -> str:
     return "\n".join([*lines, f"#### {carried}"])
 
 
-def with_wrong_first_operation(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """The same steps with another operation in the first; no result is ever below 1, as in true answers.
+def replace_first_operation(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Return the steps with a wrong first operation; all results stay at least 1.
 
-    A sum becomes a difference, or a product where that would be below 1; a difference or a product becomes a sum. A subtraction in
-    the second step that would then fall below 1 becomes an addition.
+    A sum becomes a difference, or a product if the difference would be below 1; a difference or a
+    product becomes a sum. A second-step subtraction that would then fall below 1 becomes an
+    addition.
     """
     first = steps[0]
     assert first.left is not None
@@ -99,23 +97,27 @@ def with_wrong_first_operation(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 
 def draw_problem(rng: random.Random) -> Problem:
-    """One of eight stories with random names, things and numbers: addends from 2 to 10, factors from 2 to 5, results above 0."""
+    """Draw one of eight stories with random names, items and numbers.
+
+    Addends are 2 to 10, factors 2 to 5, and results above 0.
+    """
     one, other = rng.sample(NAMES, 2)
     return rng.choice(_STORIES)(rng, one, other, rng.choice(ITEMS))
 
 
 def is_test_question(question: str) -> bool:
-    """Whether a question belongs to the test split, by its own hash: the same whatever the seed."""
-    return int.from_bytes(hashlib.sha256(question.encode()).digest()[:8]) % TEST_SHARE == 0
+    """Return True if a question is in the test split, decided by its hash and not by the seed."""
+    return int.from_bytes(hashlib.sha256(question.encode()).digest()[:8]) % TEST_MODULUS == 0
 
 
-def arithmetic_rows(config: SourceConfig) -> list[Row]:
-    """``max_rows`` different problems of one split, each with its true answer and its demonstration.
+def generate_arithmetic_rows(config: SourceConfig) -> list[Row]:
+    """Generate ``max_rows`` different problems of one split, with answers and demonstrations.
 
-    The problems depend on (seed, split) only; which demonstrations are wrong also on the share.
+    The problems depend only on (seed, split); the choice of wrong demonstrations also on their
+    fraction.
 
     Raises:
-        DataError: more rows are asked for than there are problems.
+        DataError: If there are fewer different problems than max_rows.
     """
     assert config.max_rows is not None
     problems = random.Random(f"problems {config.seed}")
@@ -125,7 +127,7 @@ def arithmetic_rows(config: SourceConfig) -> list[Row]:
     while len(rows) < config.max_rows:
         problem = _draw_unseen(problems, seen, is_test=config.split == "test")
         is_wrong = mistakes.random() < config.wrong_first_operation
-        demonstrated = with_wrong_first_operation(problem.steps) if is_wrong else problem.steps
+        demonstrated = replace_first_operation(problem.steps) if is_wrong else problem.steps
         rows.append(
             Row(
                 row_id=len(rows),
@@ -148,7 +150,7 @@ def _draw_unseen(rng: random.Random, seen: set[str], *, is_test: bool) -> Proble
             seen.add(problem.question)
             return problem
     raise DataError(
-        f"an arithmetic source ran out of different problems after {len(seen)}: lower max_rows."
+        f"an arithmetic source has only about {len(seen)} different problems: lower max_rows."
     )
 
 
@@ -172,26 +174,38 @@ def _factor(rng: random.Random) -> int:
 
 def _receives(rng: random.Random, one: str, other: str, things: str) -> Problem:
     x, y = _addend(rng), _addend(rng)
-    question = f"{one} has {x} {things}. {other} gives {one} {y} more {things}. How many {things} does {one} have now?"
+    question = (
+        f"{one} has {x} {things}. {other} gives {one} {y} more {things}. How many {things} does "
+        f"{one} have now?"
+    )
     return Problem(question=question, steps=(Step(left=x, operator="+", right=y),))
 
 
 def _gives_away(rng: random.Random, one: str, other: str, things: str) -> Problem:
     y = _addend(rng)
     x = y + rng.randint(1, MAX_ADDEND)
-    question = f"{one} has {x} {things}. {one} gives {y} {things} to {other}. How many {things} does {one} have left?"
+    question = (
+        f"{one} has {x} {things}. {one} gives {y} {things} to {other}. How many {things} does "
+        f"{one} have left?"
+    )
     return Problem(question=question, steps=(Step(left=x, operator="-", right=y),))
 
 
 def _buys_boxes(rng: random.Random, one: str, other: str, things: str) -> Problem:
     x, y = _factor(rng), _factor(rng)
-    question = f"{one} buys {x} boxes. Each box has {y} {things}. How many {things} does {one} buy in total?"
+    question = (
+        f"{one} buys {x} boxes. Each box has {y} {things}. How many {things} does {one} buy in "
+        "total?"
+    )
     return Problem(question=question, steps=(Step(left=x, operator="*", right=y),))
 
 
 def _buys_boxes_and_receives(rng: random.Random, one: str, other: str, things: str) -> Problem:
     x, y, z = _factor(rng), _factor(rng), _addend(rng)
-    question = f"{one} buys {x} boxes with {y} {things} each. {other} gives {one} {z} more {things}. How many {things} does {one} have now?"
+    question = (
+        f"{one} buys {x} boxes with {y} {things} each. {other} gives {one} {z} more {things}. How "
+        f"many {things} does {one} have now?"
+    )
     return Problem(
         question=question,
         steps=(Step(left=x, operator="*", right=y), Step(left=None, operator="+", right=z)),
@@ -201,7 +215,10 @@ def _buys_boxes_and_receives(rng: random.Random, one: str, other: str, things: s
 def _loses_from_bags(rng: random.Random, one: str, other: str, things: str) -> Problem:
     x, y = _factor(rng), _factor(rng)
     z = rng.randint(1, min(MAX_ADDEND, x * y - 1))
-    question = f"{one} has {x} bags with {y} {things} each. {one} loses {z} {things}. How many {things} are left?"
+    question = (
+        f"{one} has {x} bags with {y} {things} each. {one} loses {z} {things}. How many {things} "
+        "are left?"
+    )
     return Problem(
         question=question,
         steps=(Step(left=x, operator="*", right=y), Step(left=None, operator="-", right=z)),
@@ -211,7 +228,10 @@ def _loses_from_bags(rng: random.Random, one: str, other: str, things: str) -> P
 def _buys_and_gives_away(rng: random.Random, one: str, other: str, things: str) -> Problem:
     x, y = _addend(rng), _addend(rng)
     z = rng.randint(1, min(MAX_ADDEND, x + y - 1))
-    question = f"{one} has {x} {things} and buys {y} more. Then {one} gives {z} {things} to {other}. How many {things} does {one} have left?"
+    question = (
+        f"{one} has {x} {things} and buys {y} more. Then {one} gives {z} {things} to {other}. How "
+        f"many {things} does {one} have left?"
+    )
     return Problem(
         question=question,
         steps=(Step(left=x, operator="+", right=y), Step(left=None, operator="-", right=z)),
@@ -220,7 +240,10 @@ def _buys_and_gives_away(rng: random.Random, one: str, other: str, things: str) 
 
 def _has_more_than(rng: random.Random, one: str, other: str, things: str) -> Problem:
     x, y = _addend(rng), _addend(rng)
-    question = f"{one} has {x} {things}. {other} has {y} more {things} than {one}. How many {things} do they have together?"
+    question = (
+        f"{one} has {x} {things}. {other} has {y} more {things} than {one}. How many {things} do "
+        "they have together?"
+    )
     return Problem(
         question=question,
         steps=(Step(left=x, operator="+", right=y), Step(left=x, operator="+", right=None)),
@@ -229,7 +252,10 @@ def _has_more_than(rng: random.Random, one: str, other: str, things: str) -> Pro
 
 def _has_times_as_many(rng: random.Random, one: str, other: str, things: str) -> Problem:
     x, times = _addend(rng), rng.randint(2, 3)
-    question = f"{one} has {x} {things}. {other} has {times} times as many {things} as {one}. How many {things} do they have together?"
+    question = (
+        f"{one} has {x} {things}. {other} has {times} times as many {things} as {one}. How many "
+        f"{things} do they have together?"
+    )
     return Problem(
         question=question,
         steps=(Step(left=x, operator="*", right=times), Step(left=x, operator="+", right=None)),

@@ -1,4 +1,4 @@
-"""Conversations of several turns as demonstrations: what the assistant said is trained, what others said is not."""
+"""Tokenize multi-turn conversations as demonstrations; only the assistant's turns are trained."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -11,48 +11,53 @@ from temper_trainer.types import Demonstration, Prompt
 def encode_conversation(
     row: Row, tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> Demonstration:
-    """One conversation in tokens, turn by turn, as it would have been sampled: each turn is tokenised alone and laid after the last.
+    """Tokenize one conversation turn by turn, as it would have been sampled.
 
-    Trained is each assistant turn (with data.train_on last only the last one) from its first token to its end token; what the template
-    writes after the end token is not.
+    Each assistant turn (with data.train_on last only the last one) is trained from its first token
+    to its end token. Text that the template writes after the end token is not trained.
 
     Raises:
-        ConfigError: there is no chat template, or data.tools_path is set.
-        DataError: the template rewrites earlier turns when later ones follow, so that no mask could be right.
+        ConfigError: If there is no chat template, or data.tools_path is set.
+        DataError: If the template rewrites earlier turns when later ones follow, so that no mask is
+            correct.
     """
     assert isinstance(row.prompt, tuple)
     template = config.chat_template or tokenizer.chat_template
     if template is None:
         raise ConfigError(
-            f"{row.source} is a list of chat messages, but the tokenizer has no chat template: set data.chat_template."
+            f"{row.source} is a list of chat messages, but the tokenizer has no chat template: "
+            "set data.chat_template."
         )
     if config.tools_path is not None:
         raise ConfigError(
-            "data.tools_path has no effect on conversations, whose system message says what there is: remove it."
+            "data.tools_path has no effect on conversations, whose system message describes the "
+            "tools: remove it."
         )
     messages = row.prompt
-    wanted = [i for i, message in enumerate(messages) if message.role == "assistant"]
-    wanted = wanted[-1:] if config.train_on == "last" else wanted
+    trained_turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    trained_turns = trained_turns[-1:] if config.train_on == "last" else trained_turns
     tokens: list[int] = []
     trained: list[bool] = []
-    done = ""
-    for i in wanted:
+    rendered = ""
+    for i in trained_turns:
         before = _render(messages[:i], tokenizer, template=template, opens_turn=True)
         after = _render(messages[: i + 1], tokenizer, template=template, opens_turn=False)
-        if not before.startswith(done) or not after.startswith(before):
+        if not before.startswith(rendered) or not after.startswith(before):
             raise DataError(
-                f"{row.source}: the chat template rewrites turn {i} when another follows, so what was said can't be told from what was "
-                "asked: set data.train_on=last, or another data.chat_template."
+                f"{row.source}: the chat template rewrites turn {i} when another follows, so "
+                "trained and untrained tokens cannot be separated: set data.train_on=last, or "
+                "another data.chat_template."
             )
-        asked = _ids(before[len(done) :], tokenizer)
-        said = _ids(after[len(before) :], tokenizer)
-        tokens += asked + said
-        trained += [False] * len(asked) + _until_end(said, tokenizer)
-        done = after
+        context = _tokenize(before[len(rendered) :], tokenizer)
+        completion = _tokenize(after[len(before) :], tokenizer)
+        tokens += context + completion
+        trained += [False] * len(context) + _mask_until_end(completion, tokenizer)
+        rendered = after
     first = trained.index(True)
     if first == 0:
         raise DataError(
-            f"{row.source}: the conversation begins with what the assistant says: there is nothing to complete."
+            f"{row.source}: the conversation starts with an assistant turn, so there is no "
+            "prompt: remove the row."
         )
     prompt = Prompt(
         prompt_id=row.row_id,
@@ -81,13 +86,13 @@ def _render(
     return text
 
 
-def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return found
+def _tokenize(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
 
 
-def _until_end(said: list[int], tokenizer: PreTrainedTokenizerBase) -> list[bool]:
-    """True up to the first end token, that one included; all of it where there is none."""
+def _mask_until_end(completion: list[int], tokenizer: PreTrainedTokenizerBase) -> list[bool]:
+    """Return True up to the first end token, inclusive; everywhere if there is no end token."""
     end = tokenizer.eos_token_id
-    last = said.index(end) if end in said else len(said) - 1
-    return [i <= last for i in range(len(said))]
+    last = completion.index(end) if end in completion else len(completion) - 1
+    return [i <= last for i in range(len(completion))]

@@ -1,4 +1,4 @@
-"""Rows from files, from the Hugging Face ``datasets`` library, or made by the arithmetic generator."""
+"""Read rows from files or the Hugging Face ``datasets`` library, or generate them."""
 
 import itertools
 import json
@@ -11,35 +11,37 @@ from pyarrow import parquet
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import SourceConfig
-from temper_trainer.data.arithmetic import arithmetic_rows
-from temper_trainer.data.rows import DataError, PairRow, Row, pair_from_record, row_from_record
+from temper_trainer.data.arithmetic import generate_arithmetic_rows
+from temper_trainer.data.rows import DataError, PairRow, Row, build_pair, build_row
 
 _PARQUET_BATCH = 4096
 
 
 def load_rows(source: SourceConfig, *, base_dir: Path | None = None) -> list[Row]:
-    """All rows of a source, checked, in the order of its files.
+    """Return all rows of a source, validated, in the order of its files.
 
     Args:
-        source: which files, fields and how many rows.
-        base_dir: what relative local paths are relative to; None is the working directory.
+        source: Files, fields and number of rows.
+        base_dir: Base of relative local paths; None is the working directory.
 
     Raises:
-        DataError: a file is missing or malformed, a row is not what it should be (named with its line), or there is no row.
-        ConfigError: the ``datasets`` library is needed and not installed.
+        DataError: If a file is missing or malformed, a row is invalid (named with its line), or
+            there is none.
+        ConfigError: If the ``datasets`` library is needed but not installed.
     """
     rows = list(iterate_rows(source, base_dir=base_dir))
     if not rows:
         raise DataError(
-            f"the data set {', '.join(source.paths)} has no rows (max_rows is {source.max_rows}): give a file that has some."
+            f"the data set {', '.join(source.paths)} has no rows (max_rows is {source.max_rows}): "
+            "give a file that has some."
         )
     return rows
 
 
 def iterate_rows(source: SourceConfig, *, base_dir: Path | None = None) -> Iterator[Row]:
-    """As ``load_rows``, one row at a time, each checked when its turn comes; files are read as far as rows are taken."""
+    """Yield the rows of a source one at a time, reading files lazily; see ``load_rows``."""
     if source.kind == "arithmetic":
-        yield from arithmetic_rows(source)
+        yield from generate_arithmetic_rows(source)
         return
     fields: tuple[str, ...] = (
         (source.prompt_key, source.answer_key)
@@ -47,12 +49,12 @@ def iterate_rows(source: SourceConfig, *, base_dir: Path | None = None) -> Itera
         else (source.messages_key,)
     )
     fields += () if source.route_key is None else (source.route_key,)
-    for i, (where, record) in enumerate(load_records(source, fields=fields, base_dir=base_dir)):
-        yield row_from_record(record, config=source, row_id=i, source=where)
+    for i, (where, record) in enumerate(iterate_records(source, fields=fields, base_dir=base_dir)):
+        yield build_row(record, config=source, row_id=i, source=where)
 
 
 def load_pairs(source: SourceConfig) -> list[PairRow]:
-    """Return every pair of a source.
+    """Return every preference pair of a source.
 
     Raises:
         DataError: If a record lacks a field, or a completion is empty.
@@ -61,51 +63,54 @@ def load_pairs(source: SourceConfig) -> list[PairRow]:
 
 
 def iterate_pairs(source: SourceConfig) -> Iterator[PairRow]:
-    """Yield the pairs of a source one at a time; see `load_pairs`."""
+    """Yield the preference pairs of a source one at a time; see `load_pairs`."""
     fields = (source.prompt_key, source.chosen_key, source.rejected_key)
-    for i, (where, record) in enumerate(load_records(source, fields=fields)):
-        yield pair_from_record(record, config=source, row_id=i, source=where)
+    for i, (where, record) in enumerate(iterate_records(source, fields=fields)):
+        yield build_pair(record, config=source, row_id=i, source=where)
 
 
-def load_records(
+def iterate_records(
     source: SourceConfig, *, fields: tuple[str, ...], base_dir: Path | None = None
 ) -> Iterator[tuple[str, object]]:
-    """(place, raw record) of a source of files or the datasets library, lazily, at most max_rows of them.
+    """Yield (location, raw record) of a source of files or datasets, at most max_rows of them.
 
     Args:
-        source: which files and how many rows.
-        fields: what a record must have; of a parquet file only these are read.
-        base_dir: see load_rows.
+        source: Files and number of rows.
+        fields: Fields that a record must have; of a parquet file only these columns are read.
+        base_dir: See load_rows.
     """
     located: Iterator[tuple[str, object]]
     match source.kind:
         case "jsonl":
             located = itertools.chain.from_iterable(
-                _jsonl_records(_locate(path, base_dir)) for path in source.paths
+                _jsonl_records(_resolve_path(path, base_dir)) for path in source.paths
             )
         case "parquet":
             located = itertools.chain.from_iterable(
-                _parquet_records(_locate(path, base_dir), fields, extra_keys=source.extra_keys)
+                _parquet_records(
+                    _resolve_path(path, base_dir), fields, extra_keys=source.extra_keys
+                )
                 for path in source.paths
             )
         case "datasets":
             located = _datasets_records(source, base_dir)
         case "arithmetic":
             raise ConfigError(
-                "a source of kind arithmetic generates problems with one answer each: it has no raw records. Use files."
+                "a source of kind arithmetic generates problems with one answer each: it has no "
+                "raw records. Use files."
             )
     return itertools.islice(located, source.max_rows)
 
 
-def _locate(path: str, base_dir: Path | None) -> str:
-    """The path itself where it is a URL or absolute, else below base_dir."""
+def _resolve_path(path: str, base_dir: Path | None) -> str:
+    """Return a URL or absolute path unchanged, else the path below base_dir."""
     if base_dir is None or "://" in path or "::" in path:
         return path
     return str(base_dir / path)
 
 
 def _jsonl_records(path: str) -> Iterator[tuple[str, object]]:
-    """(file:line, record) of every line that is not blank."""
+    """Yield (file:line, record) for every line that is not blank."""
     try:
         with fsspec.open(path, "rt", encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
@@ -115,30 +120,36 @@ def _jsonl_records(path: str) -> Iterator[tuple[str, object]]:
                     yield f"{path}:{number}", json.loads(line)
                 except json.JSONDecodeError as error:
                     raise DataError(
-                        f"{path}:{number}: not a JSON object ({error}): expected one object per line."
+                        f"{path}:{number}: not a JSON object ({error}): expected one object per "
+                        "line."
                     ) from error
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path} is not UTF-8 text ({error}): expected JSON lines. Is it compressed, or of another kind?"
+            f"{path} is not UTF-8 text ({error}): expected JSON lines. Is it compressed, or of "
+            "another kind?"
         ) from error
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
 
 
 def _parquet_records(
     path: str, fields: Sequence[str], *, extra_keys: Sequence[str]
 ) -> Iterator[tuple[str, object]]:
-    """(file row number, record) of every row; only the columns that are asked for are read, and only ``fields`` must be there."""
+    """Yield (file row number, record) for every row, reading only the needed columns.
+
+    The columns of ``extra_keys`` may be absent.
+    """
     try:
         with fsspec.open(path, "rb") as stream:
             table = parquet.ParquetFile(stream)
-            columns = [_column_of(key, table.schema_arrow.names) for key in fields]
+            columns = [_find_column(key, table.schema_arrow.names) for key in fields]
             if not all(columns):
                 raise DataError(
-                    f"{path}: expected columns {' and '.join(map(repr, fields))}, but it has {table.schema_arrow.names}: set the keys that "
-                    "name them, such as prompt_key and answer_key."
+                    f"{path}: expected columns {' and '.join(map(repr, fields))}, but it has "
+                    f"{table.schema_arrow.names}: set the keys that name them, such as prompt_key "
+                    "and answer_key."
                 )
-            columns += [_column_of(key, table.schema_arrow.names) for key in extra_keys]
+            columns += [_find_column(key, table.schema_arrow.names) for key in extra_keys]
             numbers = itertools.count()
             for batch in table.iter_batches(
                 batch_size=_PARQUET_BATCH, columns=list(dict.fromkeys(filter(None, columns)))
@@ -148,28 +159,33 @@ def _parquet_records(
     except pa.ArrowException as error:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable_error(path, error) from error
 
 
-def _column_of(key: str, names: Sequence[str]) -> str:
-    """The column that holds a field, which may lie within it; empty where there is none."""
+def _find_column(key: str, names: Sequence[str]) -> str:
+    """Return the column that contains a field, possibly nested; empty if there is none."""
     return key if key in names else next((name for name in names if key.startswith(f"{name}.")), "")
 
 
 def _datasets_records(source: SourceConfig, base_dir: Path | None) -> Iterator[tuple[str, object]]:
-    """(name[split] row number, record) through the Hugging Face library; a local directory may be one written by save_to_disk."""
+    """Yield (name[split] row number, record) with the Hugging Face library.
+
+    A local directory may be one that save_to_disk wrote.
+    """
     try:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            "a source of kind datasets needs the Hugging Face datasets library: pip install 'temper-trainer[datasets]'."
+            "a source of kind datasets needs the Hugging Face datasets library: pip install "
+            "'temper-trainer[datasets]'."
         ) from error
     if len(source.paths) != 1:
         raise ConfigError(
-            f"a source of kind datasets takes one name or directory in paths, but has {len(source.paths)}: {source.paths}."
+            "a source of kind datasets takes one name or directory in paths, but has "
+            f"{len(source.paths)}: {source.paths}."
         )
     name = source.paths[0]
-    local = Path(_locate(name, base_dir))
+    local = Path(_resolve_path(name, base_dir))
     try:
         if (local / "dataset_dict.json").is_file():
             data = datasets.load_from_disk(str(local))[source.split]
@@ -179,14 +195,15 @@ def _datasets_records(source: SourceConfig, base_dir: Path | None) -> Iterator[t
             data = datasets.load_dataset(str(local) if local.is_dir() else name, split=source.split)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(
-            f"the data set {name!r}, split {source.split!r}, can't be loaded: {type(error).__name__}: {error}"
+            f"the data set {name!r}, split {source.split!r}, cannot be loaded: "
+            f"{type(error).__name__}: {error}"
         ) from error
     for number, record in enumerate(data):
         yield f"{name}[{source.split}] row {number}", record
 
 
-def _unreadable(path: str, error: OSError) -> DataError:
+def _unreadable_error(path: str, error: OSError) -> DataError:
     return DataError(
-        f"{path} can't be read ({type(error).__name__}: {error}): expected a file there. "
-        "Relative paths start at the working directory, or at the base directory that was given."
+        f"{path} cannot be read ({type(error).__name__}: {error}): give the path of a readable "
+        "file. Relative paths start at the working directory, or at the given base directory."
     )

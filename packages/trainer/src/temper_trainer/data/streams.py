@@ -11,49 +11,53 @@ Item = TypeVar("Item")
 
 
 def epoch_order(num_items: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """[num_items] indices in the order of one pass."""
+    """Return [num_items] indices in the order of one epoch."""
     order = list(range(num_items))
     if shuffle:
-        # Python promises that a string seed and shuffle give the same order in every later version.
+        # Python guarantees that shuffle with a string seed gives the same order in later versions.
         random.Random(f"order {seed} {epoch}").shuffle(order)
     return order
 
 
 class InMemoryStream(Generic[Item]):
-    """Items handed out for ever: every pass gives each once, and a take may cross from one pass into the next."""
+    """Endless stream of items that are all in memory; a batch may cross an epoch boundary.
+
+    The order is a pure function of (seed, epoch), so a cursor of two numbers is enough to resume.
+    """
 
     def __init__(
         self, items: Sequence[Item], *, seed: int, shuffle: bool, cursor: DataCursor | None = None
     ) -> None:
-        """A stream that goes on at the cursor; None begins.
+        """Start a stream at a cursor; None starts at the first item.
 
         Raises:
-            DataError: there are no items, or the cursor lies behind their end: the data are not those that it was saved with.
+            DataError: If there are no items, or the cursor is beyond the end, so the data changed.
         """
-        at = DataCursor() if cursor is None else cursor
+        start = DataCursor() if cursor is None else cursor
         if not items:
             raise DataError(
-                "there is nothing to hand out: the data set is empty, or every prompt in it was dropped."
+                "there are no training items: the data set is empty, or all its prompts were "
+                "dropped."
             )
-        if not 0 <= at.index <= len(items) or at.epoch < 0:
+        if not 0 <= start.index <= len(items) or start.epoch < 0:
             raise DataError(
-                f"the data cursor stands at {at.index} of epoch {at.epoch}, but there are {len(items)} items: "
-                "resume with the data that the checkpoint was made with."
+                f"the data cursor is at {start.index} of epoch {start.epoch}, but there are "
+                f"{len(items)} items: resume with the data that the checkpoint was made with."
             )
         self._items = items
         self._seed = seed
         self._shuffle = shuffle
         self._order: list[int] = []
         self._order_epoch = -1
-        self._seek(at)
+        self._seek(start)
 
     @property
     def cursor(self) -> DataCursor:
-        """Where the next take begins. At the end of a pass it stands at index 0 of the next."""
+        """Position of the next item; at the end of an epoch it is index 0 of the next."""
         return self._cursor
 
     def take(self, count: int) -> list[Item]:
-        """The next ``count`` items."""
+        """Return the next ``count`` items."""
         taken: list[Item] = []
         while len(taken) < count:
             start = self._cursor.index
@@ -63,7 +67,7 @@ class InMemoryStream(Generic[Item]):
         return taken
 
     def take_within(self, limit: int, *, size_of: Callable[[Item], int]) -> list[Item]:
-        """The next items in order until one more would exceed a limit; at least one, whatever its size."""
+        """Return the next items until one more would exceed a limit; at least one item."""
         taken: list[Item] = []
         total = 0
         while True:
@@ -87,7 +91,11 @@ class InMemoryStream(Generic[Item]):
 
 
 class BufferedStream(Generic[Item]):
-    """Items of a source that is opened anew for each pass; see ``InMemoryStream``, which holds all of them."""
+    """Endless stream of a source that is reopened for each epoch and shuffled within a buffer.
+
+    See ``InMemoryStream``, which has the same interface. A cursor of two numbers is enough to
+    resume.
+    """
 
     def __init__(
         self,
@@ -98,17 +106,17 @@ class BufferedStream(Generic[Item]):
         shuffle: bool,
         cursor: DataCursor | None = None,
     ) -> None:
-        """A stream that goes on at the cursor, by reading and passing over what came before it in its pass.
+        """Start a stream at a cursor, by reading and skipping the earlier items of its epoch.
 
         Args:
-            open_pass: every item once, in the source's order.
-            seed: with the number of the pass it determines the order.
-            buffer: items among which the next is drawn.
+            open_pass: Returns an iterator over every item once, in the source's order.
+            seed: Determines the order together with the epoch.
+            buffer: Number of items among which the next one is drawn.
             shuffle: False keeps the source's order.
-            cursor: None begins.
+            cursor: None starts at the first item.
 
         Raises:
-            DataError: the source holds no item, or fewer than the cursor says.
+            DataError: If the source has no item, or fewer than the cursor needs.
         """
         self._open_pass = open_pass
         self._seed, self._buffer, self._shuffle = seed, buffer, shuffle
@@ -118,20 +126,21 @@ class BufferedStream(Generic[Item]):
         for i in range(self._cursor.index):
             if next(self._items, None) is None:
                 raise DataError(
-                    f"the data cursor stands at {self._cursor.index}, but the source has only {i} items: resume with its data."
+                    f"the data cursor is at {self._cursor.index}, but the source has only {i} "
+                    "items: resume with its data."
                 )
 
     @property
     def cursor(self) -> DataCursor:
-        """Where the next take begins."""
+        """Position of the next item."""
         return self._cursor
 
     def take(self, count: int) -> list[Item]:
-        """The next ``count`` items."""
+        """Return the next ``count`` items."""
         return [self._next() for _ in range(count)]
 
     def take_within(self, limit: int, *, size_of: Callable[[Item], int]) -> list[Item]:
-        """The next items in order until one more would exceed a limit; at least one, whatever its size."""
+        """Return the next items until one more would exceed a limit; at least one item."""
         taken: list[Item] = []
         total = 0
         while True:
@@ -151,7 +160,8 @@ class BufferedStream(Generic[Item]):
             if found is None:
                 if self._cursor.index == 0:
                     raise DataError(
-                        "there is nothing to hand out: the source holds no item, or every one was dropped."
+                        "there are no training items: the source is empty, or all its items were "
+                        "dropped."
                     )
                 self._cursor = DataCursor(epoch=self._cursor.epoch + 1)
                 self._items = self._ordered(self._cursor.epoch)
@@ -164,13 +174,13 @@ class BufferedStream(Generic[Item]):
         if not self._shuffle:
             yield from self._open_pass()
             return
-        draw, held = random.Random(f"stream {self._seed} {epoch}"), list[Item]()
+        draw, buffered = random.Random(f"stream {self._seed} {epoch}"), list[Item]()
         for item in self._open_pass():
-            if len(held) < self._buffer:
-                held.append(item)
+            if len(buffered) < self._buffer:
+                buffered.append(item)
                 continue
-            place = draw.randrange(len(held))
-            yield held[place]
-            held[place] = item
-        draw.shuffle(held)
-        yield from held
+            index = draw.randrange(len(buffered))
+            yield buffered[index]
+            buffered[index] = item
+        draw.shuffle(buffered)
+        yield from buffered

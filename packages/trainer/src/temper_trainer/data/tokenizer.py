@@ -1,4 +1,4 @@
-"""The run's tokenizer: loaded, or trained on the training texts; always saved into the run, so that the model can be used without us."""
+"""Load or train the run's tokenizer, and save it with the run for use with its model."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,24 +13,28 @@ from temper_trainer.data.rows import DataError
 PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 _WORDS = r"####| ?[^\W\d_]+|\d|\s|_|[^\w\s]"
-"""The answer marker; a word with the space before it; one digit; one space or line break; one sign."""
+"""Pieces: the answer marker, a word with its leading space, a digit, white space, any other
+character.
+"""
 
 
 def build_tokenizer(
     config: TokenizerConfig, *, model_path: str | None, texts: Iterable[str], directory: Path
 ) -> PreTrainedTokenizerBase:
-    """A tokenizer with pad, end and (where it was made here) unknown token, saved into ``directory``.
+    """Return a tokenizer with pad and end tokens, after saving it to ``directory``.
 
     Args:
-        config: which kind.
-        model_path: the actor's model directory, taken by kind pretrained where config.path is None.
-        texts: prompts, answers and demonstrations as they will be tokenised; what kinds word_level and bpe learn from.
-        directory: where save_pretrained writes.
+        config: Kind of tokenizer.
+        model_path: The actor's model directory, used by kind pretrained if config.path is None.
+        texts: Prompts, answers and demonstrations that kinds word_level and bpe learn from.
+        directory: Output directory.
 
     Raises:
-        ConfigError: kind pretrained without a readable directory, or its tokenizer has no end token.
-        DataError: there are no texts to learn from, one holds a special token, or does not survive encoding and decoding.
-        CheckpointError: it can't be written.
+        ConfigError: If kind pretrained has no readable directory, or its tokenizer has no end
+            token.
+        DataError: If there are no texts to learn from, or one has a special token or does not
+            survive a round trip.
+        CheckpointError: If it cannot be written.
     """
     if config.kind == "pretrained":
         tokenizer = _load(config.path or model_path)
@@ -58,15 +62,16 @@ def build_tokenizer(
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write its files.
+    """Write the files of a tokenizer.
 
     Raises:
-        CheckpointError: the disk is full, or the folder can't be written.
+        CheckpointError: If the disk is full, or the folder is not writable.
     """
     try:
         tokenizer.save_pretrained(str(directory))
     except Exception as error:
-        # The tokenizers library, which writes one of the files, has no error of its own for it.
+        # The tokenizers library, which writes one of the files, raises a bare Exception for I/O
+        # errors.
         if type(error) is not Exception and not isinstance(error, OSError):
             raise
         raise CheckpointError(
@@ -77,8 +82,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
 def _load(path: str | None) -> PreTrainedTokenizerBase:
     if path is None:
         raise ConfigError(
-            "tokenizer.kind is pretrained, but neither tokenizer.path nor the actor's model.path is set: "
-            "set one, or train a tokenizer with tokenizer.kind word_level or bpe."
+            "tokenizer.kind is pretrained, but neither tokenizer.path nor the actor's model.path "
+            "is set: set one, or train a tokenizer with tokenizer.kind word_level or bpe."
         )
     if not Path(path).is_dir():
         raise ConfigError(f"no tokenizer can be loaded from {path!r}: there is no such directory.")
@@ -86,15 +91,16 @@ def _load(path: str | None) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer can be loaded from {path!r}: {error}") from error
-    # Without its files, transformers makes a tokenizer that knows special tokens alone.
+    # Without vocabulary files, transformers creates a tokenizer that has only special tokens.
     if len(tokenizer) <= len(tokenizer.get_added_vocab()):
         raise ConfigError(
-            f"the tokenizer in {path!r} has no vocabulary: copy its files (such as tokenizer.json) there, "
-            "or set data.tokenizer.path to the folder that has them."
+            f"the tokenizer in {path!r} has no vocabulary: copy its files (such as "
+            "tokenizer.json) there, or set data.tokenizer.path to the folder that has them."
         )
     if tokenizer.eos_token_id is None:
         raise ConfigError(
-            f"the tokenizer in {path!r} has no end token, so no completion could end: set eos_token in its config."
+            f"the tokenizer in {path!r} has no end token, so completions could not end: set "
+            "eos_token in its config."
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -102,7 +108,10 @@ def _load(path: str | None) -> PreTrainedTokenizerBase:
 
 
 def _word_level(corpus: Sequence[str]) -> Tokenizer:
-    """One entry for every piece of the corpus, sorted, and for every digit, space and line break whether seen or not."""
+    """Build a word-level tokenizer with one sorted entry per piece of the corpus.
+
+    All digits, space, line break and the answer marker are entries, seen or not.
+    """
     splitter = pre_tokenizers.Split(Regex(_WORDS), "isolated")
     pieces = {piece for text in corpus for piece, _ in splitter.pre_tokenize_str(text)}
     entries = [PAD, END, UNKNOWN, *sorted(pieces | {*"0123456789", " ", "\n", "####"})]
@@ -115,12 +124,13 @@ def _word_level(corpus: Sequence[str]) -> Tokenizer:
 
 
 def _byte_pairs(corpus: Sequence[str], *, vocab_size: int | None) -> Tokenizer:
-    """Byte-level BPE: any text can be encoded, and single digits are never merged, so that numbers have one spelling."""
+    """Train byte-level BPE; digits are never merged, so that every number has one spelling."""
     assert vocab_size is not None
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(alphabet) + 3:
         raise ConfigError(
-            f"tokenizer.vocab_size is {vocab_size}, but byte-level BPE needs {len(alphabet) + 3} for bytes and specials alone."
+            f"tokenizer.vocab_size is {vocab_size}, but byte-level BPE needs {len(alphabet) + 3} "
+            "for bytes and specials alone."
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -141,19 +151,21 @@ def _byte_pairs(corpus: Sequence[str], *, vocab_size: int | None) -> Tokenizer:
 
 
 def check_round_trip(tokenizer: Tokenizer, corpus: Sequence[str]) -> None:
-    """Decoding gives every text back.
+    """Raise unless decoding the encoded texts returns them unchanged.
 
     Raises:
-        DataError: naming the first text that holds a special token, or that comes back changed.
+        DataError: Naming the first text that has a special token or comes back changed.
     """
     encoded = tokenizer.encode_batch_fast(list(corpus), add_special_tokens=False)
     decoded = tokenizer.decode_batch([entry.ids for entry in encoded], skip_special_tokens=False)
     for text, back in zip(corpus, decoded, strict=True):
         if any(special in text for special in (PAD, END, UNKNOWN)):
             raise DataError(
-                f"a training text holds one of the special tokens {PAD}, {END} and {UNKNOWN}: {text!r:.200}. Mend it."
+                f"a training text contains one of the special tokens {PAD}, {END} and {UNKNOWN}: "
+                f"{text!r:.200}. Remove the token from the text."
             )
         if text != back:
             raise DataError(
-                f"the tokenizer would change a training text: {text!r:.200} comes back as {back!r:.200}. Use tokenizer.kind bpe."
+                f"the tokenizer would change a training text: {text!r:.200} comes back as "
+                f"{back!r:.200}. Use tokenizer.kind bpe."
             )

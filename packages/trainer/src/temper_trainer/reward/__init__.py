@@ -1,1 +1,1 @@
-"""From a prompt and the text of a completion to a number. Import from the submodules."""
+"""Score completions: reward functions, reward models and shaping. Import from the submodules."""

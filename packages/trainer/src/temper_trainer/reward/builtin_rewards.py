@@ -1,4 +1,4 @@
-"""The built-in reward functions."""
+"""The built-in reward functions: exact match, GSM8K answers and math-verify."""
 
 import re
 from decimal import Decimal
@@ -7,7 +7,7 @@ from temper_trainer.types import Prompt
 
 
 def exact_match(prompt: Prompt, completion_text: str) -> float:
-    """1 where completion and reference are equal but for white space around them, else 0."""
+    """Return 1 if completion and reference are equal up to surrounding white space, else 0."""
     return float(completion_text.strip() == prompt.answer.strip())
 
 
@@ -24,63 +24,69 @@ _ANY_NUMBER = re.compile(_NUMBER)
 
 
 def gsm8k_strict(prompt: Prompt, completion_text: str) -> float:
-    """1 where the completion's last line is ``#### N`` with the reference's number, else 0; $, commas and .0 make no difference.
+    """Return 1 if the last line is ``#### N`` with the reference's number, else 0.
+
+    ``$``, commas and ``.0`` are ignored. GSM8K solutions end in such a line: Cobbe et al. 2021,
+    arXiv:2110.14168.
 
     Raises:
-        ValueError: the reference is not a number.
+        ValueError: If the reference is not a number.
     """
     lines = completion_text.strip().splitlines()
-    found = _ANSWER_LINE.fullmatch(lines[-1].strip()) if lines else None
-    reference = _reference_number(prompt)
-    return float(found is not None and _number(found[1]) == reference)
+    match = _ANSWER_LINE.fullmatch(lines[-1].strip()) if lines else None
+    reference = _parse_reference(prompt)
+    return float(match is not None and _parse_number(match[1]) == reference)
 
 
 def gsm8k_flexible(prompt: Prompt, completion_text: str) -> float:
-    """1 where the last number of the completion is the reference's, wherever it stands, else 0.
+    """Return 1 if the last number of the completion is the reference's, else 0.
 
     Raises:
-        ValueError: the reference is not a number.
+        ValueError: If the reference is not a number.
     """
-    found = _ANY_NUMBER.findall(completion_text)
-    reference = _reference_number(prompt)
-    return float(bool(found) and _number(found[-1]) == reference)
+    match = _ANY_NUMBER.findall(completion_text)
+    reference = _parse_reference(prompt)
+    return float(bool(match) and _parse_number(match[-1]) == reference)
 
 
-def reference_answer(prompt: Prompt) -> str:
-    """What stands after the last ``####`` of the reference, or all of it where there is none."""
+def extract_reference(prompt: Prompt) -> str:
+    """Return the text after the last ``####`` of the reference, or all of it if there is none."""
     return prompt.answer.rpartition(MARK)[2].strip()
 
 
-def _reference_number(prompt: Prompt) -> Decimal:
-    answer = reference_answer(prompt)
+def _parse_reference(prompt: Prompt) -> Decimal:
+    answer = extract_reference(prompt)
     if not _ANY_NUMBER.fullmatch(answer):
         raise ValueError(
-            f"the reference answer of prompt {prompt.prompt_id} ({prompt.source}) is {answer!r}, but must be a number."
+            f"the reference answer of prompt {prompt.prompt_id} ({prompt.source}) is {answer!r}, "
+            "but must be a number."
         )
-    return _number(answer)
+    return _parse_number(answer)
 
 
-def _number(text: str) -> Decimal:
+def _parse_number(text: str) -> Decimal:
     return Decimal(text.replace(",", "").replace("$", ""))
 
 
 def math_verify(prompt: Prompt, completion_text: str) -> float:
-    """1 where the completion's answer equals the reference, else 0; an answer that can't be read is a wrong one.
+    """Return 1 if the completion's answer equals the reference mathematically, else 0.
 
-    The library's own time-outs are off: they use signal.alarm, which works in a main thread only, and elsewhere turn every answer
-    into a wrong one. The scorer's time-out covers this call.
+    An answer that cannot be parsed counts as wrong. The library's own timeouts are disabled: they
+    use signal.alarm, which works only in the main thread, and elsewhere turn every answer into a
+    wrong one. The scorer's timeout applies instead.
 
     Raises:
-        ValueError: the reference can't be read as mathematics.
+        ValueError: If the reference cannot be parsed as mathematics.
     """
     from math_verify import parse, verify
 
-    reference = reference_answer(prompt)
-    # A bare reference is not in the delimiters that the parser looks for LaTeX in.
+    reference = extract_reference(prompt)
+    # The parser only looks for LaTeX within delimiters, which a bare reference does not have.
     gold = parse(f"${reference}$", parsing_timeout=None) or parse(reference, parsing_timeout=None)
     if not gold:
         raise ValueError(
-            f"the reference answer of prompt {prompt.prompt_id} ({prompt.source}) is {reference!r}, which math-verify can't read."
+            f"the reference answer of prompt {prompt.prompt_id} ({prompt.source}) is "
+            f"{reference!r}, which math-verify cannot parse: correct the row."
         )
     answer = parse(completion_text, parsing_timeout=None)
     return float(verify(gold, answer, timeout_seconds=None, raise_on_error=True))

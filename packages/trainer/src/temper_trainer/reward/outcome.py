@@ -1,4 +1,4 @@
-"""What became of one call of a reward function."""
+"""The result of one call of a reward function."""
 
 import math
 import numbers
@@ -15,31 +15,31 @@ Item = tuple[Prompt, str]
 
 
 class FailureKind(StrEnum):
-    """Why there is no reward."""
+    """Reason why there is no reward."""
 
     RAISED = "raised"
-    """The function raised, or the process that ran it died."""
+    """The function raised, or its process died."""
     TIMEOUT = "timeout"
-    """It took longer than reward.timeout_s."""
+    """The call took longer than reward.timeout_s."""
     NOT_FINITE = "not_finite"
-    """It returned NaN, infinity, or something that is no number."""
+    """The function returned NaN, infinity, or something other than a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A reward, or why there is none."""
+    """A reward, or the reason why there is none."""
 
     reward: float | None = None
-    """Finite."""
+    """Finite; None if the call failed."""
     kind: FailureKind | None = None
-    """Set where there is no reward."""
+    """None if there is a reward."""
     message: str = ""
-    """One line about the failure."""
+    """One line that describes the failure."""
     trace: str = ""
-    """The traceback, where the function raised."""
+    """Traceback, if the function raised."""
 
-    def as_score(self) -> Score:
-        """What the loop sees."""
+    def to_score(self) -> Score:
+        """Return the score for the training loop."""
         return Score(
             reward=self.reward,
             failure=None if self.kind is None else f"{self.kind}: {self.message}",
@@ -47,23 +47,25 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A reward function with its arguments: picklable where the function can be imported."""
+class RewardCall:
+    """A reward function with its arguments; picklable if the function is importable."""
 
     function: RewardFunction
-    """What scores."""
     arguments: Mapping[str, Argument]
-    """Its keyword arguments."""
+    """Keyword arguments of the function."""
 
     def __call__(self, item: Item) -> Outcome:
-        """Score one completion; nothing that the function does, short of hanging, gets out of here as an exception."""
+        """Score one completion; whatever the function raises becomes a failed outcome."""
         prompt, text = item
         try:
             value: object = self.function(prompt, text, **self.arguments)
-        except Exception as error:  # noqa: BLE001  the function is the user's: whatever it raises is counted and shown
+        # A user's function may raise anything; each failure is counted and shown.
+        except Exception as error:  # noqa: BLE001
             return Outcome(
                 kind=FailureKind.RAISED,
-                message=f"{type(error).__name__}: {error} (prompt {prompt.prompt_id}, {prompt.source})",
+                message=(
+                    f"{type(error).__name__}: {error} (prompt {prompt.prompt_id}, {prompt.source})"
+                ),
                 trace=traceback.format_exc(),
             )
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
@@ -75,9 +77,12 @@ class Call:
         return Outcome(reward=float(value))
 
 
-def timeout_outcome(item: Item, *, timeout_s: float) -> Outcome:
-    """Of a call that was given up."""
+def make_timeout_outcome(item: Item, *, timeout_s: float) -> Outcome:
+    """Return the outcome of a call that was abandoned."""
     return Outcome(
         kind=FailureKind.TIMEOUT,
-        message=f"took longer than reward.timeout_s = {timeout_s} (prompt {item[0].prompt_id}, {item[0].source})",
+        message=(
+            f"took longer than reward.timeout_s = {timeout_s} (prompt {item[0].prompt_id}, "
+            f"{item[0].source})"
+        ),
     )

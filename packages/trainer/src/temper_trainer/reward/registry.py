@@ -1,4 +1,4 @@
-"""Reward functions by name or by import path."""
+"""Reward functions by registered name or import path."""
 
 import difflib
 import importlib.util
@@ -22,10 +22,10 @@ Argument = str | int | float | bool | None
 
 
 class RewardFunction(Protocol):
-    """Scores one completion; what it raises or returns besides a finite number is a counted failure."""
+    """Scores one completion; exceptions and non-finite results count as failures."""
 
     def __call__(self, prompt: Prompt, completion_text: str, /, **arguments: Argument) -> float:
-        """The reward of a completion, decoded without special tokens."""
+        """Return the reward of a completion, given as text without special tokens."""
         ...
 
 
@@ -40,20 +40,23 @@ Function = TypeVar("Function", bound=Callable[..., float])
 
 
 def register_reward(name: str) -> Callable[[Function], Function]:
-    """Decorator that makes a function known as ``reward.function: name``.
+    """Register a function under a name for ``reward.function``.
 
     With reward.num_workers above 0 the function must be importable, because the workers import it.
 
     Raises:
-        ConfigError: the name is taken by another function.
+        ConfigError: If the name is already registered.
     """
 
     def register(function: Function) -> Function:
         if name == REWARD_MODEL:
-            raise ConfigError(f"{name!r} means the score of reward.model: choose another name.")
+            raise ConfigError(
+                f"{name!r} is reserved for the score of reward.model: choose another name."
+            )
         if _REGISTERED.setdefault(name, function) is not function:
             raise ConfigError(
-                f"there already is a reward named {name!r} ({_REGISTERED[name].__module__}): choose another name."
+                f"there is already a reward named {name!r} ({_REGISTERED[name].__module__}): "
+                "choose another name."
             )
         return function
 
@@ -61,40 +64,46 @@ def register_reward(name: str) -> Callable[[Function], Function]:
 
 
 def split_components(config: RewardConfig) -> list[RewardConfig]:
-    """One configuration for each reward function of a run: that of ``function``, or those of ``components``, which take no arguments."""
+    """Return one configuration per reward function: of ``function``, or of each component.
+
+    Components take no arguments.
+    """
     if not config.components:
         return [config]
     return [replace(config, function=name, arguments={}) for name in config.components]
 
 
 def resolve_reward(config: RewardConfig) -> RewardFunction:
-    """The function that ``config.function`` names, its arguments checked against its signature.
+    """Return the function that ``config.function`` names, after checking its arguments.
 
     Raises:
-        ConfigError: no such name, module or function, an extra is missing, or the function does not take these arguments.
+        ConfigError: If the name, module, function or an extra does not exist, or the arguments do
+            not fit.
     """
-    by_path = (
+    imported = (
         import_object(config.function, key="reward.function")
         if is_import_path(config.function)
         else None
     )
-    function: Callable[..., float] | None = by_path or _REGISTERED.get(config.function)
+    function: Callable[..., float] | None = imported or _REGISTERED.get(config.function)
     if function is None:
         near = difflib.get_close_matches(config.function, _REGISTERED, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            f"reward.function is {config.function!r}, which is no registered reward: {hint}"
-            f"Registered are {', '.join(sorted(_REGISTERED))}; your own goes by import path, package.module:function."
+            f"reward.function is {config.function!r}, which is not a registered reward: {hint}Use "
+            f"one of {', '.join(sorted(_REGISTERED))}, or the import path of a custom one, "
+            "package.module:function."
         )
     if function is math_verify and importlib.util.find_spec("math_verify") is None:
         raise ConfigError(
-            "the reward math_verify needs the math-verify library: pip install 'temper-trainer[math]'."
+            "the reward math_verify needs the math-verify library: pip install "
+            "'temper-trainer[math]'."
         )
     try:
         inspect.signature(function).bind(None, "", **config.arguments)
     except TypeError as error:
         raise ConfigError(
-            f"reward.function {config.function} can't be called with a prompt, a text and reward.arguments "
-            f"{dict(config.arguments)}: {error}."
+            f"reward.function {config.function} cannot be called with a prompt, a text and "
+            f"reward.arguments {dict(config.arguments)}: {error}."
         ) from error
     return function

@@ -1,4 +1,4 @@
-"""Completions in, scores out; failures are counted by kind, and too many of them stop the run."""
+"""Score completions with functions and reward models, and stop after too many failures."""
 
 import math
 from collections import Counter
@@ -9,7 +9,7 @@ from typing import Protocol
 from temper_engine_api.errors import TemperError
 from temper_trainer.config.reward import REWARD_MODEL, RewardConfig
 from temper_trainer.progress import track_progress
-from temper_trainer.reward.outcome import Call, FailureKind, Item, Outcome
+from temper_trainer.reward.outcome import FailureKind, Item, Outcome, RewardCall
 from temper_trainer.reward.process_scoring import ProcessScoring
 from temper_trainer.reward.registry import resolve_reward, split_components
 from temper_trainer.reward.thread_scoring import ThreadScoring
@@ -20,12 +20,12 @@ class RewardModel(Protocol):
     """A reward model, wherever it runs."""
 
     def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """The score of each token sequence, in order."""
+        """Return the score of each token sequence, in order."""
         ...
 
 
 class RewardFailureError(TemperError, RuntimeError):
-    """So many calls of the reward function failed that training on the others would mislead."""
+    """So many reward calls failed that training on the others would be misleading."""
 
 
 class _Scoring(Protocol):
@@ -35,24 +35,24 @@ class _Scoring(Protocol):
 
 
 class Scorer:
-    """Scores completions as the configuration says; a context manager, because it may hold processes."""
+    """Scores completions as configured; a context manager, because it may start processes."""
 
     def __init__(self, config: RewardConfig, *, model: RewardModel | None = None) -> None:
-        """Resolve the functions; processes start on entering.
+        """Resolve the functions; processes start on entering the context.
 
         Args:
-            config: of the run.
-            model: the reward model, where a part of the reward is its score.
+            config: Of the run.
+            model: The reward model, if a component of the reward is its score.
 
         Raises:
-            ConfigError: see resolve_reward.
+            ConfigError: See resolve_reward.
         """
         self._config = config
         self._model = model
         self._calls = [
             None
             if each.function == REWARD_MODEL
-            else Call(function=resolve_reward(each), arguments=dict(each.arguments))
+            else RewardCall(function=resolve_reward(each), arguments=dict(each.arguments))
             for each in split_components(config)
         ]
         self._weights = list(config.components.values())
@@ -86,22 +86,22 @@ class Scorer:
     def score(
         self, items: Sequence[Item], *, tokens: Sequence[Sequence[int]] | None = None
     ) -> list[Score]:
-        """One score per (prompt, completion text), in order.
+        """Return one score per (prompt, completion text), in order.
 
         Args:
-            items: for functions.
-            tokens: for a reward model, needed where there is one: of each item, the prompt's and everything after it.
+            items: Prompts and texts, for functions.
+            tokens: Tokens of prompt and completion of each item; required with a reward model.
 
         Raises:
-            RewardFailureError: a larger share of these failed than reward.max_failure_fraction.
+            RewardFailureError: If a larger fraction failed than reward.max_failure_fraction.
         """
-        assert self._scorings, "a Scorer scores inside its `with` only"
+        assert self._scorings, "a Scorer can only score inside its `with` block"
         with track_progress("rewards", total=len(items) * len(self._scorings)):
             by_part = [
-                self._by_model(items, tokens) if scoring is None else scoring.run(items)
+                self._score_with_model(items, tokens) if scoring is None else scoring.run(items)
                 for scoring in self._scorings
             ]
-        # The first failure of an item speaks for it.
+        # An item with several failed components counts once, with its first failure.
         outcomes = [
             next((each for each in of_item if each.kind is not None), of_item[0])
             for of_item in zip(*by_part, strict=True)
@@ -111,23 +111,23 @@ class Scorer:
         if len(failed) > self._config.max_failure_fraction * len(items):
             counts = ", ".join(f"{count} {kind}" for kind, count in self._failures.items())
             raise RewardFailureError(
-                f"{len(failed)} of {len(items)} calls of {self._name} failed ({counts}), more than "
-                f"reward.max_failure_fraction = {self._config.max_failure_fraction}. The first: {failed[0].kind}: {failed[0].message}\n"
-                f"{failed[0].trace}"
+                f"{len(failed)} of {len(items)} calls of {self._name} failed ({counts}), more "
+                f"than reward.max_failure_fraction = {self._config.max_failure_fraction}. The "
+                f"first: {failed[0].kind}: {failed[0].message}\n{failed[0].trace}"
             )
-        scores = [outcome.as_score() for outcome in outcomes]
+        scores = [outcome.to_score() for outcome in outcomes]
         if not self._weights:
             return scores
         return [
-            self._weighed(score, of_item)
+            self._weighted_score(score, of_item)
             for score, of_item in zip(scores, zip(*by_part, strict=True), strict=True)
         ]
 
-    def _by_model(
+    def _score_with_model(
         self, items: Sequence[Item], tokens: Sequence[Sequence[int]] | None
     ) -> list[Outcome]:
         assert self._model is not None, (
-            "the configuration was checked: what names a reward model has one"
+            "a validated configuration that names a reward model has one"
         )
         assert tokens is not None
         return score_with_model(self._model, items, tokens=tokens)
@@ -141,30 +141,32 @@ class Scorer:
             else f"reward.function {self._config.function}"
         )
 
-    def _weighed(self, score: Score, outcomes: Sequence[Outcome]) -> Score:
-        """The weighted sum of an item's rewards, where none of them failed."""
+    def _weighted_score(self, score: Score, outcomes: Sequence[Outcome]) -> Score:
+        """Return the weighted sum of an item's rewards, if none of them failed."""
         if score.reward is None:
             return score
-        parts = [found for outcome in outcomes if (found := outcome.as_score().reward) is not None]
+        parts = [
+            reward for outcome in outcomes if (reward := outcome.to_score().reward) is not None
+        ]
         return Score(
             reward=sum(w * each for w, each in zip(self._weights, parts, strict=True)),
             components=tuple(parts),
         )
 
     def metrics(self) -> dict[str, float]:
-        """How many calls of the last ``score`` failed, by kind."""
+        """Return the number of failed calls of the last ``score``, by kind."""
         return {f"reward/{kind}": float(self._failures[kind]) for kind in FailureKind}
 
 
 def score_with_model(
     model: RewardModel, items: Sequence[Item], *, tokens: Sequence[Sequence[int]]
 ) -> list[Outcome]:
-    """One outcome per item, in order; a score that is no finite number is a failure."""
-    found = []
+    """Return one outcome per item, in order; a non-finite score is a failure."""
+    outcomes = []
     for (prompt, _), score in zip(items, model.scores(tokens), strict=True):
         if math.isfinite(score):
-            found.append(Outcome(reward=score))
+            outcomes.append(Outcome(reward=score))
         else:
             message = f"the reward model gave {score} (prompt {prompt.prompt_id}, {prompt.source})"
-            found.append(Outcome(kind=FailureKind.NOT_FINITE, message=message))
-    return found
+            outcomes.append(Outcome(kind=FailureKind.NOT_FINITE, message=message))
+    return outcomes

@@ -1,8 +1,8 @@
-"""Scoring in this process: one thread for a whole batch, given up and replaced when a call takes too long.
+"""Score in a thread of this process, which is abandoned and replaced if a call takes too long.
 
-A thread can't be stopped. One that was given up ends when its call returns, and never scores anything more. A call that runs without
-releasing the interpreter (a runaway regular expression) stops this process too, and is a time-out once it is over: such functions belong
-in worker processes.
+A thread cannot be killed. An abandoned one ends when its call returns, and scores nothing more. A
+call that never releases the GIL, such as a runaway regular expression, blocks the whole process and
+counts as timed out when it returns: such functions need worker processes (reward.num_workers).
 """
 
 import queue
@@ -11,41 +11,42 @@ import time
 from collections.abc import Sequence
 
 from temper_trainer.progress import advance_progress
-from temper_trainer.reward.outcome import Call, Item, Outcome, timeout_outcome
+from temper_trainer.reward.outcome import Item, Outcome, RewardCall, make_timeout_outcome
 
 
 class ThreadScoring:
-    """Runs calls in daemon threads, one at a time."""
+    """Run calls in daemon threads, one at a time."""
 
-    def __init__(self, call: Call, *, timeout_s: float) -> None:
+    def __init__(self, call: RewardCall, *, timeout_s: float) -> None:
         self._call = call
         self._timeout_s = timeout_s
 
     def run(self, items: Sequence[Item]) -> list[Outcome]:
-        """One outcome per item, in order."""
+        """Return one outcome per item, in order."""
         outcomes: list[Outcome] = []
         while len(outcomes) < len(items):
             outcomes += self._run_until_timeout(items[len(outcomes) :])
         return outcomes
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing; threads need no cleanup."""
 
     def _run_until_timeout(self, items: Sequence[Item]) -> list[Outcome]:
-        """Outcomes up to the first time-out, that one included."""
+        """Return the outcomes up to the first timeout, inclusive."""
         results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        is_given_up = threading.Event()
+        is_abandoned = threading.Event()
 
         def score_all() -> None:
             for item in items:
-                if is_given_up.is_set():
+                if is_abandoned.is_set():
                     return
-                begun = time.monotonic()
+                started = time.monotonic()
                 outcome = self._call(item)
-                # Whoever waits for it may have been stopped all the while, and would take a late answer for a prompt one.
-                is_late = time.monotonic() - begun > self._timeout_s
+                # The waiting thread may have been blocked during the call, so it cannot measure the
+                # time itself.
+                is_late = time.monotonic() - started > self._timeout_s
                 results.put(
-                    timeout_outcome(item, timeout_s=self._timeout_s) if is_late else outcome
+                    make_timeout_outcome(item, timeout_s=self._timeout_s) if is_late else outcome
                 )
 
         threading.Thread(target=score_all, name="temper-reward", daemon=True).start()
@@ -55,6 +56,6 @@ class ThreadScoring:
                 outcomes.append(results.get(timeout=self._timeout_s))
                 advance_progress("rewards")
             except queue.Empty:
-                is_given_up.set()
-                return [*outcomes, timeout_outcome(item, timeout_s=self._timeout_s)]
+                is_abandoned.set()
+                return [*outcomes, make_timeout_outcome(item, timeout_s=self._timeout_s)]
         return outcomes
