@@ -223,7 +223,7 @@ class _FileCountWatch:
     """
 
     status_files: Sequence[IO[bytes]]
-    """Of the outer bubblewrap, if there is one, and the inner one."""
+    """Status files of the outer bubblewrap, if there is one, and of the inner one."""
 
     def __call__(self) -> str | None:
         """Return why the program must end, or None."""

@@ -37,7 +37,7 @@ _WATCHER = 'read -r _; kill -s KILL -- "-$0"'
 _POLL_S = 0.02
 """Longest pause between two looks at a process that is silent."""
 _DRAIN_S = 1.0
-"""How long the pipes of a process that has ended are read. A killed one closes them at once."""
+"""Longest time to read the pipes of a process that has ended. A killed one closes them at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class SandboxResult:
     """Outcome of one program."""
 
     output: str
-    """What it printed, then the last line of its error if it failed."""
+    """Its output, then the last line of its error if it failed."""
     is_timeout: bool
     """True if it was killed because its time was up."""
     is_failed: bool
@@ -54,14 +54,14 @@ class SandboxResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedProcess:
-    """What a process left behind."""
+    """Output and status of a process that has ended."""
 
     stdout: bytes
     stderr: bytes
     returncode: int
     """Negative if a signal ended it."""
     kill_reason: str | None
-    """Why it was killed; None if it ended by itself."""
+    """The reason why it was killed; None if it ended by itself."""
     is_timeout: bool
 
     def result(self) -> SandboxResult:

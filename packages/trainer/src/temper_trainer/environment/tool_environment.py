@@ -78,7 +78,7 @@ def find_call(transcript: str, *, completion: str, config: EnvironmentConfig) ->
 
 
 def run_calculator(expression: str) -> tuple[str, bool]:
-    """The value, or why there is none."""
+    """Return the value of an expression, or the reason why it has none."""
     try:
         return calculate(expression), False
     except CalculationError as error:

@@ -24,7 +24,7 @@ _BLOCKS_AT_ONCE = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """Where a tensor is in a packed bucket."""
+    """The position of a tensor in a packed bucket."""
 
     name: str
     """Hugging Face name."""
@@ -62,7 +62,7 @@ class PackedBucket:
     """
 
     entries: tuple[TensorEntry, ...]
-    """In the order of the weight stream."""
+    """Entries in the order of the weight stream."""
     num_bytes: int
     """Size with padding."""
     digest: int | None

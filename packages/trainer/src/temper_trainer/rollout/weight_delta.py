@@ -113,7 +113,7 @@ class TensorDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DeltaSlices:
-    """Where the delta of one tensor is in the bytes of its bucket's delta."""
+    """The position of one tensor's delta in the bytes of its bucket's delta."""
 
     entry: TensorEntry
     count: int

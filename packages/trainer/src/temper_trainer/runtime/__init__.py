@@ -1,1 +1,1 @@
-"""Where the roles run: in the driver's process, or as Ray actors."""
+"""Runtimes of the roles: the driver's process, or Ray actors."""

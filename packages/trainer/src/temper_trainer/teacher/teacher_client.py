@@ -27,7 +27,7 @@ TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"
 TEACHER_WEIGHTS = "teacher_weights"
 """Name of the [T] float32 column of the teacher's weight, 0 for tokens without teacher."""
 MAX_PICKLED_BYTES = 4096
-"""Largest serialized TeacherSpec, which a test checks: it must not contain a model's configuration."""
+"""Largest serialized TeacherSpec, which a test checks: it contains no model configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class TeacherClient:
 
     spec: TeacherSpec
     teachers: Mapping[str, Teacher]
-    """By name."""
+    """Teachers by name."""
     token_maps: Mapping[str, TokenMap] = field(default_factory=dict)
     """Token maps of the teachers that have another tokenizer, by name."""
 
@@ -148,8 +148,8 @@ class TeacherClient:
     def _check_any_mapped(self, *, num_requests: int, num_unmapped: int) -> None:
         if num_unmapped and not num_requests:
             raise TeacherError(
-                f"none of {num_unmapped} completions could be translated into a teacher's tokens, so "
-                "nothing would be learned: use a teacher with the policy's tokenizer."
+                f"none of {num_unmapped} completions could be translated into a teacher's tokens, "
+                "so nothing would be learned: use a teacher with the policy's tokenizer."
             )
 
     def _find_teacher(self, route: str) -> str:

@@ -40,7 +40,7 @@ class TeacherScores:
     logprobs: Tensor
     """[N] float32 log-prob of each given token under the teacher."""
     top_ids: Tensor | None = None
-    """[N, K] int64 ids of the teacher's most likely tokens, in descending order; None if top_k is 0."""
+    """[N, K] int64 ids of the most likely tokens, in descending order; None if top_k is 0."""
     top_logprobs: Tensor | None = None
     """[N, K] float32 log-probs of `top_ids`; -inf pads rows with fewer tokens."""
 
@@ -91,8 +91,8 @@ def check_scores(
     columns = [each for each in (scores.logprobs, scores.top_logprobs) if each is not None]
     if any(bool(column.isnan().any()) for column in columns):
         raise TeacherError(
-            f"teacher {teacher} returned NaN for request {request.request_id}: check its weights and "
-            "its precision."
+            f"teacher {teacher} returned NaN for request {request.request_id}: check its weights "
+            "and its precision."
         )
     if top_k:
         shapes = [
@@ -109,8 +109,8 @@ def check_scores(
 def assign_to_replicas(requests: Sequence[TeacherRequest], *, num_replicas: int) -> list[list[int]]:
     """Return the indices of the requests of each replica.
 
-    The longest request goes first, each to the replica with the fewest tokens so far. Deterministic,
-    so that a repeated step sends the same requests to the same replica.
+    The longest request goes first, each to the replica with the fewest tokens so far.
+    Deterministic, so that a repeated step sends the same requests to the same replica.
     """
     loads = [0] * num_replicas
     assigned: list[list[int]] = [[] for _ in range(num_replicas)]

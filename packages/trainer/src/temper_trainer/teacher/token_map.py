@@ -54,8 +54,8 @@ def build_token_map(
     common = policy_ids.keys() & teacher_ids.keys()
     if not common:
         raise ConfigError(
-            f"teachers.{name} has no token in common with the policy, so nothing can be mapped: use "
-            "another teacher."
+            f"teachers.{name} has no token in common with the policy, so nothing can be mapped: "
+            "use another teacher."
         )
     policy_to_teacher = {policy_ids[token]: teacher_ids[token] for token in common}
     teacher_to_policy = torch.full((max(teacher_ids.values()) + 1,), -1, dtype=torch.int64)

@@ -54,7 +54,7 @@ class WeightExporter(Protocol):
         ...
 
     def export_weights(self) -> WeightStream:
-        """Return a stream of full tensors. Every rank must read it to its end: it gathers shards."""
+        """Return a stream of full tensors, which every rank must read to its end (collective)."""
         ...
 
 

@@ -32,7 +32,7 @@ class Canary:
     """
 
     tokens: tuple[int, ...]
-    """At least two token ids."""
+    """Two or more token ids."""
     engine_logprobs: Callable[[], Sequence[float]]
     """Returns the engine's log-prob of each token but the first, at temperature 1."""
     tolerance: float

@@ -40,10 +40,10 @@ class CachedWeights:
 
 @dataclass(slots=True)
 class SenderState:
-    """What one actor rank keeps for its transports."""
+    """State that one actor rank keeps for its transports."""
 
     cached: dict[str, CachedWeights] = field(default_factory=dict)
-    """By the key of the transport that sent them."""
+    """Last sent weights by the key of their transport."""
     stores: dict[str, StoreServer] = field(default_factory=dict)
     """Stores whose channel is not open yet, by address and port."""
     channels: dict[str, WeightChannel] = field(default_factory=dict)
@@ -102,7 +102,7 @@ def match_buckets(
         bucket = next(buckets, None)
         if bucket is None or plan_layout(bucket)[0] != expected:
             raise WeightError(
-                "the actor's weights have other names, shapes or dtypes than when the first set was "
-                "sent: start the run again."
+                "the actor's weights have other names, shapes or dtypes than when the first set "
+                "was sent: start the run again."
             )
         yield bucket, expected

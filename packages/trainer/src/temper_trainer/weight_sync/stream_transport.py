@@ -127,7 +127,7 @@ def load_into_sampler(worker: WeightExporter, sampler: StreamReceiver, version: 
 
 
 class FetchTransport:
-    """Sends weights through Ray's object store, past the driver (`weight_sync.transport=object_store`)."""
+    """Sends weights through Ray's object store (`weight_sync.transport=object_store`)."""
 
     def __init__(
         self, *, actor: RankGroup, sampler: WeightFetcher, bucket_bytes: int, with_digest: bool

@@ -23,7 +23,7 @@ class Hello:
     versions: Mapping[str, str]
     """Versions of vllm, torch and transformers in the server's environment, if installed."""
     problem: str | None = None
-    """Why vLLM cannot run in that environment; None if it probably can."""
+    """The reason why vLLM cannot run in that environment; None if it probably can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

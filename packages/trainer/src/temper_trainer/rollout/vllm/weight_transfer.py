@@ -44,7 +44,7 @@ BACKEND_NAME = "temper"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """How weights will arrive."""
+    """The way in which weights will arrive."""
 
     channel: dict[str, object] = field(default_factory=dict)
     """Fields of a ChannelSpec; empty for shared memory."""
@@ -64,7 +64,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     is_delta: bool = False
     """The channel carries the delta of a bucket of which this worker has a copy."""
     versions: tuple[int, int] = (0, 0)
-    """With a delta: the version after it and the version before it."""
+    """Version after a delta, and version before it."""
 
 
 class TemperTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):

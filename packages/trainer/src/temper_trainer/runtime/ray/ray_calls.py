@@ -11,7 +11,7 @@ from temper_trainer.runtime.worker_group import FullStoreError, WorkerError
 from temper_trainer.waits import track_wait
 
 DEATH_NOTICE_TIMEOUT_S = 5.0
-"""How long to wait after a rank's failure for Ray to report the death of another rank."""
+"""Time after a rank's failure for Ray to report the death of another rank."""
 _FULL_STORE_ERRORS = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 
 

@@ -55,7 +55,7 @@ _RAY_CLUSTERS_BY_DEFAULT = ray_constants.ENABLE_RAY_CLUSTER
 """False on macOS and Windows, where Ray uses only the loopback interface by default."""
 
 _SESSIONS = Path(ray._common.utils.get_default_ray_temp_dir())
-"""Where Ray creates a folder of logs and sockets for each cluster."""
+"""Folder in which Ray creates a folder of logs and sockets for each cluster."""
 _own_jobs: set[str] = set()
 """Ids of the Ray jobs that `connect_to_ray` started in this process. A user's own job is never shut
 down."""
