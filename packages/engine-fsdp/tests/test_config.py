@@ -150,8 +150,8 @@ def test_what_cannot_work_together_is_refused(settings: dict[str, Any], sentence
 
 
 def test_a_report_of_the_conformance_kit_names_this_distribution_however_it_was_installed() -> None:
-    from temper_engine_api.conformance.results import versions_of
+    from temper_engine_api.conformance.results import collect_versions
 
-    assert versions_of("temper_engine_fsdp.engine")["temper-engine-fsdp"] == version(
+    assert collect_versions("temper_engine_fsdp.engine")["temper-engine-fsdp"] == version(
         "temper-engine-fsdp"
     )
