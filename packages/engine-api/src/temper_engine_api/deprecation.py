@@ -1,7 +1,7 @@
-"""Deprecations of our own names as records: what, since when, until when, what instead, and how.
+"""Records of deprecated names, and the warnings made from them.
 
-A package keeps its records in a module ``deprecations`` as the tuple ``DEPRECATIONS``; this repository's checks refuse to release a
-version that was promised to be without one of them. The sentence that a user reads is made from the record:
+A package keeps its records in a module `deprecations` as the tuple `DEPRECATIONS`. A release fails
+if a name is still there in the version that was to remove it.
 
     OLD = Deprecation(
         package="temper-trainer",
@@ -16,7 +16,7 @@ version that was promised to be without one of them. The sentence that a user re
     @deprecated(OLD)
     def read_rows(path): ...
 
-Parameters and values have no decorator: call ``warn_caller(OLD)`` where they are met.
+For a deprecated parameter or value, call `warn_caller(OLD)` where it is used.
 """
 
 import functools
@@ -32,14 +32,14 @@ from typing_extensions import deprecated as _mark_for_type_checkers
 from temper_engine_api.contract_version import parse_version
 
 MINORS = 2
-"""For how many minor versions a deprecated name stays, at least."""
+"""Minimum number of minor versions for which a deprecated name stays."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class TemperDeprecationWarning(DeprecationWarning):
-    """A deprecated name is in use; shown by default where ``__main__`` uses it, and by pytest."""
+    """Warning for a deprecated name; Python shows it by default for code in `__main__`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,21 +75,22 @@ class Deprecation:
             )
 
     def sentence(self) -> str:
-        """What the user reads."""
+        """Return the text of the warning."""
         return (
             f"{self.what} is deprecated since {self.package} {self.since} and will be removed in {self.removed_in}: "
             f"use {self.instead} instead; {self.how}."
         )
 
     def is_overdue(self, version: str) -> bool:
-        """Whether a release of this version should no longer have it."""
+        """Return True if a release of this version must not have the name."""
         return parse_version(version) >= parse_version(self.removed_in)
 
 
 def deprecated(record: Deprecation) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorator of a function or class: it warns at the line that calls or constructs it, and type checkers and editors know.
+    """Return a decorator that deprecates a function or class.
 
-    A class stays a class: its constructor warns, and so do those of its subclasses.
+    Calling the function, or constructing the class or a subclass, warns at the caller's line. Type
+    checkers and editors mark the name too.
     """
 
     def mark(target: Callable[P, T]) -> Callable[P, T]:
@@ -103,7 +104,7 @@ def deprecated(record: Deprecation) -> Callable[[Callable[P, T]], Callable[P, T]
         if isinstance(target, type):
             target.__init__ = warned  # type: ignore[misc]
         marked = target if isinstance(target, type) else warned
-        # Without a category this is for type checkers and editors alone: the run-time warning above knows the caller.
+        # category=None marks the name for type checkers only; warn_caller finds the right line.
         return cast(
             "Callable[P, T]", _mark_for_type_checkers(record.sentence(), category=None)(marked)
         )
@@ -112,7 +113,7 @@ def deprecated(record: Deprecation) -> Callable[[Callable[P, T]], Callable[P, T]
 
 
 def warn_caller(record: Deprecation) -> None:
-    """Warn at the nearest line outside the package that deprecated it; how often it is shown, the warning filters decide."""
+    """Warn at the nearest line outside the package that deprecated the name."""
     warnings.warn(
         record.sentence(),
         TemperDeprecationWarning,
@@ -121,7 +122,7 @@ def warn_caller(record: Deprecation) -> None:
 
 
 def _distance_of_caller(package: str) -> int:
-    """The nearest frame that is neither of that package nor of this module, as ``warnings`` counts: 1 is ``warn_caller``."""
+    """Return the stack level, as in `warnings.warn`, of the nearest frame outside the package."""
     frame: FrameType | None = sys._getframe(1)
     distance = 1
     while frame is not None:
