@@ -275,7 +275,7 @@ class MergesWithoutScale(DataParallelOracle):
 
 
 class AdapterStaysOn(DataParallelOracle):
-    """Keeps the adapter active inside ``adapter_disabled``."""
+    """Keeps the adapter active inside ``disable_adapter``."""
 
     def _disable_adapter(self):
         return nullcontext()

@@ -213,7 +213,7 @@ def test_merged_weights_give_same_logits_in_transformers(
 def test_disabled_adapter_gives_base_logprobs(
     trained: "TrainedAdapter", oracle: OracleCache, adapter: TinyAdapter
 ) -> None:
-    """Inside `adapter_disabled` log-probs are the base's, before and after training.
+    """Inside `disable_adapter` log-probs are the base's, before and after training.
 
     The adapter is active again outside.
     """
@@ -431,7 +431,7 @@ def read_dropout_error(rank: Rank, *, setup: EngineSetup) -> str:
 def test_backward_with_disabled_adapter_is_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """A backward pass inside `adapter_disabled` raises EngineStateError; outside it works."""
+    """A backward pass inside `disable_adapter` raises EngineStateError; outside it works."""
     engine_under_test.run(
         train_with_disabled_adapter,
         setup=oracle.make_adapter_setup(PLAIN),
@@ -440,7 +440,7 @@ def test_backward_with_disabled_adapter_is_rejected(
 
 
 def train_with_disabled_adapter(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> None:
-    """Try a backward pass inside `adapter_disabled`, then outside."""
+    """Try a backward pass inside `disable_adapter`, then outside."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)

@@ -201,7 +201,7 @@ def test_merged_weights_give_same_logits_in_transformers(
 def test_disabled_adapter_gives_base_logprobs(
     trained: TrainedAdapter, oracle: OracleCache, adapter: TinyAdapter
 ) -> None:
-    """Inside `adapter_disabled` log-probs are the base's; outside the adapter is active again."""
+    """Inside `disable_adapter` log-probs are the base's; outside the adapter is active again."""
     setup, batch = (
         oracle.make_adapter_setup(adapter, optimizer=ADAMW),
         oracle.get_batch(model=adapter.model),
