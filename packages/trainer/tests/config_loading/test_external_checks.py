@@ -122,7 +122,7 @@ def test_model_from_scratch_without_a_tokenizer_is_told_how_to_train_one() -> No
 
 def test_unknown_reward_is_refused_before_the_run(there: list[str]) -> None:
     assert (
-        "reward.function is 'gsm8k_stric', which is no registered reward: did you mean"
+        "reward.function is 'gsm8k_stric', which is not a registered reward: did you mean"
         in refusal([*there, "reward.function=gsm8k_stric"])
     )
 
@@ -190,7 +190,7 @@ def test_the_checkpoint_to_resume_from_may_be_inside_the_run_folder(
 
 def test_misspelt_resume_is_told_what_there_is(there: list[str], tmp_path: Path) -> None:
     assert refusal([*there, "run.resume=atuo"]).startswith(
-        "run.resume is atuo, but no such directory exists: give never, auto, or "
+        "run.resume is atuo, but there is no such directory: use never, auto, or "
     )
     check_external_objects(load([*there, f"run.resume={tmp_path}"]).config)
 
@@ -218,7 +218,7 @@ def test_a_port_in_use_is_refused_before_the_run(there: list[str]) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        expected = f"run.prometheus_port is {port}, which can't be opened on run.prometheus_address 127.0.0.1: Address already in use."
+        expected = f"run.prometheus_port is {port}, which cannot be opened on run.prometheus_address 127.0.0.1: Address already in use."
         assert expected in refusal([*there, f"run.prometheus_port={port}"])
 
 
@@ -267,13 +267,13 @@ def test_folder_with_the_name_of_a_library_is_not_that_library(
 
 def test_environment_that_is_not_there_is_refused_before_the_run(there: list[str]) -> None:
     assert (
-        "environment.name is 'calculater', but must be calculator or python, or an import path"
+        "environment.name is 'calculater', but must be calculator or python, or the import path"
         in refusal([*there, "+environment.name=calculater"])
     )
     assert "environment.name names 'Missing' in fractions" in refusal(
         [*there, "+environment.name=fractions:Missing"]
     )
-    assert "environment.name is json:loads, which is no class there" in refusal(
+    assert "environment.name is json:loads, which is not a class" in refusal(
         [*there, "+environment.name=json:loads"]
     )
     assert (
@@ -411,7 +411,7 @@ def test_a_file_without_rows_is_refused(there: list[str], tmp_path: Path) -> Non
     (tmp_path / "train.jsonl").write_text("\n")
     assert (
         refusal(there)
-        == f"data.train.paths names {tmp_path}/train.jsonl, which have no rows: give a file that has some."
+        == f"data.train.paths names {tmp_path}/train.jsonl, which have no rows: give files with rows."
     )
 
 

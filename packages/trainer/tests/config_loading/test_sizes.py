@@ -35,23 +35,22 @@ def test_turns_and_the_answers_between_them_count_in_a_sample() -> None:
     ]
     lines = describe_sizes(load([*RL, *overrides]).config)
     assert (
-        "a rollout: at most 3 completions of 20 tokens each, and answers of 8 between them" in lines
+        "a rollout: at most 3 completions of 20 tokens each, with observations of 8 tokens between them"
+        in lines
     )
     assert "a sample: at most 1,024 + 76 = 1,100 tokens" in lines
 
 
 def test_what_is_sampled_besides_is_told() -> None:
     lines = describe_sizes(load([*RL, "algorithm=remax", "batching.prompts_per_step=6"]).config)
-    assert (
-        "besides: 6 greedy completions a step, which are compared with and not trained on" in lines
-    )
+    assert "additionally: 6 greedy completions per step as baselines, not trained on" in lines
     lines = describe_sizes(
         load(
             [*RL, "algorithm=dapo", "batching.prompts_per_step=6", "algorithm.group_size=4"]
         ).config
     )
     assert (
-        "dynamic sampling: at most 10 rounds of 6 prompts x 4 = 240 completions a step, of which 24 are trained on"
+        "dynamic sampling: at most 10 rounds of 6 prompts x 4 = 240 completions per step, of which 24 are trained on"
         in lines
     )
 

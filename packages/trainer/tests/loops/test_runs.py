@@ -281,7 +281,9 @@ def test_folder_with_a_run_is_refused_and_not_changed(run: Run, tmp_path: Path) 
     before = {
         path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()
     }
-    with pytest.raises(ConfigError, match=r"already holds a run: go on with run\.resume=auto"):
+    with pytest.raises(
+        ConfigError, match=r"already holds a run: continue it with run\.resume=auto"
+    ):
         run(tmp_path / "run", "run.total_steps=1", "data.eval=null")
     assert {
         path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.is_file()

@@ -196,7 +196,7 @@ def test_tasks_eval_and_generate_score_and_write_completions(
 
 def test_pair_of_equal_completions_is_refused(run: Run, tmp_path: Path) -> None:
     data = write(tmp_path / "pairs.jsonl", [{"question": "q", "chosen": "a", "rejected": "a"}])
-    with pytest.raises(ValueError, match="are equal, which says nothing"):
+    with pytest.raises(ValueError, match="are equal, so there is no preference"):
         run(tmp_path / "run", "task=dpo", data, "ref=frozen", base=TINY)
 
 
