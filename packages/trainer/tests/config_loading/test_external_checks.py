@@ -277,7 +277,7 @@ def test_environment_that_is_not_there_is_refused_before_the_run(there: list[str
         [*there, "+environment.name=json:loads"]
     )
     assert (
-        "environment.name fractions:Fraction can't be made with config, tokenizer and"
+        "environment.name fractions:Fraction cannot be created with config, tokenizer and"
         in refusal([*there, "+environment.name=fractions:Fraction"])
     )
     check_external_objects(load([*there, "+environment.name=collections:UserDict"]).config)
