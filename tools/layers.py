@@ -54,6 +54,7 @@ THIRD_PARTY_RULES = (
             *ENGINES,
             KIT,
             "temper_engine_api.checkpoint",
+            "temper_engine_api.process_group",
             "temper_engine_api.rendezvous",
             "temper_trainer.rollout.weight_channel",
             "temper_legacy_shim.checkpoints.dcp",  # writes the engine's format without a process group

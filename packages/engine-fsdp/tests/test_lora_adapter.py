@@ -130,19 +130,19 @@ def test_a_fresh_adapter_depends_only_on_the_seed(start: Start) -> None:
     [
         (
             replace(LORA, target_modules=("no_such",)),
-            r"lora.target_modules names no_such, which Qwen2ForCausalLM does not have",
+            r"lora.target_modules names no_such, but no layer of this model has that name",
         ),
         (
             replace(LORA, target_modules=("q_proj", "nope")),
-            r"lora.target_modules names nope, which Qwen2ForCausalLM does not have",
+            r"lora.target_modules names nope, but no layer of this model has that name",
         ),
         (
             replace(LORA, exclude_modules=("o_proj", "nope")),
-            r"lora.exclude_modules names nope, which Qwen2ForCausalLM does not have",
+            r"lora.exclude_modules names nope, but no layer of this model has that name",
         ),
         (
             replace(LORA, exclude_modules="nope.*"),
-            r"lora.exclude_modules names nope\.\*, which Qwen2ForCausalLM does not have",
+            r"lora.exclude_modules names nope\.\*, but no layer of this model has that name",
         ),
         (
             replace(LORA, target_modules="nope.*"),

@@ -12,9 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
+from temper_engine_api.determinism import check_deterministic_environment
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.objective import HeadOutput
+from temper_engine_api.offload import (
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    Offloader,
+    OffloadPolicy,
+)
+from temper_engine_api.process_group import ThreadGroup, choose_device
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model import packed_attention
 from temper_engine_fsdp.model.huggingface_model import build_model
@@ -32,19 +41,12 @@ from temper_engine_fsdp.runtime import numerics, process_group
 from temper_engine_fsdp.runtime.collective_tracer import CollectiveTracer
 from temper_engine_fsdp.runtime.host_device import bind_to_near_cores
 from temper_engine_fsdp.runtime.numerics import torch_dtype
-from temper_engine_fsdp.runtime.offload import (
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    Offloader,
-    OffloadPolicy,
-)
 from temper_engine_fsdp.runtime.performance import (
     ThroughputMeter,
     UpdateProfiler,
     count_training_flops,
 )
-from temper_engine_fsdp.runtime.process_group import DataGroups, Membership, ThreadGroup
+from temper_engine_fsdp.runtime.process_group import DataGroups, Membership
 from temper_engine_fsdp.sharding.sharded_module import shard_model
 from temper_engine_fsdp.sharding.sharded_parameter import Buffers, ShardedParameters
 from temper_engine_fsdp.training.micro_batch_runner import MicroBatchRunner
@@ -118,11 +120,11 @@ class EngineComponents:
 
 def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComponents:
     """Build all components. Collective. Tensors are offloaded on return if so configured."""
-    device = process_group.choose_device(config.device)
+    device = choose_device(config.device)
     if config.numa_affinity:
         bind_to_near_cores(device)
     if config.deterministic:
-        numerics.check_deterministic_environment(device)
+        check_deterministic_environment(device)
     kernel = packed_attention.choose_kernel(
         config.attention, device=device, compute=config.precision.compute
     )
@@ -218,7 +220,9 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
             offloader, spec=config.residency, eval_needs_gradients=sharded.eval_needs_gradients
         ),
         data_groups=data_groups,
-        saving_group=ThreadGroup(membership, timeout_s=config.collective_timeout_s),
+        saving_group=ThreadGroup(
+            world_size=membership.world_size, timeout_s=config.collective_timeout_s
+        ),
         uses_fast_matmul=_use_fast_matmul(config, device=device),
         throughput=ThroughputMeter(
             flops,

@@ -14,10 +14,12 @@ from torch import Tensor
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.checkpoint.saved_state import SavedState, has_safetensors_state
+from temper_engine_api.determinism import use_deterministic_algorithms
 from temper_engine_api.engine import BaseEngine, MicroBatchLoss
 from temper_engine_api.errors import EngineStateError
 from temper_engine_api.metrics import Metric
 from temper_engine_api.objective import HeadOutput, HeadOutputs
+from temper_engine_api.offload import GRADIENTS, OPTIMIZER, PARAMETERS
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Axis, PlanConstraints, Topology
 from temper_engine_api.weights import NamedWeight, TrainingState, check_saved_entries
@@ -28,7 +30,6 @@ from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model.weight_names import check_expert_names
 from temper_engine_fsdp.runtime import numerics, process_group
 from temper_engine_fsdp.runtime.numerics import torch_dtype
-from temper_engine_fsdp.runtime.offload import GRADIENTS, OPTIMIZER, PARAMETERS
 from temper_engine_fsdp.runtime.performance import LazyMetrics, memory_metrics
 from temper_engine_fsdp.training.sharded_optimizer import ShardedAdamW
 
@@ -134,7 +135,7 @@ class FSDPEngine(BaseEngine):
             if self._components.uses_fast_matmul:
                 stack.enter_context(numerics.use_matmul_precision("medium"))
             if self.config.deterministic:
-                stack.enter_context(numerics.use_deterministic_algorithms())
+                stack.enter_context(use_deterministic_algorithms())
             yield
 
     def _run_micro_batches(

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from temper_engine_api.adapter_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.weights import NamedWeight, WeightEntry
-from temper_engine_fsdp.model.weight_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX_NAME
+from temper_engine_fsdp.model.weight_names import INDEX_NAME
 
 FOLDER = "huggingface"
 """Folder of config, tokenizer and weights."""

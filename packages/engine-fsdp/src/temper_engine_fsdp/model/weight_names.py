@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from temper_engine_api.adapter_checks import PEFT_PREFIX
 from temper_engine_api.errors import CapabilityError
 
 ParameterT = TypeVar("ParameterT")
@@ -96,10 +97,6 @@ class ExpertJoiner:
         return name, full
 
 
-PEFT_PREFIX = "base_model.model."
-"""Prefix that PEFT puts in front of every adapter tensor."""
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""The two files of a PEFT adapter."""
 INDEX_NAME = "model.safetensors.index.json"
 """Index that maps each tensor to its safetensors file."""
 

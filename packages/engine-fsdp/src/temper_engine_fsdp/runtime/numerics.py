@@ -1,14 +1,11 @@
-"""Numeric settings of torch: dtypes, matmul precision, determinism and seeds."""
+"""Numeric settings of torch: dtypes, matmul precision and seeds."""
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
 import torch
-
-from temper_engine_api.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -54,17 +51,6 @@ def use_matmul_precision(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-@contextmanager
-def use_deterministic_algorithms() -> Iterator[None]:
-    """Allow only deterministic kernels inside the context."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
 def has_cpu_kernels(compute: str) -> bool:
     """Return True if this CPU has matmul kernels for a compute dtype.
 
@@ -90,23 +76,6 @@ def warn_if_slow_on_cpu(compute: str) -> None:
             compute,
             compute,
             compute,
-        )
-
-
-def check_deterministic_environment(device: torch.device) -> None:
-    """Check that cuBLAS is configured for deterministic results.
-
-    Raises:
-        ConfigError: If the device is CUDA and CUBLAS_WORKSPACE_CONFIG is not set.
-    """
-    if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (
-        ":4096:8",
-        ":16:8",
-    ):
-        raise ConfigError(
-            "deterministic is on, but CUBLAS_WORKSPACE_CONFIG is not set, and cuBLAS is "
-            "nondeterministic without it: set CUBLAS_WORKSPACE_CONFIG=:4096:8 before the process "
-            "starts."
         )
 
 

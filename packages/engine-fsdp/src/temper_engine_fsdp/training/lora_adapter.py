@@ -4,8 +4,6 @@ The only module that imports peft. Elsewhere, adapter tensors have the names of 
 `adapter_model.safetensors`.
 """
 
-import json
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,13 +19,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError, WeightError
+from temper_engine_api import adapter_checks
+from temper_engine_api.adapter_checks import ADAPTER_WEIGHTS, PEFT_PREFIX
+from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.specs import LoraSpec, ModelSpec
-from temper_engine_api.weights import WeightEntry, check_weight_entries
 from temper_engine_fsdp.model.weight_names import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    PEFT_PREFIX,
     hf_name,
     is_adapter_parameter,
     peft_name,
@@ -37,8 +33,6 @@ from temper_engine_fsdp.sharding.sharded_parameter import ShardedParameters
 
 _ADAPTER = "default"
 """Name that peft gives to a single adapter."""
-_COMPARED_FIELDS = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
-"""Config fields that change what the same tensors compute."""
 _EXPERT_TENSORS = ("gate_up_proj", "down_proj")
 """Tensors [experts, rows, columns] in which transformers joins the experts of a layer."""
 
@@ -158,14 +152,7 @@ class LoraAdapter:
 
     def peft_config(self) -> dict[str, object]:
         """Return the contents of adapter_config.json."""
-        fields = {
-            key: sorted(value) if isinstance(value, set) else value
-            for key, value in self._config.to_dict().items()
-        }
-        described: dict[str, object] = json.loads(
-            json.dumps(fields | {"inference_mode": True}, default=str)
-        )
-        return described
+        return adapter_checks.to_adapter_config(self._config.to_dict())
 
     @torch.no_grad()
     def load(
@@ -182,14 +169,10 @@ class LoraAdapter:
             WeightError: If a name is missing or unexpected, or a shape differs; nothing is loaded
                 then.
         """
-        own_config = self.peft_config()
-        for key in _COMPARED_FIELDS:
-            if config.get(key, own_config[key]) != own_config[key]:
-                raise ConfigError(
-                    f"the adapter to load has {key} {config[key]}, but this engine has "
-                    f"{own_config[key]}: set the same value in lora."
-                )
-        _check_complete({name: parameter.shape for name, parameter in trained.items()}, tensors)
+        adapter_checks.check_same_adapter(config, own_config=self.peft_config())
+        adapter_checks.check_adapter_tensors(
+            {name: parameter.shape for name, parameter in trained.items()}, tensors
+        )
         for name, parameter in trained.items():
             parameter.local_shard().copy_(parameter.take_shard(tensors[name]))
 
@@ -203,11 +186,9 @@ class LoraAdapter:
         Raises:
             CheckpointError: If it does not, and the base weights were replaced in this engine.
         """
-        if self.has_replaced_base and not has_weights:
-            raise CheckpointError(
-                f"the checkpoint in {directory} contains only an adapter, but load_weights() has "
-                "replaced the base weights of this engine: load the checkpoint in a new engine."
-            )
+        adapter_checks.check_base_weights(
+            has_replaced_base=self.has_replaced_base, has_weights=has_weights, directory=directory
+        )
         self.has_replaced_base = has_weights
 
 
@@ -224,7 +205,7 @@ def attach_adapter(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> 
         if spec.path is None
         else _saved_config(spec.path, dropout=spec.dropout)
     )
-    _check_target_names(hf, spec=spec)
+    adapter_checks.check_target_names(spec, module_names=[name for name, _ in hf.named_modules()])
     requested, expert_targets = config.target_modules, tuple(config.target_parameters or ())
     head = hf.get_output_embeddings()
     if requested == "all-linear" and config.target_parameters:
@@ -241,7 +222,7 @@ def attach_adapter(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> 
         try:
             inject_adapter_in_model(config, hf)
         except ValueError as error:
-            named = f"target_modules {_format_target(requested)}" + (
+            named = f"target_modules {adapter_checks.format_targets(requested)}" + (
                 f" with lora.target_parameters {', '.join(expert_targets)}"
                 if expert_targets
                 else ""
@@ -258,34 +239,6 @@ def attach_adapter(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> 
     if spec.path is not None:
         _set_initial_tensors(hf, read_adapter_tensors(spec.path))
     return adapter
-
-
-def _check_target_names(hf: PreTrainedModel, *, spec: LoraSpec) -> None:
-    """Reject target names that match no module.
-
-    PEFT ignores such a name as long as another one matches.
-    """
-    names = [f".{name}" for name, _ in hf.named_modules()]
-    for key in ("target_modules", "exclude_modules"):
-        requested: str | tuple[str, ...] = getattr(spec, key)
-        if isinstance(requested, str):
-            is_unused = (
-                key == "exclude_modules"
-                and requested
-                and not any(re.fullmatch(requested, name[1:]) for name in names)
-            )
-            unmatched = [requested] if is_unused else []
-        else:
-            unmatched = [
-                name_suffix
-                for name_suffix in requested
-                if not any(name.endswith(f".{name_suffix}") for name in names)
-            ]
-        if unmatched:
-            raise ConfigError(
-                f"lora.{key} names {', '.join(unmatched)}, which {type(hf).__name__} does not "
-                "have: check the module names."
-            )
 
 
 def _initialize(hf: nn.Module, *, seed: int) -> None:
@@ -339,47 +292,14 @@ def requires_loaded_weights(spec: LoraSpec, *, model: ModelSpec) -> bool:
 
 def _fresh_config(spec: LoraSpec, *, model: ModelSpec) -> LoraConfig:
     is_language_model = model.model_type == "language_model"
-    # The head of a value or reward model is newly initialized, so it must be trained in full.
-    fully_trained = (
-        {*spec.modules_to_save} if is_language_model else {*spec.modules_to_save, "score"}
-    )
-    excluded = (
-        spec.exclude_modules
-        if isinstance(spec.exclude_modules, str)
-        else sorted({*spec.exclude_modules, *fully_trained})
-    )
     return LoraConfig(
         task_type=TaskType.CAUSAL_LM if is_language_model else TaskType.TOKEN_CLS,
-        base_model_name_or_path=model.path,
-        r=spec.rank,
-        lora_alpha=int(spec.alpha)
-        if spec.alpha is not None and float(spec.alpha).is_integer()
-        else spec.alpha,
-        lora_dropout=spec.dropout,
-        target_modules=spec.target_modules
-        if isinstance(spec.target_modules, str)
-        else list(spec.target_modules),
-        exclude_modules=excluded or None,
-        target_parameters=list(spec.target_parameters) or None,
-        modules_to_save=sorted(fully_trained) or None,
-        use_rslora=spec.rslora,
-        use_dora=spec.dora,
+        **adapter_checks.new_lora_config(spec, model=model),
     )
 
 
 def _saved_config(path: str, *, dropout: float) -> LoraConfig:
-    file = Path(path, ADAPTER_CONFIG)
-    if not file.is_file():
-        raise ConfigError(
-            f"lora.path is {path!r}, which has no {ADAPTER_CONFIG}: set it to a directory in PEFT "
-            "format."
-        )
-    kind = json.loads(file.read_text()).get("peft_type")
-    if kind != "LORA":
-        raise CapabilityError(
-            f"the adapter in {path} has type {kind}, but only LORA is supported: choose a LoRA "
-            "adapter."
-        )
+    adapter_checks.check_adapter_directory(path)
     config = LoraConfig.from_pretrained(path)
     assert isinstance(config, LoraConfig)
     if config.target_parameters and dropout > 0:
@@ -433,9 +353,9 @@ def _refuse_unsupported(hf: PreTrainedModel, *, spec: LoraSpec, head: nn.Module 
         name for name, module in modules.items() if isinstance(module, ModulesToSaveWrapper)
     }
     missing = [
-        name_suffix
-        for name_suffix in spec.modules_to_save
-        if not any(f".{name}".endswith(f".{name_suffix}") for name in module_in_use)
+        suffix
+        for suffix in spec.modules_to_save
+        if not adapter_checks.has_suffix(module_in_use, suffix=suffix)
     ]
     if missing:
         raise ConfigError(
@@ -500,10 +420,6 @@ def _short_target_names(hf: PreTrainedModel) -> set[str]:
     }
 
 
-def _format_target(target: object) -> str:
-    return repr(sorted(target)) if isinstance(target, set | list | tuple) else repr(target)
-
-
 def _gather_tensor(name: str, trained: ShardedParameters) -> Tensor:
     return trained[name].gather(trained[name].local_shard())
 
@@ -516,19 +432,8 @@ def _set_initial_tensors(hf: PreTrainedModel, tensors: Mapping[str, Tensor]) -> 
         for name, parameter in hf.named_parameters()
         if is_adapter_parameter(name)
     }
-    _check_complete({name: parameter.shape for name, parameter in targets.items()}, tensors)
+    adapter_checks.check_adapter_tensors(
+        {name: parameter.shape for name, parameter in targets.items()}, tensors
+    )
     for name, parameter in targets.items():
         parameter.copy_(tensors[name])
-
-
-def _check_complete(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:
-    check_weight_entries(
-        [
-            WeightEntry(name=name, shape=tuple(shape), dtype=torch.float32)
-            for name, shape in shapes.items()
-        ],
-        [
-            WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
-            for name, tensor in tensors.items()
-        ],
-    )

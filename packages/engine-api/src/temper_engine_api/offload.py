@@ -1,9 +1,9 @@
 """Offload parameters, gradients and optimizer states to host memory, and load them back.
 
-Offloading copies whole storages to the host and then resizes them to zero. All tensors that FSDP or
-the optimizer keeps on these storages stay valid and have their data again after loading. On a CPU
-the same code copies within host memory. On CUDA the copies use pinned memory and a separate stream:
-the host continues at once, and prefetching overlaps with compute.
+Offloading copies whole storages to the host and then resizes them to zero. All tensors that views,
+flat buffers or an optimizer keep on these storages stay valid and have their data again after
+loading. On a CPU the same code copies within host memory. On CUDA the copies use pinned memory and
+a separate stream: the host continues at once, and prefetching overlaps with compute.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -215,5 +215,5 @@ def _unique_storages(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    # Byte views copy a storage of any dtype, including the padding around FSDP's shards.
+    # Byte views copy a storage of any dtype, including the padding between shards.
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

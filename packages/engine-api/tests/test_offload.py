@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from temper_engine_api.specs import ResidencySpec
-from temper_engine_fsdp.runtime.offload import (
+from temper_engine_api.offload import (
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
@@ -15,6 +14,7 @@ from temper_engine_fsdp.runtime.offload import (
     Offloader,
     OffloadPolicy,
 )
+from temper_engine_api.specs import ResidencySpec
 
 
 @pytest.fixture
