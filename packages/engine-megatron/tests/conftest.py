@@ -42,9 +42,9 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def without_cuda() -> None:
-    """These tests are about the CPU, and Megatron uses CUDA wherever torch sees it."""
-    if torch.cuda.is_available():
+def without_cuda(request: pytest.FixtureRequest) -> None:
+    """Skip tests for the CPU if torch finds CUDA, which Megatron would use."""
+    if torch.cuda.is_available() and request.node.get_closest_marker("gpu") is None:
         pytest.skip(
             "torch sees CUDA, and these tests are about the CPU: start with CUDA_VISIBLE_DEVICES= (nothing after the sign)"
         )

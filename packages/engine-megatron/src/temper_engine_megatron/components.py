@@ -1,6 +1,6 @@
 """What an engine is made of, and how it is built from a configuration: groups, chunks, optimizer, the map of parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from temper_engine_api.errors import CapabilityError
 from temper_engine_api.loss_scale import LossScale
+from temper_engine_api.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Offloader, OffloadPolicy
 from temper_engine_megatron.adapter.adapter_placement import plan_placement
 from temper_engine_megatron.bridge_compat import BridgeTranslation
 from temper_engine_megatron.config import MegatronConfig
@@ -20,7 +21,6 @@ from temper_engine_megatron.model.config_overrides import check_overrides, plain
 from temper_engine_megatron.model.gpt_chunks import ModelChunks, build_chunks
 from temper_engine_megatron.runtime.cpu_device import megatron_on_cpu
 from temper_engine_megatron.runtime.numerics import check_deterministic_environment
-from temper_engine_megatron.runtime.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Offloader
 from temper_engine_megatron.runtime.process_groups import (
     Membership,
     join,
@@ -43,20 +43,33 @@ class EngineComponents:
     """This rank, its groups and its device."""
     hf_config: PretrainedConfig
     """The model's own configuration."""
+    chunks: ModelChunks
+    """This rank's part of the model."""
     runner: ScheduleRunner
     """Passes over micro-batches."""
     optimizer: MegatronAdamW | None
     """None where the configuration has none."""
     state: ShardedState
     """Weights by Hugging Face name, with the training state where they are what is trained."""
-    residency: Offloader
-    """Where the tensors of all these lie."""
+    offloader: Offloader
+    """Moves parameters, gradients and optimizer states to and from host memory."""
+    offload_policy: OffloadPolicy
+    """Decides when these tensors are moved."""
     adapter: LoraAdapter | None
     """What is trained in their place, where there is one."""
     saving_group: SavingGroup
     """Where threads that save in the background meet."""
     generators: Mapping[str, torch.Generator]
     """Random numbers of this rank beside torch's own, by the name they have in a checkpoint."""
+
+    def model_tensors(self) -> Iterator[Tensor]:
+        """Yield this rank's parameters and gradients."""
+        yield from _parameter_tensors(self.chunks)
+        yield from _gradient_tensors(self.chunks)
+
+    def optimizer_tensors(self) -> Iterator[Tensor]:
+        """Yield the offloadable state of the optimizer."""
+        return _optimizer_tensors(self.chunks, self.optimizer)
 
     @property
     def trained(self) -> ShardedState:
@@ -134,13 +147,16 @@ def _build(
         state.fill(read)
         if site is not None:
             adapter = initialize_adapter(site, ShardedState(beside, optimizer), read)
+    offloader = _build_offloader(config, chunks, optimizer, device=membership.device)
     return EngineComponents(
         membership=membership,
         hf_config=hf_config,
+        chunks=chunks,
         runner=ScheduleRunner(chunks, membership=membership, is_packed=config.remove_padding),
         optimizer=optimizer,
         state=state,
-        residency=_residency(config, chunks, optimizer),
+        offloader=offloader,
+        offload_policy=OffloadPolicy(offloader, spec=config.residency),
         adapter=adapter,
         saving_group=SavingGroup(
             world_size=membership.topology.world_size, timeout_s=config.collective_timeout_s
@@ -149,8 +165,12 @@ def _build(
     )
 
 
-def _residency(
-    config: MegatronConfig, chunks: ModelChunks, optimizer: MegatronAdamW | None
+def _build_offloader(
+    config: MegatronConfig,
+    chunks: ModelChunks,
+    optimizer: MegatronAdamW | None,
+    *,
+    device: torch.device,
 ) -> Offloader:
     if config.residency.optimizer_on_cpu:
         raise CapabilityError(
@@ -158,23 +178,32 @@ def _residency(
             "which keeps optimiser states in host memory between updates."
         )
 
-    def parameters() -> list[Tensor]:
-        return [parameter.data for chunk in chunks.bare for parameter in chunk.parameters()]
-
-    def gradients() -> list[Tensor]:
-        return [
-            vars(p)["main_grad"]
-            for chunk in chunks.bare
-            for p in chunk.parameters()
-            if "main_grad" in vars(p)
-        ]
-
-    def states() -> list[Tensor]:
-        # Float32 parameters are their own masters, and move as parameters.
-        places = {tensor.untyped_storage().data_ptr() for tensor in parameters()}
-        found = [] if optimizer is None else optimizer.tensors()
-        return [tensor for tensor in found if tensor.untyped_storage().data_ptr() not in places]
-
     return Offloader(
-        {PARAMETERS: parameters, GRADIENTS: gradients, OPTIMIZER: states}, spec=config.residency
+        {
+            PARAMETERS: lambda: _parameter_tensors(chunks),
+            GRADIENTS: lambda: _gradient_tensors(chunks),
+            OPTIMIZER: lambda: _optimizer_tensors(chunks, optimizer),
+        },
+        device=device,
     )
+
+
+def _parameter_tensors(chunks: ModelChunks) -> Iterator[Tensor]:
+    return (parameter.data for chunk in chunks.bare for parameter in chunk.parameters())
+
+
+def _gradient_tensors(chunks: ModelChunks) -> Iterator[Tensor]:
+    for chunk in chunks.bare:
+        for parameter in chunk.parameters():
+            if "main_grad" in vars(parameter):
+                yield vars(parameter)["main_grad"]
+
+
+def _optimizer_tensors(chunks: ModelChunks, optimizer: MegatronAdamW | None) -> Iterator[Tensor]:
+    # Float32 parameters are their own master weights; they move with the parameters.
+    parameter_storages = {
+        tensor.untyped_storage().data_ptr() for tensor in _parameter_tensors(chunks)
+    }
+    for tensor in () if optimizer is None else optimizer.tensors():
+        if tensor.untyped_storage().data_ptr() not in parameter_storages:
+            yield tensor

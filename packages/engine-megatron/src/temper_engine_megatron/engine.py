@@ -15,6 +15,7 @@ from temper_engine_api.engine import BaseEngine, MicroBatchLoss
 from temper_engine_api.errors import EngineStateError
 from temper_engine_api.metrics import Metric
 from temper_engine_api.objective import HeadOutput, HeadOutputs
+from temper_engine_api.offload import GRADIENTS, OPTIMIZER, PARAMETERS
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import NamedWeight, TrainingState
@@ -25,7 +26,6 @@ from temper_engine_megatron.runtime.known_warnings import ignore_known_warnings
 with ignore_known_warnings():
     from temper_engine_megatron.checkpoint import checkpoint_files, training_checkpoint
     from temper_engine_megatron.components import EngineComponents, build_components
-    from temper_engine_megatron.runtime.offload import GRADIENTS, OPTIMIZER, PARAMETERS
     from temper_engine_megatron.runtime.process_groups import leave
     from temper_engine_megatron.weights.sharded_state import ShardedState
 
@@ -80,7 +80,7 @@ class MegatronEngine(BaseEngine):
         return self._built
 
     def _loaded(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
-        return self._components.residency.around(mode)
+        return self._components.offload_policy.mode_context(mode)
 
     def to(
         self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
@@ -96,12 +96,12 @@ class MegatronEngine(BaseEngine):
             raise EngineStateError(
                 f"to({device!r}) inside {self._mode}_mode(): leave the mode before."
             )
-        residency = self._components.residency
+        offloader = self._components.offloader
         for name, is_meant in ((PARAMETERS, model), (GRADIENTS, model), (OPTIMIZER, optimizer)):
             if is_meant and device == "cpu":
-                residency.offload(name)
+                offloader.offload(name)
             elif is_meant:
-                residency.load(name)
+                offloader.load(name)
 
     def _numerics(self) -> AbstractContextManager[None]:
         return numerics.deterministic() if self.config.deterministic else nullcontext()
@@ -149,7 +149,7 @@ class MegatronEngine(BaseEngine):
     def _zero_gradients(self) -> None:
         optimizer = self._components.optimizer
         if optimizer is not None:
-            with self._components.residency.loaded(PARAMETERS, GRADIENTS):
+            with self._components.offloader.loaded(PARAMETERS, GRADIENTS):
                 self._components.runner.zero()
                 optimizer.zero()
 
@@ -163,13 +163,13 @@ class MegatronEngine(BaseEngine):
         return self._iterate_merged(adapter)
 
     def _iterate_merged(self, adapter: "LoraAdapter") -> Iterator[NamedWeight]:
-        with self._components.residency.loaded(OPTIMIZER):
+        with self._components.offloader.loaded(OPTIMIZER):
             yield from self._components.state.iterate_weights(
                 dtype=self._export_dtype(), merge=adapter.merging()
             )
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
-        with self._components.residency.loaded(OPTIMIZER):
+        with self._components.offloader.loaded(OPTIMIZER):
             self._components.state.load_weights(stream)
         if self._components.adapter is not None:
             self._components.adapter.has_replaced_base = True
@@ -178,11 +178,11 @@ class MegatronEngine(BaseEngine):
         return self._adapter.disabled()
 
     def _export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
-        with self._components.residency.loaded(OPTIMIZER):
+        with self._components.offloader.loaded(OPTIMIZER):
             return self._adapter.export()
 
     def _load_adapter(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        with self._components.residency.loaded(OPTIMIZER):
+        with self._components.offloader.loaded(OPTIMIZER):
             self._adapter.load(config, tensors)
 
     @property
