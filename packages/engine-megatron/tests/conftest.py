@@ -1,4 +1,4 @@
-"""A tiny seeded model, engines that are closed after their test, and two rank processes for what needs them."""
+"""Fixtures: a tiny seeded model, engines closed after each test, and rank processes."""
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +37,7 @@ ARCHITECTURE: Mapping[str, Scalar] = {
 
 
 def pytest_collection_finish() -> None:
-    """Modules stay as long as the session: a full collection, such as every engine makes when it is closed, need not look at them."""
+    """Keep imported modules out of the full collections that closing an engine makes."""
     gc.freeze()
 
 
@@ -46,7 +46,8 @@ def without_cuda(request: pytest.FixtureRequest) -> None:
     """Skip tests for the CPU if torch finds CUDA, which Megatron would use."""
     if torch.cuda.is_available() and request.node.get_closest_marker("gpu") is None:
         pytest.skip(
-            "torch sees CUDA, and these tests are about the CPU: start with CUDA_VISIBLE_DEVICES= (nothing after the sign)"
+            "torch finds CUDA, and these tests are for the CPU: start with an empty "
+            "CUDA_VISIBLE_DEVICES"
         )
 
 

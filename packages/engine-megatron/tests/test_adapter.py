@@ -1,4 +1,4 @@
-"""What the kit's adapter tests do not cover: beginnings equal to PEFT's, what tensor-parallel ranks hold twice, and refusals."""
+"""Test adapters: initial values equal PEFT's, replicated parameters, and refusals."""
 
 import json
 from dataclasses import replace
@@ -84,7 +84,7 @@ def parts_held_twice(rank, *, setup, batches):
     """This rank's copies of what is not split, and the whole state, after some updates."""
     engine = rank.temporary_engine(setup)
     updates = train(engine, batches)
-    chunk = engine._components.runner._chunks.bare[0]
+    chunk = engine._components.runner._chunks.unwrapped[0]
     trained = {
         name: parameter for name, parameter in chunk.named_parameters() if parameter.requires_grad
     }
@@ -98,7 +98,7 @@ def parts_held_twice(rank, *, setup, batches):
 
 def test_the_base_has_no_gradient_buffers(start):
     engine = start(lora=LORA)
-    chunk = engine._components.runner._chunks.bare[0]
+    chunk = engine._components.runner._chunks.unwrapped[0]
     trained = [name for name, parameter in chunk.named_parameters() if parameter.requires_grad]
     assert len(trained) == 2 * 7 * 2  # two layers of seven modules, A and B each
     assert all(".adapter." in name for name in trained)
@@ -107,14 +107,17 @@ def test_the_base_has_no_gradient_buffers(start):
 @pytest.mark.parametrize(
     ("lora", "sentence"),
     [
-        (replace(LORA, target_modules=("q_proj", "embed_tokens")), "takes in model.embed_tokens"),
+        (
+            replace(LORA, target_modules=("q_proj", "embed_tokens")),
+            "matches model.embed_tokens, which cannot be adapted",
+        ),
         (
             replace(LORA, target_modules=("query",)),
             "lora.target_modules names query, but no layer of this model has that name",
         ),
         (
             replace(LORA, target_modules=("q_proj", "value")),
-            "lora.target_modules names value, but .*; it has down_proj, .*q_proj",
+            "lora.target_modules names value, but .* use another of down_proj, .*q_proj",
         ),
         (
             replace(LORA, target_modules=("q_proj", "self_attn")),
@@ -122,7 +125,7 @@ def test_the_base_has_no_gradient_buffers(start):
         ),
         (
             replace(LORA, target_modules="nope.*"),
-            r"lora.target_modules 'nope\.\*' names no linear layer of this model",
+            r"lora.target_modules 'nope\.\*' matches no linear layer of this model",
         ),
         (
             replace(LORA, exclude_modules=("o_proj", "value")),
@@ -133,7 +136,7 @@ def test_the_base_has_no_gradient_buffers(start):
             r"lora.exclude_modules names nope\.\*, but no layer of this model has that name",
         ),
         (replace(LORA, modules_to_save=("lm_head",)), "ties to its other embedding"),
-        (replace(LORA, modules_to_save=("norm",)), "trains only the output layer whole"),
+        (replace(LORA, modules_to_save=("norm",)), "can train only the output layer in full"),
     ],
 )
 def test_modules_that_can_not_be_adapted_are_named(config, lora, sentence):
@@ -156,7 +159,7 @@ def test_adapters_of_another_kind_or_layout_are_refused_with_what_to_do(config, 
     other.mkdir()
     assert "has no adapter_config.json" in refusal(other)
     (other / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
-    assert "of type IA3" in refusal(other)
+    assert "has type IA3" in refusal(other)
     LoraConfig(r=4, target_modules=["q_proj"], rank_pattern={"q_proj": 8}).save_pretrained(other)
     assert "sets rank_pattern" in refusal(other)
 
@@ -177,7 +180,7 @@ def test_a_checkpoint_of_another_system_is_refused_with_the_command_that_convert
     (tmp_path / inside).mkdir(parents=True)
     with pytest.raises(
         CheckpointError,
-        match=rf"holds {inside}, .*temper-migrate checkpoint .* --to temper --out NEW",
+        match=rf"contains {inside}, .*temper-migrate checkpoint .* --to temper --out NEW",
     ):
         check_layout_is_ours(str(tmp_path))
 

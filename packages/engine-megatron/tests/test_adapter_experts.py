@@ -1,4 +1,4 @@
-"""Adapters inside experts, beyond the kit's tests: however experts are divided, from one division to another, and refusals."""
+"""Test adapters of experts: any division, resharding, and refusals."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.layout import Layout, default_layout
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import LoraSpec, ModelSpec
-from temper_engine_megatron.adapter.expert_adapters import joined, part_of
+from temper_engine_megatron.adapter.expert_adapters import join_expert_shards, take_expert_shard
 from temper_engine_megatron.engine import MegatronEngine
 
 BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -271,11 +271,14 @@ def test_parts_of_ranks_come_together_again(kind):
         if kind == "experts_a"
         else torch.arange(16.0 * 12).view(16, 12)
     )
-    parts = [part_of(whole, kind=kind, num_experts=4, rank=rank, size=2) for rank in range(2)]
+    parts = [
+        take_expert_shard(whole, kind=kind, num_experts=4, rank=rank, num_ranks=2)
+        for rank in range(2)
+    ]
     assert {tuple(part.shape) for part in parts} == {
         (4, 3, 4) if kind == "experts_a" else (4, 8, 3)
     }
-    assert torch.equal(joined(parts, kind=kind), whole)
+    assert torch.equal(join_expert_shards(parts, kind=kind), whole)
 
 
 @pytest.mark.parametrize(
@@ -283,11 +286,11 @@ def test_parts_of_ranks_come_together_again(kind):
     [
         (
             LoraSpec(rank=4, alpha=8.0),
-            "'all-linear', which takes in what lies inside this model's experts: name in it modules of",
+            "'all-linear', which includes modules inside this model's experts: name modules of",
         ),
         (
             LoraSpec(rank=4, alpha=8.0, target_modules=("q_proj", "up_proj")),
-            r"and in lora.target_parameters .*'mlp.experts.down_proj'",
+            r"'mlp.experts.down_proj'.* in lora.target_parameters",
         ),
         (
             replace(LORA, target_parameters=("experts.up_proj",)),

@@ -1,4 +1,4 @@
-"""The bridge is imported without what it asks for needlessly, and says what Megatron's parameters are made of."""
+"""Test that the bridge is imported without needless packages and maps all parameters."""
 
 import ast
 import dataclasses
@@ -61,7 +61,7 @@ def forget_the_bridge(monkeypatch):
 def test_the_optimizer_is_torchs_also_where_megatron_has_found_another(
     start, monkeypatch, is_distributed
 ):
-    # As beside TransformerEngine or Apex, whose class then stands there and counts updates elsewhere than torch's.
+    # Like the Adam of TransformerEngine or Apex, which keeps the update count elsewhere than torch.
     monkeypatch.setattr(core_optimizer, "USING_PYTORCH_OPTIMIZER", False)
     monkeypatch.setattr(core_optimizer, "Adam", Foreign)
     start(distributed_optimizer=is_distributed)
@@ -204,7 +204,7 @@ def source(module):
     return ast.parse(file.read_text())
 
 
-def test_stand_ins_are_given_for_what_is_still_imported_without_asking():
+def test_stubs_are_given_for_packages_that_are_still_imported_unconditionally():
     # One that fails says that upstream asks now: take the name out of the line.
     BridgeTranslation(config())
     found = {
@@ -233,20 +233,20 @@ def test_the_router_is_given_a_name_only_where_it_still_lacks_it():
 
 def test_the_rotary_base_is_told_only_where_the_bridge_still_does_not_find_it(monkeypatch):
     described = config(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    assert BridgeTranslation(described).settings.rotary_base == 5e5
+    assert BridgeTranslation(described).transformer_config.rotary_base == 5e5
     line = dataclasses.replace(find_installed_pair(), ignores_rope_parameters=False)
     monkeypatch.setattr(
         "temper_engine_megatron.bridge_compat.bridge_translation.find_installed_pair", lambda: line
     )
     assert (
-        BridgeTranslation(described).settings.rotary_base != 5e5
+        BridgeTranslation(described).transformer_config.rotary_base != 5e5
     ) == find_installed_pair().ignores_rope_parameters
 
 
 def test_all_that_the_engine_sets_are_fields_that_megatron_has(start):
-    settings = start()._components.runner._chunks.settings
+    settings = start()._components.runner._chunks.transformer_config
     fields = {field.name for field in dataclasses.fields(settings)}
-    untouched = BridgeTranslation(config()).settings
+    untouched = BridgeTranslation(config()).transformer_config
     untouched.finalize()
     assert vars(settings).keys() - vars(untouched).keys() - fields == set()
 
@@ -266,7 +266,7 @@ def test_every_parameter_of_a_plain_layer_is_known(model_type):
         kind="gated",
         names=("model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"),
     )
-    with pytest.raises(CapabilityError, match="what nonesuch is made of"):
+    with pytest.raises(CapabilityError, match="has no mapping for nonesuch"):
         translation.find_mapping("nonesuch")
 
 

@@ -17,8 +17,8 @@ MODEL = ModelSpec(path="/a/model")
     [
         ({"tensor_parallel": 0}, "tensor_parallel is 0"),
         ({"sequence_parallel": True}, "tensor_parallel is 1"),
-        ({"virtual_pipeline": 2}, "two stages or more"),
-        ({"virtual_pipeline": 1, "pipeline_parallel": 2}, "two chunks or more"),
+        ({"virtual_pipeline": 2}, "both must be at least 2"),
+        ({"virtual_pipeline": 1, "pipeline_parallel": 2}, "both must be at least 2"),
     ],
 )
 def test_sizes_without_meaning_are_refused(changes, sentence):

@@ -22,10 +22,10 @@ def test_cuda_literals_mean_the_cpu_inside():
 
 
 def test_nothing_outlives_the_context():
-    before = [getattr(owner, name) for owner, name, _ in cpu_device._stand_ins()]
+    before = [getattr(owner, name) for owner, name, _ in cpu_device._replacements()]
     with pytest.raises(ZeroDivisionError), megatron_on_cpu():
         raise ZeroDivisionError
-    assert [getattr(owner, name) for owner, name, _ in cpu_device._stand_ins()] == before
+    assert [getattr(owner, name) for owner, name, _ in cpu_device._replacements()] == before
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(2, device="cuda")
 

@@ -1,4 +1,7 @@
-"""A checkpoint of one engine continued by the other: weights, moments, counts and schedule bit for bit, the next loss to rounding."""
+"""Test that each engine continues a checkpoint of the other.
+
+Weights, moments, counts and schedule are equal bit for bit, the next loss up to rounding.
+"""
 
 import pytest
 import torch
@@ -28,7 +31,7 @@ from temper_engine_api.errors import CheckpointError
 from temper_engine_api.layout import default_layout
 from temper_engine_api.registry import load_conformance_layouts
 from temper_engine_api.specs import LoraSpec, ScheduleSpec
-from temper_engine_megatron.huggingface.expert_names import split_saved_experts
+from temper_engine_megatron.huggingface.weight_names import split_saved_experts
 
 pytest.importorskip(
     "temper_engine_fsdp", reason="the other engine is not installed: pip install temper-engine-fsdp"

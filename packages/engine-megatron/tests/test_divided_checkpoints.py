@@ -1,4 +1,4 @@
-"""Each rank writes its share of a checkpoint and reads what its layout holds; what one rank wrote alone (0.1) is read as well."""
+"""Test that ranks write and read only their tensors, and read checkpoints of release 0.1."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -21,21 +21,21 @@ from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, QWEN
 from temper_engine_api.layout import Layout
 from temper_engine_api.registry import load_conformance_layouts
 from temper_engine_megatron.checkpoint import checkpoint_files
-from temper_engine_megatron.weights.owners import assign_writers
+from temper_engine_megatron.weights.parameter_info import assign_writers
 
 ALONE = Layout(name="alone", world_size=1)
 LAYOUTS = {layout.name: layout for layout in load_conformance_layouts("megatron")}
 
 
 def test_shares_are_equal_to_the_largest_tensor_and_given_to_those_that_hold_it():
-    # 9 goes to rank 0, 7 and 6 to rank 1, 5 and 4 to rank 0 and again 1: 9 + 5 = 14, 7 + 6 + 4 = 17.
+    # Rank 0 gets 9, rank 1 gets 7 and 6, rank 0 gets 5, rank 1 gets 4: 9 + 5 = 14, 7 + 6 + 4 = 17.
     assert assign_writers([4, 9, 6, 5, 7], holders=[(0, 1)] * 5) == [1, 0, 1, 0, 1]
     # Those that one rank alone holds come first, and what both hold fills the gap.
     assert assign_writers([5, 3, 2], holders=[(0, 1), (0,), (0,)]) == [1, 0, 0]
 
 
 def own_part(rank, *, setup, batch, folder):
-    """Bytes and names of weights in this rank's files after an update, and the bytes of the largest parameter with its moments."""
+    """Return this rank's bytes and weight names after an update, and the largest state."""
     engine = rank.temporary_engine(setup)
     train(engine, [batch])
     own = [
@@ -106,7 +106,7 @@ def check_shares(found):
 
 
 def names_read(rank, *, setup, folder):
-    """How often each name's weight was read from the files, and the state afterwards, whole on rank 0."""
+    """Return how often each weight was read from the files, and the state afterwards."""
     engine = rank.temporary_engine(setup)
     times = defaultdict(int)
     open_saved_state = checkpoint_files.open_saved_state
@@ -203,7 +203,7 @@ def test_a_checkpoint_that_one_rank_wrote_is_read(rank_pool, oracle, tmp_path, l
 
 
 def part_and_back(rank, *, setup, batch, divided: Path, alone: Path):
-    """States before a part was written, and after it was read in one file as 0.1 wrote it; whole on rank 0."""
+    """Return states before writing and after reading, with a single file as 0.1 wrote it."""
     engine = rank.temporary_engine(setup)
     train(engine, [batch])
     engine.write_part(str(divided))

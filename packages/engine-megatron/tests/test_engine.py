@@ -1,4 +1,4 @@
-"""What this engine alone promises: refusals of its own, several engines in a process, models from scratch and with new heads."""
+"""Test refusals, several engines in a process, and models from scratch or with new heads."""
 
 import json
 import subprocess
@@ -58,7 +58,7 @@ def weights(engine):
 
 def test_the_cpu_where_there_is_cuda_is_refused_with_what_to_do(config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="start with CUDA_VISIBLE_DEVICES= "):
+    with pytest.raises(ConfigError, match="empty CUDA_VISIBLE_DEVICES"):
         MegatronEngine(config).init_model()
 
 
@@ -88,13 +88,13 @@ def test_an_architecture_that_is_not_supported_is_refused_and_leaves_nothing_beh
 def test_a_model_whose_parts_the_bridge_knows_and_this_engine_does_not_is_refused(
     config, model_type
 ):
-    # The bridge translates them; Gemma's log-probs were 5 nats off, because its own class scales the embedding.
+    # The bridge translates them, but Gemma's own class scales the embedding: off by 5 nats.
     other = ModelSpec(
         architecture={**config.model.architecture, "model_type": model_type, "head_dim": 8}
     )
     with pytest.raises(
         CapabilityError,
-        match="might leave out parts of it without an error: use a qwen2, qwen3, qwen3_moe, llama or mistral",
+        match="could leave out parts of it without an error: use a qwen2, qwen3, qwen3_moe",
     ):
         MegatronEngine(replace(config, model=other)).init_model()
 
@@ -112,7 +112,7 @@ MISTRAL = {"model_type": "mistral", "head_dim": 8, "tie_word_embeddings": False}
 def test_a_sliding_window_is_refused_however_a_config_says_it(config, fields):
     with pytest.raises(
         CapabilityError,
-        match=r"sliding-window attention is not supported .* set sliding_window to null",
+        match=r"does not support sliding-window attention.* set sliding_window to null",
     ):
         MegatronEngine(
             replace(config, model=ModelSpec(architecture={**config.model.architecture, **fields}))
@@ -252,8 +252,10 @@ def test_the_first_engine_of_a_process_warns_of_nothing_and_leaves_logging_alone
         "import logging, warnings; from temper_engine_megatron.engine import MegatronEngine; "
         "from temper_engine_megatron.config import MegatronConfig; "
         "from temper_engine_api.specs import ModelSpec; "
-        f"engine = MegatronEngine(MegatronConfig(model=ModelSpec(architecture={dict(config.model.architecture)!r}), device='cpu')); "
-        "engine.init_model(); engine.close(); warnings.warn('shown'); print(logging.root.handlers, logging.root.level)"
+        f"model = ModelSpec(architecture={dict(config.model.architecture)!r}); "
+        "engine = MegatronEngine(MegatronConfig(model=model, device='cpu')); "
+        "engine.init_model(); engine.close(); warnings.warn('shown'); "
+        "print(logging.root.handlers, logging.root.level)"
     )
     done = subprocess.run(
         [sys.executable, "-W", "default::UserWarning", "-c", program],
@@ -271,7 +273,8 @@ def test_the_first_engine_of_a_process_warns_of_nothing_and_leaves_logging_alone
 def test_the_embedding_of_the_padding_token_has_the_gradient_that_transformers_gives_it(
     config, start, batch, is_tied
 ):
-    # A policy may well sample it: as an input it then trains nothing, because transformers builds its embedding with padding_idx.
+    # A policy may sample the padding token. As an input it trains nothing, because transformers
+    # builds its embedding with padding_idx.
     padding = int(batch.tokens[2])
     model = ModelSpec(
         architecture={

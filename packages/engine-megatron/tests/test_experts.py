@@ -1,4 +1,4 @@
-"""Mixtures of experts: the numbers of transformers however experts are divided, and weights that come back bit for bit."""
+"""Test mixtures of experts against transformers for any division, and exact exports."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -138,7 +138,7 @@ def engine_in_layout(rank_pool, request):
 
 
 def one_by_one(tensors):
-    """Experts under the names in files: transformers joins a layer's, each with its gate above its up-projection."""
+    """Return experts under their names in files; transformers joins a layer's, gate above up."""
     found = {}
     for name, tensor in tensors.items():
         is_joined = tensor.ndim == 3
@@ -267,7 +267,7 @@ def update_with_a_broken_expert(rank, *, setup, batch):
     with engine.train_mode():
         engine.forward_backward_batch(rank_slice(engine, batch, split=FOUR), forward_only=False)
     if dist.get_rank() == 1:
-        chunk = engine._components.runner._chunks.bare[0]
+        chunk = engine._components.runner._chunks.unwrapped[0]
         vars(chunk.decoder.layers[0].mlp.experts.local_experts[0].linear_fc1.weight)["main_grad"][
             0, 0
         ] = torch.inf
@@ -295,7 +295,10 @@ class NothingButBalance(Objective):
 
 
 def router_gradient(rank, *, setup, batch, repeats, settings):
-    """Gradients and metrics of a router's losses alone, of a batch that stands in the mini-batch so many times, each in a micro-batch."""
+    """Return gradients and metrics of the router losses alone.
+
+    The mini-batch contains the batch several times, each in its own micro-batch.
+    """
     config = setup.build_config(MegatronEngine, device="cpu", layout_fields=rank.layout.fields)
     engine = MegatronEngine(replace(config, **settings))
     engine.init_model()
@@ -313,7 +316,10 @@ def router_gradient(rank, *, setup, batch, repeats, settings):
             ]
         )
         plan = plan_mini_batch(
-            whole.lengths.tolist(), pack_group_ids=whole.pack_group_ids.tolist(), dp_size=1, max_tokens=batch.num_tokens + 8,
+            whole.lengths.tolist(),
+            pack_group_ids=whole.pack_group_ids.tolist(),
+            dp_size=1,
+            max_tokens=batch.num_tokens + 8,
             constraints=engine.topology.plan_constraints,
         )  # fmt: skip
         return run_update(
@@ -394,7 +400,7 @@ def z_loss_of(setup, batch):
 def test_the_z_loss_is_a_mean_over_tokens_however_often_a_micro_batch_comes(
     engine_in_layout, oracle, layout, changes
 ):
-    # Megatron's own weight of it, without its division by tokens at the end, is as many times too large.
+    # Megatron's weight, without its final division by tokens, is larger by that factor.
     setup, batch = (
         oracle.make_setup(EXPERTS),
         oracle.get_batch(model=EXPERTS).select(range(4)),
@@ -466,5 +472,5 @@ def test_a_dense_model_has_no_router_with_a_loss(config, name):
 
 
 def test_experts_split_otherwise_than_the_rest_need_to_be_divided(config):
-    with pytest.raises(ConfigError, match="raise expert_parallel"):
+    with pytest.raises(ConfigError, match="Raise expert_parallel"):
         replace(config, tensor_parallel=2, expert_tensor_parallel=1)

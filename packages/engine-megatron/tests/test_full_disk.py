@@ -1,4 +1,4 @@
-"""A disk that is full while a checkpoint is written: one sentence on every rank, the step before untouched, and nobody left waiting."""
+"""Test a full disk while saving: the same error on every rank, and the last step stays."""
 
 import resource
 from contextlib import contextmanager, nullcontext

@@ -1,4 +1,4 @@
-"""A checkpoint that a released version wrote is still read, bit for bit, and training goes on from it."""
+"""Test that a checkpoint of a released version loads bit for bit and training continues."""
 
 import hashlib
 import json

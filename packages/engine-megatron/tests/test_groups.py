@@ -1,4 +1,4 @@
-"""Several Megatron engines in one process: those of one layout share its groups, another layout is refused with the way out."""
+"""Test several Megatron engines in a process: same sizes share groups, others are refused."""
 
 import pytest
 
@@ -24,16 +24,13 @@ def test_engines_of_another_layout_are_told_of_both_layouts_and_of_the_ray_runti
     )
     for shares, told in engine_under_test.run(start_beside, setup=oracle.make_setup(QWEN2_GROUPED)):
         assert shares
-        assert (
-            "an engine with tensor_parallel 2, expert_tensor_parallel 2 lives in this process"
-            in told
-        )
-        assert "one with pipeline_parallel 2 can't be made beside it" in told
+        assert "already has an engine with tensor_parallel 2, expert_tensor_parallel 2" in told
+        assert "an engine with pipeline_parallel 2 cannot be created" in told
         assert "the trainer's Ray runtime" in told
 
 
 def start_beside(rank, *, setup):
-    """Whether two engines of one layout have the same groups, and what a third of another layout is told."""
+    """Return whether two engines share groups, and the error of a third with other sizes."""
     first, second = rank.temporary_engine(setup), rank.temporary_engine(setup)
     shares = first._components.membership.tp is second._components.membership.tp
     other = MegatronEngine(
@@ -45,4 +42,4 @@ def start_beside(rank, *, setup):
 
 
 def test_a_layout_is_said_in_the_words_of_its_configuration(config):
-    assert str(ParallelSizes.of(config)) == "no model parallelism"
+    assert str(ParallelSizes.from_config(config)) == "no model parallelism"

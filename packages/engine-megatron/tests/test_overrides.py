@@ -1,4 +1,4 @@
-"""Fields of Megatron's own configurations: taken where they exist and are free, refused with the way out elsewhere."""
+"""Test overrides of Megatron's own configs: which are accepted, and how others are refused."""
 
 from dataclasses import fields, replace
 
@@ -53,34 +53,34 @@ FAMILIES_SINCE_0_19 = {"megatron_fsdp_", "lion_", "soap_", "adaptive_muon_"}
         (
             "override_transformer_config",
             "tensor_model_parallel_size",
-            "tensor_parallel of this configuration decides",
+            "tensor_parallel of this config decides",
         ),
         ("override_transformer_config", "num_layers", "the model's own config decides"),
         (
             "override_transformer_config",
             "calculate_per_token_loss",
-            "the engine's way of computing needs as it is",
+            "which the engine sets and depends on",
         ),
         (
             "override_transformer_config",
             "deallocate_pipeline_outputs",
-            "the engine's way of computing needs as it is",
+            "which the engine sets and depends on",
         ),
         (
             "override_transformer_config",
             "hybrid_context_parallel",
-            "context_parallel is one size for all micro-batches",
+            "context_parallel is the same for all micro-batches",
         ),
         (
             "override_ddp_config",
             "overlap_grad_reduce",
-            "the engine's way of computing needs as it is",
+            "which the engine sets and depends on",
         ),
-        ("override_optimizer_config", "lr", "optimizer.lr of this configuration decides"),
+        ("override_optimizer_config", "lr", "optimizer.lr of this config decides"),
         (
             "override_transformer_config",
             "moe_z_loss_coeff",
-            "router_z_loss of this configuration decides",
+            "router_z_loss of this config decides",
         ),
         ("override_transformer_config", "window_size", "the model's own config decides"),
         (
@@ -91,26 +91,26 @@ FAMILIES_SINCE_0_19 = {"megatron_fsdp_", "lion_", "soap_", "adaptive_muon_"}
         (
             "override_transformer_config",
             "num_layers_in_first_pipeline_stage",
-            "layers_per_stage of this configuration decides",
+            "layers_per_stage of this config decides",
         ),
         (
             "override_transformer_config",
             "fp8",
-            "nothing of this engine reads, so that it would have no effect: remove it",
+            "this engine never reads, so it would have no effect: remove it",
         ),
         (
             "override_transformer_config",
             "attention_softmax_in_fp32",
-            "nothing of this engine reads",
+            "this engine never reads",
         ),
-        ("override_transformer_config", "moe_grouped_gemm", "nothing of this engine reads"),
-        ("override_ddp_config", "fsdp_double_buffer", "nothing of this engine reads"),
-        ("override_optimizer_config", "decoupled_lr", "nothing of this engine reads"),
-        ("override_optimizer_config", "muon_momentum", "nothing of this engine reads"),
+        ("override_transformer_config", "moe_grouped_gemm", "this engine never reads"),
+        ("override_ddp_config", "fsdp_double_buffer", "this engine never reads"),
+        ("override_optimizer_config", "decoupled_lr", "this engine never reads"),
+        ("override_optimizer_config", "muon_momentum", "this engine never reads"),
         (
             "override_optimizer_config",
             "loss_scale_window",
-            "precision.loss_scale_growth_interval of this configuration decides",
+            "precision.loss_scale_growth_interval of this config decides",
         ),
         (
             "override_optimizer_config",
@@ -126,18 +126,18 @@ def test_a_name_that_can_not_be_set_there_is_refused_with_the_way_out(config, ke
 
 
 def test_every_name_that_is_refused_is_one_that_megatron_has():
-    # A name that is gone, or was renamed, would be refused with the wrong reason or taken by its new name.
+    # A renamed field would be refused for the wrong reason, or accepted under its new name.
     known = {
         field.name
         for config in (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
         for field in fields(config)
     }
     named = (
-        config_overrides._OF_THE_MODEL,
-        config_overrides._ELSEWHERE.keys(),
-        config_overrides._DECIDED,
+        config_overrides._SET_BY_MODEL,
+        config_overrides._SET_BY_FIELD.keys(),
+        config_overrides._SET_BY_ENGINE,
         config_overrides._CHOSEN_PER_BATCH,
-        config_overrides._IDLE,
+        config_overrides._UNUSED,
     )
     refused = set().union(*named)
     assert sum(map(len, named)) == len(refused), "a name is refused for two reasons"
@@ -152,7 +152,7 @@ def test_every_family_of_names_that_is_refused_is_one_that_megatron_has():
     }
     gone = {
         family
-        for family in config_overrides._IDLE_FAMILIES
+        for family in config_overrides._UNUSED_PREFIXES
         if not any(name.startswith(family) for name in known)
     }
     assert gone == (set() if find_installed_pair() is VERSION_PAIRS[-1] else FAMILIES_SINCE_0_19)
@@ -164,7 +164,7 @@ def test_recomputation_is_said_once(config):
     )
     with pytest.raises(
         ConfigError,
-        match="recompute is layers, and override_transformer_config names recompute_num_layers",
+        match="recompute is layers, which also sets recompute_num_layers",
     ):
         check_overrides(twice)
 
@@ -172,7 +172,7 @@ def test_recomputation_is_said_once(config):
 def test_a_switch_is_on_or_off(config):
     with pytest.raises(
         ConfigError,
-        match="override_transformer_config sets bias_activation_fusion to 'maybe', but must be true or false",
+        match="sets bias_activation_fusion to 'maybe', but it must be true or false",
     ):
         check_overrides(
             replace(config, override_transformer_config={"bias_activation_fusion": "maybe"})
@@ -183,7 +183,7 @@ def test_a_value_that_megatron_refuses_is_told_with_its_reason(config):
     wrong = replace(config, override_transformer_config={"recompute_granularity": "some"})
     with pytest.raises(
         ConfigError,
-        match=r"megatron-core refuses override_transformer_config .*recompute_granularity.*: .* must be",
+        match=r"megatron-core rejects override_transformer_config .*recompute_granul.* must be",
     ):
         MegatronEngine(wrong).init_model()
     assert not torch.distributed.is_initialized()
@@ -200,8 +200,8 @@ def test_what_is_given_reaches_megatron(start):
         override_optimizer_config={"log_num_zeros_in_grad": True},
     )
     chunks = engine._components.runner._chunks
-    assert chunks.settings.bias_activation_fusion
-    assert chunks.settings.recompute_modules == ["mlp"]
+    assert chunks.transformer_config.bias_activation_fusion
+    assert chunks.transformer_config.recompute_modules == ["mlp"]
     assert chunks.wrapped[0].ddp_config.pad_buckets_for_high_nccl_busbw
     assert engine._components.optimizer._chain.config.log_num_zeros_in_grad
 

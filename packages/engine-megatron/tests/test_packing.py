@@ -12,8 +12,8 @@ from temper_engine_megatron.model.packed_attention import compute_attention
 
 
 def sliced(batch, *, is_packed=True, **sizes):
-    slicing = MicroBatchLayout(is_packed=is_packed, device=torch.device("cpu"), **sizes)
-    return build_local_micro_batch(batch, slicing, trained_tokens=4)
+    layout = MicroBatchLayout(is_packed=is_packed, device=torch.device("cpu"), **sizes)
+    return build_local_micro_batch(batch, layout, trained_tokens=4)
 
 
 def micro():
@@ -28,12 +28,12 @@ def test_slices_are_contiguous_and_padded_at_the_end():
     assert first.tokens.tolist() == [[10, 11, 12, 20]]
     assert second.tokens.tolist() == [[21, 0, 0, 0]]
     assert (first.positions.tolist(), second.positions.tolist()) == ([[0, 1, 2, 0]], [[1, 0, 0, 0]])
-    assert first.place.tolist() == [0, 1, 2, 3, -1]
-    assert second.place.tolist() == [-1, -1, -1, -1, 0]
+    assert first.local_index.tolist() == [0, 1, 2, 3, -1]
+    assert second.local_index.tolist() == [-1, -1, -1, -1, 0]
 
 
 def test_rows_are_padded_to_the_longest_and_sliced_alike():
-    # 3 tokens and 2, padded to 4 places each; two places of both rows for each rank, place after place.
+    # 3 tokens and 2, padded to 4 positions each; each rank has two positions of both rows.
     first, second = (
         sliced(micro(), is_packed=False, cp_size=2, cp_rank=rank, token_multiple=4)
         for rank in (0, 1)
@@ -44,12 +44,15 @@ def test_rows_are_padded_to_the_longest_and_sliced_alike():
     )
     assert second.positions.tolist() == [[2, 0], [0, 0]]
     assert second.is_padding.tolist() == [[False, True], [True, True]]
-    assert (first.place.tolist(), second.place.tolist()) == ([0, 2, -1, 1, 3], [-1, -1, 0, -1, -1])
-    assert (first.attention.last, second.attention.last) == (2, 4)
+    assert (first.local_index.tolist(), second.local_index.tolist()) == (
+        [0, 2, -1, 1, 3],
+        [-1, -1, 0, -1, -1],
+    )
+    assert (first.attention.num_keys, second.attention.num_keys) == (2, 4)
 
 
 def test_a_slice_knows_its_sequences_and_how_far_they_reach_back():
-    # Three tokens, two, and a padding of three as a sequence of its own; the second slice begins inside the second one.
+    # 3 tokens, 2, and 3 of padding as a sequence; the second slice starts inside the second one.
     first, second = (
         sliced(micro(), cp_size=2, cp_rank=rank, token_multiple=4).attention for rank in (0, 1)
     )
@@ -62,7 +65,7 @@ def test_a_slice_knows_its_sequences_and_how_far_they_reach_back():
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 def test_attention_is_that_of_each_sequence_alone(cp_size, is_packed):
-    # 5, 2 and 9 tokens; four query heads on two key heads. Slices of four ranks cut the last sequence into three.
+    # 5, 2 and 9 tokens, four query and two key heads; the slices cut the last sequence in three.
     draw = torch.Generator().manual_seed(0)
     sizes = (5, 2, 9)
     query = torch.randn(16, 4, 8, generator=draw, dtype=torch.float64)
@@ -80,7 +83,7 @@ def test_attention_is_that_of_each_sequence_alone(cp_size, is_packed):
         found = compute_attention(
             laid_out(query, part), keys, values, part.attention, scale=0.3
         ).flatten(0, 1)
-        mixed[part.place >= 0] = found[part.place[part.place >= 0]]
+        mixed[part.local_index >= 0] = found[part.local_index[part.local_index >= 0]]
     expected = [
         alone(q, k, v, scale=0.3)
         for q, k, v in zip(query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
@@ -91,7 +94,7 @@ def test_attention_is_that_of_each_sequence_alone(cp_size, is_packed):
 def laid_out(tokens, part):
     """[S, R, ...] of a rank, what is no token filled with what would show."""
     grid = torch.full((part.tokens.numel(), *tokens.shape[1:]), 9.0, dtype=tokens.dtype)
-    grid[part.place[part.place >= 0]] = tokens[part.place >= 0]
+    grid[part.local_index[part.local_index >= 0]] = tokens[part.local_index >= 0]
     return grid.view(part.tokens.shape[1], part.tokens.shape[0], *tokens.shape[1:])
 
 
@@ -110,7 +113,7 @@ def test_a_micro_batch_knows_its_share_and_its_padding():
     batch = from_sequences([torch.zeros(5)], loss_masks=[torch.tensor([0, 0, 1, 1, 1])])
     second = sliced(batch, cp_size=2, cp_rank=1, token_multiple=4)
     # Three of the mini-batch's four trained tokens; tokens 4 to 7 of which the first is real.
-    assert second.attention.share == 0.75
+    assert second.attention.token_fraction == 0.75
     assert second.is_padding.tolist() == [[False, True, True, True]]
 
 

@@ -1,4 +1,4 @@
-"""Nothing of Megatron's, or of anybody else's, is used under a name that its owner keeps private."""
+"""Test that no private name of Megatron or another library is used."""
 
 import ast
 import itertools
@@ -8,7 +8,7 @@ import temper_engine_megatron
 
 ALLOWED = {
     ("cpu_device.py", "_getframe"),
-    # Where there is no CUDA, Megatron's random states of CUDA are those of the CPU; it has no public way to say so.
+    # Megatron has no public way to use the CPU's RNG states instead of those of CUDA.
     ("cpu_device.py", "_get_cuda_rng_state"),
     ("cpu_device.py", "_set_cuda_rng_state"),
 }
@@ -19,7 +19,7 @@ def is_private(name):
 
 
 def private_names(tree):
-    """Attributes of what is not the file's own object, imported names, and names given to patch and getattr as text."""
+    """Yield private attributes, imports, and names given to patch and getattr as text."""
     own = {
         node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))
     }

@@ -1,4 +1,4 @@
-"""Heads and matrices over tensor-parallel ranks: one key head for two ranks computes the same numbers, and what has no parts is refused."""
+"""Test heads and matrices split over ranks: shared key heads, and sizes that do not divide."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.registry import load_conformance_layouts
 from temper_engine_api.specs import LoraSpec
 from temper_engine_megatron.bridge_compat import BridgeTranslation
-from temper_engine_megatron.model.gpt_chunks import check_divisible_sizes
+from temper_engine_megatron.model.transformer_settings import check_divisible_sizes
 
 LAYOUTS = {layout.name: layout for layout in load_conformance_layouts("megatron")}
 ONE_KEY_HEAD = TinyModel(
@@ -45,12 +45,12 @@ def test_ranks_that_share_a_key_head_have_the_gradients_of_transformers(run_in, 
 
 
 def test_an_adapter_beside_a_key_head_that_ranks_share_is_refused(run_in, oracle):
-    # Its rows have no equal parts: a fresh one would be empty there, and one from a directory did not fit.
+    # Its rows do not split into equal shards: a new adapter would be empty there.
     setup = replace(oracle.make_setup(ONE_KEY_HEAD), lora=LoraSpec(rank=4, alpha=8.0))
     for told in run_in("tp2", refusal_of, setup=setup):
         assert (
-            "lora.target_modules takes in k_proj, q_proj, v_proj, and tensor_parallel is 2, more than the model's 1 key heads"
-            in told
+            "lora.target_modules matches k_proj, q_proj, v_proj, and tensor_parallel is 2, more "
+            "than the model's 1 key heads" in told
         )
 
 
@@ -95,7 +95,9 @@ def test_parts_of_different_sizes_are_refused(config, tensor_parallel, fields, m
     described = {
         key: value for key, value in config.model.architecture.items() if key != "model_type"
     }
-    settings = BridgeTranslation(AutoConfig.for_model("qwen2", **{**described, **fields})).settings
+    settings = BridgeTranslation(
+        AutoConfig.for_model("qwen2", **{**described, **fields})
+    ).transformer_config
     with pytest.raises(ConfigError, match=match):
         check_divisible_sizes(settings, replace(config, tensor_parallel=tensor_parallel))
 
@@ -109,7 +111,7 @@ def test_one_experts_matrices_are_refused_where_they_have_no_equal_parts(config)
         "head_dim": 8,
     }
     fields.pop("model_type")
-    settings = BridgeTranslation(AutoConfig.for_model("qwen3_moe", **fields)).settings
+    settings = BridgeTranslation(AutoConfig.for_model("qwen3_moe", **fields)).transformer_config
     with pytest.raises(
         ConfigError,
         match="expert_tensor_parallel is 2, which must divide the 25 rows of an expert's matrices",

@@ -1,6 +1,6 @@
-"""Places where Megatron gives wrong numbers without an error: one test each, against the kit's oracle or one rank.
+"""Test the places where Megatron gives wrong numbers without an error, one test each.
 
-The kit's tests cover most of them too, in more layouts; here each stands alone, with what goes wrong there.
+The conformance tests cover most of them in more layouts; here each comment says what goes wrong.
 """
 
 from dataclasses import replace
@@ -64,7 +64,7 @@ def engine_in_layout(rank_pool):
 
 @pytest.mark.parametrize("model", [QWEN2_UNTIED, QWEN2_TIED], ids=lambda model: model.name)
 def test_split_weights_are_loaded_as_they_are(engine_in_layout, oracle, model):
-    # The bridge scatters strided pieces of matrices that are split by columns, and gloo ignores strides.
+    # The bridge scatters strided slices of column-split matrices, and gloo ignores strides.
     setup = oracle.make_setup(model)
     exported = engine_in_layout("tp2").run(exported_weights, setup=setup)[0]
     assert_all_equal(
@@ -88,7 +88,8 @@ def exported_weights(rank, *, setup):
 
 
 def test_the_norm_counts_every_split_matrix_once(engine_in_layout, oracle):
-    # EngineComponents are marked as such only where Megatron initialises them; unmarked ones of all ranks but the first are left out.
+    # Megatron marks shards only where it initializes them; the norm ignores unmarked ones of all
+    # ranks but the first.
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch).grad_norm
     for update in engine_in_layout("tp2").run(
@@ -98,7 +99,7 @@ def test_the_norm_counts_every_split_matrix_once(engine_in_layout, oracle):
 
 
 def test_gradients_are_float32_to_the_last_bit_but_rounding(engine_in_layout, oracle):
-    # Megatron's fused cross-entropy keeps its gradient in bf16, which is off by 1e-3; the engine's head does not go through it.
+    # Megatron's fused cross-entropy keeps its gradient in bf16, off by 1e-3; this head does not.
     setup, batch = oracle.make_setup(QWEN2_UNTIED), oracle.get_batch(model=QWEN2_UNTIED)
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     update = engine_in_layout("1-rank").run(
@@ -124,13 +125,13 @@ def layers_of_chunks(rank, *, setup):
     """Decoder layers in each of this rank's chunks."""
     return [
         len(chunk.decoder.layers)
-        for chunk in rank.cached_engine(setup)._components.runner._chunks.bare
+        for chunk in rank.cached_engine(setup)._components.runner._chunks.unwrapped
     ]
 
 
 @pytest.mark.parametrize("layout", ["pp2", "pp2-vpp2"])
 def test_pipelines_train_as_one_rank_does_for_many_updates(engine_in_layout, oracle, layout):
-    # Freed outputs that gloo is still sending: right in the first step now and then, never in all of ten.
+    # Megatron frees outputs that gloo is still sending: the first step can be right, not all ten.
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
     batches = [oracle.get_batch(seed=seed % 3) for seed in range(10)]
     split = Split(name="four", min_micro_batches=4)
@@ -147,7 +148,8 @@ def test_pipelines_train_as_one_rank_does_for_many_updates(engine_in_layout, ora
 
 
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-# Four periods, of 6, 63, 628 and 6283 tokens: the first is kept, the second lies between 64 / 4 and 64, the others become 8 times as long.
+# Periods of 6, 63, 628 and 6283 tokens: the first is kept, the second is between 64 / 4 and 64, the
+# others become 8 times as long.
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -158,7 +160,8 @@ LLAMA3 = {
 }
 
 
-# transformers 5 says the base where bridge 0.3 does not look; Megatron takes 8192 for the original length of every Llama 3.
+# transformers 5 has the base where bridge 0.3 does not look; Megatron takes 8192 as the original
+# length of every Llama 3.
 @pytest.mark.parametrize(
     "rope",
     [{"rope_type": "default", "rope_theta": 1e6}, LLAMA3],
@@ -190,7 +193,7 @@ def saved_with(rope, folder):
 
 
 def test_updates_after_loading_count_each_parameter_once(engine_in_layout, oracle):
-    # With one step counter for all, AdamW would count it once per parameter: wrong from the second update after loading.
+    # With a shared step counter AdamW counts it once per parameter: wrong from the second update.
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
     batches = [oracle.get_batch(seed=seed) for seed in range(4)]
     for loaded, continued in engine_in_layout("dp2-distopt").run(
@@ -200,7 +203,7 @@ def test_updates_after_loading_count_each_parameter_once(engine_in_layout, oracl
 
 
 def four_updates_with_a_reload(rank, *, setup, batches):
-    """Master weights of an engine that took the state of another after the first update, and of that one."""
+    """Return the masters of an engine that loaded another's state, and of the other."""
     giver, taker = rank.temporary_engine(setup), rank.temporary_engine(setup)
     for engine in (giver, taker):
         engine.set_loss_fn(ClippedPpoProbe())
@@ -216,7 +219,7 @@ def four_updates_with_a_reload(rank, *, setup, batches):
 
 @pytest.mark.parametrize("layout", ["2-ranks", "dp2-distopt", "pp2"])
 def test_calls_before_one_step_are_reduced_once(engine_in_layout, oracle, layout):
-    # Megatron's schedules would finalise gradients at the end of every call: 4.04 and 3.35 for a norm of 2.69.
+    # Megatron's schedules finalize gradients after every call: 4.04 and 3.35 for a norm of 2.69.
     setup, batch = oracle.make_setup(QWEN2_TIED), oracle.get_batch(model=QWEN2_TIED)
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     for mark_final in (True, False):

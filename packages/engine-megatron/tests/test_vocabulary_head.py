@@ -1,4 +1,4 @@
-"""The head over a split vocabulary equals log-softmax over the whole one, in chunks and with its gradient."""
+"""Test that the split head equals log-softmax over the full vocabulary, with gradients."""
 
 import pytest
 import torch
@@ -30,21 +30,21 @@ def numbers(*, rows=7, words=13, padding=3):
     ).requires_grad_()
     labels = torch.randint(words, (rows,), generator=draw)
     ids = torch.randint(words, (rows, 2), generator=draw)
-    heat = torch.rand(rows, generator=draw) + 0.5
-    return hidden, weight, labels, ids, heat
+    temperature = torch.rand(rows, generator=draw) + 0.5
+    return hidden, weight, labels, ids, temperature
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 def test_answers_and_gradients_equal_log_softmax(group, chunk):
-    hidden, weight, labels, ids, heat = numbers()
-    share = VocabShard(group=group, first=0, size=13, chunk=chunk, wants_entropy=True)
+    hidden, weight, labels, ids, temperature = numbers()
+    shard = VocabShard(group=group, first_id=0, num_tokens=13, chunk_size=chunk, needs_entropy=True)
     columns = vocab_parallel_logprobs(
-        hidden, weight, labels, temperature=heat, ids=ids, share=share
+        hidden, weight, labels, temperature=temperature, ids=ids, shard=shard
     )
-    logs = torch.log_softmax(hidden @ weight[:13].t() / heat[:, None], dim=-1)
+    logs = torch.log_softmax(hidden @ weight[:13].t() / temperature[:, None], dim=-1)
     expected = {
         "logprob": logs.gather(1, labels[:, None])[:, 0],
-        "logsumexp": torch.logsumexp(hidden @ weight[:13].t() / heat[:, None], dim=-1),
+        "logsumexp": torch.logsumexp(hidden @ weight[:13].t() / temperature[:, None], dim=-1),
         "entropy": -(logs.exp() * logs).sum(-1),
         "logprob_at": logs.gather(1, ids),
     }
@@ -63,10 +63,10 @@ def test_answers_and_gradients_equal_log_softmax(group, chunk):
 
 
 def test_no_position_at_all_is_answered(group):
-    hidden, weight, labels, _, heat = numbers()
-    share = VocabShard(group=group, first=0, size=13, chunk=4, wants_entropy=False)
+    hidden, weight, labels, _, temperature = numbers()
+    shard = VocabShard(group=group, first_id=0, num_tokens=13, chunk_size=4, needs_entropy=False)
     columns = vocab_parallel_logprobs(
-        hidden[:0], weight, labels[:0], temperature=heat[:0], ids=None, share=share
+        hidden[:0], weight, labels[:0], temperature=temperature[:0], ids=None, shard=shard
     )
     columns.logprob.sum().backward()
     assert (columns.logprob.shape, columns.logprob_at.shape) == ((0,), (0, 0))
@@ -74,7 +74,7 @@ def test_no_position_at_all_is_answered(group):
 
 
 def test_columns_are_added_up_in_one_order_on_every_rank(group):
-    # A set's order differs between processes; ranks that followed it would add log-probs to another's entropies.
+    # The order of a set differs between processes; ranks would sum different columns.
     tokens = [torch.arange(4), torch.arange(3)]
     columns = {"logprob_at_ids": [torch.zeros(len(t), 1, dtype=torch.int64) for t in tokens]}
     micro = from_sequences(
@@ -89,13 +89,13 @@ def test_columns_are_added_up_in_one_order_on_every_rank(group):
     )
     weight = torch.nn.Parameter(torch.randn(13, 8))
     head = OutputHead(
-        projection=weight,
+        weight=weight,
         bias=None,
-        scalar=None,
-        vocabulary=13,
-        chunk=4,
+        scalar_output=None,
+        vocab_size=13,
+        chunk_size=4,
         is_compiled=False,
-        fills_chunks=False,
+        pads_chunks=False,
         tp=group,
         cp=group,
     )
@@ -107,26 +107,38 @@ def test_columns_are_added_up_in_one_order_on_every_rank(group):
 
 @pytest.mark.bitwise
 def test_a_log_prob_does_not_depend_on_how_many_others_are_asked(group):
-    hidden, weight, labels, _, heat = numbers(rows=24)
-    share = VocabShard(group=group, first=0, size=13, chunk=100, wants_entropy=True)
-    whole = vocab_parallel_logprobs(hidden, weight, labels, temperature=heat, ids=None, share=share)
+    hidden, weight, labels, _, temperature = numbers(rows=24)
+    shard = VocabShard(group=group, first_id=0, num_tokens=13, chunk_size=100, needs_entropy=True)
+    whole = vocab_parallel_logprobs(
+        hidden, weight, labels, temperature=temperature, ids=None, shard=shard
+    )
     for size in (1, 2, 3, 5, 23):
         few = vocab_parallel_logprobs(
-            hidden[:size], weight, labels[:size], temperature=heat[:size], ids=None, share=share
+            hidden[:size],
+            weight,
+            labels[:size],
+            temperature=temperature[:size],
+            ids=None,
+            shard=shard,
         )
         assert torch.equal(few.logprob, whole.logprob[:size])
         assert torch.equal(few.entropy, whole.entropy[:size])
 
 
 def test_whole_chunks_change_no_answer_and_no_gradient(group):
-    hidden, weight, labels, ids, heat = numbers(rows=24)
+    hidden, weight, labels, ids, temperature = numbers(rows=24)
     found = []
-    for fills_chunks in (False, True):
-        share = VocabShard(
-            group=group, first=0, size=13, chunk=16, wants_entropy=True, fills_chunks=fills_chunks
+    for pads_chunks in (False, True):
+        shard = VocabShard(
+            group=group,
+            first_id=0,
+            num_tokens=13,
+            chunk_size=16,
+            needs_entropy=True,
+            pads_chunks=pads_chunks,
         )
         columns = vocab_parallel_logprobs(
-            hidden, weight, labels, temperature=heat, ids=ids, share=share
+            hidden, weight, labels, temperature=temperature, ids=ids, shard=shard
         )
         total = (columns.logprob + columns.entropy + columns.logprob_at.sum(1)).sum()
         found.append(

@@ -1,4 +1,4 @@
-"""Settings of the Megatron engine beyond what every engine has. Importing this needs no torch."""
+"""Config of the Megatron engine. Importing this does not import torch."""
 
 import math
 from collections.abc import Mapping
@@ -9,58 +9,74 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig, Scalar
 
 Override = Scalar | tuple[Scalar, ...]
-"""Value of a field of Megatron's own configurations."""
+"""Value of a field of Megatron's own configs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronConfig(EngineConfig):
-    """How a model is spread over ranks. What is left after dividing the ranks by all sizes below is data parallel."""
+    """Config of MegatronEngine: how a model is split over ranks.
+
+    Ranks that remain after dividing by `replica_size` are data parallel.
+    """
 
     tensor_parallel: int = 1
-    """Ranks that one layer's matrices are split over."""
+    """Number of ranks that split the matrices of a layer."""
     sequence_parallel: bool = False
-    """Split the activations between those matrices along the sequence too, over the same ranks."""
+    """Also split the activations between these matrices along the sequence, over the same ranks."""
     pipeline_parallel: int = 1
-    """Stages that the layers are divided over, as evenly as their number allows."""
+    """Number of pipeline stages; layers are divided as evenly as possible."""
     layers_per_stage: tuple[int, ...] = ()
-    """Layers of each chunk where they are not divided evenly: one number a stage, or with virtual_pipeline the first chunk of all stages
-    before the second. Empty divides evenly."""
+    """Number of layers of each chunk; empty divides them evenly.
+
+    One number per stage. With virtual_pipeline, the first chunks of all stages come before the
+    second ones."""
     virtual_pipeline: int | None = None
-    """ModelChunks of layers per stage (interleaved schedule); null is one. The number of micro-batches becomes a multiple of the stages."""
+    """Chunks of layers per stage (interleaved schedule); null is a single one.
+
+    The number of micro-batches becomes a multiple of the number of stages."""
     context_parallel: int = 1
-    """Ranks that the tokens of a micro-batch are split over."""
+    """Number of ranks that split the tokens of a micro-batch."""
     expert_parallel: int = 1
-    """Ranks that the experts of a layer are divided over; they are taken from the data-, context- and tensor-parallel ranks."""
+    """Number of ranks that divide the experts of a layer among them.
+
+    They are taken from the data-, context- and tensor-parallel ranks."""
     expert_tensor_parallel: int | None = None
-    """Ranks that one expert's matrices are split over; null is tensor_parallel."""
+    """Number of ranks that split the matrices of an expert; null is tensor_parallel."""
     router_aux_loss: float = 0.0
-    """Weight of the load-balancing loss of experts, added to the objective: that of each micro-batch by its share of trained tokens, the
-    sum over layers. It depends on the split into micro-batches by its nature."""
+    """Coefficient of the load-balancing loss of experts, which is added to the objective.
+
+    Each micro-batch is weighted by its fraction of the trained tokens, and layers are summed. The
+    loss of a micro-batch depends on which tokens are in it, so this term depends on the split."""
     router_z_loss: float = 0.0
-    """Weight of the z-loss of routers, which keeps their logits small: the mean over the tokens of a micro-batch of the squared logsumexp,
-    by the micro-batch's share of trained tokens, the sum over layers."""
+    """Coefficient of the router z-loss, which keeps router logits small.
+
+    Mean over the tokens of a micro-batch of the squared logsumexp, weighted like
+    router_aux_loss."""
     distributed_optimizer: bool = False
-    """Keep each data-parallel rank's share of the optimiser's state only (ZeRO-1), where there is an optimiser."""
+    """Shard the optimizer state over data-parallel ranks (ZeRO-1)."""
     head_chunk_tokens: int = 2048
-    """Positions whose logits are held at once."""
+    """Number of positions whose logits are in memory at once."""
     compile_head: bool = False
-    """Make one compiled kernel of each pass over logits; pays off on CUDA."""
+    """Compile each pass over logits to one kernel; worthwhile on CUDA."""
 
     remove_padding: bool = True
-    """Lay the sequences of a micro-batch end to end; otherwise each is a row that is padded to the longest, which costs time and memory."""
+    """Concatenate the sequences of a micro-batch.
+
+    Otherwise each is a row padded to the longest, which takes more time and memory."""
     recompute: Literal["none", "attention", "layers"] = "none"
-    """What is computed again in the backward pass instead of being kept: nothing, the attention, or each decoder layer whole."""
+    """Activations that the backward pass recomputes: of attention, or of entire decoder layers."""
     override_transformer_config: Mapping[str, Override] = field(default_factory=dict, hash=False)
-    """Fields of megatron-core's TransformerConfig by name, such as ``bias_activation_fusion: true``; those that a field of this
-    configuration or the model decides are refused, and so are names that it does not have."""
+    """Fields of megatron-core's TransformerConfig, such as ``bias_activation_fusion: true``.
+
+    Unknown fields are rejected, and so are those that the model or another field here decides."""
     override_ddp_config: Mapping[str, Override] = field(default_factory=dict, hash=False)
-    """The same of DistributedDataParallelConfig, such as ``pad_buckets_for_high_nccl_busbw``."""
+    """Fields of DistributedDataParallelConfig, such as ``pad_buckets_for_high_nccl_busbw``."""
     override_optimizer_config: Mapping[str, Override] = field(default_factory=dict, hash=False)
-    """The same of OptimizerConfig, such as ``decoupled_weight_decay``."""
+    """Fields of OptimizerConfig, such as ``decoupled_weight_decay``."""
 
     def __post_init__(self) -> None:
-        # engine-api 0.1.1 and those before check nothing there.
-        getattr(EngineConfig, "__post_init__", lambda _: None)(self)
+        # With slots=True, super() without arguments refers to the class before slots were added.
+        EngineConfig.__post_init__(self)
         for name in (
             "tensor_parallel",
             "pipeline_parallel",
@@ -72,51 +88,58 @@ class MegatronConfig(EngineConfig):
                 raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least 1.")
         if self.expert_ranks_of_a_matrix < 1:
             raise ConfigError(
-                f"expert_tensor_parallel is {self.expert_tensor_parallel}, but must be at least 1; null is tensor_parallel."
+                f"expert_tensor_parallel is {self.expert_tensor_parallel}, but must be at least 1, "
+                "or null for tensor_parallel."
             )
         if self.expert_ranks_of_a_matrix != self.tensor_parallel and self.expert_parallel == 1:
             raise ConfigError(
-                f"expert_tensor_parallel is {self.expert_tensor_parallel} and tensor_parallel {self.tensor_parallel}: "
-                "they may differ only where experts are divided too, so raise expert_parallel, or leave expert_tensor_parallel null."
+                f"expert_tensor_parallel is {self.expert_tensor_parallel} and tensor_parallel "
+                f"{self.tensor_parallel}: they can differ only if experts are divided too. Raise "
+                "expert_parallel, or set expert_tensor_parallel to null."
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ConfigError(
-                "sequence_parallel splits over the tensor-parallel ranks, but tensor_parallel is 1: raise it, or turn it off."
+                "sequence_parallel splits over the tensor-parallel ranks, but tensor_parallel is "
+                "1: raise it, or turn sequence_parallel off."
             )
         if self.virtual_pipeline is not None and (
             self.virtual_pipeline < 2 or self.pipeline_parallel == 1
         ):
             raise ConfigError(
-                f"virtual_pipeline is {self.virtual_pipeline} at pipeline_parallel {self.pipeline_parallel}: it needs two chunks or more "
-                "on two stages or more; null is one chunk a stage."
+                f"virtual_pipeline is {self.virtual_pipeline} and pipeline_parallel "
+                f"{self.pipeline_parallel}, but both must be at least 2: set virtual_pipeline to "
+                "null for one chunk per stage."
             )
         self._check_stages()
 
     def _check_stages(self) -> None:
-        chunks = self.pipeline_parallel * (self.virtual_pipeline or 1)
+        num_chunks = self.pipeline_parallel * (self.virtual_pipeline or 1)
         if self.layers_per_stage and self.pipeline_parallel == 1:
             raise ConfigError(
-                f"layers_per_stage is {list(self.layers_per_stage)}, but pipeline_parallel is 1: remove it."
+                f"layers_per_stage is {list(self.layers_per_stage)}, but pipeline_parallel is 1: "
+                "remove it."
             )
         if self.layers_per_stage and (
-            len(self.layers_per_stage) != chunks or min(self.layers_per_stage) < 1
+            len(self.layers_per_stage) != num_chunks or min(self.layers_per_stage) < 1
         ):
             raise ConfigError(
-                f"layers_per_stage is {list(self.layers_per_stage)}, but must be {chunks} numbers of at least 1: one for each chunk "
-                "of each stage; leave it empty to divide the layers evenly."
+                f"layers_per_stage is {list(self.layers_per_stage)}, but must be {num_chunks} "
+                "numbers of at least 1, one per chunk: leave it empty to divide the layers evenly."
             )
         for name in ("router_aux_loss", "router_z_loss"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least 0.")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}, but must be at least 0 and finite."
+                )
 
     @property
     def replica_size(self) -> int:
-        """Ranks that hold one copy of the model and see the same samples."""
+        """Number of ranks that share one copy of the model and see the same samples."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @property
     def expert_ranks_of_a_matrix(self) -> int:
-        """Ranks that one expert's matrices are split over."""
+        """Number of ranks that split the matrices of an expert."""
         return (
             self.tensor_parallel
             if self.expert_tensor_parallel is None

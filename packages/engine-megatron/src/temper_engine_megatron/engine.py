@@ -1,4 +1,7 @@
-"""MegatronEngine: the engine contract on Megatron-Core, for dense Hugging Face decoder-only language models that Megatron-Bridge knows."""
+"""MegatronEngine: the engine of engine-api on Megatron-Core, for Hugging Face decoder models.
+
+Dense models and mixtures of experts that Megatron-Bridge can translate.
+"""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.capabilities import Capability
+from temper_engine_api.determinism import use_deterministic_algorithms
 from temper_engine_api.engine import BaseEngine, MicroBatchLoss
 from temper_engine_api.errors import EngineStateError
 from temper_engine_api.metrics import Metric
@@ -20,9 +24,9 @@ from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import NamedWeight, TrainingState
 from temper_engine_megatron.config import MegatronConfig
-from temper_engine_megatron.runtime import numerics
 from temper_engine_megatron.runtime.known_warnings import ignore_known_warnings
 
+# Importing Megatron-Core emits warnings.
 with ignore_known_warnings():
     from temper_engine_megatron.checkpoint import checkpoint_files, training_checkpoint
     from temper_engine_megatron.components import EngineComponents, build_components
@@ -36,7 +40,7 @@ ObjectT = TypeVar("ObjectT")
 
 
 class MegatronEngine(BaseEngine):
-    """One rank of an engine over tensor, pipeline, context and data parallel ranks."""
+    """One rank of an engine with tensor, pipeline, context, expert and data parallelism."""
 
     config: MegatronConfig
     config_class: ClassVar[type[EngineConfig]] = MegatronConfig
@@ -55,8 +59,7 @@ class MegatronEngine(BaseEngine):
             Capability.RESHARD_ON_LOAD,
             Capability.PORTABLE_STATE,
             Capability.ADAPTER,
-            # By its value: engine-api 0.1.1 and those before do not have the name.
-            *(each for each in Capability if each.value == "adapter_on_experts"),
+            Capability.ADAPTER_ON_EXPERTS,
             Capability.BACKGROUND_SAVE,
         }
     )
@@ -75,7 +78,8 @@ class MegatronEngine(BaseEngine):
     def _components(self) -> EngineComponents:
         if self._built is None:
             raise EngineStateError(
-                "the engine has no model: call init_model() before, and nothing after close()."
+                "the engine has no model: call init_model() first; the engine cannot be used after "
+                "close()."
             )
         return self._built
 
@@ -85,16 +89,21 @@ class MegatronEngine(BaseEngine):
     def to(
         self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
     ) -> None:
-        """Park parameters and gradients, or optimiser states, in host memory, or bring them in, until the next call.
+        """Offload parameters and gradients, or optimizer states, or load them, until the next call.
 
-        Contexts bring in what they need meanwhile, and put it back.
+        Modes load what they need and restore the placement afterwards.
+
+        Args:
+            device: "cpu" offloads, "device" loads.
+            model: Move parameters and gradients.
+            optimizer: Move optimizer states.
 
         Raises:
-            EngineStateError: inside a mode.
+            EngineStateError: If called inside a mode.
         """
         if self._mode is not None:
             raise EngineStateError(
-                f"to({device!r}) inside {self._mode}_mode(): leave the mode before."
+                f"to({device!r}) was called inside {self._mode}_mode(): exit the mode first."
             )
         offloader = self._components.offloader
         for name, is_meant in ((PARAMETERS, model), (GRADIENTS, model), (OPTIMIZER, optimizer)):
@@ -104,7 +113,7 @@ class MegatronEngine(BaseEngine):
                 offloader.load(name)
 
     def _numerics(self) -> AbstractContextManager[None]:
-        return numerics.deterministic() if self.config.deterministic else nullcontext()
+        return use_deterministic_algorithms() if self.config.deterministic else nullcontext()
 
     def _run_micro_batches(
         self,
@@ -124,7 +133,7 @@ class MegatronEngine(BaseEngine):
                 forward_only=forward_only,
             )
             if reduce_gradients:
-                runner.reduce()
+                runner.reduce_gradients()
         self._router_losses = {} if forward_only else runner.pop_router_losses()
         return head_outputs
 
@@ -136,11 +145,11 @@ class MegatronEngine(BaseEngine):
 
     def _reduce_pending_gradients(self) -> None:
         if self._components.runner.has_unreduced_gradients:
-            self._components.runner.reduce()
+            self._components.runner.reduce_gradients()
 
     def _apply_gradients(self, *, lr: float) -> float:
         optimizer = self._components.optimizer
-        assert optimizer is not None, "the base class refuses an update without an optimiser"
+        assert optimizer is not None, "the base class rejects updates without an optimizer"
         with self._numerics():
             if self.config.precision.compute == "fp16":
                 self._components.runner.scale_gradients(1.0 / self.loss_scale.value)
@@ -149,29 +158,32 @@ class MegatronEngine(BaseEngine):
     def _zero_gradients(self) -> None:
         optimizer = self._components.optimizer
         if optimizer is not None:
+            # Megatron zeroes its buffers in place, so they must be on the device.
             with self._components.offloader.loaded(PARAMETERS, GRADIENTS):
-                self._components.runner.zero()
-                optimizer.zero()
+                self._components.runner.zero_gradients()
+                optimizer.zero_grad()
 
     def _export_dtype(self) -> torch.dtype:
-        return self._components.state.compute_dtype
+        return self._components.base_state.compute_dtype
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
         adapter = self._components.adapter
         if adapter is None:
-            return self._components.state.iterate_weights(dtype=self._export_dtype())
-        return self._iterate_merged(adapter)
+            return self._components.base_state.iterate_weights(dtype=self._export_dtype())
+        return self._iterate_merged_weights(adapter)
 
-    def _iterate_merged(self, adapter: "LoraAdapter") -> Iterator[NamedWeight]:
+    def _iterate_merged_weights(self, adapter: "LoraAdapter") -> Iterator[NamedWeight]:
+        # Merging reads the adapter's master weights.
         with self._components.offloader.loaded(OPTIMIZER):
-            yield from self._components.state.iterate_weights(
-                dtype=self._export_dtype(), merge=adapter.merging()
+            yield from self._components.base_state.iterate_weights(
+                dtype=self._export_dtype(), merge=adapter.make_merge()
             )
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
         with self._components.offloader.loaded(OPTIMIZER):
-            self._components.state.load_weights(stream)
+            self._components.base_state.load_weights(stream)
         if self._components.adapter is not None:
+            # Checkpoints must now contain the base weights, which the adapter was not started on.
             self._components.adapter.has_replaced_base = True
 
     def _disable_adapter(self) -> AbstractContextManager[None]:
@@ -188,25 +200,26 @@ class MegatronEngine(BaseEngine):
     @property
     def _adapter(self) -> "LoraAdapter":
         assert self._components.adapter is not None, (
-            "the base class refuses calls that need an adapter"
+            "the base class rejects adapter calls without an adapter"
         )
         return self._components.adapter
 
     def _iterate_state(self) -> Iterator[TrainingState]:
-        return self._trained_state().iterate_state()
+        return self._trainable_state().iterate_state()
 
     def _load_state(self, stream: Iterable[TrainingState]) -> None:
-        self._trained_state().load_state(stream)
+        self._trainable_state().load_state(stream)
 
-    def _trained_state(self) -> ShardedState:
+    def _trainable_state(self) -> ShardedState:
         if self._components.optimizer is None:
             raise EngineStateError(
-                "an engine without an optimiser (optimizer: null) has no training state."
+                "the engine has no optimizer (optimizer is null), so it has no training state: "
+                "configure one."
             )
-        return self._components.trained
+        return self._components.trainable_state
 
     def _write_state(self, directory: str) -> list[str]:
-        return training_checkpoint.write_state(self._components, directory=directory)
+        return training_checkpoint.write_checkpoint(self._components, directory=directory)
 
     def _stage_state(self) -> Callable[[str], list[str]]:
         return training_checkpoint.stage_checkpoint(self._components)
@@ -215,33 +228,37 @@ class MegatronEngine(BaseEngine):
         return self._components.saving_group.gather(item)
 
     def _read_state(self, directory: str) -> None:
-        training_checkpoint.read_state(self._components, directory=directory)
+        training_checkpoint.load_training_state(self._components, directory=directory)
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """See BaseEngine; a folder in another system's layout is refused with the command that converts it."""
+        """See BaseEngine.
+
+        A directory in another system's layout is rejected with the command that converts it.
+        """
         if hdfs_path is None:
             checkpoint_files.check_layout_is_ours(local_path)
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
-        """Each replica has one number, on the rank that returns outputs."""
-        mine = value.detach().clone() if self.topology.returns_outputs else torch.zeros_like(value)
-        total = mine.to(self._components.membership.device)
+        # The ranks of a replica have the same value; only the one that returns outputs counts.
+        local = value.detach().clone() if self.topology.returns_outputs else torch.zeros_like(value)
+        total = local.to(self._components.membership.device)
         dist.all_reduce(total)
         return total.to(value.device)
 
     def _gather_objects(self, item: ObjectT) -> list[ObjectT]:
+        # all_gather_object replaces the elements of a list of the right length.
         gathered = [item] * self.topology.world_size
         dist.all_gather_object(gathered, item)
         return gathered
 
     def close(self) -> None:
-        """Free the model and the optimiser, and the process groups that nobody else uses; closing twice is harmless.
+        """Free the model and the optimizer, and destroy unused process groups; idempotent.
 
         Raises:
-            CheckpointError: a save in the background failed; everything is freed all the same.
+            CheckpointError: If a background save failed; everything is freed nevertheless.
         """
         if self._built is None:
             return
@@ -253,6 +270,7 @@ class MegatronEngine(BaseEngine):
     def _free(self) -> None:
         membership = self._components.membership
         self._components.saving_group.close()
+        # The model has reference cycles; collect them before the CUDA cache is emptied.
         self._built, self._topology = None, None
         gc.collect()
         if membership.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The layouts in which the conformance kit runs this engine. Importing this needs no torch."""
+"""Layouts in which the conformance kit runs this engine. Importing this does not import torch."""
 
 from temper_engine_api.layout import Layout
 

@@ -1,7 +1,4 @@
-"""Where an adapter lies in a model: everything of the base frozen, updates beside the layers that are adapted, a head of its own.
-
-In: a plan and the chunks of this rank, before they are wrapped. Out: what the chunks and the head need of it.
-"""
+"""Place an adapter in the model chunks of one rank: freeze the base and attach LoRA layers."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,14 +37,13 @@ from temper_engine_megatron.runtime.process_groups import Membership
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedHead:
-    """The output layer that is trained in the place of the base's."""
+    """Parameters of the output layer that are trained in place of the base model's."""
 
     weight: nn.Parameter
-    """Of the shape of the base's."""
+    """Same shape as the base weight."""
     bias: nn.Parameter | None
-    """Of a scalar head."""
+    """[1] of a scalar head; None for a language model."""
     switch: AdapterSwitch
-    """Of the adapter."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,89 +51,94 @@ class AdapterPlacement:
     """An adapter in the chunks of one rank."""
 
     plan: AdapterPlan
-    """What is adapted."""
     translation: BridgeTranslation
-    """Of names."""
-    around: LayerContext
-    """Where layers compute."""
-    beside: dict[str, LinearAdapter] = field(default_factory=dict)
-    """By the Hugging Face module that is adapted."""
+    """Maps names between Megatron and Hugging Face."""
+    context: LayerContext
+    linear_adapters: dict[str, LinearAdapter] = field(default_factory=dict)
+    """By adapted Hugging Face module; filled by `attach`."""
     head: TrainedHead | None = None
-    """On the last stage, where it is trained."""
+    """Set by `attach` on the last stage if the head is trained."""
 
-    def enter(self, chunk: Any, *, settings: Any) -> None:
-        """Freeze a chunk and put the adapter into it.
+    def attach(self, chunk: Any, *, transformer_config: Any) -> None:
+        """Freeze a chunk and attach the adapter to its layers.
 
         Raises:
-            ConfigError: nothing of the chunk would be trained.
+            ConfigError: If no parameter of the chunk would be trained.
         """
         chunk.requires_grad_(False)
         chunk.inputs_require_grad = True
         for layer in chunk.decoder.layers:
-            self._enter_layer(layer, number=layer.layer_number - 1, settings=settings)
+            # Megatron counts layers from 1.
+            self._attach_to_layer(
+                layer, number=layer.layer_number - 1, transformer_config=transformer_config
+            )
         if chunk.post_process and self.plan.trains_head:
-            self.head = self._own_head(chunk.output_layer)
+            self.head = self._add_trained_head(chunk.output_layer)
         if not any(parameter.requires_grad for parameter in chunk.parameters()):
             raise ConfigError(
-                "lora.target_modules leaves a stage with nothing to train, and Megatron's optimizer wants a parameter on each: "
-                "name modules of every stage's layers, or use fewer stages."
+                "lora.target_modules leaves a pipeline stage with nothing to train, and Megatron's "
+                "optimizer needs a parameter on each stage: name modules of every stage's layers, "
+                "or use fewer stages."
             )
 
-    def _enter_layer(self, layer: nn.Module, *, number: int, settings: Any) -> None:
-        names = {
-            path: f"decoder.layers.{number}.{path}.weight" for path in _hosts(self.translation)
-        }
+    def _attach_to_layer(self, layer: nn.Module, *, number: int, transformer_config: Any) -> None:
         modules = {
-            path: hf_modules(self.translation.find_mapping(name)) for path, name in names.items()
+            path: hf_modules(
+                self.translation.find_mapping(f"decoder.layers.{number}.{path}.weight")
+            )
+            for path in _adaptable_linears(self.translation)
         }
-        short = {
+        last_parts = {
             path: tuple(name.rpartition(".")[2] for name in names)
             for path, names in modules.items()
         }
-        for path, host in find_linear_layers(
-            layer, settings=settings, tp_size=self.around.tp.size(), paths=short
+        for path, linear in find_linear_layers(
+            layer,
+            transformer_config=transformer_config,
+            tp_size=self.context.tp.size(),
+            paths=last_parts,
         ).items():
             targets = self.plan.select_targets(modules[path])
             if targets:
-                beside = attach_to_linear(
-                    host, targets=targets, settings=self.plan.settings, around=self.around
+                adapter = attach_to_linear(
+                    linear, targets=targets, settings=self.plan.settings, context=self.context
                 )
-                self.beside |= {name: beside for name in modules[path] if name in self.plan.targets}
-        if self.plan.experts:
-            inside = self.plan.select_expert_targets(
+                self.linear_adapters |= {
+                    name: adapter for name in modules[path] if name in self.plan.targets
+                }
+        if self.plan.expert_targets:
+            expert_targets = self.plan.select_expert_targets(
                 hf_experts_module(number, find_mapping=self.translation.find_mapping)
             )
-            if inside:
+            if expert_targets:
                 attach_to_experts(
                     layer.get_submodule(EXPERTS_PATH),
-                    targets=inside,
+                    targets=expert_targets,
                     settings=self.plan.settings,
-                    around=self.around,
+                    context=self.context,
                 )
 
-    def _own_head(self, layer: nn.Module) -> TrainedHead:
-        weight, bias = (
-            layer.get_parameter("weight"),
-            dict(layer.named_parameters(recurse=False)).get("bias"),
-        )
+    def _add_trained_head(self, layer: nn.Module) -> TrainedHead:
+        weight = layer.get_parameter("weight")
+        bias = dict(layer.named_parameters(recurse=False)).get("bias")
         is_split = bool(vars(weight).get("tensor_model_parallel"))
         layer.register_parameter(TRAINED_WEIGHT, nn.Parameter(torch.empty_like(weight)))
-        own = layer.get_parameter(TRAINED_WEIGHT)
-        set_tensor_model_parallel_attributes(own, is_split, 0 if is_split else -1, 1)
-        own_bias = None
+        trained_weight = layer.get_parameter(TRAINED_WEIGHT)
+        set_tensor_model_parallel_attributes(trained_weight, is_split, 0 if is_split else -1, 1)
+        trained_bias = None
         if bias is not None:
             layer.register_parameter(TRAINED_BIAS, nn.Parameter(torch.empty_like(bias)))
-            own_bias = layer.get_parameter(TRAINED_BIAS)
-        return TrainedHead(weight=own, bias=own_bias, switch=self.around.switch)
+            trained_bias = layer.get_parameter(TRAINED_BIAS)
+        return TrainedHead(weight=trained_weight, bias=trained_bias, switch=self.context.switch)
 
     @property
     def generators(self) -> dict[str, torch.Generator]:
-        """Of dropout, whose states belong into a checkpoint; none where there is no dropout."""
+        """Generators of dropout by name, whose states a checkpoint needs; empty without dropout."""
         if self.plan.settings.dropout == 0:
             return {}
         return {
-            "adapter_shared": self.around.shared_generator,
-            "adapter_own": self.around.rank_generator,
+            "adapter_shared": self.context.shared_generator,
+            "adapter_own": self.context.rank_generator,
         }
 
 
@@ -148,90 +149,101 @@ def plan_placement(
     translation: BridgeTranslation,
     membership: Membership,
 ) -> AdapterPlacement:
-    """Decide what is adapted.
+    """Decide what is adapted, before the model is built.
 
     Raises:
-        ConfigError: no module matches, or one that can't be adapted.
-        CapabilityError: the directory holds another kind of adapter.
+        ConfigError: If no module matches, or one that cannot be adapted.
+        CapabilityError: If the adapter directory has another kind of adapter.
     """
     if config.recompute != "none" and config.lora.dropout > 0:
         raise ConfigError(
-            f"recompute is {config.recompute} and lora.dropout {config.lora.dropout}, whose masks the backward pass would draw anew: "
-            "set recompute to none or lora.dropout to 0."
+            f"recompute is {config.recompute} and lora.dropout is {config.lora.dropout}, but "
+            "recomputation in the backward pass would draw other dropout masks: set recompute to "
+            "none or lora.dropout to 0."
         )
     candidates = {
         module
-        for number in range(translation.settings.num_layers)
-        for path in _hosts(translation)
+        for number in range(translation.transformer_config.num_layers)
+        for path in _adaptable_linears(translation)
         for module in hf_modules(translation.find_mapping(f"decoder.layers.{number}.{path}.weight"))
     }
-    found = list_weight_modules(config.model, hf_config)
-    joined = tuple(
-        f"{module}.{part}"
-        for module in found
+    modules = list_weight_modules(config.model, hf_config)
+    expert_tensors = tuple(
+        f"{module}.{tensor}"
+        for module in modules
         if module.endswith(".experts")
-        for part in EXPERT_LINEARS
+        for tensor in EXPERT_LINEARS
     )
     head = "lm_head" if config.model.model_type == "language_model" else "score"
     plan = AdapterPlan(
         config.lora,
         model=config.model,
-        modules=tuple(name for name in found if name in candidates),
-        others=tuple(name for name in found if name not in candidates),
-        joined=joined,
+        modules=tuple(name for name in modules if name in candidates),
+        other_modules=tuple(name for name in modules if name not in candidates),
+        expert_tensors=expert_tensors,
         head=head,
     )
     if plan.trains_head and head == "lm_head" and hf_config.tie_word_embeddings:
         raise ConfigError(
-            "lora.modules_to_save names lm_head, which this model ties to its other embedding: take an untied model."
+            "lora.modules_to_save names lm_head, which this model ties to its other embedding: "
+            "choose an untied model."
         )
-    _refuse_shared_key_heads(plan, config=config, translation=translation)
-    if plan.experts and config.expert_ranks_of_a_matrix not in (1, config.tensor_parallel):
+    _check_key_heads(plan, config=config, translation=translation)
+    if plan.expert_targets and config.expert_ranks_of_a_matrix not in (1, config.tensor_parallel):
         raise ConfigError(
-            f"lora.target_parameters names tensors of experts and expert_tensor_parallel is {config.expert_ranks_of_a_matrix}, where "
-            f"Megatron's gradient norm would miscount what ranks hold twice: set it to 1 or to tensor_parallel ({config.tensor_parallel})."
+            "lora.target_parameters names expert tensors and expert_tensor_parallel is "
+            f"{config.expert_ranks_of_a_matrix}, for which Megatron's gradient norm would count "
+            "replicated parameters wrongly: set it to 1 or to tensor_parallel "
+            f"({config.tensor_parallel})."
         )
     return AdapterPlacement(
         plan=plan,
         translation=translation,
-        around=_surroundings(config, membership=membership, model=config.model),
+        context=_build_layer_context(config, membership=membership, model=config.model),
     )
 
 
-def _refuse_shared_key_heads(
+def _check_key_heads(
     plan: AdapterPlan, *, config: MegatronConfig, translation: BridgeTranslation
 ) -> None:
-    """Where ranks share a key head, a rank's rows of query, key and value have no equal sizes."""
-    groups = translation.settings.num_query_groups or translation.settings.num_attention_heads
-    inputs = {"q_proj", "k_proj", "v_proj"}.intersection(
+    """Reject adapters of query, key and value if ranks share a key head.
+
+    The rows of these modules would not split into equal shards.
+    """
+    transformer_config = translation.transformer_config
+    num_key_heads = transformer_config.num_query_groups or transformer_config.num_attention_heads
+    qkv_targets = {"q_proj", "k_proj", "v_proj"}.intersection(
         name.rpartition(".")[2] for name in plan.targets
     )
-    if config.tensor_parallel > groups and inputs:
+    if config.tensor_parallel > num_key_heads and qkv_targets:
         raise ConfigError(
-            f"lora.target_modules takes in {', '.join(sorted(inputs))}, and tensor_parallel is {config.tensor_parallel}, more than the "
-            f"model's {groups} key heads: lower tensor_parallel to {groups}, or name these modules in lora.exclude_modules."
+            f"lora.target_modules matches {', '.join(sorted(qkv_targets))}, and tensor_parallel is "
+            f"{config.tensor_parallel}, more than the model's {num_key_heads} key heads: lower "
+            f"tensor_parallel to {num_key_heads}, or name these modules in lora.exclude_modules."
         )
 
 
-def _hosts(translation: BridgeTranslation) -> tuple[str, ...]:
-    return ATTENTION_LINEARS if translation.settings.num_moe_experts else DENSE_LINEARS
+def _adaptable_linears(translation: BridgeTranslation) -> tuple[str, ...]:
+    has_experts = translation.transformer_config.num_moe_experts
+    return ATTENTION_LINEARS if has_experts else DENSE_LINEARS
 
 
-def _surroundings(
+def _build_layer_context(
     config: MegatronConfig, *, membership: Membership, model: ModelSpec
 ) -> LayerContext:
     topology = membership.topology
-    place = (
+    # Ranks with different samples, tokens or layers draw different masks.
+    replica_index = (
         topology.dp.rank * topology.cp.size + topology.cp.rank
     ) * topology.pp.size + topology.pp.rank
-    shared, own = (
-        (model.seed << 32) + (place << 12) + offset for offset in (0, 1 + topology.tp.rank)
+    shared_seed, rank_seed = (
+        (model.seed << 32) + (replica_index << 12) + offset for offset in (0, 1 + topology.tp.rank)
     )
     return LayerContext(
         tp=membership.tp,
         expert_tp=membership.expert_tp,
         is_sequence_parallel=config.sequence_parallel,
         switch=AdapterSwitch(),
-        shared_generator=torch.Generator(membership.device).manual_seed(shared),
-        rank_generator=torch.Generator(membership.device).manual_seed(own),
+        shared_generator=torch.Generator(membership.device).manual_seed(shared_seed),
+        rank_generator=torch.Generator(membership.device).manual_seed(rank_seed),
     )

@@ -1,11 +1,10 @@
-"""Which modules an adapter lies beside and what it begins with, fresh or from a directory in the format of HF PEFT.
+"""Plan of an adapter: the modules it changes and its initial tensors, new or from a PEFT folder.
 
-The one module that imports peft, whose configuration decides; what is computed is in ``adapter_layers``.
+The only module that imports peft. PEFT's config decides which modules match; the computation is in
+`linear_adapters` and `expert_adapters`.
 """
 
-import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -15,18 +14,20 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
-from temper_engine_api.specs import LoraSpec, ModelSpec
-from temper_engine_api.weights import WeightEntry, check_weight_entries
-from temper_engine_megatron.adapter.linear_adapters import LoraSettings
-from temper_engine_megatron.huggingface.weight_names import (
+from temper_engine_api import adapter_checks
+from temper_engine_api.adapter_checks import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     PEFT_PREFIX,
-    peft_expert_prefix,
+    format_targets,
+    has_suffix,
 )
+from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
+from temper_engine_api.specs import LoraSpec, ModelSpec
+from temper_engine_megatron.adapter.linear_adapters import LoraSettings
+from temper_engine_megatron.huggingface.weight_names import peft_expert_prefix
 
-_NOT_OFFERED = (
+_UNSUPPORTED_FIELDS = (
     "rank_pattern",
     "alpha_pattern",
     "lora_bias",
@@ -35,15 +36,15 @@ _NOT_OFFERED = (
     "use_qalora",
     "fan_in_fan_out",
 )
-"""Of PEFT's configuration: what would be computed otherwise."""
-_INSIDE_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
-"""What files call the matrices of one expert; transformers keeps those of a layer in joined tensors."""
-_OLD_LAYOUT = ("adapter_checkpoint", "mp_rank_*_adapter.pt", "dist_ckpt")
-"""What the private layouts of other systems leave in an adapter's directory."""
+"""Fields of PEFT's config that change the computation and are not implemented here."""
+_EXPERT_MATRICES = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
+"""Names of expert matrices in files; transformers joins those of a layer to one tensor."""
+_PRIVATE_ADAPTER_FILES = ("adapter_checkpoint", "mp_rank_*_adapter.pt", "dist_ckpt")
+"""Files of adapter directories in the private layouts of other systems."""
 
 
 class AdapterPlan:
-    """Which Hugging Face modules are adapted or trained whole, and how; known before the model is built."""
+    """Hugging Face modules that are adapted or trained in full; made before the model is built."""
 
     def __init__(
         self,
@@ -51,23 +52,23 @@ class AdapterPlan:
         *,
         model: ModelSpec,
         modules: tuple[str, ...],
-        others: tuple[str, ...],
-        joined: tuple[str, ...],
+        other_modules: tuple[str, ...],
+        expert_tensors: tuple[str, ...],
         head: str,
     ) -> None:
-        """Decide.
+        """Match the settings with the modules of the model.
 
         Args:
-            spec: what is asked.
-            model: of the engine.
-            modules: Hugging Face modules that may have an adapter, in the order of the model.
-            others: Hugging Face modules that have weights and may have none.
-            joined: tensors in which transformers joins the matrices of experts, in the order of the model.
-            head: the output layer's module.
+            spec: Adapter settings.
+            model: Model of the engine.
+            modules: Hugging Face modules that can have an adapter, in model order.
+            other_modules: Hugging Face modules with weights that cannot.
+            expert_tensors: Joined expert tensors of transformers, in model order.
+            head: Hugging Face module of the output layer.
 
         Raises:
-            ConfigError: no module matches, or one that can't be adapted.
-            CapabilityError: the directory holds another kind of adapter.
+            ConfigError: If no module matches, or one that cannot be adapted.
+            CapabilityError: If the directory has another kind of adapter.
         """
         self.spec, self.head = spec, head
         self.config = (
@@ -75,27 +76,30 @@ class AdapterPlan:
             if spec.path is None
             else _saved_config(spec.path, dropout=spec.dropout)
         )
-        asked = self.config.target_modules
-        _refuse_experts(self.config, modules=modules, joined=joined)
-        _refuse_unmatched(spec, names=(*modules, *others), kinds=_kinds(modules))
-        self.experts = _chosen_of(self.config, joined)
-        """Of the joined tensors those that are adapted."""
-        if asked == "all-linear":
+        requested = self.config.target_modules
+        _check_no_expert_modules(self.config, modules=modules, expert_tensors=expert_tensors)
+        adapter_checks.check_target_names(spec, module_names=(*modules, *other_modules))
+        self.expert_targets = _match_expert_tensors(self.config, expert_tensors)
+        """Joined expert tensors that are adapted."""
+        if requested == "all-linear":
             self.targets = tuple(name for name in modules if not _is_excluded(self.config, name))
+            # Save names instead of "all-linear", which other loaders may resolve differently.
             self.config.target_modules = {name.rpartition(".")[2] for name in self.targets}
         else:
-            self.targets = tuple(name for name in modules if _is_chosen(self.config, name))
-            wrong = [name for name in others if _is_chosen(self.config, name)]
+            self.targets = tuple(name for name in modules if _is_matched(self.config, name))
+            wrong = [name for name in other_modules if _is_matched(self.config, name)]
             if wrong:
                 raise ConfigError(
-                    f"lora.target_modules takes in {wrong[0]}, which can't have an adapter: only linear layers below the head can. "
-                    "Name it in lora.exclude_modules, or train it whole through lora.modules_to_save."
+                    f"lora.target_modules matches {wrong[0]}, which cannot be adapted: only linear "
+                    "layers below the head can. Name it in lora.exclude_modules, or train it in "
+                    "full through lora.modules_to_save."
                 )
-        if not self.targets and not self.experts:
+        if not self.targets and not self.expert_targets:
             raise ConfigError(
-                f"lora.target_modules {_told(asked)} names no linear layer of this model; it has {_told(_kinds(modules))}."
+                f"lora.target_modules {format_targets(requested)} matches no linear layer of this "
+                f"model: name some of {format_targets(_last_parts(modules))}."
             )
-        self.trains_head = self._trains_head((*modules, *others))
+        self.trains_head = self._trains_head((*modules, *other_modules))
         scale = math.sqrt(self.config.r) if self.config.use_rslora else self.config.r
         self.settings = LoraSettings(
             rank=self.config.r,
@@ -106,151 +110,123 @@ class AdapterPlan:
         self._seed = model.seed
 
     def _trains_head(self, modules: tuple[str, ...]) -> bool:
-        """PEFT names heads by every name that it knows; those that the model does not have mean nothing, unless they were asked for."""
-        wanted = set(self.config.modules_to_save or ())
-        found = {name for name in modules for asked in wanted if f".{name}".endswith(f".{asked}")}
+        # PEFT adds all names of heads that it knows to modules_to_save, so a name that the model
+        # does not have is an error only if the user gave it.
+        requested = set(self.config.modules_to_save or ())
+        matched = {
+            name for name in modules for suffix in requested if has_suffix((name,), suffix=suffix)
+        }
         missing = {
-            asked
-            for asked in self.spec.modules_to_save
-            if not any(f".{name}".endswith(f".{asked}") for name in modules)
+            suffix for suffix in self.spec.modules_to_save if not has_suffix(modules, suffix=suffix)
         }
-        if unknown := (found - {self.head}) | missing:
+        if unsupported := (matched - {self.head}) | missing:
             raise ConfigError(
-                f"lora.modules_to_save names {', '.join(sorted(unknown))}, but the Megatron engine trains only the output layer whole "
-                f"({self.head}): leave out the others."
+                f"lora.modules_to_save names {', '.join(sorted(unsupported))}, but the Megatron "
+                f"engine can train only the output layer in full ({self.head}): remove the others."
             )
-        return self.head in found
+        return self.head in matched
 
-    def description(self) -> dict[str, object]:
-        """What adapter_config.json holds."""
-        fields = {
-            key: sorted(value) if isinstance(value, set) else value
-            for key, value in self.config.to_dict().items()
-        }
-        described: dict[str, object] = json.loads(
-            json.dumps(fields | {"inference_mode": True}, default=str)
-        )
-        return described
+    def peft_config(self) -> dict[str, object]:
+        """Return the contents of adapter_config.json."""
+        return adapter_checks.to_adapter_config(self.config.to_dict())
 
     def select_targets(self, modules: tuple[str, ...]) -> tuple[str, ...]:
-        """The last parts of those of the modules that are adapted."""
+        """Return the last parts of those modules that are adapted."""
         return tuple(name.rpartition(".")[2] for name in modules if name in self.targets)
 
     def select_expert_targets(self, module: str) -> tuple[str, ...]:
-        """The last parts of the adapted tensors of one module with experts."""
+        """Return the last parts of the adapted tensors of one module with experts."""
         return tuple(
-            name.rpartition(".")[2] for name in self.experts if name.rpartition(".")[0] == module
+            name.rpartition(".")[2]
+            for name in self.expert_targets
+            if name.rpartition(".")[0] == module
         )
 
-    def peft_prefix(self, joined: str) -> str:
-        """What PEFT puts before ``.lora_A`` for one of the joined tensors."""
-        module, _, part = joined.rpartition(".")
-        return peft_expert_prefix(module, part, joined=self.select_expert_targets(module))
+    def peft_prefix(self, expert_tensor: str) -> str:
+        """Return what PEFT puts before `.lora_A` for a joined expert tensor."""
+        module, _, last_part = expert_tensor.rpartition(".")
+        return peft_expert_prefix(module, last_part, adapted=self.select_expert_targets(module))
 
-    def tensors(
+    def initial_tensors(
         self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
     ) -> dict[str, Tensor]:
-        """What the adapter begins with, full tensors by PEFT name; magnitudes of a fresh DoRA are left out.
+        """Return the initial full tensors by PEFT name, without the row norms of a new DoRA.
 
         Args:
-            shapes: by PEFT name.
-            read: full weights of the base, for what is trained whole.
+            shapes: Shapes by PEFT name.
+            read: Reads a full base weight, for modules that are trained in full.
 
         Raises:
-            WeightError: the directory's tensors are not those that its configuration asks for.
+            WeightError: If the tensors in the directory do not match its config.
         """
         if self.spec.path is not None:
             tensors = read_adapter_tensors(self.spec.path)
-            _check_complete(shapes, tensors)
+            adapter_checks.check_adapter_tensors(shapes, tensors)
             return tensors
-        fresh: dict[str, Tensor] = {}
+        new: dict[str, Tensor] = {}
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(
-                self._seed
-            )  # without the GPUs, whose streams go on as they were
-            for stem in (
+            # Only the CPU generator: torch.manual_seed would also seed every GPU.
+            torch.default_generator.manual_seed(self._seed)
+            # In the order in which peft initializes them: linear layers first, then experts.
+            for prefix in (
                 *(PEFT_PREFIX + module for module in self.targets),
-                *map(self.peft_prefix, self.experts),
+                *map(self.peft_prefix, self.expert_targets),
             ):
-                down, up = (f"{stem}.{part}.weight" for part in ("lora_A", "lora_B"))
-                fresh[down], fresh[up] = _fresh_pair(shapes[down], shapes[up])
-        for name in shapes.keys() - fresh.keys():
+                a, b = (f"{prefix}.{part}.weight" for part in ("lora_A", "lora_B"))
+                new[a], new[b] = _draw_pair(shapes[a], shapes[b])
+        for name in shapes.keys() - new.keys():
             if not name.endswith("lora_magnitude_vector"):
-                fresh[name] = read(name.removeprefix(PEFT_PREFIX))
-        return fresh
+                new[name] = read(name.removeprefix(PEFT_PREFIX))
+        return new
 
 
 def _fresh_config(spec: LoraSpec, *, model: ModelSpec) -> LoraConfig:
     is_language_model = model.model_type == "language_model"
-    # The head of a value or reward model starts from random numbers: it can only be trained whole.
-    whole = {*spec.modules_to_save} if is_language_model else {*spec.modules_to_save, "score"}
-    excluded = (
-        spec.exclude_modules
-        if isinstance(spec.exclude_modules, str)
-        else sorted({*spec.exclude_modules, *whole})
-    )
     return LoraConfig(
         task_type=TaskType.CAUSAL_LM if is_language_model else TaskType.TOKEN_CLS,
-        base_model_name_or_path=model.path,
-        r=spec.rank,
-        lora_alpha=int(spec.alpha)
-        if spec.alpha is not None and float(spec.alpha).is_integer()
-        else spec.alpha,
-        lora_dropout=spec.dropout,
-        target_modules=spec.target_modules
-        if isinstance(spec.target_modules, str)
-        else list(spec.target_modules),
-        exclude_modules=excluded or None,
-        # engine-api 0.1.1 and those before do not have the field.
-        target_parameters=list(getattr(spec, "target_parameters", ())) or None,
-        modules_to_save=sorted(whole) or None,
-        use_rslora=spec.rslora,
-        use_dora=spec.dora,
+        **adapter_checks.new_lora_config(spec, model=model),
     )
 
 
 def _saved_config(path: str, *, dropout: float) -> LoraConfig:
     folder = Path(path)
-    if not (folder / ADAPTER_CONFIG).is_file():
-        if any(next(folder.glob(pattern), None) for pattern in _OLD_LAYOUT):
-            raise ConfigError(
-                f"lora.path is {path!r}, which holds an adapter in another system's private layout: convert it with "
-                f"`temper-migrate checkpoint {path} --to peft --out NEW` and set lora.path to NEW."
-            )
+    if not (folder / ADAPTER_CONFIG).is_file() and any(
+        next(folder.glob(pattern), None) for pattern in _PRIVATE_ADAPTER_FILES
+    ):
         raise ConfigError(
-            f"lora.path is {path!r}, which has no {ADAPTER_CONFIG}: name a directory in the format of Hugging Face PEFT."
+            f"lora.path is {path!r}, which has an adapter in another system's private layout: "
+            f"convert it with `temper-migrate checkpoint {path} --to peft --out NEW` and set "
+            "lora.path to NEW."
         )
-    kind = json.loads((folder / ADAPTER_CONFIG).read_text()).get("peft_type")
-    if kind != "LORA":
-        raise CapabilityError(
-            f"the adapter in {path} is of type {kind}; only LORA can be trained here."
-        )
+    adapter_checks.check_adapter_directory(path)
     config = LoraConfig.from_pretrained(path)
     assert isinstance(config, LoraConfig)
-    others = [name for name in _NOT_OFFERED if vars(config).get(name)] + (
-        ["bias"] if config.bias != "none" else []
-    )
-    if others:
+    unsupported = [name for name in _UNSUPPORTED_FIELDS if vars(config).get(name)]
+    unsupported += ["bias"] if config.bias != "none" else []
+    if unsupported:
         raise CapabilityError(
-            f"the adapter in {path} sets {', '.join(others)}, which the Megatron engine does not compute."
+            f"the adapter in {path} sets {', '.join(unsupported)}, which the Megatron engine does "
+            "not support: use the FSDP engine, or an adapter without these settings."
         )
     if config.target_parameters and (dropout > 0 or config.use_dora):
         setting = (
-            f"lora.dropout is {dropout}" if dropout > 0 else f"the adapter in {path} is a DoRA"
+            f"lora.dropout is {dropout}" if dropout > 0 else f"the adapter in {path} uses DoRA"
         )
         raise ConfigError(
-            f"{setting}, but PEFT has that beside linear layers only, and the adapter in {path} has target_parameters."
+            f"{setting}, but PEFT supports that for linear layers only, and the adapter in {path} "
+            "has target_parameters: set lora.dropout to 0, or choose another adapter."
         )
+    # Saved adapters have it set, and peft would freeze them.
     config.inference_mode = False
     config.lora_dropout = dropout
     return config
 
 
 def read_adapter_tensors(path: str) -> dict[str, Tensor]:
-    """The tensors of a directory in the format of HF PEFT, by name.
+    """Read the tensors of a PEFT adapter directory by name.
 
     Raises:
-        WeightError: it has none as safetensors.
+        WeightError: If it has no safetensors file.
     """
     file = Path(path, ADAPTER_WEIGHTS)
     if not file.is_file():
@@ -260,18 +236,21 @@ def read_adapter_tensors(path: str) -> dict[str, Tensor]:
     return load_file(file)
 
 
-def _fresh_pair(down: tuple[int, ...], up: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """A and B as PEFT makes them, with the same draws: two linear layers, of which A is drawn anew and B set to 0."""
-    first = nn.Linear(down[1], down[0], bias=False)
-    second = nn.Linear(up[1], up[0], bias=False)
-    nn.init.kaiming_uniform_(first.weight, a=math.sqrt(5))
-    return first.weight.detach(), torch.zeros_like(second.weight)
+def _draw_pair(a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return A and B with the numbers that peft draws.
+
+    peft creates two linear layers, whose constructors draw numbers too, then draws A again and sets
+    B to zero.
+    """
+    a = nn.Linear(a_shape[1], a_shape[0], bias=False)
+    b = nn.Linear(b_shape[1], b_shape[0], bias=False)
+    nn.init.kaiming_uniform_(a.weight, a=math.sqrt(5))
+    return a.weight.detach(), torch.zeros_like(b.weight)
 
 
-def _is_chosen(config: LoraConfig, name: str) -> bool:
-    # A match object or an "excluded" mark; only True and a match mean yes.
-    found = check_target_module_exists(config, name)
-    return bool(found)
+def _is_matched(config: LoraConfig, name: str) -> bool:
+    # peft returns a bool, a match object, or a falsy mark for excluded modules.
+    return bool(check_target_module_exists(config, name))
 
 
 def _is_excluded(config: LoraConfig, name: str) -> bool:
@@ -282,84 +261,54 @@ def _is_excluded(config: LoraConfig, name: str) -> bool:
     return bool(check_target_module_exists(probe, name))
 
 
-def _refuse_experts(
-    config: LoraConfig, *, modules: tuple[str, ...], joined: tuple[str, ...]
+def _check_no_expert_modules(
+    config: LoraConfig, *, modules: tuple[str, ...], expert_tensors: tuple[str, ...]
 ) -> None:
-    """PEFT has no modules inside experts; of such names it makes target_parameters, with twice the rank where two matrices are joined."""
-    asked = config.target_modules
-    is_all = asked == "all-linear" and not config.target_parameters
-    if joined and (
-        is_all or (isinstance(asked, set | list | tuple) and _INSIDE_EXPERTS.intersection(asked))
+    """Reject module names inside experts.
+
+    PEFT turns them into target_parameters, with twice the rank where two matrices are joined.
+    """
+    requested = config.target_modules
+    includes_all = requested == "all-linear" and not config.target_parameters
+    if expert_tensors and (
+        includes_all
+        or (isinstance(requested, set | list | tuple) and _EXPERT_MATRICES.intersection(requested))
     ):
         raise ConfigError(
-            f"lora.target_modules is {_told(asked)}, which takes in what lies inside this model's experts: name in it modules of "
-            f"{_told(_kinds(modules))}, and in lora.target_parameters the tensors of experts, of {_told(_tensors_of(joined))}."
+            f"lora.target_modules is {format_targets(requested)}, which includes modules inside "
+            "this model's experts: name modules of "
+            f"{format_targets(_last_parts(modules))} there, and expert tensors of "
+            f"{format_targets(_short_tensor_names(expert_tensors))} in lora.target_parameters."
         )
 
 
-def _refuse_unmatched(spec: LoraSpec, *, names: tuple[str, ...], kinds: list[str]) -> None:
-    """A name that nothing has, beside one that something has; PEFT would pass over it. A pattern of targets is refused by what it finds."""
-    for key in ("target_modules", "exclude_modules"):
-        asked: str | tuple[str, ...] = getattr(spec, key)
-        if isinstance(asked, str):
-            is_idle = (
-                key == "exclude_modules"
-                and asked
-                and not any(re.fullmatch(asked, name) for name in names)
-            )
-            unmatched = [asked] if is_idle else []
-        else:
-            unmatched = [
-                wanted
-                for wanted in asked
-                if not any(f".{name}".endswith(f".{wanted}") for name in names)
-            ]
-        if unmatched:
-            raise ConfigError(
-                f"lora.{key} names {', '.join(unmatched)}, but no layer of this model has that name: remove it, or take another; "
-                f"it has {', '.join(kinds)}."
-            )
-
-
-def _chosen_of(config: LoraConfig, joined: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the joined tensors that the configuration names, by the ends of their names.
+def _match_expert_tensors(config: LoraConfig, expert_tensors: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the joined expert tensors that the config names by the ends of their names.
 
     Raises:
-        ConfigError: it names others.
+        ConfigError: If it names others.
     """
-    asked = config.target_parameters or ()
-    unknown = sorted(
-        name for name in asked if not any(f".{each}".endswith(f".{name}") for each in joined)
-    )
+    requested = config.target_parameters or ()
+    unknown = sorted(name for name in requested if not has_suffix(expert_tensors, suffix=name))
     if unknown:
-        raise ConfigError(
-            f"lora.target_parameters names {', '.join(unknown)}, but only tensors of experts can be named, and this model has "
-            f"{_told(_tensors_of(joined)) if joined else 'no experts'}."
+        available = (
+            format_targets(_short_tensor_names(expert_tensors)) if expert_tensors else "no experts"
         )
-    return tuple(each for each in joined if any(f".{each}".endswith(f".{name}") for name in asked))
-
-
-def _tensors_of(joined: tuple[str, ...]) -> list[str]:
-    """The ends of their names, which all layers share."""
-    return sorted({".".join(name.split(".")[-3:]) for name in joined})
-
-
-def _kinds(modules: tuple[str, ...]) -> list[str]:
-    return sorted({name.rpartition(".")[2] for name in modules})
-
-
-def _told(target: object) -> str:
-    return repr(sorted(target)) if isinstance(target, set | list | tuple) else repr(target)
-
-
-def _check_complete(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
-    check_weight_entries(
-        [
-            WeightEntry(name=name, shape=shape, dtype=torch.float32)
-            for name, shape in shapes.items()
-        ],
-        [
-            WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
-            for name, tensor in tensors.items()
-        ],
+        raise ConfigError(
+            f"lora.target_parameters names {', '.join(unknown)}, but only tensors of experts can "
+            f"be named, and this model has {available}."
+        )
+    return tuple(
+        tensor
+        for tensor in expert_tensors
+        if any(has_suffix((tensor,), suffix=name) for name in requested)
     )
+
+
+def _short_tensor_names(expert_tensors: tuple[str, ...]) -> list[str]:
+    """Return the ends of tensor names, which are the same in all layers."""
+    return sorted({".".join(name.split(".")[-3:]) for name in expert_tensors})
+
+
+def _last_parts(modules: tuple[str, ...]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in modules})

@@ -1,7 +1,8 @@
-"""Low-rank updates beside Megatron's split matrices, each for one of the Hugging Face modules that a matrix is made of.
+"""LoRA for Megatron's parallel linear layers, one pair of A and B per Hugging Face module.
 
-With x the layer's input: y + s B A x, and with DoRA (arXiv:2402.09353, equation 5) rows of W + s B A scaled to a trained length m. Over
-tensor-parallel ranks A or B is split as its side of the matrix is, and the other one is whole on each.
+With layer input x the output is y + s B A x. With DoRA (arXiv:2402.09353, equation 5) the rows of
+W + s B A are scaled to a trained norm m. Over tensor-parallel ranks A or B is split like its side
+of the matrix, and the other one is replicated.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,249 +23,270 @@ from temper_engine_megatron.huggingface.weight_names import ADAPTER_MODULE
 
 
 class AdapterSwitch:
-    """Whether the adapter takes part in what the model computes."""
+    """Turns the adapter of a model on and off."""
 
     is_off = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """What all parts of an adapter share."""
+    """Settings of all layers of an adapter."""
 
     rank: int
-    """Of A and B."""
     scale: float
-    """s."""
+    """Factor s of the update."""
     dropout: float
-    """On x, in training."""
+    """Dropout probability of x in training."""
     dora: bool
-    """Whether lengths of rows are trained."""
+    """Train the norms of rows as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext:
-    """Where a layer computes."""
+    """Process groups and random generators of the layers of one rank."""
 
     tp: dist.ProcessGroup
-    """Ranks that hold parts of the same matrices."""
+    """Ranks with shards of the same matrices."""
     expert_tp: dist.ProcessGroup
-    """Ranks that hold parts of the same expert's matrices."""
+    """Ranks with shards of the same expert's matrices."""
     is_sequence_parallel: bool
-    """Whether activations between matrices are split along the sequence."""
+    """True if activations between matrices are split along the sequence."""
     switch: AdapterSwitch
-    """Of the whole adapter."""
     shared_generator: torch.Generator
-    """Of dropout where tensor-parallel ranks have the same x, in the same state on all of them."""
+    """For dropout where tensor-parallel ranks have the same x; same state on all of them."""
     rank_generator: torch.Generator
-    """Of dropout where they have parts of it."""
+    """For dropout where tensor-parallel ranks have different slices of x."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearLayer:
-    """One of Megatron's linear layers on this rank."""
+    """One of Megatron's parallel linear layers on this rank."""
 
-    layer: nn.Module
-    """Column or row parallel; it returns its output and perhaps a bias."""
+    module: nn.Module
+    """Column or row parallel; returns its output and a bias or None."""
     splits_input: bool
-    """Whether it is row parallel: x is split over ranks, and the output is their sum."""
+    """True for row parallel: x is split over ranks, and outputs are summed."""
     rows: Mapping[str, Tensor]
-    """By the last part of Hugging Face's module name: which entries of this rank's output belong to it, in that module's order."""
+    """Output indices of each Hugging Face module, by the last part of its name.
+
+    Indices refer to this rank's output, in the order of the module's rows."""
 
     @property
     def weight(self) -> Tensor:
         """[out, in] of this rank."""
-        return self.layer.get_parameter("weight")
+        return self.module.get_parameter("weight")
 
     @property
-    def bias(self) -> Tensor | None:
-        """[out] that is already in the output; a row-parallel layer returns its own beside it."""
+    def added_bias(self) -> Tensor | None:
+        """[out] bias that the output includes; a row-parallel layer returns it separately."""
         return (
             None
             if self.splits_input
-            else dict(self.layer.named_parameters(recurse=False)).get("bias")
+            else dict(self.module.named_parameters(recurse=False)).get("bias")
         )
 
 
 class LoraPair(nn.Module):
-    """A and B of one Hugging Face module on this rank, and the lengths of its rows."""
+    """This rank's shards of A, B and (with DoRA) row norms of one Hugging Face module."""
 
     def __init__(
         self,
-        host: LinearLayer,
+        linear: LinearLayer,
         *,
         num_rows: int,
         settings: LoraSettings,
         is_sequence_parallel: bool,
     ) -> None:
         super().__init__()
-        weight = host.weight
+        weight = linear.weight
         self.lora_A = nn.Parameter(weight.new_empty(settings.rank, weight.shape[1]))
         self.lora_B = nn.Parameter(weight.new_empty(num_rows, settings.rank))
         self.lora_magnitude_vector = (
             nn.Parameter(weight.new_empty(num_rows)) if settings.dora else None
         )
-        split, whole = (
-            (self.lora_A, self.lora_B) if host.splits_input else (self.lora_B, self.lora_A)
+        split, replicated = (
+            (self.lora_A, self.lora_B) if linear.splits_input else (self.lora_B, self.lora_A)
         )
-        set_tensor_model_parallel_attributes(split, True, 1 if host.splits_input else 0, 1)
-        # Every rank sees a part of the sequence, so that gradients of what is whole are summed over them.
-        whole.sequence_parallel = is_sequence_parallel  # type: ignore[attr-defined]
+        set_tensor_model_parallel_attributes(split, True, 1 if linear.splits_input else 0, 1)
+        # Each rank sees a part of the sequence; Megatron sums the gradients of parameters with this
+        # mark over tensor-parallel ranks.
+        replicated.sequence_parallel = is_sequence_parallel  # type: ignore[attr-defined]
         if self.lora_magnitude_vector is not None:
-            if host.splits_input:
+            if linear.splits_input:
                 self.lora_magnitude_vector.sequence_parallel = is_sequence_parallel  # type: ignore[attr-defined]
             else:
                 set_tensor_model_parallel_attributes(self.lora_magnitude_vector, True, 0, 1)
 
 
 class LinearAdapter(nn.Module):
-    """What an adapter adds to the output of one linear layer; a forward hook of that layer."""
+    """Adds the low-rank updates to the output of one linear layer, as a forward hook."""
 
     def __init__(
         self,
-        host: LinearLayer,
+        linear: LinearLayer,
         *,
         targets: tuple[str, ...],
         settings: LoraSettings,
-        around: LayerContext,
+        context: LayerContext,
     ) -> None:
         super().__init__()
-        self._host, self._settings, self._around = host, settings, around
+        self._linear, self._settings, self._context = linear, settings, context
         self._targets = targets
         for name in targets:
-            part = LoraPair(
-                host,
-                num_rows=len(host.rows[name]),
+            pair = LoraPair(
+                linear,
+                num_rows=len(linear.rows[name]),
                 settings=settings,
-                is_sequence_parallel=around.is_sequence_parallel,
+                is_sequence_parallel=context.is_sequence_parallel,
             )
-            self.add_module(name, part)
-        # From the order of Hugging Face's modules, one behind the other, to that of the layer's output.
-        order = torch.argsort(torch.cat([*host.rows.values()]))
+            self.add_module(name, pair)
+        # Permutes outputs from module after module to the layer's interleaved order.
+        order = torch.argsort(torch.cat([*linear.rows.values()]))
         self.register_buffer("order", order, persistent=False)
 
     def hook(
         self, _: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output with the adapter's on top."""
-        if self._around.switch.is_off:
+        """Return the output of the layer with the updates added."""
+        if self._context.switch.is_off:
             return output
         y, bias = output
-        pieces = [self._added(name, inputs[0], y) for name in self._host.rows]
-        return y + torch.cat(pieces, dim=-1).index_select(-1, self.get_buffer("order")), bias
+        updates = [self._compute_update(name, inputs[0], y) for name in self._linear.rows]
+        return y + torch.cat(updates, dim=-1).index_select(-1, self.get_buffer("order")), bias
 
-    def part(self, name: str) -> LoraPair:
-        """Of one Hugging Face module."""
-        found = self.get_submodule(name)
-        assert isinstance(found, LoraPair)
-        return found
+    def get_pair(self, name: str) -> LoraPair:
+        """Return the pair of one Hugging Face module."""
+        pair = self.get_submodule(name)
+        assert isinstance(pair, LoraPair)
+        return pair
 
-    def _added(self, name: str, x: Tensor, y: Tensor) -> Tensor:
-        rows = self._host.rows[name]
+    def _compute_update(self, name: str, x: Tensor, y: Tensor) -> Tensor:
+        rows = self._linear.rows[name]
         if name not in self._targets:
             return y.new_zeros(*y.shape[:-1], len(rows))
-        part, settings = self.part(name), self._settings
-        low = self._across(nn.functional.linear(self._dropped(x), part.lora_A))
-        added = nn.functional.linear(low, part.lora_B) * settings.scale
-        if part.lora_magnitude_vector is None:
-            return added
+        pair, settings = self.get_pair(name), self._settings
+        low_rank = self._exchange(nn.functional.linear(self._apply_dropout(x), pair.lora_A))
+        update = nn.functional.linear(low_rank, pair.lora_B) * settings.scale
+        if pair.lora_magnitude_vector is None:
+            return update
+        # DoRA scales W x + s B A x without the bias.
         base = y.index_select(-1, rows.to(y.device))
-        if self._host.bias is not None:
-            base = base - self._host.bias.index_select(0, rows.to(y.device))
-        ratio = (part.lora_magnitude_vector.float() / self.lengths(name)).to(y.dtype)
-        return (ratio - 1) * base + ratio * added
+        if self._linear.added_bias is not None:
+            base = base - self._linear.added_bias.index_select(0, rows.to(y.device))
+        ratio = (pair.lora_magnitude_vector.float() / self.row_norms(name)).to(y.dtype)
+        return (ratio - 1) * base + ratio * update
 
-    def _across(self, low: Tensor) -> Tensor:
-        """A x where the other matrix needs it: its sum over ranks that have parts of x, or a copy whose gradients are summed."""
-        tp = self._around.tp
+    def _exchange(self, low_rank: Tensor) -> Tensor:
+        """Exchange A x between tensor-parallel ranks, as Megatron does around its matrices.
+
+        Row parallel: sum over ranks with slices of x. Column parallel: every rank needs all of A x,
+        and its gradient is summed over ranks.
+        """
+        tp = self._context.tp
         if tp.size() == 1:
-            return low
-        is_sequence_parallel = self._around.is_sequence_parallel
-        across: Callable[..., Tensor]
-        if self._host.splits_input:
-            across = (
+            return low_rank
+        is_sequence_parallel = self._context.is_sequence_parallel
+        exchange: Callable[..., Tensor]
+        if self._linear.splits_input:
+            exchange = (
                 reduce_scatter_to_sequence_parallel_region
                 if is_sequence_parallel
                 else reduce_from_tensor_model_parallel_region
             )
         else:
-            across = (
+            exchange = (
                 gather_from_sequence_parallel_region
                 if is_sequence_parallel
                 else copy_to_tensor_model_parallel_region
             )
-        return across(low, group=tp)
+        return exchange(low_rank, group=tp)
 
-    def _dropped(self, x: Tensor) -> Tensor:
-        share = 1.0 - self._settings.dropout
-        if share == 1.0 or not self.training:
+    def _apply_dropout(self, x: Tensor) -> Tensor:
+        keep_probability = 1.0 - self._settings.dropout
+        if keep_probability == 1.0 or not self.training:
             return x
-        is_whole = not self._host.splits_input and not self._around.is_sequence_parallel
-        draws = self._around.shared_generator if is_whole else self._around.rank_generator
-        return x * torch.empty_like(x).bernoulli_(share, generator=draws) / share
+        # Ranks with the same x must draw the same mask, ranks with different slices another one.
+        has_full_x = not self._linear.splits_input and not self._context.is_sequence_parallel
+        generator = self._context.shared_generator if has_full_x else self._context.rank_generator
+        mask = torch.empty_like(x).bernoulli_(keep_probability, generator=generator)
+        return x * mask / keep_probability
 
     @torch.no_grad()
-    def lengths(self, name: str) -> Tensor:
-        """[rows] float32 lengths of the rows of W + s B A, whole on every rank that holds them; a constant, as in equation 11."""
-        part, rows = self.part(name), self._host.rows[name].to(self._host.weight.device)
-        weight = self._host.weight.index_select(0, rows).float()
-        square = (
+    def row_norms(self, name: str) -> Tensor:
+        """Return the [rows] float32 norms of the rows of W + s B A.
+
+        Without gradient: a constant, as in equation 11 of the paper. Collective if x is split.
+        """
+        pair, rows = self.get_pair(name), self._linear.rows[name].to(self._linear.weight.device)
+        weight = self._linear.weight.index_select(0, rows).float()
+        squares = (
             torch.addmm(
-                weight, part.lora_B.float(), part.lora_A.float(), alpha=self._settings.scale
+                weight, pair.lora_B.float(), pair.lora_A.float(), alpha=self._settings.scale
             )
             .square()
             .sum(1)
         )
-        if self._host.splits_input and self._around.tp.size() > 1:
-            dist.all_reduce(square, group=self._around.tp)
-        return square.sqrt()
+        if self._linear.splits_input and self._context.tp.size() > 1:
+            dist.all_reduce(squares, group=self._context.tp)
+        return squares.sqrt()
 
 
 def attach_to_linear(
-    host: LinearLayer, *, targets: tuple[str, ...], settings: LoraSettings, around: LayerContext
+    linear: LinearLayer, *, targets: tuple[str, ...], settings: LoraSettings, context: LayerContext
 ) -> LinearAdapter:
-    """Put an adapter beside a layer; its parameters are part of the layer's from now on."""
-    beside = LinearAdapter(host, targets=targets, settings=settings, around=around)
-    host.layer.add_module(ADAPTER_MODULE, beside)
-    host.layer.register_forward_hook(beside.hook)
-    return beside
+    """Attach an adapter to a linear layer; its parameters become part of the layer."""
+    adapter = LinearAdapter(linear, targets=targets, settings=settings, context=context)
+    linear.module.add_module(ADAPTER_MODULE, adapter)
+    linear.module.register_forward_hook(adapter.hook)
+    return adapter
 
 
 def find_linear_layers(
-    layer: nn.Module, *, settings: object, tp_size: int, paths: Mapping[str, tuple[str, ...]]
+    layer: nn.Module,
+    *,
+    transformer_config: object,
+    tp_size: int,
+    paths: Mapping[str, tuple[str, ...]],
 ) -> dict[str, LinearLayer]:
-    """The linear layers of one decoder layer by their path, with the rows of the Hugging Face modules in them.
+    """Return the linear layers of one decoder layer by path.
 
     Args:
-        layer: a decoder layer.
-        settings: Megatron's configuration.
-        tp_size: tensor-parallel ranks.
-        paths: by path, the last parts of Hugging Face's module names, in the order of that path's recipe.
+        layer: Decoder layer.
+        transformer_config: Megatron's transformer config.
+        tp_size: Number of tensor-parallel ranks.
+        paths: Last parts of the Hugging Face modules in each linear layer, in the order of its
+            weight mapping.
     """
-    found = {}
+    linear_layers = {}
     for path, names in paths.items():
         linear = layer.get_submodule(path)
-        is_row = path.endswith(("linear_proj", "linear_fc2"))
+        is_row_parallel = path.endswith(("linear_proj", "linear_fc2"))
         size = linear.get_parameter("weight").shape[0]
         if len(names) == 3:
-            rows = _attention_rows(settings, tp_size=tp_size)
+            rows = _qkv_rows(transformer_config, tp_size=tp_size)
         else:
             rows = list(torch.arange(size).chunk(len(names)))
-        found[path] = LinearLayer(
-            layer=linear, splits_input=is_row, rows=dict(zip(names, rows, strict=True))
+        linear_layers[path] = LinearLayer(
+            module=linear,
+            splits_input=is_row_parallel,
+            rows=dict(zip(names, rows, strict=True)),
         )
-    return found
+    return linear_layers
 
 
-def _attention_rows(settings: object, *, tp_size: int) -> list[Tensor]:
-    """Of query, key and value in this rank's interleaved output: for each group its queries, its key, its value."""
-    values = vars(settings)
+def _qkv_rows(transformer_config: object, *, tp_size: int) -> list[Tensor]:
+    """Return the rows of query, key and value in this rank's interleaved output.
+
+    Each group has its queries, then its key, then its value.
+    """
+    values = vars(transformer_config)
     width, num_groups = int(values["kv_channels"]), int(values["num_query_groups"]) // tp_size
-    per_group = int(values["num_attention_heads"]) // int(values["num_query_groups"])
-    place = torch.arange(num_groups * (per_group + 2) * width).view(
-        num_groups, per_group + 2, width
+    queries_per_group = int(values["num_attention_heads"]) // int(values["num_query_groups"])
+    index = torch.arange(num_groups * (queries_per_group + 2) * width).view(
+        num_groups, queries_per_group + 2, width
     )
     return [
-        place[:, :per_group].reshape(-1),
-        place[:, per_group].reshape(-1),
-        place[:, per_group + 1].reshape(-1),
+        index[:, :queries_per_group].reshape(-1),
+        index[:, queries_per_group].reshape(-1),
+        index[:, queries_per_group + 1].reshape(-1),
     ]

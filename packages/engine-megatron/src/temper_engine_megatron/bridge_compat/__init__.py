@@ -1,7 +1,7 @@
-"""Megatron-Bridge, imported in this room and nowhere else, with everything that depends on its version or on Megatron-Core's.
+"""Everything that depends on the version of Megatron-Bridge or Megatron-Core.
 
-In: a Hugging Face configuration. Out: a Megatron configuration, and for each of Megatron's parameters what it is made of.
-``lines`` says which versions belong together and what is different in each; ``stand_ins`` imports them without what they need not have.
+The only package that imports Megatron-Bridge. It turns a Hugging Face config into Megatron's
+transformer config, and maps each of Megatron's parameters to Hugging Face weights.
 """
 
 from temper_engine_megatron.bridge_compat.bridge_translation import (

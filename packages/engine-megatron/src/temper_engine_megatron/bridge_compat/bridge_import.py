@@ -1,4 +1,4 @@
-"""Megatron-Bridge is imported, where TransformerEngine and Triton are absent without them, and Megatron-Core's gaps are closed."""
+"""Import Megatron-Bridge without the packages that it imports but the engine never uses."""
 
 import builtins
 import importlib.util
@@ -15,32 +15,36 @@ from temper_engine_megatron.bridge_compat.supported_versions import find_install
 
 
 def import_bridge() -> Any:
-    """The bridge's package.
+    """Import the bridge, and fix a gap of Megatron-Core.
 
     Raises:
-        ConfigError: it is missing, of a line that is not known, or can't be imported.
+        ConfigError: If the bridge is missing, of an unsupported version, or cannot be imported.
     """
-    line = find_installed_pair()
+    versions = find_installed_pair()
     try:
-        with _stand_ins(line.unconditional_imports), _without_its_logging():
+        with _stub_imports(versions.unconditional_imports), _preserve_logging():
             import megatron.bridge
     except (ImportError, RuntimeError) as error:
-        # The empty package "transformer-engine" raises a RuntimeError when it is imported.
+        # The empty "transformer-engine" package raises a RuntimeError when it is imported.
         raise ConfigError(
-            f"Megatron-Bridge is installed, but importing it failed with {type(error).__name__} ({error}): "
-            "install what is missing, or remove the package that does not work."
+            f"Megatron-Bridge is installed, but importing it failed with {type(error).__name__} "
+            f"({error}): install what is missing, or remove the package that does not work."
         ) from error
-    if line.lacks_router_gemm:
+    if versions.lacks_router_gemm:
         from megatron.core.transformer.moe import moe_utils
 
+        # The router uses this name, which is defined only if TransformerEngine is installed.
         vars(moe_utils).setdefault("te_general_gemm", None)
     logging.getLogger("megatron").setLevel(logging.ERROR)
     return megatron.bridge
 
 
 @contextmanager
-def _without_its_logging() -> Iterator[None]:
-    """It tells what it could not import, and core 0.19 gives the root logger a handler and a level: the process keeps its own."""
+def _preserve_logging() -> Iterator[None]:
+    """Ignore log messages about failed imports, and restore the root logger.
+
+    megatron-core 0.19 gives the root logger a handler and a level.
+    """
     root, disabled = logging.getLogger(), logging.root.manager.disable
     level, handlers = root.level, tuple(root.handlers)
     logging.disable(logging.WARNING)
@@ -54,15 +58,16 @@ def _without_its_logging() -> Iterator[None]:
 
 
 @contextmanager
-def _stand_ins(importers: Mapping[str, str]) -> Iterator[None]:
-    """What is absent has names without content for these modules, which import it without asking.
+def _stub_imports(importers: Mapping[str, str]) -> Iterator[None]:
+    """Give stubs of missing packages to the modules that import them unconditionally.
 
-    Only the importing modules see them: a fake in ``sys.modules`` would make Megatron-Core believe that it has TransformerEngine.
+    Only those modules see a stub: in `sys.modules` it would make Megatron-Core believe that
+    TransformerEngine is installed.
     """
-    absent = {name for name in importers if importlib.util.find_spec(name) is None}
-    real = builtins.__import__
+    missing = {name for name in importers if importlib.util.find_spec(name) is None}
+    real_import = builtins.__import__
 
-    def choose(
+    def import_or_stub(
         name: str,
         globals: Mapping[str, object] | None = None,
         locals: Any = None,
@@ -70,37 +75,39 @@ def _stand_ins(importers: Mapping[str, str]) -> Iterator[None]:
         level: int = 0,
     ) -> Any:
         importer = str((globals or {}).get("__name__") or "")
-        root = name.partition(".")[0]
-        if level == 0 and root in absent and importer.startswith(importers[root]):
-            empty = _EMPTY[root]
-            return getattr(empty, name.rpartition(".")[2]) if fromlist and "." in name else empty
-        return real(name, globals, locals, fromlist, level)
+        package = name.partition(".")[0]
+        if level == 0 and package in missing and importer.startswith(importers[package]):
+            stub = _STUBS[package]
+            return getattr(stub, name.rpartition(".")[2]) if fromlist and "." in name else stub
+        return real_import(name, globals, locals, fromlist, level)
 
-    builtins.__import__ = choose  # type: ignore[assignment]  # what it gives out need not be a module
+    builtins.__import__ = import_or_stub  # type: ignore[assignment]  # a stub is not a module
     try:
         yield
     finally:
-        builtins.__import__ = real
+        builtins.__import__ = real_import
 
 
-class _Absent(torch.nn.Module):
-    """A base class of adapters, which are never made without TransformerEngine."""
+class _MissingModule(torch.nn.Module):
+    """Base class for the bridge's adapters, which need TransformerEngine and are never used."""
 
     def __init__(self, *_: object, **__: object) -> None:
         raise CapabilityError("TransformerEngine is not installed.")
 
 
-def _decorate(function: object = None, **_: object) -> object:
-    return function if function is not None else _decorate
+def _null_decorator(function: object = None, **_: object) -> object:
+    return function if function is not None else _null_decorator
 
 
-_EMPTY = {
+_STUBS = {
     "transformer_engine": types.SimpleNamespace(
         pytorch=types.SimpleNamespace(
-            Linear=_Absent, LayerNormLinear=_Absent, ops=types.SimpleNamespace(Sequential=_Absent)
+            Linear=_MissingModule,
+            LayerNormLinear=_MissingModule,
+            ops=types.SimpleNamespace(Sequential=_MissingModule),
         )
     ),
     "triton": types.SimpleNamespace(
-        jit=_decorate, language=types.SimpleNamespace(constexpr=object(), tensor=object())
+        jit=_null_decorator, language=types.SimpleNamespace(constexpr=object(), tensor=object())
     ),
 }

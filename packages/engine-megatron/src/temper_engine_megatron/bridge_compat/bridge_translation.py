@@ -1,4 +1,4 @@
-"""A Hugging Face architecture in Megatron's words: its configuration, and what each of Megatron's parameters is made of."""
+"""Translate a Hugging Face architecture to Megatron with Megatron-Bridge."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -15,103 +15,116 @@ from temper_engine_megatron.bridge_compat.bridge_import import import_bridge
 from temper_engine_megatron.bridge_compat.supported_versions import find_installed_pair
 
 SUPPORTED_MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral")
-"""Model types whose log-probs and gradients are compared with those of transformers. The bridge translates more, whose own classes then do
-what this engine would leave out: Gemma's scales the embedding."""
-USE_ANOTHER = f"use a {', '.join(SUPPORTED_MODEL_TYPES[:-1])} or {SUPPORTED_MODEL_TYPES[-1]} model."
+"""Model types whose log-probs and gradients are tested against transformers.
+
+The bridge translates more, but with model classes that do what this engine would leave out, such as
+Gemma's scaled embedding."""
+_USE_SUPPORTED = (
+    f"use a {', '.join(SUPPORTED_MODEL_TYPES[:-1])} or {SUPPORTED_MODEL_TYPES[-1]} model."
+)
 
 MappingKind = Literal["plain", "qkv", "gated", "experts_a", "experts_b", "gated_experts_b"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightMapping:
-    """What one of Megatron's parameters is made of."""
+    """Hugging Face weights that one of Megatron's parameters consists of."""
 
     kind: MappingKind
-    """plain: one tensor. qkv: query, key and value, interleaved by group of heads. gated: gate and up, one above the other.
-    experts_a, experts_b: a low-rank adapter's A or B of every expert in PEFT's order, see ``adapter_experts``; gated where B's rows are."""
+    """Way in which they are combined.
+
+    - plain: a single tensor.
+    - qkv: query, key and value, interleaved by group of heads.
+    - gated: gate above up.
+    - experts_a, experts_b, gated_experts_b: LoRA A or B of all experts in PEFT's order; see
+      `adapter.expert_adapters`."""
     names: tuple[str, ...]
-    """Hugging Face names in the order that the kind says."""
+    """Hugging Face names, in the order of the kind."""
 
 
 class BridgeTranslation:
-    """A Hugging Face architecture in Megatron's words."""
+    """Megatron's transformer config and weight mappings of a Hugging Face architecture."""
 
     def __init__(self, hf_config: PretrainedConfig) -> None:
         """Find the translation.
 
         Raises:
-            ConfigError: Megatron-Bridge is missing, or of a line that is not known.
-            CapabilityError: the architecture is not one of those that are known.
+            ConfigError: If Megatron-Bridge is missing or of an unsupported version.
+            CapabilityError: If the architecture is not supported.
         """
         bridge = import_bridge()
-        described = _as_causal_lm(hf_config)
-        auto = bridge.AutoBridge.from_hf_config(described)
-        self.settings: Any = auto.to_megatron_provider(load_weights=False)
+        causal_lm_config = _to_causal_lm_config(hf_config)
+        auto_bridge = bridge.AutoBridge.from_hf_config(causal_lm_config)
+        self.transformer_config: Any = auto_bridge.to_megatron_provider(load_weights=False)
+        """Megatron's transformer config; the caller adds the settings of the run."""
         self._registry = (
-            _model_bridge()
-            .get_model_bridge(getattr(transformers, described.architectures[0]))
+            _import_model_bridge()
+            .get_model_bridge(getattr(transformers, causal_lm_config.architectures[0]))
             .mapping_registry()
         )
 
     def find_mapping(self, name: str) -> WeightMapping:
-        """Of a parameter by Megatron's name with the layer's global number.
+        """Return the mapping of a parameter by Megatron name, with the global layer number.
 
         Raises:
-            CapabilityError: the bridge does not know it.
+            CapabilityError: If the bridge does not know the parameter.
         """
         mapping = self._registry.megatron_to_hf_lookup(name)
         if mapping is None:
             raise CapabilityError(
-                f"Megatron-Bridge does not say what {name} is made of: this architecture is not supported."
+                f"Megatron-Bridge has no mapping for {name}, so this architecture is not "
+                f"supported: {_USE_SUPPORTED}"
             )
-        parts: str | Mapping[str, str] = mapping.hf_param
-        if isinstance(parts, str):
-            return WeightMapping(kind="plain", names=(parts,))
-        if parts.keys() == {"q", "k", "v"}:
-            return WeightMapping(kind="qkv", names=(parts["q"], parts["k"], parts["v"]))
-        if parts.keys() == {"gate", "up"}:
-            return WeightMapping(kind="gated", names=(parts["gate"], parts["up"]))
+        hf_names: str | Mapping[str, str] = mapping.hf_param
+        if isinstance(hf_names, str):
+            return WeightMapping(kind="plain", names=(hf_names,))
+        if hf_names.keys() == {"q", "k", "v"}:
+            return WeightMapping(kind="qkv", names=(hf_names["q"], hf_names["k"], hf_names["v"]))
+        if hf_names.keys() == {"gate", "up"}:
+            return WeightMapping(kind="gated", names=(hf_names["gate"], hf_names["up"]))
         raise CapabilityError(
-            f"{name} is made of {sorted(parts)}, which this engine can't put together: {USE_ANOTHER}"
+            f"{name} consists of {sorted(hf_names)}, which this engine cannot combine: "
+            f"{_USE_SUPPORTED}"
         )
 
-    def join_qkv(self, parts: Sequence[Tensor]) -> Tensor:
-        """Query, key and value as Megatron's interleaved tensor, full size."""
-        conversion = _param_mapping()
-        join = conversion.merge_qkv_weights if parts[0].ndim > 1 else conversion.merge_qkv_biases
-        joined: Tensor = join(self.settings, *parts)
+    def join_qkv(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Interleave full query, key and value tensors as Megatron does."""
+        mapping = _import_param_mapping()
+        join = mapping.merge_qkv_weights if tensors[0].ndim > 1 else mapping.merge_qkv_biases
+        joined: Tensor = join(self.transformer_config, *tensors)
         return joined
 
     def split_qkv(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """The reverse."""
-        conversion = _param_mapping()
-        split = conversion.split_qkv_weights if tensor.ndim > 1 else conversion.split_qkv_biases
-        return tuple(split(self.settings, tensor))
+        """Return query, key and value of a full interleaved tensor; inverse of `join_qkv`."""
+        mapping = _import_param_mapping()
+        split = mapping.split_qkv_weights if tensor.ndim > 1 else mapping.split_qkv_biases
+        return tuple(split(self.transformer_config, tensor))
 
 
-def _as_causal_lm(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """The bridge finds a translation by the name of the class with a language-model head, whatever head a model has."""
-    described = copy.deepcopy(hf_config)
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
-    if name is None or hf_config.model_type not in SUPPORTED_MODEL_TYPES:
+def _to_causal_lm_config(hf_config: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy for the class with a language-model head, by whose name the bridge looks."""
+    causal_lm_config = copy.deepcopy(hf_config)
+    class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
+    if class_name is None or hf_config.model_type not in SUPPORTED_MODEL_TYPES:
         raise CapabilityError(
-            f"the Megatron engine does not know {name or type(hf_config).__name__}, and might leave out parts of it without an error: "
-            f"{USE_ANOTHER}"
+            f"the Megatron engine does not support {class_name or type(hf_config).__name__} and "
+            f"could leave out parts of it without an error: {_USE_SUPPORTED}"
         )
-    described.architectures = [name]
-    rotary: Mapping[str, object] = described.to_dict().get("rope_parameters") or {}
-    if find_installed_pair().ignores_rope_parameters and "rope_theta" in rotary:
-        described.rope_theta = rotary["rope_theta"]
-    return described
+    causal_lm_config.architectures = [class_name]
+    rope: Mapping[str, object] = causal_lm_config.to_dict().get("rope_parameters") or {}
+    # transformers 5 keeps the base in `rope_parameters`.
+    if find_installed_pair().ignores_rope_parameters and "rope_theta" in rope:
+        causal_lm_config.rope_theta = rope["rope_theta"]
+    return causal_lm_config
 
 
-def _model_bridge() -> Any:
+def _import_model_bridge() -> Any:
     from megatron.bridge.models.conversion import model_bridge
 
     return model_bridge
 
 
-def _param_mapping() -> Any:
+def _import_param_mapping() -> Any:
     from megatron.bridge.models.conversion import param_mapping
 
     return param_mapping

@@ -1,7 +1,4 @@
-"""The lines of Megatron that the engine runs on: which versions of its two packages belong together, and what is different in each.
-
-In: what is installed. Out: its line, or one sentence with the way to a line that fits this Python.
-"""
+"""Pairs of Megatron-Core and Megatron-Bridge versions that work together, and how they differ."""
 
 import importlib.metadata
 import importlib.util
@@ -15,29 +12,33 @@ from packaging.specifiers import SpecifierSet
 from temper_engine_api.errors import ConfigError
 
 CORE, BRIDGE = "megatron-core", "megatron-bridge"
-UNKNOWN = "without a version"
+NO_VERSION = "without a version"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionPair:
-    """Versions of megatron-core and the versions of Megatron-Bridge that belong to them."""
+    """Versions of megatron-core and of megatron-bridge that work together."""
 
     core: SpecifierSet
-    """Of megatron-core, those that are taken."""
+    """Supported versions of megatron-core."""
     bridge: SpecifierSet
-    """Of Megatron-Bridge."""
+    """Supported versions of megatron-bridge."""
     tested: Mapping[str, str] = field(hash=False)
-    """The version of each that is tested, by distribution."""
+    """Tested version by distribution."""
     python: SpecifierSet
-    """Where pip installs both."""
+    """Python versions for which pip installs both."""
     unconditional_imports: Mapping[str, str] = field(hash=False)
-    """What some of its modules import though the engine never calls it, by the beginning of those modules' names."""
+    """Packages that some modules import although the engine never uses them.
+
+    The value is the prefix of the names of the importing modules."""
     ignores_rope_parameters: bool
-    """Whether it looks for a model's rotary base only where transformers 4 had it, and takes 10000 where there is none."""
+    """True if the bridge reads the rotary base only where transformers 4 has it.
+
+    It uses 10000 if it finds none."""
     lacks_router_gemm: bool
-    """Whether its router, without TransformerEngine, asks for a name that it then does not define."""
+    """True if the router, without TransformerEngine, uses a name that is then undefined."""
     wraps_expert_submodules: bool
-    """Whether a layer's specification holds its experts as a function of their submodules, or has the submodules itself."""
+    """True if a layer spec has its experts in a partial function of their submodules."""
 
     def __str__(self) -> str:
         return (
@@ -64,40 +65,42 @@ VERSION_PAIRS = (
         bridge=SpecifierSet(">=0.6.2,<0.7"),
         tested={CORE: "0.19.2", BRIDGE: "0.6.2"},
         python=SpecifierSet("==3.12.*"),
-        # Triton is imported by megatron-core itself and not only beside what is used, so it is required.
+        # megatron-core 0.19 itself imports Triton, so this package requires it.
         unconditional_imports={"transformer_engine": "megatron.bridge.peft."},
         ignores_rope_parameters=False,
         lacks_router_gemm=False,
         wraps_expert_submodules=True,
     ),
 )
-"""From the oldest to the newest."""
+"""Oldest first."""
 
 
 def find_installed_pair() -> VersionPair:
-    """The line that is installed.
+    """Return the installed pair of versions.
 
     Raises:
-        ConfigError: Megatron-Bridge is missing, or the two do not belong together, or to none of the lines.
+        ConfigError: If Megatron-Bridge is missing, or the installed versions are not a supported
+            pair; the message has the pip command that fixes it.
     """
-    core, bridge = _version(CORE), _version(BRIDGE)
-    fitting = _fitting(core=core, bridge=bridge)
-    command = _command(fitting, core=core, bridge=bridge)
+    core, bridge = _installed_version(CORE), _installed_version(BRIDGE)
+    pair = _closest_pair(core=core, bridge=bridge)
+    command = _install_command(pair, core=core, bridge=bridge)
     if importlib.util.find_spec("megatron.bridge") is None:
         raise ConfigError(
             f"the Megatron engine needs Megatron-Bridge, which is not installed: {command}"
         )
-    if _takes(fitting.core, core) and _takes(fitting.bridge, bridge):
-        return fitting
+    if _supports(pair.core, core) and _supports(pair.bridge, bridge):
+        return pair
     raise ConfigError(
-        f"{CORE} is {core or UNKNOWN} and {BRIDGE} {bridge or UNKNOWN}, but the Megatron engine uses names of them that change between "
-        f"versions, and runs on {' or '.join(map(str, VERSION_PAIRS))}: {command}"
+        f"{CORE} is {core or NO_VERSION} and {BRIDGE} {bridge or NO_VERSION}, but the Megatron "
+        "engine uses names of them that change between versions, and runs on "
+        f"{' or '.join(map(str, VERSION_PAIRS))}: {command}"
     )
 
 
-def get_expert_submodules(layer: Any) -> Any:
-    """Of a layer's specification, the parts of its mixture of experts, to be replaced in place."""
-    experts = layer.submodules.mlp
+def get_expert_submodules(layer_spec: Any) -> Any:
+    """Return the submodules of a layer spec's mixture of experts, to be replaced in place."""
+    experts = layer_spec.submodules.mlp
     return (
         experts.keywords["submodules"]
         if find_installed_pair().wraps_expert_submodules
@@ -105,34 +108,40 @@ def get_expert_submodules(layer: Any) -> Any:
     )
 
 
-def _fitting(*, core: str | None, bridge: str | None) -> VersionPair:
-    """The line that asks for the fewest changes: that of the core, or else of the bridge, or else the newest for this Python."""
+def _closest_pair(*, core: str | None, bridge: str | None) -> VersionPair:
+    """Return the pair that requires the fewest changes.
+
+    That is the one of the installed core, else of the bridge, else the newest for this Python.
+    """
     usable = [
-        line
-        for line in VERSION_PAIRS
-        if line.python.contains(platform.python_version(), prereleases=True)
+        pair
+        for pair in VERSION_PAIRS
+        if pair.python.contains(platform.python_version(), prereleases=True)
     ]
-    of_core = [line for line in usable if _takes(line.core, core)]
-    of_bridge = [line for line in usable if _takes(line.bridge, bridge)]
-    return (of_core or of_bridge or usable[-1:])[0]
+    with_core = [pair for pair in usable if _supports(pair.core, core)]
+    with_bridge = [pair for pair in usable if _supports(pair.bridge, bridge)]
+    return (with_core or with_bridge or usable[-1:])[0]
 
 
-def _command(line: VersionPair, *, core: str | None, bridge: str | None) -> str:
-    """What installs it: without requirements, because pip can't resolve the bridge's (one of them needs torch to be built)."""
-    found = ((CORE, line.core, core), (BRIDGE, line.bridge, bridge))
-    wrong = [
-        f"{name}=={line.tested[name]}"
-        for name, taken, version in found
-        if not _takes(taken, version)
+def _install_command(pair: VersionPair, *, core: str | None, bridge: str | None) -> str:
+    """Return the command that installs a pair.
+
+    Without dependencies: pip cannot resolve those of the bridge, one of which needs torch to build.
+    """
+    distributions = ((CORE, pair.core, core), (BRIDGE, pair.bridge, bridge))
+    to_install = [
+        f"{name}=={pair.tested[name]}"
+        for name, supported, version in distributions
+        if not _supports(supported, version)
     ]
-    return f"pip install --no-deps {' '.join(wrong)}"
+    return f"pip install --no-deps {' '.join(to_install)}"
 
 
-def _takes(taken: SpecifierSet, version: str | None) -> bool:
-    return version is not None and taken.contains(version, prereleases=True)
+def _supports(supported: SpecifierSet, version: str | None) -> bool:
+    return version is not None and supported.contains(version, prereleases=True)
 
 
-def _version(distribution: str) -> str | None:
+def _installed_version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -1,8 +1,9 @@
-"""The engine's part of a checkpoint: the portable training state as safetensors, and each rank's random-number state.
+"""Files of the engine's part of a checkpoint.
 
-The state is written in whole tensors by Hugging Face name, so that any layout reads it; each rank writes its share of them into files of
-its own. What one rank wrote alone (0.1) is read too, and what an engine on torch's distributed checkpoint wrote. Random-number states
-belong to ranks: one that finds none of its own (more ranks than before) goes on with the stream it has.
+The training state is stored as full tensors under Hugging Face names in safetensors files, so any
+layout can load it; each rank writes the tensors assigned to it. Release 0.1 wrote all of them from
+one rank, and FSDPEngine writes torch's distributed checkpoint (DCP); both can be read. RNG states
+belong to ranks: a rank without a saved state keeps its current one.
 """
 
 import json
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from temper_engine_api.adapter_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from temper_engine_api.checkpoint.dcp_reader import SafeDcpReader
 from temper_engine_api.checkpoint.saved_state import (
     COUNT,
@@ -32,94 +34,103 @@ from temper_engine_api.checkpoint.saved_state import (
 )
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError
 from temper_engine_api.weights import NamedWeight, TrainingState
-from temper_engine_megatron.huggingface import expert_names
-from temper_engine_megatron.huggingface.weight_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from temper_engine_megatron.huggingface.weight_names import (
+    map_to_saved_names,
+    split_saved_experts,
+)
 from temper_engine_megatron.runtime.cpu_device import megatron_on_cpu
 
 FILE_BYTES = 2 << 30
-RANDOM_FOLDER, ADAPTER_FOLDER = "random", "adapter"
-_OF_MEGATRON = "megatron."
-"""Before the name of one of Megatron's own states."""
-OTHER_SYSTEMS = (
+"""Approximate size of a file of the training state."""
+RNG_FOLDER, ADAPTER_FOLDER = "random", "adapter"
+_MEGATRON_PREFIX = "megatron."
+"""Prefix of the names of Megatron's RNG states."""
+_OTHER_LAYOUTS = (
     "adapter_checkpoint",
     "mp_rank_*",
     "dist_ckpt",
     "iter_*",
     "latest_checkpointed_iteration.txt",
 )
-"""What other systems on Megatron leave in a role's folder of a checkpoint, or in one inside it."""
-_INSIDE = ("", "model/", "*/", "*/model/")
-"""Where that lies: a role's folder is given, or a step's with a folder for each role."""
+"""Files that other systems on Megatron leave in a checkpoint."""
+_OTHER_LAYOUT_FOLDERS = ("", "model/", "*/", "*/model/")
+"""Folders of these files, relative to the folder of a role, or of a step with a folder per role."""
 
 FileTensors = dict[str, Tensor]
-"""What belongs to one name, by the names in the file."""
+"""Tensors of one parameter, by name in the file."""
 
 
 def state_to_tensors(state: TrainingState) -> FileTensors:
-    """A parameter with its moments."""
-    kinds = {
+    """Return the file tensors of a trained parameter."""
+    tensors = {
         "master": state.master,
         FIRST: state.first_moment,
         SECOND: state.second_moment,
         COUNT: torch.tensor(state.update_count),
     }
-    return {f"{kind}.{state.name}": tensor.cpu() for kind, tensor in kinds.items()}
+    return {f"{kind}.{state.name}": tensor.cpu() for kind, tensor in tensors.items()}
 
 
 def weight_to_tensors(weight: NamedWeight) -> FileTensors:
-    """A parameter that is not trained."""
+    """Return the file tensors of a parameter without an optimizer state."""
     return {f"master.{weight.name}": weight.tensor.cpu()}
 
 
-def write_state(stream: Iterable[FileTensors], *, directory: str, rank: int) -> list[str]:
-    """Write a rank's share of the state, about FILE_BYTES a file; relative paths.
+def write_state_files(stream: Iterable[FileTensors], *, directory: str, rank: int) -> list[str]:
+    """Write the state assigned to a rank in files of about FILE_BYTES.
+
+    Returns:
+        Relative paths.
 
     Raises:
-        CheckpointError: a file can't be written; the stream has been consumed all the same, as the other ranks consume theirs.
+        CheckpointError: If a file cannot be written. The stream is consumed nevertheless: it is
+            collective, and the other ranks consume theirs.
     """
     written: list[str] = []
-    held: FileTensors = {}
-    parts_of_names = iter(stream)
-    for parts in parts_of_names:
-        held |= parts
-        if sum(tensor.nbytes for tensor in held.values()) >= FILE_BYTES:
+    pending: FileTensors = {}
+    parameters = iter(stream)
+    for tensors in parameters:
+        pending |= tensors
+        if sum(tensor.nbytes for tensor in pending.values()) >= FILE_BYTES:
             try:
                 written.append(
-                    _write_file(held, directory=directory, name=_file_name(rank, len(written)))
+                    _write_file(pending, directory=directory, name=_file_name(rank, len(written)))
                 )
             except CheckpointError:
-                deque(parts_of_names, maxlen=0)
+                deque(parameters, maxlen=0)
                 raise
-            held = {}
-    if held:
-        written.append(_write_file(held, directory=directory, name=_file_name(rank, len(written))))
+            pending = {}
+    if pending:
+        written.append(
+            _write_file(pending, directory=directory, name=_file_name(rank, len(written)))
+        )
     return written
 
 
 def open_saved_state(directory: str) -> SavedState:
-    """What ``write_state`` wrote, or another engine as torch's distributed checkpoint.
+    """Open a state written by `write_state_files`, or by another engine with DCP.
 
     Raises:
-        DamagedCheckpointError: neither is there.
+        DamagedCheckpointError: If there is neither.
     """
     if has_safetensors_state(directory):
-        return _open_files(directory)
+        return _open_state_files(directory)
     if has_dcp_state(directory):
         return open_dcp_state(directory)
     raise DamagedCheckpointError(
-        f"{directory} holds no training state: expected {SAFETENSORS_FOLDER}/*.safetensors, or dcp/.metadata of an engine on torch's distributed "
-        "checkpoint."
+        f"{directory} has no training state: expected {SAFETENSORS_FOLDER}/*.safetensors, or "
+        f"{DCP_FOLDER}/.metadata of an engine that saves with DCP. Load another checkpoint."
     )
 
 
-def _open_files(directory: str) -> SavedState:
-    places: dict[str, Path] = {}
+def _open_state_files(directory: str) -> SavedState:
+    files: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(Path(directory, SAFETENSORS_FOLDER).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            tensors: list[str] = file.keys()
-            places |= dict.fromkeys(tensors, path)
-            masters = [name for name in tensors if name.startswith("master.")]
+            names: list[str] = file.keys()
+            files |= dict.fromkeys(names, path)
+            masters = [name for name in names if name.startswith("master.")]
             shapes |= {
                 name.removeprefix("master."): tuple(file.get_slice(name).get_shape())
                 for name in masters
@@ -127,48 +138,53 @@ def _open_files(directory: str) -> SavedState:
 
     def read(kind: str, name: str) -> Tensor:
         key = f"{'master' if kind == 'weight' else kind}.{name}"
-        with safe_open(places[key], framework="pt") as file:
+        with safe_open(files[key], framework="pt") as file:
             tensor: Tensor = file.get_tensor(key)
         return tensor
 
     return SavedState(
         directory=directory,
         weights=shapes,
-        has_moments=_have_moments(shapes, places.keys()),
+        has_moments=_have_moments(shapes, files.keys()),
         read=read,
     )
 
 
-def part_of(saved: SavedState, names: Collection[str]) -> SavedState:
-    """These names of it alone, by names in files: what is trained has moments, also where weights beside it have none."""
+def select_saved(saved: SavedState, names: Collection[str]) -> SavedState:
+    """Select weights by their names in Hugging Face files.
+
+    In a checkpoint of an adapter with its base, only the adapter has moments, so `has_moments` is
+    computed for the selection.
+    """
     if has_safetensors_state(saved.directory):
         stored = {
-            key
+            name
             for path in Path(saved.directory, SAFETENSORS_FOLDER).glob("*.safetensors")
-            for key in _keys_of(path)
+            for name in _tensor_names(path)
         }
     else:
         stored = set(
             SafeDcpReader(Path(saved.directory, DCP_FOLDER)).read_metadata().state_dict_metadata
         )
-    home_of = expert_names.homes(saved)
-    here = dict.fromkeys(home_of[name] for name in names)
-    homes = replace(
+    saved_name_of = map_to_saved_names(saved)
+    saved_names = dict.fromkeys(saved_name_of[name] for name in names)
+    selected = replace(
         saved,
-        weights={name: saved.weights[name] for name in here},
-        has_moments=_have_moments(here, stored),
+        weights={name: saved.weights[name] for name in saved_names},
+        has_moments=_have_moments(saved_names, stored),
     )
-    own, wanted = expert_names.split_saved_experts(homes), frozenset(names)
-    # A joined tensor comes with those of its experts that nobody asked for.
+    by_file_name, requested = split_saved_experts(selected), frozenset(names)
+    # A joined tensor includes experts that were not requested.
     return replace(
-        own, weights={name: shape for name, shape in own.weights.items() if name in wanted}
+        by_file_name,
+        weights={name: shape for name, shape in by_file_name.weights.items() if name in requested},
     )
 
 
-def _keys_of(path: Path) -> list[str]:
+def _tensor_names(path: Path) -> list[str]:
     with safe_open(path, framework="pt") as file:
-        keys: list[str] = file.keys()
-    return keys
+        names: list[str] = file.keys()
+    return names
 
 
 def _have_moments(names: Collection[str], stored: Collection[str]) -> bool:
@@ -182,34 +198,32 @@ def _file_name(rank: int, number: int) -> str:
 def _write_file(tensors: FileTensors, *, directory: str, name: str) -> str:
     relative = f"{SAFETENSORS_FOLDER}/{name}"
     path = Path(directory, relative)
-    with _writing(path):
+    with _report_write_errors(path):
         save_file(tensors, path)
     return relative
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _report_write_errors(path: Path) -> Iterator[None]:
+    """Create the parent folder; convert errors inside the context to CheckpointError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
-    except (
-        OSError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:  # a full disk: Python's, torch's and safetensors' error
+    # On a full disk Python, torch and safetensors raise one of these each.
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"could not write {path} ({error})") from error
 
 
 def get_rng_states(
-    device: torch.device, *, others: Mapping[str, torch.Generator]
+    device: torch.device, *, generators: Mapping[str, torch.Generator]
 ) -> dict[str, Tensor]:
-    """This rank's random-number states: torch's, those that Megatron keeps for parts of a model, and those of other generators."""
+    """Return this rank's RNG states: torch's, Megatron's, and those of other generators."""
     states = {"cpu": torch.get_rng_state()} | {
-        name: generator.get_state() for name, generator in others.items()
+        name: generator.get_state() for name, generator in generators.items()
     }
     with megatron_on_cpu():
         states |= {
-            f"{_OF_MEGATRON}{name}": state
+            f"{_MEGATRON_PREFIX}{name}": state
             for name, state in get_cuda_rng_tracker().get_states().items()
         }
     if device.type == "cuda":
@@ -218,52 +232,57 @@ def get_rng_states(
 
 
 def write_rng_states(states: Mapping[str, Tensor], *, directory: str, rank: int) -> str:
-    """Write them; the relative path.
+    """Write the RNG states; return the relative path.
 
     Raises:
-        CheckpointError: the file can't be written.
+        CheckpointError: If the file cannot be written.
     """
-    relative = f"{RANDOM_FOLDER}/rank_{rank}.pt"
+    relative = f"{RNG_FOLDER}/rank_{rank}.pt"
     path = Path(directory, relative)
-    with _writing(path):
+    with _report_write_errors(path):
         torch.save(dict(states), path)
     return relative
 
 
 def load_rng_states(
-    *, directory: str, rank: int, device: torch.device, others: Mapping[str, torch.Generator]
+    *,
+    directory: str,
+    rank: int,
+    device: torch.device,
+    generators: Mapping[str, torch.Generator],
 ) -> None:
-    """Restore this rank's random-number states, where the checkpoint has some for it."""
-    path = Path(directory, RANDOM_FOLDER, f"rank_{rank}.pt")
+    """Restore this rank's RNG states if the checkpoint has any for it."""
+    path = Path(directory, RNG_FOLDER, f"rank_{rank}.pt")
     if not path.exists():
         return
+    # weights_only: a checkpoint may come from others and must not run code.
     states: dict[str, Tensor] = torch.load(path, weights_only=True)
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
-    own = {
-        name.removeprefix(_OF_MEGATRON): state
+    megatron_states = {
+        name.removeprefix(_MEGATRON_PREFIX): state
         for name, state in states.items()
-        if name.startswith(_OF_MEGATRON)
+        if name.startswith(_MEGATRON_PREFIX)
     }
-    if own:
-        get_cuda_rng_tracker().set_states(own)
-    for name in states.keys() & others.keys():
-        others[name].set_state(states[name])
+    if megatron_states:
+        get_cuda_rng_tracker().set_states(megatron_states)
+    for name in states.keys() & generators.keys():
+        generators[name].set_state(states[name])
 
 
 def write_adapter(
     config: Mapping[str, object], tensors: Mapping[str, Tensor], *, directory: str
 ) -> list[str]:
-    """Write an adapter in the format of HF PEFT; relative paths.
+    """Write an adapter in PEFT format; return relative paths.
 
     Raises:
-        CheckpointError: a file can't be written.
+        CheckpointError: If a file cannot be written.
     """
     folder = Path(directory, ADAPTER_FOLDER)
-    with _writing(folder / ADAPTER_CONFIG):
+    with _report_write_errors(folder / ADAPTER_CONFIG):
         (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    with _writing(folder / ADAPTER_WEIGHTS):
+    with _report_write_errors(folder / ADAPTER_WEIGHTS):
         save_file(
             {name: tensor.cpu().contiguous() for name, tensor in tensors.items()},
             folder / ADAPTER_WEIGHTS,
@@ -272,31 +291,37 @@ def write_adapter(
     return [f"{ADAPTER_FOLDER}/{name}" for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)]
 
 
-def check_layout_is_ours(directory: str) -> None:
-    """Refuse what another system left in a folder, before it is called incomplete.
-
-    Raises:
-        CheckpointError: says how to convert it.
-    """
-    folder = Path(directory)
-    found = next(
-        (path for place in _INSIDE for name in OTHER_SYSTEMS for path in folder.glob(place + name)),
-        None,
-    )
-    if found is not None:
-        raise CheckpointError(
-            f"{directory} holds {found.relative_to(folder)}, which is another system's layout: convert it with "
-            f"`temper-migrate checkpoint {directory} --to temper --out NEW` and load NEW."
-        )
-
-
 def write_model_config(fields: dict[str, object], *, directory: str) -> str:
-    """Write the model's own config.json; its relative path.
+    """Write the model's config.json; return the relative path.
 
     Raises:
-        CheckpointError: the file can't be written.
+        CheckpointError: If the file cannot be written.
     """
     path = Path(directory, "huggingface", "config.json")
-    with _writing(path):
+    with _report_write_errors(path):
         path.write_text(json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n")
     return "huggingface/config.json"
+
+
+def check_layout_is_ours(directory: str) -> None:
+    """Reject checkpoints of other systems, which would otherwise be reported as incomplete.
+
+    Raises:
+        CheckpointError: If there are files of another system; has the command that converts them.
+    """
+    folder = Path(directory)
+    file = next(
+        (
+            path
+            for prefix in _OTHER_LAYOUT_FOLDERS
+            for name in _OTHER_LAYOUTS
+            for path in folder.glob(prefix + name)
+        ),
+        None,
+    )
+    if file is not None:
+        raise CheckpointError(
+            f"{directory} contains {file.relative_to(folder)}, which is another system's layout: "
+            f"convert it with `temper-migrate checkpoint {directory} --to temper --out NEW` and "
+            "load NEW."
+        )

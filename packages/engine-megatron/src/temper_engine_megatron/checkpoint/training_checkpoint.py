@@ -1,4 +1,8 @@
-"""What the engine's part of a checkpoint consists of, and how it is read into the components of an engine again."""
+"""Save and load the engine's part of a checkpoint.
+
+`write_checkpoint` saves the live state. `stage_checkpoint` first copies it to host memory, so that
+a thread can write the copy while training continues.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,104 +14,122 @@ from temper_engine_api.weights import check_saved_entries
 from temper_engine_megatron.checkpoint import checkpoint_files
 from temper_engine_megatron.checkpoint.checkpoint_files import FileTensors
 from temper_engine_megatron.components import EngineComponents
-from temper_engine_megatron.huggingface import expert_names
+from temper_engine_megatron.huggingface.weight_names import split_saved_experts
 
 AdapterContent = tuple[Mapping[str, object], Mapping[str, Tensor]]
-
-
-def write_state(components: EngineComponents, *, directory: str) -> list[str]:
-    """Write this rank's share of what is trained, and its random states; relative paths of its files. Collective."""
-    return _write(_held(components), _Rest.of(components), directory=directory)
-
-
-def stage_checkpoint(components: EngineComponents) -> Callable[[str], list[str]]:
-    """Copy this rank's share of the state to host memory; what writes the copy on another thread. Collective."""
-    held = list(_held(components))
-    rest = _Rest.of(components)
-    components.saving_group.open()
-    return lambda directory: _write(held, rest, directory=directory)
+"""Contents of PEFT's two files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rest:
-    """Of one rank, beside the state itself."""
+class _SmallFiles:
+    """Contents of the files of one rank other than the training state."""
 
     rank: int
-    get_rng_states: Mapping[str, Tensor]
-    description: dict[str, object]
+    rng_states: Mapping[str, Tensor]
+    model_config: dict[str, object]
     adapter: AdapterContent | None
-
-    @classmethod
-    def of(cls, components: EngineComponents) -> "_Rest":
-        """As it is now. Collective."""
-        return cls(
-            rank=components.membership.topology.global_rank,
-            get_rng_states=checkpoint_files.get_rng_states(
-                components.membership.device, others=components.generators
-            ),
-            description=components.hf_config.to_dict(),
-            adapter=None if components.adapter is None else components.adapter.export(),
-        )
+    """None without an adapter."""
 
 
-def _write(held: Iterable[FileTensors], rest: _Rest, *, directory: str) -> list[str]:
-    """No collective but those of the stream."""
-    files = checkpoint_files.write_state(held, directory=directory, rank=rest.rank)
-    files.append(
-        checkpoint_files.write_rng_states(rest.get_rng_states, directory=directory, rank=rest.rank)
+def write_checkpoint(components: EngineComponents, *, directory: str) -> list[str]:
+    """Write what this rank saves; return relative paths. Collective."""
+    return _write(_iterate_state(components), _collect_small_files(components), directory=directory)
+
+
+def stage_checkpoint(components: EngineComponents) -> Callable[[str], list[str]]:
+    """Copy what this rank saves to host memory. Collective.
+
+    Returns:
+        A function that writes the copy to a directory and returns the relative paths; it may run on
+        another thread.
+    """
+    state = list(_iterate_state(components))
+    small_files = _collect_small_files(components)
+    # Create the group of the background threads now: that is collective.
+    components.saving_group.get()
+    return lambda directory: _write(state, small_files, directory=directory)
+
+
+def _collect_small_files(components: EngineComponents) -> _SmallFiles:
+    return _SmallFiles(
+        rank=components.membership.topology.global_rank,
+        rng_states=checkpoint_files.get_rng_states(
+            components.membership.device, generators=components.generators
+        ),
+        model_config=components.hf_config.to_dict(),
+        adapter=None if components.adapter is None else components.adapter.export(),
     )
-    if rest.rank == 0:
-        files.append(checkpoint_files.write_model_config(rest.description, directory=directory))
-    if rest.rank == 0 and rest.adapter is not None:
-        files += checkpoint_files.write_adapter(*rest.adapter, directory=directory)
+
+
+def _write(state: Iterable[FileTensors], small_files: _SmallFiles, *, directory: str) -> list[str]:
+    # The state first: iterating a live one is collective, so a failure of a rank alone must not
+    # come before it.
+    rank = small_files.rank
+    files = checkpoint_files.write_state_files(state, directory=directory, rank=rank)
+    files.append(
+        checkpoint_files.write_rng_states(small_files.rng_states, directory=directory, rank=rank)
+    )
+    if rank == 0:
+        files.append(
+            checkpoint_files.write_model_config(small_files.model_config, directory=directory)
+        )
+    if rank == 0 and small_files.adapter is not None:
+        files += checkpoint_files.write_adapter(*small_files.adapter, directory=directory)
     return files
 
 
-def _held(components: EngineComponents) -> Iterator[FileTensors]:
-    """This rank's share of what is trained; and of what lies around it, where that is no longer what the model's files hold. Collective.
+def _iterate_state(components: EngineComponents) -> Iterator[FileTensors]:
+    """Yield copies of what this rank saves of the training state. Collective.
 
-    Copies, each with memory of its own.
+    Includes the base weights of an adapter if they differ from the model's files.
     """
     if components.optimizer is None:
-        trained = map(
-            checkpoint_files.weight_to_tensors, components.trained.iterate_weights_to_save()
+        trainable = map(
+            checkpoint_files.weight_to_tensors,
+            components.trainable_state.iterate_weights_to_save(),
         )
     else:
-        trained = map(checkpoint_files.state_to_tensors, components.trained.iterate_state_to_save())
+        trainable = map(
+            checkpoint_files.state_to_tensors, components.trainable_state.iterate_state_to_save()
+        )
     if components.adapter is None or not components.adapter.has_replaced_base:
-        return trained
-    return itertools.chain(
-        map(checkpoint_files.weight_to_tensors, components.state.iterate_weights_to_save()), trained
-    )
+        return trainable
+    base = map(checkpoint_files.weight_to_tensors, components.base_state.iterate_weights_to_save())
+    return itertools.chain(base, trainable)
 
 
-def read_state(components: EngineComponents, *, directory: str) -> None:
-    """The reverse, at this or another layout, from this or another engine; a rank reads the tensors that it has components of. No collective.
+def load_training_state(components: EngineComponents, *, directory: str) -> None:
+    """Load a checkpoint of any layout or engine. No communication.
+
+    A rank reads the tensors of which it has a shard.
 
     Raises:
-        CheckpointError: another configuration made it; nothing has been read then.
+        CheckpointError: If another configuration made the checkpoint; nothing is loaded then.
     """
     saved = checkpoint_files.open_saved_state(directory)
-    in_files = expert_names.split_saved_experts(saved)
-    expected = components.trained.expected()
+    by_file_name = split_saved_experts(saved)
+    base, trainable = components.base_state, components.trainable_state
+    expected = trainable.list_weight_entries()
+    loads_base = False
     if components.adapter is not None:
-        around = {entry.name for entry in components.state.expected()}
-        components.adapter.check_base_weights(
-            not in_files.weights.keys().isdisjoint(around), directory=directory
+        base_names = {entry.name for entry in base.list_weight_entries()}
+        loads_base = not by_file_name.weights.keys().isdisjoint(base_names)
+        components.adapter.check_base_weights(loads_base, directory=directory)
+        if loads_base:
+            expected = [*base.list_weight_entries(), *expected]
+    check_saved_entries(expected, by_file_name.entries(), directory=directory)
+    if loads_base:
+        base.load_local_weights(
+            checkpoint_files.select_saved(saved, base.local_names()).iterate_weights()
         )
-        if components.adapter.has_replaced_base:
-            expected = [*components.state.expected(), *expected]
-    check_saved_entries(expected, in_files.entries(), directory=directory)
-    if components.adapter is not None and components.adapter.has_replaced_base:
-        components.state.load_local_weights(
-            checkpoint_files.part_of(saved, components.state.local_names()).iterate_weights()
-        )
-    own = checkpoint_files.part_of(saved, components.trained.local_names())
+    local = checkpoint_files.select_saved(saved, trainable.local_names())
     if components.optimizer is None:
-        components.trained.load_local_weights(own.iterate_weights())
+        trainable.load_local_weights(local.iterate_weights())
     else:
-        components.trained.load_local_state(own.iterate_state())
-    rank, device = components.membership.topology.global_rank, components.membership.device
+        trainable.load_local_state(local.iterate_state())
     checkpoint_files.load_rng_states(
-        directory=directory, rank=rank, device=device, others=components.generators
+        directory=directory,
+        rank=components.membership.topology.global_rank,
+        device=components.membership.device,
+        generators=components.generators,
     )

@@ -1,4 +1,4 @@
-"""Hugging Face models on disk or from scratch: their configuration, and their tensors one at a time, float32."""
+"""Hugging Face models: their config, module names and initial weights as float32 tensors."""
 
 import copy
 from collections.abc import Callable, Collection, Iterator
@@ -17,53 +17,57 @@ from transformers import (
 
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec
-from temper_engine_megatron.huggingface import expert_names
+from temper_engine_megatron.huggingface.weight_names import split_experts
 
-SCALAR_HEAD = "score."
+SCALAR_HEAD_PREFIX = "score."
 
 TensorReader = Callable[[str], Tensor]
-"""A full float32 tensor by name."""
+"""Returns a full float32 tensor by name."""
 
 
 def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
-    """The model's own configuration.
+    """Load the model's config from its directory, or build it from the architecture.
 
     Raises:
-        ConfigError: transformers knows no such architecture, or foreign code was asked for.
+        ConfigError: If transformers does not know the architecture, or remote code is requested.
     """
     if spec.trust_remote_code:
         raise ConfigError(
-            "model.trust_remote_code is True, but the Megatron engine runs Megatron's own models: set it to False."
+            "model.trust_remote_code is True, but the Megatron engine runs Megatron's own models: "
+            "set it to False."
         )
     if spec.path is not None:
         if not Path(spec.path).is_dir():
             raise ConfigError(
-                f"model.path is {spec.path!r}, which is no directory here: name a local directory of a Hugging Face model, and download "
-                "one that lies on the Hub first."
+                f"model.path is {spec.path!r}, which is not a local directory: download the model "
+                "from the Hugging Face Hub first, and set model.path to its directory."
             )
         return AutoConfig.from_pretrained(spec.path)
     fields = dict(spec.architecture)
-    name = str(fields.pop("model_type"))
+    model_type = str(fields.pop("model_type"))
     try:
-        return AutoConfig.for_model(name, **fields)
+        return AutoConfig.for_model(model_type, **fields)
     except ValueError as error:
         raise ConfigError(
-            f"model.architecture.model_type is {name!r}, which this version of transformers does not know: "
-            "use a model type such as qwen2, qwen3, qwen3_moe, llama or mistral."
+            f"model.architecture.model_type is {model_type!r}, which this version of transformers "
+            "does not know: use a model type such as qwen2, qwen3, qwen3_moe, llama or mistral."
         ) from error
 
 
 def list_weight_modules(spec: ModelSpec, hf_config: PretrainedConfig) -> tuple[str, ...]:
-    """Names of transformers' modules that have parameters of their own, in the order of the model; nothing is allocated."""
-    described = copy.deepcopy(hf_config)
-    auto = AutoModelForCausalLM
+    """List the transformers modules with own parameters, in model order.
+
+    Builds the model on the meta device, which allocates no memory.
+    """
+    model_config = copy.deepcopy(hf_config)
+    auto_class = AutoModelForCausalLM
     if spec.model_type != "language_model":
-        auto, described.num_labels = AutoModelForTokenClassification, 1
+        auto_class, model_config.num_labels = AutoModelForTokenClassification, 1
     with torch.device("meta"):
-        network = auto.from_config(described)
+        model = auto_class.from_config(model_config)
     return tuple(
         name
-        for name, module in network.named_modules()
+        for name, module in model.named_modules()
         if next(module.parameters(recurse=False), None) is not None
     )
 
@@ -72,72 +76,81 @@ def list_weight_modules(spec: ModelSpec, hf_config: PretrainedConfig) -> tuple[s
 def open_initial_weights(
     spec: ModelSpec, hf_config: PretrainedConfig, *, names: Collection[str]
 ) -> Iterator[TensorReader]:
-    """A function from name to full float32 tensor, for these names.
+    """Open the initial weights: those in the model's files, or new ones.
 
-    A value or reward head that the files lack is drawn from the model's seed.
+    A scalar head that is not in the files is initialized from the model's seed.
+
+    Args:
+        spec: The model.
+        hf_config: Its config.
+        names: Names of all weights of the model.
 
     Raises:
-        WeightError: the files lack other names, or hold unexpected ones.
+        WeightError: If other names are missing in the files, or unexpected.
     """
     if spec.path is None:
-        fresh = _fresh_tensors(spec, hf_config)
-        yield fresh.__getitem__
+        new_weights = _initialize_weights(spec, hf_config)
+        yield new_weights.__getitem__
         return
-    places = _places(Path(spec.path))
-    lacking = {name for name in names if name not in places}
-    new_head = {name for name in lacking if name.startswith(SCALAR_HEAD)}
-    # Where no language-model head is trained, or it is the embedding, a copy in the files does no harm.
-    needless = set() if "lm_head.weight" in names else {"lm_head.weight"}
-    missing, surplus = sorted(lacking - new_head), sorted(places.keys() - set(names) - needless)
-    if missing or surplus:
+    files = _find_files(Path(spec.path))
+    not_in_files = {name for name in names if name not in files}
+    new_head = {name for name in not_in_files if name.startswith(SCALAR_HEAD_PREFIX)}
+    # The files may contain a head that a value model does not have, or a copy of a tied embedding.
+    ignored = set() if "lm_head.weight" in names else {"lm_head.weight"}
+    missing = sorted(not_in_files - new_head)
+    unexpected = sorted(files.keys() - set(names) - ignored)
+    if missing or unexpected:
         raise WeightError(
-            f"the weights in {spec.path} do not match their config: missing {missing[:5]}, unexpected {surplus[:5]}."
+            f"the weights in {spec.path} do not match their config: missing {missing[:5]}, "
+            f"unexpected {unexpected[:5]}. Check that the directory is complete."
         )
 
     def read(name: str) -> Tensor:
         if name in new_head:
-            return _new_head(spec, hf_config, is_bias=name.endswith("bias"))
-        with safe_open(places[name], framework="pt") as file:
+            return _initialize_scalar_head(spec, hf_config, is_bias=name.endswith("bias"))
+        with safe_open(files[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor.float()
 
     yield read
 
 
-def _places(folder: Path) -> dict[str, Path]:
-    """The file of each tensor."""
-    places: dict[str, Path] = {}
+def _find_files(folder: Path) -> dict[str, Path]:
+    """Return the file of each tensor."""
+    files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            places |= dict.fromkeys(file.keys(), path)
-    if not places:
+            files |= dict.fromkeys(file.keys(), path)
+    if not files:
         raise WeightError(
-            f"{folder} holds no safetensors files: model.path is a Hugging Face model directory with its weights."
+            f"{folder} has no safetensors files: set model.path to a Hugging Face model directory "
+            "with weights in that format."
         )
-    return places
+    return files
 
 
-def _fresh_tensors(spec: ModelSpec, hf_config: PretrainedConfig) -> dict[str, Tensor]:
-    """As transformers initialises them; they depend on the seed alone."""
-    auto = AutoModelForCausalLM
+def _initialize_weights(spec: ModelSpec, hf_config: PretrainedConfig) -> dict[str, Tensor]:
+    """Return the weights that transformers initializes; they depend on the seed alone."""
+    auto_class = AutoModelForCausalLM
     if spec.model_type != "language_model":
-        auto, hf_config.num_labels = AutoModelForTokenClassification, 1
+        auto_class, hf_config.num_labels = AutoModelForTokenClassification, 1
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(
-            spec.seed
-        )  # without the GPUs, whose streams go on as they were
-        network = auto.from_config(hf_config, dtype=torch.float32)
+        # Only the CPU generator: torch.manual_seed would also seed every GPU.
+        torch.default_generator.manual_seed(spec.seed)
+        model = auto_class.from_config(hf_config, dtype=torch.float32)
     return dict(
-        part
-        for name, tensor in network.state_dict().items()
-        for part in expert_names.split(name, tensor)
+        file_tensor
+        for name, tensor in model.state_dict().items()
+        for file_tensor in split_experts(name, tensor)
     )
 
 
-def _new_head(spec: ModelSpec, hf_config: PretrainedConfig, *, is_bias: bool) -> Tensor:
+def _initialize_scalar_head(
+    spec: ModelSpec, hf_config: PretrainedConfig, *, is_bias: bool
+) -> Tensor:
     if is_bias:
         return torch.zeros(1)
-    draw = torch.Generator().manual_seed(spec.seed)
-    return torch.randn(1, hf_config.hidden_size, generator=draw) * float(
+    generator = torch.Generator().manual_seed(spec.seed)
+    return torch.randn(1, hf_config.hidden_size, generator=generator) * float(
         hf_config.initializer_range
     )

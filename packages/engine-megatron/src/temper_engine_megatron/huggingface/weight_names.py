@@ -1,30 +1,128 @@
-"""Names of an adapter's parameters: Megatron's, where they lie beside their layer, and those of an ``adapter_model.safetensors``."""
+"""Weight names: experts as in Hugging Face files, and adapters as in PEFT files.
 
-from collections.abc import Callable, Collection
+Hugging Face files have one tensor per expert. transformers joins the experts of a layer in memory,
+with gate above up, and so do checkpoints of FSDPEngine. In Megatron's model the parameters of an
+adapter are in a submodule of the layer that they adapt.
+"""
 
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from temper_engine_api.adapter_checks import PEFT_PREFIX
+from temper_engine_api.checkpoint.saved_state import COUNT, SavedState
 from temper_engine_megatron.bridge_compat import MappingKind, WeightMapping
 
-PEFT_PREFIX = "base_model.model."
-"""What PEFT puts before the name of every tensor of an adapter."""
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""The two files of an adapter."""
+_EXPERT_MATRICES: Mapping[str, tuple[str, ...]] = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+"""Matrices of each expert in a joined tensor, in row order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSlice:
+    """Location of a file's expert tensor in the joined tensor of its layer."""
+
+    joined: str
+    """Name of the joined tensor."""
+    expert: int
+    """Index in its first dimension."""
+    index: int
+    """Index of its rows among `num_matrices` equal groups."""
+    num_matrices: int
+
+
+def find_expert_slice(name: str) -> ExpertSlice | None:
+    """Locate a tensor by its name in files; None if it is not an expert's.
+
+    Example:
+        >>> find_expert_slice("model.layers.0.mlp.experts.3.up_proj.weight").joined
+        'model.layers.0.mlp.experts.gate_up_proj'
+    """
+    layer, _, rest = name.partition(".experts.")
+    number, _, matrix = rest.removesuffix(".weight").partition(".")
+    for joined, matrices in _EXPERT_MATRICES.items():
+        if number.isdecimal() and matrix in matrices:
+            return ExpertSlice(
+                joined=f"{layer}.experts.{joined}",
+                expert=int(number),
+                index=matrices.index(matrix),
+                num_matrices=len(matrices),
+            )
+    return None
+
+
+def split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor under its names in files.
+
+    A joined tensor [experts, rows, columns] yields views of its matrices, others themselves.
+    """
+    layer, _, joined = name.rpartition(".experts.")
+    if joined not in _EXPERT_MATRICES:
+        yield name, tensor
+        return
+    matrices = _EXPERT_MATRICES[joined]
+    for number, expert in enumerate(tensor):
+        for matrix_name, matrix in zip(matrices, expert.chunk(len(matrices)), strict=True):
+            yield f"{layer}.experts.{number}.{matrix_name}.weight", matrix
+
+
+def map_to_saved_names(saved: SavedState) -> dict[str, str]:
+    """Map names in files to names in a checkpoint, which may have joined tensors."""
+    return {file_name: name for name, file_name, _ in _iterate_file_tensors(saved)}
+
+
+def _iterate_file_tensors(saved: SavedState) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield (name in the checkpoint, name in files, shape in files)."""
+    for name, shape in saved.weights.items():
+        for file_name, tensor in split_experts(name, torch.empty(shape, device="meta")):
+            yield name, file_name, tuple(tensor.shape)
+
+
+def split_saved_experts(saved: SavedState) -> SavedState:
+    """Return a view of a saved state under names in files.
+
+    Keeps the last joined tensor, so that its matrices cost one read if they are read in a row.
+    """
+    saved_name_of = map_to_saved_names(saved)
+    shapes = {file_name: shape for _, file_name, shape in _iterate_file_tensors(saved)}
+    last_read: dict[str, tuple[str, dict[str, Tensor]]] = {}
+
+    def read(kind: str, file_name: str) -> Tensor:
+        saved_name = saved_name_of[file_name]
+        # All experts of a tensor have the same update count.
+        if saved_name == file_name or kind == COUNT:
+            return saved.read(kind, saved_name)
+        last_name, matrices = last_read.get(kind, ("", {}))
+        if last_name != saved_name:
+            matrices = dict(split_experts(saved_name, saved.read(kind, saved_name)))
+            last_read[kind] = saved_name, matrices
+        return matrices[file_name]
+
+    return replace(saved, weights=shapes, read=read)
+
 
 ADAPTER_MODULE = "adapter"
-"""Submodule of a linear layer that holds what lies beside it, by the last part of Hugging Face's module name."""
+"""Submodule with the adapters of a linear layer, by the last part of their Hugging Face module."""
 TRAINED_WEIGHT, TRAINED_BIAS = "trained_weight", "trained_bias"
-"""Parameters of the output layer that are trained in the place of its own."""
+"""Parameters of the output layer that an adapter trains in place of its own."""
 ATTENTION_LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj")
 DENSE_LINEARS = (*ATTENTION_LINEARS, "mlp.linear_fc1", "mlp.linear_fc2")
-"""Linear layers of a decoder layer that may have an adapter beside them."""
+"""Linear layers of a decoder layer that can have adapters."""
 EXPERTS_PATH = "mlp.experts"
-"""A decoder layer's module with its experts."""
+"""Module of a decoder layer with its experts."""
 EXPERT_LINEARS = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
-"""By the tensor in which transformers joins the matrices of all experts of a layer, what each expert calls its own. Where both are adapted,
-PEFT's wrapper of the first one lies inside that of the second."""
+"""Linear layer of each expert, by the joined tensor that it is part of.
+
+If both tensors are adapted, PEFT wraps them in this order, so the first wrapper is inside the
+second."""
 
 
 def is_adapter_parameter(name: str) -> bool:
-    """Whether a parameter, by Megatron's name, is an adapter's own."""
+    """Return True for Megatron names of adapter parameters."""
     return f".{ADAPTER_MODULE}." in name or name in (
         f"output_layer.{TRAINED_WEIGHT}",
         f"output_layer.{TRAINED_BIAS}",
@@ -32,76 +130,78 @@ def is_adapter_parameter(name: str) -> bool:
 
 
 def is_expert_adapter(name: str) -> bool:
-    """Whether a parameter is an adapter's, and made of a part for each expert."""
+    """Return True for Megatron names of adapter parameters with one entry per expert."""
     return f".{EXPERTS_PATH}.{ADAPTER_MODULE}." in name
 
 
 def is_trained_head(name: str) -> bool:
-    """Whether it is the head that is trained in the place of the base's."""
+    """Return True for the weight of the head that is trained in place of the base model's."""
     return name == f"output_layer.{TRAINED_WEIGHT}"
 
 
 def find_peft_mapping(
-    name: str, *, find_mapping: Callable[[str], WeightMapping], head: str, names: Collection[str]
+    name: str,
+    *,
+    find_mapping: Callable[[str], WeightMapping],
+    head: str,
+    names: Collection[str],
 ) -> WeightMapping:
-    """What PEFT's file calls an adapter's parameter.
+    """Return the PEFT name of an adapter parameter.
 
     Args:
-        name: Megatron's, with the layer's global number.
-        find_mapping: of the weight of a layer of the base.
-        head: Hugging Face's name of the output layer.
-        names: of all parameters of the adapter.
+        name: Megatron name with the global layer number.
+        find_mapping: Returns the mapping of a base weight by Megatron name.
+        head: Hugging Face name of the output layer.
+        names: Megatron names of all parameters of the adapter.
     """
     if name.startswith("output_layer."):
         kind = "weight" if name.endswith(TRAINED_WEIGHT) else "bias"
         return WeightMapping(kind="plain", names=(f"{PEFT_PREFIX}{head}.{kind}",))
-    host, _, rest = name.partition(f".{ADAPTER_MODULE}.")
-    part, _, parameter = rest.partition(".")
+    linear, _, rest = name.partition(f".{ADAPTER_MODULE}.")
+    target, _, parameter = rest.partition(".")
     if is_expert_adapter(name):
         module = hf_experts_module(int(name.split(".")[2]), find_mapping=find_mapping)
-        stem = peft_expert_prefix(
+        prefix = peft_expert_prefix(
             module,
-            part,
-            joined=[
+            target,
+            adapted=[
                 other
                 for other in EXPERT_LINEARS
-                if f"{host}.{ADAPTER_MODULE}.{other}.{parameter}" in names
+                if f"{linear}.{ADAPTER_MODULE}.{other}.{parameter}" in names
             ],
         )
         kinds: dict[str, MappingKind] = {
             "lora_A": "experts_a",
-            "lora_B": "gated_experts_b" if part == "gate_up_proj" else "experts_b",
+            "lora_B": "gated_experts_b" if target == "gate_up_proj" else "experts_b",
         }
-        return WeightMapping(kind=kinds[parameter], names=(f"{stem}.{parameter}.weight",))
+        return WeightMapping(kind=kinds[parameter], names=(f"{prefix}.{parameter}.weight",))
     module = next(
         module
-        for module in hf_modules(find_mapping(f"{host}.weight"))
-        if module.rpartition(".")[2] == part
+        for module in hf_modules(find_mapping(f"{linear}.weight"))
+        if module.rpartition(".")[2] == target
     )
     suffix = "" if parameter == "lora_magnitude_vector" else ".weight"
     return WeightMapping(kind="plain", names=(f"{PEFT_PREFIX}{module}.{parameter}{suffix}",))
 
 
-def hf_experts_module(number: int, *, find_mapping: Callable[[str], WeightMapping]) -> str:
-    """The transformers module that holds the joined experts of a layer, by the layer's number."""
-    first = find_mapping(
-        f"decoder.layers.{number}.{EXPERTS_PATH}.local_experts.0.linear_fc1.weight"
-    ).names[0]
-    return first.partition(".experts.")[0] + ".experts"
+def hf_experts_module(layer: int, *, find_mapping: Callable[[str], WeightMapping]) -> str:
+    """Return the transformers module with the joined experts of a layer, by its number."""
+    first = f"decoder.layers.{layer}.{EXPERTS_PATH}.local_experts.0.linear_fc1.weight"
+    return find_mapping(first).names[0].partition(".experts.")[0] + ".experts"
 
 
-def peft_expert_prefix(module: str, part: str, *, joined: Collection[str]) -> str:
-    """What PEFT puts before ``.lora_A`` for one joined tensor of a module with experts.
+def peft_expert_prefix(module: str, target: str, *, adapted: Collection[str]) -> str:
+    """Return what PEFT puts before `.lora_A` for a joined expert tensor.
 
     Args:
-        module: of transformers, as its name ends in experts.
-        part: which tensor.
-        joined: those of this module that are adapted.
+        module: Transformers module with the experts.
+        target: Last part of the tensor's name.
+        adapted: Last parts of all adapted tensors of this module.
     """
-    is_inside = part == "gate_up_proj" and "down_proj" in joined
-    return f"{PEFT_PREFIX}{module}.base_layer" if is_inside else f"{PEFT_PREFIX}{module}"
+    is_inner = target == "gate_up_proj" and "down_proj" in adapted
+    return f"{PEFT_PREFIX}{module}.base_layer" if is_inner else f"{PEFT_PREFIX}{module}"
 
 
-def hf_modules(recipe: WeightMapping) -> tuple[str, ...]:
-    """Hugging Face modules that one of Megatron's weights is made of."""
-    return tuple(name.removesuffix(".weight") for name in recipe.names)
+def hf_modules(mapping: WeightMapping) -> tuple[str, ...]:
+    """Return the Hugging Face modules of one of Megatron's weights."""
+    return tuple(name.removesuffix(".weight") for name in mapping.names)

@@ -1,25 +1,31 @@
-"""The decoder layer in plain torch on Megatron-Core's own parallel matrices: a norm and an attention that know packs and all splits.
+"""The decoder layer: Megatron's parallel linear layers with a norm and attention in plain torch.
 
-TransformerEngine's layers are not offered: docs/decisions/0025-layers-in-plain-torch.md.
+Megatron's own plain-torch norm refuses sequence parallelism, and its plain-torch attention refuses
+packed sequences and context parallelism. TransformerEngine's layers are not offered; see
+docs/decisions/0025-layers-in-plain-torch.md.
 """
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from temper_engine_megatron.bridge_compat import get_expert_submodules
-from temper_engine_megatron.model.collectives import gather_sequence
 from temper_engine_megatron.model.moe_router import MoETransformerLayer, WeightedLossRouter
 from temper_engine_megatron.model.packed_attention import PackLayout, RowLayout, compute_attention
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Megatron's own refuses sequence parallelism; the mark on the weight makes its gradient be summed over tensor-parallel ranks."""
+    """RMSNorm that supports sequence parallelism.
+
+    Megatron sums the gradients of weights marked `sequence_parallel` over tensor-parallel ranks.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -27,7 +33,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention inside each sequence of a pack; under context parallelism keys and values of all ranks are gathered."""
+    """Causal attention within each sequence; gathers keys and values of context-parallel ranks."""
 
     def __init__(
         self,
@@ -54,27 +60,57 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackLayout | RowLayout,
         **_: object,
     ) -> Tensor:
-        """Query [S, R, H, D], key and value [S, R, K, D]; returns [S, R, H D]."""
+        """Compute attention from query [S, R, H, D] and key and value [S, R, K, D].
+
+        Returns:
+            [S, R, H D].
+        """
         key, value = (gather_sequence(x, self._group) for x in (key, value))
         return compute_attention(query, key, value, packed_seq_params, scale=self._scale).flatten(2)
 
 
-def build_block_spec(settings: Any, *, num_layers: int) -> Any:
-    """What one chunk of the decoder consists of: so many layers, and the norm that follows the last one."""
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group  # type: ignore[attr-defined]
+        slices = [torch.empty_like(local) for _ in range(group.size())]
+        # gloo sends the memory of a tensor as it is, ignoring strides.
+        dist.all_gather(slices, local.contiguous(), group=group)
+        return torch.cat(slices)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        group: dist.ProcessGroup = ctx.group  # type: ignore[attr-defined]
+        total = grad.contiguous().clone()
+        # Queries of every rank used these keys and values.
+        dist.all_reduce(total, group=group)
+        return total.chunk(group.size())[group.rank()], None
+
+
+def gather_sequence(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather [S, ...] of every rank to [S C, ...] in rank order; gradients are summed."""
+    if group.size() == 1:
+        return local
+    gathered: Tensor = _GatherSequence.apply(local, group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def build_block_spec(transformer_config: Any, *, num_layers: int) -> Any:
+    """Build Megatron's spec of one chunk of the decoder: its layers and the norm after the last."""
     layer = get_gpt_layer_local_spec(
-        # Grouped products of experts need TransformerEngine: each expert is one after the other.
-        num_experts=settings.num_moe_experts,
+        # Grouped matmuls over experts need TransformerEngine, so experts run one after another.
+        num_experts=transformer_config.num_moe_experts,
         moe_grouped_gemm=False,
-        qk_layernorm=settings.qk_layernorm,
-        normalization=settings.normalization,
+        qk_layernorm=transformer_config.qk_layernorm,
+        normalization=transformer_config.normalization,
     )
-    if settings.num_moe_experts:
+    if transformer_config.num_moe_experts:
         layer.module = MoETransformerLayer
         get_expert_submodules(layer).router = WeightedLossRouter
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    attention = parts.self_attention.submodules
+    submodules = layer.submodules
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
+    attention = submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    if settings.qk_layernorm:
+    if transformer_config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

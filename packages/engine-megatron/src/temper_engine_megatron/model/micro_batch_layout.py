@@ -1,7 +1,7 @@
-"""One micro-batch as a context-parallel rank computes it: its slice of the padded tokens, their positions, and who sees whom.
+"""One micro-batch as a context-parallel rank computes it: a slice of its padded tokens.
 
-T tokens of the micro-batch. Laid end to end they are one row, otherwise each of the R sequences is a row, padded to the longest; this rank
-has S places of every row, side by side.
+T is the number of tokens of the micro-batch. Packed sequences form one row; otherwise each of the R
+sequences is a row, padded to the longest. This rank has S consecutive positions of every row.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from temper_engine_megatron.model.packed_attention import PackLayout, RowLayout,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalMicroBatch:
-    """What goes into the model on this rank."""
+    """Model inputs of one micro-batch on this rank."""
 
-    whole: SequenceBatch
-    """The micro-batch itself, on the device."""
+    micro_batch: SequenceBatch
+    """The full micro-batch, on the device."""
     tokens: Tensor
     """[R, S] int64."""
     positions: Tensor
@@ -27,76 +27,78 @@ class LocalMicroBatch:
     is_padding: Tensor
     """[R, S] bool."""
     attention: PackLayout | RowLayout
-    """Who sees whom."""
-    place: Tensor
-    """[T] int64, where each token of the micro-batch lies in [S R], place after place of all rows; -1 on other ranks."""
+    """Sequence boundaries for attention."""
+    local_index: Tensor
+    """[T] int64 index of each token in the flattened [S, R]; -1 for tokens on other ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchLayout:
-    """How micro-batches are laid out on this rank."""
+    """Layout of micro-batches on this rank."""
 
     cp_size: int
-    """Ranks that share a micro-batch."""
+    """Number of context-parallel ranks, which split a micro-batch."""
     cp_rank: int
-    """This one among them."""
     token_multiple: int
-    """A row is padded to a multiple of so many places over all ranks."""
+    """Rows are padded to a multiple of this number, counted over all ranks."""
     is_packed: bool
-    """Sequences lie end to end, or in a row each."""
+    """Concatenate the sequences; otherwise each is a row."""
     device: torch.device
-    """Where they go."""
+    """Device of the model inputs."""
 
 
 def build_local_micro_batch(
-    micro: SequenceBatch, slicing: MicroBatchLayout, *, trained_tokens: int
+    micro: SequenceBatch, layout: MicroBatchLayout, *, trained_tokens: int
 ) -> LocalMicroBatch:
-    """This rank's slice of a micro-batch; one that lies on the CPU is split without waiting for the device.
+    """Build this rank's inputs; does not wait for the device if the micro-batch is on the CPU.
 
     Args:
-        micro: the micro-batch.
-        slicing: see MicroBatchLayout.
-        trained_tokens: of the whole mini-batch over all ranks.
+        micro: Full micro-batch.
+        layout: How micro-batches are laid out.
+        trained_tokens: Trained tokens of the mini-batch over all ranks.
     """
     starts = micro.sequence_starts.tolist()
     lengths = [end - start for start, end in pairwise(starts)]
-    longest = sum(lengths) if slicing.is_packed else max(lengths)
-    length = longest + -longest % slicing.token_multiple
-    size = length // slicing.cp_size
-    mine = slice(slicing.cp_rank * size, (slicing.cp_rank + 1) * size)
-    share = int(micro.loss_mask.sum()) / max(trained_tokens, 1)
-    whole = micro.to(slicing.device)
-    row, column = _places(whole, is_packed=slicing.is_packed)
-    num_rows = 1 if slicing.is_packed else len(lengths)
-    is_here = (column >= mine.start) & (column < mine.stop)
+    longest = sum(lengths) if layout.is_packed else max(lengths)
+    padded_length = longest + -longest % layout.token_multiple
+    size = padded_length // layout.cp_size
+    local = slice(layout.cp_rank * size, (layout.cp_rank + 1) * size)
+    token_fraction = int(micro.loss_mask.sum()) / max(trained_tokens, 1)
+    on_device = micro.to(layout.device)
+    row, column = _grid_positions(on_device, is_packed=layout.is_packed)
+    num_rows = 1 if layout.is_packed else len(lengths)
+    is_local = (column >= local.start) & (column < local.stop)
     attention: PackLayout | RowLayout
-    if slicing.is_packed:
-        # Padding is a sequence of its own.
+    if layout.is_packed:
+        # Padding is a sequence of its own, so that no real token attends to it.
         attention = build_pack_layout(
-            [*starts, length], mine=mine, share=share, device=slicing.device
+            [*starts, padded_length],
+            local=local,
+            token_fraction=token_fraction,
+            device=layout.device,
         )
     else:
-        attention = RowLayout(last=mine.stop, share=share)
+        attention = RowLayout(num_keys=local.stop, token_fraction=token_fraction)
 
-    def spread(values: Tensor, empty: float) -> Tensor:
-        grid = values.new_full((num_rows, length), empty)
+    def to_local_rows(values: Tensor, fill: float) -> Tensor:
+        grid = values.new_full((num_rows, padded_length), fill)
         grid[row, column] = values
-        return grid[:, mine]
+        return grid[:, local]
 
     return LocalMicroBatch(
-        whole=whole,
-        tokens=spread(whole.tokens, 0),
-        positions=spread(whole.get_position_ids(), 0),
-        is_padding=spread(torch.zeros_like(whole.loss_mask), True),
+        micro_batch=on_device,
+        tokens=to_local_rows(on_device.tokens, 0),
+        positions=to_local_rows(on_device.get_position_ids(), 0),
+        is_padding=to_local_rows(torch.zeros_like(on_device.loss_mask), True),
         attention=attention,
-        place=torch.where(is_here, (column - mine.start) * num_rows + row, -1),
+        local_index=torch.where(is_local, (column - local.start) * num_rows + row, -1),
     )
 
 
-def _places(batch: SequenceBatch, *, is_packed: bool) -> tuple[Tensor, Tensor]:
-    """[T] row and column of each token."""
-    every = torch.arange(batch.num_tokens, device=batch.tokens.device)
+def _grid_positions(batch: SequenceBatch, *, is_packed: bool) -> tuple[Tensor, Tensor]:
+    """Return the [T] row and the [T] column of each token."""
+    token_index = torch.arange(batch.num_tokens, device=batch.tokens.device)
     if is_packed:
-        return torch.zeros_like(every), every
+        return torch.zeros_like(token_index), token_index
     row = batch.sequence_index.long()
-    return row, every - batch.sequence_starts.long()[row]
+    return row, token_index - batch.sequence_starts.long()[row]

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts, whose own losses count as much as their micro-batch does in the mini-batch."""
+"""Routers of mixtures of experts, whose losses are weighted by the micro-batch's trained tokens."""
 
 from collections import defaultdict
 from typing import Any
@@ -11,28 +11,39 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 LOAD_BALANCING_LOSS, Z_LOSS = "load_balancing_loss", "z_loss"
-"""What a router's losses are called in metrics, after ``router/``."""
+"""Names of the router losses in metrics, after `router/`."""
 
 
 class WeightedLossRouter(TopKRouter):
-    """Megatron's, but for the weights of its own losses: they neither count the tokens of ranks nor those of micro-batches.
+    """Megatron's router with other weights of its own losses.
 
-    Balance: E sum_e f_e P_e over the T tokens of a micro-batch, f_e the share of choices that fell on expert e, P_e its mean probability; 1
-    where experts are balanced. Source: Fedus et al. 2022, arXiv:2101.03961, equation 4. Z-loss: the mean over tokens of the squared
-    logsumexp of their logits. Source: Zoph et al. 2022, arXiv:2202.08906, equation 5. Each rank has the parts of its own tokens.
+    Megatron scales these losses by numbers of tokens of a rank or a micro-batch. Here the loss of a
+    micro-batch is weighted by its fraction of the trained tokens in the mini-batch.
+
+    Load balancing: E sum_e f_e P_e over the T tokens of a micro-batch, where f_e is the fraction of
+    choices of expert e and P_e its mean probability; 1 if experts are balanced. Source: Fedus et
+    al. 2022, arXiv:2101.03961, equation 4. Z-loss: mean over tokens of the squared logsumexp of the
+    router logits. Source: Zoph et al. 2022, arXiv:2202.08906, equation 5. Each rank computes the
+    terms of its own tokens.
     """
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self.share = 0.0
-        """Of the micro-batch that is passing in the trained tokens of the mini-batch."""
-        self.weighted: dict[str, list[Tensor]] = defaultdict(list)
-        """This rank's part of each loss for each micro-batch since the last call, without its coefficient, times its share."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.token_fraction = 0.0
+        """Trained tokens of the current micro-batch divided by those of the mini-batch."""
+        self.weighted_losses: dict[str, list[Tensor]] = defaultdict(list)
+        """This rank's loss terms by name, one per micro-batch since they were last read.
+
+        Multiplied by the token fraction, but not by the loss coefficient."""
 
     def attach_and_log_load_balancing_loss(
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *_: Any, **__: Any
     ) -> Tensor:
-        """Add the loss's gradient to what passes; Megatron would log it for the whole process, and weigh it by counts of tokens."""
+        """Add the gradient of the load-balancing loss to an activation.
+
+        Replaces Megatron's method, which logs to a tracker of the full process and weights the loss
+        by token counts.
+        """
         return self._attach(
             activation,
             aux_loss / aux_loss_coeff,
@@ -41,18 +52,18 @@ class WeightedLossRouter(TopKRouter):
         )
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Add the z-loss's gradient to what passes; collective over ranks that have other tokens of the micro-batch.
+        """Add the gradient of the z-loss to the router logits.
+
+        Collective over the ranks with other tokens of the micro-batch.
 
         Args:
             logits: [T, E] of this rank's tokens.
-            padding_mask: [T] bool, there whenever a router has a loss.
+            padding_mask: [T] bool; always given if a router loss is on.
         """
         coefficient = self.config.moe_z_loss_coeff
         if not coefficient or not self.training or not torch.is_grad_enabled():
             return logits
-        assert padding_mask is not None, (
-            "the model tells its layers where there is a loss of routers"
-        )
+        assert padding_mask is not None, "the model passes a padding mask if a router loss is on"
         is_real = ~padding_mask
         count = is_real.sum()
         dist.all_reduce(count, group=self.tp_cp_group)
@@ -60,24 +71,35 @@ class WeightedLossRouter(TopKRouter):
         return self._attach(logits, loss, coefficient=coefficient, name=Z_LOSS)
 
     def _attach(self, activation: Tensor, loss: Tensor, *, coefficient: float, name: str) -> Tensor:
-        self.weighted[name].append((loss * self.share).detach())
-        attached: Tensor = MoEAuxLossAutoScaler.apply(activation, loss * (coefficient * self.share))
+        self.weighted_losses[name].append((loss * self.token_fraction).detach())
+        attached: Tensor = MoEAuxLossAutoScaler.apply(
+            activation, loss * (coefficient * self.token_fraction)
+        )
         return attached
 
 
 class MoETransformerLayer(TransformerLayer):
-    """A decoder layer that tells its router which micro-batch is passing, also where it is passing for the second time."""
+    """Decoder layer that sets its router's token fraction before every forward pass.
 
-    def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """As Megatron's."""
-        self.mlp.router.share = keywords["packed_seq_params"].share
-        return super().forward(*arguments, **keywords)
+    In the layer and not in the model, because activation recomputation runs layers again in the
+    backward pass, when another micro-batch may be current.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer; same arguments as Megatron's."""
+        self.mlp.router.token_fraction = kwargs["packed_seq_params"].token_fraction
+        return super().forward(*args, **kwargs)
 
 
 def pop_router_losses(layers: list[Any], *, names: tuple[str, ...], num_layers: int) -> Tensor:
-    """By name, the mean over all layers of the model of what these have seen since the last call; a sum over ranks is still to be made."""
-    found = []
+    """Return and clear the router losses of these layers, in the order of the names.
+
+    The value is the mean over all `num_layers` layers of the model; the caller sums over ranks.
+    """
+    losses = []
     for name in names:
-        parts = [part for layer in layers for part in layer.mlp.router.weighted.pop(name, [])]
-        found.append(torch.stack(parts).sum() / num_layers if parts else torch.zeros(()))
-    return torch.stack([each.float().cpu() for each in found])
+        terms = [
+            term for layer in layers for term in layer.mlp.router.weighted_losses.pop(name, [])
+        ]
+        losses.append(torch.stack(terms).sum() / num_layers if terms else torch.zeros(()))
+    return torch.stack([loss.float().cpu() for loss in losses])

@@ -1,7 +1,8 @@
-"""What the last stage answers from hidden states: a language head through the split vocabulary, a scalar head for values and scores.
+"""Outputs of the last pipeline stage: log-probs, or values and scores from a scalar head.
 
-The answer about token t is read at the hidden state of token t - 1, which may lie on another context-parallel rank; each rank answers for
-the hidden states that it has, and the columns of all ranks are added up, so that an objective sees whole sequences.
+The output of token t is computed from the hidden state of token t - 1, which may be on another
+context-parallel rank. Each rank computes the outputs of its own hidden states; their sum over ranks
+gives full sequences to the objective.
 """
 
 from collections.abc import Mapping
@@ -10,12 +11,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError, CapabilityError
 from temper_engine_api.objective import LOGPROB_AT_IDS, HeadOutput, HeadOutputs
 from temper_engine_megatron.adapter.adapter_placement import TrainedHead
-from temper_engine_megatron.model.collectives import sum_over_ranks
 from temper_engine_megatron.model.micro_batch_layout import LocalMicroBatch
 from temper_engine_megatron.model.vocab_parallel_logprobs import VocabShard, vocab_parallel_logprobs
 
@@ -26,54 +27,52 @@ LANGUAGE_OUTPUTS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputHead:
-    """Answers of the last stage."""
+    """Computes the outputs of the last pipeline stage."""
 
-    projection: nn.Parameter
+    weight: nn.Parameter
     """[V / ranks, D] rows of the output embedding, or [1, D] of a scalar head."""
     bias: nn.Parameter | None
-    """[1] of a scalar head."""
-    scalar: HeadOutput | None
+    """[1] of a scalar head; None for a language model."""
+    scalar_output: HeadOutput | None
     """VALUE or SCORE; None for a language model."""
-    vocabulary: int
+    vocab_size: int
     """V, without padding."""
-    chunk: int
-    """Positions whose logits are held at once."""
+    chunk_size: int
+    """Number of positions whose logits are in memory at once."""
     is_compiled: bool
-    """Whether passes over logits are compiled."""
-    fills_chunks: bool
-    """See VocabShard."""
+    """See `VocabShard`."""
+    pads_chunks: bool
+    """See `VocabShard`."""
     tp: dist.ProcessGroup = field(repr=False)
-    """Ranks that the vocabulary is split over."""
+    """Ranks with the other shards of the vocabulary."""
     cp: dist.ProcessGroup = field(repr=False)
-    """Ranks that the tokens are split over."""
-    trained: TrainedHead | None = None
-    """What an adapter trains in the place of weight and bias."""
+    """Ranks with the other tokens."""
+    trained_head: TrainedHead | None = None
+    """Weight and bias that an adapter trains in place of these; None if it trains no head."""
 
     @property
-    def _weight(self) -> nn.Parameter:
-        return (
-            self.projection
-            if self.trained is None or self.trained.switch.is_off
-            else self.trained.weight
-        )
+    def _weight_in_use(self) -> nn.Parameter:
+        head = self.trained_head
+        return self.weight if head is None or head.switch.is_off else head.weight
 
     @property
-    def _offset(self) -> nn.Parameter | None:
-        return (
-            self.bias if self.trained is None or self.trained.switch.is_off else self.trained.bias
-        )
+    def _bias_in_use(self) -> nn.Parameter | None:
+        head = self.trained_head
+        return self.bias if head is None or head.switch.is_off else head.bias
 
-    def check(self, requested_outputs: frozenset[HeadOutput]) -> None:
-        """Refuse what this head can't answer.
+    def check_outputs(self, requested_outputs: frozenset[HeadOutput]) -> None:
+        """Check that this head can compute the requested outputs.
 
         Raises:
-            CapabilityError: naming the queries.
+            CapabilityError: If it cannot compute some of them.
         """
-        allowed = LANGUAGE_OUTPUTS if self.scalar is None else frozenset({self.scalar})
-        if others := requested_outputs - allowed:
-            kind = "language_model" if self.scalar is None else f"{self.scalar.value}_model"
+        scalar = self.scalar_output
+        supported = LANGUAGE_OUTPUTS if scalar is None else frozenset({scalar})
+        if unsupported := requested_outputs - supported:
+            kind = "language_model" if scalar is None else f"{scalar.value}_model"
             raise CapabilityError(
-                f"a {kind} can't answer {', '.join(sorted(others))}; it answers {', '.join(sorted(allowed))}."
+                f"a {kind} can't answer {', '.join(sorted(unsupported))}; it answers "
+                f"{', '.join(sorted(supported))}."
             )
 
     def compute_outputs(
@@ -84,99 +83,129 @@ class OutputHead:
         requested_outputs: frozenset[HeadOutput],
         trained_only: bool,
     ) -> HeadOutputs:
-        """Answers about the whole micro-batch, the same on every rank of the last stage. Collective over them.
+        """Compute outputs for the full micro-batch, the same on every rank of the last stage.
+
+        Collective over these ranks.
 
         Args:
-            hidden: [S R, D] of this rank's places.
-            local: the micro-batch.
-            queries: what is asked.
-            trained_only: only trained positions need an answer; else all that have a predecessor.
+            hidden: [S R, D] hidden states of this rank.
+            local: The micro-batch.
+            requested_outputs: Outputs to compute.
+            trained_only: Compute trained positions only; otherwise all that have a predecessor.
         """
-        whole = local.whole
-        if self.scalar is HeadOutput.SCORE:
-            columns = {HeadOutput.SCORE: self._scores(hidden, local)}
+        batch = local.micro_batch
+        if self.scalar_output is HeadOutput.SCORE:
+            columns = {HeadOutput.SCORE: self._compute_scores(hidden, local)}
         else:
-            wanted = whole.loss_mask if trained_only else _has_predecessor(whole)
-            at = torch.nonzero(wanted)[:, 0]
-            place = local.place[at - 1]
-            at = at[place >= 0]
-            rows = hidden.index_select(0, place[place >= 0])
-            found = (
-                self._language(rows, whole, at, requested_outputs)
-                if self.scalar is None
-                else {HeadOutput.VALUE: self._scalars(rows)}
+            is_requested = batch.loss_mask if trained_only else _has_predecessor(batch)
+            positions = torch.nonzero(is_requested)[:, 0]
+            predecessor_index = local.local_index[positions - 1]
+            positions = positions[predecessor_index >= 0]
+            rows = hidden.index_select(0, predecessor_index[predecessor_index >= 0])
+            local_columns = (
+                self._compute_logprobs(rows, batch, positions, requested_outputs)
+                if self.scalar_output is None
+                else {HeadOutput.VALUE: self._compute_scalars(rows)}
             )
             columns = {
-                head_output: _place(found[head_output], at=at, size=whole.num_tokens)
-                for head_output in requested_outputs
+                output: _scatter_rows(
+                    local_columns[output], positions=positions, size=batch.num_tokens
+                )
+                for output in requested_outputs
             }
-        # Sorted: sets differ in order between processes, and every rank must add up the same column.
+        # Sorted: the order of a set differs between processes, and all ranks must sum the same
+        # column at the same time.
         return HeadOutputs(
-            columns={
-                head_output: sum_over_ranks(columns[head_output], self.cp)
-                for head_output in sorted(columns)
-            }
+            columns={output: sum_over_ranks(columns[output], self.cp) for output in sorted(columns)}
         )
 
-    def _language(
+    def _compute_logprobs(
         self,
         rows: Tensor,
-        whole: SequenceBatch,
-        at: Tensor,
+        batch: SequenceBatch,
+        positions: Tensor,
         requested_outputs: frozenset[HeadOutput],
     ) -> Mapping[HeadOutput, Tensor]:
-        weight = self._weight
-        held = weight.shape[0]
-        first = self.tp.rank() * held
-        columns = vocab_parallel_logprobs(
+        weight = self._weight_in_use
+        num_rows = weight.shape[0]
+        first_id = self.tp.rank() * num_rows
+        logprobs = vocab_parallel_logprobs(
             rows.to(weight.dtype),
             weight,
-            whole.tokens[at],
-            temperature=whole.temperature.float()[whole.sequence_index[at]],
-            ids=_ids_of(whole)[at] if HeadOutput.LOGPROB_AT in requested_outputs else None,
-            share=VocabShard(
+            batch.tokens[positions],
+            temperature=batch.temperature.float()[batch.sequence_index[positions]],
+            ids=_logprob_at_ids(batch)[positions]
+            if HeadOutput.LOGPROB_AT in requested_outputs
+            else None,
+            shard=VocabShard(
                 group=self.tp,
-                first=first,
-                size=max(0, min(held, self.vocabulary - first)),
-                chunk=self.chunk,
-                wants_entropy=HeadOutput.ENTROPY in requested_outputs,
+                first_id=first_id,
+                num_tokens=max(0, min(num_rows, self.vocab_size - first_id)),
+                chunk_size=self.chunk_size,
+                needs_entropy=HeadOutput.ENTROPY in requested_outputs,
                 is_compiled=self.is_compiled,
-                fills_chunks=self.fills_chunks,
+                pads_chunks=self.pads_chunks,
             ),
         )
         return {
-            HeadOutput.LOGPROB: columns.logprob,
-            HeadOutput.ENTROPY: columns.entropy,
-            HeadOutput.LOGSUMEXP_TERMS: columns.logsumexp,
-            HeadOutput.LOGPROB_AT: columns.logprob_at,
+            HeadOutput.LOGPROB: logprobs.logprob,
+            HeadOutput.ENTROPY: logprobs.entropy,
+            HeadOutput.LOGSUMEXP_TERMS: logprobs.logsumexp,
+            HeadOutput.LOGPROB_AT: logprobs.logprob_at,
         }
 
-    def _scores(self, hidden: Tensor, local: LocalMicroBatch) -> Tensor:
-        last = local.whole.sequence_starts[1:].long() - 1
-        place = local.place[last]
-        mine = torch.nonzero(place >= 0)[:, 0]
-        scores = self._scalars(hidden.index_select(0, place[mine]))
-        return _place(scores, at=mine, size=last.shape[0])
+    def _compute_scores(self, hidden: Tensor, local: LocalMicroBatch) -> Tensor:
+        """Compute [B] scores from the last token of each sequence; zero on other ranks."""
+        last = local.micro_batch.sequence_starts[1:].long() - 1
+        last_index = local.local_index[last]
+        local_sequences = torch.nonzero(last_index >= 0)[:, 0]
+        scores = self._compute_scalars(hidden.index_select(0, last_index[local_sequences]))
+        return _scatter_rows(scores, positions=local_sequences, size=last.shape[0])
 
-    def _scalars(self, rows: Tensor) -> Tensor:
-        bias = None if self._offset is None else self._offset.float()
-        return nn.functional.linear(rows.float(), self._weight.float(), bias)[:, 0]
+    def _compute_scalars(self, rows: Tensor) -> Tensor:
+        bias = None if self._bias_in_use is None else self._bias_in_use.float()
+        return nn.functional.linear(rows.float(), self._weight_in_use.float(), bias)[:, 0]
 
 
 def _has_predecessor(batch: SequenceBatch) -> Tensor:
-    wanted = torch.ones_like(batch.loss_mask)
-    wanted[batch.sequence_starts[:-1].long()] = False
-    return wanted
+    mask = torch.ones_like(batch.loss_mask)
+    mask[batch.sequence_starts[:-1].long()] = False
+    return mask
 
 
-def _place(column: Tensor, *, at: Tensor, size: int) -> Tensor:
-    """[size, ...] zeros with the column's rows at their positions, with gradient."""
-    return column.new_zeros(size, *column.shape[1:]).index_copy(0, at, column)
+def _scatter_rows(rows: Tensor, *, positions: Tensor, size: int) -> Tensor:
+    """Return [size, ...] zeros with rows at these positions; differentiable."""
+    return rows.new_zeros(size, *rows.shape[1:]).index_copy(0, positions, rows)
 
 
-def _ids_of(batch: SequenceBatch) -> Tensor:
+def _logprob_at_ids(batch: SequenceBatch) -> Tensor:
     if LOGPROB_AT_IDS not in batch.columns:
         raise BatchError(
-            f"logprob_at was asked, but the batch has no column {LOGPROB_AT_IDS!r}: add [T, K] token ids."
+            f"logprob_at was requested, but the batch has no column {LOGPROB_AT_IDS!r}: add "
+            "[T, K] token ids."
         )
     return batch.columns[LOGPROB_AT_IDS]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = local.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        # Not summed over ranks: every rank computes the same loss from the total.
+        return grad, None
+
+
+def sum_over_ranks(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum over ranks that all compute the same loss from the total.
+
+    The gradient of each rank's term is the gradient of the total, once.
+    """
+    if group.size() == 1:
+        return local
+    total: Tensor = _SumOverRanks.apply(local, group)  # type: ignore[no-untyped-call]
+    return total

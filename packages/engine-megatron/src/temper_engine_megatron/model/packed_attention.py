@@ -1,8 +1,10 @@
-"""Causal attention inside each sequence, for a rank that has all keys and the queries of a contiguous slice of the tokens.
+"""Causal attention within each sequence, for a rank with all keys and a slice of the queries.
 
-Sequences lie end to end in a pack, or each in a row of its own that is padded on the right. No mask over a pack is ever made: on CUDA
-torch's variable-length kernel runs once per layer, elsewhere (and in float32, which that kernel does not know) torch's attention runs once
-per sequence. S tokens on this rank in each of R rows (a pack is one row), C context-parallel ranks.
+Sequences are concatenated to a pack, or each is a row padded on the right. No mask over a full pack
+is built: on CUDA torch's variable-length kernel handles a layer in one call. Elsewhere, and in
+float32, which that kernel does not support, scaled dot-product attention runs once per sequence.
+
+Shapes: S tokens on this rank in each of R rows (a pack is one row), C context-parallel ranks.
 """
 
 import inspect
@@ -16,70 +18,79 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-_NEEDS_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""torch 2.11 takes grouped heads without a flag; later versions ask for one."""
+# torch 2.11 detects grouped heads by shape; later versions require a flag that 2.11 does not have.
+_NEEDS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackLayout:
-    """Who sees whom in a pack: a token sees those of its own sequence up to itself. It travels where Megatron has packed parameters."""
+    """Sequence boundaries of a pack on one rank; passed as Megatron's `packed_seq_params`.
+
+    A token attends to the tokens of its own sequence up to itself.
+    """
 
     num_queries: tuple[int, ...]
-    """Tokens of each sequence that lie in this rank's slice, for the N sequences that have any there; padding is one of its own."""
+    """Tokens of each sequence in this rank's slice, for the N sequences that have any there.
+
+    Padding counts as a sequence."""
     num_keys: tuple[int, ...]
-    """Tokens of each of them up to the last query: all but the first sequence begin inside the slice."""
+    """Tokens of these sequences up to the last query.
+
+    More than `num_queries` only for the first sequence, which may start before the slice."""
     keys: slice
-    """Where those tokens lie in the pack: side by side, up to the end of the slice."""
+    """Positions of these keys in the pack; contiguous, up to the end of the slice."""
     query_starts: Tensor
-    """[N + 1] int32 running sums of num_queries, on the device."""
+    """[N + 1] int32 cumulative sums of `num_queries`, on the device."""
     key_starts: Tensor
-    """[N + 1] int32 running sums of num_keys."""
-    share: float
-    """Of this micro-batch in the trained tokens of the mini-batch, for layers with experts, which are told nothing else."""
+    """[N + 1] int32 cumulative sums of `num_keys`, on the device."""
+    token_fraction: float
+    """Trained tokens of this micro-batch divided by those of the mini-batch.
+
+    Routers weight their losses with it; no other argument reaches the decoder layers."""
     qkv_format: str = "sbhd"
-    """What Megatron asks of such parameters: tokens lie along the first dimension, beside a batch of one."""
+    """Format that Megatron reads from such parameters: sequence first, with a batch of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLayout:
-    """Who sees whom where each sequence has a row of its own: a token sees those of its row up to itself."""
+    """Layout with one sequence per row: a token attends to its row up to itself."""
 
-    last: int
+    num_keys: int
     """Tokens of a row up to the end of this rank's slice."""
-    share: float
-    """As that of PackLayout."""
+    token_fraction: float
+    """See `PackLayout`."""
     qkv_format: str = "sbhd"
-    """As that of PackLayout."""
+    """See `PackLayout`."""
 
 
 def build_pack_layout(
-    starts: Sequence[int], *, mine: slice, share: float, device: torch.device
+    starts: Sequence[int], *, local: slice, token_fraction: float, device: torch.device
 ) -> PackLayout:
-    """The layout of one rank's slice.
+    """Build the layout of one rank's slice.
 
     Args:
-        starts: running sums of the lengths of the pack's sequences, padding included.
-        mine: this rank's tokens, at least one.
-        share: see PackLayout.
-        device: of the running sums.
+        starts: Cumulative lengths of the sequences in the pack, including padding.
+        local: Tokens of this rank, at least one.
+        token_fraction: See `PackLayout`.
+        device: Device of the cumulative sums.
     """
-    found = [
-        (min(end, mine.stop) - max(start, mine.start), min(end, mine.stop) - start)
+    sizes = [
+        (min(end, local.stop) - max(start, local.start), min(end, local.stop) - start)
         for start, end in pairwise(starts)
-        if start < mine.stop and end > mine.start and end > start
+        if start < local.stop and end > local.start and end > start
     ]
-    num_queries, num_keys = (tuple(column) for column in zip(*found, strict=True))
+    num_queries, num_keys = (tuple(column) for column in zip(*sizes, strict=True))
     return PackLayout(
         num_queries=num_queries,
         num_keys=num_keys,
-        keys=slice(mine.stop - sum(num_keys), mine.stop),
-        query_starts=_running_sums(num_queries, device),
-        key_starts=_running_sums(num_keys, device),
-        share=share,
+        keys=slice(local.stop - sum(num_keys), local.stop),
+        query_starts=_cumulative_sums(num_queries, device),
+        key_starts=_cumulative_sums(num_keys, device),
+        token_fraction=token_fraction,
     )
 
 
-def _running_sums(sizes: Sequence[int], device: torch.device) -> Tensor:
+def _cumulative_sums(sizes: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32, non_blocking=True)
 
 
@@ -91,40 +102,43 @@ def compute_attention(
     *,
     scale: float | None,
 ) -> Tensor:
-    """Mixed values of this rank's tokens.
+    """Compute attention for this rank's tokens.
 
     Args:
         query: [S, R, H, D] of this rank's tokens.
         key: [S C, R, K, D] of all tokens; H is a multiple of K.
-        value: the same.
-        layout: see PackLayout and RowLayout.
-        scale: of the logits; None is 1 / sqrt(D).
+        value: Same shape as `key`.
+        layout: Sequence boundaries.
+        scale: Factor of the attention logits; None means 1 / sqrt(D).
 
     Returns:
         [S, R, H, D].
     """
     if isinstance(layout, RowLayout):
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key[: layout.last], value[: layout.last]))
-        return _causal(q, k, v, scale=scale).permute(2, 0, 1, 3)
-    return _attend_in_pack(query[:, 0], key[:, 0], value[:, 0], layout, scale=scale)[:, None]
+        q, k, v = (
+            x.permute(1, 2, 0, 3) for x in (query, key[: layout.num_keys], value[: layout.num_keys])
+        )
+        return _causal_attention(q, k, v, scale=scale).permute(2, 0, 1, 3)
+    return _pack_attention(query[:, 0], key[:, 0], value[:, 0], layout, scale=scale)[:, None]
 
 
-def _attend_in_pack(
+def _pack_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, *, scale: float | None
 ) -> Tensor:
     key, value = key[layout.keys], value[layout.keys]
     if query.is_cuda and query.dtype is not torch.float32:
-        return _in_one_kernel(query, key, value, layout, scale=scale)
-    return _one_by_one(query, key, value, layout, scale=scale)
+        return _varlen_attention(query, key, value, layout, scale=scale)
+    return _attention_by_sequence(query, key, value, layout, scale=scale)
 
 
-def _in_one_kernel(
+def _varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, *, scale: float | None
 ) -> Tensor:
-    # Where a sequence has fewer queries than keys, the last of both meet.
+    # The kernel aligns the last query with the last key, which is right for a sequence that starts
+    # before this rank's slice.
     sizes = (layout.query_starts, layout.key_starts, max(layout.num_queries), max(layout.num_keys))
     q, k, v = (x.contiguous() for x in (query, key, value))
-    if q.shape[1] != k.shape[1] and _NEEDS_FLAG:
+    if q.shape[1] != k.shape[1] and _NEEDS_GQA_FLAG:
         mixed = varlen_attn(q, k, v, *sizes, scale=scale, window_size=(-1, 0), enable_gqa=True)
     else:
         mixed = varlen_attn(q, k, v, *sizes, scale=scale, window_size=(-1, 0))
@@ -132,25 +146,32 @@ def _in_one_kernel(
     return mixed
 
 
-def _one_by_one(
+def _attention_by_sequence(
     query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, *, scale: float | None
 ) -> Tensor:
     mixed = []
-    for parts in zip(
+    for qkv in zip(
         query.split(layout.num_queries),
         *(x.split(layout.num_keys) for x in (key, value)),
         strict=True,
     ):
-        q, k, v = (x.transpose(0, 1)[None] for x in parts)
-        mixed.append(_causal(q, k, v, scale=scale)[0].transpose(0, 1))
+        q, k, v = (x.transpose(0, 1)[None] for x in qkv)
+        mixed.append(_causal_attention(q, k, v, scale=scale)[0].transpose(0, 1))
     return torch.cat(mixed)
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
-    """Attention of queries [B, H, Q, D] that are the last ones of the keys' [B, K, N, D] tokens."""
-    is_cut = query.shape[2] != key.shape[2]
-    mask = causal_lower_right(query.shape[2], key.shape[2]) if is_cut else None
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
+    """Compute attention of queries [B, H, Q, D] that are the last Q of the N keys [B, K, N, D]."""
+    has_earlier_keys = query.shape[2] != key.shape[2]
+    # `is_causal` would align the first query with the first key.
+    mask = causal_lower_right(query.shape[2], key.shape[2]) if has_earlier_keys else None
     is_grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=not is_cut, scale=scale, enable_gqa=is_grouped
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=not has_earlier_keys,
+        scale=scale,
+        enable_gqa=is_grouped,
     )

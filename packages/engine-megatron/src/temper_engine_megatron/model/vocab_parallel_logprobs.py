@@ -1,7 +1,9 @@
-"""Log-probabilities, entropies and normalisers of a projection whose rows are split over ranks, without ever gathering logits.
+"""Log-probs, entropies and normalizers of a head whose vocabulary is split over ranks.
 
-ModelChunks of N positions one after the other; each rank has the logits of its own share of the V vocabulary, and three numbers a position
-travel. With logits z = h W^T / temperature and p = softmax(z): d logsumexp / dz = p; d log p_y / dz = 1_y - p; dH / dz = -p (log p + H).
+Logits are never gathered. Positions are processed in chunks; each rank has the logits of its own
+shard of the vocabulary V and exchanges three numbers per position. With logits
+z = h W^T / temperature and p = softmax(z), the gradients are d logsumexp / dz = p,
+d log p_y / dz = 1_y - p and dH / dz = -p (log p + H).
 """
 
 from collections.abc import Callable
@@ -23,47 +25,51 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Float32 answers for N positions, the same on every rank."""
+    """Float32 outputs at N positions, the same on every rank."""
 
     logprob: Tensor
     """[N] log-probability of the label."""
     logsumexp: Tensor
-    """[N] log of the normaliser, after temperature."""
+    """[N] log of the normalizer, after temperature."""
     entropy: Tensor
-    """[N] entropy; zeros where it was not asked."""
+    """[N] entropy; zeros if not requested."""
     logprob_at: Tensor
-    """[N, K] log-probabilities of further ids; K is 0 where none were asked."""
+    """[N, K] log-probabilities of further token ids; K is 0 if none are requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabShard:
-    """This rank's share of the vocabulary."""
+    """This rank's shard of the vocabulary, and how its logits are computed."""
 
     group: dist.ProcessGroup
-    """Ranks that have the other shares."""
-    first: int
-    """Id of this rank's first row."""
-    size: int
-    """Rows that are words; those behind them pad the vocabulary to equal shares."""
-    chunk: int
-    """Positions whose logits are held at once."""
-    wants_entropy: bool
-    """Whether the entropy is computed."""
+    """Ranks with the other shards."""
+    first_id: int
+    """Token id of this rank's first row."""
+    num_tokens: int
+    """Rows that are tokens; the rows after them pad the vocabulary to equal shards."""
+    chunk_size: int
+    """Number of positions whose logits are in memory at once."""
+    needs_entropy: bool
     is_compiled: bool = False
-    """Whether each pass over logits is one compiled kernel."""
-    fills_chunks: bool = False
-    """Whether every product has a whole chunk of rows, so that a position has the same bits however many others are asked; a GPU chooses
-    its kernel by the number of rows."""
+    """Compile each pass over logits to one kernel."""
+    pads_chunks: bool = False
+    """Pad every matmul to `chunk_size` rows.
 
-    def sum(self, numbers: Tensor) -> Tensor:
-        """Over all shares, in place."""
+    A GPU selects its kernel by the number of rows, so that otherwise the bits of a position would
+    depend on how many others are requested."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over all shards, in place."""
         if self.group.size() > 1:
-            dist.all_reduce(numbers, group=self.group)
-        return numbers
+            dist.all_reduce(values, group=self.group)
+        return values
 
-    def chunks(self, total: int) -> list[slice]:
-        """Slices of at most ``chunk`` positions."""
-        return [slice(at, min(at + self.chunk, total)) for at in range(0, total, self.chunk)]
+    def chunks(self, num_positions: int) -> list[slice]:
+        """Return slices of at most `chunk_size` positions."""
+        return [
+            slice(start, min(start + self.chunk_size, num_positions))
+            for start in range(0, num_positions, self.chunk_size)
+        ]
 
 
 def vocab_parallel_logprobs(
@@ -73,86 +79,95 @@ def vocab_parallel_logprobs(
     *,
     temperature: Tensor,
     ids: Tensor | None,
-    share: VocabShard,
+    shard: VocabShard,
 ) -> TokenLogprobs:
-    """Answers of a linear head without bias. Collective over the share's group.
+    """Compute the outputs of a linear head without bias. Collective over the shard's group.
 
     Args:
         hidden: [N, D] in the compute dtype, the same on every rank.
-        weight: [V / ranks, D] this rank's rows.
+        weight: [V / ranks, D] rows of this rank.
         labels: [N] int64.
-        temperature: [N] float32 that divides the logits.
-        ids: [N, K] int64 further ids.
-        share: see VocabShard.
+        temperature: [N] float32 divisor of the logits.
+        ids: [N, K] int64 further token ids.
+        shard: This rank's shard.
 
     Returns:
-        Float32 columns; matmuls run in the compute dtype, everything after them in float32.
+        Float32 outputs. Matmuls use the compute dtype, everything after them float32.
     """
     further = labels.new_empty(labels.shape[0], 0) if ids is None else ids
-    chosen = torch.cat([labels[:, None], further], dim=1)
-    logprobs, logsumexp, entropy = _Answers.apply(
-        hidden, weight, chosen, temperature[:, None], share
+    all_ids = torch.cat([labels[:, None], further], dim=1)
+    logprobs, logsumexp, entropy = _VocabParallelLogprobs.apply(
+        hidden, weight, all_ids, temperature[:, None], shard
     )  # type: ignore[no-untyped-call]
     return TokenLogprobs(
         logprob=logprobs[:, 0], logsumexp=logsumexp, entropy=entropy, logprob_at=logprobs[:, 1:]
     )
 
 
-class _Answers(torch.autograd.Function):
+class _VocabParallelLogprobs(torch.autograd.Function):
+    """Recomputes the logits in the backward pass instead of keeping them."""
+
     @staticmethod
     def forward(
         ctx: FunctionCtx,
         hidden: Tensor,
         weight: Tensor,
-        chosen: Tensor,
-        heat: Tensor,
-        share: VocabShard,
+        ids: Tensor,
+        temperature: Tensor,
+        shard: VocabShard,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        size, words = hidden.shape[0], weight[: share.size]
-        logprobs = heat.new_zeros(chosen.shape)
-        logsumexp, entropy = heat.new_zeros(size), heat.new_zeros(size)
-        for rows in share.chunks(size):
-            logits = _logits(hidden[rows], words, share)
-            logsumexp[rows], found = _normaliser_and_entropy(logits, heat[rows], share)
-            logprobs[rows] = _at(logits, chosen[rows], share) / heat[rows] - logsumexp[rows, None]
-            if share.wants_entropy:
-                entropy[rows] = found
-        ctx.save_for_backward(hidden, weight, chosen, heat, logsumexp, entropy)
-        ctx.share = share  # type: ignore[attr-defined]
+        num_positions, rows = hidden.shape[0], weight[: shard.num_tokens]
+        logprobs = temperature.new_zeros(ids.shape)
+        logsumexp = temperature.new_zeros(num_positions)
+        entropy = temperature.new_zeros(num_positions)
+        for chunk in shard.chunks(num_positions):
+            logits = _compute_logits(hidden[chunk], rows, shard)
+            logsumexp[chunk], chunk_entropy = _normalizer_and_entropy(
+                logits, temperature[chunk], shard
+            )
+            logprobs[chunk] = (
+                _gather_logits(logits, ids[chunk], shard) / temperature[chunk]
+                - logsumexp[chunk, None]
+            )
+            if shard.needs_entropy:
+                entropy[chunk] = chunk_entropy
+        ctx.save_for_backward(hidden, weight, ids, temperature, logsumexp, entropy)
+        ctx.shard = shard  # type: ignore[attr-defined]
         return logprobs, logsumexp, entropy
 
     @staticmethod
     def backward(
         ctx: FunctionCtx, grad_logprobs: Tensor, grad_logsumexp: Tensor, grad_entropy: Tensor
     ) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden, weight, chosen, heat, logsumexp, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
-        share: VocabShard = ctx.share  # type: ignore[attr-defined]
-        words = weight[: share.size]
+        hidden, weight, ids, temperature, logsumexp, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
+        shard: VocabShard = ctx.shard  # type: ignore[attr-defined]
+        rows = weight[: shard.num_tokens]
+        # Sums over chunks are accumulated in float32.
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        # Every log-prob pushes all of p down, the normaliser pulls it up.
-        pull = grad_logsumexp - grad_logprobs.sum(1)
-        for rows in share.chunks(hidden.shape[0]):
-            grad = _logits(hidden[rows], words, share)
+        # Coefficient of p: every log-prob contributes -p, the logsumexp +p.
+        p_coefficient = grad_logsumexp - grad_logprobs.sum(1)
+        for chunk in shard.chunks(hidden.shape[0]):
+            grad = _compute_logits(hidden[chunk], rows, shard)
             columns = (
-                heat[rows, 0],
-                logsumexp[rows],
-                pull[rows],
-                chosen[rows, 0] - share.first,
-                grad_logprobs[rows, 0],
-                entropy[rows],
+                temperature[chunk, 0],
+                logsumexp[chunk],
+                p_coefficient[chunk],
+                ids[chunk, 0] - shard.first_id,
+                grad_logprobs[chunk, 0],
+                entropy[chunk],
             )
-            slope = grad_entropy[rows] if share.wants_entropy else None
-            _kernel(_into_gradient, share)(grad, *columns, slope)
-            if chosen.shape[1] > 1:
-                place, is_here = _local_ids(chosen[rows, 1:], share)
-                grad.scatter_add_(
-                    1, place, (grad_logprobs[rows, 1:] * is_here / heat[rows]).to(grad.dtype)
-                )
-            grad_hidden[rows] = (grad @ words).float()
-            grad_weight[: share.size] += (grad.t() @ hidden[rows]).float()
+            chunk_grad_entropy = grad_entropy[chunk] if shard.needs_entropy else None
+            _maybe_compile(_logits_to_gradient_, shard)(grad, *columns, chunk_grad_entropy)
+            if ids.shape[1] > 1:
+                local_ids, is_local = _to_local_ids(ids[chunk, 1:], shard)
+                further_grad = grad_logprobs[chunk, 1:] * is_local / temperature[chunk]
+                grad.scatter_add_(1, local_ids, further_grad.to(grad.dtype))
+            grad_hidden[chunk] = (grad @ rows).float()
+            grad_weight[: shard.num_tokens] += (grad.t() @ hidden[chunk]).float()
         return (
-            share.sum(grad_hidden).to(hidden.dtype),
+            # Each rank has the terms of its own shard; hidden states are the same on all ranks.
+            shard.sum(grad_hidden).to(hidden.dtype),
             grad_weight.to(weight.dtype),
             None,
             None,
@@ -160,80 +175,81 @@ class _Answers(torch.autograd.Function):
         )
 
 
-def _logits(hidden: Tensor, words: Tensor, share: VocabShard) -> Tensor:
-    """[C, V / ranks] in the compute dtype, without temperature."""
+def _compute_logits(hidden: Tensor, rows: Tensor, shard: VocabShard) -> Tensor:
+    """Compute [C, V / ranks] logits in the compute dtype, before temperature."""
     size = hidden.shape[0]
-    if not share.fills_chunks or size == share.chunk:
-        return batch_invariant_linear(hidden, words)
-    return batch_invariant_linear(functional.pad(hidden, (0, 0, 0, share.chunk - size)), words)[
+    if not shard.pads_chunks or size == shard.chunk_size:
+        return batch_invariant_linear(hidden, rows)
+    return batch_invariant_linear(functional.pad(hidden, (0, 0, 0, shard.chunk_size - size)), rows)[
         :size
     ]
 
 
 @cache
-def _compiled(function: Callable[P, T]) -> Callable[P, T]:
-    # Any number of rows: micro-batches differ in it.
-    made: Callable[P, T] = torch.compile(function, dynamic=True)
-    return made
+def _compile(function: Callable[P, T]) -> Callable[P, T]:
+    # Dynamic shapes: micro-batches differ in their number of rows.
+    compiled: Callable[P, T] = torch.compile(function, dynamic=True)
+    return compiled
 
 
-def _kernel(function: Callable[P, T], share: VocabShard) -> Callable[P, T]:
-    return _compiled(function) if share.is_compiled else function
+def _maybe_compile(function: Callable[P, T], shard: VocabShard) -> Callable[P, T]:
+    return _compile(function) if shard.is_compiled else function
 
 
-def _normaliser_and_entropy(
-    logits: Tensor, heat: Tensor, share: VocabShard
+def _normalizer_and_entropy(
+    logits: Tensor, temperature: Tensor, shard: VocabShard
 ) -> tuple[Tensor, Tensor]:
-    """[C] log of the normaliser over all shares, and [C] entropy, from each share's sums about its own largest logit."""
-    own, total, weighted = _kernel(_sums, share)(logits, heat)
-    largest = own
-    if share.group.size() > 1:
-        largest = own.clone()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=share.group)
-        drop = own - largest
-        total, weighted = share.sum(torch.stack([total, weighted + total * drop]) * drop.exp())
+    """Return the [C] log of the normalizer over all shards and the [C] entropy."""
+    local_max, total, weighted = _maybe_compile(_softmax_sums, shard)(logits, temperature)
+    largest = local_max
+    if shard.group.size() > 1:
+        largest = local_max.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
+        # Each rank's sums are relative to its own maximum; move them to the global one.
+        shift = local_max - largest
+        total, weighted = shard.sum(torch.stack([total, weighted + total * shift]) * shift.exp())
     return total.log() + largest, total.log() - weighted / total
 
 
-def _sums(logits: Tensor, heat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row the largest tempered logit m, and the sums of exp(z - m) and of exp(z - m) (z - m)."""
-    tempered = logits.float() / heat
+def _softmax_sums(logits: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each row m = max z, sum exp(z - m) and sum exp(z - m) (z - m)."""
+    tempered = logits.float() / temperature
     largest = tempered.amax(1, keepdim=True)
     shifted = tempered - largest
     weights = torch.exp(shifted)
     return largest[:, 0], weights.sum(1), (weights * shifted).sum(1)
 
 
-def _into_gradient(
+def _logits_to_gradient_(
     logits: Tensor,
-    heat: Tensor,
+    temperature: Tensor,
     logsumexp: Tensor,
-    pull: Tensor,
+    p_coefficient: Tensor,
     label: Tensor,
     grad_logprob: Tensor,
     entropy: Tensor,
     grad_entropy: Tensor | None,
 ) -> None:
-    """Replace logits [C, V / ranks] by their gradient; labels that are elsewhere match no column."""
-    logs = logits.float() / heat[:, None] - logsumexp[:, None]
-    slope = (
-        pull[:, None]
+    """Replace logits [C, V / ranks] by their gradient; labels of other shards match no column."""
+    logs = logits.float() / temperature[:, None] - logsumexp[:, None]
+    coefficient = (
+        p_coefficient[:, None]
         if grad_entropy is None
-        else pull[:, None] - grad_entropy[:, None] * (logs + entropy[:, None])
+        else p_coefficient[:, None] - grad_entropy[:, None] * (logs + entropy[:, None])
     )
     is_label = torch.arange(logits.shape[1], device=logits.device) == label[:, None]
-    grad = logs.exp() * slope + torch.where(is_label, grad_logprob[:, None], 0.0)
-    logits.copy_(grad / heat[:, None])
+    grad = logs.exp() * coefficient + torch.where(is_label, grad_logprob[:, None], 0.0)
+    logits.copy_(grad / temperature[:, None])
 
 
-def _local_ids(ids: Tensor, share: VocabShard) -> tuple[Tensor, Tensor]:
-    """Columns of these ids here, 0 where they are elsewhere, and whether they are here."""
-    place = ids - share.first
-    is_here = (place >= 0) & (place < share.size)
-    return torch.where(is_here, place, 0), is_here
+def _to_local_ids(ids: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Return the columns of token ids on this rank (0 elsewhere) and a mask of those here."""
+    column = ids - shard.first_id
+    is_local = (column >= 0) & (column < shard.num_tokens)
+    return torch.where(is_local, column, 0), is_local
 
 
-def _at(logits: Tensor, ids: Tensor, share: VocabShard) -> Tensor:
-    """[C, K] float32 logits of ids from whichever rank has them."""
-    place, is_here = _local_ids(ids, share)
-    return share.sum(torch.where(is_here, logits.gather(1, place).float(), 0.0))
+def _gather_logits(logits: Tensor, ids: Tensor, shard: VocabShard) -> Tensor:
+    """Return [C, K] float32 logits of token ids of any shard."""
+    local_ids, is_local = _to_local_ids(ids, shard)
+    return shard.sum(torch.where(is_local, logits.gather(1, local_ids).float(), 0.0))

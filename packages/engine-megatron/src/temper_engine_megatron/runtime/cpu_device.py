@@ -1,6 +1,9 @@
-"""Megatron-Core on a machine without CUDA: inside ``megatron_on_cpu`` its CUDA calls mean the CPU; nothing outlives the context.
+"""Run Megatron-Core without CUDA: inside `megatron_on_cpu` its CUDA calls use the CPU.
 
-Where CUDA is available the context does nothing. What runs inside is Megatron's own code with gloo; streams, NCCL and kernels are not.
+Megatron-Core hard-codes CUDA (devices, streams, RNG states, type names) and has no setting for most
+of these places, so the calls are patched. The patches last only for the context. If CUDA is
+available, the context does nothing. What runs inside is Megatron's own code with gloo, so it says
+nothing about CUDA streams, NCCL or GPU kernels.
 """
 
 import sys
@@ -18,8 +21,8 @@ _CPU = torch.device("cpu")
 _OPTIMIZER_FOLDER = "megatron/core/optimizer"
 
 
-class _Nothing:
-    """A stream or an event: there is one order of execution, and everything has already happened."""
+class _NullStream:
+    """Stands in for a CUDA stream or event; on a CPU all earlier work has completed."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -27,15 +30,19 @@ class _Nothing:
 
     wait_stream = wait_event = wait = record = synchronize = _pass
 
-    def record_event(self, *_: object) -> "_Nothing":
+    def record_event(self, *_: object) -> "_NullStream":
         return self
 
     def query(self) -> bool:
         return True
 
 
-class _OnCpu(TorchFunctionMode):
-    """``device="cuda"`` is the CPU, and nothing is pinned."""
+class _CpuDeviceMode(TorchFunctionMode):
+    """Replaces `device="cuda"` by the CPU and ignores `pin_memory`.
+
+    A function mode, because replacing `torch.empty` and the like would break transformers 5, which
+    then leaves rotary frequencies uninitialized.
+    """
 
     def __torch_function__(
         self,
@@ -44,90 +51,105 @@ class _OnCpu(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        chosen = dict(kwargs or {})
-        if "device" in chosen and str(chosen["device"]).startswith("cuda"):
-            chosen["device"] = _CPU
-        if chosen.get("pin_memory"):
-            chosen["pin_memory"] = False
-        return func(*args, **chosen)
+        cpu_kwargs = dict(kwargs or {})
+        if "device" in cpu_kwargs and str(cpu_kwargs["device"]).startswith("cuda"):
+            cpu_kwargs["device"] = _CPU
+        if cpu_kwargs.get("pin_memory"):
+            cpu_kwargs["pin_memory"] = False
+        return func(*args, **cpu_kwargs)
 
 
-def _type_name(tensor: Tensor, *arguments: Any, **keywords: Any) -> Any:
-    """As ``Tensor.type``; Megatron's optimizers ask for the names of CUDA types and are given them."""
-    found = _REAL_TYPE(tensor, *arguments, **keywords)
-    is_asked_by_optimizer = _OPTIMIZER_FOLDER in sys._getframe(1).f_code.co_filename
-    if isinstance(found, str) and is_asked_by_optimizer:
-        return found.replace("torch.", "torch.cuda.", 1)
-    return found
+def _cuda_type_name(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return what `Tensor.type` returns, but CUDA names for Megatron's optimizers.
+
+    They compare type names such as "torch.cuda.FloatTensor", and reject or skip other tensors.
+    """
+    type_name = _REAL_TYPE(tensor, *args, **kwargs)
+    # Only for callers in the optimizer: elsewhere the true name is expected.
+    is_called_by_optimizer = _OPTIMIZER_FOLDER in sys._getframe(1).f_code.co_filename
+    if isinstance(type_name, str) and is_called_by_optimizer:
+        return type_name.replace("torch.", "torch.cuda.", 1)
+    return type_name
 
 
 _REAL_TYPE = Tensor.type
 
 
-def _same(this: Any, *_: object, **__: object) -> Any:
+def _return_self(this: Any, *_: object, **__: object) -> Any:
     return this
 
 
-def _on_host(numbers: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Numbers of tokens per rank, as the all-to-all of gloo wants them; Megatron's own leaves alone what is no CUDA tensor."""
-    return numbers.numpy() if as_numpy and isinstance(numbers, Tensor) else numbers
+def _split_sizes_to_numpy(sizes: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Convert the split sizes of the experts' all-to-all to numpy.
+
+    gloo does not accept a tensor of sizes, and Megatron converts only CUDA tensors.
+    """
+    return sizes.numpy() if as_numpy and isinstance(sizes, Tensor) else sizes
 
 
-def _gather_of_any_sizes(
-    parts: list[Tensor],
-    mine: Tensor,
+def _all_gather_uneven(
+    outputs: list[Tensor],
+    local: Tensor,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """As ``all_gather``; gloo wants parts of one size, and what ranks have of an expert's tokens is of many."""
-    if async_op or len({part.shape for part in parts}) == 1:
-        return _REAL_ALL_GATHER(parts, mine, group=group, async_op=async_op)
-    longest = max(part.shape[0] for part in parts)
-    padded = [mine.new_zeros(longest, *mine.shape[1:]) for _ in parts]
+    """Replace `all_gather` for outputs of different lengths, which gloo does not support.
+
+    Ranks have different numbers of tokens for an expert, so shorter tensors are padded.
+    """
+    if async_op or len({output.shape for output in outputs}) == 1:
+        return _REAL_ALL_GATHER(outputs, local, group=group, async_op=async_op)
+    longest = max(output.shape[0] for output in outputs)
+    padded = [local.new_zeros(longest, *local.shape[1:]) for _ in outputs]
     _REAL_ALL_GATHER(
         padded,
-        torch.cat([mine, mine.new_zeros(longest - mine.shape[0], *mine.shape[1:])]),
+        torch.cat([local, local.new_zeros(longest - local.shape[0], *local.shape[1:])]),
         group=group,
     )
-    for part, found in zip(parts, padded, strict=True):
-        part.copy_(found[: part.shape[0]])
+    for output, rows in zip(outputs, padded, strict=True):
+        output.copy_(rows[: output.shape[0]])
     return None
 
 
 _REAL_ALL_GATHER = dist.all_gather
 
 
-def _stand_ins() -> Iterator[tuple[object, str, object]]:
+def _replacements() -> Iterator[tuple[object, str, object]]:
+    """Yield (owner, attribute, replacement) for each patched attribute."""
     cuda = torch.cuda
     yield cuda, "current_device", lambda: _CPU
     for name in ("synchronize", "empty_cache", "set_device"):
         yield cuda, name, lambda *_, **__: None
     for name in ("current_stream", "default_stream"):
-        yield cuda, name, lambda *_, **__: _Nothing()
+        yield cuda, name, lambda *_, **__: _NullStream()
     yield cuda, "stream", lambda *_: nullcontext()
-    yield cuda, "Stream", _Nothing
-    yield cuda, "Event", _Nothing
+    yield cuda, "Stream", _NullStream
+    yield cuda, "Event", _NullStream
     yield cuda, "manual_seed", torch.manual_seed
     yield cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()
     yield cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)
-    yield Tensor, "cuda", _same
-    yield torch.nn.Module, "cuda", _same
-    yield Tensor, "type", _type_name
-    yield dist, "all_gather", _gather_of_any_sizes
+    yield Tensor, "cuda", _return_self
+    yield torch.nn.Module, "cuda", _return_self
+    yield Tensor, "type", _cuda_type_name
+    yield dist, "all_gather", _all_gather_uneven
 
 
 @contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """For the length of every call into Megatron; does nothing where there is CUDA, or inside itself."""
-    if torch.cuda.is_available() or Tensor.type is _type_name:
+    """Make Megatron-Core use the CPU inside the context; use it around every call into Megatron.
+
+    Does nothing if CUDA is available, or if the context is already active.
+    """
+    if torch.cuda.is_available() or Tensor.type is _cuda_type_name:
         yield
         return
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import token_dispatcher
 
     with ExitStack() as stack:
-        for owner, name, stand_in in _stand_ins():
-            stack.enter_context(patch.object(owner, name, stand_in))
+        for owner, name, replacement in _replacements():
+            stack.enter_context(patch.object(owner, name, replacement))
+        # Megatron's RNG tracker has no public way to use the CPU generator.
         stack.enter_context(
             patch.object(
                 megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()
@@ -140,8 +162,11 @@ def megatron_on_cpu() -> Iterator[None]:
                 lambda state, *_, **__: torch.set_rng_state(state),
             )
         )
-        stack.enter_context(patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _on_host))
-        # Megatron compiles small functions when it is imported; on a CPU that costs seconds at their first call.
+        stack.enter_context(
+            patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _split_sizes_to_numpy)
+        )
+        # Megatron decorates small functions with torch.compile when it is imported; on a CPU their
+        # first call would take seconds.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(_OnCpu())
+        stack.enter_context(_CpuDeviceMode())
         yield

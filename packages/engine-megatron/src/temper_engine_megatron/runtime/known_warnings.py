@@ -1,30 +1,33 @@
-"""Warnings that Megatron-Core gives in every process and that nobody can act on: what is absent is absent on purpose."""
+"""Warnings that Megatron-Core emits in every process and that a user cannot act on."""
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_KNOWN = (
-    # Apex and TransformerEngine are not used: the layers and the optimizer are those in plain torch.
+_KNOWN_WARNINGS = (
+    # Not used here: the layers and the optimizer are plain torch.
     r"(Transformer Engine and )?Apex (is|are) not installed",
-    # No mixture of experts.
+    # GroupedMLP is imported even for dense models.
     r"The \w+ GroupedMLP will be deprecated",
     r"Only transformer-engine>=[\d.]+ supports MoE experts",
-    # Imported beside what is used.
+    # Imported together with the modules that are used.
     r"MimoModelConfig is experimental",
     r"absl.logging is not installed",
-    # The bridge's own default.
+    # A default that Megatron-Bridge sets itself.
     r"full scope is deprecated. Use empty cuda_graph_(scope|modules)",
-    # torch has new names for what Megatron-Core calls.
+    # Functions that torch has renamed and Megatron-Core still calls.
     r"`torch.distributed.\w+` is deprecated",
 )
 
 
 @contextmanager
 def ignore_known_warnings() -> Iterator[None]:
-    """For the length of an import, of building a model or of an update; all other warnings are shown."""
+    """Ignore these warnings inside the context; all others are still shown.
+
+    Use it around importing Megatron-Core, building a model and updating it.
+    """
     with warnings.catch_warnings():
-        for message in _KNOWN:
+        for message in _KNOWN_WARNINGS:
             for category in (UserWarning, FutureWarning):
                 warnings.filterwarnings("ignore", message=message, category=category)
         yield

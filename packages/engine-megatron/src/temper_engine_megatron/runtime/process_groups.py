@@ -1,14 +1,13 @@
-"""The process groups an engine runs on: the default one, joined or made, and Megatron's, which are one set for the whole process.
+"""The process groups of an engine: torch's default group and Megatron's model-parallel groups.
 
-Several engines may live in a process while they have the same sizes; the last one that leaves takes Megatron's groups with it.
+Megatron keeps its groups in module variables, so a process has a single set of them. Engines of one
+process can share it if they have the same parallel sizes; the last engine to leave destroys it.
 """
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,10 +15,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from temper_engine_api import process_group
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.rendezvous import store_from_environment
 from temper_engine_api.topology import Axis, PlanConstraints, Topology
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.runtime.cpu_device import megatron_on_cpu
@@ -27,7 +25,7 @@ from temper_engine_megatron.runtime.cpu_device import megatron_on_cpu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSizes:
-    """Of Megatron's groups; two engines of one process must have the same."""
+    """Sizes of Megatron's groups; all engines of a process must have the same."""
 
     tensor_parallel: int
     pipeline_parallel: int
@@ -37,8 +35,8 @@ class ParallelSizes:
     expert_tensor_parallel: int
 
     @classmethod
-    def of(cls, config: MegatronConfig) -> "ParallelSizes":
-        """What a configuration asks."""
+    def from_config(cls, config: MegatronConfig) -> "ParallelSizes":
+        """Return the sizes that a config requests."""
         return cls(
             tensor_parallel=config.tensor_parallel,
             pipeline_parallel=config.pipeline_parallel,
@@ -49,144 +47,165 @@ class ParallelSizes:
         )
 
     def __str__(self) -> str:
-        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        sizes = {item.name: getattr(self, item.name) for item in fields(self)}
         return (
-            ", ".join(f"{name} {size}" for name, size in found.items() if size not in (1, None))
+            ", ".join(f"{name} {size}" for name, size in sizes.items() if size not in (1, None))
             or "no model parallelism"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """This process among the ranks of an engine, and the groups that it is part of."""
+    """Rank, device and process groups of this process."""
 
     topology: Topology
-    """ParallelSizes and ranks."""
     device: torch.device
-    """Where this rank computes."""
+    """Device on which this rank computes."""
     sizes: ParallelSizes
-    """Of Megatron's groups."""
-    collection: Any
-    """Megatron's groups."""
+    pg_collection: Any
+    """Megatron's `ProcessGroupCollection`."""
     owns_group: bool
-    """Whether the engine made the default group, and so must destroy it."""
+    """True if the engine created the default group and must destroy it."""
 
     @property
     def tp(self) -> dist.ProcessGroup:
-        """Ranks that hold parts of the same matrices."""
-        group: dist.ProcessGroup = self.collection.tp
+        """Ranks with shards of the same matrices."""
+        group: dist.ProcessGroup = self.pg_collection.tp
         return group
 
     @property
     def pp(self) -> dist.ProcessGroup:
-        """One rank of each stage."""
-        group: dist.ProcessGroup = self.collection.pp
+        """One rank of each pipeline stage."""
+        group: dist.ProcessGroup = self.pg_collection.pp
         return group
 
     @property
     def cp(self) -> dist.ProcessGroup:
-        """Ranks that hold parts of the same sequences."""
-        group: dist.ProcessGroup = self.collection.cp
+        """Ranks with slices of the same sequences."""
+        group: dist.ProcessGroup = self.pg_collection.cp
         return group
 
     @property
     def dp_cp(self) -> dist.ProcessGroup:
-        """Ranks that hold the same weights."""
-        group: dist.ProcessGroup = self.collection.dp_cp
+        """Ranks with the same weights: data and context parallel."""
+        group: dist.ProcessGroup = self.pg_collection.dp_cp
         return group
 
     @property
     def ep(self) -> dist.ProcessGroup:
-        """Ranks that hold different experts."""
-        group: dist.ProcessGroup = self.collection.ep
+        """Ranks with different experts of the same layers."""
+        group: dist.ProcessGroup = self.pg_collection.ep
         return group
 
     @property
     def expert_tp(self) -> dist.ProcessGroup:
-        """Ranks that hold parts of the same expert's matrices."""
-        group: dist.ProcessGroup = self.collection.expt_tp
+        """Ranks with shards of the same expert's matrices."""
+        group: dist.ProcessGroup = self.pg_collection.expt_tp
         return group
 
     @property
     def expert_dp(self) -> dist.ProcessGroup:
-        """Ranks that hold the same experts."""
-        group: dist.ProcessGroup = self.collection.expt_dp
+        """Ranks with the same experts."""
+        group: dist.ProcessGroup = self.pg_collection.expt_dp
         return group
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether losses and answers are made here."""
+        """True on the pipeline stage that computes outputs and losses."""
         return self.topology.pp.rank == self.topology.pp.size - 1
 
 
-_IN_USE: Counter[ParallelSizes] = Counter()
-"""Engines by the sizes of Megatron's groups; at most one entry, because Megatron has one set of groups."""
-
-_STORES: dict[tuple[str, ...], tuple[Store, int, int]] = {}
-_NUM_GROUPS: Counter[tuple[str, ...]] = Counter()
-"""One store per address for the life of a process, and keys of its own for every group made over it."""
+_NUM_ENGINES: Counter[ParallelSizes] = Counter()
+"""Number of engines by parallel sizes; at most one key, since Megatron has one set of groups."""
 
 
 def join(config: MegatronConfig) -> Membership:
-    """Join or make the default process group, and Megatron's groups; collective.
+    """Join or create the default process group and Megatron's groups. Collective.
 
     Raises:
-        ConfigError: the sizes do not divide the ranks, or an engine with other sizes lives in this process.
+        ConfigError: If the sizes do not divide the world size, or an engine with other sizes exists
+            in this process.
     """
-    device = _choose_device(config.device)
-    owns_group = _join_default(device, timeout_s=config.collective_timeout_s)
-    sizes = ParallelSizes.of(config)
+    device = choose_device(config.device)
+    owns_group = process_group.join_default_group(
+        device=device, timeout_s=config.collective_timeout_s
+    )
+    sizes = ParallelSizes.from_config(config)
     world_size = dist.get_world_size()
     try:
-        _check(config, sizes, world_size)
+        _check_sizes(config, sizes, world_size)
     except ConfigError:
         if owns_group:
             dist.destroy_process_group()
         raise
-    if not _IN_USE:
-        _make_groups(sizes, timeout_s=config.collective_timeout_s, seed=config.model.seed)
-    _IN_USE[sizes] += 1
+    if not _NUM_ENGINES:
+        _create_groups(sizes, timeout_s=config.collective_timeout_s, seed=config.model.seed)
+    _NUM_ENGINES[sizes] += 1
     with megatron_on_cpu():
-        collection = ProcessGroupCollection.use_mpu_process_groups()
-    topology = _topology(config, collection)
+        pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     return Membership(
-        topology=topology, device=device, sizes=sizes, collection=collection, owns_group=owns_group
+        topology=_build_topology(config, pg_collection),
+        device=device,
+        sizes=sizes,
+        pg_collection=pg_collection,
+        owns_group=owns_group,
     )
 
 
 def leave(membership: Membership) -> None:
-    """Give up Megatron's groups if nobody else has them, and destroy the default group if this engine made it."""
-    _IN_USE[membership.sizes] -= 1
-    if _IN_USE[membership.sizes] == 0:
-        _IN_USE.clear()
+    """Destroy Megatron's groups with the last engine, and the default group if created here."""
+    _NUM_ENGINES[membership.sizes] -= 1
+    if _NUM_ENGINES[membership.sizes] == 0:
+        _NUM_ENGINES.clear()
         parallel_state.destroy_model_parallel()
     if membership.owns_group and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _check(config: MegatronConfig, sizes: ParallelSizes, world_size: int) -> None:
+def choose_device(requested: str) -> torch.device:
+    """Return the device of this rank; see `temper_engine_api.process_group.choose_device`.
+
+    Raises:
+        ConfigError: If CUDA is requested but not available, or the CPU although CUDA is available.
+    """
+    # Megatron calls torch.cuda in many places without asking for a device, so the CPU can only be
+    # used where torch finds no CUDA device.
+    if requested == "cpu" and torch.cuda.is_available():
+        raise ConfigError(
+            "device is cpu, but torch finds a CUDA device, and Megatron would use it: start the "
+            "process with an empty CUDA_VISIBLE_DEVICES, or use device auto."
+        )
+    return process_group.choose_device(requested)
+
+
+def _check_sizes(config: MegatronConfig, sizes: ParallelSizes, world_size: int) -> None:
     if world_size % config.replica_size:
         raise ConfigError(
-            f"tensor_parallel {config.tensor_parallel} x pipeline_parallel {config.pipeline_parallel} x context_parallel "
-            f"{config.context_parallel} is {config.replica_size}, which must divide the {world_size} ranks."
+            f"tensor_parallel {config.tensor_parallel} x pipeline_parallel "
+            f"{config.pipeline_parallel} x context_parallel {config.context_parallel} is "
+            f"{config.replica_size}, which must divide the {world_size} ranks: change one of these "
+            "sizes, or the number of ranks."
         )
-    replica_of_experts = (
+    expert_replica_size = (
         sizes.expert_tensor_parallel * sizes.expert_parallel * sizes.pipeline_parallel
     )
-    if world_size % replica_of_experts:
+    if world_size % expert_replica_size:
         raise ConfigError(
-            f"expert_tensor_parallel {sizes.expert_tensor_parallel} x expert_parallel {sizes.expert_parallel} x pipeline_parallel "
-            f"{sizes.pipeline_parallel} is {replica_of_experts}, which must divide the {world_size} ranks."
+            f"expert_tensor_parallel {sizes.expert_tensor_parallel} x expert_parallel "
+            f"{sizes.expert_parallel} x pipeline_parallel {sizes.pipeline_parallel} is "
+            f"{expert_replica_size}, which must divide the {world_size} ranks: change one of these "
+            "sizes, or the number of ranks."
         )
-    if _IN_USE and sizes not in _IN_USE:
+    if _NUM_ENGINES and sizes not in _NUM_ENGINES:
         raise ConfigError(
-            f"an engine with {next(iter(_IN_USE))} lives in this process, and Megatron has one set of process groups for a process, so one "
-            f"with {sizes} can't be made beside it: give all roles the same sizes, or run them in processes of their own "
-            "(the trainer's Ray runtime), or close the first engine before."
+            f"this process already has an engine with {next(iter(_NUM_ENGINES))}, and Megatron has "
+            f"a single set of process groups per process, so an engine with {sizes} cannot be "
+            "created: give all roles the same sizes, run them in separate processes (the trainer's "
+            "Ray runtime), or close the first engine."
         )
 
 
-def _make_groups(sizes: ParallelSizes, *, timeout_s: float, seed: int) -> None:
+def _create_groups(sizes: ParallelSizes, *, timeout_s: float, seed: int) -> None:
     with megatron_on_cpu(), preserve_rng_state():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tensor_parallel,
@@ -196,6 +215,7 @@ def _make_groups(sizes: ParallelSizes, *, timeout_s: float, seed: int) -> None:
             expert_model_parallel_size=sizes.expert_parallel,
             expert_tensor_parallel_size=sizes.expert_tensor_parallel,
             create_gloo_process_groups=False,
+            # Megatron accepts full minutes only.
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         )
         model_parallel_cuda_manual_seed(seed)
@@ -203,19 +223,27 @@ def _make_groups(sizes: ParallelSizes, *, timeout_s: float, seed: int) -> None:
 
 @contextmanager
 def preserve_rng_state() -> Iterator[None]:
-    """What Megatron seeds and draws while it builds leaves the process's own stream of random numbers as it was."""
+    """Restore the RNG states of the process after Megatron has seeded or used them."""
     with torch.random.fork_rng(
+        # Only this rank's GPU: by default fork_rng would allocate memory on all of them.
         devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []
     ):
         yield
 
 
-def _topology(config: MegatronConfig, collection: Any) -> Topology:
+def _build_topology(config: MegatronConfig, pg_collection: Any) -> Topology:
     tp, pp, cp, dp, ep = (
         _axis(group)
-        for group in (collection.tp, collection.pp, collection.cp, collection.dp, collection.ep)
+        for group in (
+            pg_collection.tp,
+            pg_collection.pp,
+            pg_collection.cp,
+            pg_collection.dp,
+            pg_collection.ep,
+        )
     )
-    stages = pp.size if config.virtual_pipeline is not None else 1
+    # The interleaved schedule needs a multiple of the number of stages, and at least one each.
+    micro_batch_multiple = pp.size if config.virtual_pipeline is not None else 1
     return Topology(
         world_size=dist.get_world_size(),
         global_rank=dist.get_rank(),
@@ -226,8 +254,8 @@ def _topology(config: MegatronConfig, collection: Any) -> Topology:
         ep=ep,
         returns_outputs=pp.rank == pp.size - 1 and tp.rank == cp.rank == 0,
         plan_constraints=PlanConstraints(
-            micro_batch_multiple=stages,
-            min_micro_batches=stages,
+            micro_batch_multiple=micro_batch_multiple,
+            min_micro_batches=micro_batch_multiple,
             token_multiple=cp.size * (tp.size if config.sequence_parallel else 1),
         ),
     )
@@ -235,41 +263,3 @@ def _topology(config: MegatronConfig, collection: Any) -> Topology:
 
 def _axis(group: dist.ProcessGroup) -> Axis:
     return Axis(size=group.size(), rank=group.rank())
-
-
-def _choose_device(wanted: str) -> torch.device:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but torch sees no CUDA device: use device auto or cpu.")
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    if wanted == "cpu":
-        raise ConfigError(
-            "device is cpu, but torch sees CUDA, which Megatron then uses in places of its own: start with CUDA_VISIBLE_DEVICES= "
-            "(nothing after the sign), or use device auto."
-        )
-    index = (
-        int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) % torch.cuda.device_count()
-    )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def _join_default(device: torch.device, *, timeout_s: float) -> bool:
-    """Whether the group had to be made: from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or else a group of one."""
-    if dist.is_initialized():
-        return False
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_s)
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-        return True
-    place = tuple(
-        os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
-    )
-    if place not in _STORES:
-        _STORES[place] = store_from_environment(timeout)
-    store, rank, world_size = _STORES[place]
-    _NUM_GROUPS[place] += 1
-    own = PrefixStore(f"temper_engine_megatron/{_NUM_GROUPS[place]}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
-    return True

@@ -1,7 +1,8 @@
-"""Megatron's optimizer as the contract wants it: one rate, one norm, one decision of all ranks, and its state by parameter.
+"""Megatron's AdamW as the engine contract requires it, with its state by parameter.
 
-A state is three flat-shaped float32 tensors of this rank's part of a parameter and a count, also where the distributed optimizer keeps
-only a piece of them here.
+One learning rate, one gradient norm, and one decision of all ranks whether to update. The state of
+a parameter is read and written as full float32 tensors of this rank's tensor-parallel shard, even
+if the distributed optimizer splits it further over data-parallel ranks.
 """
 
 import math
@@ -25,20 +26,20 @@ from temper_engine_megatron.runtime.process_groups import Membership
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterState:
-    """Of this rank's part of one parameter: what tensor parallelism leaves of it."""
+    """Float32 state of this rank's tensor-parallel shard of one parameter, in its shape."""
 
     master: Tensor
-    """Float32, in the parameter's local shape."""
+    """Master weight."""
     first: Tensor
     """First moment."""
     second: Tensor
     """Second moment."""
     count: int
-    """Updates it has seen."""
+    """Number of updates of this parameter."""
 
 
 class MegatronAdamW:
-    """AdamW of Megatron, distributed over data-parallel ranks or not."""
+    """Megatron's AdamW; its state may be distributed over data-parallel ranks."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class MegatronAdamW:
         self._spec = spec
         self._membership = membership
         self.is_distributed = is_distributed
-        """Over data-parallel ranks, so that reading a state is collective over them."""
+        """True if the state is split over data-parallel ranks, so that reading it is collective."""
         beta1, beta2 = spec.betas
         config = OptimizerConfig(
             optimizer="adam",
@@ -65,24 +66,30 @@ class MegatronAdamW:
             adam_eps=spec.eps,
             bf16=dtype is torch.bfloat16,
             fp16=dtype is torch.float16,
-            # Losses are scaled before they come here, and gradients divided again.
+            # The engine scales the loss and unscales the gradients itself.
             loss_scale=1.0 if dtype is torch.float16 else None,
             params_dtype=dtype,
             use_distributed_optimizer=is_distributed,
+            # Clipping is done in `step`, with the norm of all optimizers.
             clip_grad=0.0,
             **overrides,
         )
-        # Pieces of parameters that remember where they come from make torch warn whenever their gradient is looked at.
-        with megatron_on_cpu(), _adamw_of_torch(), torch.no_grad():
+        # no_grad: the distributed optimizer's views of parameters would remember their origin, and
+        # torch warns whenever the gradient of such a view is read.
+        with megatron_on_cpu(), _use_torch_adamw(), torch.no_grad():
             self._chain = get_megatron_optimizer(
                 config, list(chunks), use_gloo_process_groups=False
             )
-        # Experts that are divided over ranks have an optimizer of their own.
+        # Experts that are divided over ranks have an optimizer of their own, the last one.
         self._optimizers: list[Any] = self._chain.chained_optimizers
 
     @torch.no_grad()
     def step(self, *, lr: float) -> float:
-        """Global norm before clipping, the same on every rank; clips and updates only where it is finite."""
+        """Clip gradients and update; skip both if the norm is not finite.
+
+        Returns:
+            The global gradient norm before clipping, the same on every rank.
+        """
         with ignore_known_warnings(), megatron_on_cpu():
             self._chain.prepare_grads()
             norm = float(self._chain.get_grad_norm())
@@ -95,117 +102,144 @@ class MegatronAdamW:
                     )
             for group in self._chain.param_groups:
                 group["lr"] = lr
+                # Megatron marks vectors (norms and biases) with wd_mult 0.
                 group["weight_decay"] = self._spec.weight_decay * (
                     1.0 if self._spec.decays_vectors else group["wd_mult"]
                 )
             self._chain.step_with_ready_grads()
         return norm
 
-    def zero(self) -> None:
-        """Drop the gradients that the last step left in parameters."""
+    def zero_grad(self) -> None:
+        """Drop the gradients that the last step left in the parameters."""
         with megatron_on_cpu():
             self._chain.zero_grad()
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Master weights and moments, as they are now; a master weight may be the parameter itself."""
+    def offloadable_tensors(self) -> Iterator[Tensor]:
+        """Yield master weights and moments; a master weight may be the parameter itself."""
         for optimizer in self._optimizers:
             for group in optimizer.optimizer.param_groups:
-                for main in group["params"]:
-                    yield main
-                    # A count is a number on the host.
+                for optimizer_tensor in group["params"]:
+                    yield optimizer_tensor
+                    # The step count is a number on the host.
                     yield from (
-                        kept
-                        for name, kept in optimizer.optimizer.state.get(main, {}).items()
+                        tensor
+                        for name, tensor in optimizer.optimizer.state.get(
+                            optimizer_tensor, {}
+                        ).items()
                         if name != "step"
                     )
 
     @torch.no_grad()
-    def read(self, parameter: nn.Parameter) -> ParameterState:
-        """This rank's part of a parameter's state, whole. Collective over ranks that hold the same weights, if distributed."""
-        main, piece = self._main(parameter), self._piece(parameter)
-        kept = {} if main is None else self._kept_by(parameter).get(main, {})
-        parts = [main, kept.get("exp_avg"), kept.get("exp_avg_sq")]
-        master, first, second = (self._whole(part, parameter, piece) for part in parts)
-        count = torch.tensor(float(kept.get("step", 0.0)), device=parameter.device)
+    def read_state(self, parameter: nn.Parameter) -> ParameterState:
+        """Read the state of this rank's tensor-parallel shard of a parameter.
+
+        Collective over the ranks with the same shard if the optimizer is distributed.
+        """
+        optimizer_tensor = self._optimizer_tensor(parameter)
+        local_range = self._local_range(parameter)
+        adam_state = (
+            {}
+            if optimizer_tensor is None
+            else self._adam_states(parameter).get(optimizer_tensor, {})
+        )
+        local = [optimizer_tensor, adam_state.get("exp_avg"), adam_state.get("exp_avg_sq")]
+        master, first, second = (
+            self._gather_full(tensor, parameter, local_range) for tensor in local
+        )
+        count = torch.tensor(float(adam_state.get("step", 0.0)), device=parameter.device)
         if self.is_distributed:
-            dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self._sharers(parameter))
+            # Ranks without a range of this parameter have no count.
+            dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self._data_parallel_group(parameter))
         return ParameterState(master=master, first=first, second=second, count=int(count))
 
     @torch.no_grad()
-    def write(self, parameter: nn.Parameter, state: ParameterState) -> None:
-        """Replace a parameter and its state by these."""
+    def write_state(self, parameter: nn.Parameter, state: ParameterState) -> None:
+        """Replace a parameter and its state."""
         parameter.data.copy_(state.master)
-        main, piece = self._main(parameter), self._piece(parameter)
-        if main is None:
+        optimizer_tensor = self._optimizer_tensor(parameter)
+        local_range = self._local_range(parameter)
+        if optimizer_tensor is None:
             return
         master, first, second = (
-            part.reshape(-1)[piece].reshape(main.shape)
-            for part in (state.master, state.first, state.second)
+            tensor.reshape(-1)[local_range].reshape(optimizer_tensor.shape)
+            for tensor in (state.master, state.first, state.second)
         )
-        main.data.copy_(master)
-        # A step of its own for each: AdamW would count a shared one once per parameter.
-        self._kept_by(parameter)[main] = {
+        optimizer_tensor.data.copy_(master)
+        self._adam_states(parameter)[optimizer_tensor] = {
+            # A step tensor per parameter: AdamW would count a shared one once per parameter.
             "step": torch.tensor(float(state.count)),
-            "exp_avg": first.to(main.device, copy=True),
-            "exp_avg_sq": second.to(main.device, copy=True),
+            "exp_avg": first.to(optimizer_tensor.device, copy=True),
+            "exp_avg_sq": second.to(optimizer_tensor.device, copy=True),
         }
 
     @torch.no_grad()
     def write_master(self, parameter: nn.Parameter, master: Tensor) -> None:
         """Replace a parameter and its master weight; moments stay."""
         parameter.data.copy_(master)
-        main = self._main(parameter)
-        if main is not None:
-            main.data.copy_(master.reshape(-1)[self._piece(parameter)].reshape(main.shape))
+        optimizer_tensor = self._optimizer_tensor(parameter)
+        if optimizer_tensor is not None:
+            local = master.reshape(-1)[self._local_range(parameter)]
+            optimizer_tensor.data.copy_(local.reshape(optimizer_tensor.shape))
 
-    def _main(self, parameter: nn.Parameter) -> Any:
-        """The tensor that AdamW updates for a parameter: itself, a float32 copy, or this rank's piece of one; None without a piece."""
+    def _optimizer_tensor(self, parameter: nn.Parameter) -> Any:
+        """Return the tensor that AdamW updates for a parameter.
+
+        That is the parameter itself, a float32 copy, or this rank's range of such a copy; None if
+        this rank has no range.
+        """
         if not self.is_distributed:
             return vars(parameter).get("main_param", parameter)
-        optimizer = self._optimizer_of(parameter)
+        optimizer = self._optimizer_for(parameter)
         if parameter not in optimizer.model_param_group_index_map:
             return None
-        group, place = optimizer.model_param_group_index_map[parameter]
-        return optimizer.optimizer.param_groups[group]["params"][place]
+        group, index = optimizer.model_param_group_index_map[parameter]
+        return optimizer.optimizer.param_groups[group]["params"][index]
 
-    def _optimizer_of(self, parameter: nn.Parameter) -> Any:
+    def _optimizer_for(self, parameter: nn.Parameter) -> Any:
         return self._optimizers[-1 if _is_divided_expert(parameter) else 0]
 
-    def _kept_by(self, parameter: nn.Parameter) -> dict[Any, dict[str, Tensor]]:
-        """Moments and counts, by the tensors that AdamW updates."""
-        kept: dict[Any, dict[str, Tensor]] = self._optimizer_of(parameter).optimizer.state
-        return kept
+    def _adam_states(self, parameter: nn.Parameter) -> dict[Any, dict[str, Tensor]]:
+        """Return AdamW's moments and counts, by the tensors that it updates."""
+        states: dict[Any, dict[str, Tensor]] = self._optimizer_for(parameter).optimizer.state
+        return states
 
-    def _sharers(self, parameter: nn.Parameter) -> dist.ProcessGroup:
-        """Ranks that hold the same parameter."""
+    def _data_parallel_group(self, parameter: nn.Parameter) -> dist.ProcessGroup:
+        """Return the ranks with the same shard of a parameter."""
         return (
             self._membership.expert_dp if _is_divided_expert(parameter) else self._membership.dp_cp
         )
 
-    def _piece(self, parameter: nn.Parameter) -> slice:
-        """Which entries of the flat parameter belong to this rank."""
+    def _local_range(self, parameter: nn.Parameter) -> slice:
+        """Return the range of the flattened parameter whose state is on this rank."""
         if not self.is_distributed:
             return slice(0, parameter.numel())
-        optimizer = self._optimizer_of(parameter)
+        optimizer = self._optimizer_for(parameter)
         if parameter not in optimizer.model_param_group_index_map:
             return slice(0, 0)
         buffer, dtype, bucket = optimizer.model_param_gbuf_map[parameter]
-        found = optimizer.gbuf_ranges[buffer][dtype][bucket]["param_map"][parameter]["param"]
-        return slice(found.start, found.end)
+        param_map = optimizer.gbuf_ranges[buffer][dtype][bucket]["param_map"]
+        local_range = param_map[parameter]["param"]
+        return slice(local_range.start, local_range.end)
 
-    def _whole(self, part: Tensor | None, parameter: nn.Parameter, piece: slice) -> Tensor:
-        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-        if part is not None:
-            whole[piece] = part.detach().reshape(-1).float()
+    def _gather_full(
+        self, local: Tensor | None, parameter: nn.Parameter, local_range: slice
+    ) -> Tensor:
+        """Gather a tensor in the parameter's shape from the ranks with its ranges."""
+        full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        if local is not None:
+            full[local_range] = local.detach().reshape(-1).float()
         if self.is_distributed:
-            dist.all_reduce(whole, group=self._sharers(parameter))
-        return whole.view(parameter.shape)
+            # Ranges have different lengths and may be empty, so zeros are summed instead.
+            dist.all_reduce(full, group=self._data_parallel_group(parameter))
+        return full.view(parameter.shape)
 
 
 @contextmanager
-def _adamw_of_torch() -> Iterator[None]:
-    """Megatron takes TransformerEngine's or Apex's Adam where one is importable; both count updates elsewhere than torch's, so that the
-    state above, and with it a checkpoint, would depend on what is installed.
+def _use_torch_adamw() -> Iterator[None]:
+    """Make Megatron use torch's AdamW inside the context.
+
+    Megatron prefers the Adam of TransformerEngine or Apex if installed. Both keep the update count
+    elsewhere, so the state here, and checkpoints, would depend on installed packages.
     """
     before = core_optimizer.USING_PYTORCH_OPTIMIZER
     core_optimizer.USING_PYTORCH_OPTIMIZER = True
@@ -216,6 +250,6 @@ def _adamw_of_torch() -> Iterator[None]:
 
 
 def _is_divided_expert(parameter: nn.Parameter) -> bool:
-    """Whether Megatron keeps it out of the all-reduce over all data-parallel ranks."""
+    """Return True if Megatron excludes the parameter from the data-parallel all-reduce."""
     marks: Mapping[str, Any] = vars(parameter)
     return not marks.get("allreduce", True)

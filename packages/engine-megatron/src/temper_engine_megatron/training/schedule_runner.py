@@ -1,7 +1,8 @@
-"""Runs the micro-batches of a plan through Megatron's own schedules, and back; gradients stay on this rank until they are finalised.
+"""Run the micro-batches of a packed batch through Megatron's pipeline schedules.
 
-Megatron's schedules divide a loss and finalise gradients only where they are told to. They are told to do neither: the objective's
-reduction is the only division, and the engine finalises once per update.
+Megatron's schedules can also divide the loss and finalize gradients at the end of every call. Both
+are off: the objective's reduction is the only division, and gradients are finalized once per
+update. Finalizing in every call would reduce the same buffers again and again.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,11 @@ from temper_engine_megatron.model.micro_batch_layout import (
     MicroBatchLayout,
     build_local_micro_batch,
 )
-from temper_engine_megatron.model.moe_router import LOAD_BALANCING_LOSS, Z_LOSS, pop_router_losses
+from temper_engine_megatron.model.moe_router import (
+    LOAD_BALANCING_LOSS,
+    Z_LOSS,
+    pop_router_losses,
+)
 from temper_engine_megatron.model.output_head import OutputHead
 from temper_engine_megatron.runtime.cpu_device import megatron_on_cpu
 from temper_engine_megatron.runtime.known_warnings import ignore_known_warnings
@@ -32,8 +37,8 @@ from temper_engine_megatron.runtime.process_groups import Membership
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pass:
-    """What one call asks of every micro-batch."""
+class _CallOptions:
+    """Options of one call, for all of its micro-batches."""
 
     requested_outputs: frozenset[HeadOutput]
     micro_batch_loss: MicroBatchLoss | None
@@ -41,13 +46,13 @@ class _Pass:
 
 
 class ScheduleRunner:
-    """Forward and backward passes over this rank's chunks."""
+    """Runs forward and backward passes of this rank's model chunks."""
 
     def __init__(self, chunks: ModelChunks, *, membership: Membership, is_packed: bool) -> None:
         self._chunks = chunks
         self._membership = membership
         topology = membership.topology
-        self._slicing = MicroBatchLayout(
+        self._layout = MicroBatchLayout(
             cp_size=topology.cp.size,
             cp_rank=topology.cp.rank,
             token_multiple=topology.plan_constraints.token_multiple,
@@ -55,7 +60,7 @@ class ScheduleRunner:
             device=membership.device,
         )
         self.has_unreduced_gradients = False
-        """Whether gradients wait on this rank to be reduced."""
+        """True if this rank has accumulated gradients that are not reduced yet."""
 
     def run(
         self,
@@ -65,27 +70,27 @@ class ScheduleRunner:
         micro_batch_loss: MicroBatchLoss | None,
         forward_only: bool,
     ) -> list[HeadOutputs] | None:
-        """Detached answers of each micro-batch on the last stage, None elsewhere."""
-        asked = _Pass(
+        """Return the detached outputs of each micro-batch on the last stage, None elsewhere."""
+        options = _CallOptions(
             requested_outputs=requested_outputs,
             micro_batch_loss=micro_batch_loss,
             forward_only=forward_only,
         )
         if self._chunks.head is not None:
-            self._chunks.head.check(requested_outputs)
+            self._chunks.head.check_outputs(requested_outputs)
         trained_tokens = batch.denominators.tokens
-        prepared = [
-            build_local_micro_batch(micro, self._slicing, trained_tokens=trained_tokens)
+        local_batches = [
+            build_local_micro_batch(micro, self._layout, trained_tokens=trained_tokens)
             for micro in batch.micro_batches()
         ]
         if not forward_only:
             self.has_unreduced_gradients = True
-        with self._mode(trains=not forward_only), megatron_on_cpu():
-            found = self._run_micro_batches(prepared, asked)
-        return found if self._membership.is_last_stage else None
+        with self._run_pass(trains=not forward_only), megatron_on_cpu():
+            outputs = self._run_micro_batches(local_batches, options)
+        return outputs if self._membership.is_last_stage else None
 
     def _run_micro_batches(
-        self, prepared: list[LocalMicroBatch], asked: _Pass
+        self, local_batches: list[LocalMicroBatch], options: _CallOptions
     ) -> list[HeadOutputs]:
         chunks = list(self._chunks.wrapped)
 
@@ -99,94 +104,110 @@ class ScheduleRunner:
                 packed_seq_params=local.attention,
                 padding_mask=local.is_padding,
             )
-            return output, lambda hidden: self._finish(hidden, local, asked)
+            # Megatron calls the second value with the output on the last stage.
+            return output, lambda hidden: self._compute_loss(hidden, local, options)
 
-        iterators = [iter(prepared) for _ in chunks]
+        iterators = [iter(local_batches) for _ in chunks]
         schedule = get_forward_backward_func()
-        head_outputs: list[HeadOutputs] = schedule(
+        outputs: list[HeadOutputs] = schedule(
             forward_step_func=forward_step,
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=chunks if len(chunks) > 1 else chunks[0],
-            num_microbatches=len(prepared),
-            # Each pair of stages tells the other the true shape.
-            seq_length=prepared[0].tokens.shape[1],
+            num_microbatches=len(local_batches),
+            # With variable_seq_lengths each stage sends the true shape to the next.
+            seq_length=local_batches[0].tokens.shape[1],
             micro_batch_size=1,
-            forward_only=asked.forward_only,
+            forward_only=options.forward_only,
         )
-        return head_outputs
+        return outputs
 
-    def _finish(
-        self, output: Tensor, local: LocalMicroBatch, asked: _Pass
+    def _compute_loss(
+        self, output: Tensor, local: LocalMicroBatch, options: _CallOptions
     ) -> tuple[Tensor, Tensor, HeadOutputs]:
-        """The scalar to differentiate, no number of tokens, and the answers: what a schedule wants of the last stage."""
+        """Return (loss, 0 tokens, outputs), as Megatron's schedules expect from the last stage.
+
+        With zero tokens the schedule divides nothing.
+        """
         head = self._head
-        if self._chunks.settings.sequence_parallel:
-            # Every rank goes on with all tokens and sums gradients where it splits matrices, so each takes back its own rows.
+        if self._chunks.transformer_config.sequence_parallel:
+            # All ranks continue with all tokens, and the head sums its own gradients over ranks, so
+            # in the backward pass each rank takes its rows instead of another sum.
             output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False)
         hidden = output.flatten(0, 1)
-        is_training = asked.micro_batch_loss is not None and not asked.forward_only
-        head_outputs = head.compute_outputs(
-            hidden, local, requested_outputs=asked.requested_outputs, trained_only=is_training
+        is_training = options.micro_batch_loss is not None and not options.forward_only
+        outputs = head.compute_outputs(
+            hidden, local, requested_outputs=options.requested_outputs, trained_only=is_training
         )
-        if asked.micro_batch_loss is None:
+        if options.micro_batch_loss is None:
             loss = hidden.new_zeros((), dtype=torch.float32)
         else:
-            # An empty sum: a loss that ignores every answer still sends gradients of zero to the stages before.
-            loss = asked.micro_batch_loss(head_outputs, local.whole) + hidden[:0].float().sum()
-        return loss, torch.zeros((), dtype=torch.int), head_outputs.detach()
+            # The empty sum connects the loss to the graph even if it ignores every output: the
+            # earlier stages wait for a gradient.
+            loss = options.micro_batch_loss(outputs, local.micro_batch) + hidden[:0].float().sum()
+        return loss, torch.zeros((), dtype=torch.int), outputs.detach()
 
     @property
     def _head(self) -> OutputHead:
-        assert self._chunks.head is not None, "schedules ask the last stage only"
+        assert self._chunks.head is not None, "schedules compute losses on the last stage only"
         return self._chunks.head
 
-    def reduce(self) -> None:
-        """Sum what lies on this rank with the others', once: over data and context parallel, tied embeddings, sequence-parallel norms."""
+    def reduce_gradients(self) -> None:
+        """Sum accumulated gradients over ranks; call once per update.
+
+        Covers data and context parallelism, tied embeddings, and the norms under sequence
+        parallelism.
+        """
         with ignore_known_warnings(), megatron_on_cpu(), torch.no_grad():
             finalize_model_grads(
-                list(self._chunks.wrapped), None, pg_collection=self._membership.collection
+                list(self._chunks.wrapped), None, pg_collection=self._membership.pg_collection
             )
         self.has_unreduced_gradients = False
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply what has been reduced."""
-        for chunk in self._chunks.wrapped:
-            assert isinstance(chunk, DistributedDataParallel), (
-                "an engine that trains wraps its chunks"
-            )
+        """Multiply the reduced gradients by a factor."""
+        for chunk in self._data_parallel_chunks():
             chunk.scale_gradients(factor)
 
-    def zero(self) -> None:
-        """Drop gradients, local and reduced."""
-        for chunk in self._chunks.wrapped:
-            assert isinstance(chunk, DistributedDataParallel), (
-                "an engine that trains wraps its chunks"
-            )
+    def zero_gradients(self) -> None:
+        """Drop all gradients, reduced or not."""
+        for chunk in self._data_parallel_chunks():
             chunk.zero_grad_buffer()
         self.has_unreduced_gradients = False
 
+    def _data_parallel_chunks(self) -> Iterator[DistributedDataParallel]:
+        for chunk in self._chunks.wrapped:
+            assert isinstance(chunk, DistributedDataParallel), (
+                "engines with an optimizer wrap their chunks"
+            )
+            yield chunk
+
     def pop_router_losses(self) -> dict[str, Tensor]:
-        """By name, the losses of routers in the calls since the last one, over this replica; those that are trained. Collective."""
-        settings, membership = self._chunks.settings, self._membership
-        weights = {
-            LOAD_BALANCING_LOSS: settings.moe_aux_loss_coeff,
-            Z_LOSS: settings.moe_z_loss_coeff,
+        """Return and clear the router losses since the last call, by name. Collective.
+
+        Summed over the ranks of this replica; only losses with a coefficient are included.
+        """
+        config, membership = self._chunks.transformer_config, self._membership
+        coefficients = {
+            LOAD_BALANCING_LOSS: config.moe_aux_loss_coeff,
+            Z_LOSS: config.moe_z_loss_coeff,
         }
         names = tuple(
-            name for name, weight in weights.items() if settings.num_moe_experts and weight
+            name
+            for name, coefficient in coefficients.items()
+            if config.num_moe_experts and coefficient
         )
         if not names:
             return {}
-        layers = [layer for chunk in self._chunks.bare for layer in chunk.decoder.layers]
-        losses = pop_router_losses(layers, names=names, num_layers=settings.num_layers).to(
+        layers = [layer for chunk in self._chunks.unwrapped for layer in chunk.decoder.layers]
+        losses = pop_router_losses(layers, names=names, num_layers=config.num_layers).to(
             membership.device
         )
-        for group in (membership.collection.tp_cp, membership.pp):
+        for group in (membership.pg_collection.tp_cp, membership.pp):
             dist.all_reduce(losses, group=group)
         return dict(zip(names, losses, strict=True))
 
     @contextmanager
-    def _mode(self, *, trains: bool) -> Iterator[None]:
+    def _run_pass(self, *, trains: bool) -> Iterator[None]:
         for chunk in self._chunks.wrapped:
             chunk.train(trains)
         with torch.set_grad_enabled(trains):

@@ -1,6 +1,7 @@
-"""A low-rank adapter on Megatron's model: filled, switched off, merged, exchanged in the format of HF PEFT.
+"""The LoRA adapter of an engine: initialize, disable, merge, export and load.
 
-Its parameters live in the model; outside, its tensors go by the names of an ``adapter_model.safetensors``.
+Its parameters are part of the model. Elsewhere its tensors have the names of an
+`adapter_model.safetensors`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,133 +10,145 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from temper_engine_api.errors import CheckpointError, ConfigError
+from temper_engine_api import adapter_checks
+from temper_engine_api.adapter_checks import PEFT_PREFIX
 from temper_engine_api.weights import NamedWeight
 from temper_engine_megatron.adapter.adapter_placement import AdapterPlacement
 from temper_engine_megatron.adapter.adapter_plan import AdapterPlan
 from temper_engine_megatron.adapter.linear_adapters import AdapterSwitch
-from temper_engine_megatron.huggingface.expert_names import ExpertSlice, find_expert_slice
 from temper_engine_megatron.huggingface.huggingface_model import TensorReader
-from temper_engine_megatron.huggingface.weight_names import PEFT_PREFIX
+from temper_engine_megatron.huggingface.weight_names import ExpertSlice, find_expert_slice
 from temper_engine_megatron.weights.sharded_state import Merge, ShardedState
-
-_MUST_AGREE = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
-"""Fields of PEFT's configuration that decide what the same tensors compute."""
 
 
 class LoraAdapter:
-    """The adapter of one model; its parameters live in the model."""
+    """The adapter of one model; its parameters are part of the model."""
 
     def __init__(self, plan: AdapterPlan, *, state: ShardedState, switch: AdapterSwitch) -> None:
         self._plan, self._switch = plan, switch
         self.state = state
-        """Its parameters, by PEFT name."""
+        """Parameters and optimizer states of the adapter, by PEFT name."""
         self.has_replaced_base = False
-        """Whether the model's weights are no longer those that the adapter was started on, so that checkpoints must hold them."""
+        """True if the base weights were replaced, so that checkpoints must contain them."""
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The base model alone inside; nested entries are harmless."""
+        """Disable the adapter inside the context; may be nested."""
         before, self._switch.is_off = self._switch.is_off, True
         try:
             yield
         finally:
             self._switch.is_off = before
 
-    def merging(self) -> Merge:
-        """What does to the weights of one export what the adapter does to them; those of a layer's experts may be asked in a row."""
-        kept: dict[str, tuple[Tensor, Tensor]] = {}
-        return lambda name, weight: self._merged(name, weight, kept)
+    def make_merge(self) -> Merge:
+        """Return a function that merges the adapter into the weights of one export.
 
-    def _merged(self, name: str, weight: Tensor, kept: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
-        """In float32 arithmetic; itself while the adapter is disabled. Collective."""
-        owner, _, kind = name.rpartition(".")
+        It keeps the gathered A and B of a layer's experts, whose weights follow each other.
+        """
+        cached_pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        return lambda name, weight: self._merge_weight(name, weight, cached_pairs)
+
+    def _merge_weight(
+        self, name: str, weight: Tensor, cached_pairs: dict[str, tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """Merge in float32. Collective; returns the weight itself if nothing changes it."""
+        module, _, kind = name.rpartition(".")
         if self._switch.is_off:
             return weight
-        if self._plan.trains_head and owner == self._plan.head:
-            return self.state.full(PEFT_PREFIX + name)
-        place = find_expert_slice(name)
-        if place is not None and place.joined in self._plan.experts:
-            return self._merged_expert(place, weight, kept)
-        if owner not in self._plan.targets or kind != "weight":
+        if self._plan.trains_head and module == self._plan.head:
+            return self.state.gather_master(PEFT_PREFIX + name)
+        expert_slice = find_expert_slice(name)
+        if expert_slice is not None and expert_slice.joined in self._plan.expert_targets:
+            return self._merge_expert(expert_slice, weight, cached_pairs)
+        if module not in self._plan.targets or kind != "weight":
             return weight
-        down, up = (
-            self.state.full(f"{PEFT_PREFIX}{owner}.{part}.weight") for part in ("lora_A", "lora_B")
+        a, b = (
+            self.state.gather_master(f"{PEFT_PREFIX}{module}.{part}.weight")
+            for part in ("lora_A", "lora_B")
         )
-        whole = torch.addmm(weight.float(), up, down, alpha=self._plan.settings.scale)
+        merged = torch.addmm(weight.float(), b, a, alpha=self._plan.settings.scale)
         if self._plan.settings.dora:
-            # Each row has a trained length; arXiv:2402.09353, equation 5.
-            magnitude = self.state.full(f"{PEFT_PREFIX}{owner}.lora_magnitude_vector")
-            whole *= (magnitude / torch.linalg.vector_norm(whole, dim=1))[:, None]
-        return whole
+            # DoRA rescales each row to a trained norm; arXiv:2402.09353, equation 5.
+            magnitude = self.state.gather_master(f"{PEFT_PREFIX}{module}.lora_magnitude_vector")
+            merged *= (magnitude / torch.linalg.vector_norm(merged, dim=1))[:, None]
+        return merged
 
-    def _merged_expert(
-        self, place: ExpertSlice, weight: Tensor, kept: dict[str, tuple[Tensor, Tensor]]
+    def _merge_expert(
+        self,
+        expert_slice: ExpertSlice,
+        weight: Tensor,
+        cached_pairs: dict[str, tuple[Tensor, Tensor]],
     ) -> Tensor:
-        stem = self._plan.peft_prefix(place.joined)
-        if place.joined not in kept:
-            # Two tensors a layer, which every expert has a part of.
-            for other in [
-                name for name in kept if name.rpartition(".")[0] != place.joined.rpartition(".")[0]
-            ]:
-                del kept[other]
-            kept[place.joined] = (
-                self.state.full(f"{stem}.lora_A.weight"),
-                self.state.full(f"{stem}.lora_B.weight"),
+        joined = expert_slice.joined
+        if joined not in cached_pairs:
+            # Keep the pairs of this layer only.
+            layer = joined.rpartition(".")[0]
+            for other in [name for name in cached_pairs if name.rpartition(".")[0] != layer]:
+                del cached_pairs[other]
+            prefix = self._plan.peft_prefix(joined)
+            cached_pairs[joined] = (
+                self.state.gather_master(f"{prefix}.lora_A.weight"),
+                self.state.gather_master(f"{prefix}.lora_B.weight"),
             )
-        down, up = kept[place.joined]
-        rank = self._plan.settings.rank
-        own_down, own_up = (
-            down[place.expert * rank : (place.expert + 1) * rank],
-            up[:, place.expert :: down.shape[0] // rank],
-        )
-        rows = own_up.chunk(place.num_parts)[place.part]
-        return torch.addmm(weight.float(), rows, own_down, alpha=self._plan.settings.scale)
+        a, b = cached_pairs[joined]
+        rank, expert = self._plan.settings.rank, expert_slice.expert
+        # PEFT stacks A by expert and interleaves B.
+        expert_a = a[expert * rank : (expert + 1) * rank]
+        expert_b = b[:, expert :: a.shape[0] // rank]
+        rows = expert_b.chunk(expert_slice.num_matrices)[expert_slice.index]
+        return torch.addmm(weight.float(), rows, expert_a, alpha=self._plan.settings.scale)
 
     def export(self) -> tuple[dict[str, object], dict[str, Tensor]]:
-        """What PEFT's two files hold: the configuration, and full float32 tensors. Collective."""
-        return self._plan.description(), dict(self.state.iterate_masters())
+        """Return the contents of PEFT's two files: config and full float32 tensors. Collective."""
+        return self._plan.peft_config(), dict(self.state.iterate_masters())
 
     def load(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """Replace the adapter's parameters by these full tensors.
+        """Replace the parameters of the adapter with full tensors.
 
         Raises:
-            ConfigError: with that configuration the same tensors would compute something else.
-            WeightError: a name is missing or unexpected, or a shape differs; nothing has been loaded then.
+            ConfigError: If the same tensors would compute something else with that config.
+            WeightError: If a name is missing or unexpected, or a shape differs; nothing is loaded
+                then.
         """
-        ours = self._plan.description()
-        for key in _MUST_AGREE:
-            if config.get(key, ours[key]) != ours[key]:
-                raise ConfigError(
-                    f"the adapter to load has {key} {config[key]}, but this engine has {ours[key]}: configure lora like it."
-                )
+        adapter_checks.check_same_adapter(config, own_config=self._plan.peft_config())
         self.state.load_weights(NamedWeight(name, tensor) for name, tensor in tensors.items())
 
-    def check_base_weights(self, are_there: bool, *, directory: str) -> None:
-        """Before a checkpoint is read: whether it holds the weights around the adapter too.
+    def check_base_weights(self, has_weights: bool, *, directory: str) -> None:
+        """Check before loading a checkpoint that the base weights will match the adapter.
+
+        Args:
+            has_weights: Whether the checkpoint contains base weights.
+            directory: Directory of the checkpoint.
 
         Raises:
-            CheckpointError: it does not, but those that it was made on were replaced here.
+            CheckpointError: If it does not, and the base weights were replaced in this engine.
         """
-        if self.has_replaced_base and not are_there:
-            raise CheckpointError(
-                f"the checkpoint in {directory} holds an adapter alone, but load_weights() has replaced the weights that this engine "
-                "started with: load the checkpoint in a new engine."
-            )
-        self.has_replaced_base = are_there
+        adapter_checks.check_base_weights(
+            has_replaced_base=self.has_replaced_base, has_weights=has_weights, directory=directory
+        )
+        self.has_replaced_base = has_weights
 
 
 def initialize_adapter(
-    site: AdapterPlacement, state: ShardedState, read: TensorReader
+    placement: AdapterPlacement, state: ShardedState, read: TensorReader
 ) -> LoraAdapter:
-    """Give an adapter what it begins with, once the base is filled; collective."""
-    plan = site.plan
-    tensors = plan.tensors({entry.name: entry.shape for entry in state.expected()}, read)
+    """Set the initial tensors of an adapter, after the base weights are set. Collective.
+
+    Args:
+        placement: The adapter in this rank's chunks.
+        state: Its parameters.
+        read: Reads a full base weight.
+    """
+    plan = placement.plan
+    tensors = plan.initial_tensors(
+        {entry.name: entry.shape for entry in state.list_weight_entries()}, read
+    )
     state.fill(tensors.__getitem__, names=tensors.keys())
     if plan.settings.dora and plan.spec.path is None:
-        for module, beside in site.beside.items():
-            part = module.rpartition(".")[2]
-            magnitude = beside.part(part).lora_magnitude_vector
+        # A new DoRA starts with the row norms of the base weights.
+        for module, linear_adapter in placement.linear_adapters.items():
+            target = module.rpartition(".")[2]
+            magnitude = linear_adapter.get_pair(target).lora_magnitude_vector
             assert magnitude is not None
-            state.write_local(magnitude, beside.lengths(part))
-    return LoraAdapter(plan, state=state, switch=site.around.switch)
+            state.write_shard(magnitude, linear_adapter.row_norms(target))
+    return LoraAdapter(plan, state=state, switch=placement.context.switch)

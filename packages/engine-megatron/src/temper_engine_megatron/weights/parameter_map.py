@@ -1,12 +1,12 @@
-"""Between Megatron's parameters, each a part on some ranks, and full tensors under Hugging Face names.
+"""Convert between Megatron's sharded parameters and full tensors under Hugging Face names.
 
-Going in, every rank cuts its own part out of full tensors, without a collective. Going out, parts are gathered over tensor-parallel
-ranks where they lie, and broadcast to ranks with other experts and to the other stages; every rank meets the same names in the same order.
-For a checkpoint they are gathered to the one rank alone that writes them.
+Loading needs no communication: every rank takes its own shard of full tensors. Exporting gathers
+the shards over tensor-parallel ranks, then broadcasts them to ranks with other experts and to the
+other pipeline stages, so all ranks meet the same names in the same order. For a checkpoint, shards
+are gathered only on the rank that writes the tensor.
 """
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,62 +16,50 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import WeightEntry
-from temper_engine_megatron.adapter import expert_adapters
-from temper_engine_megatron.bridge_compat import BridgeTranslation, WeightMapping
+from temper_engine_megatron.adapter.expert_adapters import join_expert_shards, take_expert_shard
+from temper_engine_megatron.bridge_compat import BridgeTranslation, MappingKind, WeightMapping
 from temper_engine_megatron.huggingface.weight_names import (
     find_peft_mapping,
     is_adapter_parameter,
     is_expert_adapter,
     is_trained_head,
 )
-from temper_engine_megatron.model.gpt_chunks import ModelChunks, PackedGPTModel
+from temper_engine_megatron.model.gpt_chunks import ModelChunks
 from temper_engine_megatron.runtime.process_groups import Membership
-from temper_engine_megatron.weights.owners import assign_writers
+from temper_engine_megatron.weights.parameter_info import (
+    EMBEDDING,
+    EXPERT_NUMBER,
+    ParameterInfo,
+    assign_writers,
+    gather_lists,
+    gather_shards,
+    global_name,
+    sort_key,
+)
 
-SCALAR_RECIPES = {
+_SCALAR_HEAD_MAPPINGS = {
     "output_layer.weight": WeightMapping(kind="plain", names=("score.weight",)),
     "output_layer.bias": WeightMapping(kind="plain", names=("score.bias",)),
 }
-EMBEDDING = "embedding.word_embeddings.weight"
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterInfo:
-    """What the other stages must know about a parameter: everything but its numbers."""
-
-    name: str
-    """Megatron's, with the global numbers of layer and expert."""
-    stage: int
-    """Rank in the pipeline group that holds it."""
-    expert_rank: int | None
-    """Rank in the group of ranks with other experts that holds it; None where all of them do."""
-    shape: tuple[int, ...]
-    """Of each tensor-parallel part."""
-    split_dim: int | None
-    """Along which parts lie; None where every rank has all of it."""
-    is_embedding: bool
-    """Whether its rows are words, padded to equal parts."""
-    is_expert_adapter: bool
-    """Whether its first dimension is the experts of a rank; those of the ranks with other experts follow each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappedParameter:
-    """One of the model's parameters, somewhere."""
+    """One of the model's parameters, on this rank or another."""
 
-    described: ParameterInfo
-    recipe: WeightMapping
-    """What it is made of."""
+    info: ParameterInfo
+    mapping: WeightMapping
+    """Hugging Face weights that it consists of."""
     parameter: nn.Parameter | None
-    """This rank's part, where it has one."""
+    """This rank's shard; None if the parameter is on other ranks only."""
 
 
 class ParameterMap:
-    """Every parameter of the model, in one order on every rank; a tied head once, as the embedding."""
+    """All parameters of the model in the same order on every rank.
+
+    A tied head is included once, as the embedding.
+    """
 
     def __init__(
         self,
@@ -79,220 +67,216 @@ class ParameterMap:
         *,
         translation: BridgeTranslation,
         membership: Membership,
-        vocabulary: int,
+        vocab_size: int,
         has_scalar_head: bool,
-        of_adapter: bool = False,
+        maps_adapter: bool = False,
     ) -> None:
-        """Map the base's parameters, or with ``of_adapter`` those of its adapter alone; collective."""
-        self._of_adapter = of_adapter
+        """Map the parameters of the base model, or with `maps_adapter` its adapter. Collective."""
+        self._maps_adapter = maps_adapter
         self._translation = translation
         self._membership = membership
-        self._vocabulary = vocabulary
+        self._vocab_size = vocab_size
         self._has_scalar_head = has_scalar_head
         self._tied_copy: nn.Parameter | None = None
-        self.compute_dtype: torch.dtype = chunks.settings.params_dtype
-        """Of every parameter."""
-        here = dict(self._named(chunks))
-        described = [self._describe(name, parameter) for name, parameter in here.items()]
-        # Ranks with other experts repeat what is no expert.
-        of_stage = list(dict.fromkeys(_gathered(described, membership.ep)))
-        order = sorted(_gathered(of_stage, membership.pp), key=lambda entry: _place(entry.name))
-        self._names = frozenset(entry.name for entry in order)
+        self.compute_dtype: torch.dtype = chunks.transformer_config.params_dtype
+        """Dtype of all parameters."""
+        local = dict(self._named_parameters(chunks))
+        local_infos = [self._describe(name, parameter) for name, parameter in local.items()]
+        # dict.fromkeys: ranks with other experts list all other parameters too.
+        stage_infos = list(dict.fromkeys(gather_lists(local_infos, membership.ep)))
+        infos = sorted(
+            gather_lists(stage_infos, membership.pp), key=lambda info: sort_key(info.name)
+        )
+        self._names = frozenset(info.name for info in infos)
         self.entries = tuple(
             MappedParameter(
-                described=entry, recipe=self._recipe(entry.name), parameter=here.get(entry.name)
+                info=info, mapping=self._find_mapping(info.name), parameter=local.get(info.name)
             )
-            for entry in order
+            for info in infos
         )
-        self._owners = self._divide()
+        self._writers = self._assign_writers()
 
-    def expected(self) -> list[WeightEntry]:
-        """What must arrive: every Hugging Face name with its full shape, in the order of the export."""
-        found = []
+    def list_weight_entries(self) -> list[WeightEntry]:
+        """List all Hugging Face names with full shapes, in the order of an export."""
+        entries = []
         for entry in self.entries:
-            full = torch.empty(self._full_shape(entry.described), device="meta")
-            for name, shape in self._shapes(entry, full):
-                found.append(WeightEntry(name=name, shape=shape, dtype=torch.float32))
-        return found
+            full = torch.empty(self._full_shape(entry.info), device="meta")
+            for name, shape in self._hf_shapes(entry, full):
+                entries.append(WeightEntry(name=name, shape=shape, dtype=torch.float32))
+        return entries
 
-    def to_local(self, entry: MappedParameter, tensors: Sequence[Tensor]) -> Tensor:
-        """This rank's part out of full tensors, in the order of the recipe's names."""
-        group = self._splitters(entry.described)
-        size, rank = group.size(), group.rank()
-        if entry.recipe.kind == "gated":
-            return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
-        full = self._translation.join_qkv(tensors) if entry.recipe.kind == "qkv" else tensors[0]
-        described = entry.described
-        if described.is_expert_adapter:
-            return self._to_local_experts(entry, full)
-        if described.split_dim is None:
+    def take_shard(self, entry: MappedParameter, tensors: Sequence[Tensor]) -> Tensor:
+        """Return this rank's shard of full tensors, given in the order of the mapping's names."""
+        info, mapping = entry.info, entry.mapping
+        group = self._shard_group(info)
+        num_ranks, rank = group.size(), group.rank()
+        if mapping.kind == "gated":
+            # Gate and up are split separately: each rank needs rows of both.
+            return torch.cat([tensor.chunk(num_ranks)[rank] for tensor in tensors])
+        full = self._translation.join_qkv(tensors) if mapping.kind == "qkv" else tensors[0]
+        if info.is_expert_adapter:
+            return self._take_expert_shard(entry, full)
+        if info.split_dim is None:
             return full
-        if described.is_embedding:
-            rows = full[rank * described.shape[0] : (rank + 1) * described.shape[0]]
-            return torch.cat(
-                [rows, rows.new_zeros(described.shape[0] - len(rows), *rows.shape[1:])]
-            )
-        return full.chunk(size, dim=described.split_dim)[rank]
+        if info.is_vocab_matrix:
+            rows = full[rank * info.shape[0] : (rank + 1) * info.shape[0]]
+            return torch.cat([rows, rows.new_zeros(info.shape[0] - len(rows), *rows.shape[1:])])
+        return full.chunk(num_ranks, dim=info.split_dim)[rank]
 
-    def _to_local_experts(self, entry: MappedParameter, full: Tensor) -> Tensor:
-        described, ep, group = (
-            entry.described,
-            self._membership.ep,
-            self._splitters(entry.described),
+    def _take_expert_shard(self, entry: MappedParameter, full: Tensor) -> Tensor:
+        info, ep, group = entry.info, self._membership.ep, self._shard_group(entry.info)
+        rank, num_ranks = (0, 1) if info.split_dim is None else (group.rank(), group.size())
+        shard = take_expert_shard(
+            full,
+            kind=entry.mapping.kind,
+            num_experts=info.shape[0] * ep.size(),
+            rank=rank,
+            num_ranks=num_ranks,
         )
-        rank, size = (0, 1) if described.split_dim is None else (group.rank(), group.size())
-        count = described.shape[0] * ep.size()
-        part = expert_adapters.part_of(
-            full, kind=entry.recipe.kind, num_experts=count, rank=rank, size=size
-        )
-        return part.chunk(ep.size())[ep.rank()]
+        return shard.chunk(ep.size())[ep.rank()]
 
-    def to_full(
+    def gather(
         self, entry: MappedParameter, local: Tensor | None, *, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Full tensors by Hugging Face name, on every rank. Collective over tensor-parallel ranks and stages.
+        """Return full tensors by Hugging Face name on every rank. Collective over all ranks.
 
         Args:
-            entry: of the map.
-            local: this rank's part of the parameter or of a quantity of its shape, where ``entry.parameter`` is not None.
-            dtype: of what the holders give.
+            entry: The parameter.
+            local: This rank's shard of the parameter, or of a tensor of its shape; None if this
+                rank has no shard.
+            dtype: Dtype of the shards, for the ranks without one.
         """
-        return self._joined(entry, self._gather(entry.described, local, dtype))
+        info = entry.info
+        if local is None:
+            num_shards = 1 if info.split_dim is None else self._shard_group(info).size()
+            shards = [
+                torch.empty(self._shard_shape(info), dtype=dtype, device=self._membership.device)
+                for _ in range(num_shards)
+            ]
+        else:
+            shards = self._gather_shards(info, local)
+        for shard in shards:
+            self._broadcast(info, shard)
+        return self._join_shards(entry, shards)
 
     def gather_to_writer(self, entry: MappedParameter, local: Tensor) -> dict[str, Tensor]:
-        """Full tensors by Hugging Face name on the rank that writes them; none elsewhere. Collective over ranks with parts of them.
+        """Return full tensors by Hugging Face name on the rank that writes them, else none.
+
+        Collective over the ranks for which `takes_part_in_saving` is True; call on them only.
 
         Args:
-            entry: of the map, one that ``takes_part_in_saving``; elsewhere there is nothing to call.
-            local: this rank's part of the parameter or of a quantity of its shape.
+            entry: The parameter.
+            local: This rank's shard of the parameter, or of a tensor of its shape.
         """
-        described, group = entry.described, self._splitters(entry.described)
-        owner = self._owners[described.name]
-        is_owner = owner == self._membership.topology.global_rank
-        if described.is_expert_adapter:
-            parts = self._of_holders(described, local)
-        elif described.split_dim is None:
-            parts = [local]
+        info, group = entry.info, self._shard_group(entry.info)
+        writer = self._writers[info.name]
+        is_writer = writer == self._membership.topology.global_rank
+        if info.is_expert_adapter:
+            shards = self._gather_shards(info, local)
+        elif info.split_dim is None:
+            shards = [local]
         else:
-            parts = [
+            shards = [
                 torch.empty_like(local, memory_format=torch.contiguous_format)
-                for _ in range(group.size() if is_owner else 0)
+                for _ in range(group.size() if is_writer else 0)
             ]
-            dist.gather(local.contiguous(), parts or None, dst=owner, group=group)
-        return self._joined(entry, parts) if is_owner else {}
+            dist.gather(local.contiguous(), shards or None, dst=writer, group=group)
+        return self._join_shards(entry, shards) if is_writer else {}
 
     def takes_part_in_saving(self, entry: MappedParameter) -> bool:
-        """Whether this rank has something to do in ``gather_to_writer``: its part is of the same copy as the owner's."""
-        described = entry.described
-        if entry.parameter is None or described.is_expert_adapter:
+        """Return True if this rank has a shard of the same copy as the writer."""
+        info = entry.info
+        if entry.parameter is None or info.is_expert_adapter:
             return entry.parameter is not None
-        owner, rank = self._owners[described.name], self._membership.topology.global_rank
-        return owner == rank or (
-            described.split_dim is not None
-            and owner in dist.get_process_group_ranks(self._splitters(described))
+        writer, rank = self._writers[info.name], self._membership.topology.global_rank
+        return writer == rank or (
+            info.split_dim is not None
+            and writer in dist.get_process_group_ranks(self._shard_group(info))
         )
 
-    def _joined(self, entry: MappedParameter, parts: list[Tensor]) -> dict[str, Tensor]:
-        """Full tensors out of every tensor-parallel part."""
-        described = entry.described
-        if entry.recipe.kind == "gated":
-            halves = [part.chunk(2) for part in parts]
+    def _join_shards(self, entry: MappedParameter, shards: list[Tensor]) -> dict[str, Tensor]:
+        info, mapping = entry.info, entry.mapping
+        if mapping.kind == "gated":
+            halves = [shard.chunk(2) for shard in shards]
             tensors: Sequence[Tensor] = [torch.cat([half[i] for half in halves]) for i in range(2)]
-        elif described.is_expert_adapter:
-            tensors = [expert_adapters.joined(parts, kind=entry.recipe.kind)]
+        elif info.is_expert_adapter:
+            tensors = [join_expert_shards(shards, kind=mapping.kind)]
         else:
-            full = (
-                parts[0]
-                if described.split_dim is None
-                else torch.cat(parts, dim=described.split_dim)
-            )
-            if described.is_embedding:
-                full = full[: self._vocabulary]
-            tensors = self._translation.split_qkv(full) if entry.recipe.kind == "qkv" else [full]
+            full = shards[0] if info.split_dim is None else torch.cat(shards, dim=info.split_dim)
+            if info.is_vocab_matrix:
+                full = full[: self._vocab_size]
+            tensors = self._translation.split_qkv(full) if mapping.kind == "qkv" else [full]
         return {
-            name: tensor.contiguous()
-            for name, tensor in zip(entry.recipe.names, tensors, strict=True)
+            name: tensor.contiguous() for name, tensor in zip(mapping.names, tensors, strict=True)
         }
 
-    def holders(self, entry: MappedParameter) -> list[nn.Parameter]:
-        """This rank's parameters that hold a part of an entry: one, none, or the last stage's copy of a tied embedding as well."""
-        held = [entry.parameter]
-        if entry.described.name == EMBEDDING:
-            held.append(self._tied_copy)
-        return [parameter for parameter in held if parameter is not None]
+    def local_parameters(self, entry: MappedParameter) -> list[nn.Parameter]:
+        """Return this rank's parameters for an entry.
+
+        None, one, or two: the last stage has its own copy of a tied embedding.
+        """
+        parameters = [entry.parameter]
+        if entry.info.name == EMBEDDING:
+            parameters.append(self._tied_copy)
+        return [parameter for parameter in parameters if parameter is not None]
 
     def broadcast_count(self, entry: MappedParameter, count: int) -> int:
-        """A number that the holders of an entry know, on every rank. Collective over stages and ranks with other experts."""
-        known = torch.tensor(count, device=self._membership.device)
-        self._share(entry.described, known)
-        return int(known)
+        """Return a number of the ranks with a shard on every rank. Collective over all ranks."""
+        number = torch.tensor(count, device=self._membership.device)
+        self._broadcast(entry.info, number)
+        return int(number)
 
-    def _gather(
-        self, described: ParameterInfo, local: Tensor | None, dtype: torch.dtype
-    ) -> list[Tensor]:
-        """Every tensor-parallel part, on every rank."""
-        if local is None:
-            count = 1 if described.split_dim is None else self._splitters(described).size()
-            parts = [
-                torch.empty(
-                    self._shape_of_parts(described), dtype=dtype, device=self._membership.device
-                )
-                for _ in range(count)
-            ]
-        else:
-            parts = self._of_holders(described, local)
-        for part in parts:
-            self._share(described, part)
-        return parts
-
-    def _of_holders(self, described: ParameterInfo, local: Tensor) -> list[Tensor]:
-        """Every tensor-parallel part, on the ranks that hold one."""
-        if described.is_expert_adapter:
-            local = _concatenated(local, self._membership.ep)
-        if described.split_dim is None:
+    def _gather_shards(self, info: ParameterInfo, local: Tensor) -> list[Tensor]:
+        """Return all tensor-parallel shards. Collective over the ranks with a shard."""
+        if info.is_expert_adapter and self._membership.ep.size() > 1:
+            local = torch.cat(gather_shards(local, self._membership.ep))
+        if info.split_dim is None:
             return [local.contiguous()]
-        return _parts_of(local, self._splitters(described))
+        return gather_shards(local, self._shard_group(info))
 
-    def _divide(self) -> dict[str, int]:
-        """The rank that writes each parameter, by Megatron's name. Collective over all ranks."""
+    def _assign_writers(self) -> dict[str, int]:
+        """Return the rank that writes each parameter, by Megatron name. Collective."""
         membership = self._membership
-        places = [(0, 0)] * membership.topology.world_size
-        dist.all_gather_object(places, (membership.topology.pp.rank, membership.ep.rank()))
-        of_place: defaultdict[tuple[int, int | None], list[int]] = defaultdict(list)
-        for rank, (stage, expert_rank) in enumerate(places):
-            of_place[stage, expert_rank].append(rank)
-            of_place[stage, None].append(rank)
-        described = [entry.described for entry in self.entries]
-        sizes = [math.prod(self._full_shape(each)) for each in described]
-        owners = assign_writers(
-            sizes, holders=[of_place[each.stage, each.expert_rank] for each in described]
+        coordinates = [(0, 0)] * membership.topology.world_size
+        dist.all_gather_object(coordinates, (membership.topology.pp.rank, membership.ep.rank()))
+        ranks_with: defaultdict[tuple[int, int | None], list[int]] = defaultdict(list)
+        for rank, (stage, expert_rank) in enumerate(coordinates):
+            ranks_with[stage, expert_rank].append(rank)
+            ranks_with[stage, None].append(rank)
+        infos = [entry.info for entry in self.entries]
+        writers = assign_writers(
+            [math.prod(self._full_shape(info)) for info in infos],
+            holders=[ranks_with[info.stage, info.expert_rank] for info in infos],
         )
-        return {each.name: owner for each, owner in zip(described, owners, strict=True)}
+        return {info.name: writer for info, writer in zip(infos, writers, strict=True)}
 
-    def _shape_of_parts(self, described: ParameterInfo) -> tuple[int, ...]:
-        """Of what one tensor-parallel rank has together with those that have the same part of other experts."""
-        if not described.is_expert_adapter:
-            return described.shape
-        return (described.shape[0] * self._membership.ep.size(), *described.shape[1:])
+    def _shard_shape(self, info: ParameterInfo) -> tuple[int, ...]:
+        """Return the shape of a tensor-parallel shard, with the experts of all ranks."""
+        if not info.is_expert_adapter:
+            return info.shape
+        return (info.shape[0] * self._membership.ep.size(), *info.shape[1:])
 
-    def _share(self, described: ParameterInfo, numbers: Tensor) -> None:
-        """From the ranks that hold a parameter to those with other experts, and then to the other stages; in place."""
+    def _broadcast(self, info: ParameterInfo, tensor: Tensor) -> None:
+        """Broadcast to ranks with other experts, then to the other stages; in place."""
         membership = self._membership
-        sources = ((membership.ep, described.expert_rank), (membership.pp, described.stage))
+        sources = ((membership.ep, info.expert_rank), (membership.pp, info.stage))
         for group, source in sources:
-            is_there = group is membership.pp or membership.topology.pp.rank == described.stage
-            if group.size() > 1 and source is not None and is_there:
-                dist.broadcast(numbers, src=dist.get_global_rank(group, source), group=group)
+            takes_part = group is membership.pp or membership.topology.pp.rank == info.stage
+            if group.size() > 1 and source is not None and takes_part:
+                dist.broadcast(tensor, src=dist.get_global_rank(group, source), group=group)
 
-    def _splitters(self, described: ParameterInfo) -> dist.ProcessGroup:
-        """Ranks that hold parts of the same matrix."""
-        is_expert = described.is_expert_adapter or _EXPERT.search(described.name) is not None
+    def _shard_group(self, info: ParameterInfo) -> dist.ProcessGroup:
+        """Return the ranks with shards of the same matrix."""
+        is_expert = info.is_expert_adapter or EXPERT_NUMBER.search(info.name) is not None
         return self._membership.expert_tp if is_expert else self._membership.tp
 
-    def _named(self, chunks: ModelChunks) -> Iterator[tuple[str, nn.Parameter]]:
-        for chunk in chunks.bare:
+    def _named_parameters(self, chunks: ModelChunks) -> Iterator[tuple[str, nn.Parameter]]:
+        ep = self._membership.ep
+        num_experts = self._translation.transformer_config.num_moe_experts
+        first_expert = num_experts // ep.size() * ep.rank() if num_experts else 0
+        for chunk in chunks.unwrapped:
             for name, parameter in chunk.named_parameters():
-                if is_adapter_parameter(name) != self._of_adapter:
+                if is_adapter_parameter(name) != self._maps_adapter:
                     continue
                 if (
                     name == "output_layer.weight"
@@ -301,32 +285,17 @@ class ParameterMap:
                 ):
                     self._tied_copy = parameter
                     continue
-                yield self._global_name(name, chunk), parameter
-
-    def _global_name(self, name: str, chunk: PackedGPTModel) -> str:
-        match = _LAYER.match(name)
-        if match is None:
-            return name
-        number: int = chunk.decoder.layers[int(match[1])].layer_number - 1
-        rest = name[match.end() :]
-        if (expert := _EXPERT.search(rest)) is not None:
-            first = (
-                self._translation.settings.num_moe_experts
-                // self._membership.ep.size()
-                * self._membership.ep.rank()
-            )
-            rest = f"{rest[: expert.start()]}{first + int(expert[0])}{rest[expert.end() :]}"
-        return f"decoder.layers.{number}.{rest}"
+                yield global_name(name, chunk, first_expert=first_expert), parameter
 
     def _describe(self, name: str, parameter: nn.Parameter) -> ParameterInfo:
         marks: Mapping[str, Any] = vars(parameter)
-        is_expert = _EXPERT.search(name) is not None
-        splitters = (
+        is_expert = EXPERT_NUMBER.search(name) is not None
+        group = (
             self._membership.expert_tp
             if is_expert or is_expert_adapter(name)
             else self._membership.tp
         )
-        is_split = bool(marks.get("tensor_model_parallel")) and splitters.size() > 1
+        is_split = bool(marks.get("tensor_model_parallel")) and group.size() > 1
         is_head = name == "output_layer.weight" and not self._has_scalar_head
         return ParameterInfo(
             name=name,
@@ -334,97 +303,51 @@ class ParameterMap:
             expert_rank=self._membership.ep.rank() if is_expert else None,
             shape=tuple(parameter.shape),
             split_dim=int(marks["partition_dim"]) if is_split else None,
-            is_embedding=is_head
+            is_vocab_matrix=is_head
             or name == EMBEDDING
             or (is_trained_head(name) and not self._has_scalar_head),
             is_expert_adapter=is_expert_adapter(name),
         )
 
-    def _recipe(self, name: str) -> WeightMapping:
-        if self._of_adapter:
-            head = "score" if self._has_scalar_head else "lm_head"
+    def _find_mapping(self, name: str) -> WeightMapping:
+        if self._maps_adapter:
             return find_peft_mapping(
-                name, find_mapping=self._translation.find_mapping, head=head, names=self._names
+                name,
+                find_mapping=self._translation.find_mapping,
+                head="score" if self._has_scalar_head else "lm_head",
+                names=self._names,
             )
-        if self._has_scalar_head and name in SCALAR_RECIPES:
-            return SCALAR_RECIPES[name]
+        if self._has_scalar_head and name in _SCALAR_HEAD_MAPPINGS:
+            return _SCALAR_HEAD_MAPPINGS[name]
         return self._translation.find_mapping(name)
 
-    def _full_shape(self, described: ParameterInfo) -> tuple[int, ...]:
-        shape = list(self._shape_of_parts(described))
-        if described.split_dim is not None:
-            shape[described.split_dim] *= self._splitters(described).size()
-        if described.is_embedding:
-            shape[0] = self._vocabulary
+    def _full_shape(self, info: ParameterInfo) -> tuple[int, ...]:
+        shape = list(self._shard_shape(info))
+        if info.split_dim is not None:
+            shape[info.split_dim] *= self._shard_group(info).size()
+        if info.is_vocab_matrix:
+            shape[0] = self._vocab_size
         return tuple(shape)
 
-    def _shapes(
+    def _hf_shapes(
         self, entry: MappedParameter, full: Tensor
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        kind, names = entry.recipe.kind, entry.recipe.names
+        """Yield the Hugging Face names and shapes of a full tensor."""
+        kind, names = entry.mapping.kind, entry.mapping.names
         if kind == "plain":
             yield names[0], tuple(full.shape)
             return
-        if entry.described.is_expert_adapter:
-            # Without gates: the parts were put together already.
-            yield (
-                names[0],
-                tuple(
-                    expert_adapters.joined(
-                        [full], kind="experts_a" if kind == "experts_a" else "experts_b"
-                    ).shape
-                ),
-            )
+        if entry.info.is_expert_adapter:
+            # The shape does not depend on gating: `full` counts as a single shard.
+            shape_kind: MappingKind = "experts_a" if kind == "experts_a" else "experts_b"
+            yield names[0], tuple(join_expert_shards([full], kind=shape_kind).shape)
             return
-        settings, rest = self._translation.settings, tuple(full.shape[1:])
-        key_rows = settings.num_query_groups * settings.kv_channels
+        config, rest = self._translation.transformer_config, tuple(full.shape[1:])
+        key_rows = config.num_query_groups * config.kv_channels
         rows = (
             (full.shape[0] - 2 * key_rows, key_rows, key_rows)
             if kind == "qkv"
             else (full.shape[0] // 2,) * 2
         )
-        for name, count in zip(names, rows, strict=True):
-            yield name, (count, *rest)
-
-
-def _concatenated(local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The parts of all ranks of a group, along the first dimension."""
-    return local if group.size() == 1 else torch.cat(_parts_of(local, group))
-
-
-def _parts_of(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Of all ranks of a group, on each of them."""
-    if group.size() == 1:
-        return [local.contiguous()]
-    parts = [
-        torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())
-    ]
-    dist.all_gather(parts, local.contiguous(), group=group)
-    return parts
-
-
-def _gathered(mine: list[ParameterInfo], group: dist.ProcessGroup) -> list[ParameterInfo]:
-    everywhere: list[list[ParameterInfo]] = [mine] * group.size()
-    dist.all_gather_object(everywhere, mine, group=group)
-    return [entry for of_rank in everywhere for entry in of_rank]
-
-
-def _place(name: str) -> tuple[int, int, str]:
-    """The embedding, layer by layer, and what follows them."""
-    match = _LAYER.match(name)
-    if match is not None:
-        return 1, int(match[1]), name
-    return (0, 0, name) if name.startswith("embedding") else (2, 0, name)
-
-
-def check_shapes_agree(name: str, *tensors: Tensor) -> None:
-    """Refuse a portable state whose parts differ in shape.
-
-    Raises:
-        WeightError: naming it.
-    """
-    shapes = {tuple(tensor.shape) for tensor in tensors}
-    if len(shapes) != 1:
-        raise WeightError(
-            f"master and moments of {name} differ in shape: {sorted(shapes)}. Nothing was loaded."
-        )
+        for name, num_rows in zip(names, rows, strict=True):
+            yield name, (num_rows, *rest)

@@ -1,6 +1,7 @@
-"""Weights and the portable training state of an engine, streamed out of its ranks and loaded strictly both ways.
+"""Export and load weights and training state as full tensors under Hugging Face names.
 
-What arrives is kept as this rank's parts until the whole stream has been checked.
+Loading checks all names and shapes before it changes anything; until then each rank keeps only its
+own shards of what has arrived.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -8,20 +9,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_weight_entries
 from temper_engine_megatron.training.megatron_optimizer import MegatronAdamW, ParameterState
-from temper_engine_megatron.weights.parameter_map import (
-    MappedParameter,
-    ParameterMap,
-    check_shapes_agree,
-)
+from temper_engine_megatron.weights.parameter_map import MappedParameter, ParameterMap
 
 Merge = Callable[[str, Tensor], Tensor]
-"""From a Hugging Face name and the full weight of the base to the weight with its adapter. Collective."""
+"""Merges an adapter into a full weight, given its Hugging Face name. Collective."""
 
 
 class ShardedState:
-    """The weights of one engine with what its optimizer knows about them."""
+    """Parameters of a model or an adapter, with their optimizer states."""
 
     def __init__(self, parameters: ParameterMap, optimizer: MegatronAdamW | None) -> None:
         self._map = parameters
@@ -29,111 +27,124 @@ class ShardedState:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of parameters and activations."""
+        """Dtype of parameters and activations."""
         return self._map.compute_dtype
 
-    def expected(self) -> list[WeightEntry]:
-        """Every Hugging Face name with its shape, in the order of the export."""
-        return self._map.expected()
+    def list_weight_entries(self) -> list[WeightEntry]:
+        """List all Hugging Face names with full shapes, in the order of an export."""
+        return self._map.list_weight_entries()
 
     def iterate_weights(
         self, *, dtype: torch.dtype, merge: Merge | None = None
     ) -> Iterator[NamedWeight]:
-        """Full tensors in this dtype, one parameter at a time. Collective.
+        """Yield full tensors, gathering one parameter at a time. Collective.
 
         Args:
-            dtype: of what comes out.
-            merge: adds what an adapter does to a weight; None where there is no adapter.
+            dtype: Dtype of the tensors.
+            merge: Merges an adapter into each weight; None without an adapter.
         """
         for entry in self._map.entries:
-            # In the compute dtype a parameter is its master weight, rounded.
+            # Gathered in the compute dtype: half the traffic of master weights, which the
+            # parameters are rounded from.
             local = None if entry.parameter is None else entry.parameter.detach()
-            for name, tensor in self._map.to_full(
+            for name, tensor in self._map.gather(
                 entry, local, dtype=self._map.compute_dtype
             ).items():
                 merged = tensor if merge is None else merge(name, tensor)
                 yield NamedWeight(name, merged.to(dtype, copy=True))
 
     def iterate_masters(self) -> Iterator[NamedWeight]:
-        """Full float32 tensors, one parameter at a time, as exact as the optimizer has them. Collective."""
+        """Yield full float32 master weights, gathering one parameter at a time. Collective."""
         for entry in self._map.entries:
-            for name, tensor in self._full_master(entry).items():
+            for name, tensor in self._gather_master(entry).items():
                 yield NamedWeight(name, tensor.clone())
 
-    def full(self, name: str) -> Tensor:
-        """One full float32 tensor, as exact as the optimizer has it. Collective."""
-        (entry,) = (entry for entry in self._map.entries if name in entry.recipe.names)
-        return self._full_master(entry)[name]
+    def gather_master(self, name: str) -> Tensor:
+        """Return one full float32 master weight. Collective."""
+        (entry,) = (entry for entry in self._map.entries if name in entry.mapping.names)
+        return self._gather_master(entry)[name]
 
-    def _full_master(self, entry: MappedParameter) -> dict[str, Tensor]:
-        held = entry.parameter
-        if held is None:
-            return self._map.to_full(entry, None, dtype=torch.float32)
+    def _gather_master(self, entry: MappedParameter) -> dict[str, Tensor]:
+        parameter = entry.parameter
+        if parameter is None:
+            return self._map.gather(entry, None, dtype=torch.float32)
         local = (
-            held.detach().float() if self._optimizer is None else self._optimizer.read(held).master
+            parameter.detach().float()
+            if self._optimizer is None
+            else self._optimizer.read_state(parameter).master
         )
-        return self._map.to_full(entry, local, dtype=torch.float32)
+        return self._map.gather(entry, local, dtype=torch.float32)
 
-    def write_local(self, parameter: nn.Parameter, local: Tensor) -> None:
-        """Replace this rank's part of a parameter; moments stay."""
+    def write_shard(self, parameter: nn.Parameter, shard: Tensor) -> None:
+        """Replace this rank's shard of a parameter; moments stay."""
         if self._optimizer is None:
-            parameter.data.copy_(local)
+            parameter.data.copy_(shard)
         else:
-            self._optimizer.write_master(parameter, local.to(parameter.device, torch.float32))
+            self._optimizer.write_master(parameter, shard.to(parameter.device, torch.float32))
 
     def local_names(self) -> list[str]:
-        """Those of which this rank holds a part: what it needs of a checkpoint."""
+        """List the names of which this rank has a shard, which it must read from a checkpoint."""
         return [
             name
             for entry in self._map.entries
-            if self._map.holders(entry)
-            for name in entry.recipe.names
+            if self._map.local_parameters(entry)
+            for name in entry.mapping.names
         ]
 
-    def _own_entries(self) -> list[WeightEntry]:
-        own = set(self.local_names())
-        return [entry for entry in self.expected() if entry.name in own]
+    def _local_entries(self) -> list[WeightEntry]:
+        local_names = set(self.local_names())
+        return [entry for entry in self.list_weight_entries() if entry.name in local_names]
 
     def load_weights(self, stream: Iterable[NamedWeight]) -> None:
-        """Replace every parameter; moments stay.
+        """Replace all parameters; moments stay.
 
         Raises:
-            WeightError: a name is missing, unexpected or repeated, or a shape differs; nothing has been loaded then.
+            WeightError: If a name is missing, unexpected or repeated, or a shape differs; nothing
+                is loaded then.
         """
-        self._load_weights(stream, _Collector(self._map, self.expected()))
+        self._load_weights(stream, _Collector(self._map, self.list_weight_entries()))
 
     def load_local_weights(self, stream: Iterable[NamedWeight]) -> None:
-        """As ``load_weights``, of the names in ``local_names`` alone."""
-        self._load_weights(stream, _Collector(self._map, self._own_entries()))
+        """Load the weights named in `local_names` only; see `load_weights`."""
+        self._load_weights(stream, _Collector(self._map, self._local_entries()))
 
     def _load_weights(self, stream: Iterable[NamedWeight], collector: "_Collector") -> None:
         for name, tensor in stream:
             collector.add(name, [tensor])
-        for entry, (local,) in collector.finish():
-            self._write_master(entry, local)
+        for entry, (shard,) in collector.finish():
+            self._write_master(entry, shard)
 
     def fill(self, read: Callable[[str], Tensor], *, names: Collection[str] | None = None) -> None:
-        """Fill this rank's parameters, or those of these names, from a function that gives full tensors by name."""
+        """Set this rank's parameters from a function that returns full tensors by name.
+
+        Args:
+            read: Returns a full tensor.
+            names: Names to set; None sets all.
+        """
         for entry in self._map.entries:
-            if self._map.holders(entry) and (names is None or entry.recipe.names[0] in names):
-                self._write_master(
-                    entry, self._map.to_local(entry, [read(name) for name in entry.recipe.names])
-                )
+            if self._map.local_parameters(entry) and (
+                names is None or entry.mapping.names[0] in names
+            ):
+                tensors = [read(name) for name in entry.mapping.names]
+                self._write_master(entry, self._map.take_shard(entry, tensors))
 
     def iterate_state(self) -> Iterator[TrainingState]:
-        """Full float32 tensors, one parameter at a time. Collective."""
+        """Yield full float32 master weights, moments and counts. Collective.
+
+        One parameter is gathered at a time.
+        """
         optimizer = self._require_optimizer()
         for entry in self._map.entries:
-            kept = None if entry.parameter is None else optimizer.read(entry.parameter)
-            parts = (None,) * 3 if kept is None else (kept.master, kept.first, kept.second)
+            state = None if entry.parameter is None else optimizer.read_state(entry.parameter)
+            local = (None,) * 3 if state is None else (state.master, state.first, state.second)
             masters, firsts, seconds = (
-                self._map.to_full(entry, part, dtype=torch.float32) for part in parts
+                self._map.gather(entry, tensor, dtype=torch.float32) for tensor in local
             )
-            count = self._map.broadcast_count(entry, 0 if kept is None else kept.count)
+            count = self._map.broadcast_count(entry, 0 if state is None else state.count)
             for name, master in masters.items():
                 yield TrainingState(
                     name=name,
-                    # One stage's tensor may still be the optimizer's own.
+                    # Without parallelism the gathered tensor may be the optimizer's own.
                     master=master.clone(),
                     first_moment=firsts[name].clone(),
                     second_moment=seconds[name].clone(),
@@ -141,26 +152,33 @@ class ShardedState:
                 )
 
     def iterate_weights_to_save(self) -> Iterator[NamedWeight]:
-        """Those that this rank writes into a checkpoint, float32; no other rank has them. Collective."""
+        """Yield the float32 weights that this rank writes to a checkpoint. Collective.
+
+        Every tensor is yielded on a single rank.
+        """
         for entry in self._map.entries:
             if entry.parameter is not None and self._map.takes_part_in_saving(entry):
-                for name, tensor in self._map.gather_to_writer(
-                    entry, entry.parameter.detach()
-                ).items():
+                tensors = self._map.gather_to_writer(entry, entry.parameter.detach())
+                for name, tensor in tensors.items():
                     yield NamedWeight(name, tensor.to(torch.float32, copy=True))
 
     def iterate_state_to_save(self) -> Iterator[TrainingState]:
-        """As ``iterate_state``, in host memory, of the names that this rank writes into a checkpoint; no other has them. Collective."""
+        """Yield the training state that this rank writes to a checkpoint. Collective.
+
+        In host memory. Every tensor is yielded on a single rank.
+        """
         optimizer = self._require_optimizer()
         for entry in self._map.entries:
-            is_gathered = self._map.takes_part_in_saving(entry)
-            if entry.parameter is None or not (is_gathered or optimizer.is_distributed):
+            takes_part = self._map.takes_part_in_saving(entry)
+            # Reading a distributed state is collective, also for ranks that write nothing.
+            if entry.parameter is None or not (takes_part or optimizer.is_distributed):
                 continue
-            kept = optimizer.read(entry.parameter)
-            if is_gathered:
-                # One kind after the other, so that the device never has more than one whole tensor.
+            state = optimizer.read_state(entry.parameter)
+            if takes_part:
+                # One after the other: the device has a single full tensor at a time.
                 masters, firsts, seconds = (
-                    self._to_host(entry, part) for part in (kept.master, kept.first, kept.second)
+                    self._gather_on_host(entry, tensor)
+                    for tensor in (state.master, state.first, state.second)
                 )
                 for name, master in masters.items():
                     yield TrainingState(
@@ -168,92 +186,104 @@ class ShardedState:
                         master=master,
                         first_moment=firsts[name],
                         second_moment=seconds[name],
-                        update_count=kept.count,
+                        update_count=state.count,
                     )
 
-    def _to_host(self, entry: MappedParameter, part: Tensor) -> dict[str, Tensor]:
+    def _gather_on_host(self, entry: MappedParameter, local: Tensor) -> dict[str, Tensor]:
         return {
             name: tensor.to("cpu", copy=True)
-            for name, tensor in self._map.gather_to_writer(entry, part).items()
+            for name, tensor in self._map.gather_to_writer(entry, local).items()
         }
 
     def load_state(self, stream: Iterable[TrainingState]) -> None:
-        """Replace masters, moments and counts.
+        """Replace all master weights, moments and counts.
 
         Raises:
-            WeightError: a name is missing, unexpected or repeated, or a shape differs; nothing has been loaded then.
+            WeightError: If a name is missing, unexpected or repeated, or a shape differs; nothing
+                is loaded then.
         """
-        self._load_state(stream, _Collector(self._map, self.expected()))
+        self._load_state(stream, _Collector(self._map, self.list_weight_entries()))
 
     def load_local_state(self, stream: Iterable[TrainingState]) -> None:
-        """As ``load_state``, of the names in ``local_names`` alone."""
-        self._load_state(stream, _Collector(self._map, self._own_entries()))
+        """Load the state of the names in `local_names` only; see `load_state`."""
+        self._load_state(stream, _Collector(self._map, self._local_entries()))
 
     def _load_state(self, stream: Iterable[TrainingState], collector: "_Collector") -> None:
         optimizer = self._require_optimizer()
         counts: dict[str, int] = {}
         for state in stream:
-            check_shapes_agree(state.name, state.master, state.first_moment, state.second_moment)
+            _check_same_shapes(state)
             collector.add(state.name, [state.master, state.first_moment, state.second_moment])
             counts[state.name] = state.update_count
         for entry, (master, first, second) in collector.finish():
-            count = counts[entry.recipe.names[0]]
-            for parameter in self._map.holders(entry):
-                optimizer.write(
+            count = counts[entry.mapping.names[0]]
+            for parameter in self._map.local_parameters(entry):
+                optimizer.write_state(
                     parameter,
                     ParameterState(master=master, first=first, second=second, count=count),
                 )
 
-    def _write_master(self, entry: MappedParameter, local: Tensor) -> None:
-        for parameter in self._map.holders(entry):
-            self.write_local(parameter, local)
+    def _write_master(self, entry: MappedParameter, shard: Tensor) -> None:
+        for parameter in self._map.local_parameters(entry):
+            self.write_shard(parameter, shard)
 
     def _require_optimizer(self) -> MegatronAdamW:
-        assert self._optimizer is not None, "the engine asks only where there is one"
+        assert self._optimizer is not None, "the engine checks that there is an optimizer"
         return self._optimizer
 
 
 class _Collector:
-    """Takes full tensors in any order, keeps this rank's parts of them, and gives those out once everything has arrived."""
+    """Collects full tensors in any order, and keeps this rank's shards until all have arrived."""
 
     def __init__(self, parameters: ParameterMap, expected: list[WeightEntry]) -> None:
-        """Of these names, among which is every one of which this rank has a part."""
+        """Expect these entries, which include all names of which this rank has a shard."""
         self._map = parameters
         self._expected = expected
         self._shapes = {entry.name: entry.shape for entry in self._expected}
         self._entry_of = {
-            name: entry for entry in parameters.entries for name in entry.recipe.names
+            name: entry for entry in parameters.entries for name in entry.mapping.names
         }
-        self._arrived: list[WeightEntry] = []
+        self._received: list[WeightEntry] = []
         self._waiting: dict[str, Sequence[Tensor]] = {}
-        self._parts: dict[str, list[Tensor]] = {}
+        self._shards: dict[str, list[Tensor]] = {}
 
     def add(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """One name, with one or more tensors of one shape."""
-        self._arrived.append(
+        """Add tensors of the same shape for one name."""
+        self._received.append(
             WeightEntry(name=name, shape=tuple(tensors[0].shape), dtype=tensors[0].dtype)
         )
         if self._shapes.get(name) != tuple(tensors[0].shape):
             return
         self._waiting[name] = tensors
         entry = self._entry_of[name]
-        if self._map.holders(entry) and all(other in self._waiting for other in entry.recipe.names):
-            columns = zip(*(self._waiting[other] for other in entry.recipe.names), strict=True)
-            # A part that is a view would keep the whole alive.
-            self._parts[entry.described.name] = [
-                self._map.to_local(entry, column).clone() for column in columns
+        # A parameter such as linear_qkv needs several names before its shard can be taken.
+        if not all(other in self._waiting for other in entry.mapping.names):
+            return
+        if self._map.local_parameters(entry):
+            kinds = zip(*(self._waiting[other] for other in entry.mapping.names), strict=True)
+            # Cloned: a view would keep the full tensor alive.
+            self._shards[entry.info.name] = [
+                self._map.take_shard(entry, tensors_of_kind).clone() for tensors_of_kind in kinds
             ]
-        if all(other in self._waiting for other in entry.recipe.names):
-            for other in entry.recipe.names:
-                self._waiting[other] = ()
+        for other in entry.mapping.names:
+            self._waiting[other] = ()
 
     def finish(self) -> Iterator[tuple[MappedParameter, list[Tensor]]]:
-        """Entries of which this rank has a part, with its parts.
+        """Yield the entries of which this rank has a shard, with its shards.
 
         Raises:
-            WeightError: what arrived is not what was expected.
+            WeightError: If other names or shapes have arrived than expected.
         """
-        check_weight_entries(self._expected, self._arrived)
+        check_weight_entries(self._expected, self._received)
         for entry in self._map.entries:
-            if self._map.holders(entry):
-                yield entry, self._parts[entry.described.name]
+            if self._map.local_parameters(entry):
+                yield entry, self._shards[entry.info.name]
+
+
+def _check_same_shapes(state: TrainingState) -> None:
+    shapes = {tuple(t.shape) for t in (state.master, state.first_moment, state.second_moment)}
+    if len(shapes) != 1:
+        raise WeightError(
+            f"master weight and moments of {state.name} have different shapes {sorted(shapes)}, "
+            "but must have the same: nothing was loaded."
+        )

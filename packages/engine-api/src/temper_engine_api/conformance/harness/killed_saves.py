@@ -33,7 +33,7 @@ from temper_engine_api.batch import from_sequences
 from temper_engine_api.checkpoint import list_complete_steps
 from temper_engine_api.checkpoint.step_directories import list_partial_saves
 from temper_engine_api.engine import BaseEngine
-from temper_engine_api.registry import engine_class, engine_config_class
+from temper_engine_api.registry import load_engine_class, load_engine_config_class
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
 
 _WORLD_SIZE = 2
@@ -136,14 +136,14 @@ def _start_engine(job: _Job) -> BaseEngine:
     dist.init_process_group(
         "gloo", init_method=f"file://{job.rendezvous}", rank=job.rank, world_size=_WORLD_SIZE
     )
-    config = engine_config_class(job.engine)(
+    config = load_engine_config_class(job.engine)(
         model=ModelSpec(architecture=_ARCHITECTURE),
         optimizer=OptimizerSpec(lr=1e-2),
         precision=PrecisionSpec(compute="fp32"),
         device="cpu",
         **job.fields,  # type: ignore[arg-type]
     )
-    engine = engine_class(job.engine)(config)
+    engine = load_engine_class(job.engine)(config)
     engine.init_model()
     engine.set_loss_fn(
         lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
@@ -282,7 +282,10 @@ def main(options: str, folder: str, how: str, *seeds: str) -> None:
     context = multiprocessing.get_context("forkserver")
     # Python 3.11 does not preload __main__, so its imports are named.
     context.set_forkserver_preload(
-        [engine_class(settings["engine"]).__module__, "transformers.models.qwen2.modeling_qwen2"]
+        [
+            load_engine_class(settings["engine"]).__module__,
+            "transformers.models.qwen2.modeling_qwen2",
+        ]
     )
     mode: SaveMode = "background" if how == "background" else "foreground"
     for seed in seeds:

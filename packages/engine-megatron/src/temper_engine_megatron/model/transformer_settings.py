@@ -1,0 +1,263 @@
+"""Fill Megatron's transformer config, and reject models and sizes that are not supported.
+
+Several of Megatron's defaults give wrong numbers here without an error; each such setting below
+says why it differs.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_megatron.config import MegatronConfig
+from temper_engine_megatron.model.config_overrides import to_megatron_values
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+_RECOMPUTE_FIELDS: Mapping[str, dict[str, object]] = {
+    "none": {},
+    "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "layers": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+def configure_transformer(
+    transformer_config: Any,
+    config: MegatronConfig,
+    *,
+    hf_config: PretrainedConfig,
+    is_language_model: bool,
+) -> None:
+    """Set what the bridge cannot know: sizes, dtypes, switches and the user's overrides.
+
+    Raises:
+        ConfigError: If a size does not fit the model, or Megatron rejects an override.
+        CapabilityError: If the model is not supported.
+    """
+    dtype = _DTYPES[config.precision.compute]
+    # Rounded up: the last ranks pad their rows of the vocabulary.
+    shard_size = -(-hf_config.vocab_size // config.tensor_parallel)
+    if shard_size * (config.tensor_parallel - 1) >= hf_config.vocab_size:
+        raise ConfigError(
+            f"tensor_parallel is {config.tensor_parallel}, which leaves a rank without any of the "
+            f"{hf_config.vocab_size} tokens of the vocabulary: lower it."
+        )
+    check_divisible_sizes(transformer_config, config)
+    fields = {
+        "tensor_model_parallel_size": config.tensor_parallel,
+        "pipeline_model_parallel_size": config.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": config.virtual_pipeline,
+        "context_parallel_size": config.context_parallel,
+        "sequence_parallel": config.sequence_parallel,
+        "pipeline_model_parallel_layout": _build_stage_table(
+            config, num_layers=transformer_config.num_layers
+        ),
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "autocast_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "vocab_size": shard_size * config.tensor_parallel,
+        "share_embeddings_and_output_weights": is_language_model
+        and bool(hf_config.tie_word_embeddings),
+        # Megatron marks split parameters only where it initializes them. Without these marks the
+        # gradient norm counts the shard of one rank only.
+        "perform_initialization": True,
+        "use_cpu_initialization": True,
+        # All weights are replaced before they are used.
+        "init_method": _keep_uninitialized,
+        "output_layer_init_method": _keep_uninitialized,
+        "embedding_init_method": _keep_uninitialized,
+        # The objective's reduction is the only division of the loss.
+        "calculate_per_token_loss": True,
+        # Micro-batches differ in length.
+        "variable_seq_lengths": True,
+        # Megatron requires this dispatcher with variable lengths, even for dense models.
+        "moe_token_dispatcher_type": "alltoall",
+        # gloo may still be sending an output when Megatron frees it.
+        "deallocate_pipeline_outputs": False,
+        # The interleaved schedule gives wrong results with batched communication.
+        "overlap_p2p_comm": config.virtual_pipeline is not None,
+        "batch_p2p_comm": config.virtual_pipeline is None,
+        # Fused kernels; most need Apex, TransformerEngine or CUDA. Overrides can enable the others.
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+        # Its gradient is bf16 even in float32 models.
+        "cross_entropy_loss_fusion": False,
+        "deterministic_mode": False,
+    }
+    fields |= _RECOMPUTE_FIELDS[config.recompute]
+    if transformer_config.num_moe_experts:
+        fields |= _expert_fields(transformer_config, config, hf_config=hf_config)
+    elif config.expert_parallel > 1:
+        raise ConfigError(
+            f"expert_parallel is {config.expert_parallel}, but the model has no experts to divide: "
+            "set it to 1."
+        )
+    else:
+        _check_no_router_losses(config)
+    overrides = to_megatron_values(config.override_transformer_config)
+    for name, value in (fields | overrides).items():
+        setattr(transformer_config, name, value)
+    _check_supported(transformer_config, hf_config)
+    try:
+        transformer_config.finalize()
+    except (ValueError, AssertionError) as error:
+        if not config.override_transformer_config:
+            raise
+        given = dict(config.override_transformer_config)
+        raise ConfigError(
+            f"megatron-core rejects override_transformer_config {given} in combination with the "
+            f"other settings ({error}): remove or change the override."
+        ) from error
+
+
+def _check_no_router_losses(config: MegatronConfig) -> None:
+    for name in ("router_aux_loss", "router_z_loss"):
+        if getattr(config, name):
+            raise ConfigError(
+                f"{name} is {getattr(config, name)}, but the model has no experts and so no "
+                "router: set it to 0."
+            )
+
+
+def check_divisible_sizes(transformer_config: Any, config: MegatronConfig) -> None:
+    """Check that layers split into equal shards; tensor-parallel ranks may share a key head.
+
+    Raises:
+        ConfigError: If a size does not divide the dimension that it splits.
+    """
+    num_heads = transformer_config.num_attention_heads
+    num_key_heads = transformer_config.num_query_groups or num_heads
+    splits = [
+        ("tensor_parallel", config.tensor_parallel, num_heads, "the model's {} attention heads")
+    ]
+    if config.tensor_parallel % num_key_heads:
+        splits.append(
+            ("tensor_parallel", config.tensor_parallel, num_key_heads, "the model's {} key heads")
+        )
+    if transformer_config.num_moe_experts:
+        splits.append(
+            (
+                "expert_tensor_parallel",
+                config.expert_ranks_of_a_matrix,
+                transformer_config.moe_ffn_hidden_size,
+                "the {} rows of an expert's matrices",
+            )
+        )
+    else:
+        splits.append(
+            (
+                "tensor_parallel",
+                config.tensor_parallel,
+                transformer_config.ffn_hidden_size,
+                "the {} rows of an MLP's matrices",
+            )
+        )
+    for name, num_ranks, dim, description in splits:
+        if dim % num_ranks:
+            raise ConfigError(
+                f"{name} is {num_ranks}, which must divide {description.format(dim)}: choose "
+                "another."
+            )
+
+
+def _expert_fields(
+    transformer_config: Any, config: MegatronConfig, *, hf_config: PretrainedConfig
+) -> dict[str, object]:
+    """Return the additional fields of a mixture of experts.
+
+    Raises:
+        CapabilityError: If some of its layers have no experts.
+        ConfigError: If its experts cannot be divided like this.
+    """
+    hf_fields = hf_config.to_dict()
+    if hf_fields.get("decoder_sparse_step", 1) != 1 or hf_fields.get("mlp_only_layers"):
+        raise CapabilityError(
+            "the Megatron engine does not support models in which only some layers have experts: "
+            "use the FSDP engine."
+        )
+    if transformer_config.num_moe_experts % config.expert_parallel:
+        raise ConfigError(
+            f"expert_parallel is {config.expert_parallel}, which must divide the "
+            f"{transformer_config.num_moe_experts} experts of a layer: choose a divisor."
+        )
+    if config.tensor_parallel > 1 and not config.sequence_parallel:
+        raise ConfigError(
+            "a mixture of experts with tensor_parallel above 1 would send each token to its "
+            "experts once per rank: set sequence_parallel."
+        )
+    return {
+        "expert_model_parallel_size": config.expert_parallel,
+        "expert_tensor_parallel_size": config.expert_ranks_of_a_matrix,
+        # Grouped matmuls and the fused permutation need TransformerEngine.
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": config.router_aux_loss,
+        "moe_z_loss_coeff": config.router_z_loss or None,
+        # True: softmax over all experts, then keep the chosen probabilities as they are. False:
+        # softmax over the chosen experts only.
+        "moe_router_pre_softmax": not hf_fields.get("norm_topk_prob", True),
+    }
+
+
+def _keep_uninitialized(weight: Tensor) -> Tensor:
+    return weight
+
+
+def _check_supported(transformer_config: Any, hf_config: PretrainedConfig) -> None:
+    if transformer_config.normalization != "RMSNorm":
+        raise CapabilityError(
+            f"the Megatron engine does not support {transformer_config.normalization}: use a model "
+            "with RMSNorm."
+        )
+    if transformer_config.attention_dropout or transformer_config.hidden_dropout:
+        raise CapabilityError(
+            "the model has dropout, which the Megatron engine does not support: set it to 0 in the "
+            "model's config."
+        )
+    hf_fields = hf_config.to_dict()
+    # Some configs have a switch, others only a window.
+    if hf_fields.get("use_sliding_window", hf_fields.get("sliding_window") is not None):
+        raise CapabilityError(
+            "the Megatron engine does not support sliding-window attention: if no sequence is "
+            "longer than the window, set sliding_window to null in the model's config (and "
+            "use_sliding_window to false if it is there)."
+        )
+
+
+def _build_stage_table(config: MegatronConfig, *, num_layers: int) -> list[list[str]] | None:
+    """Return the layers of each chunk, for all stages of chunk c before those of chunk c + 1.
+
+    Megatron's own division requires equal chunks; a table allows any number of layers.
+    """
+    if config.pipeline_parallel == 1:
+        return None
+    num_chunks = config.pipeline_parallel * (config.virtual_pipeline or 1)
+    sizes: Sequence[int] = config.layers_per_stage or [
+        num_layers * (i + 1) // num_chunks - num_layers * i // num_chunks for i in range(num_chunks)
+    ]
+    if sum(sizes) != num_layers:
+        raise ConfigError(
+            f"layers_per_stage {list(sizes)} adds up to {sum(sizes)}, but the model has "
+            f"{num_layers} layers: change the numbers so that they add up."
+        )
+    table = [["decoder"] * size for size in sizes]
+    table[0].insert(0, "embedding")
+    table[-1].append("loss")
+    return table
