@@ -111,7 +111,9 @@ def test_every_bad_value_of_a_mapping_has_its_line() -> None:
 def test_what_must_be_set_is_asked_for() -> None:
     with pytest.raises(ConfigError) as caught:
         load([])
-    assert "data.train: a source of kind jsonl needs paths." in str(caught.value)
+    assert "data.train: paths is empty, but a source of kind jsonl needs at least one." in str(
+        caught.value
+    )
     assert (
         "actor.engine.model: exactly one of model.path (now None) and model.architecture (now {}) must be set"
         in str(caught.value)
