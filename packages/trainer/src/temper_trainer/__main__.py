@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
+        # The interpreter flushes standard output at its exit, which would raise the error once
+        # more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_NO_READER
     except ConfigError as error:
@@ -86,6 +88,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--report", metavar="RUN_DIR")
     parser.add_argument("--config-dir")
     parser.add_argument("--config-name", default=DEFAULT_CONFIG_NAME)
+    # Intermixed, so that options may also follow overrides.
     return parser.parse_intermixed_args(list(arguments))
 
 

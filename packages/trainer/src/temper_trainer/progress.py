@@ -14,6 +14,8 @@ _lock = threading.Lock()
 _active: list["ProgressTask"] = []
 
 
+# Compared by identity: two operations may have the same name and counts, and the dashboard uses
+# them as keys.
 @dataclass(slots=True, eq=False)
 class ProgressTask:
     """An operation in progress in this process."""

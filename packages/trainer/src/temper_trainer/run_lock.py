@@ -49,6 +49,7 @@ class RunLock:
         self._lease = SoftFileLease(
             folder / LOCK_FILE,
             lease_duration=lease_s,
+            # At most a third, so that one late heartbeat does not lose the lock.
             heartbeat_interval=min(HEARTBEAT_S, lease_s / 3),
             thread_local=False,
         )

@@ -247,6 +247,7 @@ def pack_mini_batch(
     prepared = {} if objective is None else dict(objective.prepare(selected, seed=mini_batch.seed))
     required = frozenset[str]() if objective is None else objective.columns
     if objective is not None and HeadOutput.LOGPROB_AT in objective.required_outputs:
+        # No column of the objective, but the head needs it to know which tokens to look up.
         required |= {LOGPROB_AT_IDS}
     missing = (
         required - selected.columns.keys() - selected.sequence_columns.keys() - prepared.keys()
@@ -258,6 +259,7 @@ def pack_mini_batch(
             f"{', '.join(sorted(missing))}."
         )
     columns = {name: column for name, column in selected.columns.items() if name in required}
+    # The batches travel to the workers, so they contain only what those read.
     trimmed = replace(
         selected,
         columns=columns | prepared,

@@ -83,6 +83,7 @@ def describe_last_save(root: Path, *, warm_start: Path | None = None) -> str:
         for step in reversed([] if folder is None else list_complete_steps(folder)):
             directory = step_directory(folder or root, step)
             try:
+                # Sizes only: hashing gigabytes would delay the message of the error.
                 verify(directory, with_content=False)
             except CheckpointError:
                 continue  # a resume renames it and uses the one before

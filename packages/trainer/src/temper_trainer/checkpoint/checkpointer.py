@@ -141,6 +141,7 @@ class Checkpointer:
         # Reading every file back for its checksum was part of the commit; verifying again would
         # cost as much as the save.
         self._verified.add(committed)
+        # After the commit: until then, an older step may be the only complete one.
         self._delete_old()
         return committed
 
@@ -337,6 +338,7 @@ class Checkpointer:
                     f"{directory} has no part for {name}, which this configuration has: resume "
                     "with the configuration of the run that wrote it."
                 )
+            # Retention in another process must not delete the step while it is read.
             with lock_for_reading(part.parent):
                 read(str(part))
 

@@ -101,6 +101,7 @@ def _write_shards(weights: Iterable[NamedWeight], directory: Path) -> str:
 
     def flush() -> None:
         nonlocal buffer, size
+        # The metadata is that of `save_pretrained`: Transformers reads the framework from it.
         save_file(buffer, directory / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
         shards.append(list(buffer))
         buffer, size = {}, 0
@@ -111,6 +112,7 @@ def _write_shards(weights: Iterable[NamedWeight], directory: Path) -> str:
             flush()
         if not shards and not buffer:
             dtype = str(tensor.dtype).removeprefix("torch.")
+        # safetensors refuses tensors that are not contiguous.
         buffer[name] = tensor.detach().cpu().contiguous()
         size, total = size + weight_bytes, total + weight_bytes
     flush()

@@ -141,6 +141,7 @@ def _add_correction(
             rollout_logprobs=columns["rollout_logprobs"],
         )
         added[CORRECTION_WEIGHTS], metrics = correction.weights, correction.metrics
+    # Last, because the weights above compare the sampler with the log-probs of the engine.
     if config.proximal == "rollout":
         added["old_logprobs"] = columns["rollout_logprobs"]
     return samples.with_columns(added), metrics
@@ -166,6 +167,8 @@ def replace_squares(values: dict[str, float], *, metrics: Mapping[str, Metric]) 
     """
     if RATIO_SQUARE_MEAN not in metrics:
         return values
+    # A ratio of two means cannot be merged over micro-batches, so the square is merged and the
+    # fraction is computed at the end.
     kept = {name: value for name, value in values.items() if name != RATIO_SQUARE_MEAN}
     return {
         **kept,

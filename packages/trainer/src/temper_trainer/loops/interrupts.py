@@ -96,6 +96,8 @@ class StopRequest:
             # runs only when the main thread returns from a C call, and the grace period must not
             # start that late.
             reader, writer = socket.socketpair()
+            # `set_wakeup_fd` refuses a blocking descriptor, because a handler must never wait for a
+            # reader.
             writer.setblocking(False)
             self._wakeup = (
                 writer,
@@ -157,6 +159,7 @@ class StopRequest:
         self._raise_if_due()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        # The user insists: the handlers from before, usually KeyboardInterrupt, act at once.
         if self._is_handled and number == signal.SIGINT:
             self._restore_handlers()
             signal.raise_signal(number)
@@ -197,6 +200,8 @@ class StopRequest:
         assert self.deadline is not None
         name, grace = self.requested.name, f"run.stop_grace_s = {self.grace_s:g} s"
         logger.warning("%s: stopping within %s; Ctrl-C from now on stops at once", name, grace)
+        # Half of the period, so that the other half is left to save the step before the abandoned
+        # one.
         if self._is_closed.wait(self.grace_s / 2):
             return
         with self._guard:
@@ -244,6 +249,7 @@ def end_process(code: int) -> None:
     """End this process at once, without waiting for threads, after flushing its output."""
     sys.stdout.flush()
     sys.stderr.flush()
+    # Not `sys.exit`: called from a thread, it would end only that thread.
     os._exit(code)
 
 

@@ -161,6 +161,8 @@ def run_conversations(
         step = partial(_step_environment, is_last=turn == limits.max_turns - 1, limits=limits)
         # Threads, because tools wait for processes and servers.
         with ThreadPoolExecutor(max_workers=MAX_TOOL_THREADS) as pool:
+            # `map` yields in the order of the rollouts, so float sums do not depend on which tool
+            # was faster.
             for metrics in pool.map(step, active):
                 for name, count in metrics.items():
                     counts[name] = counts.get(name, 0.0) + count
@@ -180,6 +182,7 @@ def _make_request(
     sampling = _limit_sampling(
         first.sampling, stop=limits.stop, max_tokens=limits.max_tokens - len(tokens)
     )
+    # Derived from the request, so that draws do not depend on which rollouts are still active.
     seed = first.seed if turn == 0 else derive_seed(first.seed, "turn", turn)
     return replace(
         first,
@@ -201,6 +204,7 @@ def _step_environment(
     """Pass the last completion to the environment, and decide whether the rollout continues."""
     completion = conversation.completions[-1]
     assert conversation.environment is not None
+    # Also after the last turn, because the environment rewards the final completion.
     observation = conversation.environment.step(completion.tokens)
     conversation.reward += observation.reward
     # After the observation, at least one token must be left for the next completion.
@@ -209,6 +213,7 @@ def _step_environment(
         is_last
         or observation.is_done
         or num_tokens >= limits.max_tokens
+        # The policy ended its answer itself; a tool call would have ended with the stop text.
         or completion.finish_reason == FinishReason.END_TOKEN
     )
     conversation.pending = () if conversation.is_done else observation.tokens

@@ -140,6 +140,7 @@ def _load_state(
         return state
     step = checkpointer.read_engine_only_step(resume_from)
     if step is None:
+        # A resumed run may have other settings; its checkpoints record the digest of those.
         return replace(checkpointer.read_state(resume_from, phase="rl"), config_digest=digest)
     # Without trainer state, skip as many prompts as that number of steps uses.
     epoch, index = divmod(step * config.batching.prompts_per_step, num_prompts)
@@ -170,6 +171,8 @@ def _run_steps(
             "see algorithm.rollout_correction"
         )
     with (
+        # Outermost, so that a signal interrupts neither an update nor the wait for a background
+        # save when the body ends.
         stop.defer(),
         CheckpointWriter(checkpointer, roles=roles, in_background=run.save_in_background) as writer,
         log.progress_bar("rl", total=run.total_steps, start=state.step) as bar,
@@ -207,12 +210,16 @@ def _run_steps(
             controllers = result.controllers
             writer.commit_if_written()
             log.log_metrics(step, result.metrics, phase="rl")
+            # Before a save is decided: a process that has lost the lock of the folder must save
+            # nothing.
             boundary.end_step()
             bar.advance()
             if run.table_every and step % run.table_every == 0:
                 log.show_samples(step, _pick_samples(result, count=run.num_table_rows))
             is_last = step == run.total_steps
             if run.eval_every and step % run.eval_every == 0 and not is_last:
+                # An abandoned evaluation is not repeated: the step is saved below, and the run
+                # ends.
                 with loop.pause_sampling(), suppress(WorkAbandoned), stop.allow_abandon():
                     evaluate_all(components, step=step, label=f"step {step}")
             if boundary.is_save_due(step, is_last=is_last or stop.is_set):
@@ -250,10 +257,14 @@ def _save_on_failure(
     try:
         yield
     except WorkAbandoned:
+        # Raised only where no weight has changed yet (see `allow_late_abandon`), so the roles still
+        # have the state before the step. A second save of the same step would be refused.
         if before.step != boundary.saved_step:
             boundary.set_saved(before.step, writer.save(before, wait=True))
         raise boundary.make_interrupted(stop) from None
     except TemperError:
+        # After some of the updates, the weights belong to no step and must not be saved. A group
+        # that has lost a worker cannot save its part.
         is_unchanged = sum(role.num_updates for role in roles) == num_updates
         can_save = is_unchanged and not any(role.is_broken for role in roles)
         if can_save and before.step != boundary.saved_step:
@@ -281,6 +292,8 @@ def restore_controllers(config: AlgorithmConfig, state: TrainerState) -> Control
 def build_objectives(config: TrainerConfig, *, controllers: Controllers) -> dict[str, Objective]:
     """Return the objective of each trained role, with the current coefficients."""
     correction = config.algorithm.rollout_correction
+    # Without them, the objective takes its own log-probs without gradient: with one update per
+    # step, the old policy is the current one (docs/decisions/0008).
     has_old_logprobs = needs_old_logprob_pass(config) or (
         correction is not None and correction.proximal == "rollout"
     )

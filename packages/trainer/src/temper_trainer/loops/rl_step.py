@@ -205,8 +205,11 @@ def train_on_rollouts(
     if config.algorithm.reweight is not None:
         # After the advantages, which are those of the groups as they were sampled.
         samples, resampling_metrics = _resample(samples, rollouts, config=config, step=step)
+        # Lengths and denominators are now those of the drawn samples.
         plan = plan_step(samples, config.batching, layouts=layouts, seed=plan_seed)
         advantage_metrics = advantage_metrics | resampling_metrics
+    # Late in a run most groups are all right or all wrong, and their passes would cost as much as
+    # those of the others: docs/decisions/0003.
     if can_drop_zero_advantage(config):
         plan = drop_zero_advantage_samples(
             plan,
@@ -222,6 +225,8 @@ def train_on_rollouts(
             samples, plan, roles=roles, objectives=objectives, step=step, log=log
         )
     entropy = update_metrics.get("policy/entropy", math.nan)
+    # NaN if the objective reports no entropy or no update measured one. The controller would lower
+    # its coefficient then, because NaN < target is False.
     if not math.isnan(entropy):
         controllers = replace(controllers, entropy=controllers.entropy.updated(entropy=entropy))
     metrics = measure_plan(plan, samples, role="actor") | advantage_metrics | teacher_metrics
@@ -266,6 +271,7 @@ def add_forward_columns(
         columns["old_logprobs"] = run_forward(samples, plan, role="actor", group=roles["actor"])
     if "ref" in roles:
         columns["ref_logprobs"] = run_forward(samples, plan, role="ref", group=roles["ref"])
+    # The frozen base model is the reference, so no second model has to be in memory.
     if algorithm.kl_reference == "disabled_adapter":
         columns["ref_logprobs"] = run_forward(
             samples, plan, role="actor", group=roles["actor"], without_adapter=True
@@ -347,6 +353,7 @@ def update_roles(
         mini_batches = _track_items(plan.mini_batches, name=f"{role} mini-batches")
         for i, mini_batch in enumerate(mini_batches):
             packed = pack_mini_batch(samples, mini_batch, role, objective=objective)
+            # A learning-rate schedule that counts RL steps advances after the last update only.
             is_last = i == len(plan.mini_batches) - 1
             result = roles[role].update(packed, is_last_of_step=is_last)
             if i == 0 and "policy/ratio_error_max" in result.metrics:
@@ -387,6 +394,8 @@ def collect_update_metrics(result: UpdateResult) -> dict[str, Metric]:
     is_skipped = result.report.outcome == "nonfinite"
     return {
         **result.metrics,
+        # Weight 1: the loss is already divided by the denominators of its mini-batch, so the mean
+        # over updates must not weight it by micro-batches or tokens again.
         "loss": Metric(value=result.metrics["loss"].result),
         "grad_norm": Metric(
             value=0.0 if is_skipped else result.report.grad_norm, weight=float(not is_skipped)

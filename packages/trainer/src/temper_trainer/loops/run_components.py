@@ -207,6 +207,7 @@ def _build_canary(config: TrainerConfig, actor: WorkerGroup, *, prompt: Prompt) 
 
     def engine_logprobs() -> list[float]:
         outputs = actor.forward(packed, outputs=[HeadOutput.LOGPROB], sample_ids=batch.sample_ids)
+        # The first token has no log-prob, and the sampler returns none for it.
         logprobs: list[float] = outputs.columns[HeadOutput.LOGPROB][1:].tolist()
         return logprobs
 

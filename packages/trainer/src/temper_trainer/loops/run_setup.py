@@ -92,6 +92,8 @@ def fit_models_to_tokenizer(
     def fit(role: RoleConfig | None) -> RoleConfig | None:
         if role is None or role.engine.model.path is not None:
             return role
+        # The model directory has its own config.json, so the configured architecture no longer
+        # applies.
         if trained_model is not None:
             model = replace(role.engine.model, path=trained_model, architecture={})
         else:

@@ -132,6 +132,7 @@ def sample_rollouts(
         greedy = replace(config.sampling, temperature=0.0)
         requests += [
             SamplingRequest(
+                # Any seed: greedy decoding draws no random numbers.
                 request_id=num_sampled + i, prompt_tokens=prompt.tokens, sampling=greedy, seed=0
             )
             for i, prompt in enumerate(prompts)
@@ -206,6 +207,7 @@ def measure_round(
     num_truncated = sum(c.finish_reason == FinishReason.MAX_TOKENS for c in completions)
     return {
         "reward/mean": float(rewards.mean()),
+        # Population deviation: the sample deviation of a single rollout would be NaN.
         "reward/std": float(rewards.std(correction=0)),
         "reward/failed": float(len(conversations) - len(rollouts)),
         "rollout/tokens": float(sum(lengths)),
@@ -261,6 +263,7 @@ def _find_useful_groups(
     dynamic = config.algorithm.dynamic_sampling
     assert dynamic is not None
     if dynamic.on != "score":
+        # The updated statistics are dropped: groups that are discarded must not count in them.
         rollouts, _, _ = _shape(config, rollouts, reward_stats=reward_stats)
     group_ids = torch.tensor([rollout.group_id for rollout in rollouts])
     rewards = torch.tensor([rollout.reward for rollout in rollouts])
@@ -302,6 +305,7 @@ def _merge_rounds(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in rounds for name in metrics):
         values = [metrics.get(name, 0.0) for metrics in rounds]
+        # All other metrics of rewards count failures, such as time-outs.
         is_count = name.startswith("reward/") and name not in ("reward/mean", "reward/std")
         if name.endswith("_max"):
             merged[name] = max(values)

@@ -44,6 +44,7 @@ class Credits:
     @property
     def can_start(self) -> bool:
         """True if there is a credit for another batch."""
+        # The next batch has number num_started, and is trained after num_started updates.
         return self.num_started <= self.num_trained + self.max_staleness
 
     @property
@@ -153,6 +154,7 @@ def measure_staleness(rollouts: Sequence[Rollout], *, version: int) -> dict[str,
     ages = [
         version - token_version
         for c in completions
+        # Empty unless the completion continued under newer weights.
         for token_version in (c.token_versions or (c.weight_version,) * len(c.tokens))
     ]
     num_mixed = sum(bool(c.token_versions) for c in completions)

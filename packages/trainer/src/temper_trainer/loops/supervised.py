@@ -199,6 +199,7 @@ def _stream_demonstrations(
 
     def iterate_epoch() -> Iterator[TrainingExample]:
         for row in iterate_rows(data.train):
+            # One row at a time: dropping all rows of a list is an error, dropping this one is not.
             demonstrations, _ = encode_demonstrations([row], tokenizer, data, must_keep=False)
             check_fits(demonstrations, max_tokens=limit)
             yield from demonstrations
@@ -259,6 +260,8 @@ def run_supervised(
         boundary.set_saved(done, stage.resume_from)
         if done < stage.total_steps:
             stage.folder.supersede_model()
+        # After the groups, because the stack unwinds in reverse: a save in the background must end
+        # before the workers that write it are closed.
         writer = stack.enter_context(
             CheckpointWriter(
                 checkpointer, roles={"actor": actor}, in_background=config.run.save_in_background
@@ -280,6 +283,7 @@ def run_supervised(
                         phase=stage.phase,
                         step=step,
                         cursor=stream.cursor,
+                        # There is no sampler, so no weights were published.
                         weight_version=0,
                         config_digest=digest,
                     )
@@ -360,6 +364,8 @@ def _run_update(
     start = time.perf_counter()
     examples = _take_examples(stage, stream)
     samples = _make_samples(examples)
+    # Not `config.batching`: a stage makes one update per step, and with ``tokens_per_update`` its
+    # number of examples varies.
     batching = BatchingConfig(prompts_per_step=len(examples), max_tokens=config.batching.max_tokens)
     seed = derive_seed(config.run.seed, stage.phase, step)
     layouts = {name: RoleLayout.from_topology(group.topology) for name, group in groups.items()}

@@ -84,6 +84,8 @@ def train(
     if lock is None:
         with RunLock(Path(config.run.dir)) as lock:
             return train(config, digest=digest, write_config=write_config, lock=lock)
+    # A killed process cannot remove its temporary folders, so every start removes those of dead
+    # ones.
     remove_leftovers()
     with StopRequest(grace_s=config.run.stop_grace_s) as stop:
         checkpoint, done = None, 0
@@ -113,6 +115,7 @@ def train(
             if not stop.is_set:
                 raise
             raise RunInterrupted(step=done, checkpoint=checkpoint, stop=stop) from None
+    # Again, because the tasks eval and generate complete no step that would have done so.
     folder.mark_trained()
     return RunResult(directory=folder.root, evaluation=evaluation)
 
@@ -146,8 +149,10 @@ def _run_task(
         folder=folder,
         rows=[*problems["train"], *pair_rows, *problems.get("warm_start", [])],
     )
+    # Before `write_config` replaces the file: changed settings are listed below.
     previous_settings = read_settings(folder.root)
     with stop.defer():
+        # Deferred, because a signal between its files would leave settings without their origins.
         write_config(folder.root)
     with (
         open_runtime(config) as runtime,
@@ -206,6 +211,8 @@ def _run_task(
 @contextmanager
 def _write_report_at_end(log: RunLog, *, stop: StopRequest) -> Iterator[None]:
     """Write a complete report, however the body ends."""
+    # If the process is still running at the deadline, a thread ends it without unwinding this
+    # context, so the report is written before that.
     stop.on_late = log.try_report
     try:
         yield
@@ -223,6 +230,7 @@ def _add_last_save_to_errors(folder: RunFolder) -> Iterator[None]:
     except RunInterrupted:  # names its checkpoint itself
         raise
     except Exception as error:
+        # The advice is to resume, which would fail with the same configuration error.
         if not isinstance(error, ConfigError):
             error.add_note(
                 describe_last_save(folder.checkpoints, warm_start=folder.warm_start.checkpoints)
@@ -322,6 +330,8 @@ class _TaskRun:
     def _run_warm_start(self) -> str:
         """Return the warm start's model directory; train it unless an earlier start has."""
         folder = self.folder.warm_start
+        # The directory gets its name only when it is complete, so this file means that an earlier
+        # start has finished the warm start.
         if (folder.model / "config.json").exists():
             return str(folder.model)
         config = fit_models_to_tokenizer(self.config, self.tokenizer)

@@ -125,6 +125,8 @@ def draw_curves(directory: Path) -> Path | None:
     with mpl.rc_context(STYLE):
         width, height = WIDTH * NUM_COLUMNS, HEIGHT * num_rows + 0.5
         figure = Figure(figsize=(width, height))
+        # Not pyplot: it would choose a backend that may need a display, and keep every figure in
+        # memory.
         FigureCanvasAgg(figure)
         figure.suptitle(
             directory.resolve().name,
@@ -187,6 +189,7 @@ def _draw_panel(axes: Axes, panel: Panel, *, rows: Sequence[Row]) -> None:
     if panel.is_wide:
         _draw_evaluations(axes, rows=rows)
     if panel.is_fraction:
+        # A little beyond 0 and 1, so that a curve at a bound is not cut in half.
         axes.set_ylim(min(-0.02, lowest), None if axes.get_ylim()[1] > 1.05 else 1.02)
     if panel.is_log and 0 < 10 * lowest < highest:
         axes.set_yscale("log")

@@ -134,6 +134,7 @@ class WandbTracker:
             raise _missing_package("wandb") from error
         id_file = directory / "wandb_id.txt"
         if not id_file.exists():
+            # Our own id, known before `init`, so that a resumed run finds it in the run folder.
             id_file.write_text(secrets.token_hex(4), encoding="utf-8")
         run_id = id_file.read_text(encoding="utf-8").strip()
         self._run = wandb.init(
@@ -198,6 +199,7 @@ class TrackioTracker:
         path = self._directory / METRICS_FILE
         for row in read_rows(path) if path.exists() else []:
             self.log(row.step, row.values, phase=row.phase)
+        # Last, so that the file never names a trackio run that lacks the earlier rows.
         self._name_file.write_text(f"{self._name}\n", encoding="utf-8")
 
     def close(self, *, has_failed: bool) -> None:
@@ -250,6 +252,7 @@ class MlflowTracker:
         ):
             self.on_rewind()
         else:
+            # The previous process has set a final status.
             self._client.update_run(self._run_id, status="RUNNING")
 
     def log(self, step: int, metrics: Mapping[str, float], *, phase: str) -> None:
@@ -263,6 +266,7 @@ class MlflowTracker:
         if previous is not None:
             self._client.set_tag(previous, "temper.superseded_by", self._run_id)
             self._client.set_terminated(previous, status="KILLED")
+        # Last, so that the file never names an MLflow run that lacks the earlier rows.
         self._id_file.write_text(self._run_id, encoding="utf-8")
 
     def close(self, *, has_failed: bool) -> None:
