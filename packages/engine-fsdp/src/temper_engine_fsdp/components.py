@@ -121,6 +121,7 @@ class EngineComponents:
 def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComponents:
     """Build all components. Collective. Tensors are offloaded on return if so configured."""
     device = choose_device(config.device)
+    # First, so that the memory allocated below is on the node of the GPU.
     if config.numa_affinity:
         bind_to_near_cores(device)
     if config.deterministic:

@@ -335,6 +335,8 @@ class FSDPEngine(BaseEngine):
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
         # A copy on the device, since NCCL cannot reduce host tensors and all_reduce is in place.
         total = value.detach().to(self._components.membership.device, copy=True)
+        # One rank of each sequence-parallel group: the others have the same samples, which would be
+        # counted again.
         if self._components.membership.world_size > 1:
             with self._components.tracer.stage("a sum over ranks"):
                 dist.all_reduce(total, group=self._components.data_groups.data_parallel)

@@ -87,6 +87,7 @@ def write_dcp(
         raise CheckpointError(
             f"could not write the checkpoint to {folder} ({str(error).strip().splitlines()[-1]})"
         ) from error
+    # DCP names the files of a rank __RANK_NUMBER.distcp; the coordinator writes the metadata.
     own_files = sorted(path.name for path in folder.glob(f"__{rank}_*"))
     return [
         f"{STATE_FOLDER}/{name}" for name in (*own_files, *([".metadata"] if rank == 0 else []))
@@ -157,6 +158,7 @@ def load_training_state(
         rows = tensors[name]
         if piece.owner is not None and isinstance(rows, DTensor):
             loaded = piece.owner.from_row_dtensor(rows)
+            # Shards of FSDP2 are rows already, so DCP has read into them in place.
             if loaded.data_ptr() != piece.tensor.data_ptr():
                 piece.tensor.copy_(loaded)
 
@@ -384,6 +386,7 @@ def copy_to_host(
             name: StateTensor(owner=piece.owner, tensor=_pinned_copy(piece.tensor))
             for name, piece in state_tensors.items()
         }
+    # The next update must not change a tensor that is still being copied.
     current.wait_stream(side)
     done = torch.cuda.Event()
     done.record(side)

@@ -144,6 +144,8 @@ def unpad_output(rows: Tensor, layout: PackLayout) -> Tensor:
     return tokens
 
 
+# Autograd functions rather than a context around the attention: its backward pass runs between the
+# backward of _UnpadOutput and that of _PadInput, and needs the same matmul kernels.
 class _PadInput(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -386,6 +388,8 @@ def torch_varlen_forward(
         )
     # Rotary embeddings may leave query and key in float32; the kernel wants the compute dtype.
     q, k, v = (x[0].transpose(0, 1).to(value.dtype).contiguous() for x in (query, key, value))
+    # (left, right): -1 is unlimited, and 0 to the right makes it causal. The window of transformers
+    # includes the token itself, that of the kernel does not.
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
     starts, longest = packing.starts, packing.max_length
     is_grouped = q.shape[1] != k.shape[1]

@@ -102,6 +102,7 @@ def build_streaming_model(
 
 def _initialize_head(hf: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
     """Allocate and initialize a value head that the files lack, as transformers would."""
+    # Every rank draws the same values, so the head needs no broadcast.
     with fork_rng(seed):
         for name in sorted(names, reverse=True):  # weight before bias, as transformers
             module, _, own = name.rpartition(".")
@@ -151,7 +152,9 @@ def _files_match(hf: PreTrainedModel, files: Mapping[str, Path], *, head: Collec
         for name, parameter in parameters.items()
         for part, shape in list_file_shapes(name, parameter.shape)
     }
+    # Persistent buffers are in the files, too, but only parameters are streamed.
     buffers = {name for name, _ in hf.named_buffers()} & hf.state_dict().keys()
+    # A value model that is made from a language model has no use for its output projection.
     available = {name for name in files if not (head and is_lm_head(name))}
     if (
         expected.keys() != available

@@ -200,6 +200,7 @@ def _logits(hidden: Tensor, weight: Tensor, *, temperatures: Tensor, out: Tensor
 
 def _logsumexp_(logits: Tensor) -> Tensor:
     """Return the [C] log-normalizer; overwrites the logits."""
+    # Subtracted first, so that exp cannot overflow.
     largest = logits.amax(1, keepdim=True)
     return logits.sub_(largest).exp_().sum(1).log_().add_(largest[:, 0])
 
@@ -211,6 +212,7 @@ def _logsumexp_with_entropy_(logits: Tensor, *, scratch: Tensor, entropy: Tensor
     weights = torch.exp(logits, out=scratch[: logits.shape[0]])
     total = weights.sum(1)
     log_total = total.log()
+    # H = log Z - E[z]; the shift by the largest logit cancels in the difference.
     entropy.copy_(log_total - weights.mul_(logits).sum(1) / total)
     return log_total.add_(largest[:, 0])
 
@@ -227,6 +229,8 @@ def _accumulate(
     if weight.dtype == torch.float32:
         grad_weight.addmm_(grad.t(), hidden)
     else:
+        # `addmm_` needs equal dtypes, so each chunk's product is rounded once and then summed in
+        # float32.
         grad_weight.add_(grad.t() @ hidden)
 
 
@@ -297,6 +301,8 @@ class _FullLogprobs(torch.autograd.Function):
         ids: Tensor,
         options: _FullOptions,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        # A log-prob must have the same bits however many positions of the micro-batch are
+        # requested.
         logits = batch_invariant_linear(hidden, weight)
         chosen = logits.gather(1, torch.cat([labels[:, None], ids], dim=1)).float() / temperatures
         if options.needs_entropy:
@@ -326,6 +332,8 @@ class _FullLogprobs(torch.autograd.Function):
         options: _FullOptions = ctx.options  # type: ignore[attr-defined]
         logits: Tensor | None = ctx.logits  # type: ignore[attr-defined]
         assert logits is not None, "full_logprobs keeps logits for one backward pass only"
+        # Drop the reference, so that a second backward pass fails instead of reading gradients as
+        # logits.
         ctx.logits = None  # type: ignore[attr-defined]
         # Sum of the factors of p in dz: +1 per log-normalizer, -1 per log-prob.
         prob_coeff = grad_logsumexp - grad_logprob - grad_at.sum(1)

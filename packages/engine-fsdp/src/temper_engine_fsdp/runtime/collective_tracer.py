@@ -126,6 +126,7 @@ class CollectiveTracer:
         self._closed.set()
 
     def _publish(self, name: str) -> None:
+        # Wall time, not monotonic: other ranks compare it with their own clocks.
         self._now, self._since = name, time.time()
         if self._store is not None and dist.is_initialized():
             self._store.set(f"{self._prefix}/{self._membership.rank}", f"{self._since:.0f} {name}")
@@ -136,6 +137,7 @@ class CollectiveTracer:
     def _oldest_unfinished(self) -> Span | None:
         """Return the oldest stage that the device or the host has not finished."""
         while self._launched:
+            # One stream runs its kernels in order, so the oldest stage is the first to finish.
             span, is_done = self._launched[0]
             if not is_done():
                 return span
@@ -171,6 +173,7 @@ class CollectiveTracer:
     def _watch(self) -> None:
         """Log one message for each stage that is about to reach the timeout."""
         warned_since = 0.0
+        # At least every 5 % of the timeout, so that a check falls into its last 10 %.
         while not self._closed.wait(min(5.0, self._timeout_s / 20)):
             span = self._oldest_unfinished()
             if (

@@ -93,6 +93,7 @@ class FSDP2Parameter(ShardedParameter):
         mesh = self._mesh_of(shard)
         group = mesh.get_group(mesh.ndim - 1)
         if group.size() == 1:
+            # A copy, as with several ranks: the result must not share memory with the parameter.
             return shard.clone()
         # fully_shard gives each rank the same number of rows, except that the last ranks may have
         # fewer or none. DTensor.full_tensor() is several times slower for small tensors, so pad and

@@ -91,6 +91,7 @@ class ShardedOptimizer(ABC):
             return norm_value
         limit = self._spec.clip_grad_norm
         if limit is not None and norm_value > limit:
+            # No epsilon as in torch's clip_grad_norm_: the norm is above the limit, so it is not 0.
             torch._foreach_mul_(list(gradients.values()), limit / norm_value)
         self._update(gradients, lr=lr)
         if after_launch is not None:
@@ -136,6 +137,7 @@ class ShardedOptimizer(ABC):
         )
         # float64: the square of a float32 norm may overflow float32.
         square = torch.stack(norms).double().square().sum()
+        # Squares and not norms are summed: each rank has other entries of the same vector.
         return self._sum_over_shards(square).sqrt().float()
 
 
@@ -277,6 +279,7 @@ class ShardedAdamW(ShardedOptimizer):
 
     def offloadable_tensors(self) -> Iterator[Tensor]:
         """See ShardedOptimizer."""
+        # The counts stay: they are scalars, and the device reads them at the start of an update.
         for moments in self.adam_states.values():
             yield from (moments.first, moments.second)
 
@@ -298,6 +301,7 @@ def _zero_state(shard: Tensor, *, device: torch.device) -> AdamState:
     return AdamState(
         first=torch.zeros_like(shard, dtype=torch.float32, device=device),
         second=torch.zeros_like(shard, dtype=torch.float32, device=device),
+        # float32, as torch's fused kernel expects.
         count=torch.zeros((), dtype=torch.float32, device=device),
     )
 

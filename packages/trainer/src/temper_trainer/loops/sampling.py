@@ -133,7 +133,10 @@ def sample_rollouts(
         requests += [
             SamplingRequest(
                 # Any seed: greedy decoding draws no random numbers.
-                request_id=num_sampled + i, prompt_tokens=prompt.tokens, sampling=greedy, seed=0
+                request_id=num_sampled + i,
+                prompt_tokens=prompt.tokens,
+                sampling=greedy,
+                seed=0,
             )
             for i, prompt in enumerate(prompts)
         ]
