@@ -91,8 +91,7 @@ def load_weights(
     shards: dict[str, Tensor] = {}
     joiners = ExpertJoiner({name: parameter.shape for name, parameter in parameters.items()})
     for part, tensor in stream:
-        # Checked after the stream: a rank that raised before its end would leave the sender
-        # waiting.
+        # Checked after the stream, because a missing name shows only at its end.
         received.append(WeightEntry(name=part, shape=tuple(tensor.shape), dtype=tensor.dtype))
         if part in buffers and buffers[part].shape == tensor.shape:
             # The sender may reuse its buffer for the next tensor.

@@ -92,7 +92,7 @@ class Head(Protocol):
     def __call__(
         self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest
     ) -> Mapping[HeadOutput, Tensor]:
-        """Compute columns by query from hidden states [T, D] in the compute dtype."""
+        """Compute the requested columns from hidden states [T, D] in the compute dtype."""
 
 
 class LanguageHead:

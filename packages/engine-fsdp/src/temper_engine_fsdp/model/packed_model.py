@@ -56,8 +56,8 @@ class PackedModel(nn.Module):
         """Run the decoder and the head.
 
         Returns:
-            Columns in the order of `sorted(request.queries)`, then a zero that depends on the
-            hidden states. Adding it to the loss gives every layer a gradient even if the loss
+            Columns in the order of `sorted(request.requested_outputs)`, then a zero that depends on
+            the hidden states. Adding it to the loss gives every layer a gradient even if the loss
             ignores all outputs, so that all ranks run the same collectives.
         """
         tokens, positions = batch.tokens, batch.get_position_ids()
@@ -67,13 +67,13 @@ class PackedModel(nn.Module):
                 packing.sequence_group.take_slice(positions),
             )
         with maybe_offload_activations(
-            # attention_mask is None on purpose: packed attention gets its layout from `packing`.
             tokens.device,
             enabled=self._offloads_activations and self.training,
         ):
             output = self.hf.base_model(
                 input_ids=tokens[None],
                 position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
+                # Packed attention gets its layout from `packing`, never from a mask.
                 attention_mask=None,
                 use_cache=False,
                 packing=packing,

@@ -65,7 +65,7 @@ def count_training_flops(model: PreTrainedModel, *, is_language_model: bool) -> 
 
 
 def _active_fraction(config: PretrainedConfig) -> float:
-    """Experts that a token sees, of all there are."""
+    """Return the fraction of the experts that a token is routed to; 1 without experts."""
     settings = config.to_dict()
     seen, total = (
         settings.get("num_experts_per_tok"),

@@ -279,7 +279,7 @@ class ShardedAdamW(ShardedOptimizer):
 
     def offloadable_tensors(self) -> Iterator[Tensor]:
         """See ShardedOptimizer."""
-        # The counts stay: they are scalars, and the device reads them at the start of an update.
+        # Without the counts: scalars take no memory worth a copy.
         for moments in self.adam_states.values():
             yield from (moments.first, moments.second)
 

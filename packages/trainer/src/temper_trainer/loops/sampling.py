@@ -130,9 +130,9 @@ def sample_rollouts(
     if config.algorithm.advantage == "remax":
         # ReMax uses the reward of each prompt's greedy completion as its baseline.
         greedy = replace(config.sampling, temperature=0.0)
+        # Any seed will do: greedy decoding draws no random numbers.
         requests += [
             SamplingRequest(
-                # Any seed: greedy decoding draws no random numbers.
                 request_id=num_sampled + i,
                 prompt_tokens=prompt.tokens,
                 sampling=greedy,
