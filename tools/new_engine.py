@@ -1,6 +1,7 @@
-"""Begin a third-party engine: `python tools/new_engine.py FOLDER NAME` copies tools/templates/engine under your engine's name.
+"""Create a third-party engine from a template: `python tools/new_engine.py FOLDER NAME`.
 
-NAME is a Python name such as `acme_engine`; the distribution is then `acme-engine` and its class `AcmeEngine`.
+Copies tools/templates/engine to FOLDER under the name of your engine. NAME is a Python name such as
+`acme_engine`; the distribution is then `acme-engine` and its class `AcmeEngine`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from pathlib import Path
 TEMPLATE = Path(__file__).resolve().parent / "templates" / "engine"
 
 TAKEN = frozenset({*sys.stdlib_module_names, "fsdp", "megatron", "pytest", "torch", "transformers"})
-"""Modules that the new package would hide, and engines that are there; names that begin with `temper_` are ours, too."""
+"""Modules that the new package would hide, and engines that exist already.
+
+Names that start with `temper_` are reserved too.
+"""
 
 
 def new_engine(folder: Path, name: str) -> list[Path]:
-    """Copy the template; returns the files.
+    """Copy the template and return the files that were written.
 
     Raises:
-        ValueError: the name can't be one or is taken, or the folder holds something.
+        ValueError: If the name is no valid package name or is taken, or the folder is not empty.
     """
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise ValueError(
@@ -55,7 +59,7 @@ def new_engine(folder: Path, name: str) -> list[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, prog="tools/new_engine.py")
     parser.add_argument("folder", type=Path)
     parser.add_argument("name")

@@ -1,1 +1,1 @@
-"""Measurements that need a CUDA machine; run there by hand, from the repository's root."""
+"""Measurements that need a CUDA host; run by hand from the root of the repository."""

@@ -14,18 +14,18 @@ from tools.gpu.fsdp_timing import times_of
 from tools.gpu.fsdp_workload import Scale
 
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Query [T, H, D], key and value [T, K, D]; mixed values [T, H, D]."""
+"""Maps a query [T, H, D], key and value [T, K, D] to attention outputs [T, H, D]."""
 
 
 def kernel_rates(shape: Mapping[str, int], *, length: int, scale: Scale) -> dict[str, object]:
-    """Return TFLOP/s of each kernel, forward alone and with backward, or why it failed."""
+    """Return TFLOP/s of each kernel, forward only and with backward, or why it failed."""
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     head_dim = shape["head_dim"]
     query, key, value = (
         torch.randn(length, n, head_dim, device=scale.device, dtype=torch.bfloat16)
         for n in (heads, kv_heads, kv_heads)
     )
-    # Causal, forward and backward; a third of it is the forward pass.
+    # Causal, forward and backward; the forward pass is a third of it.
     flops = 6.0 * length**2 * heads * head_dim
     found: dict[str, object] = {}
     for name, kernel in _kernels(length, scale.device).items():
@@ -43,7 +43,7 @@ def kernel_rates(shape: Mapping[str, int], *, length: int, scale: Scale) -> dict
 
 
 def new_length_ms(shape: Mapping[str, int], *, length: int, scale: Scale) -> list[float]:
-    """Return how much longer cuDNN takes for a length it has not seen, forward and backward."""
+    """Measure how many more ms cuDNN takes for a new length, forward and backward."""
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     found = []
     for other in range(length - 3, length):
@@ -90,6 +90,7 @@ def _seconds(kernel: Kernel, inputs: tuple[Tensor, ...], scale: Scale) -> tuple[
 
 
 def _kernels(length: int, device: str) -> dict[str, Kernel]:
+    # Query and key share these sequence starts, because there is only one sequence.
     starts = torch.tensor([0, length], device=device, dtype=torch.int32)
 
     def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One row of the measurements at realistic sizes, in processes of its own; see `dense_models`."""
+"""Measure one row of `dense_models` in its own processes."""
 
 import argparse
 import fcntl
@@ -50,17 +50,17 @@ from tools.gpu.workload import (
 
 NUM_WARM_UP, NUM_TIMED = 2, 3
 ROOT = Path("/dev/shm/dense-weights")
-"""Folder of the random weights, one directory a model."""
+"""Folder of the random weights, with one directory per model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one row measures."""
+    """The configuration that one row measures."""
 
     model: str
     case: str
     contender: str
-    """`engine`, `plain`, `trl`, `megatron`, or a job of its own, such as `attention`."""
+    """`engine`, `plain`, `trl`, `megatron`, or `attention`, which times attention kernels."""
     layout: str = ""
     """Options of the contender, joined with `+`.
 
@@ -76,7 +76,7 @@ class Row:
 
     @property
     def options(self) -> frozenset[str]:
-        """The options one by one."""
+        """The set of single options."""
         return frozenset(filter(None, self.layout.split("+")))
 
     @classmethod
@@ -89,13 +89,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Seconds of the timed updates."""
+    """Timings and the first gradient norm of a contender."""
 
     seconds: list[float]
     lengths: list[int]
     """Sequence lengths of a rank over the timed updates."""
     first_norm: float
-    """Gradient norm of the first update, equal among contenders of one objective."""
+    """Gradient norm of the first update, equal among contenders with the same objective."""
     extra: Mapping[str, object]
 
 
@@ -111,19 +111,19 @@ def folder_of(row: Row, place: Place) -> Path:
 
 
 def batches_of(row: Row, place: Place, *, num_replicas: int) -> list[SequenceBatch]:
-    """Return the mini-batches of the updates, over all data-parallel ranks."""
+    """Return the mini-batches of the updates, for all data-parallel ranks."""
     vocabulary = shape_of(row.model, place.scale)["vocab_size"]
     cases = cases_of(row.case, place.scale)
     return [rl_batch(case.lengths * num_replicas, vocabulary=vocabulary) for case in cases]
 
 
 def max_tokens_of(row: Row, place: Place) -> int:
-    """Return the cap of a micro-batch."""
+    """Return the token limit of a micro-batch."""
     return cases_of(row.case, place.scale)[0].max_tokens
 
 
 def measure(row: Row, place: Place, updates: Sequence[Callable[[], float]]) -> Measurement:
-    """Time updates after warm-up; different updates follow each other in turn."""
+    """Time updates after warm-up; different updates take turns."""
     turn = itertools.cycle(range(len(updates)))
     cases = cases_of(row.case, place.scale)
     norms = [updates[next(turn)]() for _ in range(NUM_WARM_UP)]
@@ -143,7 +143,7 @@ def measure(row: Row, place: Place, updates: Sequence[Callable[[], float]]) -> M
 
 
 def fsdp_config(row: Row, place: Place, folder: Path) -> FSDPConfig:
-    """Return the engine's fast settings, and the options of the row."""
+    """Return the engine's fastest settings with the options of the row."""
     options = row.options
     on_cuda = place.scale.device == "cuda"
     return FSDPConfig(
@@ -166,17 +166,17 @@ def engine_update(row: Row, place: Place) -> Measurement:
 
 
 def choose_flash_attention(row: Row) -> None:
-    """Put FlashAttention 4 behind torch's operators where the row asks for it."""
+    """Use FlashAttention 4 behind torch's operators if the row requests it."""
     if "fa4" in row.options:
         register_flash_attention_impl("FA4", register_fn=register_current_fa4)
         activate_flash_attention_impl("FA4")
 
 
 def register_current_fa4() -> FlashAttentionHandle:
-    """Register FlashAttention 4 with torch, whose newer versions return more than it expects."""
+    """Register FlashAttention 4 with torch through an adapter for its newer versions."""
     from torch.nn.attention import _fa4
 
-    # Torch 2.11 refuses the window (-1, 0), with which its own causal attention calls.
+    # Torch 2.11 rejects the window (-1, 0), although its own causal attention calls with it.
     vars(_fa4)["_fa4_backward_support_error"] = lambda *_, **__: None
     return _fa4.register_flash_attention_fa4("tools.gpu.flash_attention_4")
 
@@ -227,14 +227,14 @@ def megatron_layout(row: Row) -> dict[str, object]:
 
 
 def replica_size_of(row: Row) -> int:
-    """Return how many ranks of a Megatron row share one replica's tokens."""
+    """Return the number of ranks that process the same tokens in a Megatron row."""
     layout = megatron_layout(row)
     sizes = (layout.get(f"{axis}_parallel", 1) for axis in ("tensor", "pipeline"))
     return math.prod(int(str(size)) for size in sizes)
 
 
 def plain_update(row: Row, place: Place) -> Measurement:
-    """Measure the plain loop, which computes a cross-entropy alone."""
+    """Measure the plain loop, which computes only a cross-entropy."""
     scale = replace(place.scale, micro_batch_tokens=max_tokens_of(row, place))
     packs = [
         share_of(scale, batch, rank=place.rank, world_size=place.world_size)
@@ -252,7 +252,8 @@ def plain_update(row: Row, place: Place) -> Measurement:
 
 def trl_update(row: Row, place: Place) -> Measurement:
     """Measure TRL's GRPOTrainer."""
-    # GRPO wants two completions a group. Of several updates it repeats the first timed one.
+    # GRPO needs at least two completions per group. Cases with several updates repeat the first
+    # timed one, because the prepared trainer has a single batch.
     cases = cases_of(row.case, place.scale)
     case = cases[NUM_WARM_UP % len(cases)]
     lengths = case.lengths * (2 if len(case.lengths) == 1 else 1)
@@ -310,7 +311,7 @@ def export_seconds(place: Place, engine: BaseEngine) -> dict[str, object]:
 
 
 def attention_rates(row: Row, place: Place) -> Measurement:
-    """Time attention kernels alone over one causal sequence."""
+    """Time attention kernels in isolation over one causal sequence."""
     shape, length = shape_of(row.model, place.scale), max_tokens_of(row, place)
     choose_flash_attention(row)
     found = kernel_rates(shape, length=length, scale=place.scale)
@@ -327,12 +328,13 @@ CONTENDERS: Mapping[str, Callable[[Row, Place], Measurement]] = {
 
 
 def report(row: Row, place: Place, found: Measurement, *, gemm: float) -> dict[str, object]:
-    """Return the row of the results."""
+    """Return the row of results of a contender."""
     shape = shape_of(row.model, place.scale)
     tokens = sum(found.lengths)
     per_token, per_square = flops_per_token_and_square(shape)
     flops_per_token = per_token + per_square * sum(n * n for n in found.lengths) / tokens
     tokens_per_s = tokens / sum(found.seconds)
+    # Ranks of a replica process the same tokens, which count once.
     if "megatron" in row.name:
         tokens_per_s /= replica_size_of(row)
     rate = tokens_per_s * flops_per_token
@@ -372,7 +374,7 @@ def rank_main(rank: int, world_size: int, port: int, path: str, name: str, rehea
     row = Row.parse(name)
     if scale.device == "cuda":
         torch.cuda.set_device(rank)
-    if row.contender not in ("trl", "attention"):  # accelerate makes its own group
+    if row.contender not in ("trl", "attention"):  # TRL's accelerate creates its own process group.
         dist.init_process_group("cpu:gloo,cuda:nccl" if scale.device == "cuda" else "gloo")
     elif world_size == 1:
         for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -389,7 +391,7 @@ def rank_main(rank: int, world_size: int, port: int, path: str, name: str, rehea
 
 
 def main() -> None:
-    """Measure the row that is named."""
+    """Measure the row named on the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -400,7 +402,8 @@ def main() -> None:
     parser.add_argument("--lock", type=Path, help="file to lock before the GPU is used")
     options = parser.parse_args()
     if options.lock:
-        # Held until the process ends, so that the next row can import its modules meanwhile.
+        # The lock is kept until the process ends, so that meanwhile the next row can import its
+        # modules.
         descriptor = os.open(options.lock, os.O_CREAT | os.O_RDWR)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     with socket.socket() as free:

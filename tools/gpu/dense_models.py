@@ -1,12 +1,12 @@
-"""RL updates of dense models at realistic sizes: FSDPEngine, MegatronEngine, a plain loop, TRL.
+r"""Compare RL updates of dense models: FSDPEngine, MegatronEngine, a plain loop and TRL.
 
     PYTHONPATH=packages/engine-api/src:packages/engine-fsdp/src:packages/engine-megatron/src:. \
         python -m tools.gpu.dense_models --out FOLDER [--set one|two] [--rows NAME,...] [--done FILE]
 
-Each row runs in processes of its own, on as many GPUs as it needs, beside other rows as long as
-GPUs are free. Results are appended to FOLDER/rows.jsonl, what rows print to FOLDER/log.txt. A run
-that was interrupted continues with `--done rows.jsonl`: rows that are `ok` there are skipped, and
-the table is made of both. Rows that do not fit into `--budget-s` are left out and named.
+Each row runs in its own processes on as many GPUs as it needs; rows run in parallel while GPUs are
+free. Results are appended to FOLDER/rows.jsonl, and the output of rows to FOLDER/log.txt. To
+continue an interrupted run, pass `--done rows.jsonl`: rows that are `ok` in that file are skipped,
+and the table contains both. Rows that do not fit into `--budget-s` are skipped and named.
 Needs torch with CUDA and transformers; `megatron` rows need megatron-core, megatron-bridge and
 omegaconf, `trl` rows TRL and datasets. `--rehearse` runs on a CPU at a tiny size.
 """
@@ -82,7 +82,7 @@ ONE_GPU = (
     "0.6B/64k/megatron+recompute",
     "4B/64k/megatron+recompute",
 )
-"""Rows on one GPU, by importance."""
+"""Rows on one GPU, most important first."""
 TWO_GPUS = (
     "8B/8k/engine+reshard+cudnn+profile+export",
     "8B/8k/megatron+tp2-sp",
@@ -93,17 +93,17 @@ TWO_GPUS = (
     "8B/8k/engine+reshard",
     "8B/8kx2/engine+recompute+cudnn",
 )
-"""Rows on two GPUs, by importance."""
+"""Rows on two GPUs, most important first."""
 SETS: Mapping[str, Sequence[str]] = {"one": ONE_GPU, "two": TWO_GPUS}
 LIMIT_S = 240.0
-"""Seconds of one row."""
+"""Time limit of one row, in seconds."""
 SHORTEST_S = 30.0
-"""With less time left no row is started."""
+"""No row is started if fewer seconds are left."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Running:
-    """Processes of one row, and what they print."""
+    """The processes of one row and their captured output."""
 
     row: Row
     gpus: Sequence[int]
@@ -113,7 +113,7 @@ class Running:
 
 
 def num_gpus_of(row: Row) -> int:
-    """Return how many GPUs a row runs on."""
+    """Return the number of GPUs that a row runs on."""
     return 2 if row.model == "8B" and row.contender != "attention" else 1
 
 
@@ -127,7 +127,7 @@ def start(row: Row, gpus: Sequence[int], options: argparse.Namespace) -> Running
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if "tp2" in row.layout:
-        # Megatron asks for this with tensor parallelism: kernels start in launch order.
+        # Megatron requires this with tensor parallelism, so that kernels start in launch order.
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     command = [sys.executable, "-m", "tools.gpu.dense_jobs", row.name]
     command += ["--rows", str(options.results.path), "--world-size", str(len(gpus))]
@@ -142,7 +142,7 @@ def start(row: Row, gpus: Sequence[int], options: argparse.Namespace) -> Running
 
 
 def finish(running: Running, options: argparse.Namespace, *, is_late: bool) -> None:
-    """Keep what a row printed, and add a row that says why if it failed."""
+    """Append a row's output to the log, and add a row with the reason if it failed."""
     if is_late:
         os.killpg(running.process.pid, signal.SIGKILL)
     status = running.process.wait()
@@ -168,10 +168,11 @@ def finish(running: Running, options: argparse.Namespace, *, is_late: bool) -> N
 
 
 def run_rows(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    """Run rows side by side as far as GPUs and time allow."""
+    """Run rows in parallel as far as GPUs and time allow."""
     deadline = time.monotonic() + options.budget_s
     waiting, running = list(rows), list[Running]()
-    # Of a single GPU's two slots one waits with its modules imported.
+    # A single GPU gets two slots, so that the second row imports its modules while the first one
+    # runs; `--lock` keeps them from measuring at the same time.
     free = list(range(options.gpus)) if options.gpus > 1 else [0, 0]
     while waiting or running:
         left_s = deadline - time.monotonic()
@@ -199,7 +200,7 @@ def run_rows(rows: Sequence[Row], options: argparse.Namespace) -> None:
 
 
 def table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Return the measured rows, each with its ratio to the other contenders' MFU, then the rest."""
+    """Format measured rows with ratios of their speed to other contenders, then all other rows."""
     measured = {str(r["name"]): r for r in rows if r.get("job") == "dense"}
     heads = ("row", "GPUs", "tok/s/GPU", "TFLOP/s", "of 989", "of GEMM", "GiB", "norm", "to")
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
@@ -224,7 +225,7 @@ def _number(row: Mapping[str, object]) -> float:
 
 
 def main() -> None:
-    """Run the rows of a set, or those that are named."""
+    """Run the rows of a set, or the rows named on the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,6 @@
-"""The RL update that is measured at realistic sizes: its batches, and random weights on disk.
+"""Batches and random weights on disk for RL updates at realistic sizes.
 
-Every contender reads the same weights and the same tokens, so that their first gradient norms can
-be compared.
+All contenders read the same weights and tokens, so that their first gradient norms can be compared.
 """
 
 import json
@@ -24,7 +23,7 @@ from tools.gpu.fsdp_workload import Scale
 from tools.gpu.workload import CARDS
 
 SHARD_BYTES = 4 << 30
-"""Bytes of one safetensors file."""
+"""Size limit of one safetensors file."""
 TINY: Mapping[str, object] = {
     "vocab_size": 211,
     "hidden_size": 32,
@@ -34,21 +33,21 @@ TINY: Mapping[str, object] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
-"""Sizes of a rehearsal on a CPU; the model type stays that of the card."""
+"""Sizes for a rehearsal on a CPU; the model type is that of the card."""
 SHRINK = 128
-"""Factor by which a rehearsal shortens sequences and micro-batches."""
+"""Divisor of sequence lengths and micro-batches in a rehearsal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """The sequences of one data-parallel rank's part of an update."""
+    """The sequences of one data-parallel rank in one update."""
 
     micro_batches: tuple[tuple[int, ...], ...]
     """Sequence lengths by micro-batch."""
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the largest micro-batch."""
+        """Number of tokens of the largest micro-batch."""
         return max(map(sum, self.micro_batches))
 
     @property
@@ -66,7 +65,7 @@ class Case:
 
 
 def _log_normal(seed: int, *, num_micro_batches: int, max_tokens: int) -> Case:
-    """Draw full micro-batches of log-normal lengths, median 3,000, sigma 1."""
+    """Draw full micro-batches of log-normal lengths with median 3,000 and sigma 1."""
     draw = random.Random(seed)
     found = []
     for _ in range(num_micro_batches):
@@ -84,15 +83,15 @@ CASES: Mapping[str, Case] = {
     "16k": Case(micro_batches=((16384,),) * 4),
     "64k": Case(micro_batches=((65536,),)),
 }
-"""65,536 tokens a rank and update, 32,768 of 8,192 each: `4k` is 16 sequences of 4,096 tokens."""
+"""Each case has 65,536 tokens per rank and update; `8k` and `8kx2` have 32,768."""
 
 
 NUM_DRAWS = 5
-"""Different updates of the case `mix`."""
+"""Number of different updates of the case `mix`."""
 MIX = tuple(
     _log_normal(seed, num_micro_batches=4, max_tokens=16384) for seed in range(1, 1 + NUM_DRAWS)
 )
-"""As many tokens as the other cases, in log-normal lengths that no two updates share."""
+"""As many tokens as the other cases, with log-normal lengths that differ in every update."""
 
 
 def card_of(model: str, scale: Scale) -> Mapping[str, object]:
@@ -101,12 +100,12 @@ def card_of(model: str, scale: Scale) -> Mapping[str, object]:
 
 
 def shape_of(model: str, scale: Scale) -> dict[str, int]:
-    """Return the sizes of a model that its FLOPs follow from."""
+    """Return the integer fields of an architecture, from which its FLOPs are computed."""
     return {name: size for name, size in card_of(model, scale).items() if type(size) is int}
 
 
 def cases_of(name: str, scale: Scale) -> list[Case]:
-    """Return the updates of a case in their order, shortened for a rehearsal."""
+    """Return the updates of a case in order, shortened for a rehearsal."""
     cases = MIX if name == "mix" else (CASES[name],)
     return list(cases) if scale.device == "cuda" else [case.shrunk() for case in cases]
 
@@ -119,9 +118,10 @@ def config_of(card: Mapping[str, object]) -> PretrainedConfig:
 
 
 def write_weights(card: Mapping[str, object], folder: Path, *, device: str) -> None:
-    """Write a Hugging Face directory with random bf16 weights, if it is not there yet.
+    """Write a Hugging Face directory with random bf16 weights unless it exists.
 
-    Matrices are drawn with standard deviation 0.02, vectors (norms) are 1.
+    Matrices are drawn with standard deviation 0.02; vectors (norms) are 1. Writes to a temporary
+    folder and renames it, because several ranks may write at the same time.
     """
     if folder.is_dir():
         return
@@ -152,12 +152,12 @@ def write_weights(card: Mapping[str, object], folder: Path, *, device: str) -> N
     _tokenizer(config.vocab_size).save_pretrained(part)
     try:
         part.rename(folder)
-    except OSError:  # another process was faster
+    except OSError:  # another process was first
         shutil.rmtree(part)
 
 
 def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer that trainers require and no measurement uses."""
+    """Build the tokenizer that trainers require; the measurements do not use it."""
     words = {"<pad>": 0, "<eos>": 1, **{f"t{i}": i for i in range(2, min(vocabulary, 64))}}
     model = Tokenizer(WordLevel(words, unk_token="<pad>"))
     return PreTrainedTokenizerFast(
@@ -168,8 +168,8 @@ def _tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 def rl_batch(lengths: Sequence[int], *, vocabulary: int) -> SequenceBatch:
     """Return random tokens with the columns of a clipped policy gradient.
 
-    All tokens but the first of each sequence are trained, the advantage is one number a sequence,
-    and the old policy is uniform.
+    All tokens except the first of each sequence are trained. All tokens of a sequence have the same
+    advantage, and the old policy is uniform.
     """
     generator = torch.Generator().manual_seed(0)
     advantages = torch.randn(len(lengths), generator=generator).tolist()

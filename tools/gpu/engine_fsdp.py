@@ -1,12 +1,15 @@
-"""FSDPEngine on CUDA: how fast is an update beside a plain loop, what do more GPUs cost, and does it compute the same there?
+r"""Measure FSDPEngine on CUDA: speed relative to a plain loop, scaling and numerical agreement.
 
-    PYTHONPATH=packages/engine-api/src:packages/engine-fsdp/src:. python -m tools.gpu.engine_fsdp --out FOLDER [--jobs alone,four-0.5B,...]
+    PYTHONPATH=packages/engine-api/src:packages/engine-fsdp/src:. \
+        python -m tools.gpu.engine_fsdp --out FOLDER [--jobs alone,four-0.5B,...]
 
-Needs torch with CUDA and transformers, pytest and hypothesis for ``checks`` and ``kernels``, liger-kernel and cut-cross-entropy for
-the latter; made for four GPUs of one host, and runs what fits on fewer.
-Every job is a wave of tasks that run side by side on GPUs of their own, each in its own processes and with its own time limit. Rows are
-appended to FOLDER/rows.jsonl as soon as they are measured, what tasks print to FOLDER/log.txt; the table comes last, and is in
-FOLDER/table.txt. ``--rehearse`` runs all of it on a CPU, at a tiny size.
+Needs torch with CUDA and transformers; `checks` and `kernels` need pytest and hypothesis, and
+`kernels` also liger-kernel and cut-cross-entropy. The jobs are sized for four GPUs of one host; on
+fewer GPUs, tasks that need more are skipped.
+A job is a wave of tasks that run in parallel in their own processes and on their own GPUs, with a
+time limit. Rows are appended to FOLDER/rows.jsonl as soon as they are measured, and the output of
+tasks to FOLDER/log.txt; the final table is also in FOLDER/table.txt. `--rehearse` runs everything
+on a CPU at a tiny size.
 """
 
 import argparse
@@ -35,18 +38,18 @@ __all__ = ["main", "update"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One command on GPUs of its own."""
+    """One command and the number of GPUs that it reserves."""
 
     name: str
-    """Of ``fsdp_jobs``, or of the row that tells how a command ended."""
+    """Name of a job of `fsdp_jobs`, or of the row that reports how a command ended."""
     gpus: int = 1
     command: tuple[str, ...] = ()
-    """Arguments to Python; empty is a job of ``fsdp_jobs``."""
+    """Arguments to Python; if empty, runs the job of `fsdp_jobs` with this name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
-    """Tasks that run side by side."""
+    """Tasks that run in parallel under one time limit."""
 
     limit_s: float
     tasks: tuple[Task, ...] = field(default=())
@@ -56,7 +59,8 @@ def _speeds(shape: str, *, gpus: int) -> tuple[Task, Task]:
     return Task(name=f"engine-{shape}", gpus=gpus), Task(name=f"plain-{shape}", gpus=gpus)
 
 
-# Without the settings of the repository, which turn warnings of other versions of torch into errors.
+# Ignore the pytest settings of the repository, which turn warnings into errors: other versions of
+# torch emit other warnings.
 _PYTEST = (
     "-m",
     "pytest",
@@ -79,7 +83,7 @@ _ON_FSDP = (
 )
 _KIT = (*_PYTEST, *_ON_FSDP, "--results")
 FOUR_RANK_LAYOUTS = tuple(layout.name for layout in LAYOUTS if layout.world_size == 4)
-"""Run on the host's cores, which the GPUs leave free."""
+"""These layouts run on the CPU cores that the GPU tasks leave free."""
 
 
 def _layout(name: str) -> Task:
@@ -134,14 +138,14 @@ WAVES: Mapping[str, Wave] = {
         limit_s=60, tasks=(Task(name="ranks", gpus=2), Task(name="ranks"), Task(name="strategies"))
     ),
 }
-"""By importance."""
+"""Jobs that run by default, most important first."""
 ON_TWO: Mapping[str, Wave] = {
     "scaling-0.5B": Wave(limit_s=190, tasks=(*_speeds("0.5B", gpus=1), *_speeds("0.5B", gpus=2))),
     "together-0.5B": Wave(
         limit_s=200, tasks=tuple(Task(name=f"engine-0.5B-by-{n}", gpus=2) for n in (4, 8, 2))
     ),
     "together-1.5B": Wave(limit_s=100, tasks=(Task(name="engine-1.5B-by-2", gpus=2),)),
-    # The engine and the plain loop, one after the other on both GPUs.
+    # The engine and the plain loop run one after the other, each on both GPUs.
     "level-0.5B": Wave(
         limit_s=190, tasks=(Task(name="engine-0.5B-by-8", gpus=2), Task(name="plain-0.5B", gpus=2))
     ),
@@ -175,18 +179,18 @@ ON_TWO: Mapping[str, Wave] = {
     ),
     "scaling-1.5B": Wave(limit_s=150, tasks=(*_speeds("1.5B", gpus=1), *_speeds("1.5B", gpus=2))),
 }
-"""For a lease of two GPUs; run where they are named."""
+"""Jobs for a host with two GPUs; they run only if named with `--jobs`."""
 
 
 class Running:
-    """A task's processes and what they print."""
+    """The processes of a task and their captured output."""
 
     def __init__(self, task: Task, *, gpus: Sequence[int], options: argparse.Namespace) -> None:
         self.task = task
         self.gpus = gpus
         self.output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (open for as long as the task runs)
         cores = (os.cpu_count() or 1) // options.gpus
-        # Ranks whose host threads compete for the cores wait for each other in every step.
+        # Ranks whose host threads compete for cores wait for each other in every step.
         threads = max(1, min(cores, 8)) if task.gpus else 1
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(
@@ -219,7 +223,7 @@ class Running:
         )
 
     def end(self, *, is_late: bool, options: argparse.Namespace) -> None:
-        """Kill it if it is late, keep what it printed, and write a row if it failed or is no job of ``fsdp_jobs``."""
+        """Kill a late task, log its output, and add a row if it failed or was a command."""
         if is_late:
             os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
@@ -239,7 +243,10 @@ class Running:
 
 
 def write_entry_points(folder: Path) -> None:
-    """Write metadata into a folder for PYTHONPATH, so that engines in a checkout are found by name."""
+    """Write package metadata to a folder, so that engines in a checkout are found by name.
+
+    The folder belongs on PYTHONPATH.
+    """
     for package in ("engine-fsdp", "engine-megatron"):
         project = tomllib.loads(Path(f"packages/{package}/pyproject.toml").read_text())["project"]
         name = project["name"]
@@ -253,7 +260,7 @@ def write_entry_points(folder: Path) -> None:
 
 
 def run_wave(wave: Wave, *, limit_s: float, options: argparse.Namespace) -> None:
-    """Run tasks side by side as far as there are GPUs for them, the rest as soon as there are; none beyond the limit."""
+    """Run tasks in parallel as far as GPUs are free; kill those that run when time is up."""
     deadline = time.monotonic() + limit_s
     waiting, running, free = list(wave.tasks), list[Running](), list(range(options.gpus))
     while waiting or running:
@@ -278,7 +285,7 @@ def run_wave(wave: Wave, *, limit_s: float, options: argparse.Namespace) -> None
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -314,7 +321,7 @@ def main() -> None:
 
 
 def run_jobs(options: argparse.Namespace) -> None:
-    """One wave after the other, as long as there is time."""
+    """Run the waves in order while time is left."""
     deadline = time.monotonic() + options.budget_s
     for job in options.jobs.split(","):
         left = deadline - time.monotonic()

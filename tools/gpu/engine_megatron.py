@@ -1,11 +1,13 @@
-"""MegatronEngine on CUDA and NCCL: the conformance kit, norms over layouts, and updates beside a bare megatron-core loop and FSDPEngine.
+"""Test and time MegatronEngine on CUDA and NCCL, next to a bare megatron-core loop and FSDPEngine.
 
     python -m tools.gpu.engine_megatron --out FOLDER [--limit SECONDS]
 
-Run at the repository's root with engine-api, engine-fsdp, engine-megatron and megatron-bridge installed: the kit finds the engine by its
-entry point. One, two and four GPUs have phases of their own, under eight minutes each; speed is measured on four, and elsewhere where
-``--only`` asks for it. Jobs of a phase run side by side, each with its own limit. Every row is appended to FOLDER/rows.jsonl as soon as it
-is measured; what JOB prints goes to FOLDER/JOB.txt.
+Runs the conformance kit, compares gradient norms of parallel layouts, and times updates. Run at the
+root of the repository with engine-api, engine-fsdp, engine-megatron and megatron-bridge installed:
+the kit finds the engine by its entry point. Hosts with one, two and four GPUs run different phases,
+each under eight minutes. Four GPUs also measure speed; elsewhere name these jobs with `--only`.
+Jobs of a phase run in parallel with a time limit each. Rows are appended to FOLDER/rows.jsonl as
+soon as they are measured; the output of JOB is in FOLDER/JOB.txt.
 """
 
 import argparse
@@ -52,23 +54,23 @@ from tools.gpu.workload import (
 KIT_GROUPS = "gradient,logprob,value,update,weights,checkpoint,offload,rfc_loop,adapter"
 SHAPE = SHAPES["0.5B"]
 SHORTEST_PHASE_S = 20.0
-"""With less time left a phase is not begun."""
+"""No phase is started if fewer seconds are left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One process and its ranks."""
+    """A process with its ranks."""
 
     name: str
     gpus: tuple[int, ...]
     limit_s: float
-    """Then it is stopped; what it has measured stays."""
+    """The job is stopped after this time; rows measured until then are kept."""
     command: tuple[str, ...]
     """Arguments to Python."""
 
 
 def kit(layouts: str, gpus: tuple[int, ...], limit_s: float) -> Job:
-    """The conformance kit in these layouts."""
+    """Return a job that runs the conformance kit in these layouts."""
     return Job(
         name=f"kit-{layouts.replace(',', '-')}",
         gpus=gpus,
@@ -90,7 +92,7 @@ def kit(layouts: str, gpus: tuple[int, ...], limit_s: float) -> Job:
 
 
 def kit_on_one(limit_s: float) -> Job:
-    """The conformance kit on one rank."""
+    """Return a job that runs the conformance kit on a single rank."""
     whole = kit("alone", (0,), limit_s)
     return replace(
         whole,
@@ -101,7 +103,7 @@ def kit_on_one(limit_s: float) -> Job:
 
 
 def ranks(kind: str, layouts: str, gpus: tuple[int, ...], limit_s: float) -> Job:
-    """A job of this script on as many ranks as GPUs."""
+    """Return a job that runs this script on as many ranks as GPUs."""
     command = ("-m", "tools.gpu.engine_megatron", "--ranks", kind, "--layouts", layouts, "--out")
     return Job(
         name=f"{kind}-{layouts.replace(',', '-')}", gpus=gpus, limit_s=limit_s, command=command
@@ -118,7 +120,7 @@ ON_TWO: Phases = (
         ranks("norms", "alone", (0,), 150),
         ranks("norms", "tp2,tp2-sp,pp2,cp2,dp2-distopt,ep2,tp2-sp-ep2", (0, 1), 150),
     ),
-    # Ranks of different kits may share a GPU, and start-up is most of the time.
+    # Kits run in parallel and share GPUs, because start-up takes most of their time.
     tuple(
         kit(layout, (0, 1), 310) for layout in ("tp2-sp", "pp2-vpp2", "cp2", "dp2-distopt", "ep2")
     ),
@@ -129,7 +131,7 @@ ON_FOUR: Phases = (
         ranks("norms", "tp2,tp2-sp,pp2,cp2,dp2-distopt", (1, 2), 70),
     ),
     (
-        # Ranks of different kits may share a GPU, and start-up is most of the time.
+        # Kits run in parallel and share GPUs, because start-up takes most of their time.
         *(
             kit("tp2", (0, 1), 250),
             kit("pp2", (2, 3), 250),
@@ -148,11 +150,11 @@ ALSO: Phases = (
     (ranks("speed", "tp2", (0, 1), 110),),
     (ranks("speed", "pp2", (0, 1), 110),),
 )
-"""Only where they are named."""
+"""Jobs that run only if named with `--only`."""
 
 
 def phases_for(num_gpus: int, only: list[str] | None) -> Phases:
-    """What is run on so many GPUs: all of theirs, or those jobs of these names that fit."""
+    """Return the phases for a number of GPUs, or only the named jobs that fit."""
     own = ON_FOUR if num_gpus >= 4 else ON_TWO if num_gpus >= 2 else ON_ONE
     if only is None:
         return own
@@ -164,7 +166,7 @@ def phases_for(num_gpus: int, only: list[str] | None) -> Phases:
 
 
 def run_phase(jobs: tuple[Job, ...], rows: Rows, *, left_s: float) -> None:
-    """Start the jobs of a phase together and wait for all, never longer than ``left_s``."""
+    """Start the jobs of a phase together and wait for all of them, at most `left_s`."""
     begun = time.monotonic()
     running = []
     for job in jobs:
@@ -175,7 +177,7 @@ def run_phase(jobs: tuple[Job, ...], rows: Rows, *, left_s: float) -> None:
         ]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, job.gpus))}
         if "tp2" in job.name:
-            # What Megatron asks for with tensor parallelism: kernels start in the order in which they are launched.
+            # Megatron requires this with tensor parallelism, so that kernels start in launch order.
             environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         with (rows.path.parent / f"{job.name}.txt").open("w") as output:
             process = subprocess.Popen(
@@ -206,7 +208,7 @@ def run_phase(jobs: tuple[Job, ...], rows: Rows, *, left_s: float) -> None:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt a job, so that pytest still says what failed; then end it and its ranks."""
+    """Interrupt a job so that pytest reports its failures, then kill the remaining processes."""
     os.killpg(process.pid, signal.SIGINT)
     try:
         process.wait(timeout=8)
@@ -225,7 +227,7 @@ def count_outcomes(text: str) -> dict[str, object]:
 def rank_main(
     rank: int, world_size: int, port: int, path: str, kind: str, layouts: list[str]
 ) -> None:
-    """One rank of a job."""
+    """Run a job on one rank."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -242,7 +244,7 @@ def rank_main(
 
 @contextmanager
 def started(engine: BaseEngine) -> Iterator[BaseEngine]:
-    """With its model and its objective; closed at the end."""
+    """Initialize the engine with an objective, and close it on exit."""
     engine.init_model()
     engine.set_loss_fn(ClippedPolicy())
     try:
@@ -252,7 +254,7 @@ def started(engine: BaseEngine) -> Iterator[BaseEngine]:
 
 
 def config_of(case: Case, layout: str) -> MegatronConfig:
-    """A case in a layout."""
+    """Build the configuration of a case in a layout."""
     return megatron_config(
         case.architecture, layout, precision=PrecisionSpec(compute=case.compute), lora=case.lora
     )
@@ -261,7 +263,7 @@ def config_of(case: Case, layout: str) -> MegatronConfig:
 def megatron_config(
     architecture: Mapping[str, Scalar], layout: str, **changes: object
 ) -> MegatronConfig:
-    """A model in a layout on CUDA."""
+    """Build the configuration of a model in a layout on CUDA."""
     base = MegatronConfig(
         model=ModelSpec(architecture=architecture), optimizer=OptimizerSpec(lr=1e-3), device="cuda"
     )
@@ -269,7 +271,7 @@ def megatron_config(
 
 
 def update(engine: BaseEngine, batch: PackedBatch, outputs: tuple[HeadOutput, ...] = ()) -> float:
-    """One update that also returns these outputs; the gradient norm."""
+    """Run one update that also computes these outputs, and return the gradient norm."""
     engine.optimizer_zero_grad()
     with engine.train_mode():
         engine.forward_backward_batch(batch, forward_only=False, outputs=outputs)
@@ -277,7 +279,7 @@ def update(engine: BaseEngine, batch: PackedBatch, outputs: tuple[HeadOutput, ..
 
 
 def norms(rows: Rows, rank: int, world_size: int, layout: str) -> None:
-    """Gradient norms of five updates of a small model, dense or with experts, with and without adapter; on one rank also FSDPEngine's."""
+    """Record gradient norms of five updates for each case; on a single rank also FSDPEngine's."""
     for case in (case for case in CASES if case.is_for(layout)):
         config = config_of(case, layout)
         engines: dict[str, BaseEngine] = {"megatron": MegatronEngine(config)}
@@ -307,7 +309,7 @@ def norms(rows: Rows, rank: int, world_size: int, layout: str) -> None:
 
 
 def speed(rows: Rows, rank: int, world_size: int, layout: str) -> None:
-    """The RL update of a half-billion model by the bare loop, by the engine and by FSDPEngine, and the update of the next two again."""
+    """Time updates of a 0.5B model by the bare loop, MegatronEngine and FSDPEngine."""
     rate = gemm_rate()
     fields = LAYOUTS[layout]
     tensor, pipeline = (
@@ -334,7 +336,7 @@ def speed(rows: Rows, rank: int, world_size: int, layout: str) -> None:
     for name, make in cases.items():
         with started(make()) as engine:
             lengths = long_tail(engine.topology.dp.rank)
-            # The ranks of a replica draw the same tokens.
+            # Seed by data-parallel rank, because all ranks of a replica need the same tokens.
             torch.manual_seed(engine.topology.dp.rank)
             packed = policy_batch(lengths, world_size=engine.topology.dp.size)
             measure(
@@ -348,7 +350,7 @@ def speed(rows: Rows, rank: int, world_size: int, layout: str) -> None:
 def bare(
     measure: Callable[..., None], *, lengths: list[list[int]], tensor: int, pipeline: int
 ) -> None:
-    """The bare loop."""
+    """Time the bare megatron-core loop."""
     from tools.gpu.megatron_loop import BareLoop, pack_of
 
     torch.manual_seed(0)
@@ -372,7 +374,7 @@ def report(
     gemm: float,
     lengths: list[list[int]],
 ) -> None:
-    """Median tokens per second and GPU of six updates, and the share of the matmul rate they use."""
+    """Report the tokens/s per GPU of the median update, and its fraction of the matmul rate."""
     for _ in range(3):
         norm = once()
     torch.cuda.reset_peak_memory_stats()
@@ -392,7 +394,7 @@ RANK_JOBS: Mapping[str, Callable[[Rows, int, int, str], None]] = {"norms": norms
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    """Ratios to the bare loop, norms that differ from one rank's, and what did not end well."""
+    """Format speeds relative to the bare loop, differences of gradient norms, and exit codes."""
     lines = []
     base = {
         row["layout"]: row["tokens_per_s_and_gpu"]
@@ -423,7 +425,10 @@ def table(rows: list[dict[str, object]]) -> str:
 
 
 def norms_agree(found: object, wanted: object, *, case: str) -> bool:
-    """Of the first updates; rounding to 16 bits grows with every one, so there only two are comparable."""
+    """Return whether the gradient norms of the first updates agree.
+
+    Rounding differences grow with every update: three are compared in fp32, two in 16 bits.
+    """
     near, count = (1e-4, 3) if case.endswith("fp32") else (2e-2, 2)
     if not isinstance(found, list) or not isinstance(wanted, list):
         return False
@@ -433,7 +438,7 @@ def norms_agree(found: object, wanted: object, *, case: str) -> bool:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""FlashAttention 4 with the results that torch 2.11 expects: later betas return some more."""
+"""Adapt FlashAttention 4 to torch 2.11, which unpacks fewer results than later betas return."""
 
 from importlib import import_module
 
@@ -18,7 +18,7 @@ def _flash_attn_bwd(*inputs: Tensor, **options: object) -> tuple[Tensor, Tensor,
 
 
 def _causal(options: dict[str, object]) -> dict[str, object]:
-    """Name causal attention as such where it is described as a window."""
+    """Replace a window that describes causal attention by the option `causal`."""
     if options.get("window_size_left") in (None, -1) and options.get("window_size_right") == 0:
         return {**options, "causal": True, "window_size_left": None, "window_size_right": None}
     return options

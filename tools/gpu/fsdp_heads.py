@@ -1,7 +1,7 @@
-"""The engine's two language heads beside Liger's fused cross-entropy and Cut Cross-Entropy: are they equal, and what do they cost?
+"""Compare the engine's two language-model heads with Liger and Cut Cross-Entropy.
 
-What a policy gradient asks of a head is a log-prob per token whose gradient comes with a weight per token, of which the forward pass
-knows nothing.
+Measures numerical errors, time and memory. A policy gradient needs one log-prob per token, whose
+gradient is weighted per token with weights that are unknown in the forward pass.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,16 +15,16 @@ from temper_engine_fsdp.model.token_logprobs import chunked_logprobs, full_logpr
 from tools.gpu.fsdp_timing import Place, times_of
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Hidden states [N, D], weight [V, D], labels [N]; log-probs [N]."""
+"""Maps hidden states [N, D], a weight [V, D] and labels [N] to log-probs [N]."""
 EXACT_ROWS = 1024
-"""Positions at which a head is compared with float64."""
+"""Number of positions at which a head is compared with float64."""
 LIMIT = 0.02
-"""Relative error of a gradient in bf16."""
+"""Largest relative error of a bf16 gradient that counts as equal."""
 
 
 def _cut_cross_entropy() -> Head:
     compute = import_module("cut_cross_entropy").linear_cross_entropy
-    # Without a filter, which leaves out small gradients.
+    # By default Cut Cross-Entropy filters out small gradients, which would not be comparable.
     return lambda hidden, weight, labels: (
         -compute(hidden, weight, labels, reduction="none", filter_eps=None)
     )
@@ -58,7 +58,7 @@ def _makers(place: Place) -> Mapping[str, Callable[[], Head]]:
 
 
 def heads(place: Place) -> None:
-    """One row each: errors against float64, milliseconds forward and backward, GiB beyond what goes in."""
+    """Add a row per head: errors against float64, ms of both passes, and GiB beyond the inputs."""
     scale, shape = place.scale, place.scale.shapes["0.5B"]
     generator = torch.Generator().manual_seed(0)
     rows, width, vocabulary = scale.micro_batch_tokens, shape["hidden_size"], shape["vocab_size"]
@@ -94,13 +94,14 @@ def heads(place: Place) -> None:
                 "equals": max(worst) < LIMIT,
                 **_cost(place, partial(_pass, head, hidden, weight, labels, slopes)),
             }
+        # Third-party kernels fail in many ways; the row records the error and the others still run.
         except (
             ImportError,
             RuntimeError,
             ValueError,
             TypeError,
             AssertionError,
-        ) as error:  # of packages that are others'
+        ) as error:
             row["says"] = f"{type(error).__name__}: {error}"[:300]
         place.rows.add(row)
 
@@ -122,5 +123,5 @@ def _cost(place: Place, once: Callable[[], None]) -> dict[str, object]:
 
 
 def _relative(found: Tensor, exact: Tensor) -> float:
-    """Norm of the error over that of what is exact."""
+    """Return the relative error in the Euclidean norm."""
     return float((found.detach().double() - exact).norm() / exact.norm())

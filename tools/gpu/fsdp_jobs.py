@@ -1,4 +1,4 @@
-"""One measurement of FSDPEngine on CUDA, or its rehearsal on a CPU, in processes of its own: ``engine_fsdp`` starts them."""
+"""Run one measurement of FSDPEngine on CUDA or its rehearsal on a CPU, for `engine_fsdp`."""
 
 import argparse
 import math
@@ -32,13 +32,13 @@ from tools.gpu.plain_loop import PlainLoop
 from tools.gpu.workload import SMALL, ClippedPolicy, Rows, small_batch
 
 SETTINGS: Mapping[str, object] = {"reshard_after_forward": False}
-"""Of the engine where its speed is measured."""
+"""Engine settings of all speed measurements."""
 COMPILED: Mapping[str, object] = {"compile_layers": True, "head_keeps_logits": True}
-"""What "compiled" adds."""
+"""Additional settings of the compiled engine."""
 
 
 def small_config(scale: Scale, **changes: object) -> FSDPConfig:
-    """A small model."""
+    """Build the configuration of a small model."""
     base = FSDPConfig(
         model=ModelSpec(architecture=SMALL), optimizer=OptimizerSpec(lr=1e-3), device=scale.device
     )
@@ -46,7 +46,7 @@ def small_config(scale: Scale, **changes: object) -> FSDPConfig:
 
 
 def large_config(scale: Scale, shape: str, **changes: object) -> FSDPConfig:
-    """One of the shapes whose speed is measured."""
+    """Build the configuration of a model whose speed is measured."""
     architecture: dict[str, Scalar] = {
         "model_type": "qwen2",
         "tie_word_embeddings": True,
@@ -58,7 +58,7 @@ def large_config(scale: Scale, shape: str, **changes: object) -> FSDPConfig:
 
 
 def started(config: FSDPConfig) -> FSDPEngine:
-    """An engine with its objective."""
+    """Build an engine and set its objective."""
     engine = FSDPEngine(config)
     engine.init_model()
     engine.set_loss_fn(ClippedPolicy())
@@ -66,7 +66,7 @@ def started(config: FSDPConfig) -> FSDPEngine:
 
 
 def update(engine: BaseEngine, batch: PackedBatch, outputs: tuple[HeadOutput, ...] = ()) -> float:
-    """One update that also returns these outputs; the gradient norm."""
+    """Run one update that also computes these outputs, and return the gradient norm."""
     engine.optimizer_zero_grad()
     with engine.train_mode():
         engine.forward_backward_batch(batch, forward_only=False, outputs=outputs)
@@ -74,7 +74,7 @@ def update(engine: BaseEngine, batch: PackedBatch, outputs: tuple[HeadOutput, ..
 
 
 def logprobs(config: FSDPConfig) -> Tensor:
-    """Log-probs and entropies of the small batch, one after the other."""
+    """Return log-probs and entropies of the small batch, as two rows."""
     engine = started(config)
     with engine.eval_mode():
         packed = engine.shard_data(small_batch(), max_tokens=1024)
@@ -88,7 +88,7 @@ def logprobs(config: FSDPConfig) -> Tensor:
 
 
 def attention(place: Place) -> None:
-    """Each kernel and precision against float32 on the CPU."""
+    """Compare each attention kernel and precision with float32 on the CPU."""
     kernels = [("fp32", "sdpa_varlen", 1e-3), ("bf16", "sdpa_varlen", 0.1)]
     kernels += [("bf16", "torch_varlen", 0.1)] if place.scale.device == "cuda" else []
     for family in ("qwen2", "qwen3", "llama"):
@@ -117,7 +117,7 @@ def attention(place: Place) -> None:
 
 
 def head(place: Place) -> None:
-    """The fused head in bf16 at the half-billion shape: exactness at 2048 positions; time, and memory on CUDA, at a full micro-batch."""
+    """Check the fused head in bf16 against plain torch at 2048 positions, and time it when full."""
     scale, shape = place.scale, place.scale.shapes["0.5B"]
     positions, vocabulary, width = (
         scale.micro_batch_tokens,
@@ -182,7 +182,7 @@ def head(place: Place) -> None:
 
 
 def residency(place: Place) -> None:
-    """What stays on the device between contexts with everything offloaded."""
+    """Check that offloading leaves no tensor on the device and does not change gradient norms."""
     away = ResidencySpec(offload_parameters=True, offload_optimizer=True)
     engine = started(small_config(place.scale, residency=away))
     packed = engine.shard_data(small_batch(), max_tokens=1024)
@@ -202,7 +202,7 @@ def residency(place: Place) -> None:
 
 
 def ranks_agree(place: Place) -> None:
-    """Gradient norms of five updates, and of a sixth after saving and loading."""
+    """Record gradient norms of five updates, and compare the sixth with one after a reload."""
     for compute in ("fp32", "bf16"):
         engine = started(small_config(place.scale, precision=PrecisionSpec(compute=compute)))
         packed = engine.shard_data(small_batch(), max_tokens=1024)
@@ -257,7 +257,7 @@ def _strategies(world_size: int) -> Mapping[str, Mapping[str, object]]:
 
 
 def strategies(place: Place) -> None:
-    """Norms of five updates with each strategy, precision and residency, and of a sixth after a save in the background."""
+    """Record norms with each strategy, precision and residency, and check a background save."""
     for compute in ("fp32", "fp16"):
         for name, changes in _strategies(place.world_size).items():
             engine = started(
@@ -294,7 +294,7 @@ def strategies(place: Place) -> None:
 
 
 def background(place: Place) -> None:
-    """How long training stands still for a save at the half-billion shape, in the foreground and in the background."""
+    """Time how long a save of the 0.5B model blocks training, in foreground and background."""
     scale = place.scale
     engine = started(large_config(scale, "0.5B"))
     packed = engine.shard_data(
@@ -333,7 +333,7 @@ def engine_speed(
     has_liger: bool = False,
     together: int = 1,
 ) -> None:
-    """The RL update of the engine: log-prob with gradient, entropy, clipped objective; planned by the engine."""
+    """Time the engine's update: log-probs with gradient, entropy and the clipped objective."""
     scale = place.scale
     batch = mini_batch(scale, scale.shapes[shape], world_size=place.world_size)
     changes = COMPILED if is_compiled and scale.compiles else {}
@@ -352,7 +352,7 @@ def engine_speed(
 
 
 def plain_speed(place: Place, *, shape: str, is_compiled: bool = True) -> None:
-    """The plain loop on the same samples, spread by the same plan."""
+    """Time the plain loop on the same samples, distributed by the same plan."""
     scale = place.scale
     batch = mini_batch(scale, scale.shapes[shape], world_size=place.world_size)
     packed = share_of(scale, batch, rank=place.rank, world_size=place.world_size)
@@ -369,7 +369,7 @@ def plain_speed(place: Place, *, shape: str, is_compiled: bool = True) -> None:
 
 
 def compiled_agrees(place: Place) -> None:
-    """Gradient norms of three updates of a small model, compiled and not, in float32 and bf16."""
+    """Compare gradient norms of compiled and eager updates of a small model in fp32 and bf16."""
     for compute in ("fp32", "bf16"):
         found = {}
         for name, settings in {
@@ -427,7 +427,7 @@ JOBS: Mapping[str, Callable[[Place], None]] = {
 
 
 def rank_main(rank: int, world_size: int, port: int, path: str, job: str, scale: Scale) -> None:
-    """One rank of a job."""
+    """Run a job on one rank."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -437,14 +437,14 @@ def rank_main(rank: int, world_size: int, port: int, path: str, job: str, scale:
     )
     if scale.device == "cuda":
         torch.cuda.set_device(rank)
-    # One group for all engines of this process: they join it, and leave it as it is.
+    # All engines of this process join this group, and none destroys it on close.
     dist.init_process_group("cpu:gloo,cuda:nccl" if scale.device == "cuda" else "gloo")
     JOBS[job](Place(rows=Rows(path=Path(path)), rank=rank, world_size=world_size, scale=scale))
     dist.destroy_process_group()
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""What the rows of ``engine_fsdp`` come to: speed by number of GPUs, what differs between ranks, and what failed."""
+"""Format the rows of `engine_fsdp`: speed by number of GPUs, disagreements and failures."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ Row = Mapping[str, object]
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    """Rows as text: speed first, what failed last."""
+    """Format the rows as text: speed first, failures last."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     lines = [
         f"torch {torch.__version__}, transformers {transformers.__version__}, {device}",
@@ -67,9 +67,10 @@ def _number(row: Row, key: str) -> float:
 
 
 def disagreements(rows: Iterable[Row]) -> list[str]:
-    """Numbers of ranks, or strategies, whose gradient norms are not those of the first row of their job; fewest ranks first.
+    """Report gradient norms that differ from the first row of the same job and compute dtype.
 
-    The first updates only, before rounding grows: to bf16 and fp16 it grows with every update, so there only two are comparable.
+    Rows are compared with the one on the fewest ranks. Only the first updates are compared, because
+    rounding differences grow with every update: three updates in fp32, two in bf16 and fp16.
     """
     found = []
     first: dict[tuple[object, object], list[float]] = {}

@@ -1,4 +1,4 @@
-"""How an update is timed, and what is found out about the time in which the device does nothing."""
+"""Time an update, and profile when the device is idle or waits for communication."""
 
 import math
 import time
@@ -18,7 +18,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One rank of one job."""
+    """A rank of a job, and the file for its rows."""
 
     rows: Rows
     rank: int
@@ -27,18 +27,17 @@ class Place:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes the rows."""
+        """True if this rank writes the rows."""
         return self.rank == 0
 
 
 def synchronize(scale: Scale) -> None:
-    """Wait for the device."""
     if scale.device == "cuda":
         torch.cuda.synchronize()
 
 
 def times_of(scale: Scale, once: Callable[[], object], *, repeats: int) -> list[float]:
-    """Seconds of each call, device included, shortest first."""
+    """Return the seconds of each call in ascending order, including the device's work."""
     seconds = []
     for _ in range(repeats):
         synchronize(scale)
@@ -50,7 +49,7 @@ def times_of(scale: Scale, once: Callable[[], object], *, repeats: int) -> list[
 
 
 def gemm_rate(scale: Scale) -> float:
-    """FLOP per second of a large bf16 matmul, measured now."""
+    """Measure the FLOP/s of a large bf16 matmul."""
     size, dtype = (8192, torch.bfloat16) if scale.device == "cuda" else (256, torch.float32)
     a, b = (torch.randn(size, size, device=scale.device, dtype=dtype) for _ in range(2))
     times_of(scale, lambda: a @ b, repeats=5)
@@ -61,14 +60,14 @@ def gemm_rate(scale: Scale) -> float:
 def report_speed(
     place: Place, once: Callable[[], float], *, who: str, shape: str, batch: SequenceBatch
 ) -> None:
-    """Tokens per second and GPU of the median update, the share of the matmul rate they use, and where the rest went.
+    """Report tokens/s per GPU of the median update, its fraction of the matmul rate and idle time.
 
     Args:
-        place: this rank.
-        once: one update; its gradient norm.
-        who: is measured.
-        shape: of the model.
-        batch: the mini-batch over all ranks.
+        place: This rank.
+        once: Runs one update and returns its gradient norm.
+        who: Name of the measured implementation.
+        shape: Name of the model shape.
+        batch: The mini-batch of all ranks.
     """
     scale, world_size = place.scale, place.world_size
     gemm = gemm_rate(scale)
@@ -98,9 +97,9 @@ def report_speed(
 def where_time_goes(
     place: Place, once: Callable[[], float], *, shape: str, who: str
 ) -> dict[str, object]:
-    """Profile one update: milliseconds of kernels, exposed communication and idle device.
+    """Profile one update: ms of kernels, exposed communication and idle device.
 
-    The table of the most expensive kernels goes to `profile-*.txt` beside the rows.
+    Writes the most expensive kernels to `profile-*.txt` next to the rows.
     """
     if place.scale.device != "cuda":
         once()
@@ -136,7 +135,7 @@ def where_time_goes(
 
 
 def _union(spans: Iterable[Interval]) -> list[Interval]:
-    """Disjoint and ascending."""
+    """Merge overlapping intervals; return them disjoint and in ascending order."""
     found: list[Interval] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:

@@ -1,8 +1,9 @@
-"""What two ranks on NCCL are told when one of them stays away from the second update.
+"""Check the message of a rank on NCCL that waits because the other rank skips an update.
 
     python -m tools.gpu.fsdp_watcher [--device cpu]
 
-Prints the sentence of the rank that waits, and ends with 0 if it names rank, stage, micro-batch, collective and what the other one does.
+Prints the log of the waiting rank. Exits with 0 if the message names the rank, the stage, the
+micro-batch, the collective and the state of the other rank.
 """
 
 import argparse
@@ -29,7 +30,7 @@ TOLD = re.compile(
 
 
 def rank_main(device: Literal["cuda", "cpu"]) -> None:
-    """Two updates; rank 1 sleeps instead of the second one."""
+    """Run two updates; rank 1 sleeps instead of running the second one."""
     logging.basicConfig(level=logging.INFO)
     precision = PrecisionSpec(compute="bf16" if device == "cuda" else "fp32")
     model, optimizer = ModelSpec(architecture=SMALL), OptimizerSpec(lr=1e-3)
@@ -55,7 +56,7 @@ def rank_main(device: Literal["cuda", "cpu"]) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -87,7 +88,7 @@ def main() -> None:
 
 
 def _listen(rank: subprocess.Popen[str]) -> bool:
-    """Print what it says, until the sentence comes or the rank ends."""
+    """Print the log of a rank until the message appears; return False if it never does."""
     assert rank.stderr is not None
     for line in rank.stderr:
         print(line, end="", flush=True)

@@ -1,4 +1,4 @@
-"""Mini-batches whose ranks have equally much to do, however many there are; at full size and at the size of a rehearsal on a CPU."""
+"""Mini-batches with equal work per rank for any number of ranks, full-size or for a rehearsal."""
 
 import math
 import random
@@ -24,24 +24,26 @@ Shape = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How large everything is, and where it runs."""
+    """The device, model shapes and batch sizes of a measurement."""
 
     device: Literal["cuda", "cpu"]
-    """Of every rank."""
     shapes: Mapping[str, Shape]
-    """Models by name."""
+    """Model shapes by name."""
     micro_batch_tokens: int
-    """Cap of a micro-batch."""
+    """Token limit of a micro-batch."""
     longest: int
-    """Tokens of the longest sequence."""
     compiles: bool
-    """Whether torch.compile is part of it."""
+    """True if the measurement includes torch.compile."""
     num_updates: int
-    """That are timed, after those that warm up."""
+    """Number of timed updates, after the warm-up."""
 
     @property
     def tokens_per_rank(self) -> int:
-        """Of a mini-batch: four micro-batches but for a hundredth, without which whole sequences do not fit."""
+        """Number of tokens of one rank in a mini-batch.
+
+        One percent below four full micro-batches, because complete sequences do not fill them
+        exactly.
+        """
         return int(3.96 * self.micro_batch_tokens)
 
 
@@ -69,7 +71,7 @@ REHEARSAL = Scale(
 def _policy_batch(
     lengths: Sequence[int], *, vocabulary: int, generator: torch.Generator
 ) -> SequenceBatch:
-    """Random tokens; all but the first of each sequence are trained."""
+    """Return random tokens; all except the first of each sequence are trained."""
     return from_sequences(
         [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths],
         loss_masks=[torch.arange(n) >= 1 for n in lengths],
@@ -81,10 +83,10 @@ def _policy_batch(
 
 
 def long_tail(scale: Scale, *, copy: int) -> list[int]:
-    """Lengths of one rank's worth of sequences, log-normal with a median of a third of the longest.
+    """Return the sequence lengths of one rank, log-normal with a median of a third of the longest.
 
-    Every copy is the same draw with each length moved by up to a tenth and the same sum, so that ranks have as much to do whatever
-    their number, and a plan still has something to balance.
+    Every copy is the same draw with each length changed by up to a tenth and the same sum. Ranks
+    therefore have equal work whatever their number, and a plan still has lengths to balance.
     """
     draw, shift = random.Random(1), random.Random(100 + copy)
     shortest, total = scale.longest // 64, scale.tokens_per_rank
@@ -101,6 +103,7 @@ def long_tail(scale: Scale, *, copy: int) -> list[int]:
         max(shortest, min(scale.longest, round(length * shift.uniform(0.9, 1.1))))
         for length in lengths
     ]
+    # Rounding and the limits changed the sum; move single tokens until it is right again.
     for i in range(10 * scale.longest):
         missing = total - sum(moved)
         if missing == 0:
@@ -112,7 +115,7 @@ def long_tail(scale: Scale, *, copy: int) -> list[int]:
 
 
 def mini_batch(scale: Scale, shape: Shape, *, world_size: int) -> SequenceBatch:
-    """A whole mini-batch over all ranks, the same on each of them."""
+    """Return the mini-batch of all ranks; every rank gets the same."""
     lengths = [length for copy in range(world_size) for length in long_tail(scale, copy=copy)]
     return _policy_batch(
         lengths, vocabulary=shape["vocab_size"], generator=torch.Generator().manual_seed(0)
@@ -120,20 +123,20 @@ def mini_batch(scale: Scale, shape: Shape, *, world_size: int) -> SequenceBatch:
 
 
 def plan_of(scale: Scale, batch: SequenceBatch, *, world_size: int) -> MiniBatchPlan:
-    """What an engine's ``shard_data`` does with it."""
+    """Plan a mini-batch like the engine's `shard_data`."""
     return plan_mini_batch(
         batch.lengths.tolist(), dp_size=world_size, max_tokens=scale.micro_batch_tokens
     )
 
 
 def share_of(scale: Scale, batch: SequenceBatch, *, rank: int, world_size: int) -> PackedBatch:
-    """One rank's part of it, for a loop without an engine."""
+    """Return the local batch of one rank, for a loop without an engine."""
     plan = plan_of(scale, batch, world_size=world_size)
     return build_packed_batch(batch, plan=plan, rank=rank, denominators=count_denominators(batch))
 
 
 def imbalance(scale: Scale, shape: Shape, batch: SequenceBatch, *, world_size: int) -> float:
-    """Floating-point operations of the busiest rank over those of the average one."""
+    """Return the FLOPs of the busiest rank divided by the average over ranks."""
     lengths = batch.lengths.tolist()
     per_token, per_square = flops_per_token_and_square(shape)
     work = [

@@ -1,4 +1,4 @@
-"""What MegatronEngine's gradient norms are measured of on CUDA: layouts, and small models with and without experts and adapters."""
+"""Layouts and small models whose gradient norms with MegatronEngine are measured on CUDA."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ MIXTURE: Mapping[str, Scalar] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What norms are measured of."""
+    """A small model and dtype whose gradient norms are measured."""
 
     name: str
     compute: Compute
@@ -47,11 +47,15 @@ class Case:
 
     @property
     def has_experts(self) -> bool:
-        """Whether it is a mixture."""
+        """True for a mixture of experts."""
         return "num_experts" in self.architecture
 
     def is_for(self, layout: str) -> bool:
-        """Whether a layout can have it: experts are divided where there are some, and matrices beside them only with the sequence."""
+        """Return whether this model can run with a layout.
+
+        Expert parallelism needs experts. With experts, tensor parallelism needs sequence
+        parallelism.
+        """
         fields = LAYOUTS[layout]
         splits_alone = "tensor_parallel" in fields and "sequence_parallel" not in fields
         return not splits_alone if self.has_experts else "expert_parallel" not in fields

@@ -1,7 +1,8 @@
-"""The peer of the Megatron engine's update on CUDA: a bare megatron-core training loop for one architecture, with packs.
+"""A bare megatron-core training loop for one architecture, to compare MegatronEngine with.
 
-Megatron's own GPTModel, vocabulary-parallel cross-entropy, schedules, data-parallel wrapper and optimizer; torch's variable-length
-attention is put in the place of Megatron's, which knows no packs without TransformerEngine. No log-probs, no entropy, no objective.
+Uses Megatron's GPTModel, vocabulary-parallel cross-entropy, schedules, data-parallel wrapper and
+optimizer. Torch's variable-length attention replaces Megatron's, which does not support packed
+sequences without TransformerEngine. Computes no log-probs, no entropy and no objective.
 """
 
 import inspect
@@ -31,7 +32,7 @@ _NEEDS_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class _VarlenAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no types
-    """Causal attention inside each sequence of a pack."""
+    """Causal attention within each sequence of a pack."""
 
     def __init__(self, config: Any, *_: object, **__: object) -> None:
         super().__init__(config=config)
@@ -46,6 +47,7 @@ class _VarlenAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no
         packed_seq_params: PackedSeqParams,
         **_: object,
     ) -> Tensor:
+        # `pack_of` stores the longest length in this field, which Megatron does not read here.
         starts, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.local_cp_size
         q, k, v = (x[:, 0].contiguous() for x in (query, key, value))
         flags: dict[str, Any] = {"enable_gqa": True} if _NEEDS_FLAG else {}
@@ -56,16 +58,15 @@ class _VarlenAttention(MegatronModule):  # type: ignore[misc]  # Megatron has no
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """One micro-batch."""
+    """One packed micro-batch."""
 
     tokens: Tensor
-    """[S] int64."""
     layout: PackedSeqParams
-    """Where its sequences begin; the longest length stands in a field that is not used here."""
+    """Sequence starts; `local_cp_size` carries the longest length, because it is unused here."""
 
 
 def pack_of(tokens: Tensor, sizes: Sequence[int]) -> Pack:
-    """One micro-batch of sequences of these lengths."""
+    """Pack tokens of sequences with these lengths into one micro-batch."""
     starts = torch.tensor([0, *sizes]).cumsum(0).to(tokens.device, torch.int32)
     whole = tokens.shape[0]
     layout = PackedSeqParams(
@@ -80,7 +81,10 @@ def pack_of(tokens: Tensor, sizes: Sequence[int]) -> Pack:
 
 
 class BareLoop:
-    """One rank of the loop; needs a default process group, and no Megatron groups beside its own."""
+    """One rank of the loop.
+
+    Needs a default process group; creates Megatron's groups, which must not exist yet.
+    """
 
     def __init__(
         self, shape: Mapping[str, int], *, tensor: int, pipeline: int, max_tokens: int
@@ -112,7 +116,7 @@ class BareLoop:
         )
 
     def update(self, packs: Sequence[Pack]) -> float:
-        """One update over these micro-batches; the gradient norm."""
+        """Run one update over these micro-batches and return the gradient norm."""
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
         get_forward_backward_func()(
@@ -128,7 +132,7 @@ class BareLoop:
         return float(norm)
 
     def close(self) -> None:
-        """Give up Megatron's groups and the memory."""
+        """Destroy Megatron's process groups and free memory."""
         del self._model, self._optimizer
         parallel_state.destroy_model_parallel()
         torch.cuda.empty_cache()

@@ -1,7 +1,8 @@
-"""The peer of the engine's update on CUDA: a hand-written training loop for one architecture, as fast as torch makes it without tricks.
+"""A hand-written training loop for one architecture, to compare FSDPEngine with.
 
-FSDP2 over decoder layers that keep their parameters gathered, packed sequences through torch's variable-length attention, a chunked
-cross-entropy that computes its gradient in the forward pass, fused AdamW. No log-probs per token, no entropy, no objective.
+FSDP2 over decoder layers that keep their parameters gathered, packed sequences through torch's
+variable-length attention, a chunked cross-entropy that computes its gradient in the forward pass,
+and fused AdamW. Computes no log-probs per token, no entropy and no objective.
 """
 
 from itertools import pairwise
@@ -17,11 +18,11 @@ from transformers.modeling_utils import AttentionInterface
 from temper_engine_api.batch import PackedBatch
 
 KERNEL = "plain_varlen"
-"""Known to transformers without a mask function, so that it makes no mask and looks for none."""
+"""Name of the attention kernel; transformers knows no mask function for it and builds no mask."""
 
 
 class _Pack:
-    """The micro-batch that every attention layer now reads."""
+    """The current micro-batch, which every attention layer reads."""
 
     starts: Tensor
     longest: int
@@ -68,6 +69,8 @@ class _CrossEntropy(torch.autograd.Function):
             logits = (hidden[rows] @ weight.t()).float()
             normaliser = torch.logsumexp(logits, -1)
             loss += (normaliser - logits.gather(1, labels[rows, None])[:, 0]).sum()
+            # From here on `p` is the gradient with respect to the logits: probabilities minus
+            # one-hot.
             p = torch.exp(logits - normaliser[:, None])
             p.scatter_add_(1, labels[rows, None], p.new_full((p.shape[0], 1), -1.0))
             low = p.to(hidden.dtype)
@@ -127,15 +130,17 @@ class PlainLoop:
         fully_shard(self.model.model, mp_policy=policy, reshard_after_forward=False)
         self.parameters = [p for name, p in self.model.named_parameters() if "lm_head" not in name]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
-        # A head of its own: FSDP shards the tied one away from the loss.
+        # FSDP shards the tied head with the embedding, and its parameters are not gathered in the
+        # loss. The loop therefore trains with a separate head.
         size = (config.vocab_size, config.hidden_size)
         self.head = (
             torch.randn(size, device=device, dtype=torch.bfloat16).mul_(0.02).requires_grad_()
         )
 
     def update(self, batch: PackedBatch) -> float:
-        """One update over these micro-batches; the gradient norm."""
+        """Run one update over these micro-batches and return the gradient norm."""
         micro_batches = list(batch.micro_batches())
+        # Gradients accumulate locally and are reduced in the last backward pass only.
         for i, micro in enumerate(micro_batches):
             self.model.model.set_requires_gradient_sync(i == len(micro_batches) - 1)
             _PACK.starts, _PACK.longest = (

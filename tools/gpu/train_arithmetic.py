@@ -2,10 +2,10 @@
 
     python -m tools.gpu.train_arithmetic --out FOLDER [--runs NAME,...] [--budget-s N] [--rehearse]
 
-Every run is `temper-train experiment=quickstart` in a process of its own with the layers of
+Every run is `temper-train experiment=quickstart` in its own process, with the layers of
 Qwen2.5-0.5B and a vocabulary of words: a warm start on demonstrations of which half are wrong,
 then reinforcement learning (or distillation from the model of the first run) in bf16 with the
-`hf` sampler. Rows of results are appended to FOLDER/rows.jsonl, the metrics of every step to
+`hf` sampler. Results are appended to FOLDER/rows.jsonl, the metrics of every step to
 FOLDER/NAME.jsonl. Runs that are `ok` in FOLDER/rows.jsonl are skipped, so the same command
 continues an interrupted measurement. `--parallel N` runs N of them on the GPU at once: learning
 curves stay the same, times do not. `--rehearse` runs a tiny model on a CPU.
@@ -37,14 +37,14 @@ SHAPE = {
     "num_attention_heads": 14,
     "num_key_value_heads": 2,
 }
-"""Layers of Qwen/Qwen2.5-0.5B."""
+"""Layer sizes of Qwen/Qwen2.5-0.5B."""
 TEACHER = "grpo"
-"""The run whose saved model teaches in `distillation`."""
+"""Name of the run whose saved model is the teacher of `distillation`."""
 RUNS: dict[str, tuple[str, ...]] = {
     "grpo": (),
     "ppo": ("algorithm=ppo", "algorithm.group_size=4", "critic.engine.optimizer.lr=3e-5"),
     "grpo-megatron": ("model_engine=megatron",),
-    # Over random weights an adapter learns little: the run shows that adapters work on a GPU.
+    # With random base weights an adapter learns little; this run shows that adapters work on a GPU.
     "grpo-lora": (
         "actor.engine.lora.rank=32",
         "actor.engine.lora.alpha=64",
@@ -53,10 +53,10 @@ RUNS: dict[str, tuple[str, ...]] = {
     "grpo-one-step-off": ("loop=one_step_off",),
     "distillation": ("algorithm=distill", "algorithm.group_size=4"),
 }
-"""Overrides by run, in the order of their importance."""
+"""Configuration overrides by run, most important first."""
 TIMES = ("time/step_s", "time/rollout_s", "time/update_s", "time/weight_sync_s")
 SHORTEST_S = 75.0
-"""No run is started with less time left."""
+"""No run is started if fewer seconds are left."""
 
 
 def list_overrides(name: str, *, out: Path, rehearse: bool) -> list[str]:
@@ -99,7 +99,7 @@ def list_overrides(name: str, *, out: Path, rehearse: bool) -> list[str]:
 
 
 def run(rows: Rows, name: str, *, out: Path, limit_s: float, rehearse: bool) -> None:
-    """Run one training and write its row; a failed run leaves the end of its log in the row."""
+    """Run one training and add its row; the row of a failed run contains the end of its log."""
     command = [sys.executable, "-m", "temper_trainer"]
     command += list_overrides(name, out=out, rehearse=rehearse)
     start = time.perf_counter()
@@ -127,12 +127,12 @@ def run(rows: Rows, name: str, *, out: Path, limit_s: float, rehearse: bool) -> 
 
 
 def summarize(metrics: Path) -> dict[str, object]:
-    """Return median times, and rewards and held-out accuracy over the steps of a run."""
+    """Return median times, and rewards and held-out accuracy by step."""
     steps = [json.loads(line) for line in metrics.read_text().splitlines() if line]
     main = [step for step in steps if step.get("phase") not in ("warm_start", "eval")]
     row: dict[str, object] = {"steps": len(main)}
     for key in TIMES:
-        # The first step compiles and allocates.
+        # Skip the first step, which compiles and allocates.
         values = [step[key] for step in main[1:] if key in step]
         if values:
             row[key] = round(statistics.median(values), 3)
@@ -143,7 +143,7 @@ def summarize(metrics: Path) -> dict[str, object]:
 
 
 def is_installed(distribution: str) -> bool:
-    """Return whether pip knows the distribution, so that its entry points are found."""
+    """Return whether the distribution is installed, so that its entry points are found."""
     try:
         importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -152,14 +152,14 @@ def is_installed(distribution: str) -> bool:
 
 
 def find_finished(out: Path) -> set[str]:
-    """Return the names of runs that ended well in an earlier call."""
+    """Return the names of runs that succeeded in an earlier call."""
     path = out / "rows.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return {row["job"] for row in map(json.loads, lines) if row.get("ok")}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what is left of the chosen runs."""
+    """Run the chosen runs that have not succeeded yet."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--runs", default=",".join(RUNS))

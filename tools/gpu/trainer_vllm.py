@@ -1,16 +1,19 @@
-"""GRPO with vLLM on H200s, through the trainer's own command: colocated on one GPU with sleep and wake, and separate GPUs with NCCL sync.
+r"""Run GRPO with vLLM through `temper-train`: colocated on one GPU, or on separate GPUs with NCCL.
 
-    python -m tools.gpu.trainer_vllm --out FOLDER --rollout-python PYTHON [--shape 0.5B] [--jobs colocated,separate] [--gpus 2,3] [--check]
+    python -m tools.gpu.trainer_vllm --out FOLDER --rollout-python PYTHON \
+        [--shape 0.5B] [--jobs colocated,separate] [--gpus 2,3] [--check]
 
-PYTHON is an interpreter with vLLM, temper-engine-api and temper-trainer (their sources on PYTHONPATH are enough); this one needs the
-trainer and the FSDP engine with their dependencies, Ray not among them. --gpus names those to use, so that several of these can run side by
-side; --check reads each job's settings and runs nothing.
+PYTHON is an interpreter with vLLM, temper-engine-api and temper-trainer (their sources on
+PYTHONPATH are enough). This interpreter needs the trainer and the FSDP engine with their
+dependencies, but not Ray. `--gpus` names the GPUs to use, so that several of these scripts can run
+in parallel; `--check` validates the settings of each job and runs nothing.
 
-Each job is a run of ``temper-train`` in a process of its own on arithmetic problems with a random model of the given shape; the timings of
-its steps, the first one left out, become rows of FOLDER/rows.jsonl.
+Each job is a `temper-train` run in its own process, on arithmetic problems with a random model of
+the given shape. The timings of all steps except the first become rows of FOLDER/rows.jsonl.
 
-What must be carried to the image, beside this checkout: vllm==0.26.0 (with what it needs, apache-tvm-ffi==0.1.15.post2), hydra-core,
-omegaconf, antlr4-python3-runtime, cattrs, fsspec, jinja2, matplotlib, msgspec, pyarrow, rich. VLLM_USE_FLASHINFER_SAMPLER=0 is set here.
+The image needs, in addition to this checkout: vllm==0.26.0 (with its dependencies,
+apache-tvm-ffi==0.1.15.post2), hydra-core, omegaconf, antlr4-python3-runtime, cattrs, fsspec,
+jinja2, matplotlib, msgspec, pyarrow, rich. This script sets VLLM_USE_FLASHINFER_SAMPLER=0.
 """
 
 import argparse
@@ -34,24 +37,24 @@ from tools.gpu.workload import SHAPES, Rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A run, and the GPUs that it needs."""
+    """A training run and the number of GPUs that it needs."""
 
     gpus: int
-    """The first is the actor's, the others are the servers'; of one GPU all is shared."""
+    """The actor gets the first GPU, the servers get the others; a single GPU is shared."""
     per_server: int = 1
-    """GPUs of a server that has GPUs of its own."""
+    """Number of GPUs of a server that is not colocated."""
     overrides: tuple[str, ...]
-    """Beside those that all runs share."""
+    """Configuration overrides in addition to those of all jobs."""
     warm_start: bool = False
-    """Whether two updates come first: they save the base that the servers of an adapter read."""
+    """Run two updates first, which save the base model that servers with an adapter load."""
     kill_after: int | None = None
-    """Steps after which the first server is killed while it samples."""
+    """Number of steps after which the first server is killed while it samples."""
     says: tuple[str, ...] = ()
-    """What its log must contain."""
+    """Texts that the log must contain."""
 
 
 def _apart(gpus: int, *more: str, per_server: int = 1) -> Job:
-    """The actor on the first GPU, servers on the others."""
+    """Return a job with the actor on the first GPU and servers on the others."""
     servers = (
         f"rollout.num_replicas={(gpus - 1) // per_server}",
         f"rollout.vllm.tensor_parallel_size={per_server}",
@@ -64,7 +67,7 @@ def _apart(gpus: int, *more: str, per_server: int = 1) -> Job:
 
 
 def _killed(job: Job, *, way: str) -> Job:
-    """The transport is chosen by the run, the server is killed in the second step."""
+    """Return a job with an automatic transport whose server is killed in the second step."""
     overrides = (
         *(setting for setting in job.overrides if "transport" not in setting),
         "weight_sync.transport=auto",
@@ -78,7 +81,7 @@ def _killed(job: Job, *, way: str) -> Job:
 
 
 def _adapter(job: Job) -> Job:
-    """The adapter alone is sent."""
+    """Return a job that sends only the adapter."""
     lora = (
         "actor.engine.lora.rank=16",
         "actor.engine.lora.alpha=32",
@@ -132,7 +135,7 @@ TIMES = (
     "rollout/tokens_per_s",
 )
 LARGEST = ("weight_sync/canary_difference", "mismatch/kl")
-"""Of these the largest is told too: wrong weights in one step hide behind a median."""
+"""Metrics whose maximum is reported too, because a median hides wrong weights in a single step."""
 OTHERS = (
     "weight_sync/canary_difference",
     "mismatch/kl",
@@ -144,7 +147,7 @@ OTHERS = (
 
 
 def overrides(shape: str, *, steps: int, rollout_python: str, folder: Path) -> list[str]:
-    """What every job shares."""
+    """Return the overrides that all jobs have in common."""
     sizes = SHAPES[shape]
     architecture = "actor.engine.model.architecture"
     return [
@@ -176,12 +179,12 @@ def overrides(shape: str, *, steps: int, rollout_python: str, folder: Path) -> l
 def settings_of(
     name: str, gpus: Sequence[str], *, shape: str, steps: int, rollout_python: str, out: Path
 ) -> list[str]:
-    """The overrides of a job on these GPUs: the first is the actor's, each other one a server's."""
+    """Return the overrides of a job: the actor gets the first GPU, servers get the others."""
     shared = overrides(
         shape, steps=steps, rollout_python=rollout_python, folder=out / f"{name}-{shape}"
     )
     job = JOBS[name]
-    # An update that changes nothing but the head's least bits: what is saved is a model of this shape.
+    # A learning rate this low hardly changes the weights: the run only saves a model of this shape.
     warm = (
         ("warm_start.total_steps=2", "warm_start.optimizer.lr=1e-6")
         if job.warm_start
@@ -211,7 +214,7 @@ def run_job(
     out: Path,
     limit_s: float,
 ) -> None:
-    """One run, and its row; a run that fails leaves a row with the end of its log."""
+    """Run a job and add its row; the row of a failed job contains the end of its log."""
     job = JOBS[name]
     if len(gpus) < job.gpus:
         rows.add({"job": name, "skipped": f"needs {job.gpus} GPUs, and has {len(gpus)}"})
@@ -253,10 +256,10 @@ def run_job(
 def watch(
     process: "subprocess.Popen[bytes]", metrics: Path, *, kill_after: int | None, limit_s: float
 ) -> tuple[int | str, bool]:
-    """Wait for a run, and kill its first server once so many steps are logged and the next one samples.
+    """Wait for a run, and kill its first server while it samples after `kill_after` logged steps.
 
     Returns:
-        The exit code, or that it took too long, and whether a server was killed.
+        The exit code or the text of a timeout, and whether a server was killed.
     """
     deadline, killed = time.monotonic() + limit_s, False
     while process.poll() is None:
@@ -264,7 +267,7 @@ def watch(
             process.kill()
             return f"none within {limit_s:g} s", killed
         if kill_after is not None and not killed and len(steps_in(metrics)) >= kill_after:
-            time.sleep(1.5)  # a rollout takes longer
+            time.sleep(1.5)  # a rollout takes longer than this
             os.killpg(servers_of(process.pid)[0], signal.SIGKILL)
             killed = True
         time.sleep(0.1)
@@ -272,21 +275,21 @@ def watch(
 
 
 def servers_of(parent: int) -> list[int]:
-    """Process ids of the servers that a run has started, in the order of their starts."""
+    """Return the process ids of the servers that a run has started, in start order."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
             is_child = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1]) == parent
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended meanwhile
+            continue  # the process has ended
         if is_child and SERVER_MODULE.encode() in words:
             found.append(int(folder.name))
     return sorted(found)
 
 
 def steps_in(metrics: Path) -> list[dict[str, float]]:
-    """The steps that a run has logged so far; a line that is being written is left out."""
+    """Return the steps logged so far, without a line that is still being written."""
     if not metrics.exists():
         return []
     lines = metrics.read_text().split("\n")[:-1]
@@ -294,7 +297,7 @@ def steps_in(metrics: Path) -> list[dict[str, float]]:
 
 
 def numbers_of(metrics: Path) -> dict[str, object]:
-    """Medians of the steps after the first, and the largest of what no step may exceed."""
+    """Return medians over all steps but the first, and the maximum of some metrics."""
     found: dict[str, object] = {"steps": len(steps_in(metrics))}
     steady = steps_in(metrics)[1:]
     for key in (*TIMES, *OTHERS):
@@ -311,10 +314,10 @@ def _tail(path: Path) -> list[str]:
 
 
 def check_job(name: str, *, shape: str, steps: int, rollout_python: str, out: Path) -> None:
-    """Compose and validate a job's settings, which needs no GPU.
+    """Compose and validate the settings of a job; needs no GPU.
 
     Raises:
-        ConfigError: what is wrong with them.
+        ConfigError: If the settings are invalid.
     """
     gpus = [str(gpu) for gpu in range(JOBS[name].gpus)]
     load(settings_of(name, gpus, shape=shape, steps=steps, rollout_python=rollout_python, out=out))
@@ -322,7 +325,7 @@ def check_job(name: str, *, shape: str, steps: int, rollout_python: str, out: Pa
 
 
 def main() -> None:
-    """Run the chosen jobs."""
+    """Run or check the chosen jobs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rollout-python", default=sys.executable)

@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer on prepared completions: its own update, without generation.
+"""Time the update of TRL's GRPOTrainer on prepared completions, without generation.
 
-`trainer.train()` runs as a user would run it; only the step that samples and scores completions is
-replaced by the prepared batch, which every update trains on again.
+Calls `trainer.train()` as a user would. Only the method that samples and scores completions is
+replaced: it returns the prepared batch, which every update trains on again.
 """
 
 import time
@@ -48,7 +48,7 @@ def grpo_update_seconds(
     norms: list[float] = []
 
     class Clock(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
-        """Reads the time after every update."""
+        """Records the time after every update."""
 
         def on_train_begin(self, *args: object, **kwargs: object) -> None:
             moments.append(_now(device))
@@ -62,7 +62,7 @@ def grpo_update_seconds(
             norms.extend([logs["grad_norm"]] if logs and "grad_norm" in logs else [])
 
     class PreparedTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
-        """A GRPOTrainer whose completions are there already."""
+        """A GRPOTrainer with prepared completions."""
 
         def _generate_and_score_completions(self, generation_batch: object) -> dict[str, Any]:
             return dict(inputs)
@@ -115,7 +115,7 @@ def _now(device: str) -> float:
 
 
 def _padded(batch: SequenceBatch, *, device: str) -> dict[str, Any]:
-    """Return the tensors that TRL makes of its completions, padded to the longest."""
+    """Return the batch in TRL's padded layout."""
     spans = batch.lengths.tolist()
 
     def rows(column: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
-"""Weight sync on CUDA, without vLLM: how fast do buckets travel by shared memory, CUDA IPC and NCCL, beside a plain copy?
+r"""Time weight sync on CUDA without vLLM: shared memory, CUDA IPC, NCCL and a plain copy.
 
-    PYTHONPATH=packages/engine-api/src:packages/trainer/src python -m tools.gpu.weight_sync --out FOLDER [--shape 1.5B] [--jobs nccl_1]
+    PYTHONPATH=packages/engine-api/src:packages/trainer/src \
+        python -m tools.gpu.weight_sync --out FOLDER [--shape 1.5B] [--jobs nccl_1]
 
-A sender on the first GPU and its receivers in processes of their own: of CUDA IPC on the same GPU, of NCCL on each further one. A set has
-arrived when every receiver holds copies of its own; each receiver compares the checksum of the first set's bytes before anything is timed.
-Every transport is timed with and without checksums. Rows are appended to FOLDER/rows.jsonl; a job that fails leaves a row with its reason,
-the others still run, and the exit code is 1. Needs torch alone. Without CUDA, shared memory and gloo run, to try this page itself.
+A sender on the first GPU sends to receivers in other processes: with CUDA IPC on the same GPU, with
+NCCL on each other GPU. A sync ends when every receiver has copied all tensors. Before anything is
+timed, each receiver compares the checksum of the bytes of the first sync. Every transport is timed
+with and without checksums. Rows are appended to FOLDER/rows.jsonl. A failed job adds a row with the
+reason, the others still run, and the exit code is 1. Needs only torch. Without CUDA, shared memory
+and gloo run, to try the script.
 """
 
 import argparse
@@ -44,9 +47,9 @@ from tools.gpu.workload import CARDS, SHAPES, Rows
 BUCKET_BYTES = 512 << 20
 REPEATS = 5
 WAIT_S = 120.0
-"""For a receiver; what takes longer has failed."""
+"""Timeout for a receiver."""
 JOB_S = 180.0
-"""For a job with everything that it starts."""
+"""Timeout for a job with all its processes."""
 TINY: Mapping[str, int] = {
     "vocab_size": 1009,
     "hidden_size": 64,
@@ -58,18 +61,18 @@ TINY: Mapping[str, int] = {
 
 
 def device_of(gpu: int) -> torch.device:
-    """A GPU by number, or the CPU where there is none."""
+    """Return the GPU with this number, or the CPU without CUDA."""
     return torch.device("cuda", gpu) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def settle(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def model_weights(shape: str, *, device: torch.device) -> list[NamedWeight]:
-    """Return bf16 tensors with the names and shapes of a Qwen2 model, or of a public card's."""
+    """Return bf16 tensors with the names and shapes of a Qwen2 model, or of a public model card."""
     card = CARDS.get(shape)
     sizes = TINY if shape == "tiny" else SHAPES.get(shape) or _integers(CARDS[shape])
     hidden, inner, layers = (
@@ -118,7 +121,7 @@ def _integers(card: Mapping[str, object]) -> dict[str, int]:
 
 
 def keep(held: dict[str, Tensor], data: Tensor, parcel: PackedBucket) -> None:
-    """What a receiver does with a bucket: copy it into tensors of its own."""
+    """Copy a bucket into the receiver's tensors."""
     for name, tensor in unpack_tensors(data, parcel):
         held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
 
@@ -131,7 +134,7 @@ def receive_all(
     gpu: int,
     arrived: Barrier,
 ) -> None:
-    """A receiver's process; the first set is compared."""
+    """Run the process of a receiver; it compares the checksums of the first sync."""
     device = device_of(gpu)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -154,7 +157,7 @@ def receive_all(
 def measure_channel(
     rows: Rows, shape: str, *, backend: Backend, gpus: list[int], with_digest: bool
 ) -> None:
-    """One transport to receivers on the given GPUs."""
+    """Time one transport to receivers on the given GPUs."""
     device = device_of(0)
     parts = list(split_into_buckets(model_weights(shape, device=device), bucket_bytes=BUCKET_BYTES))
     parcels = [
@@ -194,7 +197,7 @@ def measure_channel(
         def send() -> None:
             for part, parcel in zip(parts, parcels, strict=True):
                 data = channel.bucket_buffer(parcel.num_bytes)
-                data.zero_()  # what lies between tensors is compared too
+                data.zero_()  # The checksum includes the padding between tensors.
                 pack_tensors(data, part, parcel.entries)
                 channel.send(data)
             settle(device)
@@ -225,7 +228,7 @@ def measure_channel(
 
 
 def measure_shared_memory(rows: Rows, shape: str, *, with_digest: bool) -> None:
-    """Device to a file in shared memory, mapped, and back to the device."""
+    """Time a copy from the device to a mapped file in shared memory and back to the device."""
     device = device_of(0)
     weights = model_weights(shape, device=device)
     parts = list(split_into_buckets(weights, bucket_bytes=BUCKET_BYTES))
@@ -263,7 +266,7 @@ def measure_shared_memory(rows: Rows, shape: str, *, with_digest: bool) -> None:
 
 
 def measure_copies(rows: Rows, shape: str) -> None:
-    """What the machine itself can do: copies on the device, to another one, and a checksum."""
+    """Time copies on the device and to another GPU, and a checksum, to bound the transports."""
     device = device_of(0)
     num_bytes = (
         sum(weight.tensor.numel() * 2 for weight in model_weights(shape, device=device)) // 8 * 8
@@ -304,7 +307,10 @@ def _copy(source: Tensor, target: Tensor) -> None:
 
 
 def timed_min(call: Callable[[], object], *, device: torch.device) -> float:
-    """Seconds of the quickest of some calls; exactly REPEATS are made."""
+    """Return the seconds of the fastest of exactly `REPEATS` calls.
+
+    The receivers expect this number of syncs.
+    """
     taken = []
     for _ in range(REPEATS):
         settle(device)
@@ -325,7 +331,6 @@ def report(
     receivers: int,
     with_digest: bool,
 ) -> None:
-    """One row."""
     rows.add(
         {
             "transport": what,
@@ -340,7 +345,7 @@ def report(
 
 
 def describe_machine(rows: Rows) -> None:
-    """What the numbers were measured on."""
+    """Add a row with the software versions and GPUs."""
     count = torch.cuda.device_count()
     row: dict[str, object] = {
         "python": platform.python_version(),
@@ -358,7 +363,7 @@ def describe_machine(rows: Rows) -> None:
 
 
 def all_jobs(rows: Rows, shape: str) -> dict[str, Callable[[], None]]:
-    """What this machine's number of GPUs allows, by name."""
+    """Return the jobs that this number of GPUs allows, by name."""
     jobs: dict[str, Callable[[], None]] = {"copies": lambda: measure_copies(rows, shape)}
     channels: list[tuple[str, Backend, list[int]]] = [("gloo", "gloo", [0])]
     if torch.cuda.is_available():
@@ -380,7 +385,10 @@ def all_jobs(rows: Rows, shape: str) -> dict[str, Callable[[], None]]:
 
 
 def run_apart(rows: Rows, name: str, *, shape: str, folder: Path) -> bool:
-    """One job in a process of its own, so that neither a hang nor a broken device touches the others; whether it went well."""
+    """Run a job in its own process, and return whether it succeeded.
+
+    A hang or a broken device then does not affect the other jobs.
+    """
     command = [
         sys.executable,
         "-m",
@@ -412,7 +420,7 @@ def run_apart(rows: Rows, name: str, *, shape: str, folder: Path) -> bool:
 
 
 def main() -> None:
-    """Measure everything that this machine's number of GPUs allows."""
+    """Run all jobs that this number of GPUs allows, or the chosen ones."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", choices=["tiny", *SHAPES, *CARDS], default="1.5B")

@@ -1,4 +1,4 @@
-"""What the CUDA measurements run and how they time it: shapes, batches, an objective, rows of results."""
+"""Shapes, batches, an objective, timing and result files of the CUDA measurements."""
 
 import json
 import math
@@ -105,7 +105,7 @@ CARDS: Mapping[str, Mapping[str, object]] = {
 """Fields of `config.json` on the public model cards of Qwen/Qwen3-0.6B, Qwen/Qwen3-1.7B,
 Qwen/Qwen3-4B and meta-llama/Llama-3.1-8B; `8B-half` is the latter with half of its layers."""
 PEAK_FLOPS = 989e12
-"""Dense bf16 FLOP/s of an H100 or H200 SXM by the vendor's data sheet."""
+"""Dense bf16 FLOP/s of an H100 or H200 SXM, from the vendor's data sheet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +116,11 @@ class ClippedPolicy(Objective):
 
     @property
     def required_outputs(self) -> frozenset[HeadOutput]:
-        """Log-probs with gradient."""
+        """Log-probs, with gradient."""
         return frozenset({HeadOutput.LOGPROB})
 
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
-        """-min(ratio A, clip(ratio) A)."""
+        """Compute -min(ratio A, clip(ratio, 0.8, 1.2) A) per token."""
         advantages = batch.columns["advantages"]
         ratio = torch.exp(head_outputs[HeadOutput.LOGPROB] - batch.columns["old_logprobs"])
         return LossTerms(
@@ -129,30 +129,30 @@ class ClippedPolicy(Objective):
 
 
 def characters(prompt: "Prompt", completion: str) -> float:
-    """A reward that differs between completions of a random model: how much of one is text."""
+    """Return the completion's length, a reward that differs even with a random model."""
     del prompt
     return float(len(completion))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The file of results."""
+    """A JSON Lines file of results."""
 
     path: Path
 
     def add(self, row: dict[str, object]) -> None:
-        """Append a row at once, so that a run that dies leaves what it measured."""
+        """Append a row immediately, so that a crashed run keeps its earlier rows."""
         print(json.dumps(row), flush=True)
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
     def read(self) -> list[dict[str, object]]:
-        """All rows so far."""
+        """Return all rows so far."""
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
 
 def small_batch() -> SequenceBatch:
-    """Twelve sequences of 20 to 300 tokens; policy-gradient columns whose old log-probs are those of a uniform policy."""
+    """Return twelve sequences of 20 to 300 tokens, with old log-probs of a uniform policy."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(20, 300, (12,), generator=generator).tolist()
     return from_sequences(
@@ -167,7 +167,7 @@ def small_batch() -> SequenceBatch:
 
 
 def long_tail(rank: int) -> list[list[int]]:
-    """Lengths of four micro-batches that are exactly full; log-normal with a median of a third of the longest."""
+    """Draw log-normal lengths of four full micro-batches; the median is `LONGEST` / 3."""
     chance = random.Random(1 + rank)
     found = []
     for _ in range(NUM_MICRO_BATCHES):
@@ -181,7 +181,7 @@ def long_tail(rank: int) -> list[list[int]]:
 
 
 def policy_batch(lengths: list[list[int]], *, world_size: int) -> PackedBatch:
-    """Random tokens in that plan; every token with a predecessor is trained."""
+    """Build random sequences of these lengths; all tokens but each first one are trained."""
     flat = [size for sizes in lengths for size in sizes]
     whole = from_sequences(
         [torch.randint(0, 151936, (size,)) for size in flat],
@@ -237,7 +237,7 @@ def report_speed(
     lengths: list[list[int]],
     shape: str = "0.5B",
 ) -> None:
-    """Median tokens per second and GPU of six updates, and the share of the matmul rate they use."""
+    """Report the tokens/s per GPU of the median update, and its fraction of the matmul rate."""
     for _ in range(3):
         norm = once()
     torch.cuda.reset_peak_memory_stats()
@@ -253,7 +253,7 @@ def report_speed(
 
 
 def timed(once: Callable[[], object], *, repeats: int) -> float:
-    """Median seconds of a call, device included."""
+    """Return the median seconds of a call, including the device's work."""
     seconds = []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -265,7 +265,7 @@ def timed(once: Callable[[], object], *, repeats: int) -> float:
 
 
 def gemm_rate() -> float:
-    """FLOP per second of a large bf16 matmul, measured now."""
+    """Measure the FLOP/s of a large bf16 matmul."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     timed(lambda: a @ b, repeats=5)
     return 2 * 8192**3 / timed(lambda: a @ b, repeats=20)

@@ -1,1 +1,1 @@
-"""A Temper engine; import from its modules."""
+"""A training engine for Temper; import from its modules."""

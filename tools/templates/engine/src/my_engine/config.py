@@ -1,4 +1,7 @@
-"""Settings of this engine; importable without torch, so that a configuration is checked before anything heavy is loaded."""
+"""Settings of this engine.
+
+This module must not import torch: configurations are checked before heavy libraries are loaded.
+"""
 
 from dataclasses import dataclass
 
@@ -7,4 +10,4 @@ from temper_engine_api.specs import EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MyConfig(EngineConfig):
-    """What every engine has, and fields of this one: each with a docstring and its only default."""
+    """Add your own settings here, each with a docstring and its only default."""

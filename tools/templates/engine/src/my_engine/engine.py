@@ -1,4 +1,7 @@
-"""The engine: transformers' model and torch's AdamW on one CPU, one sequence after the other."""
+"""A training engine with a transformers model and torch's AdamW on one CPU.
+
+Sequences run one at a time, so this code needs neither padding nor packed attention.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +34,11 @@ STATE_FILE = "state.pt"
 
 
 class MyEngine(BaseEngine):
-    """What a backend owes its base class, and nothing more."""
+    """Implements the abstract methods of `BaseEngine`.
+
+    The base class checks arguments, plans mini-batches, normalizes the loss and writes checkpoints.
+    Its docstrings in `temper_engine_api.backend` specify the methods below.
+    """
 
     config_class: ClassVar[type[EngineConfig]] = MyConfig
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
@@ -39,7 +46,7 @@ class MyEngine(BaseEngine):
     )
 
     def _build(self) -> Topology:
-        """Build the model and the optimiser; say where this rank stands."""
+        """Build the model and the optimizer; return the parallel layout of this rank."""
         self._model = _load_model(self.config.model)
         spec = self.config.optimizer
         self._optimizer = None
@@ -64,7 +71,10 @@ class MyEngine(BaseEngine):
         forward_only: bool,
         reduce_gradients: bool,
     ) -> list[HeadOutputs] | None:
-        """Run the micro-batches of the plan as they are given; gradients add up, nothing is divided here."""
+        """Run the micro-batches in the given order and accumulate gradients without averaging them.
+
+        The value of `micro_batch_loss` is already normalized over the mini-batch.
+        """
         results = []
         is_training = micro_batch_loss is not None and not forward_only
         with torch.set_grad_enabled(not forward_only):
@@ -99,21 +109,26 @@ class MyEngine(BaseEngine):
             head_output: torch.cat([part[head_output] for part in parts])
             for head_output in requested_outputs
         }
-        if (
-            only_trained
-        ):  # cut off, not multiplied by zero: an objective may be infinite where it is not trained
+        # `where` blocks the gradient of untrained positions. A product with the mask would not:
+        # zero times an infinite gradient is NaN.
+        if only_trained:
             for head_output, column in columns.items():
                 mask = micro.loss_mask if column.ndim == 1 else micro.loss_mask[:, None]
                 columns[head_output] = torch.where(mask, column, 0.0)
         return HeadOutputs(columns=columns)
 
     def _reduce_pending_gradients(self) -> None:
-        """With several data-parallel ranks: add up what is still local. Here there is one."""
+        """Do nothing: with one data-parallel rank no gradient is left to reduce."""
 
     def _apply_gradients(self, *, lr: float) -> float:
-        """Clip and step; a gradient that is not finite steps nothing, and the base class counts it by the norm."""
+        """Clip gradients and update the parameters; return the gradient norm before clipping.
+
+        A norm that is not finite changes no parameter; the base class counts the skipped update.
+        """
         assert self.config.optimizer is not None
         assert self._optimizer is not None
+        # AdamW skips parameters without a gradient. Zeros keep the update counts and the weight
+        # decay of all parameters equal.
         for parameter in self._model.parameters():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -136,7 +151,10 @@ class MyEngine(BaseEngine):
 
     @contextmanager
     def _loaded(self, mode: Literal["train", "eval", "update"]) -> Iterator[None]:
-        """Bring in what the mode needs, and put it back also when the body raises. Here everything stays where it is."""
+        """Switch between training and evaluation mode, and restore the mode also after an error.
+
+        An engine with offloading loads here what the mode needs, and offloads it on exit.
+        """
         before = self._model.training
         if mode != "update":
             self._model.train(mode == "train")
@@ -146,7 +164,7 @@ class MyEngine(BaseEngine):
             self._model.train(before)
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
-        """Full tensors under Hugging Face names, a tied head once."""
+        """Yield full tensors by Hugging Face name; a tied head appears once."""
         for name, parameter in self._model.named_parameters():
             yield NamedWeight(name=name, tensor=parameter.detach().clone())
 
@@ -158,7 +176,7 @@ class MyEngine(BaseEngine):
                 self._model.get_parameter(name).copy_(tensor)
 
     def _iterate_state(self) -> Iterator[TrainingState]:
-        """The portable training state, by Hugging Face name."""
+        """Yield master weights and AdamW moments by Hugging Face name."""
         for name, parameter in self._model.named_parameters():
             moments = self._moments(parameter)
             yield TrainingState(
@@ -184,7 +202,10 @@ class MyEngine(BaseEngine):
             )
 
     def _write_state(self, directory: str) -> list[str]:
-        """Write this rank's files and return their names; the base class makes the checkpoint a transaction."""
+        """Write this rank's files and return their names.
+
+        The base class makes the checkpoint appear only when it is complete.
+        """
         state = {
             state.name: (state.master, state.first_moment, state.second_moment, state.update_count)
             for state in self._iterate_state()
@@ -201,7 +222,7 @@ class MyEngine(BaseEngine):
         torch.set_rng_state(saved["random"])
 
     def _moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-        """AdamW's state of a parameter; zeros before its first update."""
+        """Return AdamW's state of a parameter, or zeros before its first update."""
         known: Mapping[str, Tensor] = (
             {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
         )
@@ -233,16 +254,16 @@ class MyEngine(BaseEngine):
     def to(
         self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
     ) -> None:
-        """Its device is the CPU."""
+        """Do nothing: the engine always runs on the CPU."""
 
     def close(self) -> None:
-        """Free the memory, so that a second engine may follow in the same process."""
+        """Free memory so that another engine can be built in the same process."""
         del self._model
         self._optimizer = None
 
 
 def _load_model(spec: ModelSpec) -> nn.Module:
-    """The model in float32, from its directory or from seeded random weights."""
+    """Build the model in float32 from its directory, or with seeded random weights."""
     if spec.trust_remote_code:
         raise ConfigError(
             "model.trust_remote_code is True, but this engine runs no foreign code: set it to False."

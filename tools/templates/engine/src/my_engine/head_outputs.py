@@ -1,4 +1,8 @@
-"""What the head answers about one sequence of L tokens, from its logits; entry t speaks of token t, and nothing predicts the first one."""
+"""Compute the outputs of a language-model head for one sequence of L tokens.
+
+Entry t of an output belongs to token t. The first entry is 0, because no token precedes the first
+one and so nothing predicts it.
+"""
 
 import torch
 from torch import Tensor
@@ -10,16 +14,18 @@ from temper_engine_api.objective import LOGPROB_AT_IDS, HeadOutput
 def compute_outputs(
     logits: Tensor, sequence: SequenceBatch, *, requested_outputs: frozenset[HeadOutput]
 ) -> dict[HeadOutput, Tensor]:
-    """Every answer that was asked for, float32.
+    """Compute the requested outputs from logits, in float32.
 
     Args:
-        logits: [L, V], as the model gives them.
-        sequence: a batch of exactly one sequence.
-        queries: what is asked.
+        logits: [L, V], before temperature.
+        sequence: A batch of exactly one sequence.
+        requested_outputs: Outputs to compute.
+
+    Returns:
+        A tensor of shape [L], or [L, K] for `LOGPROB_AT`, for each requested output.
     """
-    scaled = (logits.float() / sequence.temperature.float())[
-        :-1
-    ]  # the last row speaks of a token that is not there
+    # The last row predicts a token that the sequence does not have.
+    scaled = (logits.float() / sequence.temperature.float())[:-1]
     log_probs = scaled.log_softmax(dim=-1)
     found: dict[HeadOutput, Tensor] = {}
     for head_output in requested_outputs:
