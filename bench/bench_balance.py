@@ -1,10 +1,12 @@
-"""Sequences over data-parallel ranks by cost: the plan's assignment beside verl's Karmarkar-Karp, and the lower bound of both.
-
-The same work for each: log-normal lengths (median e^7, sigma 0.9, clipped to [32, 16384]), cost 24576 l + l^2 of a sequence of l tokens,
-64 ranks. Quality is the heaviest rank over the lower bound max(mean load, longest sequence), the worst of the seeds; 1 is perfect, waiting
-is what is above. CPU time is the best of the repeats. Contenders that can't be imported are named.
+"""Compare how sequences are balanced over data-parallel ranks: Temper's plan and verl.
 
     python bench/bench_balance.py [--ranks 64] [--seeds 5] [--repeats 3] [--json FILE]
+
+All contenders get the same sequences: log-normal lengths (median e^7, sigma 0.9, clipped to
+[32, 16384]), where a sequence of l tokens costs 24576 l + l^2. Quality is the load of the heaviest
+rank divided by the lower bound max(mean load, longest sequence), for the worst seed; 1 is perfect,
+and the excess is waiting time. CPU time is that of the fastest repeat. Contenders that cannot be
+imported are named.
 """
 
 import argparse
@@ -23,16 +25,16 @@ import torch
 from temper_engine_api.balance import assign_to_ranks
 
 SIZES = (1024, 102_400)
-"""Sequences; multiples of 64, because verl's equal sizes need that."""
+"""Numbers of sequences; multiples of 64, because verl's equal counts require that."""
 LARGE = 10_000
-"""Sequences from which one seed and one repeat are enough."""
+"""From this number of sequences on, a single seed and repeat are measured."""
 
 Contender = Callable[[list[int], int], Sequence[Sequence[int]]]
-"""(cost of each sequence, ranks) -> sequences of each rank."""
+"""Maps (cost of each sequence, number of ranks) to the sequences of each rank."""
 
 
 def temper() -> Contender:
-    """The plan's assignment, from and to plain lists."""
+    """Return Temper's assignment, with conversion from and to plain lists."""
 
     def run(costs: list[int], num_ranks: int) -> Sequence[Sequence[int]]:
         shares: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -46,21 +48,21 @@ def temper() -> Contender:
 
 
 def verl_equal() -> Contender:
-    """Verl's default for its data-parallel ranks: Karmarkar-Karp with as many sequences on every rank."""
+    """Return verl's default for data-parallel ranks: Karmarkar-Karp with equal counts per rank."""
     from verl.utils.seqlen_balancing import karmarkar_karp
 
     return lambda costs, num_ranks: karmarkar_karp(costs, num_ranks, equal_size=True)
 
 
 def verl_free() -> Contender:
-    """Verl's Karmarkar-Karp without limits on the counts."""
+    """Return verl's Karmarkar-Karp without limits on the counts."""
     from verl.utils.seqlen_balancing import karmarkar_karp
 
     return lambda costs, num_ranks: karmarkar_karp(costs, num_ranks, equal_size=False)
 
 
 def contiguous() -> Contender:
-    """No balancing: neighbours stay together."""
+    """Return an assignment without balancing, which keeps neighbors together."""
 
     def run(costs: list[int], num_ranks: int) -> Sequence[Sequence[int]]:
         edges = [len(costs) * rank // num_ranks for rank in range(num_ranks + 1)]
@@ -78,14 +80,14 @@ MAKERS: dict[str, Callable[[], Contender]] = {
 
 
 def costs_of(number: int, *, seed: int) -> list[int]:
-    """Costs of log-normal sequences."""
+    """Draw the costs of log-normal sequences."""
     draw = random.Random(seed)
     lengths = (min(max(int(draw.lognormvariate(7.0, 0.9)), 32), 16384) for _ in range(number))
     return [24576 * n + n * n for n in lengths]
 
 
 def measure(contender: Contender, *, number: int, options: argparse.Namespace) -> dict[str, float]:
-    """Worst quality over the seeds, best CPU time over the repeats, and the range of counts."""
+    """Measure the worst quality over seeds, the best CPU time, and the range of counts."""
     seeds, repeats = (1, 1) if number >= LARGE else (options.seeds, options.repeats)
     seconds, over_bound, counts = [], [], []
     for seed in range(seeds):
@@ -107,7 +109,7 @@ def measure(contender: Contender, *, number: int, options: argparse.Namespace) -
 
 
 def report(options: argparse.Namespace) -> dict[str, object]:
-    """Run everything, print the table, return what goes into the JSON file."""
+    """Run all contenders, print the table, and return the contents of the JSON file."""
     torch.set_num_threads(1)
     results: dict[int, dict[str, dict[str, float] | str]] = {}
     for number in SIZES:
@@ -140,7 +142,7 @@ def report(options: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,13 +1,16 @@
-"""An old sharded checkpoint to Hugging Face safetensors: temper-migrate beside verl's model merger, in one run.
-
-The same work for each: float32 shards of four ranks, as torch pickles them, to bfloat16 safetensors with config. Wall-clock and CPU
-seconds (the best of the repeats) and the peak of resident memory, each contender in a process of its own from its start to its end, its
-imports included; outputs are compared tensor by tensor. verl's merger is run by the Python of --verl-python, an environment with
-verl 0.9.1; without it that contender is named as left out. temper-migrate also reads its output back and compares it, and waits until it
-lies on the disk; it does not build transformers' model here, which the merger does because it needs it. Before each run the disk has
-everything that was written before; copying the checkpoint with cp is timed beside them.
+"""Time the conversion of a sharded verl checkpoint to Hugging Face safetensors.
 
     python bench/bench_convert.py [--layers 24] [--repeats 3] [--verl-python PATH] [--json FILE]
+
+Compares temper-migrate with verl's model merger. Both convert float32 shards of four ranks, as
+torch pickles them, to bfloat16 safetensors with a config, and the outputs are compared tensor by
+tensor. Reports wall-clock and CPU seconds of the best repeat and the peak of resident memory. Each
+contender is a separate process, measured from start to exit including imports. The merger runs
+with the Python of --verl-python, an environment with verl 0.9.1; without it, it is skipped.
+
+The work differs in two ways. temper-migrate also reads its output back, compares it, and waits
+until it is on disk; the merger also builds the transformers model. Pending writes are flushed
+before each run. Copying the checkpoint with cp is timed for reference.
 """
 
 import argparse
@@ -38,7 +41,7 @@ FIELDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What one contender's process took."""
+    """Resources that one contender's process used."""
 
     wall_s: float
     cpu_s: float
@@ -46,7 +49,7 @@ class Cost:
 
 
 def make_checkpoint(folder: Path, *, num_layers: int) -> int:
-    """A role directory with random weights; bytes of its weights."""
+    """Write a role directory with random weights, and return the bytes of its weights."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -68,7 +71,7 @@ def make_checkpoint(folder: Path, *, num_layers: int) -> int:
         mesh = init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("fsdp",))
         state = {}
         for name, shape in shapes.items():
-            # Every row count is a multiple of the ranks.
+            # All row counts are multiples of the number of ranks, so every rank has equal shards.
             local = torch.randn((shape[0] // WORLD_SIZE, *shape[1:]))
             state[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
         torch.save(state, folder / f"model_world_size_{WORLD_SIZE}_rank_{rank}.pt")
@@ -87,11 +90,14 @@ def write_peak():
 atexit.register(write_peak)
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
-"""Runs a module as a program and leaves its own peak; what wait4 reports counts the parent's memory at the fork."""
+"""Runs a module as a program and writes its peak memory.
+
+The peak that wait4 reports would include the parent's memory at the fork.
+"""
 
 
 def run(command: list[str], *, environment: dict[str, str], folder: Path) -> Cost:
-    """Run ``python module arguments...`` to the end; its own wall-clock, CPU time and peak."""
+    """Run `python module arguments...` and return its wall-clock time, CPU time and peak memory."""
     peak = folder / "peak"
     python, *rest = command
     started = time.perf_counter()
@@ -114,7 +120,7 @@ def run(command: list[str], *, environment: dict[str, str], folder: Path) -> Cos
 
 
 def copied(source: Path, target: Path) -> float:
-    """Seconds of cp, which leaves it to the system when the copy reaches the disk."""
+    """Return the seconds of cp, which does not wait until the copy is on disk."""
     os.sync()
     started = time.perf_counter()
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
@@ -124,7 +130,7 @@ def copied(source: Path, target: Path) -> float:
 
 
 def best(costs: list[Cost]) -> Cost:
-    """The lowest of each."""
+    """Return the minimum of each field."""
     return Cost(
         wall_s=min(c.wall_s for c in costs),
         cpu_s=min(c.cpu_s for c in costs),
@@ -133,7 +139,7 @@ def best(costs: list[Cost]) -> Cost:
 
 
 def differing(one: Path, other: Path) -> list[str]:
-    """Names of tensors that are not the same bits in both model directories."""
+    """Return names of tensors that are missing or not bitwise equal in two model directories."""
     ours, theirs = _places(one), _places(other)
     found = sorted(ours.keys() ^ theirs.keys())
     for name in sorted(ours.keys() & theirs.keys()):
@@ -152,7 +158,7 @@ def _places(folder: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run and print."""
+    """Run the contenders and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

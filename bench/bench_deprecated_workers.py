@@ -1,8 +1,10 @@
-"""Twenty updates through the deprecated workers against the engine path, same seed: python bench/bench_deprecated_workers.py [OUT.png]
+"""Compare 20 updates through the deprecated workers with the engine path, from the same seed.
 
-Four runs of a tiny model on generated arithmetic: the engine path and the deprecated workers, each with one micro-batch an update and with
-several. Prints how far they are apart, and draws gradient norms and rewards where a file is named; needs temper-legacy-shim[workers] and
-matplotlib.
+    python bench/bench_deprecated_workers.py [OUT.png]
+
+Trains a tiny model on generated arithmetic four times: with the engine path and the deprecated
+workers, each with one micro-batch per update and with several. Prints the differences, and plots
+gradient norms and rewards if a file is given. Needs temper-legacy-shim[workers] and matplotlib.
 """
 
 import argparse
@@ -48,13 +50,13 @@ Rows = list[dict[str, float]]
 
 
 def share_of_even(prompt: Prompt, completion: str) -> float:
-    """Share of characters that are even digits: a reward that a model without training varies in."""
+    """Return the fraction of even digits, a reward that varies even for an untrained model."""
     del prompt
     return sum(sign in "02468" for sign in completion) / max(len(completion), 1)
 
 
 def run(directory: Path, *overrides: str) -> Rows:
-    """Rows of the RL phase, one a step."""
+    """Run a training and return its metrics, one row per step of the RL phase."""
     loaded = load([*BASE, f"run.dir={directory}", *overrides])
     train(
         loaded.config,
@@ -66,7 +68,7 @@ def run(directory: Path, *overrides: str) -> Rows:
 
 
 def describe(new: Rows, old: Rows) -> str:
-    """How far apart two runs are: at the first step, which both begin with the same weights, and at the worst of all."""
+    """Describe the difference of two runs at step 1, from equal weights, and at most."""
     apart = [
         abs(a["actor/grad_norm"] - b["actor/grad_norm"]) / a["actor/grad_norm"]
         for a, b in zip(new, old, strict=True)
@@ -83,7 +85,7 @@ def describe(new: Rows, old: Rows) -> str:
 
 
 def draw(found: dict[str, dict[str, Rows]], path: Path) -> None:
-    """One column for each split, one row for each number."""
+    """Plot one column for each split and one row for each metric."""
     mpl.use("agg")
     from matplotlib import pyplot
 
@@ -105,7 +107,7 @@ def draw(found: dict[str, dict[str, Rows]], path: Path) -> None:
 
 
 def main() -> None:
-    """Run, print, draw."""
+    """Run the trainings, print the differences, and plot them if a file is given."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("picture", type=Path, nargs="?")
     picture: Path | None = parser.parse_args().picture

@@ -1,10 +1,13 @@
-"""Log-prob and entropy from hidden states, forward and backward: the engine's fused head beside the naive way, verl's and TRL's.
+"""Compare the engine's fused log-prob head with a naive head, TRL's and verl's.
 
-The same work for each, outputs and gradients checked equal: T positions of H dimensions over a vocabulary of V, an upstream gradient
-on every log-prob, the entropy without gradient. CPU-seconds with one thread (the best of the repeats) and the peak of resident memory
-beyond inputs, each contender in a process of its own. Contenders that can't be imported are named.
+    python bench/bench_fused_logprob.py [--positions 1024] [--hidden 256] [--vocabulary 152000]
+        [--repeats 3] [--json FILE] [--only NAME]
 
-    python bench/bench_fused_logprob.py [--positions 1024] [--hidden 256] [--vocabulary 152000] [--repeats 3] [--json FILE] [--only NAME]
+All contenders compute log-probs and entropies from hidden states, forward and backward: T
+positions of H dimensions over a vocabulary of V, with an upstream gradient on every log-prob and
+none on the entropy. Outputs and gradients are checked to be equal. Reports CPU-seconds of the best
+repeat with one thread, and the peak of resident memory beyond the inputs. Each contender runs in a
+separate process; contenders that cannot be imported are named.
 """
 
 import argparse
@@ -24,14 +27,14 @@ from temper_engine_fsdp.model.token_logprobs import chunked_logprobs
 
 CONTENDERS = ("naive", "TRL", "verl fused", "temper")
 MIB = 1024
-"""KiB."""
+"""KiB per MiB."""
 
 Contender = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(hidden [T, H], weight [V, H], labels [T]) -> (log-probs [T], entropies [T])."""
+"""Maps (hidden [T, H], weight [V, H], labels [T]) to (log-probs [T], entropies [T])."""
 
 
 def naive() -> Contender:
-    """All logits at once, autograd as it is."""
+    """Return a head that computes all logits at once, with plain autograd."""
 
     def run(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         logits = (hidden @ weight.t()).float()
@@ -44,7 +47,7 @@ def naive() -> Contender:
 
 
 def trl() -> Contender:
-    """TRL's pair of functions over all logits."""
+    """Return TRL's pair of functions, which need all logits."""
     from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
     def run(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +60,7 @@ def trl() -> Contender:
 
 
 def verl() -> Contender:
-    """Verl's chunked linear head for PPO, at its own default chunk."""
+    """Return verl's chunked linear head for PPO with its default chunk size."""
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
     def run(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +76,7 @@ def verl() -> Contender:
 
 
 def temper() -> Contender:
-    """The engine's head."""
+    """Return the engine's chunked head."""
 
     def run(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         columns = chunked_logprobs(hidden, weight, labels, needs_entropy=True)
@@ -91,13 +94,13 @@ MAKERS: dict[str, Callable[[], Contender]] = {
 
 
 def status_kib(field: str) -> int:
-    """A field of this process's memory status, in KiB (Linux)."""
+    """Return a field of this process's memory status in KiB; works only on Linux."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
-    """Time, memory and checksums of one contender."""
+    """Measure time, memory and checksums of one contender."""
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision(options.precision)
     torch.manual_seed(0)
@@ -106,13 +109,15 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     hidden = torch.randn(options.positions, options.hidden).requires_grad_()
     labels = torch.randint(0, options.vocabulary, (options.positions,))
     upstream = torch.randn(options.positions)
-    # Libraries set up their thread pools and workspaces on first use: that is nobody's memory.
+    # Libraries allocate thread pools and workspaces on first use, which would count as memory of
+    # the contender.
     small = contender(
         torch.randn(8, options.hidden, requires_grad=True),
         weight[:64].detach().requires_grad_(),
         labels[:8] % 64,
     )
     small[0].sum().backward()
+    # Writing 5 to clear_refs resets the peak that VmHWM reports.
     base = status_kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     seconds = []
@@ -135,7 +140,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def run_alone(name: str, options: argparse.Namespace, *, precision: str) -> dict[str, float] | str:
-    """One contender in a fresh process; the reason where it can't be imported."""
+    """Run one contender in a fresh process; return the reason if it cannot be imported."""
     command = [sys.executable, __file__, "--contender", name, "--precision", precision]
     for option in ("positions", "hidden", "vocabulary", "repeats"):
         command += [f"--{option}", str(getattr(options, option))]
@@ -150,7 +155,7 @@ def run_alone(name: str, options: argparse.Namespace, *, precision: str) -> dict
 
 
 def check_equal(rows: dict[str, dict[str, float]]) -> None:
-    """Every contender computed the same numbers, to float32 rounding."""
+    """Check that all contenders computed the same numbers, up to float32 rounding."""
     wanted = rows["naive"]
     for name, row in rows.items():
         for key in ("logprob_sum", "entropy_mean", "hidden_grad_norm", "weight_grad_norm"):
@@ -163,7 +168,7 @@ def check_equal(rows: dict[str, dict[str, float]]) -> None:
 
 
 def report(options: argparse.Namespace) -> dict[str, object]:
-    """Run everything, print the table, return what goes into the JSON file."""
+    """Run all contenders, print the table, and return the contents of the JSON file."""
     names = [options.only] if options.only else list(CONTENDERS)
     results: dict[str, dict[str, dict[str, float] | str]] = {}
     print(
@@ -199,7 +204,7 @@ def report(options: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,13 @@
-"""Throughput of the three loops on the same work: the quickstart's model and problems, sampler and actor in Ray processes of their own.
+"""Compare the throughput of the sync, one-step-off and async loops on the same work.
 
-Each loop is a run of `temper-train` in a process of its own; its first two steps are left out. Sampling ahead can win the shorter of
-sampling and training, where there is a core for each; what it costs is staleness, which is reported beside it.
+    OMP_NUM_THREADS=1 python bench/bench_loops.py [--steps 12] [--rollout-python PYTHON]
+        [--json FILE]
 
-    OMP_NUM_THREADS=1 python bench/bench_loops.py [--steps 12] [--rollout-python PYTHON] [--json FILE]
-
-With --rollout-python the sampler is a vLLM server of that interpreter, else the transformers sampler.
+Uses the quickstart's model and problems, with sampler and actor in separate Ray processes. Each
+loop is a `temper-train` run, whose first two steps are left out. Sampling ahead can save at most
+the shorter of sampling and training, if each has a core; the table also shows its cost, staleness.
+With --rollout-python the sampler is a vLLM server of that interpreter, otherwise the transformers
+sampler.
 """
 
 import argparse
@@ -34,7 +36,8 @@ WORK = (
     "runtime.kind=ray",
     "runtime.cpus_per_worker=1",
     "rollout.pool=rollout",
-    # A policy from scratch solves nothing, and groups without an advantage would be left out of the update: this term keeps them in.
+    # An untrained policy solves no problem, so every group would have zero advantage and be left
+    # out of the update. The entropy term keeps these groups in.
     "algorithm.entropy_coef=1e-6",
 )
 COLUMNS = (
@@ -48,12 +51,12 @@ COLUMNS = (
 
 
 def overrides_of(settings: Sequence[str], *, steps: int, folder: Path) -> list[str]:
-    """The command line of one loop's run."""
+    """Return the overrides of one loop's run."""
     return [*WORK, *settings, f"run.total_steps={steps}", f"run.dir={folder}"]
 
 
 def sampler_settings(rollout_python: str | None) -> list[str]:
-    """Of vLLM's server where an interpreter for it is named; none for the transformers sampler."""
+    """Return the overrides for a vLLM server, or none for the transformers sampler."""
     if rollout_python is None:
         return []
     server = [
@@ -65,7 +68,7 @@ def sampler_settings(rollout_python: str | None) -> list[str]:
 
 
 def run_loop(settings: list[str], *, steps: int, folder: Path) -> list[dict[str, float]]:
-    """Rows of a run, the first two left out."""
+    """Run a training and return its metrics without the first two steps."""
     command = [
         sys.executable,
         "-m",
@@ -88,7 +91,7 @@ def run_loop(settings: list[str], *, steps: int, folder: Path) -> list[dict[str,
 
 
 def main() -> None:
-    """Print a table, and write it where asked."""
+    """Print the table, and write it to the JSON file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rollout-python")

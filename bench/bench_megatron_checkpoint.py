@@ -1,8 +1,10 @@
-"""What each of two ranks of MegatronEngine writes and holds to save a checkpoint and reads to load it, beside an earlier commit's engine.
+"""Compare checkpoint I/O and memory of MegatronEngine with an earlier commit, on two ranks.
 
     python bench/bench_megatron_checkpoint.py [--before COMMIT] [--rounds 2] [--json FILE]
 
-Processes of both commits take turns. CPU and gloo; a peak is what a rank's memory grew by at most, files mapped into it included.
+Reports how much each rank writes and how much memory it needs to save, and the same for loading.
+Processes of both commits take turns. Runs on the CPU with gloo. A peak is the largest growth of a
+rank's memory, including files mapped into it.
 """
 
 import argparse
@@ -37,23 +39,23 @@ ARCHITECTURE = {
     "num_key_value_heads": 8,
     "tie_word_embeddings": False,
 }
-"""13.4 million parameters, 160 MB of masters and moments."""
+"""13.4 million parameters; master weights and moments have 160 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """Of one rank; bytes in MB of a million."""
+    """Measurements of one rank; MB are millions of bytes."""
 
     written_mb: float
-    """In its files of the state."""
+    """Bytes in this rank's files of the state."""
     save_s: float
     save_peak_mb: float
     staged_s: float
-    """Until a save in the background lets training go on."""
+    """Time until training continues during a background save."""
     background_peak_mb: float
-    """From the call to the end of such a save."""
+    """Peak from the call to the end of a background save."""
     opened_mb: float
-    """Of tensors that loading took from the files."""
+    """Bytes of the tensors that loading read from the files."""
     load_s: float
     load_peak_mb: float
 
@@ -68,17 +70,17 @@ def _status(field: str) -> float:
 
 
 def _measured(action: Callable[[], object]) -> tuple[float, float]:
-    """(seconds, growth of memory at its peak in MB)."""
+    """Return the seconds of an action, and its peak growth of memory in MB."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed before would hide growth
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    ctypes.CDLL(None).malloc_trim(0)  # freed but unreturned memory would hide growth
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, VmHWM
     before, begun = _status("VmRSS"), time.perf_counter()
     action()
     return time.perf_counter() - begun, _status("VmHWM") - before
 
 
 def work(layout: str, *, rank: int, folder: Path) -> Seen:
-    """One rank: an update, two saves and a load, each once before to warm up."""
+    """Run an update, two saves and a load on one rank, after one warm-up of each."""
     import torch
     import torch.distributed as dist
 
@@ -162,14 +164,15 @@ def work(layout: str, *, rank: int, folder: Path) -> Seen:
 
 
 def run(layout: str, *, sources: Path) -> list[Seen]:
-    """Two ranks with the engine in a folder of sources."""
+    """Run two ranks with the engine of a source folder."""
     path = os.pathsep.join([str(sources), str(ROOT / "packages/engine-api/src")])
     with tempfile.TemporaryDirectory() as folder:
         commands = [
             [sys.executable, __file__, "--work", layout, "--rank", str(rank), "--folder", folder]
             for rank in range(2)
         ]
-        # Tensors get memory of their own, and give it back at once.
+        # A low threshold gives each tensor its own mapping, which is returned as soon as it is
+        # freed.
         environment = {
             **os.environ,
             "PYTHONPATH": path,
@@ -191,7 +194,7 @@ def run(layout: str, *, sources: Path) -> list[Seen]:
 
 
 def compare(before: str, *, rounds: int) -> dict[str, list[Seen]]:
-    """By layout and commit, the best of the rounds of each rank."""
+    """Return the best of the rounds of each rank, by layout and commit."""
     found: dict[str, list[Seen]] = {}
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(

@@ -1,10 +1,12 @@
-"""What a step of RL costs beyond its models: the quickstart's steps in one process, less what sampler, engine and weights take.
-
-Counted as the models' are the sampler's calls, the engine's passes and optimiser steps; what is left is the trainer: prompts, decoding,
-rewards, samples, plan, packing, advantages, metrics and their files. Weight sync, a copy of the model, is told apart. In CPU seconds of the
-process, all its threads, because these do not change with what else the machine does; one thread for torch.
+"""Measure the trainer's CPU time per RL step, without sampler, engine and weight sync.
 
     OMP_NUM_THREADS=1 python bench/bench_overhead.py [--steps 12] [--json FILE]
+
+Runs the quickstart's steps in one process. Calls of the sampler, passes and optimizer steps of the
+engine, and weight sync (a copy of the model) are counted separately. The rest is the trainer:
+prompts, decoding, rewards, samples, plan, packing, advantages, metrics and files. Reports CPU
+seconds of all threads of the process, because other load on the host hardly changes them; torch
+uses one thread.
 """
 
 import argparse
@@ -38,23 +40,23 @@ WORK = (
 )
 REWARD = "reward.function=bench_overhead:digits"
 LEFT_OUT = 2
-"""First steps, which pay for what later ones find."""
+"""Number of first steps that are skipped because they include one-time costs."""
 
 
 def digits(prompt: Prompt, completion_text: str, /) -> float:
-    """The share of digits: an untrained model gets different rewards, so that every completion is trained on."""
+    """Return the fraction of digits, which varies even for an untrained model."""
     return sum(character.isdigit() for character in completion_text) / max(len(completion_text), 1)
 
 
 class Meter:
-    """CPU seconds by name, the outermost of nested calls alone."""
+    """Counts CPU seconds by name; a counted call within another adds nothing of its own."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._is_inside = False
 
     def around(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """The same call, counted."""
+        """Wrap a call so that its CPU time is counted."""
 
         def counted(*arguments: Any, **named: Any) -> Any:
             if self._is_inside:
@@ -70,13 +72,13 @@ class Meter:
         return counted
 
     def take(self) -> dict[str, float]:
-        """What was counted since the last time."""
+        """Return the counts since the last call and reset them."""
         found, self.seconds = self.seconds, {}
         return found
 
 
 def install(meter: Meter, rows: list[dict[str, float]]) -> None:
-    """Count the models' calls, and end a step's row when its numbers are logged."""
+    """Count the calls of the models, and add a row for each step when its metrics are logged."""
     engine: Any = load_engine_class("fsdp")
     for kind, name, method in (
         (HfSampler, "sampling", "sample"),
@@ -106,7 +108,7 @@ def install(meter: Meter, rows: list[dict[str, float]]) -> None:
 
 
 def main() -> None:
-    """Print a table, and write it where asked."""
+    """Print the table, and write it to the JSON file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--json", type=Path)

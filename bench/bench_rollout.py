@@ -1,9 +1,10 @@
-"""Rollout throughput on the CPU: the hf sampler beside transformers' own `generate` and continuous batching.
-
-The same work for each: 32 prompts, and for every prompt a number of tokens fixed in advance (log-normal, as in a rollout whose
-answers differ in length), sampled at temperature 1. Tokens per CPU-second with one thread, each contender in a process of its own.
+"""Compare rollout throughput on the CPU: hf sampler, `generate` and continuous batching.
 
     python bench/bench_rollout.py [--repeats 3] [--json FILE] [--only NAME]
+
+All contenders get 32 prompts and sample a fixed number of tokens for each at temperature 1. The
+numbers are log-normal, as in a rollout whose completions differ in length. Reports tokens per
+CPU-second with one thread; each contender runs in a separate process.
 """
 
 import argparse
@@ -54,11 +55,11 @@ NUM_PROMPTS = 32
 CONTENDERS = ("temper hf sampler", "generate, one padded batch", "transformers continuous batching")
 
 Contender = Callable[[], int]
-"""Makes all completions; how many tokens it made of those that were asked for."""
+"""Generates all completions and returns the number of requested tokens."""
 
 
 def workload() -> tuple[list[list[int]], list[int]]:
-    """Prompts of 16 to 64 random tokens, and how many tokens each is to be given: median 60, at most 384."""
+    """Return prompts of 16 to 64 random tokens, and numbers of new tokens (median 60, max. 384)."""
     generator = np.random.default_rng(7)
     prompt_lengths = generator.integers(16, 65, NUM_PROMPTS)
     lengths = np.clip(np.exp(generator.normal(math.log(60), 0.9, NUM_PROMPTS)), 8, 384).astype(int)
@@ -67,7 +68,10 @@ def workload() -> tuple[list[list[int]], list[int]]:
 
 
 def temper_sampler() -> Contender:
-    """Ours; an end token outside the vocabulary is never drawn, so that lengths are exact."""
+    """Build the hf sampler.
+
+    Its end token is outside the model's vocabulary and therefore never drawn, so lengths are exact.
+    """
     words = Tokenizer(
         models.WordLevel(
             {f"t{i}": i for i in range(VOCAB_SIZE)} | {"<eos>": VOCAB_SIZE}, unk_token="t0"
@@ -94,7 +98,7 @@ def temper_sampler() -> Contender:
 
 
 class RowsEnd(StoppingCriteria):  # type: ignore[misc]
-    """Row i of the batch ends after lengths[i] new tokens."""
+    """Ends row i of the batch after lengths[i] new tokens."""
 
     def __init__(self, lengths: Sequence[int], *, prompt_length: int) -> None:
         self._lengths = torch.tensor(lengths)
@@ -103,12 +107,12 @@ class RowsEnd(StoppingCriteria):  # type: ignore[misc]
     def __call__(
         self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object
     ) -> torch.Tensor:
-        """[B] bool."""
+        """Return a [B] bool mask of finished rows."""
         return input_ids.shape[1] - self._prompt_length >= self._lengths
 
 
 def plain_model() -> PreTrainedModel:
-    """The peers' model: the same architecture, seed and dtype, with SDPA attention."""
+    """Build the peers' model: same architecture, seed and dtype, with SDPA attention."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(**ARCHITECTURE)
     model = AutoModelForCausalLM.from_config(
@@ -119,7 +123,7 @@ def plain_model() -> PreTrainedModel:
 
 
 def padded_generate() -> Contender:
-    """`generate` over one batch padded on the left."""
+    """Build a run of `generate` over one batch padded on the left."""
     model, (prompts, lengths) = plain_model(), workload()
     longest = max(map(len, prompts))
     inputs = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
@@ -149,7 +153,10 @@ def padded_generate() -> Contender:
 
 
 def transformers_continuous_batching() -> Contender:
-    """The continuous batching manager of transformers, its cache fitted to the work: by default it takes most of the free memory."""
+    """Build a run of transformers' continuous batching with a cache that fits the work.
+
+    By default the cache takes most of the free memory.
+    """
     model, (prompts, lengths) = plain_model(), workload()
     settings = GenerationConfig(
         max_new_tokens=max(lengths),
@@ -185,7 +192,7 @@ def transformers_continuous_batching() -> Contender:
 
 
 def measure(name: str, *, repeats: int) -> dict[str, Any]:
-    """Rates of one contender, in this process: median over repeats after one that is not counted."""
+    """Measure one contender in this process: median rates after one warm-up run."""
     torch.set_num_threads(1)
     make = dict(
         zip(

@@ -1,8 +1,10 @@
-"""How long the two commands take to print their help: wall-clock and CPU seconds of a whole process, the best of the repeats.
+"""Measure how long temper-migrate and temper-train take to print their help.
 
     python bench/bench_startup.py [--repeats 10] [--json FILE]
 
-The first run of each is thrown away: it reads the files into the page cache. Exit status 1 where a limit is exceeded.
+Reports wall-clock and CPU seconds of the complete process for the best repeat. The first run of
+each command is discarded, because it fills the page cache. The exit status is 1 if a limit is
+exceeded.
 """
 
 import argparse
@@ -31,7 +33,7 @@ class Start:
 
 
 def measure(command: str, *, repeats: int) -> Start:
-    """Run `command --help` once to warm the page cache, then `repeats` times."""
+    """Run `command --help` once to fill the page cache, then `repeats` times."""
     runs = [_run([sys.executable, "-m", MODULES[command], "--help"]) for _ in range(repeats + 1)][
         1:
     ]
@@ -55,7 +57,7 @@ def _run(command: list[str]) -> tuple[float, float]:
 
 
 def main() -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

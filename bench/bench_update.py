@@ -1,10 +1,12 @@
-"""One optimiser update on the CPU: FSDPEngine beside a tight hand-written loop, verl's engine, transformers' Trainer and TRL.
+"""Compare one optimizer update on the CPU: FSDPEngine, a hand-written loop, verl, Trainer and TRL.
 
-The same model, sequences, optimiser and precision for each, every contender in processes of its own; first losses are checked equal
-to bf16 rounding where the batches are the same ones. Tokens are real ones, never padding. On one rank the figure is tokens per
-CPU-second with one thread, on two ranks (gloo) tokens per second. Contenders that can't be imported are named.
+    python bench/bench_update.py [--ranks 1,2] [--updates 5] [--repeats 2] [--json FILE]
+        [--only NAME]
 
-    python bench/bench_update.py [--ranks 1,2] [--updates 5] [--repeats 2] [--json FILE] [--only NAME]
+All contenders have the same model, sequences, optimizer and precision, and run in separate
+processes. First losses are checked to be equal up to bf16 rounding if the batches are the same.
+Only real tokens count, not padding. Reports tokens per CPU-second with one thread on one rank, and
+tokens per second on two ranks (gloo). Contenders that cannot be imported are named.
 """
 
 import argparse
@@ -23,16 +25,15 @@ from update_contenders import ONE_RANK, SEVERAL_RANKS
 from update_workload import IS_BF16, write_model
 
 LOSS_TOLERANCE = 2e-2
-"""Of bf16 forward passes at a loss of about 9."""
+"""Relative tolerance of the loss (about 9) between bf16 forward passes."""
 Row = dict[str, float | list[float]]
 
 
 def measure(name: str, options: argparse.Namespace) -> None:
-    """One rank of one contender; rank 0 prints."""
+    """Run one rank of a contender; rank 0 prints the result."""
     torch.set_num_threads(1)
-    torch.set_float32_matmul_precision(
-        "medium"
-    )  # oneDNN's kernels, which the engine takes of itself, for everybody
+    # Selects oneDNN's kernels for all contenders; the engine selects them by itself.
+    torch.set_float32_matmul_precision("medium")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     contenders = ONE_RANK if world_size == 1 else SEVERAL_RANKS
     timing = contenders[name](options.model, options.updates)
@@ -43,7 +44,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
 
 
 def run_alone(name: str, options: argparse.Namespace, *, ranks: int, model: Path) -> Row | str:
-    """One contender in fresh processes; the reason where it can't be imported."""
+    """Run a contender in fresh processes; return the reason if it cannot be imported."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -93,12 +94,12 @@ def run_alone(name: str, options: argparse.Namespace, *, ranks: int, model: Path
 
 
 def best_of(rows: list[Row]) -> Row:
-    """The repeat with the highest throughput: what disturbed the others was the machine."""
+    """Return the fastest repeat, because other load on the host only slows repeats down."""
     return max(rows, key=lambda row: row["tokens_per_cpu_s"])
 
 
 def check_equal(rows: dict[str, Row]) -> None:
-    """Whoever trains on the same batches begins with the same loss."""
+    """Check that contenders with the same batches start with the same loss."""
     wanted = rows["hand loop"]["losses"]
     for name, row in rows.items():
         losses = row["losses"]
@@ -111,7 +112,7 @@ def check_equal(rows: dict[str, Row]) -> None:
 
 
 def report(options: argparse.Namespace) -> dict[str, object]:
-    """Run everything, print the tables, return what goes into the JSON file."""
+    """Run all contenders, print the tables, and return the contents of the JSON file."""
     results: dict[str, dict[str, Row | str]] = {}
     print(
         f"compute: {'bf16' if IS_BF16 else 'fp32, since this processor has no bf16 instructions'}"
@@ -124,9 +125,8 @@ def report(options: argparse.Namespace) -> dict[str, object]:
             found: dict[str, Row | str] = {}
             names = [name for name in contenders if options.only in (None, name)]
             tries: dict[str, list[Row]] = {name: [] for name in names}
-            for _ in range(
-                options.repeats
-            ):  # in turn, so that a slow minute of the machine is everybody's
+            # Contenders take turns, so that a slow period of the host affects all of them.
+            for _ in range(options.repeats):
                 for name in names:
                     row = run_alone(name, options, ranks=ranks, model=model)
                     if isinstance(row, str):
@@ -149,7 +149,7 @@ def report(options: argparse.Namespace) -> dict[str, object]:
 
 
 def print_table(found: dict[str, Row | str], *, ranks: int) -> None:
-    """Throughput, and our share of everybody's."""
+    """Print throughputs, and Temper's relative to each contender."""
     unit = "tokens_per_cpu_s" if ranks == 1 else "tokens_per_s"
     ours = found.get("temper")
     print(
@@ -167,7 +167,7 @@ def print_table(found: dict[str, Row | str], *, ranks: int) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

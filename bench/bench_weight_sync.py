@@ -1,14 +1,18 @@
-"""Weight sync on one machine without GPUs: shared memory and a gloo broadcast, beside a plain copy of the same bytes.
+"""Time weight sync on one host without GPUs: shared memory, a gloo broadcast and a plain copy.
 
-A set of bf16 weights of the given size, as a Qwen2 model has them, goes from a sender to one receiver in a process of its own, which copies
-it into tensors that it holds. Wall time of the quickest of some sets, with and without checksums.
+    OMP_NUM_THREADS=1 python bench/bench_weight_sync.py [--megabytes 512] [--repeats 3]
+        [--json FILE]
 
-    OMP_NUM_THREADS=1 python bench/bench_weight_sync.py [--megabytes 512] [--repeats 3] [--json FILE]
+Sends bf16 weights of the given size to a receiver in another process, which copies them into its
+own tensors. Reports the wall time of the fastest repeat, with and without checksums.
 
-With ``--changes``, whole sets beside what an update changed (``weight_sync.content=delta``): float32 masters of a Qwen2's shape from
-N(0, 0.02), of which every element moves by the learning rate up or down, as Adam's first steps do, exported in bf16.
+    OMP_NUM_THREADS=1 python bench/bench_weight_sync.py --changes 0.5B [--lr 1e-6 1e-5]
+        [--repeats 3] [--json FILE]
 
-    OMP_NUM_THREADS=1 python bench/bench_weight_sync.py --changes 0.5B [--lr 1e-6 1e-5] [--repeats 3] [--json FILE]
+With `--changes`, compares full weights with the elements that an update changed
+(`weight_sync.content=delta`). The master weights have a Qwen2's shapes and are drawn from
+N(0, 0.02) in float32. An update moves every element up or down by the learning rate, as Adam's
+first steps do; weights are exported in bf16.
 """
 
 import argparse
@@ -67,7 +71,7 @@ MAX_SHARE = WeightSyncConfig().max_changed_fraction
 
 
 def make_weights(megabytes: int) -> list[NamedWeight]:
-    """Layers of 1024 x 1024 projections until there are enough bytes."""
+    """Build 1024 x 1024 projections until their size is reached."""
     count = max(1, megabytes * (1 << 20) // (2 << 20))
     return [
         NamedWeight(f"layers.{i}.weight", torch.randn(1024, 1024).to(torch.bfloat16))
@@ -76,13 +80,13 @@ def make_weights(megabytes: int) -> list[NamedWeight]:
 
 
 def keep(held: dict[str, Tensor], data: Tensor, parcel: PackedBucket) -> None:
-    """What a server does with a bucket: copy it into its own tensors."""
+    """Copy a bucket into the receiver's tensors."""
     for name, tensor in unpack_tensors(data, parcel):
         held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
 
 
 def serve_files(pipe: "Connection[object, object]") -> None:
-    """A receiver of sets in shared memory."""
+    """Receive weights through files in shared memory."""
     torch.set_num_threads(1)
     held: dict[str, Tensor] = {}
     while (parcels := pipe.recv()) is not None:
@@ -95,7 +99,7 @@ def serve_files(pipe: "Connection[object, object]") -> None:
 
 
 def serve_channel(spec: ChannelSpec, parcels: Sequence[PackedBucket], rounds: int) -> None:
-    """A receiver of broadcasts."""
+    """Receive broadcast weights."""
     torch.set_num_threads(1)
     channel = WeightChannel(spec, rank=1, device=torch.device("cpu"))
     held: dict[str, Tensor] = {}
@@ -105,11 +109,11 @@ def serve_channel(spec: ChannelSpec, parcels: Sequence[PackedBucket], rounds: in
 
 
 SHAPES = {"tiny": (128, 384, 4, 64, 64), "0.5B": (896, 4864, 24, 128, 151936)}
-"""Hidden and inner size, layers, size of the keys, and vocabulary; the head is tied."""
+"""Hidden size, intermediate size, layers, key size and vocabulary; the head is tied."""
 
 
 class Actor:
-    """The one rank of an actor, as far as the transports see it."""
+    """A single-rank actor with the attributes and methods that the transports use."""
 
     is_first = True
 
@@ -135,26 +139,26 @@ class Actor:
         self._generator = generator
 
     def train(self, lr: float) -> None:
-        """One update: every element up or down by the learning rate."""
+        """Simulate an update that moves every element up or down by the learning rate."""
         for master in self._masters.values():
             signs = torch.randint(0, 2, master.shape, generator=self._generator, dtype=torch.int8)
             master.add_(signs, alpha=2 * lr).sub_(lr)
 
     def export_weights(self) -> WeightStream:
-        """One tensor after the other in bf16, as an engine casts them."""
+        """Export one tensor after another in bf16, as an engine does."""
         return WeightStream(
             NamedWeight(name, master.to(torch.bfloat16)) for name, master in self._masters.items()
         )
 
 
 def keep_tensors(held: dict[str, Tensor], weights: Iterable[NamedWeight]) -> None:
-    """What a server does in the end: copy into its own tensors."""
+    """Copy tensors into the receiver's tensors."""
     for name, tensor in weights:
         held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
 
 
 def serve_shared(pipe: "Connection[object, object]") -> None:
-    """A receiver of sets and of changes in shared memory, as a server's worker reads them; answers with its seconds."""
+    """Receive full weights and deltas from shared memory like a server; send back the seconds."""
     torch.set_num_threads(1)
     held: dict[str, Tensor] = {}
     while (message := pipe.recv()) is not None:
@@ -181,7 +185,7 @@ def serve_shared(pipe: "Connection[object, object]") -> None:
 def serve_changes(
     spec: ChannelSpec, layout: Sequence[PackedBucket], pipe: "Connection[object, object]"
 ) -> None:
-    """A receiver of broadcasts, whole or changes, as a server's worker takes them; answers when it has copied everything."""
+    """Receive broadcast weights and deltas like a server; send a message after each copy."""
     torch.set_num_threads(1)
     channel = WeightChannel(spec, rank=1, device=torch.device("cpu"))
     held: dict[str, Tensor] = {}
@@ -210,20 +214,19 @@ def serve_changes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The quickest of some sets."""
+    """The fastest of several weight syncs."""
 
     seconds: float
-    """Until the receiver has copied everything."""
     num_bytes: int
-    """Of the last set."""
+    """Size of the last sync."""
     fraction: float
-    """Of its elements, those that were sent."""
+    """Fraction of the elements that the last sync sent."""
 
 
 def quickest(
     send: Callable[[int], SentWeights], actor: Actor, *, lr: float, repeats: int, first_version: int
 ) -> Measured:
-    """An update before each set, which does not count; nor does the first set."""
+    """Time syncs after one update each; the updates and the first sync are not counted."""
     taken = []
     for version in range(first_version, first_version + repeats + 1):
         actor.train(lr)
@@ -236,7 +239,7 @@ def quickest(
 def measure_shared_changes(
     actor: Actor, rates: Sequence[float], *, repeats: int
 ) -> dict[str, Measured]:
-    """Whole sets and changes through files in shared memory."""
+    """Time full weights and deltas through files in shared memory."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     receiver = context.Process(target=serve_shared, args=(theirs,), daemon=True)
@@ -300,7 +303,7 @@ def measure_shared_changes(
 def measure_channel_changes(
     actor: Actor, rates: Sequence[float], *, repeats: int
 ) -> dict[str, Measured]:
-    """Whole sets and changes over gloo."""
+    """Time full weights and deltas over gloo."""
     layout = plan_buckets(actor, BUCKET_BYTES)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -353,7 +356,7 @@ def measure_channel_changes(
 def show_changes(
     shape: str, rates: Sequence[float], *, repeats: int, json_file: Path | None
 ) -> None:
-    """Print the table of whole sets beside changes, and write it where asked."""
+    """Print a table of full weights and deltas, and write it to the JSON file."""
     actor = Actor(shape)
     found = measure_shared_changes(actor, rates, repeats=repeats) | measure_channel_changes(
         actor, rates, repeats=repeats
@@ -374,7 +377,7 @@ def show_changes(
 
 
 def best(call: Callable[[], object], repeats: int) -> float:
-    """Seconds of the quickest call, after one that does not count."""
+    """Return the seconds of the fastest call, after one warm-up call."""
     call()
     taken = []
     for _ in range(repeats):
@@ -385,7 +388,7 @@ def best(call: Callable[[], object], repeats: int) -> float:
 
 
 def measure_files(parts: list[list[NamedWeight]], *, with_digest: bool, repeats: int) -> float:
-    """Write every bucket, let the receiver load all, remove them."""
+    """Time writing all buckets to files, loading them in the receiver, and removing them."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     receiver = context.Process(target=serve_files, args=(theirs,), daemon=True)
@@ -410,7 +413,7 @@ def measure_files(parts: list[list[NamedWeight]], *, with_digest: bool, repeats:
 
 
 def measure_channel(parts: list[list[NamedWeight]], *, with_digest: bool, repeats: int) -> float:
-    """Broadcast every bucket over gloo."""
+    """Time the broadcast of all buckets over gloo."""
     layouts = [plan_layout(part) for part in parts]
     parcels = [
         PackedBucket(entries=entries, num_bytes=size, digest=None) for entries, size in layouts
@@ -444,7 +447,7 @@ def measure_channel(parts: list[list[NamedWeight]], *, with_digest: bool, repeat
 
 
 def main() -> None:
-    """Print a table, and write it where asked."""
+    """Print the table, and write it to the JSON file."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)

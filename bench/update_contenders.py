@@ -1,5 +1,7 @@
-"""The contenders of bench_update.py. Each trains the same model on the same sequences: AdamW, clipping at 1, fp32 weights, and
-bf16 compute where the processor has it, else fp32.
+"""The contenders of bench_update.py.
+
+All train the same model on the same sequences with AdamW, clipping at 1 and fp32 weights. They
+compute in bf16 if the processor has instructions for it, otherwise in fp32.
 """
 
 import os
@@ -28,18 +30,21 @@ from update_workload import (
 )
 
 PADDED_BATCH = 8
-"""Sequences of one padded micro-batch, for those that pad."""
+"""Number of sequences in a padded micro-batch, for contenders that pad."""
 PACKED_BINS = 3
-"""Packed bins of an update, which hold about what NUM_SEQUENCES sequences do."""
+"""Number of packed bins per update, with about the tokens of `NUM_SEQUENCES` sequences."""
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Of this process, from torchrun's variables."""
+    """Return rank and world size of this process from torchrun's variables."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class VariableLengthAttention:
-    """Causal attention of sequences laid end to end: one SDPA call each, so that no T x T mask exists."""
+    """Causal attention over packed sequences, with one SDPA call per sequence.
+
+    This never builds a T x T mask.
+    """
 
     def __init__(self) -> None:
         self.starts = [0]
@@ -53,7 +58,7 @@ class VariableLengthAttention:
         mask: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """[1, heads, T, D] each; [1, T, heads, D] and no weights."""
+        """Compute attention of [1, heads, T, D] tensors; return [1, T, heads, D] and no weights."""
         attend = partial(
             F.scaled_dot_product_attention,
             is_causal=True,
@@ -67,7 +72,7 @@ class VariableLengthAttention:
         return torch.cat(parts, dim=2).transpose(1, 2), None
 
     def register(self) -> str:
-        """Under a name that transformers' models take."""
+        """Register this attention with transformers and return its name."""
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
 
@@ -79,7 +84,7 @@ class VariableLengthAttention:
 def packed_loss(
     model: nn.Module, attention: VariableLengthAttention, chosen: Sequence[Example]
 ) -> Tensor:
-    """Summed loss of sequences laid end to end; the head runs only where a loss is."""
+    """Return the summed loss of packed sequences; the head runs only on trained positions."""
     tokens = torch.cat([e.tokens for e in chosen])
     attention.starts = [0, *torch.tensor([len(e.tokens) for e in chosen]).cumsum(0).tolist()]
     positions = torch.cat([torch.arange(len(e.tokens)) for e in chosen])
@@ -94,7 +99,7 @@ def packed_loss(
 
 
 def hand_loop(folder: Path, num_updates: int) -> Timing:
-    """A tight loop written for this model alone, on one rank."""
+    """Train with a loop written only for this model, on one rank."""
     attention = VariableLengthAttention()
     model = load_model(folder, attention=attention.register())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
@@ -114,7 +119,7 @@ def hand_loop(folder: Path, num_updates: int) -> Timing:
 
 
 def hand_loop_sharded(folder: Path, num_updates: int) -> Timing:
-    """The same with fully_shard for each layer, sequences balanced over ranks by length."""
+    """Train with `fully_shard` on each layer and sequences balanced over ranks by length."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -153,12 +158,14 @@ def hand_loop_sharded(folder: Path, num_updates: int) -> Timing:
         bins = [
             first_fit([len(e.tokens) for e in share], cap=MICRO_BATCH_TOKENS) for share in shares
         ]
+        # Every rank needs the same number of micro-batches, because each runs collectives.
         while len(bins[rank]) < max(map(len, bins)):
             largest = max(bins[rank], key=len)
             bins[rank].append([largest.pop() for _ in range(len(largest) // 2)])
         for number, chosen in enumerate(bins[rank], start=1):
             model.set_requires_gradient_sync(number == len(bins[rank]))
             loss = whole_model_loss([shares[rank][i] for i in chosen]) / num_trained
+            # FSDP averages gradients over ranks; the factor turns the average into a sum.
             (loss * world_size).backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -173,9 +180,14 @@ def hand_loop_sharded(folder: Path, num_updates: int) -> Timing:
 def temper(
     folder: Path, num_updates: int, *, is_policy: bool = False, keeps_logits: bool = False
 ) -> Timing:
-    """FSDPEngine with the SFT objective, or with the clipped policy gradient and its columns.
+    """Train FSDPEngine with the SFT objective, or with a clipped policy gradient.
 
-    Its head computes the logits again in the backward pass, and so saves memory, unless it keeps them as the hand-written loop does.
+    Args:
+        folder: Directory of the model.
+        num_updates: Number of timed updates.
+        is_policy: Use the clipped policy gradient with its columns, and return entropies too.
+        keeps_logits: Keep the logits for the backward pass, as the hand-written loop does. By
+            default the head recomputes them, which saves memory.
     """
     from temper_engine_api.batch import SequenceBatch, from_sequences
     from temper_engine_api.metrics import merge_metrics
@@ -230,7 +242,7 @@ def temper(
 
 
 class StepClock:
-    """What transformers' Trainer calls around each update, and a count of its real tokens."""
+    """Times the updates of transformers' Trainer and counts their real tokens."""
 
     def __init__(self) -> None:
         self.wall_s: list[float] = []
@@ -239,7 +251,7 @@ class StepClock:
         self.tokens: list[int] = []
 
     def callback(self) -> object:
-        """A TrainerCallback."""
+        """Return a TrainerCallback that records times and losses."""
         from transformers import TrainerCallback
 
         clock = self
@@ -266,7 +278,7 @@ class StepClock:
         return Callback()
 
     def count(self, trainer: Any) -> None:
-        """Count the real tokens of each micro-batch where the trainer takes its step."""
+        """Wrap the trainer's step to count the real tokens of each micro-batch."""
         step = trainer.training_step
 
         def counted(
@@ -280,7 +292,7 @@ class StepClock:
         trainer.training_step = counted
 
     def timing(self, *, are_batches_ours: bool) -> Timing:
-        """Without the first update."""
+        """Return the timing without the first update."""
         return Timing(
             tokens=self.tokens[1:],
             wall_s=self.wall_s[1:],
@@ -290,7 +302,7 @@ class StepClock:
 
 
 def trainer_options(folder: Path) -> dict[str, Any]:
-    """Of transformers' Trainer and TRL's."""
+    """Return the options that Transformers' Trainer and TRL have in common."""
     return {
         "output_dir": str(folder / "out"),
         "use_cpu": True,
@@ -309,14 +321,14 @@ def trainer_options(folder: Path) -> dict[str, Any]:
 
 
 def keep_order(trainer_class: Any) -> None:
-    """Let a Trainer see the sequences in the order in which everybody else does."""
+    """Make a Trainer read the sequences in the same order as the other contenders."""
     trainer_class._get_train_sampler = lambda self, *args: torch.utils.data.SequentialSampler(
         self.train_dataset
     )
 
 
 def hf_trainer(folder: Path, num_updates: int) -> Timing:
-    """Transformers' Trainer, padded micro-batches."""
+    """Train with transformers' Trainer on padded micro-batches."""
     from datasets import Dataset
     from transformers import Trainer, TrainingArguments
 
@@ -366,7 +378,10 @@ def hf_trainer(folder: Path, num_updates: int) -> Timing:
 
 
 def trl_packed(folder: Path, num_updates: int) -> Timing:
-    """TRL's SFTTrainer with packing; its bins are not our batches, so that its losses are its own."""
+    """Train with TRL's SFTTrainer and packing.
+
+    TRL packs sequences across updates, so its losses cannot be compared.
+    """
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
@@ -401,7 +416,10 @@ def trl_packed(folder: Path, num_updates: int) -> Timing:
 
 
 def give_verl_a_cpu() -> None:
-    """A platform object for verl, which knows CUDA and NPUs only; and TRL kept out of its sight, whose newer versions it can't import."""
+    """Give verl a platform object for the CPU, because it supports only CUDA and NPUs.
+
+    Also hides TRL from verl, which cannot import newer versions of it.
+    """
     import types
 
     import verl.models.transformers.monkey_patch as patches
@@ -424,10 +442,17 @@ def give_verl_a_cpu() -> None:
     module.mem_get_info, module.current_device = lambda *args: (1, 1), lambda: 0
 
     head_outputs = {
-        "is_available": True, "current_device": torch.device("cpu"), "device_count": 1, "communication_backend_name": "gloo",
-        "set_device": None, "synchronize": None, "manual_seed": None, "manual_seed_all": None, "empty_cache": None,
+        "is_available": True,
+        "current_device": torch.device("cpu"),
+        "device_count": 1,
+        "communication_backend_name": "gloo",
+        "set_device": None,
+        "synchronize": None,
+        "manual_seed": None,
+        "manual_seed_all": None,
+        "empty_cache": None,
         "set_allocator_settings": None,
-    }  # fmt: skip
+    }
 
     def head_outputs_with(value: object) -> Callable[..., object]:
         return lambda self, *args: value
@@ -443,7 +468,7 @@ def give_verl_a_cpu() -> None:
 
 
 def verl(folder: Path, num_updates: int) -> Timing:
-    """Verl's FSDP2 engine without padding, dynamic micro-batches of the same cap."""
+    """Train with verl's FSDP2 engine, without padding and with the same cap on micro-batches."""
     import verl.plugin.platform  # noqa: F401
 
     give_verl_a_cpu()
@@ -468,10 +493,18 @@ def verl(folder: Path, num_updates: int) -> Timing:
         enable_gradient_checkpointing=False,
     )
     settings = FSDPEngineConfig(
-        strategy="fsdp2", forward_only=False, use_dynamic_bsz=True, use_remove_padding=True, use_torch_compile=False,
-        max_token_len_per_gpu=MICRO_BATCH_TOKENS, infer_max_token_len_per_gpu=MICRO_BATCH_TOKENS, ulysses_sequence_parallel_size=1,
-        mixed_precision=None if IS_BF16 else {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-    )  # fmt: skip
+        strategy="fsdp2",
+        forward_only=False,
+        use_dynamic_bsz=True,
+        use_remove_padding=True,
+        use_torch_compile=False,
+        max_token_len_per_gpu=MICRO_BATCH_TOKENS,
+        infer_max_token_len_per_gpu=MICRO_BATCH_TOKENS,
+        ulysses_sequence_parallel_size=1,
+        mixed_precision=None
+        if IS_BF16
+        else {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+    )
     optimizer = FSDPOptimizerConfig(
         lr=LEARNING_RATE,
         total_training_steps=100,
@@ -495,16 +528,22 @@ def verl(folder: Path, num_updates: int) -> Timing:
         }
         data = TensorDict(columns, batch_size=[len(mine)])
         tensordict_utils.assign_non_tensor(
-            data, use_dynamic_bsz=True, max_token_len_per_gpu=MICRO_BATCH_TOKENS, use_remove_padding=True, use_fused_kernels=False,
-            pad_mode=DatasetPadMode.NO_PADDING, temperature=1.0, calculate_entropy=False, pad_token_id=0,
-        )  # fmt: skip
+            data,
+            use_dynamic_bsz=True,
+            max_token_len_per_gpu=MICRO_BATCH_TOKENS,
+            use_remove_padding=True,
+            use_fused_kernels=False,
+            pad_mode=DatasetPadMode.NO_PADDING,
+            temperature=1.0,
+            calculate_entropy=False,
+            pad_token_id=0,
+        )
         found = engine.train_batch(data, loss_fn)
         engine.lr_scheduler_step()
         loss = found["loss"]
         total = torch.tensor(float(sum(loss)) if isinstance(loss, list) else float(loss))
-        dist.all_reduce(
-            total
-        )  # each rank's part is multiplied by the number of ranks, whose gradients FSDP averages
+        # Each rank's value is multiplied by the number of ranks, because FSDP averages gradients.
+        dist.all_reduce(total)
         return float(total) / world_size
 
     with engine.train_mode():

@@ -1,7 +1,8 @@
-"""What bench_update.py trains, and what each contender reports: one model, the same sequences, one clock.
+"""The model, sequences and clock of bench_update.py.
 
-The model has Qwen2's architecture with 18.9 million parameters. The sequences are long-tailed as rollouts are: prompts of 16 to 64
-tokens, responses log-normal with a median of 90 and a sigma of 0.9, clipped to [8, 960]; the loss is on the response.
+The model has Qwen2's architecture with 18.9 million parameters. The sequences are long-tailed like
+rollouts: prompts of 16 to 64 tokens, and responses log-normal with median 90 and sigma 0.9, clipped
+to [8, 960]. Only responses are trained.
 """
 
 import math
@@ -36,12 +37,15 @@ NUM_SEQUENCES = 32
 MICRO_BATCH_TOKENS = 2048
 LEARNING_RATE = 1e-4
 IS_BF16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-"""Whether everybody computes in bf16: a processor without instructions for it does 50 times less than in float32."""
+"""True if all contenders compute in bf16.
+
+A processor without bf16 instructions computes 50 times slower in bf16 than in float32.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One prompt with its response."""
+    """A prompt with its response."""
 
     tokens: Tensor
     """[L] int64."""
@@ -51,19 +55,22 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What one contender came to; the first update warms up and is in ``losses`` only."""
+    """Timings of one contender; the first update is warm-up and appears only in `losses`."""
 
     tokens: list[int]
     """Real tokens of each timed update, over all ranks."""
     wall_s: list[float]
-    """Of each timed update."""
+    """Seconds of each timed update."""
     cpu_s: list[float]
-    """Of each timed update, over all ranks."""
+    """CPU seconds of each timed update, over all ranks."""
     losses: list[float]
-    """Mean negative log-likelihood per trained token of every update, warm-up first; empty where its batches are others."""
+    """Mean negative log-likelihood per trained token of every update, including the warm-up.
+
+    Empty if the contender's batches differ from those of the others.
+    """
 
     def summary(self) -> dict[str, object]:
-        """The median update, and this process's peak memory."""
+        """Return the rates of the median update, and this process's peak memory."""
         per_cpu = sorted(
             tokens / seconds for tokens, seconds in zip(self.tokens, self.cpu_s, strict=True)
         )
@@ -79,7 +86,7 @@ class Timing:
 
 
 def examples(*, seed: int) -> list[Example]:
-    """The sequences of one update."""
+    """Draw the sequences of one update."""
     chance = np.random.default_rng(seed)
     prompts = chance.integers(16, 65, NUM_SEQUENCES)
     responses = np.clip(np.exp(chance.normal(math.log(90), 0.9, NUM_SEQUENCES)), 8, 960).astype(int)
@@ -93,12 +100,12 @@ def examples(*, seed: int) -> list[Example]:
 
 
 def batches(num_updates: int) -> list[list[Example]]:
-    """One warm-up batch and ``num_updates`` timed ones."""
+    """Return one warm-up batch and `num_updates` timed ones."""
     return [examples(seed=100 + i) for i in range(num_updates + 1)]
 
 
 def write_model(folder: Path) -> None:
-    """The model with seeded weights, and a tokenizer that the peers ask for."""
+    """Write the model with seeded weights, and a tokenizer that the peers need."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **ARCHITECTURE))
     model.save_pretrained(folder)
@@ -109,7 +116,7 @@ def write_model(folder: Path) -> None:
 
 
 def load_model(folder: Path, *, attention: str) -> PreTrainedModel:
-    """The model in float32, ready to train."""
+    """Load the model in float32 for training."""
     transformers.logging.set_verbosity_error()
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=attention
@@ -121,7 +128,7 @@ def load_model(folder: Path, *, attention: str) -> PreTrainedModel:
 def time_updates(
     update: Callable[[Sequence[Example]], float], *, num_updates: int, world_size: int = 1
 ) -> Timing:
-    """Run the warm-up and the timed updates; the tokens are counted over all ranks, of which each takes its share."""
+    """Run the warm-up and the timed updates; tokens are counted over all ranks."""
     wall, cpu, losses, tokens = [], [], [], []
     for number, batch in enumerate(batches(num_updates)):
         started, started_cpu = time.perf_counter(), time.process_time()
@@ -135,7 +142,7 @@ def time_updates(
 
 
 def first_fit(lengths: Sequence[int], *, cap: int) -> list[list[int]]:
-    """Bins of at most ``cap`` tokens, longest first: what the hand-written loop packs with."""
+    """Pack sequences into bins of at most `cap` tokens, longest first."""
     bins: list[list[int]] = []
     loads: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

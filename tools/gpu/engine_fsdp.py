@@ -236,10 +236,16 @@ class Running:
             )
         if status != 0 or self.task.command:
             lines = said.strip().splitlines()
-            options.rows.add({
-                "job": self.task.name, "world_size": self.task.gpus, "seconds": round(time.monotonic() - self.begun, 1),
-                "status": "killed at its limit" if is_late else status, "says": " | ".join(lines[-1:]), "ok": status == 0,
-            })  # fmt: skip
+            options.rows.add(
+                {
+                    "job": self.task.name,
+                    "world_size": self.task.gpus,
+                    "seconds": round(time.monotonic() - self.begun, 1),
+                    "status": "killed at its limit" if is_late else status,
+                    "says": " | ".join(lines[-1:]),
+                    "ok": status == 0,
+                }
+            )
 
 
 def write_entry_points(folder: Path) -> None:

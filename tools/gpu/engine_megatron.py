@@ -383,11 +383,21 @@ def report(
     tokens = sum(map(sum, lengths)) * num_replicas / world_size
     per_token, attention = flops_of(SHAPE, lengths)
     if rank == 0:
-        rows.add({
-            "job": "speed", "who": who, "layout": layout, "world_size": world_size, "tokens_per_s_and_gpu": round(tokens / seconds),
-            "mfu": round((per_token * tokens + attention * num_replicas / world_size) / seconds / gemm, 3),
-            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1), "grad_norm": norm, "ok": math.isfinite(norm),
-        })  # fmt: skip
+        rows.add(
+            {
+                "job": "speed",
+                "who": who,
+                "layout": layout,
+                "world_size": world_size,
+                "tokens_per_s_and_gpu": round(tokens / seconds),
+                "mfu": round(
+                    (per_token * tokens + attention * num_replicas / world_size) / seconds / gemm, 3
+                ),
+                "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+                "grad_norm": norm,
+                "ok": math.isfinite(norm),
+            }
+        )
 
 
 RANK_JOBS: Mapping[str, Callable[[Rows, int, int, str], None]] = {"norms": norms, "speed": speed}

@@ -315,10 +315,17 @@ def background(place: Place) -> None:
         (during_s,) = times_of(scale, partial(update, engine, packed), repeats=1)
         engine.finish_saving()
         if place.is_first:
-            place.rows.add({
-                "job": "background", "world_size": place.world_size, "in_background": in_background, "stands_still_s": stands_still_s,
-                "update_s": plain_s, "update_during_s": during_s, "whole_save_s": time.perf_counter() - begun,
-            })  # fmt: skip
+            place.rows.add(
+                {
+                    "job": "background",
+                    "world_size": place.world_size,
+                    "in_background": in_background,
+                    "stands_still_s": stands_still_s,
+                    "update_s": plain_s,
+                    "update_during_s": during_s,
+                    "whole_save_s": time.perf_counter() - begun,
+                }
+            )
     engine.close()
     dist.barrier()
     if place.is_first:

@@ -53,9 +53,18 @@ def _speeds(rows: Iterable[Row]) -> list[str]:
         plain = speed.get((row["shape"], "plain, compiled", row["world_size"]), math.nan)
         own = _number(row, "tokens_per_s")
         cells = (
-            row["shape"], row["who"], row["world_size"], f"{own:.0f}", f"{own / alone:.3f}", f"{own / plain:.3f}", row["mfu"],
-            row["imbalance"], row.get("bare_communication_ms"), row.get("idle_ms"), row["peak_gib"],
-        )  # fmt: skip
+            row["shape"],
+            row["who"],
+            row["world_size"],
+            f"{own:.0f}",
+            f"{own / alone:.3f}",
+            f"{own / plain:.3f}",
+            row["mfu"],
+            row["imbalance"],
+            row.get("bare_communication_ms"),
+            row.get("idle_ms"),
+            row["peak_gib"],
+        )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 

@@ -86,12 +86,25 @@ def report_speed(
     flops = (
         per_token * tokens + per_square * float(batch.lengths.double().square().sum()) / world_size
     )
-    place.rows.add({
-        "job": "update", "who": who, "shape": shape, "world_size": world_size, "tokens_per_s": round(tokens / median),
-        "mfu": round(flops / median / gemm, 3), "gemm_tflops": round(gemm / 1e12), "seconds": [round(s, 4) for s in seconds],
-        "imbalance": round(imbalance(scale, scale.shapes[shape], batch, world_size=world_size), 4), **lost,
-        "peak_gib": round(peak / 2**30, 1), "grad_norm": norm, "ok": math.isfinite(norm),
-    })  # fmt: skip
+    place.rows.add(
+        {
+            "job": "update",
+            "who": who,
+            "shape": shape,
+            "world_size": world_size,
+            "tokens_per_s": round(tokens / median),
+            "mfu": round(flops / median / gemm, 3),
+            "gemm_tflops": round(gemm / 1e12),
+            "seconds": [round(s, 4) for s in seconds],
+            "imbalance": round(
+                imbalance(scale, scale.shapes[shape], batch, world_size=world_size), 4
+            ),
+            **lost,
+            "peak_gib": round(peak / 2**30, 1),
+            "grad_norm": norm,
+            "ok": math.isfinite(norm),
+        }
+    )
 
 
 def where_time_goes(

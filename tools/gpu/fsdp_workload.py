@@ -58,14 +58,21 @@ FULL = Scale(
 REHEARSAL = Scale(
     device="cpu",
     shapes={
-        name: {**HALF_BILLION, "vocab_size": 211, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-               "num_attention_heads": 4} for name in ("0.5B", "1.5B")
+        name: {
+            **HALF_BILLION,
+            "vocab_size": 211,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        }
+        for name in ("0.5B", "1.5B")
     },
     micro_batch_tokens=512,
     longest=128,
     compiles=False,
     num_updates=2,
-)  # fmt: skip
+)
 
 
 def _policy_batch(

@@ -245,11 +245,19 @@ def report_speed(
     tokens = sum(map(sum, lengths))
     per_token, attention = flops_of(SHAPES[shape], lengths)
     if rank == 0:
-        rows.add({
-            "job": "update", "who": name, "shape": shape, "world_size": world_size, "tokens_per_s": round(tokens / seconds),
-            "mfu": round((per_token * tokens + attention) / seconds / gemm, 3),
-            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1), "grad_norm": norm, "ok": math.isfinite(norm),
-        })  # fmt: skip
+        rows.add(
+            {
+                "job": "update",
+                "who": name,
+                "shape": shape,
+                "world_size": world_size,
+                "tokens_per_s": round(tokens / seconds),
+                "mfu": round((per_token * tokens + attention) / seconds / gemm, 3),
+                "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
+                "grad_norm": norm,
+                "ok": math.isfinite(norm),
+            }
+        )
 
 
 def timed(once: Callable[[], object], *, repeats: int) -> float:

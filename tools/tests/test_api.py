@@ -81,16 +81,32 @@ def test_public_names_are_locked_with_their_signatures(package: Path) -> None:
     ("old", "new", "sentence"),
     [
         ("cap: int,", "", "plan(cap) is gone"),
-        ("cap: int,", "cap: float,", "plan(cap) was 'int, keyword-only, required' and is 'float, keyword-only, required'"),
-        ("spread: float = 0.5", "spread: int = 0.5", "plan(spread) was 'float, keyword-only, = 0.5' and is 'int, keyword-only, = 0.5'"),
+        (
+            "cap: int,",
+            "cap: float,",
+            "plan(cap) was 'int, keyword-only, required' and is 'float, keyword-only, required'",
+        ),
+        (
+            "spread: float = 0.5",
+            "spread: int = 0.5",
+            "plan(spread) was 'float, keyword-only, = 0.5' and is 'int, keyword-only, = 0.5'",
+        ),
         ("cap: int,", "cap: int, seed: int,", "plan(seed) is new and must be given"),
-        ("steps: int\n", "steps: int\n    width: int\n", "Plan.__init__(width) is new and must be given"),
-        ("    def _inner", "    @abstractmethod\n    def stop(self) -> None: ...\n    def _inner", "Engine.stop is new and must be given"),
+        (
+            "steps: int\n",
+            "steps: int\n    width: int\n",
+            "Plan.__init__(width) is new and must be given",
+        ),
+        (
+            "    def _inner",
+            "    @abstractmethod\n    def stop(self) -> None: ...\n    def _inner",
+            "Engine.stop is new and must be given",
+        ),
         ('    NEAR = "near"', '    NEAR = "close"', "Kind.NEAR was \"'near'\" and is \"'close'\""),
         ('"Path", ', "", "Path is gone"),
         ("LIMIT = 3", "_LIMIT = 3", "LIMIT is gone"),
     ],
-)  # fmt: skip
+)
 def test_what_breaks_a_user_is_found(package: Path, old: str, new: str, sentence: str) -> None:
     _change(package, old, new)
     assert list(breaks((package / LOCK).read_text().splitlines(), api(package)).values()) == [

@@ -22,18 +22,39 @@ def _faults(folder: Path, source: str, wording: Wording, *, name: str = "module.
 @pytest.mark.parametrize(
     ("source", "fault"),
     [
-        ("def sum_up():\n    '''Of all tensors.'''\n", "module.py:2: the function docstring starts with 'Of'"),
-        ("class Plan:\n    steps: int\n    '''Of the run.'''\n", "module.py:3: the field docstring starts with 'Of'"),
+        (
+            "def sum_up():\n    '''Of all tensors.'''\n",
+            "module.py:2: the function docstring starts with 'Of'",
+        ),
+        (
+            "class Plan:\n    steps: int\n    '''Of the run.'''\n",
+            "module.py:3: the field docstring starts with 'Of'",
+        ),
         ("'''What a run leaves.'''\n", "module.py:1: the module docstring starts with 'What'"),
-        ("def read():\n    '''Read nobody's file.'''\n", "module.py:2: the docstring says 'nobody': write no one, or say who"),
-        ("class WeightParcel: ...\n", "module.py:1: 'parcel' in `WeightParcel`: write weight file (it hides that a file is written)"),
+        (
+            "def read():\n    '''Read nobody's file.'''\n",
+            "module.py:2: the docstring says 'nobody': write no one, or say who",
+        ),
+        (
+            "class WeightParcel: ...\n",
+            "module.py:1: 'parcel' in `WeightParcel`: write weight file (it hides that a file is written)",
+        ),
         ("def run(*, rooms): ...\n", "module.py:1: 'rooms' in `rooms`: write component, context"),
-        ("self.is_held = True\n", "module.py:1: 'held' in `is_held`: write cached, kept or last_sent"),
+        (
+            "self.is_held = True\n",
+            "module.py:1: 'held' in `is_held`: write cached, kept or last_sent",
+        ),
         ("import torch as guest\n", "module.py:1: 'guest' in `guest`: write dependency"),
-        ("def without_idle(): ...\n", "module.py:1: function `without_idle` starts with the preposition 'without'"),
-        ("def _of_rank(): ...\n", "module.py:1: function `_of_rank` starts with the preposition 'of'"),
+        (
+            "def without_idle(): ...\n",
+            "module.py:1: function `without_idle` starts with the preposition 'without'",
+        ),
+        (
+            "def _of_rank(): ...\n",
+            "module.py:1: function `_of_rank` starts with the preposition 'of'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_fault_is_reported_with_its_line_and_what_to_write(
     tmp_path: Path, wording: Wording, source: str, fault: str
 ) -> None:
