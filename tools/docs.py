@@ -1,8 +1,9 @@
-"""The pages tell the truth: Python blocks run, commands are held to what they call, settings compose, and relative links lead somewhere.
+"""Check the documentation pages: run Python blocks, check commands, settings and relative links.
 
-The Python blocks of one page are one program, run in an empty folder, so that a later block may use an earlier one's names. Its shell
-blocks are one program too: see tools/page_commands.py. A YAML block is composed as a configuration of `temper-train`, TOML and JSON are
-parsed, and what a program prints is marked `text`.
+The Python blocks of a page are run as one program in an empty folder, so that a block may use names
+of earlier blocks. Its shell blocks form one program too: see tools/page_commands.py. A YAML block
+is composed as a configuration of `temper-train`; TOML and JSON are parsed. Printed output is marked
+`text`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from tools.page_commands import WITH_CHECKPOINTS, check_commands, check_settings
 from tools.pages import PAGES, Block, program, split_page
 
 LIMIT_S = 120
-"""For the Python of one page."""
+"""Time limit for the Python blocks of a page."""
 
 LANGUAGES = ("python", "sh", "yaml", "toml", "json", "text")
-"""What may follow the opening mark of a block."""
+"""Languages that a block may be marked with."""
 
 _LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 _HEADING = re.compile(r"(?m)^#{1,6}\s+(.+?)\s*$")
@@ -37,7 +38,7 @@ _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
 def broken_links(page: Path, prose: str) -> list[str]:
-    """The relative links of a page that lead to no file or folder, or to no heading of a page, a sentence each."""
+    """Return a sentence for each relative link to a missing file, folder or heading."""
     found = []
     for number, line in enumerate(prose.splitlines(), start=1):
         for target in _LINK.findall(_INLINE_CODE.sub("", line)):
@@ -58,7 +59,7 @@ def broken_links(page: Path, prose: str) -> list[str]:
 
 
 def anchors(prose: str) -> set[str]:
-    """What a link may name behind `#`: the headings of a page as the site spells them."""
+    """Return the anchors of a page's headings, spelled as the site spells them."""
     words = (
         re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in _HEADING.findall(prose)
     )
@@ -66,7 +67,7 @@ def anchors(prose: str) -> set[str]:
 
 
 def placeholders(page: Path, prose: str) -> list[str]:
-    """Places that were to be filled in, such as a number before its measurement, a sentence each."""
+    """Return a sentence for each placeholder, such as one for a number that was never measured."""
     lines = enumerate(prose.splitlines(), start=1)
     return [
         f"{page}:{number}: {mark} was never filled in"
@@ -76,10 +77,12 @@ def placeholders(page: Path, prose: str) -> list[str]:
 
 
 def run_blocks(page: Path, code: str, *, work: Path | None = None) -> list[str]:
-    """Run a page's blocks as one program; its traceback, with the page's own line numbers, if that fails.
+    """Run a page's blocks as one program; return its traceback if it fails.
+
+    Line numbers in the traceback are those of the page.
 
     Args:
-        work: Where it runs; an empty folder by default.
+        work: Working directory; an empty folder by default.
     """
     if not code.strip():
         return []
@@ -111,10 +114,10 @@ def run_blocks(page: Path, code: str, *, work: Path | None = None) -> list[str]:
 
 
 def check_page(page: Path, *, name: str) -> list[str]:
-    """What is wrong with a page, a sentence each.
+    """Check a page and return one sentence for each error.
 
     Args:
-        name: Its path below the repository.
+        name: Path of the page, relative to the repository.
     """
     blocks, prose = split_page(page.read_text())
     with tempfile.TemporaryDirectory(prefix="temper-docs-") as folder:
@@ -129,11 +132,11 @@ def check_page(page: Path, *, name: str) -> list[str]:
 
 
 def check_blocks(page: Path, blocks: Sequence[Block], *, name: str, folder: Path) -> list[str]:
-    """What is wrong with a page's blocks, Python's apart.
+    """Check a page's blocks except for Python, and return one sentence for each error.
 
     Args:
-        name: The page's path below the repository.
-        folder: An empty one, in which commands run.
+        name: Path of the page, relative to the repository.
+        folder: An empty folder in which commands run.
     """
     found = [
         f"{page}:{block.line}: a block of {block.language or 'no language'}: write one of {', '.join(LANGUAGES)} behind its opening mark"
@@ -154,7 +157,7 @@ def check_blocks(page: Path, blocks: Sequence[Block], *, name: str, folder: Path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the pages below the given repository (this one by default); 1 if anything is wrong."""
+    """Check the pages of a repository, by default this one; return 1 if there is an error."""
     chosen = sys.argv[1:] if arguments is None else arguments
     root = Path(chosen[0]) if chosen else Path(__file__).resolve().parent.parent
     pages = sorted({page for pattern in PAGES for page in root.glob(pattern)})

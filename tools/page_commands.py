@@ -1,8 +1,10 @@
-"""The commands on a page: each is run, composed or parsed as far as is cheap, or stands in NOT_RUN with its reason.
+"""Check the commands on a page: run, compose or parse each as far as that is cheap.
 
-In: the shell blocks of one page, as one program. bash itself reads them, with no command to be found, so that quotes, variables and
-continued lines mean what they mean to a reader; what it would have started is then checked in order (tools/command_rules.py), in a folder
-with what the reader is told to bring (INPUTS). A command that nothing here knows is a fault.
+The input is the shell blocks of a page as one program. Bash parses it with no command on its path,
+so that quotes, variables and line continuations mean what they mean to a reader. The commands that
+it would have started are then checked in order (tools/command_rules.py), in a folder with the files
+that pages ask their reader to have (`INPUTS`). Commands in `NOT_RUN` are skipped for the given
+reason; an unknown command is an error.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ NOT_RUN = {
     "ray start": "opens a cluster on the reader's machines; packages/trainer/tests/runtime starts two nodes, at night",
     "tee": "keeps the output of the command before it, which is checked",
 }
-"""First words of commands that are not looked at any further, each with its reason."""
+"""Beginnings of commands that are not checked, each with the reason."""
 
 RULES = {
     r"temper-train": train,
@@ -50,7 +52,7 @@ RULES = {
     r"pip": pip_install,
     r"ray": ray_job,
 }
-"""By a command's first word: what returns its fault, or nothing."""
+"""Maps a pattern of a command's first word to the function that returns its error, if any."""
 
 _OLD_SCRIPT = """\
 python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=train.parquet data.train_batch_size=64 \\
@@ -80,7 +82,7 @@ _MODEL = {
     "chat_template.jinja": "",
     "model.safetensors": "\2" + 7 * "\0" + "{}",
 }
-"""As much of a model directory as `temper-train --check` reads."""
+"""The files of a model directory that `temper-train --check` reads."""
 _MODELS = ("DIR", "student", "teacher_of_maths", "teacher_of_code")
 _RESULTS = ("runs/gsm8k_sft/huggingface", "runs/judge/huggingface", "warm/warm_start/huggingface")
 
@@ -92,14 +94,18 @@ INPUTS = {
         for folder in (*_MODELS, *_RESULTS)
         for name, text in _MODEL.items()
     },
-    # The same page makes these runs and uses their models: without the marker, the command that makes one would be refused.
+    # The same page creates these runs and then uses their models. Without the marker, the command
+    # that creates one would be refused.
     **{f"{run}/.untrained": "" for run in ("runs/gsm8k_sft", "runs/judge", "warm")},
     "warm/tokenizer/tokenizer.json": "{}",
     **dict.fromkeys(("old/run_grpo.sh", "run_grpo.sh", "examples/other.sh"), _OLD_SCRIPT),
     **dict.fromkeys(("old/rewards.py", "src/rewards.py"), "from verl import DataProto\n"),
     "my_run.yaml": _OLD_CONFIG,
 }
-"""What pages tell their reader to have: data, models as far as a check reads them, and the project of an older system."""
+"""Files that pages ask their reader to have.
+
+They are data, models as far as checks read them, and the project of an older system.
+"""
 
 MODULES = {
     f"docs/how-to/{page}.md": f"my_{module}.py"
@@ -109,12 +115,16 @@ MODULES = {
         ("environment", "environment"),
     )
 }
-"""Pages whose Python the reader is to save, and under which name."""
+"""Pages whose Python blocks the reader saves as a module, with its file name."""
 
 WITH_CHECKPOINTS = ("docs/migration/checkpoints.md", "packages/legacy-shim/README.md")
-"""Pages whose reader has `checkpoints` of an old run: their commands run on it, and their Python where those left their files."""
+"""Pages whose reader has `checkpoints` of an old run.
 
-# On one line, in front of the page's first, so that lines keep their numbers.
+Their commands use these checkpoints, and their Python blocks run in the folder where the commands
+wrote their files.
+"""
+
+# On a single line before the page's first line, so that line numbers stay correct.
 _RECORDER = (
     """command_not_found_handle() { printf '%s\\0' "${BASH_LINENO[0]}" "$#" "$@" >> "$RECORDED"; }; """
     """rollout-env/bin/pip() { command_not_found_handle pip "$@"; }; source() { :; }; """
@@ -123,21 +133,21 @@ _RECORDER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What bash would have started."""
+    """A command that bash would have started."""
 
     line: int
-    """Of the page."""
+    """Line number in the page."""
     words: tuple[str, ...]
 
 
 def check_commands(program: str, *, page: str, code: str, folder: Path) -> list[str]:
-    """What is wrong with the commands of a page, a sentence each.
+    """Check the commands of a page and return one sentence for each error.
 
     Args:
-        program: Its shell blocks, each line where it stands in the page.
-        page: Its path below the repository.
-        code: Its Python blocks, for MODULES.
-        folder: An empty one.
+        program: The page's shell blocks, with each line at its line number in the page.
+        page: Path of the page, relative to the repository.
+        code: The page's Python blocks, for `MODULES`.
+        folder: An empty folder.
     """
     add_inputs(folder, {**INPUTS, MODULES[page]: code} if page in MODULES else INPUTS)
     if page in WITH_CHECKPOINTS:
@@ -154,7 +164,10 @@ def check_commands(program: str, *, page: str, code: str, folder: Path) -> list[
 
 
 def check_settings(text: str, *, folder: Path) -> str:
-    """What is wrong with a YAML block as a configuration of temper-train; one without defaults is part of the reader's own run."""
+    """Check a YAML block as a `temper-train` configuration; return its error, if any.
+
+    A block without `defaults` is checked as an excerpt of the reader's own configuration.
+    """
     add_inputs(folder, INPUTS)
     is_whole = re.search(r"(?m)^defaults:", text) is not None
     (folder / "settings.yaml").write_text(
@@ -174,7 +187,7 @@ def check_settings(text: str, *, folder: Path) -> str:
 
 
 def add_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
-    """Write these files below a folder."""
+    """Write these files to a folder."""
     for name, text in inputs.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if name.endswith(".parquet"):
@@ -185,7 +198,7 @@ def add_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
 
 @cache
 def _old_checkpoints() -> tempfile.TemporaryDirectory[str]:
-    """A folder with an old run's checkpoints, made once."""
+    """Return a folder with an old run's checkpoints, which is created only once."""
     folder = tempfile.TemporaryDirectory(prefix="temper-docs-checkpoints-")
     root = Path(__file__).resolve().parent.parent
     subprocess.run(
@@ -195,15 +208,15 @@ def _old_checkpoints() -> tempfile.TemporaryDirectory[str]:
 
 
 def record(program: str, *, folder: Path, arguments: Sequence[str] = ()) -> list[Command]:
-    """The commands that bash would have started, by line.
+    """Return the commands that bash would have started, by line.
 
     Args:
-        program: bash's.
-        folder: Where it runs.
-        arguments: The program's.
+        program: The bash program.
+        folder: Working directory.
+        arguments: Arguments of the program.
 
     Raises:
-        ValueError: bash found a fault, such as an open quote.
+        ValueError: If bash reports an error, such as an open quote.
     """
     script, recorded = folder / ".program.sh", folder / ".recorded"
     script.write_text(_RECORDER + program)
@@ -232,7 +245,7 @@ def record(program: str, *, folder: Path, arguments: Sequence[str] = ()) -> list
 
 
 def fault_of(words: Sequence[str], *, folder: Path) -> str:
-    """What is wrong with one command; empty where nothing is, or where NOT_RUN says why nobody looks."""
+    """Return the error of a command; empty if it is correct or in `NOT_RUN`."""
     if any(tuple(words[: len(known.split())]) == tuple(known.split()) for known in NOT_RUN):
         return ""
     if words[0] == "bash":

@@ -1,15 +1,17 @@
-"""Release one package: everything but the commit and the tag, which it prints.
+"""Release one package, except for the commit and the tag, whose commands it prints.
 
-`python tools/release.py engine-api 0.2.0` sets the version, binds the changelog's fragments, locks the public names, builds sdist and
-wheel twice, and records the release in tools/releases.toml. All of it is done in a copy first; the checkout changes when nothing is
-wrong.
+`python tools/release.py engine-api 0.2.0` sets the version, adds the changelog fragments to the
+changelog, locks the public names, builds sdist and wheel twice, and records the release in
+tools/releases.toml. It works on a copy first and changes the checkout only if everything succeeds.
 
-Before that, `nox -s compat` has tried the package and each of its siblings with the other's last release: a release without its green
-record is refused, unless `--untried REASON` says why; the reason is kept in tools/releases.toml.
+Run `nox -s compat` before: it tries the package and each of its siblings with the other's last
+release. A release without this record is refused unless `--untried REASON` is given; the reason is
+stored in tools/releases.toml.
 
-    --draft    the same checks and builds, and the checkout stays as it is
-    --record   after the release commit, without PACKAGE and VERSION: write the commits of released packages into tools/releases.toml,
-               and the next version, X.Y.Z.dev0, into their pyproject.toml
+    --draft    run the same checks and builds, but do not change the checkout
+    --record   after the release commit, without PACKAGE and VERSION: write the commits of released
+               packages into tools/releases.toml, and the next version, X.Y.Z.dev0, into their
+               pyproject.toml
     --verify   build a recorded release again from its recorded content and compare the hashes
 """
 
@@ -52,28 +54,29 @@ from tools.releases import (
 ROOT = Path(__file__).resolve().parent.parent
 
 WRITTEN = ("pyproject.toml", "CHANGELOG.md", LOCK)
-"""What a release changes in the package's folder, beside the fragments."""
+"""Files of the package's folder that a release changes, in addition to the fragments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A release as it came out in a copy."""
+    """A release that was built in a copy."""
 
     package: Path
-    """The copy of the package's folder: version set, changelog bound, no fragments."""
+    """Copy of the package's folder with the version set, the changelog updated and no fragments."""
     date: str
     files: tuple[Path, ...]
-    """Sdist and wheel."""
+    """The sdist and the wheel."""
 
 
 def draft(root: Path, package: str, version: str, *, folder: Path) -> Draft:
-    """Make the release in `folder`, from the files of the checkout that git knows.
+    """Build the release in `folder` from the checkout's files that git knows or would add.
 
     Raises:
-        ReleaseError: a check, towncrier, a build or `twine check` finds a fault.
+        ReleaseError: If a check, towncrier, a build or `twine check` fails.
     """
     check_before(root, package, version)
     copies = [_copy(root, package, folder / name) for name in ("one", "two")]
+    # Two separate copies are built, so that a build that is not reproducible is noticed.
     set_version(copies[0], version)
     _bind(copies[0], version)
     write_lock(copies[0])
@@ -93,23 +96,22 @@ def draft(root: Path, package: str, version: str, *, folder: Path) -> Draft:
 
 
 def release(root: Path, package: str, version: str, *, reason: str = "") -> Record:
-    """Make the release and bring it into the checkout: package, dist/, and records; all of it is staged, nothing committed.
+    """Build the release and stage it in the checkout: package, records and dist/; commit nothing.
 
     Args:
-        reason: Why it may be released though a pair was not tried; only then.
+        reason: Why an untried pair may be released; empty if all pairs were tried.
 
     Raises:
-        ReleaseError: as `draft` does; the checkout is not clean, a pair was not tried and no reason is given, or dist/ holds another
-            build of this version.
+        ReleaseError: If `draft` fails, the checkout has changes, a pair was not tried and no reason
+            is given, or dist/ contains another build of this version.
     """
     unsaved = git(root, "status", "--porcelain").strip()
     if unsaved:
         raise ReleaseError(
             f"the checkout has changes, which would go into the release: commit or stash them first.\n{unsaved}"
         )
-    check_before(
-        root, package, version
-    )  # first: a wrong version is told at once, and not after hours of trials
+    # Check the version first, so that a wrong one is reported before hours of trials.
+    check_before(root, package, version)
     check_tried(root, package, version, reason=reason)
     with tempfile.TemporaryDirectory(prefix="temper-release-") as folder:
         made = draft(root, package, version, folder=Path(folder))
@@ -135,10 +137,10 @@ def release(root: Path, package: str, version: str, *, reason: str = "") -> Reco
 
 
 def begin_next_versions(root: Path) -> list[str]:
-    """Give every package that still carries a released version the next one, `X.Y.Z.dev0`.
+    """Set the next version, `X.Y.Z.dev0`, in every package that has a released version.
 
     Returns:
-        One line for each package that was changed.
+        One line for each changed package.
     """
     recorded = {(record.package, record.version) for record in read_records(root)}
     changed = []
@@ -151,10 +153,10 @@ def begin_next_versions(root: Path) -> list[str]:
 
 
 def verify(root: Path, package: str, version: str) -> None:
-    """Build a recorded release again, from its recorded content.
+    """Build a recorded release again from its recorded content and compare the hashes.
 
     Raises:
-        ReleaseError: there is no such record, this clone lacks the content, or a hash differs.
+        ReleaseError: If there is no such record, this clone lacks the content, or a hash differs.
     """
     found = [
         record
@@ -178,7 +180,7 @@ def verify(root: Path, package: str, version: str) -> None:
 
 
 def _copy(root: Path, package: str, folder: Path) -> Path:
-    """The package's files that git knows or would add, below a folder laid out as the repository is."""
+    """Copy the package's files that git knows or would add to a folder with the same layout."""
     names = git(
         root,
         "ls-files",
@@ -196,7 +198,7 @@ def _copy(root: Path, package: str, folder: Path) -> Path:
 
 
 def _bind(package: Path, version: str) -> None:
-    """Towncrier: the fragments become the changelog's newest entry."""
+    """Move the fragments into the changelog with towncrier."""
     command = [
         sys.executable,
         "-m",
@@ -229,7 +231,7 @@ def _keep_files(root: Path, files: Sequence[Path]) -> None:
 
 
 def _entry(changelog: str, version: str) -> str:
-    """The changelog's part about one version."""
+    """Return the changelog's entry of one version."""
     _, mark, rest = changelog.partition(f"## {version} ")
     return (mark + rest.partition("\n## ")[0]).strip()
 
@@ -248,7 +250,7 @@ def _tell(record: Record) -> str:
 
 
 def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         prog="tools/release.py",

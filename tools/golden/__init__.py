@@ -1,1 +1,1 @@
-"""Files that a released version wrote, kept so that every later version is tried with them."""
+"""Write files with a released version, so that later versions can be tested on them."""

@@ -1,7 +1,8 @@
-"""`python -m tools.golden PACKAGE`: let the last release of a package write its golden files, once.
+"""Write golden files with the last release of a package: `python -m tools.golden PACKAGE`.
 
-They go to packages/PACKAGE/tests/golden/VERSION, a run of the trainer to golden_runs/VERSION beside it, and are written by the released
-sources of that package and of its siblings, not by those of the checkout. What exists is left alone.
+The files go to packages/PACKAGE/tests/golden/VERSION, and a run of the trainer to
+golden_runs/VERSION next to it. They are written by the released sources of the package and of its
+siblings, not by those of the checkout. Existing files are not changed.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ WRITERS: dict[str, dict[str, tuple[str, ...]]] = {
     "trainer": {"golden": ("trainer.py",), "golden_runs": ("trainer_run.py",)},
     "legacy-shim": {"golden": ("translations.py",)},
 }
-"""By package and folder below its tests: a program, and what follows the folder that it writes into.
+"""The program and its further arguments, by package and by folder below the package's tests.
 
-The contract's files lie inside the engines' checkpoints, and so do those that the shim converts.
+The contract's files are in the engines' checkpoints, and so are those that the shim converts.
 """
 
 
 def write(package: str) -> list[Path]:
-    """Write the golden files of a package's last release that are not there yet; returns their folders.
+    """Write the missing golden files of a package's last release, and return their folders.
 
     Raises:
-        ReleaseError: it was never released, or all of them exist.
+        ReleaseError: If the package was never released, or no file is missing.
     """
     release = last_release(ROOT, package)
     if release is None:
@@ -72,7 +73,7 @@ def write(package: str) -> list[Path]:
 
 
 def main() -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.golden", description=__doc__)
     parser.add_argument("package", choices=WRITERS)
     try:

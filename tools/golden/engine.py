@@ -1,6 +1,7 @@
-"""A checkpoint of a tiny model after two updates, its configuration, and what is inside, as hashes: `engine.py FOLDER MODULE:CLASS`.
+"""Write a checkpoint of a tiny model after two updates: `engine.py FOLDER MODULE:CLASS`.
 
-Runs with the released sources alone, so it uses nothing but the public interface of the version that it runs with.
+Also writes the configuration and hashes of the checkpoint's contents. Runs with released sources
+and therefore uses only the public interface of that version.
 """
 
 import hashlib
@@ -40,7 +41,7 @@ SEQUENCES = [[1, 5, 9, 2, 30], [7, 7, 4], [11, 3, 8, 29]]
 
 
 def main(folder: Path, name: str) -> None:
-    """Train, save, and write down what was saved."""
+    """Train, save a checkpoint, and record its contents."""
     module, _, attribute = name.partition(":")
     engine_class: type[BaseEngine] = getattr(import_module(module), attribute)
     settings: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The resolved configuration of every experiment that a version ships, as its runs leave it: `trainer.py FOLDER`."""
+"""Write the resolved configuration of every shipped experiment: `trainer.py FOLDER`."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ GIVEN_BY_USERS = {
     "gsm8k_grpo": ("data.train.paths=[train.jsonl]", "data.eval.paths=[test.jsonl]"),
     "gsm8k_ppo": ("data.train.paths=[train.jsonl]", "data.eval.paths=[test.jsonl]"),
 }
-"""What an experiment on files of the user's own cannot know."""
+"""Overrides for settings that an experiment leaves to its user, such as data files."""
 
 
 def main(folder: Path) -> None:

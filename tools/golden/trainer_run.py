@@ -1,4 +1,4 @@
-"""A run of two steps, as it lies there when it was killed before it saved the second one: `trainer_run.py FOLDER`."""
+"""Write a run that was killed before it saved its second step: `trainer_run.py FOLDER`."""
 
 import json
 import os
@@ -26,23 +26,24 @@ OVERRIDES = (
     "run.num_threads=1",
     "reward.function=temper_trainer_test_rewards:share_of_digits",
 )
-"""With them a later version resumes it."""
+"""Overrides of the run; a later version resumes it with the same ones."""
 
 REWARDS = Path(__file__).resolve().parents[2] / "packages" / "trainer" / "tests" / "loops"
-"""Where a user's own reward lies, which a model that knows nothing gets some of."""
+"""Folder of a user-defined reward that gives even an untrained model different rewards."""
 
 KEPT = ("checkpoints", "metrics.jsonl", "tokenizer")
-"""What resuming reads; the rest is for people."""
+"""Files that resuming reads."""
 
 
 def main(folder: Path) -> None:
     """Write FOLDER/run and FOLDER/overrides.json."""
     sys.path.insert(0, str(REWARDS))
     folder.mkdir(parents=True)
-    os.chdir(folder)  # so that no path of this machine is written down
+    os.chdir(folder)  # keeps absolute paths of this host out of the files
     loaded = load([*OVERRIDES, "run.dir=run"])
     train(loaded.config, digest=loaded.digest, write_config=lambda run: write_resolved(loaded, run))
     Path("overrides.json").write_text(json.dumps(OVERRIDES, indent=1) + "\n")
+    # Deleting the last checkpoint leaves the run as if it had been killed before saving it.
     shutil.rmtree("run/checkpoints/step_00000002")
     for path in Path("run").iterdir():
         if path.name not in KEPT:

@@ -1,6 +1,6 @@
-"""Translations of old runs, and what they mean to the trainer of the same day: `translations.py FOLDER`.
+"""Translate old runs and resolve the translations with the trainer: `translations.py FOLDER`.
 
-Runs with the released sources alone, so it uses nothing but the public interface of the version that it runs with.
+Runs with released sources and therefore uses only the public interface of that version.
 """
 
 import json
@@ -68,11 +68,11 @@ OLD_RUNS: dict[str, tuple[str, str, str | None, tuple[str, ...]]] = {
         ),
     ),
 }
-"""By name: release, program, configuration, overrides."""
+"""Release, program, configuration name and overrides, by run."""
 
 
 def main(folder: Path) -> None:
-    """Write FOLDER/NAME.yaml, the translation, and FOLDER/NAME.json, every value that it comes to."""
+    """Write each translation to FOLDER/NAME.yaml and its resolved values to FOLDER/NAME.json."""
     folder.mkdir(parents=True)
     for name, (release, entry, config_name, overrides) in OLD_RUNS.items():
         translation = translate(

@@ -1,1 +1,1 @@
-"""The documentation site: the repository's pages as they are, and pages generated from the sources."""
+"""Build the documentation site from the repository's pages and pages generated from sources."""

@@ -1,7 +1,10 @@
-"""`python -m tools.site`: gather every page in .temper/site, ready for `mkdocs build --strict -f .temper/site/mkdocs.yml`.
+"""Gather all pages in .temper/site: `python -m tools.site`.
 
-Pages keep their place, so that their links hold: README.md, CONTRIBUTING.md, docs/, packages/*/README.md. A link to a file of the
-sources brings that file along; a link to a folder becomes its text. The reference is generated.
+Then run `mkdocs build --strict -f .temper/site/mkdocs.yml`.
+
+Pages keep their paths (README.md, CONTRIBUTING.md, docs/, packages/*/README.md), so that their
+links stay valid. Files that pages link to are copied too; a link to a folder is replaced by its
+text. The reference pages are generated.
 """
 
 from __future__ import annotations
@@ -32,13 +35,13 @@ TITLES = {
     "Records": ("docs/records/*.md",),
     "Contributing": ("CONTRIBUTING.md", "SECURITY.md"),
 }
-"""The sections, and the pages that stand in each, in order; a page stands in the first section that names it."""
+"""Patterns of the pages in each section, in order; a page is in the first section that matches."""
 
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
 
 
 def gather(root: Path, folder: Path) -> None:
-    """Write the pages and mkdocs.yml into a folder, which is made anew."""
+    """Write the pages and mkdocs.yml to a folder, which is deleted first."""
     if folder.exists():
         shutil.rmtree(folder)
     pages = folder / "pages"
@@ -57,7 +60,7 @@ def gather(root: Path, folder: Path) -> None:
 
 
 def _with_files(page: Path, *, root: Path, pages: Path) -> str:
-    """The text of a page; files that it links to come along, folders become their text."""
+    """Return the text of a page with links to folders replaced; copy files that it links to."""
 
     def replace(match: re.Match[str]) -> str:
         target = (page.parent / match.group(3)).resolve()
@@ -76,7 +79,7 @@ def _with_files(page: Path, *, root: Path, pages: Path) -> str:
 
 
 def _reference_page(root: Path, package: str) -> str:
-    """Every public module of a package, for mkdocstrings."""
+    """Build the page that makes mkdocstrings document every public module of a package."""
     lines = [f"# temper-{package}", "", "Generated from the docstrings of the public modules.", ""]
     top = griffe.load(
         "temper_" + package.replace("-", "_"),
@@ -96,7 +99,8 @@ def _reference_page(root: Path, package: str) -> str:
 def _paths(root: Path) -> str:
     sources = ", ".join(str(root / "packages" / package / "src") for package in PACKAGES)
     options = (
-        "          options: {show_root_heading: true}\n"  # a module's name above what is in it
+        # shows the module's name above its contents
+        "          options: {show_root_heading: true}\n"
     )
     return f"plugins:\n  - search\n  - mkdocstrings:\n      handlers:\n        python:\n          paths: [{sources}]\n{options}"
 

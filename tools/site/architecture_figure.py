@@ -1,6 +1,7 @@
-"""The figure of the house, drawn from the import contracts in pyproject.toml: a room stands above what it may import.
+"""Draw docs/architecture.svg from the import contracts in pyproject.toml.
 
-`python -m tools.site.architecture_figure` draws docs/architecture.svg anew.
+A component is drawn above the components that it may import. Run it with `python -m
+tools.site.architecture_figure`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ INK, PAPER, FILLS = "#1f2937", "#ffffff", ("#dbeafe", "#dcfce7", "#fef3c7")
 
 
 def contract_layers(root: Path, *, name: str) -> list[list[str]]:
-    """The rows of one layers contract, top first, each with its rooms side by side."""
+    """Return the rows of one layers contract from top to bottom, each a list of components."""
     contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"][
         "contracts"
     ]
@@ -28,7 +29,7 @@ def contract_layers(root: Path, *, name: str) -> list[list[str]]:
 
 
 def draw_architecture(root: Path) -> str:
-    """The figure as SVG: packages to the left, the trainer's rooms to the right."""
+    """Draw the SVG figure: packages on the left, the trainer's components on the right."""
     packages = [
         [room.replace("temper_", "").replace("_", "-") for room in row]
         for row in contract_layers(root, name="Packages")
@@ -53,7 +54,7 @@ def draw_architecture(root: Path) -> str:
 
 
 def main() -> None:
-    """Draw the file in docs/."""
+    """Write the figure to docs/."""
     (ROOT / FIGURE).write_text(draw_architecture(ROOT))
 
 
@@ -72,7 +73,7 @@ def _column(
 
 
 def _size(text: str, width: float) -> float:
-    """The font size at which a text fits; a letter is about six tenths as wide as it is high."""
+    """Return the font size at which a text fits, if a letter is 0.6 times as wide as it is high."""
     return round(min(14.0, (width - 8) / (0.6 * len(text))), 1)
 
 

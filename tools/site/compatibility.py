@@ -1,4 +1,4 @@
-"""The compatibility table: what each package accepts of its siblings, of Python and of torch, and what has been released."""
+"""Generate the compatibility page: supported versions of siblings, Python and torch; releases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ other as it was last released.
 
 
 def compatibility_page(root: Path) -> str:
-    """The page, in Markdown."""
+    """Return the page in Markdown."""
     lines = [
         HEAD,
         "| package | version here | Python | torch | siblings |",
@@ -64,7 +64,7 @@ def compatibility_page(root: Path) -> str:
 
 
 def _torch(folder: Path, extras: Iterable[str]) -> str:
-    """The torch that a package requires; of one that does so in extras alone, which."""
+    """Return the torch versions that a package requires, or those of its extras."""
     required = [str(each.specifier) for each in declared(folder) if each.name == "torch"]
     in_extras = [
         f"{each.specifier} with `[{extra}]`"
@@ -76,7 +76,7 @@ def _torch(folder: Path, extras: Iterable[str]) -> str:
 
 
 def _trials(root: Path) -> list[str]:
-    """A row for each pair."""
+    """Return a table row for each pair of packages."""
     green = {each.pair: each for each in read_matrix(root)}
     rows = []
     for pair in pairs(root / "packages" / name for name in PACKAGES):
@@ -92,7 +92,7 @@ def _trials(root: Path) -> list[str]:
 
 
 def _where(root: Path, green: TrialRecord) -> str:
-    """The commit of a trial, and what is no longer as it was then: a release would ask for the trial again."""
+    """Return the commit of a trial and what has changed since; a release needs a new trial then."""
     changed = changed_since(root, green)
     return f"`{green.commit[:7]}`" + (
         f"; since then changed: {', '.join(changed)}" if changed else ""

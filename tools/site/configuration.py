@@ -1,4 +1,7 @@
-"""The reference of the configuration: every key with its type, default, unit and meaning, from the dataclasses that own the defaults."""
+"""Generate the configuration reference: type, default, unit and meaning of every key.
+
+Everything is read from the dataclasses that own the defaults.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ UNITS = {
     "vocab_size": "tokens",
     "wrap_together": "modules",
 }
-"""By a key's name, or by the end of it: units end the name. The longest that fits holds."""
+"""Units by key, or by the suffix of a key; the longest match applies."""
 
 NO_UNIT = frozenset(
     (
@@ -128,7 +131,7 @@ NO_UNIT = frozenset(
         *("center_coef", "router_aux_loss", "router_z_loss", "reshard_after_forward"),
     )
 )
-"""Keys that are numbers and nothing else: shares, factors, exponents, seeds."""
+"""Numbers without a unit, such as fractions, factors, exponents and seeds."""
 
 HEAD = """\
 # Configuration
@@ -139,7 +142,7 @@ that appears in several places is listed where it appears first. What `temper-tr
 
 
 def configuration_page() -> str:
-    """The page, in Markdown; the blocks of both engines stand at its end."""
+    """Return the page in Markdown, with the engines' own keys at the end."""
     parts = [
         HEAD.replace("{name}", ANY_NAME),
         *_block("", TrainerConfig, engine_class=EngineConfig, seen={}),
@@ -158,7 +161,7 @@ def configuration_page() -> str:
 def _block(
     prefix: str, cls: type, *, engine_class: type[EngineConfig], seen: dict[type, str]
 ) -> Iterator[str]:
-    """One heading and table for a block, then its blocks."""
+    """Yield the heading and table of a block, then those of its nested blocks."""
     entries = list(iterate_entries(cls, engine_class=engine_class))
     meanings = read_field_docstrings(cls)
     leaves = [entry for entry in entries if entry.block is None and entry.item is None]
@@ -193,6 +196,6 @@ def _table(prefix: str, entries: list[Entry], meanings: dict[str, str]) -> Itera
 
 
 def _unit(name: str) -> str:
-    """The unit of a number; empty where the tables above do not know the key."""
+    """Return the unit of a number, or an empty string for an unknown key."""
     fitting = [end for end in UNITS if name == end or (end.startswith("_") and name.endswith(end))]
     return UNITS[max(fitting, key=len)] if fitting else "none" if name in NO_UNIT else ""
