@@ -63,8 +63,7 @@ class KlController:
         Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
         """
         # The update of a step with a non-finite KL is skipped. Adapting to it would make the weight
-        # NaN
-        # for the rest of the run.
+        # NaN for the rest of the run.
         if self.target is None or not math.isfinite(kl):
             return self
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)

@@ -109,6 +109,8 @@ class TopKObjective(Objective):
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         """Return the losses [T] of one micro-batch."""
         mask = batch.loss_mask & (batch.columns["teacher_weights"] > 0)
+        # -inf pads rows in which the teacher named fewer tokens, or named some that the policy
+        # lacks.
         is_named = mask[:, None] & batch.columns["teacher_top_logprobs"].isfinite()
         # Mask before any arithmetic: with where() afterwards the gradient would be 0 * NaN = NaN.
         policy = torch.where(is_named, head_outputs[HeadOutput.LOGPROB_AT], 0.0)

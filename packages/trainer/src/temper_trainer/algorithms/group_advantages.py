@@ -42,6 +42,7 @@ def compute_group_statistics(rewards: Tensor, *, group_ids: Tensor) -> GroupStat
 
     size = total(torch.ones_like(rewards))
     mean = total(rewards) / size
+    # A group of one has no unbiased variance; the clamp makes it 0 / 1 and not 0 / 0.
     std = (total((rewards - mean[group]).square()) / (size - 1).clamp(min=1)).sqrt()
     # The maximum and minimum are compared, not std with 0: the mean of equal rewards may round, and
     # then std is tiny but positive.
@@ -135,6 +136,7 @@ def compute_opo_advantages(rewards: Tensor, *, lengths: Tensor, group_ids: Tenso
     weighted = weights.new_zeros(len(distinct)).index_add(
         0, group_index, weights * rewards.double()
     )
+    # The clamp only matters for a group without trained tokens, which would be 0 / 0.
     baseline = weighted / total.clamp(min=1.0)
     return torch.where(group.is_zero_std, 0.0, rewards.double() - baseline[group_index])
 

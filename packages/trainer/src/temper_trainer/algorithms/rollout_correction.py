@@ -60,6 +60,7 @@ def compute_rollout_correction(
     weights = torch.where(is_kept & ~is_rejected[samples.sequence_index], weights, 0.0)
     total = float(weights.sum())
     if config.self_normalize and total > 0:
+        # Over all trained tokens, masked ones included, because the loss is divided by that number.
         weights = weights * (int(mask.sum()) / total)
     metrics = _describe(config, raw=raw[mask], weights=weights[mask], is_kept=is_kept[mask])
     metrics["correction/rejected_fraction"] = float(
@@ -120,7 +121,7 @@ def _describe(
 
 
 RATIO_SQUARE_MEAN = "mismatch/ratio_square_mean"
-"""A piece of the effective sample share, not a number for the log."""
+"""Metric from which the effective sample fraction is computed; it is not logged itself."""
 
 
 def compute_mismatch_metrics(

@@ -113,6 +113,7 @@ class DpoObjective(Objective):
         log_ratio = total / trained if self.length_normalized or self.loss == "ipo" else total
         is_chosen = batch.sequence_columns[IS_CHOSEN]
         margin = compute_pair_difference(log_ratio, batch)
+        # Both sequences of a pair have the same margin, so each carries half of the pair's loss.
         loss = 0.5 * self._loss(margin)
         if self.sft_coef:
             likelihood = sum_per_sequence(logprobs, batch) / trained

@@ -24,6 +24,7 @@ def place_at_last_token(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:
         0, samples.sequence_index[position], position, reduce=("amax"), include_self=False
     )
     trained = find_trained_sequences(samples)
+    # Only these: a sample without trained tokens has last = 0 and would overwrite the first token.
     column[last[trained]] = rewards.double()[trained]
     return column
 
@@ -63,6 +64,8 @@ def gather_next_trained(column: Tensor, *, samples: SequenceBatch) -> Tensor:
     position = torch.nonzero(samples.loss_mask)[:, 0]
     owner = samples.sequence_index[position]
     following = column.double()[position].roll(-1)
+    # The roll wraps around. With a single sample, the owners alone would not exclude the last
+    # token.
     is_same = (owner == owner.roll(-1)) & (torch.arange(len(position)) < len(position) - 1)
     result = column.new_zeros(samples.num_tokens, dtype=torch.float64)
     return result.index_copy(0, position, torch.where(is_same, following, 0.0))

@@ -205,6 +205,8 @@ def _read(value: object, kind: object) -> object:
             else _INVALID
         )
     if origin in (Union, types.UnionType):
+        # If several members accept the value, the one of its own type wins: 1 stays an int in int |
+        # float.
         exact = [read for argument in arguments if (read := _read(value, argument)) is not _INVALID]
         return next(
             (read for read in exact if type(read) is type(value)), exact[0] if exact else _INVALID

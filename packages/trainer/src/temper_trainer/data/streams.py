@@ -148,6 +148,7 @@ class BufferedStream(Generic[Item]):
             item = self._next()
             total += size_of(item)
             if taken and total > limit:
+                # The source cannot be rewound, so the item is kept for the next call.
                 self._waiting, self._cursor = [item], before
                 return taken
             taken.append(item)

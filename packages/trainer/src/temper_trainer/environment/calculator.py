@@ -35,9 +35,8 @@ def calculate(expression: str) -> str:
     """Return the value of an expression of numbers, + - * / // % ** and parentheses, as text.
 
     Raises:
-        CalculationError: If it is not such an expression, is too long, divides by zero, or its
-        value is
-            too large.
+        CalculationError: If it is not such an expression, is too long, divides by zero, or its value
+            is too large.
     """
     text = expression.strip().replace(",", "").replace("×", "*").replace("^", "**")
     if not text or len(text) > MAX_LENGTH:

@@ -64,8 +64,7 @@ class ProcessScoring:
         self._call = call
         self._timeout_s = timeout_s
         # PR_SET_PDEATHSIG kills a worker when the thread that started it ends, so this thread must
-        # live
-        # as long as the workers.
+        # live as long as the workers.
         self._starter = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="temper-reward-starter"
         )

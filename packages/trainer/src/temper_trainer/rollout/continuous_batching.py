@@ -196,6 +196,7 @@ class ContinuousBatchDecoder:
 
     def _free(self, finished: Sequence[int]) -> None:
         """Move sequences from the highest slots into freed ones: decoding reads the first n slots."""
+        # From the highest slot, so that the sequence that moves is never a finished one.
         for slot in reversed(finished):
             last = self._active.pop()
             if slot < len(self._active):

@@ -181,6 +181,7 @@ def _join(partial: _PartialCompletion, last: Completion) -> Completion:
         last,
         tokens=tuple(partial.tokens),
         rollout_logprobs=tuple(partial.logprobs),
+        # The oldest one, because the limit of staleness must hold for every token.
         weight_version=min(partial.versions),
         token_versions=tuple(partial.versions) if has_several_versions else (),
     )

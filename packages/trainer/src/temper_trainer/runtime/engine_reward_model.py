@@ -66,8 +66,7 @@ def build_reward_model(
 
     Raises:
         ConfigError: If it has another tokenizer than the policy: it would read other tokens than
-        were
-            sampled.
+            were sampled.
     """
     model = config.reward.model
     if model is None:

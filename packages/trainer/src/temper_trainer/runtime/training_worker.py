@@ -86,6 +86,7 @@ class TrainingWorker:
             is_last_of_step: True if a learning-rate schedule that counts RL steps advances now.
         """
         begin = time.perf_counter()
+        # Read now, because the schedule may advance below.
         engine, lr = self._engine, self._engine.current_lr
         engine.optimizer_zero_grad()
         with engine.train_mode():

@@ -107,7 +107,7 @@ class WorkerGroup(ABC):
 
         Args:
             parts: One part of the mini-batch per data-parallel rank.
-            outputs: what to ask.
+            outputs: Outputs of the head to return.
             sample_ids: [B] order of the result.
             without_adapter: Disable the role's LoRA adapter.
         """
@@ -129,6 +129,8 @@ class WorkerGroup(ABC):
 
         Metrics are merged over replicas; the time is that of the slowest rank.
         """
+        # Before the call: an update that fails halfway may have changed weights, which must then
+        # not be saved as those of the step before.
         self.num_updates += 1
         results = self.run(
             TrainingWorker.update,

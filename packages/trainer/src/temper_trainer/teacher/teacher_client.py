@@ -96,8 +96,7 @@ class TeacherClient:
         Raises:
             ConfigError: If a route has no teacher.
             TeacherError: See `Teacher.score`. Also if no sample could be translated into a
-            teacher's
-                tokens.
+                teacher's tokens.
         """
         requests: dict[str, list[TeacherRequest]] = {name: [] for name in self.teachers}
         num_unmapped = 0

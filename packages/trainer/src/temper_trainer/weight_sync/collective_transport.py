@@ -106,9 +106,12 @@ class CollectiveTransport:
 
     def send(self, version: int) -> SentWeights:
         """Broadcast every bucket or its delta while every server receives it."""
+        # A broadcast needs every member, so a restarted server can only join a new channel.
         if not self._has_all_servers:
             self._close_channel(self._spec)
             self._spec, self._has_all_servers = self._open(self._sampler.replicas), True
+        # None until all servers have loaded the weights: after a failed publish it is unknown which
+        # weights they have, and no delta would fit.
         base_version, self._cached_version = self._find_base_version(), None
         self._last_sent = (self._actor.num_updates, version)
         results: list[SentWeights] = []

@@ -175,6 +175,7 @@ class ServerProcess:
                 future.set_exception(self._make_error("is not running"))
                 return future
             number = next(self._numbers)
+            # An idle server makes no progress, and that time must not count against this call.
             if not self._open_calls:
                 self._last_progress = time.monotonic()
             self._open_calls[number] = future

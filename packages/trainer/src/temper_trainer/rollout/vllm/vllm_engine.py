@@ -105,7 +105,10 @@ class VllmEngine:
             top_k=sampling.top_k,
             max_tokens=sampling.max_tokens,
             stop=list(sampling.stop) or None,
+            # The policy has sampled the tokens of the stop text, so they are trained like the
+            # others.
             include_stop_str_in_output=True,
+            # The trainer decodes the tokens itself; only a stop text has to be found here.
             detokenize=bool(sampling.stop),
             stop_token_ids=list(self._spec.end_token_ids),
             # The end token in the model's config may belong to another tokenizer.

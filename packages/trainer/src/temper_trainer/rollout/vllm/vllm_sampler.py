@@ -41,6 +41,7 @@ class VllmSampler:
         self._lives = [0] * len(replicas)
         """Number of restarts of each replica: calls that failed in one life cause one restart."""
         self._restarts_left = max_restarts
+        # Reentrant: `load` restarts a dead replica while it holds the lock.
         self._lock = threading.RLock()
         self._version = 0
         self._reload: StartLoad | None = None
@@ -281,8 +282,7 @@ class VllmSampler:
 
         Args:
             number: Number of the replica.
-            life: Its number of restarts when the failed call was sent; another call may have
-            noticed
+            life: Its number of restarts when the failed call was sent. Another call may have noticed
                 the death first.
             cause: The error of the call.
 
