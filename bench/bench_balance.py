@@ -27,7 +27,7 @@ from temper_engine_api.balance import assign_to_ranks
 SIZES = (1024, 102_400)
 """Numbers of sequences; multiples of 64, because verl's equal counts require that."""
 LARGE = 10_000
-"""From this number of sequences on, a single seed and repeat are measured."""
+"""Number of sequences from which a single seed and repeat are measured."""
 
 Contender = Callable[[list[int], int], Sequence[Sequence[int]]]
 """Maps (cost of each sequence, number of ranks) to the sequences of each rank."""

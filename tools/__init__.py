@@ -1,1 +1,1 @@
-"""What only this repository needs: its environment, its checks and its releases."""
+"""Tools of this repository: its environment, checks, benchmarks on GPUs and releases."""

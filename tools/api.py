@@ -1,12 +1,12 @@
 """Check that public names stay as the last release promised them.
 
-`packages/PACKAGE/api.txt` has one line for each public name, parameter and default. Editing it takes
-no promise back, because the lines of the last release are read from that release's git tree.
+`packages/PACKAGE/api.txt` has one line for each public name, parameter and default. Editing it
+takes no promise back, because the lines of the last release are read from that release's git tree.
 
-A line that is missing or differs breaks users, and so does a new parameter, field or abstract method
-without a default. Such a change needs a fragment of kind `changed` or `removed` in
-packages/PACKAGE/changes that names it in backticks. A removed name needs `removed`, and must have been
-deprecated in the last release. Additions need nothing: `tools/release.py` writes the file, and
+A line that is missing or differs breaks users, and so does a new parameter, field or abstract
+method without a default. Such a change needs a fragment of kind `changed` or `removed` in
+packages/PACKAGE/changes that names it in backticks. A removed name needs `removed`, and must have
+been deprecated in the last release. Additions need nothing: `tools/release.py` writes the file, and
 `python tools/api.py --update PACKAGE` updates it between releases.
 
 griffe reads the sources; no module is imported.
@@ -37,7 +37,7 @@ PUBLIC = {
     "legacy-shim": ("errors", "old_paths", "workers"),
     "trainer": ("algorithms", "config", "config_loading", "loops", "reward", "types"),
 }
-"""Public modules by package; of other packages all modules without an underscore, except PRIVATE."""
+"""Public modules by package; for other packages, modules without underscore except PRIVATE."""
 
 PRIVATE = ("conformance", "__main__", "cli", "conf")
 """Modules that are used through a command, such as the conformance kit through pytest."""
@@ -96,7 +96,7 @@ def promised_lines(package: Path) -> list[str]:
 
 
 def removed_names(package: Path) -> dict[str, list[Promise]]:
-    """Return the promised names that no longer exist, each with the deprecations that covered it."""
+    """Return the promised names that no longer exist, each with its deprecations."""
     lines = promised_lines(package)
     deprecations = [
         Promise(location=LOCK, **found.groupdict())

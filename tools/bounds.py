@@ -1,4 +1,4 @@
-"""Read requirements and their lower bounds from pyproject.toml, as `nox -s oldest` installs them."""
+"""Read requirements from pyproject.toml, and the lower bounds that `nox -s oldest` installs."""
 
 from __future__ import annotations
 

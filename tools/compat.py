@@ -1,10 +1,10 @@
 """Try a package of this checkout with the last release of a sibling, and record what passed.
 
-A trial runs the tests of the package that depends on the other; if that one is the released package,
-its released tests. `nox -s compat` runs the trials of a pair and writes a record to .temper/compat.
-`python -m tools.compat` copies the records to tools/matrix.json, which is committed and from which
-the site's table is made. `tools/release.py` accepts both. A record names the contents that were
-tried, so an edit or a release makes it invalid and a rebase does not.
+A trial runs the tests of the dependent package; if that package is the released one, its released
+tests. `nox -s compat` runs the trials of a pair and writes a record to .temper/compat. `python -m
+tools.compat` copies the records to tools/matrix.json, which is committed and is the source of the
+site's table. `tools/release.py` accepts both. A record names the contents that were tried, so an
+edit or a release invalidates it and a rebase does not.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class TrialFiles:
     sources: Mapping[str, Path]
     """Folder of each package: the unpacked release of one, this checkout's of all others."""
     root: Path
-    """Where the tests run: of this checkout, or of the released one, laid out as its repository was."""
+    """Folder in which the tests run: this checkout, or the unpacked release."""
     tests: Path
     """Tests of the dependent package."""
 
@@ -77,8 +77,7 @@ class TrialFiles:
 def trials(root: Path, pair: str, *, declared: Mapping[str, str] | None = None) -> list[Trial]:
     """Return the trials of a pair, `DEPENDENCY:DEPENDENT`, whose versions pip can install together.
 
-    Args:
-        declared: Versions to assume for packages of this checkout instead of the declared ones.
+    `declared` gives versions to assume for packages of this checkout instead of the declared ones.
 
     Raises:
         ReleaseError: This clone lacks the content of a recorded release.
@@ -108,10 +107,10 @@ def trials(root: Path, pair: str, *, declared: Mapping[str, str] | None = None) 
 
 
 def unpack_trial(root: Path, trial: Trial, folder: Path) -> TrialFiles:
-    """Unpack what was released below a folder, laid out as its repository was, with the pages that its tests read.
+    """Unpack the released files of a trial, including pages that its tests read.
 
     Raises:
-        ReleaseError: The commit of the release is not in this clone.
+        ReleaseError: If the commit of the release is not in this clone.
     """
     source = trial.released
     if not source.commit or not has_object(root, source.commit):
@@ -125,7 +124,7 @@ def unpack_trial(root: Path, trial: Trial, folder: Path) -> TrialFiles:
             root,
             source.commit,
             copy,
-            # The tests of every package rely on the settings that conftest.py makes.
+            # The tests of every package need the settings that conftest.py makes.
             paths=(
                 f"packages/{source.package}",
                 "docs",
@@ -145,21 +144,28 @@ def unpack_trial(root: Path, trial: Trial, folder: Path) -> TrialFiles:
 
 
 def pytest_arguments(files: TrialFiles, chosen: Sequence[str] = ()) -> list[str]:
-    """What follows `python` in a trial, to be run in `files.root`; `chosen` names tests below the dependent's, all of them otherwise."""
+    """Return pytest's arguments for a trial that runs in `files.root`.
+
+    `chosen` names tests of the dependent package; by default all run.
+    """
     tests = [str(files.tests / each) for each in chosen] or [str(files.tests)]
     return ["-m", "pytest", *tests, "-m", "not nightly"]
 
 
 def start_trials(root: Path, pair: str) -> None:
-    """Say that a pair is being tried, with the contents that are here now: until that is green, nothing that passed before counts here."""
+    """Record that trials of a pair have started with the current contents.
+
+    From now on earlier records of this checkout do not count, until the trials pass.
+    """
     _write(root, pair, passed=[])
 
 
 def record_passed(root: Path, pair: str, passed: Sequence[Trial]) -> Path:
-    """Write down that these trials of a pair passed with the contents that are here now.
+    """Record that these trials of a pair passed with the current contents.
 
     Raises:
-        ReleaseError: they are not those that the trials began with, so that nobody knows what passed.
+        ReleaseError: If the contents changed since the trials started, so that it is unknown which
+            contents passed.
     """
     begun = _read(root, pair)
     changed = [] if begun is None or begun.passed else changed_since(root, begun)
@@ -177,7 +183,10 @@ def read_matrix(root: Path) -> list[TrialRecord]:
 
 
 def keep_records(root: Path) -> list[str]:
-    """Take the records that are here into MATRIX, each in place of an earlier one of its pair; returns their pairs."""
+    """Copy the passed records of this checkout to `MATRIX`, and return their pairs.
+
+    A record replaces the earlier one of its pair.
+    """
     here = [
         _read(root, file.stem.replace("+", ":")) for file in sorted((root / RECORDS).glob("*.json"))
     ]
@@ -190,7 +199,7 @@ def keep_records(root: Path) -> list[str]:
 
 
 def find_missing_trials(root: Path, package: str, version: str) -> list[str]:
-    """What was not tried before a package becomes `version`: a sentence for each pair with a trial that no record of these contents has."""
+    """Return a sentence for each pair with untried changes before a package becomes `version`."""
     found = []
     for pair in pairs(path.parent for path in sorted(root.glob("packages/*/pyproject.toml"))):
         if package not in pair.split(":"):
@@ -228,7 +237,7 @@ def contents(root: Path, package: str) -> str:
 
 
 def _green(root: Path, pair: str) -> TrialRecord | None:
-    """The record that is here or was kept, one that holds where there is one; none where a trial here began and was never green."""
+    """Return the record of a pair, preferably a valid one; None if its last trials did not pass."""
     kept = next((each for each in read_matrix(root) if each.pair == pair), None)
     found = [each for each in (_read(root, pair), kept) if each is not None]
     if not found or not found[0].passed:

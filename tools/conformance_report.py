@@ -1,16 +1,16 @@
-"""Run the conformance kit on every layout of one or more engines, several at once.
+"""Run the conformance kit on every layout of one or more engines, several at a time.
 
     python -m tools.conformance_report --engines fsdp,megatron --ranks-at-once 16 --out FOLDER
         [--only fsdp:1-rank,megatron:tp2] [--gpus 0,1,2,3] [--compute bf16] [--limit 540]
         [--continues FOLDER] [-- KIT...]
 
-Each run writes its log and results into FOLDER when it ends; `report.md` comes last. Arguments
-after -- go to every run of the kit. Each rank computes on one thread.
+Each run writes its log and results to FOLDER when it ends; `report.md` is written last. Arguments
+after -- are passed to every run of the kit. Each rank computes on one thread.
 
-With --gpus each rank of a run has a GPU of its own, which other runs may share, and the tests of a
-layout are divided into several runs, because most of the time on a GPU is start-up. After --limit
-seconds runs are interrupted, and the report says that it is partial. --continues reads passed tests
-from the folder of such a run at the same commit, and runs the rest.
+With --gpus each rank of a run has its own GPU, which other runs may share. The tests of a layout
+are then divided into several runs, because most of the time on a GPU is start-up. After --limit
+seconds the runs are interrupted, and the report states that it is partial. --continues reads passed
+tests from the folder of an interrupted run at the same commit, and runs the others.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ PARTS = (
     "checkpoint",
     "batch,update,value",
 )
-"""Groups that get a run of their own if a layout is divided; the other groups share one more."""
+"""Groups that get a separate run if a layout is divided; all other groups form one more run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The kit on one layout of one engine."""
+    """A run of the kit on one layout of one engine."""
 
     engine: str
     layout: Layout
     is_plain: bool
-    """True if it is selected by world size rather than by name."""
+    """True if the layout is selected by world size instead of by name."""
     groups: str = ""
     """Comma-separated groups of tests; empty means all."""
     gpus: tuple[str, ...] = ()
-    """One per rank; empty means the CPU."""
+    """One GPU per rank; empty means the CPU."""
     earlier_results: tuple[Path, ...] = ()
     """Result files of an earlier run, whose passed tests are not run again."""
 
     @property
     def name(self) -> str:
-        """Name of its files."""
+        """Name of the run's files."""
         return "-".join(
             filter(None, (self.engine, self.layout.name, self.groups.replace(",", "-")))
         )
@@ -121,13 +121,13 @@ class Run:
 
 
 class RankLimiter:
-    """Limit the number of ranks that run at once."""
+    """Limits the number of ranks that run at the same time."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks, self._free, self._changed = ranks, ranks, threading.Condition()
 
     def acquire(self, ranks: int) -> int:
-        """Wait until so many ranks may run, at most all; return the number acquired."""
+        """Wait until this many ranks may run, at most the limit; return the number acquired."""
         requested = min(ranks, self._ranks)
         with self._changed:
             self._changed.wait_for(lambda: self._free >= requested)
@@ -201,7 +201,7 @@ def run_kit(
 
 
 def _interrupted(process: subprocess.Popen[bytes]) -> int:
-    """Interrupt pytest, which still writes its results; kill what is left."""
+    """Interrupt pytest, which then writes its results, and kill the remaining processes."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(timeout=10)
@@ -229,15 +229,15 @@ def continue_runs(folder: Path, runs: Sequence[Run]) -> list[Run]:
 
 
 def merge_parts(folder: Path, runs: Sequence[Run], *, finished: Collection[str]) -> list[Path]:
-    """Merge the result files of each layout; layouts without results are left out.
+    """Merge the result files of each layout; skip layouts without results.
 
     Args:
         folder: Folder of the files.
-        runs: Runs of one layout are next to each other.
-        finished: Names of runs that left out only tests of other runs.
+        runs: All runs; those of one layout are next to each other.
+        finished: Names of runs that skipped only tests of other runs.
 
     Raises:
-        ValueError: An earlier run used other package versions.
+        ValueError: If an earlier run used other package versions.
     """
     found = []
     for name, group in itertools.groupby(
@@ -308,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = continue_runs(chosen.continues, runs)
     deadline = None if chosen.limit is None else time.monotonic() + chosen.limit
     limiter = RankLimiter(chosen.ranks_at_once)
-    # Runs with the most ranks first: otherwise they would run last with idle cores.
+    # Start with the runs with the most ranks; at the end they would leave cores idle.
     order = sorted(runs, key=lambda run: -run.layout.world_size)
     with ThreadPoolExecutor(max_workers=len(order)) as pool:
         extra = ["--compute", chosen.compute, *chosen.kit]
@@ -320,7 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 order,
             )
         )
-    # 5: no test was left to run.
+    # 5: no test was left to run
     ended = (
         ()
         if chosen.kit

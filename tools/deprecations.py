@@ -27,7 +27,7 @@ class Promise:
     location: str
     """`file:line`, relative to the package."""
     what: str
-    """What is deprecated, as users write it; for a decorator without this keyword, the decorated name."""
+    """The deprecated name, as users write it; for a decorator without it, the decorated name."""
     since: str
     removed_in: str
 

@@ -7,7 +7,8 @@ import sys
 
 OLDEST_PYTHON = (3, 11)
 
-# Before any other import: an older Python would stop at newer syntax with a SyntaxError instead of this sentence.
+# Before any other import: an older Python would stop at newer syntax with a SyntaxError instead of
+# this sentence.
 if sys.version_info < OLDEST_PYTHON:
     sys.exit(
         "Temper needs Python %d.%d or newer, and this is Python %d.%d: call tools/dev.py with a newer one, "
@@ -40,7 +41,7 @@ def fresh_run(root: Path) -> str:
 
 
 def train(overrides: Sequence[str]) -> int:
-    """Replace this process by the quickstart run, which then gets Ctrl-C and sets the exit status."""
+    """Replace this process by the quickstart run, which then handles Ctrl-C and exits."""
     python = ensure_environment(ROOT)
     has_folder = any(
         override.startswith(("run.dir=", "run.resume=", "-")) for override in overrides

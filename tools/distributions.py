@@ -1,4 +1,4 @@
-"""A package's sdist and wheel, built twice in two folders and compared: equal sources give equal files."""
+"""Build a package's sdist and wheel twice and compare them: equal sources must give equal files."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tools.releases import ReleaseError
 
 
 def build_twice(first: Path, second: Path, *, date: str) -> list[Path]:
-    """Build two copies of one package, and return the first's sdist and wheel.
+    """Build two copies of a package, and return sdist and wheel of the first.
 
     Args:
         first: A copy of the package's folder.
-        second: Another one, elsewhere.
-        date: YYYY-MM-DD; its midnight in UTC is the time that the files carry.
+        second: Another copy in a different folder.
+        date: YYYY-MM-DD; midnight of this day in UTC is the timestamp of the files.
 
     Raises:
-        ReleaseError: a build failed, or the two differ.
+        ReleaseError: If a build fails or the builds differ.
     """
     built, again = build(first, date=date), build(second, date=date)
     hashes, others = sha256(built), sha256(again)
@@ -38,7 +38,7 @@ def build_twice(first: Path, second: Path, *, date: str) -> list[Path]:
 
 
 def build(package: Path, *, date: str) -> list[Path]:
-    """An sdist, and a wheel out of it, in the folder's dist/."""
+    """Build an sdist and a wheel from it in the folder's dist/."""
     midnight = datetime.fromisoformat(date).replace(tzinfo=UTC)
     _run(
         ["build", "--no-isolation", "--outdir", str(package / "dist"), str(package)],
@@ -48,10 +48,10 @@ def build(package: Path, *, date: str) -> list[Path]:
 
 
 def check_files(files: Sequence[Path], *, package: Path) -> None:
-    """Hold the built files to `twine check --strict`, and the wheel to what must be inside it.
+    """Check the built files with `twine check --strict`, and the wheel for missing files.
 
     Raises:
-        ReleaseError: either finds a fault.
+        ReleaseError: If a check fails.
     """
     _run(["twine", "check", "--strict", *(str(path) for path in files)])
     for wheel in (path for path in files if path.suffix == ".whl"):
@@ -63,7 +63,7 @@ def check_files(files: Sequence[Path], *, package: Path) -> None:
 
 
 def missing_from_wheel(wheel: Path, package: Path) -> set[str]:
-    """What a package's wheel must hold and does not: its licence, its type marker, and every other file of its sources."""
+    """Return the files that a wheel lacks: license, type marker and all other source files."""
     name, version = wheel.name.split("-")[:2]
     sources = package / "src"
     files = (path.relative_to(sources) for path in sources.rglob("*") if path.is_file())
@@ -77,7 +77,7 @@ def missing_from_wheel(wheel: Path, package: Path) -> set[str]:
 
 
 def sha256(files: Sequence[Path]) -> dict[str, str]:
-    """The files' hashes by name."""
+    """Return the files' hashes by name."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 

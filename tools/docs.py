@@ -79,10 +79,8 @@ def placeholders(page: Path, prose: str) -> list[str]:
 def run_blocks(page: Path, code: str, *, work: Path | None = None) -> list[str]:
     """Run a page's blocks as one program; return its traceback if it fails.
 
-    Line numbers in the traceback are those of the page.
-
-    Args:
-        work: Working directory; an empty folder by default.
+    Line numbers in the traceback are those of the page. The working directory is `work`, by default
+    an empty folder.
     """
     if not code.strip():
         return []
@@ -116,8 +114,7 @@ def run_blocks(page: Path, code: str, *, work: Path | None = None) -> list[str]:
 def check_page(page: Path, *, name: str) -> list[str]:
     """Check a page and return one sentence for each error.
 
-    Args:
-        name: Path of the page, relative to the repository.
+    `name` is the path of the page relative to the repository.
     """
     blocks, prose = split_page(page.read_text())
     with tempfile.TemporaryDirectory(prefix="temper-docs-") as folder:
@@ -135,7 +132,9 @@ def check_blocks(page: Path, blocks: Sequence[Block], *, name: str, folder: Path
     """Check a page's blocks except for Python, and return one sentence for each error.
 
     Args:
-        name: Path of the page, relative to the repository.
+        page: File of the page.
+        blocks: Blocks of the page.
+        name: Path of the page relative to the repository.
         folder: An empty folder in which commands run.
     """
     found = [

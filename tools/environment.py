@@ -1,7 +1,7 @@
 """Create the environment of the everyday commands in .temper/env, and update it when needed.
 
-It is built from the packages' pyproject.toml files and constraints/cpu.txt, whose hashes are kept in
-.temper/stamp.json. Uses only the standard library.
+It is built from the packages' pyproject.toml files and constraints/cpu.txt, whose hashes are kept
+in .temper/stamp.json. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ TOOLS = (
 )
 
 TORCH = "torch==2.13.0"
-"""Installed first, so that a later requirement `torch>=x` does not download a CUDA build of several GB."""
+"""Installed first, so that a later `torch>=x` does not download a CUDA build of several GB."""
 
 MEGATRON_BRIDGE = "megatron-bridge==0.3.1"
-"""Installed without its dependencies: one of them needs torch at build time, which pip cannot resolve.
+"""Installed without dependencies: one needs torch at build time, which pip cannot resolve.
 
 engine-megatron declares the ones that are used.
 """

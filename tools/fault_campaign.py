@@ -1,10 +1,10 @@
-"""Disturb training runs at random, continue them, and keep a table of what became of each.
+"""Disturb training runs at random, continue them, and keep a table of the results.
 
     python -m tools.fault_campaign [--cases 100] [--seed 0] [--jobs 2] [--restart]
 
 A case is a seed: `packages/trainer/tests/loops/faults_for_tests.py` draws its faults and settings
-and runs it. Results are stored in .temper/fault_campaign.json after each case, and later calls at
-the same commit run the cases that are missing. The table is docs/records/fault_campaign.md.
+and runs it. Results are stored in .temper/fault_campaign.json after each case; later calls at the
+same commit run only the missing cases. The table is docs/records/fault_campaign.md.
 """
 
 import argparse
@@ -29,7 +29,7 @@ Row = Mapping[str, object]
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """Rows at one commit, by seed."""
+    """Results at one commit, by seed."""
 
     commit: str
     rows: dict[int, Row] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Record:
         return cls(commit=commit, rows={int(seed): row for seed, row in stored["rows"].items()})
 
     def save(self, path: Path) -> None:
-        """Replace the file in one step, so that a killed campaign leaves the previous one."""
+        """Replace the file atomically, so that a killed campaign keeps the previous version."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(self), indent=1))
@@ -95,7 +95,7 @@ class Record:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the missing cases; returns 1 if any case failed at this commit, else 0."""
+    """Run the missing cases; return 1 if any case failed at this commit, else 0."""
     parser = argparse.ArgumentParser(prog="tools.fault_campaign", description=__doc__)
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
         exit_codes.append(process.returncode)
 
-    # Every job takes each n-th case, so that all of them see every kind of fault.
+    # Each job takes every n-th case, so that all jobs get every kind of fault.
     shares = [share for job in range(chosen.jobs) if (share := missing[job :: chosen.jobs])]
     threads = [threading.Thread(target=run, args=(share,)) for share in shares]
     for thread in threads:
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"{len(record.rows)} cases, {len(failed)} failed: {failed}; the folders of failed cases are in {RUNS}"
     )
-    # A thread that died has added no exit code.
+    # A thread that raised has added no exit code.
     return 1 if failed or any(exit_codes) or len(exit_codes) < len(shares) else 0
 
 

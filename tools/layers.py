@@ -43,7 +43,7 @@ SHIM_WITH_TORCH = tuple(
         "workers",
     )
 )
-"""Modules of legacy-shim that need an extra; all others run without torch, also inside functions."""
+"""Modules of legacy-shim that need an extra; functions of others must not import torch either."""
 
 WITH_TORCH = ("temper_engine_api", *ENGINES, "temper_trainer", *SHIM_WITH_TORCH)
 
@@ -57,7 +57,8 @@ THIRD_PARTY_RULES = (
             "temper_engine_api.process_group",
             "temper_engine_api.rendezvous",
             "temper_trainer.rollout.weight_channel",
-            "temper_legacy_shim.checkpoints.dcp",  # writes the engine's format without a process group
+            # Writes the engine's checkpoint format without a process group.
+            "temper_legacy_shim.checkpoints.dcp",
         ),
     ),
     ThirdPartyRule(

@@ -1,9 +1,11 @@
-"""Every causal language model that transformers knows, tiny and with random weights: refused in one sentence, or right in a pack.
+"""Try all causal language models of transformers: each must be refused or computed correctly.
 
-python tools/model_catalogue.py [--part I/N] > rows.md
+    python tools/model_catalogue.py [--part I/N] > rows.md
 
-Right means: log-probs of five sequences in one pack are those of transformers' own eager attention, one sequence at a time. Prints a row
-of a Markdown table for each model type; exits with 1 where a type is wrong without a word, or fails in another way than by a refusal.
+Models are tiny and have random weights. A model is correct if the log-probs of five sequences in
+one pack equal those of transformers' eager attention, one sequence at a time. Prints a row of a
+Markdown table for each model type. Exits with 1 if a type is silently wrong or fails without a
+refusal.
 """
 
 import argparse
@@ -93,7 +95,7 @@ OTHERWISE: Mapping[str, Mapping[str, object]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
-    "olmoe": {"sliding_window": None},  # which it hands on, though it has none
+    "olmoe": {"sliding_window": None},  # passes it on, but has no sliding window
     "phi3": {"original_max_position_embeddings": 64},
     "plbart": {"decoder_attention_heads": 4, "encoder_attention_heads": 4},
     "prophetnet": {"num_hidden_layers": None},
@@ -102,17 +104,17 @@ OTHERWISE: Mapping[str, Mapping[str, object]] = {
     "zamba2": {"num_hidden_layers": 54},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""Fields of single types; None leaves one out."""
+"""Fields for single model types; None removes a field."""
 
 
 def small_fields(name: str) -> dict[str, object]:
-    """A tiny architecture of a model type."""
+    """Return the fields of a tiny architecture of a model type."""
     fields = {**SMALL, **OTHERWISE.get(name, {}), "model_type": name}
     return {key: value for key, value in fields.items() if value is not None}
 
 
 def liven(model: PreTrainedModel) -> None:
-    """Random weights of a size at which wrong attention shows."""
+    """Add random noise to all weights, large enough that wrong attention changes the outputs."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -123,7 +125,7 @@ def liven(model: PreTrainedModel) -> None:
 
 
 def in_a_pack(model: PreTrainedModel, batch: SequenceBatch, *, spec: ModelSpec) -> Tensor:
-    """[T] log-probs as the engine computes them."""
+    """Compute [T] log-probs of a pack like the engine."""
     root = PackedModel(
         model,
         head=build_head(
@@ -146,7 +148,7 @@ def in_a_pack(model: PreTrainedModel, batch: SequenceBatch, *, spec: ModelSpec) 
 
 
 def one_by_one(model: PreTrainedModel, batch: SequenceBatch) -> Tensor:
-    """[T] log-probs of transformers' own attention."""
+    """Compute [T] log-probs with transformers' eager attention, one sequence at a time."""
     twin = AutoModelForCausalLM.from_config(
         deepcopy(model.config), dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -162,7 +164,7 @@ def one_by_one(model: PreTrainedModel, batch: SequenceBatch) -> Tensor:
 
 
 def judge(name: str) -> tuple[str, str]:
-    """right, refused, or what is wrong; and the details."""
+    """Return a verdict (right, refused, FAILS or WRONG) with its details."""
     spec = ModelSpec(architecture=small_fields(name))  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(5)
     batch = from_sequences(
@@ -182,7 +184,7 @@ def judge(name: str) -> tuple[str, str]:
 
 
 def main() -> int:
-    """1 where a row is wrong or fails."""
+    """Print the table; return 1 if a type is wrong or fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", default="1/1", help="I/N: of N parts the I-th")
     part, num_parts = (int(number) for number in parser.parse_args().part.split("/"))

@@ -1,7 +1,9 @@
-"""`python -m tools.mutants`: does a test fail when the core is wrong? Faults are put into a copy of a module, one at a time.
+"""Test whether the core's tests notice faults: `python -m tools.mutants`.
 
-A sample is drawn by seed from all places where an operator, a comparison, a condition or a number can be another one. A fault that no test
-of the module sees is printed: it is a missing test, or a fault that changes nothing. `nox -s mutants` runs it.
+Puts faults into a copy of a module, one at a time. They are sampled by seed from all places where
+an operator, comparison, condition or number can be changed. A fault that no test of the module
+notices is printed: either a test is missing, or the fault changes nothing. `nox -s mutants` runs
+this program.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from typing import TypeVar, cast
 ROOT = Path(__file__).resolve().parent.parent
 
 PATIENCE = 10
-"""A run of the tests that takes so many times as long as without a fault has found it: it does not end."""
+"""A test run that takes this many times as long as without a fault counts as failed.
+
+A fault can make a loop endless.
+"""
 
 Op = TypeVar("Op", ast.cmpop, ast.operator, ast.boolop)
 
@@ -52,14 +57,14 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A module and the tests that hold it."""
+    """A module and its tests."""
 
     package: str
-    """Below packages/."""
+    """Name of a folder in packages/."""
     module: str
-    """Below the package's src."""
+    """Path below the package's src."""
     tests: tuple[str, ...]
-    """Below the package's tests."""
+    """Paths below the package's tests."""
 
 
 SUBJECTS = {
@@ -77,27 +82,30 @@ SUBJECTS = {
         tests=("configs/test_arithmetic.py", "configs/test_translate.py", "configs/test_traps.py"),
     ),
 }
-"""The core: what makes the loss, what splits the batch, and the arithmetic of the translator."""
+"""The core: the loss reduction, the plan of a mini-batch, and the translator's arithmetic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A module with one thing changed."""
+    """A module with one change."""
 
     line: int
     was: str
-    """The expression, before."""
+    """The expression before the change."""
     now: str
-    """And after."""
+    """The expression after the change."""
     source: str
-    """The whole module."""
+    """Source of the changed module."""
 
     def __str__(self) -> str:
         return f"line {self.line}: `{self.was}` became `{self.now}`"
 
 
 def faults(source: str) -> list[Fault]:
-    """Every fault that can be put into a module, by line. Messages of errors, annotations and decorators are left alone."""
+    """Return all faults that can be put into a module, sorted by line.
+
+    Raise statements, annotations and decorators are not changed.
+    """
     found, tree = [], ast.parse(source)
     spared = {id(node) for part in _spared(tree) for node in ast.walk(part)}
     for place, node in enumerate(ast.walk(tree)):
@@ -121,10 +129,10 @@ def survivors(
     """Run the tests on a sample of the faults.
 
     Returns:
-        (the faults that no test saw, how many were tried, how many there are).
+        The faults that no test noticed, the number of tried faults, and the number of all faults.
 
     Raises:
-        RuntimeError: the tests fail without any fault.
+        RuntimeError: If the tests fail without a fault.
     """
     every = faults((root / "packages" / subject.package / "src" / subject.module).read_text())
     chosen = random.Random(seed).sample(every, min(num_faults, len(every)))
@@ -145,7 +153,7 @@ def survivors(
 
 
 def _is_seen(root: Path, subject: Subject, *, sources: Path, limit_s: float | None) -> bool:
-    """Whether a test fails, or none comes to an end."""
+    """Return whether a test fails or the tests do not end in time."""
     others = sorted(
         path for path in root.glob("packages/*/src") if path.parent.name != subject.package
     )
@@ -188,7 +196,7 @@ def _spared(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def _change(node: ast.AST, number: int) -> None:
-    """Put the fault into a node, in place; of a chain of comparisons, into the one of that number."""
+    """Put the fault into a node in place; `number` selects an operator of chained comparisons."""
     if isinstance(node, ast.Compare):
         node.ops[number] = _swapped(node.ops[number])
     elif isinstance(node, ast.BinOp | ast.AugAssign):
@@ -211,7 +219,7 @@ def _swapped(op: Op) -> Op:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; 1 where a fault was not seen."""
+    """Run the command line; return 1 if a fault was not noticed."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__)
     parser.add_argument("subjects", nargs="*", help=f"of {', '.join(SUBJECTS)}; all by default")
     parser.add_argument("--faults", type=int, default=25, help="in each module")

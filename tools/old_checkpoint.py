@@ -1,8 +1,9 @@
-"""A run's checkpoints as an older system left them, with FSDP2 on one rank: weights, moments and schedule of step 100, as torch saves them.
+"""Write checkpoints in the format of an older system, with FSDP2 on one rank.
 
     python -m tools.old_checkpoint FOLDER
 
-Pages about old checkpoints tell their reader to have such a folder; their commands and programs run on this one.
+They contain weights, moments and the schedule of step 100, as torch saves them. Pages about old
+checkpoints ask their reader to have such a folder; their commands and programs run on this one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ STEP = 100
 
 
 def write(folder: Path) -> None:
-    """Train a tiny model for one update and save it below a folder, which is made."""
+    """Train a tiny model for one update and save it below a folder, which is created."""
     config = Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
         vocab_size=61,

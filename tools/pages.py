@@ -1,4 +1,7 @@
-"""The pages of this repository, and their fenced blocks. Standard library alone."""
+"""List the repository's pages and split them into fenced blocks and prose.
+
+Needs only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,22 @@ class Block:
     """A fenced block."""
 
     language: str
-    """What its opening mark says."""
+    """The text after the opening fence."""
     line: int
-    """Of its opening mark."""
+    """Line number of the opening fence."""
     lines: tuple[str, ...]
-    """Between the marks."""
+    """The lines between the fences."""
 
     @property
     def text(self) -> str:
-        """Its lines as one."""
         return "\n".join(self.lines)
 
 
 def split_page(text: str) -> tuple[list[Block], str]:
-    """A page as (its blocks, its prose, with every line where it stood and empty lines for the blocks)."""
+    """Split a page into its blocks and its prose.
+
+    The prose keeps its line numbers: blocks are replaced by empty lines.
+    """
     blocks, prose, inside = list[Block](), list[str](), list[str]()
     fence, language, start = "", "", 0
     for number, line in enumerate(text.splitlines(), start=1):
@@ -49,7 +54,7 @@ def split_page(text: str) -> tuple[list[Block], str]:
 
 
 def program(blocks: Sequence[Block], language: str) -> str:
-    """The blocks of one language, each line where it stood in the page."""
+    """Return the blocks of one language as one program with the page's line numbers."""
     found: list[str] = []
     for block in blocks:
         if block.language == language:

@@ -42,7 +42,7 @@ class Operation:
     function: str
     """Pattern of qualified names; several versions of this repository use different names."""
     call: int
-    """Which call is measured, counted from 1."""
+    """Number of the measured call, counted from 1."""
 
 
 OPERATIONS = (
@@ -95,7 +95,7 @@ class Recorder:
 
 
 def profile_quickstart(root: Path) -> dict[str, list[tuple[str, str]]]:
-    """Run the quickstart of a checkout in a process of its own; return what each operation executed.
+    """Run the quickstart of a checkout in a new process; return what each operation executed.
 
     Returns:
         By title of the operation, the file and qualified name of every function of our packages.

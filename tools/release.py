@@ -98,8 +98,7 @@ def draft(root: Path, package: str, version: str, *, folder: Path) -> Draft:
 def release(root: Path, package: str, version: str, *, reason: str = "") -> Record:
     """Build the release and stage it in the checkout: package, records and dist/; commit nothing.
 
-    Args:
-        reason: Why an untried pair may be released; empty if all pairs were tried.
+    `reason` tells why an untried pair may be released; it is empty if all pairs were tried.
 
     Raises:
         ReleaseError: If `draft` fails, the checkout has changes, a pair was not tried and no reason

@@ -42,7 +42,7 @@ class Record:
     """Name of the folder below packages/."""
     version: str
     date: str
-    """Date of the changelog's entry, YYYY-MM-DD; its midnight in UTC is SOURCE_DATE_EPOCH of the build."""
+    """Date of the changelog's entry, YYYY-MM-DD; SOURCE_DATE_EPOCH is midnight of it in UTC."""
     tree: str
     """Git tree id of the package's folder."""
     commit: str = ""
@@ -50,9 +50,9 @@ class Record:
     sha256: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of each built file, by file name."""
     untried: str = ""
-    """Why the release was made without a passed run of `nox -s compat`; empty if there was one."""
+    """Reason for a release without a passed run of `nox -s compat`; empty if there was one."""
     withdrawn: str = ""
-    """Why the release promises nothing to anyone; empty for a release that does."""
+    """Reason for the withdrawal of the release; empty if it is valid."""
 
     @property
     def tag(self) -> str:
@@ -151,7 +151,7 @@ def record_commits(root: Path) -> list[Record]:
     """Write the commit id of each release that has none yet, and return these releases.
 
     Raises:
-        ReleaseError: A release is not committed yet, or its commit has other content than was built.
+        ReleaseError: A release is not committed yet, or its commit differs from what was built.
     """
     records = list(read_records(root))
     filled = []
@@ -219,8 +219,7 @@ def has_object(root: Path, name: str) -> bool:
 def git(root: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
     """Run a git command and return its output.
 
-    Args:
-        environment: Variables to set in addition to those of this process.
+    `environment` contains variables to set in addition to those of this process.
 
     Raises:
         ReleaseError: The command failed; the message is that of git.

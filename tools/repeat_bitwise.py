@@ -1,10 +1,11 @@
-"""Repeat every bit-for-bit test, alone and under load, and keep a table of what passed.
+"""Repeat every bit-for-bit test, on an idle host and under load, and keep a table of the results.
 
     python -m tools.repeat_bitwise [--times 20] [--group trainer] [--expression EXPR] [--restart]
 
-A repetition is one pytest process for the tests of a group that carry the mark `bitwise`. Its result is
-stored in .temper/bitwise.json before the next one starts, and later calls at the same commit continue
-there. After each repetition the table of all results is written to docs/records/bitwise.md.
+A repetition is one pytest process that runs the tests of a group with the mark `bitwise`. Its
+result is stored in .temper/bitwise.json before the next one starts, and later calls at the same
+commit continue there. After each repetition the table of all results is written to
+docs/records/bitwise.md.
 """
 
 import argparse
@@ -47,11 +48,11 @@ while os.getppid() == parent:
 """
 """Computes in bursts of random length, so that the tests' threads interleave differently each time.
 
-It ends with the process that started it, also where that one is killed.
+It exits with the process that started it, even if that process is killed.
 """
 
 NO_TESTS = 5
-"""pytest's exit status where nothing was collected."""
+"""Exit status of pytest if no test was collected."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,9 +70,9 @@ class Record:
 
     commit: str
     done: dict[str, int] = field(default_factory=dict)
-    """Repetitions by group, condition and expression."""
+    """Number of repetitions by group, condition and expression."""
     tests: dict[str, dict[str, Outcomes]] = field(default_factory=dict)
-    """By test, then by condition."""
+    """Outcomes by test and condition."""
 
     @classmethod
     def load(cls, path: Path, *, commit: str) -> "Record":
@@ -88,7 +89,7 @@ class Record:
         return cls(commit=commit, done=stored["done"], tests=tests)
 
     def save(self, path: Path) -> None:
-        """Replace the file in one step, so that a killed run leaves the previous one."""
+        """Replace the file atomically, so that a killed run keeps the previous version."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(self), indent=1))
@@ -140,7 +141,7 @@ class Record:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the missing repetitions; returns 1 if any test has ever failed at this commit, else 0."""
+    """Run the missing repetitions; return 1 if any test ever failed at this commit, else 0."""
     parser = argparse.ArgumentParser(prog="tools.repeat_bitwise", description=__doc__)
     parser.add_argument("--times", type=int, default=20, help="repetitions under each condition")
     parser.add_argument(
@@ -154,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     chosen = parser.parse_args(arguments)
     record = Record(commit=_commit()) if chosen.restart else Record.load(STATE, commit=_commit())
-    # Repetition by repetition, not group by group: a run that is cut short has tried everything.
+    # Iterate over repetitions first, so that an interrupted run has tried every group.
     for number in range(1, chosen.times + 1):
         for group in chosen.group or GROUPS:
             for condition in CONDITIONS:
@@ -181,10 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _repeat(group: str, *, condition: str, expression: str) -> str | None:
-    """Return pytest's JUnit report of one repetition, or None where the group has no such test.
+    """Return pytest's JUnit report of one repetition, or None if the group has no such test.
 
     Raises:
-        RuntimeError: pytest wrote no report.
+        RuntimeError: If pytest wrote no report.
     """
     report = STATE.with_suffix(".xml")
     report.parent.mkdir(parents=True, exist_ok=True)
@@ -216,7 +217,11 @@ def _repeat(group: str, *, condition: str, expression: str) -> str | None:
 
 
 def _arguments(group: str) -> list[str]:
-    """Return pytest's arguments; of a folder only the files with such tests, as importing all takes most of the time."""
+    """Return pytest's arguments for a group.
+
+    Of a folder, only files with marked tests are listed, because importing all takes most of the
+    time.
+    """
     found: list[str] = []
     for argument in GROUPS[group]:
         folder = ROOT / argument
@@ -232,7 +237,7 @@ def _arguments(group: str) -> list[str]:
 
 @contextmanager
 def _load(num_processes: int) -> Iterator[None]:
-    """Keep this many processes computing in the body."""
+    """Keep this many processes computing while the body runs."""
     processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(num_processes)]
     try:
         yield

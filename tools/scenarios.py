@@ -1,7 +1,8 @@
-"""What each kind of user installs, in an environment with nothing else, and what must work there: `nox -s scenarios`.
+"""Environments of different users and what must work in each: `nox -s scenarios`.
 
-Packages come as wheels, built from this checkout; what they need of others comes from the package index, held to constraints/cpu.txt where
-it says so. Standard library alone.
+Packages are installed as wheels built from this checkout into an otherwise empty environment. Their
+dependencies come from the package index, with the versions of constraints/cpu.txt if `is_pinned`.
+Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SHORT_RUN = (
     "data.eval.max_rows=50",
     "run.eval_every=3",
 )
-"""The quickstart, cut down: the command is the real one, and the reward has no time to rise."""
+"""Shortens the quickstart: the command is the real one, but the reward has no time to rise."""
 
 ORACLE = (
     "--pyargs",
@@ -44,25 +45,25 @@ class Scenario:
     """One kind of user."""
 
     meaning: str
-    """In words."""
+    """Description shown in the output."""
     installs: tuple[tuple[str, ...], ...]
-    """Arguments of `pip install`, one after the other, with the wheels at hand."""
+    """Arguments of successive `pip install` calls, which also find the wheels."""
     is_pinned: bool = True
-    """Whether constraints/cpu.txt holds for them."""
+    """True if constraints/cpu.txt applies to the installations."""
     absent: tuple[str, ...] = ()
-    """Modules that must not have come along."""
+    """Modules that must not be installed."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """What the user has, by name."""
+    """Contents of the user's files, by name."""
     commands: tuple[tuple[str, ...], ...] = ()
-    """What must succeed, in a folder with these files."""
+    """Commands that must succeed in a folder with these files."""
     leaves: tuple[str, ...] = ()
-    """Files that are there afterwards."""
+    """Files that must exist afterwards."""
     statuses: tuple[int, ...] = (0,)
-    """Exit statuses that are a success."""
+    """Exit statuses that count as success."""
 
 
 def own_loop() -> str:
-    """The program on the page about a loop of one's own."""
+    """Return the program on the page about writing a training loop."""
     blocks, _ = split_page((ROOT / "docs" / "how-to" / "own-loop.md").read_text())
     return program(blocks, "python")
 
@@ -85,7 +86,7 @@ SCENARIOS = {
             ),
         ),
         leaves=("new.yaml",),
-        statuses=(0, 10),  # 10: old defaults are written out
+        statuses=(0, 10),  # 10: default values of the old system were written out
     ),
     "oracle": Scenario(
         meaning="temper-engine-api alone runs the kit's oracle",
@@ -130,4 +131,3 @@ SCENARIOS = {
         is_pinned=False,
     ),
 }
-"""By name."""

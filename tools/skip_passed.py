@@ -1,7 +1,9 @@
-"""A pytest plugin that continues an interrupted run of the conformance kit.
+r"""A pytest plugin that continues an interrupted run of the conformance kit.
 
-``python -m pytest -p tools.skip_passed --skip-passed A.json,B.json --pyargs temper_engine_api.conformance --engine NAME``
-leaves out the tests that passed before.
+    python -m pytest -p tools.skip_passed --skip-passed A.json,B.json \
+        --pyargs temper_engine_api.conformance --engine NAME
+
+skips the tests that passed before.
 """
 
 from collections.abc import Iterable

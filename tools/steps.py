@@ -78,7 +78,7 @@ def _pytest(*arguments: str) -> tuple[tuple[str, ...], ...]:
 def _conformance_tests(
     engine: str, *arguments: str, expressions: Mapping[str, str]
 ) -> tuple[tuple[str, ...], ...]:
-    """Run the kit on an engine; `expressions` maps a layout's id to a -k expression of its tests."""
+    """Run the kit on an engine; `expressions` maps a layout's id to a -k expression of tests."""
     chosen = " or ".join(f"({layout} and ({which}))" for layout, which in expressions.items())
     return _pytest(
         "--pyargs", "temper_engine_api.conformance", "--engine", engine, *arguments, "-k", chosen
@@ -124,8 +124,9 @@ STEPS = (
     Step(
         name="kit-on-fsdp",
         budget_s=8 * 60,
-        # One rank takes other paths where gradients are reduced and files are written, FSDP1 where they are written and stepped; the rest
-        # of their tests is nightly. One session for all of them: each would import the engine in every rank anew.
+        # A single rank reduces gradients and writes files differently, FSDP1 writes files and steps
+        # differently; their other tests are nightly. All layouts share one session, because each
+        # session imports the engine in every rank.
         commands=_conformance_tests(
             "fsdp",
             *("--world-sizes", "1,2", "--layouts", "fsdp1.2,sp2.2"),
@@ -147,7 +148,7 @@ STEPS = (
     Step(
         name="kit-on-megatron",
         budget_s=4 * 60,
-        # Every mandatory group that trains or answers, each in a layout where it is hardest.
+        # Every mandatory group that trains or computes outputs, each in its most demanding layout.
         commands=_conformance_tests(
             "megatron",
             *("--layouts", "tp2,pp2-vpp2,cp2,tp2-sp"),
@@ -182,15 +183,16 @@ STEP_NAMES = tuple(step.name for step in STEPS)
 def run_steps(root: Path, *, only: Sequence[str] | None = None, with_coverage: bool = False) -> int:
     """Create the environment, run the steps in it, and print the table.
 
+    The last line printed is `N passed, N failed, N skipped`. It counts the tests of pytest, and
+    each other step as one.
+
     Args:
+        root: The repository.
         only: Names of the steps to run; all of them by default.
         with_coverage: Also print how much of each package the tests execute; takes longer.
 
     Returns:
         Exit status: 1 if a step failed.
-
-    The last line printed is `N passed, N failed, N skipped`. It counts the tests of pytest, and each
-    other step as one.
     """
     started = time.monotonic()
     results = [_environment_step(root)]
@@ -273,9 +275,8 @@ def stream(
 ) -> int | None:
     """Run a command and print its output line by line after `name`.
 
-    Args:
-        tail: Collects the last lines of the output.
-        limit_s: Time after which the command and all of its child processes are killed.
+    `tail` collects the last lines of the output. After `limit_s` seconds the command is killed with
+    all its child processes.
 
     Returns:
         Exit status of the command, or None if it was killed.

@@ -49,7 +49,7 @@ class Wording:
     checked: tuple[str, ...]
     """Glob patterns of folders to check, below the repository."""
     exempt: Mapping[str, str]
-    """Why a folder is not checked yet, by its path."""
+    """Reasons for not checking a folder yet, by its path."""
     openings: frozenset[str]
     """Words that no docstring starts with."""
     verbs: frozenset[str]
@@ -58,7 +58,7 @@ class Wording:
     prepositions: frozenset[str]
     """First words of function names that say nothing about what the function does."""
     names: Mapping[str, BannedName]
-    """By word, in lower case."""
+    """Banned names by word, in lower case."""
     phrases: tuple[BannedPhrase, ...]
 
 

@@ -1,7 +1,8 @@
 r"""Compare RL updates of dense models: FSDPEngine, MegatronEngine, a plain loop and TRL.
 
     PYTHONPATH=packages/engine-api/src:packages/engine-fsdp/src:packages/engine-megatron/src:. \
-        python -m tools.gpu.dense_models --out FOLDER [--set one|two] [--rows NAME,...] [--done FILE]
+        python -m tools.gpu.dense_models --out FOLDER [--set one|two] [--rows NAME,...] \
+        [--done FILE]
 
 Each row runs in its own processes on as many GPUs as it needs; rows run in parallel while GPUs are
 free. Results are appended to FOLDER/rows.jsonl, and the output of rows to FOLDER/log.txt. To
@@ -98,7 +99,7 @@ SETS: Mapping[str, Sequence[str]] = {"one": ONE_GPU, "two": TWO_GPUS}
 LIMIT_S = 240.0
 """Time limit of one row, in seconds."""
 SHORTEST_S = 30.0
-"""No row is started if fewer seconds are left."""
+"""Seconds that must be left to start a row."""
 
 
 @dataclass(slots=True, kw_only=True)

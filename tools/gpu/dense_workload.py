@@ -91,7 +91,7 @@ NUM_DRAWS = 5
 MIX = tuple(
     _log_normal(seed, num_micro_batches=4, max_tokens=16384) for seed in range(1, 1 + NUM_DRAWS)
 )
-"""As many tokens as the other cases, with log-normal lengths that differ in every update."""
+"""Updates with as many tokens as the other cases and different log-normal lengths."""
 
 
 def card_of(model: str, scale: Scale) -> Mapping[str, object]:

@@ -54,7 +54,7 @@ from tools.gpu.workload import (
 KIT_GROUPS = "gradient,logprob,value,update,weights,checkpoint,offload,rfc_loop,adapter"
 SHAPE = SHAPES["0.5B"]
 SHORTEST_PHASE_S = 20.0
-"""No phase is started if fewer seconds are left."""
+"""Seconds that must be left to start a phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

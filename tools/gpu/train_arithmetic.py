@@ -56,7 +56,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 """Configuration overrides by run, most important first."""
 TIMES = ("time/step_s", "time/rollout_s", "time/update_s", "time/weight_sync_s")
 SHORTEST_S = 75.0
-"""No run is started if fewer seconds are left."""
+"""Seconds that must be left to start a run."""
 
 
 def list_overrides(name: str, *, out: Path, rehearse: bool) -> list[str]:

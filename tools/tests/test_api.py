@@ -1,4 +1,7 @@
-"""The lock on public names: what breaks users is found, what does not is let through, and a fragment has to name it."""
+"""Test the lock on public names.
+
+A change that breaks users must be found and named in a changelog fragment; other changes pass.
+"""
 
 from pathlib import Path
 
@@ -40,7 +43,7 @@ __all__ = ["Plan", "Path", "plan"]
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A package of one module, locked as in BEFORE."""
+    """A package with a single module, locked with `BEFORE`."""
     folder = tmp_path / "packages" / "example"
     (folder / "src" / "temper_example").mkdir(parents=True)
     (folder / "pyproject.toml").touch()
@@ -158,7 +161,7 @@ def test_a_fragment_that_names_it_makes_it_a_promise_kept(package: Path) -> None
 
 
 def _release(package: Path) -> None:
-    """As if what stands here now were version 0.1.0."""
+    """Record the current contents as release 0.1.0."""
     root = package.parents[1]
     git(root, "init", "--quiet")
     git(root, "add", "--all")
@@ -192,7 +195,7 @@ def test_what_was_added_since_the_release_and_locked_is_promised_too(package: Pa
 
 
 def _deprecate(package: Path, what: str, *, since: str, removed_in: str) -> None:
-    """As if the sources of the last release had said so."""
+    """Lock a deprecation as if the sources of the last release contained it."""
     module = package / "src" / "temper_example" / "old.py"
     module.write_text(f'Deprecation(what="{what}", since="{since}", removed_in="{removed_in}")\n')
     write_lock(package)

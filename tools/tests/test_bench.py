@@ -1,4 +1,4 @@
-"""What a benchmark is about to run is accepted, so that an hour on a quiet machine is not lost to its command line."""
+"""Check that the benchmarks' command lines are valid, before they take an hour on an idle host."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every requirement has an oldest version that `oldest` installs, and the pins of the everyday environment lie within what is declared."""
+"""Check that `oldest` can install every requirement, and that pins are within declared bounds."""
 
 import tomllib
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""The compatibility matrix catches what it is for: the contract is broken on purpose in a copy, and three guards each say so."""
+"""Test that the compatibility matrix notices a contract that was changed in a copy.
+
+Three guards must each report it.
+"""
 
 import os
 import re
@@ -40,13 +43,16 @@ SMALLEST = {
     "trainer": "batching/test_step_plan.py::test_denominators_are_counted_over_the_mini_batch_after_masking",
     "engine-fsdp": "test_engine.py::test_the_training_loop_of_the_rfc_lowers_the_loss",
 }
-"""A test of each that calls the contract; an engine's takes ten seconds to import, so it runs at night."""
+"""The smallest test of each dependent package that calls the contract.
+
+The engines' tests are nightly, because importing an engine takes ten seconds.
+"""
 
 SIBLINGS = ["trainer", pytest.param("engine-fsdp", marks=pytest.mark.nightly)]
 
 
 def _trial(dependent: str) -> Trial:
-    """This checkout's engine-api with the last release of a sibling."""
+    """Return a trial of this checkout's engine-api with the last release of a sibling."""
     try:
         found = [
             each
@@ -63,7 +69,7 @@ def _trial(dependent: str) -> Trial:
 
 
 def _lowest(dependent: str) -> Trial:
-    """A sibling as it is here with the first engine-api that its bounds let in."""
+    """Return a trial of this checkout's sibling with the first engine-api within its bounds."""
     bounds = [
         each.specifier
         for each in sibling_requirements(ROOT / "packages" / dependent)
@@ -90,7 +96,7 @@ def _lowest(dependent: str) -> Trial:
 
 
 def _broken_copy(folder: Path, *changes: tuple[str, str]) -> Path:
-    """A copy of this checkout's engine-api in which something is called otherwise, everywhere."""
+    """Copy this checkout's engine-api and rename something everywhere in the copy."""
     copy = folder / "engine-api"
     shutil.copytree(
         ROOT / "packages" / "engine-api",
@@ -109,7 +115,7 @@ def _broken_copy(folder: Path, *changes: tuple[str, str]) -> Path:
 def _run(
     folder: Path, trial: Trial, *, engine_api: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The smallest test of a trial, with what nox would install on the path instead."""
+    """Run the smallest test of a trial with the path that nox would set up."""
     files = unpack_trial(ROOT, trial, folder)
     sources = {**files.sources, "engine-api": engine_api or files.sources["engine-api"]}
     path = os.pathsep.join(str(each / "src") for each in sources.values())
@@ -221,9 +227,8 @@ def test_the_next_contract_refuses_the_last_release_of_an_engine(tmp_path: Path)
             check=True,
             stdout=subprocess.DEVNULL,
         )
-    path = os.pathsep.join(
-        str(each) for each in sorted(wheels.iterdir())
-    )  # Python reads a wheel where it lies
+    # Python can import from a wheel file
+    path = os.pathsep.join(str(each) for each in sorted(wheels.iterdir()))
     program = "from temper_engine_api.registry import load_engine_class; load_engine_class('fsdp')"
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -349,7 +354,7 @@ def test_a_trial_that_is_tried_again_and_fails_counts_no_more_although_it_was_ke
 ) -> None:
     record_passed(clone, PAIR, trials(clone, PAIR))
     keep_records(clone)
-    start_trials(clone, PAIR)  # as nox does before it runs the tests
+    start_trials(clone, PAIR)  # like nox before it runs the tests
     (sentence,) = _about(clone)
     assert "no green run is recorded" in sentence
     assert keep_records(clone) == []
@@ -380,7 +385,7 @@ def test_a_record_that_somebody_wrote_by_hand_is_refused(clone: Path) -> None:
 
 
 def _about(root: Path) -> list[str]:
-    """What is untried of the one pair, before the next patch of engine-api."""
+    """Return the untried trials of `PAIR` before the next patch release of engine-api."""
     return [
         sentence
         for sentence in find_missing_trials(root, "engine-api", "0.1.9")

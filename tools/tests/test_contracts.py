@@ -1,4 +1,4 @@
-"""The import contracts of pyproject.toml bite: a small tree of our packages' names, kept and then broken."""
+"""Test that each import contract of pyproject.toml fails for a small tree that breaks it."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A measured run counts what every process of it ran, package by package."""
+"""Test that coverage counts all processes of a run, by package."""
 
 import shutil
 import sys
@@ -68,7 +68,8 @@ def test_what_every_process_ran_is_added_up_by_package(root: Path) -> None:
     step = Step(name="example", budget_s=60, commands=(command,), is_pytest=True)
     (result,) = run_side_by_side([step], python=PYTHON, root=root, with_coverage=True)
     assert (result.failures, result.counts) == ((), Counts(passed=3))
-    # Of example.py 5 of 6 statements (two `def`, `if`, two `return`; not `raise`) and one of two branches; of the other file none of 4.
+    # Of example.py 5 of 6 statements ran (two `def`, `if`, two `return`; not `raise`) and one of
+    # two branches. Of the other file none of 4 statements ran.
     rows = coverage_table(root, python=PYTHON).splitlines()
     assert "| trainer | 10 | 50.0 % | 2 | 50.0 % |" in rows
     assert "| engine-api | 0 | none | 0 | none |" in rows

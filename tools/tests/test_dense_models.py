@@ -1,4 +1,4 @@
-"""The measurements of dense models at realistic sizes, as far as a machine without a GPU can tell."""
+"""Test the measurements of dense models at realistic sizes on a host without GPUs."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ def test_flops_per_token_are_six_for_every_weight_in_a_product(model: str) -> No
 
 def test_flops_of_attention_are_those_of_a_causal_mask() -> None:
     sizes = {name: size for name, size in CARDS["0.6B"].items() if type(size) is int}
-    # Two products of s x s x 128 in the forward pass, four in the backward pass, 2 FLOPs a
+    # 2 products of s x s x 128 in the forward pass and 4 in the backward pass, 2 FLOPs per
     # multiplication, half of it masked: 28 layers of 16 heads.
     assert flops_per_token_and_square(sizes)[1] == 28 * 16 * 6 * 2 * 128 / 2
 

@@ -1,4 +1,4 @@
-"""The policy on deprecations is kept by every package, and its check sees what breaks it."""
+"""Test that every package follows the deprecation policy, and that violations are found."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a wheel must hold is what lies in the sources, whatever it is called."""
+"""Test that a wheel must contain all files of its sources, whatever they are called."""
 
 import zipfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Blocks run, links lead somewhere, and what is marked otherwise is left alone."""
+"""Test that blocks run, broken links are found, and other blocks are not run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The environment is made once, brought up to date by need, and refuses with a sentence."""
+"""Test that the environment is created once, updated when needed, and refused with a message."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What the environment is made from, copied, so that it can be changed."""
+    """A copy of the environment's inputs, which tests can change."""
     for path in [
         Path("constraints/cpu.txt"),
         *(p.relative_to(ROOT) for p in ROOT.glob("packages/*/pyproject.toml")),
@@ -36,7 +36,7 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The stages that were run, in order; none of them installs anything."""
+    """The stages that ran, in order; none of them installs anything."""
     ran: list[str] = []
 
     def stage(name: str) -> Callable[[Path], None]:
@@ -131,9 +131,8 @@ def test_a_failed_install_shows_its_end_and_the_log(tmp_path: Path) -> None:
 def test_a_python_without_venv_makes_its_environment_with_pip_alone(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(
-        sys.modules, "ensurepip", None
-    )  # find_spec then finds nothing, as on Debian without python3-venv
+    # makes find_spec return None, as on Debian without python3-venv
+    monkeypatch.setitem(sys.modules, "ensurepip", None)
     (checkout / ".temper").mkdir()
     environment._create(checkout)
     assert "virtualenv = " in (checkout / ".temper" / "env" / "pyvenv.cfg").read_text()
@@ -160,7 +159,7 @@ def test_torch_is_pinned_in_one_voice() -> None:
 
 
 def test_an_old_python_gets_a_sentence() -> None:
-    # The real file with a newer floor: what an older interpreter would see.
+    # Run the real file with a higher minimum version, as if the interpreter were too old.
     source = (
         (ROOT / "tools" / "dev.py")
         .read_text()

@@ -1,4 +1,4 @@
-"""Cases of the fault campaign are stored, continued at the same commit, and shown in a table."""
+"""Test that cases are stored, continued at the same commit, and shown in a table."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`dev.py train` never meets its own earlier runs."""
+"""Test that `dev.py train` never reuses the folder of an earlier run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every release whose files outlive a run has left some, so that later versions are tried with them."""
+"""Test that every release whose files outlive a run left golden files for later versions."""
 
 from pathlib import Path
 

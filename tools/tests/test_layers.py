@@ -1,4 +1,4 @@
-"""The import rules that import-linter cannot express."""
+"""Test the import rules that import-linter cannot express."""
 
 import itertools
 from pathlib import Path

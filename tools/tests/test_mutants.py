@@ -1,4 +1,4 @@
-"""Faults are put where they can matter, one at a time, and what no test sees is told."""
+"""Test that faults are planted one at a time where they can matter, and misses are reported."""
 
 from pathlib import Path
 
@@ -46,7 +46,8 @@ def test_a_fault_that_no_test_sees_is_told(tmp_path: Path) -> None:
     )
     subject = Subject(package="example", module="halves.py", tests=("test_halves.py",))
     missed, num_tried, num_all = survivors(tmp_path, subject, num_faults=9, seed=0)
-    # A test of 4 alone sees the division, its number, and the turned condition, and neither edge of it.
+    # A test of only 4 notices the changed division, its changed number and the negated condition,
+    # but neither change of the bound.
     assert [str(fault) for fault in missed] == [
         "line 9: `0` became `1`",
         "line 9: `n < 0` became `n <= 0`",

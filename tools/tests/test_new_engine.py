@@ -1,4 +1,4 @@
-"""The template of an engine: copied under a name of one's own, and tested with the kit in an environment of its own."""
+"""Test the engine template: copied under a new name, and run with the kit in a new environment."""
 
 import subprocess
 import sys

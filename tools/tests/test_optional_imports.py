@@ -1,4 +1,7 @@
-"""Every import of a package is declared, and what needs an extra is known before a nightly run in an empty environment finds out."""
+"""Test that every import of a package is declared, and that modules that need an extra are listed.
+
+Otherwise only a nightly run in an empty environment would notice.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A page's commands are read as bash reads them, and what is wrong with one is told with the page's own line."""
+"""Test that a page's commands are parsed like bash, and errors have the page's line numbers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a commit hears before it is made is what the steps `lint` and `layers` say after it."""
+"""Test that the pre-commit hooks run the same commands as the steps `lint` and `layers`."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ IN_PLACE_OF_SCRIPTS = {
 
 
 def _asked(words: list[str]) -> str:
-    """A command without its environment, and without what only one of the two needs."""
+    """Return a command without its environment and without words that only one of the two needs."""
     kept = [word for word in words if word not in ("-m", ".", "--force-exclude")]
     return " ".join(kept).removeprefix(".temper/env/bin/").removeprefix("python ")
 

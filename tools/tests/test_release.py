@@ -1,4 +1,4 @@
-"""A release in a throw-away repository: what it does, what it leaves alone, and what it refuses."""
+"""Test a release in a temporary repository: what it changes, what it keeps, what it refuses."""
 
 import re
 import shutil
@@ -46,7 +46,7 @@ IDENTITY = (
 
 
 def _repository(root: Path) -> Path:
-    """Two packages with our own release settings and next to no sources; engine-api has two fragments. All is committed."""
+    """Commit two small packages with our release settings; engine-api has two fragments."""
     (root / "tools").mkdir(parents=True)
     shutil.copy(ROOT / "tools" / "changelog.md.jinja", root / "tools")
     (root / ".gitignore").write_text("/dist/\n/.temper/\n")
@@ -94,9 +94,9 @@ class Released:
 
     root: Path
     after_draft: str
-    """git's status after the draft."""
+    """Output of `git status` after the draft."""
     staged: str
-    """git's status after the release."""
+    """Output of `git status` after the release."""
     commit: str
 
 
@@ -279,7 +279,7 @@ def test_a_commit_that_holds_more_than_was_built_is_refused(
 def test_a_release_is_built_again_from_its_record(released: Released, tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     git(released.root, "clone", "--quiet", str(released.root), str(clone))
-    # Only the wheel is named below: the sdist came out as it was recorded.
+    # The message names only the wheel, because the sdist has the recorded hash.
     text = (clone / RECORDS).read_text()
     (clone / RECORDS).write_text(re.sub(r'(\.whl" = )"\w{8}', r'\1"00000000', text))
     with pytest.raises(
@@ -325,7 +325,7 @@ def test_a_promise_that_is_broken_in_silence_stops_the_next_release(
 
 @pytest.fixture
 def sibling(released: Released, tmp_path: Path) -> Path:
-    """A clone in which engine-fsdp, too, has something to release."""
+    """A clone in which engine-fsdp has changes to release, too."""
     clone = tmp_path / "clone"
     git(released.root, "clone", "--quiet", str(released.root), str(clone))
     (clone / "packages/engine-fsdp/changes").mkdir()

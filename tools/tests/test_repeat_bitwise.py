@@ -1,4 +1,4 @@
-"""Repetitions of bit-for-bit tests are counted, stored, and shown in a table."""
+"""Test that repetitions are counted, stored, and shown in a table."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The programs and packages of the scenarios exist before a nightly run finds out that they do not."""
+"""Test that programs and packages of the scenarios exist, before a nightly run needs them."""
 
 import ast
 from pathlib import Path

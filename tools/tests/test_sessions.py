@@ -1,4 +1,4 @@
-"""What `nox -l` shows reads like a table of contents, and what was not asked of a machine is not green on it."""
+"""Test that `nox -l` shows complete sentences, and that a missing Python fails a session."""
 
 import ast
 import os
@@ -27,7 +27,7 @@ def test_the_line_of_a_session_is_a_whole_sentence(session: ast.FunctionDef) -> 
 def test_a_python_that_is_not_there_is_a_failure_and_no_green_run(tmp_path: Path) -> None:
     other = "3.12" if sys.version_info[:2] != (3, 12) else "3.13"
     command = [sys.executable, "-m", "nox", "-f", str(NOXFILE), "--envdir", str(tmp_path / "nox")]
-    # Neither a path nor a home in which one could be found.
+    # Hide all Pythons that nox could find through the path or the home directory.
     bare = {name: value for name, value in os.environ.items() if not name.startswith("PYENV")} | {
         "PATH": "/nonexistent",
         "HOME": str(tmp_path),

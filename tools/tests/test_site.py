@@ -1,4 +1,4 @@
-"""What the site is made of: pages whose links hold, a reference with every key, and a figure that is read from the contracts."""
+"""Test the site: valid links, a reference of every key, and a figure drawn from the contracts."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every page, gathered once."""
+    """All pages of the site, gathered once."""
     folder = tmp_path_factory.mktemp("site") / "site"
     gather(ROOT, folder)
     return folder

@@ -1,4 +1,7 @@
-"""What each part of the house leaves alone when it is imported: the heavy guests have one door each, also through third parties."""
+"""Test that importing a module does not import heavy libraries, directly or through others.
+
+The trainer imports each heavy library in a single component.
+"""
 
 import os
 import subprocess
@@ -31,7 +34,10 @@ print(len(imported), *sorted(guest for guest in unwanted if guest in sys.modules
 def _guests(
     *modules: str, unwanted: tuple[str, ...], left_out: tuple[str, ...] = ("-",)
 ) -> tuple[int, list[str]]:
-    """How many modules were imported in a fresh process, those within packages included, and which unwanted guests came along."""
+    """Return the number of modules imported in a fresh process, and the unwanted ones among them.
+
+    Modules within packages are imported and counted too.
+    """
     sources = os.pathsep.join(str(path) for path in sorted(ROOT.glob("packages/*/src")))
     command = [
         sys.executable,
@@ -70,7 +76,8 @@ def test_configurations_are_read_without_anything_heavy(
     assert number >= len(modules)
 
 
-@pytest.mark.nightly  # imports torch and transformers; every day import-linter asks the same of what is written
+# nightly, because it imports torch and transformers; import-linter checks import statements daily
+@pytest.mark.nightly
 def test_ray_vllm_and_hydra_have_one_door_each_in_the_trainer() -> None:
     doors = (
         "runtime.ray",

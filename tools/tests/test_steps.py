@@ -1,4 +1,4 @@
-"""Steps run, are counted, killed in time and told truthfully."""
+"""Test that steps run, count their tests, are killed in time, and are reported correctly."""
 
 import subprocess
 import sys
@@ -111,7 +111,7 @@ def test_a_step_past_four_budgets_is_killed_with_what_it_started(tmp_path: Path)
 def test_steps_run_two_at_a_time_and_are_told_in_their_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Each waits for a file that the other one writes: one after the other, the first would never end.
+    # Each step waits for a file that the other one writes: in sequence the first would never end.
     program = (
         "import pathlib, sys, time\n"
         "mine, others = map(pathlib.Path, {names})\n"
@@ -136,7 +136,7 @@ def test_an_interrupted_run_ends_what_its_steps_started(tmp_path: Path) -> None:
         "import os, pathlib, signal, sys, threading, time\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from tools.steps import Step, run_side_by_side\n"
-        # Whoever runs these tests in the background has them ignore Ctrl-C, and so do their children.
+        # In a shell's background job Ctrl-C is ignored, and child processes inherit that.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "child = 'import os, pathlib, time; pathlib.Path(\"pid\").write_text(str(os.getpid())); time.sleep(60)'\n"
         "def interrupt():\n"
@@ -193,7 +193,7 @@ def test_the_budgets_leave_room_in_thirty_five_minutes() -> None:
 
 
 def _is_gone(pid: int) -> bool:
-    """Whether a process has ended; one that waits for its parent to notice has."""
+    """Return whether a process has ended; a zombie counts as ended."""
     for _ in range(50):
         state = subprocess.run(
             ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""The page that measures weight sync on GPUs, tried where there is none: over gloo and shared memory."""
+"""Test the weight-sync measurement for GPUs on a host without any, over gloo and shared memory."""
 
 import json
 import subprocess
