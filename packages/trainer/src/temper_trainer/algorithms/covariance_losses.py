@@ -168,9 +168,11 @@ def _mark_smallest(ranked: Tensor, *, count: int) -> Tensor:
     return chosen
 
 
+# Odd, so that a multiplication modulo 2^64 maps no two keys to the same one.
 _FACTORS = (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85)
 
 
+# A float64 represents all integers of this size exactly.
 _BITS = 52
 
 

@@ -49,6 +49,8 @@ def needs_old_logprobs(config: AlgorithmConfig, batching: BatchingConfig) -> boo
     """
     is_single_update = batching.num_mini_batches == 1 and batching.num_passes == 1
     correction = config.rollout_correction
+    # The sampler's log-probs take the place of the old ones in the ratio, so only a comparison with
+    # them still needs a pass.
     if correction is not None and correction.proximal == "rollout":
         return config.kl_reward_coef > 0 or correction.reject_kl is not None
     needs_numbers = (
@@ -165,7 +167,7 @@ def add_distillation_loss(
 
 
 def build_value_objective(config: AlgorithmConfig) -> ValueObjective:
-    """Return the critic's objective: a mean over trained tokens with every policy aggregation."""
+    """Return the critic's objective, a mean over trained tokens whatever the policy's is."""
     return ValueObjective(clip=config.value_clip)
 
 

@@ -300,6 +300,7 @@ def check_ineffective_keys(config: TrainerConfig, *, set_by_user: Mapping[str, s
         if rule.applies(config):
             for key, origin in set_by_user.items():
                 if _is_in(key, rule.keys) and not _is_in(key, rule.exceptions):
+                    # The first reason only: a key is listed once.
                     problems.setdefault(key, f"{key} ({origin}) has no effect {rule.reason}.")
     if problems:
         raise ConfigError("\n".join(problems.values()))

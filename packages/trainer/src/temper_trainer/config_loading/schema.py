@@ -120,6 +120,7 @@ def collect_defaults(
                 if block is not None
             }
             continue
+        # An explicit null switches a block off; a block that is not mentioned keeps its default.
         is_off = entry.name in given and below is None
         is_unset = is_optional(entry.annotation) and not isinstance(below, dict)
         if entry.has_default and (entry.default is not None or entry.block is None or is_unset):

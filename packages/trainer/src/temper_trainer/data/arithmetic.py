@@ -121,6 +121,8 @@ def generate_arithmetic_rows(config: SourceConfig) -> list[Row]:
     """
     assert config.max_rows is not None
     problems = random.Random(f"problems {config.seed}")
+    # A generator of its own, so that the fraction of wrong demonstrations does not change the
+    # problems.
     mistakes = random.Random(f"mistakes {config.seed}")
     seen: set[str] = set()
     rows: list[Row] = []

@@ -48,6 +48,8 @@ def encode_conversation(
                 "trained and untrained tokens cannot be separated: set data.train_on=last, or "
                 "another data.chat_template."
             )
+        # In pieces: a sampled completion starts a new token, while the tokenizer could merge
+        # characters across the border.
         context = _tokenize(before[len(rendered) :], tokenizer)
         completion = _tokenize(after[len(before) :], tokenizer)
         tokens += context + completion

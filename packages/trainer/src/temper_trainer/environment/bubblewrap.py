@@ -63,8 +63,7 @@ class Interpreter:
     @classmethod
     def find(cls) -> "Interpreter":
         """Ask the interpreter below the current environment and the dynamic loader for its files."""
-        # Of a virtual environment, the interpreter it was made from: its files are the complete
-        # ones.
+        # In a virtual environment, the interpreter that it was made from, which has all the files.
         executable = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
         search_path = _run_and_read(
             [executable, *INTERPRETER_FLAGS, "-c", "import sys; print(*sys.path, sep='\\n')"]
@@ -110,7 +109,7 @@ class Bubblewrap:
     secret even if it were mounted, since bubblewrap itself starts with an empty environment.
 
     If the trainer runs as root, an outer bubblewrap starts the same sandbox as UNPRIVILEGED_ID: see
-    unprivileged_options.
+    `build_unprivileged_options`.
     """
 
     outer: tuple[str, ...]
@@ -177,7 +176,8 @@ class Bubblewrap:
             filter_file, status_file = (
                 stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)
             )
-            # Only what bubblewrap is told of may be passed: it closes nothing else for the program.
+            # No other descriptors: bubblewrap closes only those that its options name, so the
+            # program would inherit the rest.
             status_files, command = [status_file], list(self.inner)
             filter_file.write(self.filter)
             filter_file.seek(0)
@@ -263,16 +263,12 @@ def build_unprivileged_command() -> Sequence[str]:
 
 
 def build_unprivileged_options(paths: Sequence[str]) -> Sequence[str]:
-    """Return options of a bubblewrap around `unprivileged_command`, which needs root.
-
-    It does two things:
+    """Return the options of an outer bubblewrap, which a trainer that runs as root needs.
 
     * Another user may not be able to reach the interpreter, such as one in a home directory. Each
-    folder
-      that is closed to others is replaced by one that holds nothing but `paths`.
-    * A process of root that has no capabilities, as bubblewrap when its parent dies, cannot kill
-    one
-      of another user. But the end of a process namespace ends everything in it.
+      folder that is closed to others is replaced by one that contains only `paths`.
+    * A root process without capabilities, as bubblewrap is when its parent dies, cannot kill a
+      process of another user. But the end of a PID namespace ends all processes in it.
     """
     options = ["--die-with-parent", "--unshare-pid", "--dev-bind", "/", "/", "--proc", "/proc"]
     closed = sorted({folder for path in paths if (folder := _find_closed_folder(path)) is not None})

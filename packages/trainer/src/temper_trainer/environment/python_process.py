@@ -32,10 +32,10 @@ exec(compile(code, "<tool>", "exec"), {"__name__": "__main__"})
 """Lowers the limits NAME=VALUE in its arguments, then runs the program that it reads from stdin."""
 
 _WATCHER = 'read -r _; kill -s KILL -- "-$0"'
-"""Shell program that kills a process group when nobody holds the other end of its input any more."""
+"""Shell program that kills a process group when its standard input is closed."""
 
 _POLL_S = 0.02
-"""Longest pause between two looks at a process that is silent."""
+"""Longest time between two checks of a process without output."""
 _DRAIN_S = 1.0
 """Longest time to read the pipes of a process that has ended. A killed one closes them at once."""
 
@@ -107,7 +107,7 @@ def run_process(
         stdin: Written to its standard input, which is then closed.
         timeout_s: Wall-clock time, after which it is killed.
         folder: Its working directory.
-        environment: Its whole environment; empty by default, nothing is inherited.
+        environment: All its environment variables; none are inherited.
         pass_fds: File descriptors that it inherits.
         on_poll: Called every few milliseconds; a reason that it returns kills the process.
         has_watcher: Start a second process that kills the group if this one is killed. Only for a
@@ -221,7 +221,7 @@ class _Pipes:
 def _watched(leader: int) -> Iterator[None]:
     """Kill a process group if this process dies in the body, even by SIGKILL.
 
-    The kernel's own means, PR_SET_PDEATHSIG, would end the leader alone and exists on Linux only.
+    PR_SET_PDEATHSIG would end only the leader, and exists only on Linux.
     """
     # In a session of its own, so that Ctrl-C in the terminal does not end it before this process.
     watcher = subprocess.Popen(
@@ -234,7 +234,7 @@ def _watched(leader: int) -> Iterator[None]:
         try:
             yield
         finally:
-            # Before its input is closed: the leader's number may be another process's by then.
+            # Before its input is closed: the leader's process id may have been reused by then.
             watcher.kill()
 
 

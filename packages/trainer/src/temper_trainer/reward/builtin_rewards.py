@@ -65,6 +65,7 @@ def _parse_reference(prompt: Prompt) -> Decimal:
 
 
 def _parse_number(text: str) -> Decimal:
+    # Not float: two different long numbers may be the same float.
     return Decimal(text.replace(",", "").replace("$", ""))
 
 

@@ -74,6 +74,7 @@ def build_teachers(
                     name, teacher, config=config, runtime=runtime, vocab_size=vocab_size
                 )
             stack.callback(teachers[name].close)
+        # All are built: from here on the client closes them, not the stack.
         stack.pop_all()
     return TeacherClient(
         spec=build_teacher_spec(config.teachers, config.distillation),
@@ -101,6 +102,7 @@ def _build_engine_teacher(
             stack.callback(group.close)
             group.init()
             replicas.append(group)
+        # All are built: from here on the teacher closes them, not the stack.
         stack.pop_all()
     return EngineTeacher(
         name, replicas=replicas, max_tokens=config.batching.max_tokens, vocab_size=vocab_size

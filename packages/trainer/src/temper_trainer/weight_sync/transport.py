@@ -40,7 +40,7 @@ class Transport(Protocol):
 
         Raises:
             WeightError: If the weights are damaged or do not fit. The sampler must not be used
-            then.
+                afterwards.
         """
         ...
 

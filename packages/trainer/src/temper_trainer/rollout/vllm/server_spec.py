@@ -98,6 +98,7 @@ def build_teacher_server_spec(
         "enforce_eager": vllm.enforce_eager,
         "max_logprobs": max(top_k, 1),
         "trust_remote_code": model.trust_remote_code,
+        # vLLM would otherwise take sampling defaults from the model's generation_config.json.
         "generation_config": "vllm",
         "disable_log_stats": True,
         "skip_tokenizer_init": True,
@@ -148,6 +149,7 @@ def _build_arguments(
         rank = config.actor.engine.lora.rank
         arguments |= {
             "enable_lora": True,
+            # Two, because the new adapter is added before the old one is removed.
             "max_loras": 2,
             "max_lora_rank": next(size for size in _LORA_RANKS if size >= rank),
         }

@@ -169,6 +169,7 @@ class VllmSampler:
             WeightError: If a replica refused them, or reports another version.
         """
         with self._lock:
+            # Set first: a replica that dies meanwhile is restarted with the new weights.
             self._reload, previous = start_load, self._reload
             lives = list(self._lives)
             futures = [start_load(replica) for replica in self._replicas]
@@ -180,6 +181,7 @@ class VllmSampler:
                     self._version = version  # the restarted replica loads and reports it
                     self._restart(number, life=lives[number], cause=error)
                 except WeightError:
+                    # A replica that is restarted later must not load weights that were refused.
                     self._reload = previous
                     raise
             self._version = version
@@ -243,6 +245,8 @@ class VllmSampler:
             completions: Completions by index; new ones are added.
         """
         with self._lock:
+            # Under one lock: the lives must be those of the processes that get the requests, so that
+            # a death is not counted for a process that was restarted in between.
             assigned = self._balancer.assign([requests[index] for index in pending])
             lives = list(self._lives)
             running = {
