@@ -1,4 +1,4 @@
-"""Rates of causal attention kernels for one long sequence with grouped heads."""
+"""Measure the FLOP/s of causal attention kernels on one long sequence with grouped heads."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

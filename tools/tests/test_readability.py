@@ -1,4 +1,4 @@
-"""Tests of the counts that docs/records/readability.md shows."""
+"""Test the counts that docs/records/readability.md shows."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of the checker of names and docstrings."""
+"""Test the checker of names and docstrings."""
 
 from pathlib import Path
 

@@ -41,6 +41,7 @@ class MyEngine(BaseEngine):
     """
 
     config_class: ClassVar[type[EngineConfig]] = MyConfig
+    # The base class refuses features that are not listed here, and the kit skips their tests.
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
         {Capability.LANGUAGE_MODEL, Capability.LOGPROB_AT, Capability.PORTABLE_STATE}
     )
@@ -53,6 +54,7 @@ class MyEngine(BaseEngine):
         if spec is not None:
             decayed = [p for p in self._model.parameters() if p.ndim >= 2 or spec.decays_vectors]
             others = [p for p in self._model.parameters() if p.ndim < 2 and not spec.decays_vectors]
+            # Two groups, because norms and biases have no weight decay unless `decays_vectors`.
             groups: list[dict[str, Any]] = [
                 {"params": decayed},
                 {"params": others, "weight_decay": 0.0},
@@ -73,7 +75,8 @@ class MyEngine(BaseEngine):
     ) -> list[HeadOutputs] | None:
         """Run the micro-batches in the given order and accumulate gradients without averaging them.
 
-        The value of `micro_batch_loss` is already normalized over the mini-batch.
+        The value of `micro_batch_loss` is already normalized over the mini-batch. A single rank has
+        no gradients to reduce, so `reduce_gradients` has no effect here.
         """
         results = []
         is_training = micro_batch_loss is not None and not forward_only
@@ -92,7 +95,9 @@ class MyEngine(BaseEngine):
     def _compute_outputs(
         self, micro: SequenceBatch, *, requested_outputs: frozenset[HeadOutput], only_trained: bool
     ) -> HeadOutputs:
+        """Compute the head's outputs of a micro-batch and join them in the order of its tokens."""
         parts = []
+        # Parameters stay in float32 as master weights; autocast computes matrix products in bf16.
         with torch.autocast(
             "cpu", dtype=torch.bfloat16, enabled=self.config.precision.compute == "bf16"
         ):
@@ -109,9 +114,9 @@ class MyEngine(BaseEngine):
             head_output: torch.cat([part[head_output] for part in parts])
             for head_output in requested_outputs
         }
-        # `where` blocks the gradient of untrained positions. A product with the mask would not:
-        # zero times an infinite gradient is NaN.
         if only_trained:
+            # `where` blocks the gradient of untrained positions. A product with the mask would not:
+            # zero times an infinite gradient is NaN.
             for head_output, column in columns.items():
                 mask = micro.loss_mask if column.ndim == 1 else micro.loss_mask[:, None]
                 columns[head_output] = torch.where(mask, column, 0.0)
@@ -166,9 +171,12 @@ class MyEngine(BaseEngine):
     def _iterate_weights(self) -> Iterator[NamedWeight]:
         """Yield full tensors by Hugging Face name; a tied head appears once."""
         for name, parameter in self._model.named_parameters():
+            # A copy, because the caller may keep the tensor while training changes the parameter.
             yield NamedWeight(name=name, tensor=parameter.detach().clone())
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
+        """Load full tensors by Hugging Face name."""
+        # Read the complete stream first: all names and shapes are checked before a weight changes.
         arrived = list(stream)
         check_weight_entries(self._entries(), [_entry(name, tensor) for name, tensor in arrived])
         with torch.no_grad():
@@ -206,6 +214,7 @@ class MyEngine(BaseEngine):
 
         The base class makes the checkpoint appear only when it is complete.
         """
+        # The RNG state is saved too, so that dropout continues as in an uninterrupted run.
         state = {
             state.name: (state.master, state.first_moment, state.second_moment, state.update_count)
             for state in self._iterate_state()
@@ -214,6 +223,7 @@ class MyEngine(BaseEngine):
         return [STATE_FILE]
 
     def _read_state(self, directory: str) -> None:
+        """Load the files of `_write_state`, after a check of all names and shapes."""
         saved = torch.load(Path(directory) / STATE_FILE, weights_only=True)
         entries = [_entry(name, master) for name, (master, *_) in saved["state"].items()]
         check_saved_entries(self._entries(), entries, directory=directory)
@@ -246,9 +256,11 @@ class MyEngine(BaseEngine):
         return [_entry(name, parameter) for name, parameter in self._model.named_parameters()]
 
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
+        """Return the value, which is the sum over a single rank."""
         return value
 
     def _gather_objects(self, item: ObjectT) -> list[ObjectT]:
+        """Return the objects of all ranks; here there is only one."""
         return [item]
 
     def to(
