@@ -71,6 +71,7 @@ def iterate_weights(
     for name, buffer in buffers.items():
         yield NamedWeight(
             name,
+            # A copy, like a gathered parameter: it must not change with the model.
             buffer.detach().to(dtype if buffer.is_floating_point() else buffer.dtype, copy=True),
         )
 

@@ -135,6 +135,7 @@ class TorchOptimizer(ShardedOptimizer):
             owner.tensor.grad = torch.zeros_like(owner.tensor)
         try:
             self._optimizer.step()
+            # Also raises if the class keeps a state that checkpoints cannot save.
             self.state_tensors()
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             strategy = "fsdp1" if isinstance(owners[0], FSDP1Parameter) else "fsdp2"

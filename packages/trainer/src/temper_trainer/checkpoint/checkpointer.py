@@ -176,6 +176,8 @@ class Checkpointer:
                 with lock_for_reading(directory):
                     self._verify(directory)
                     _check_step(directory, step=step)
+            # Any other error, such as a file that cannot be read at the moment, is no damage: it
+            # ends the start, and nothing is renamed.
             except IncompleteCheckpointError as error:
                 self._rename(directory, "incomplete", cause=str(error))
             except DamagedCheckpointError as error:

@@ -53,6 +53,7 @@ def write_model_directory(
             "run.dir."
         )
     staging = directory.with_name(f".{directory.name}.partial")
+    # A process that was killed while it wrote the model may have left one.
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:

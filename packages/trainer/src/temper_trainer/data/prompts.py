@@ -245,6 +245,7 @@ ToolSchema = Mapping[str, object]
 """{type: function, function: {name, description, parameters}}, as chat templates expect it."""
 
 
+# Cached, because every prompt is rendered with the tools.
 @cache
 def read_tools(path: str) -> tuple[ToolSchema, ...]:
     """Return the tool schemas of a YAML or JSON file, in order.

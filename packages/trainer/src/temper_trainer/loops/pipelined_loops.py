@@ -99,6 +99,7 @@ class OneStepOffLoop:
     ) -> StepResult:
         """Run one step; see `StepLoop`."""
         components, timer, start = self._components, StepTimer(), time.perf_counter()
+        # Only the first step of a process finds no batch in progress.
         batch = self._next or self._start_sampling(step, controllers.reward_stats)
         self._next = None
         with timer.measure("wait"), allow_late_abandon():
@@ -247,6 +248,8 @@ class AsyncLoop:
         self._credits.close()
         if self._thread.is_alive():
             self._sampler.cancel()
+        # Not without limit: a call that ignores the cancellation must not keep the run from ending.
+        # The thread is a daemon.
         self._thread.join(timeout=60)
 
     def _take_batch(self, step: int) -> _ReadyBatch:

@@ -114,6 +114,7 @@ class SyncLoop:
     ) -> StepResult:
         """Run one step; see `StepLoop`."""
         components, timer, start = self.components, StepTimer(), time.perf_counter()
+        # Sampling changes no weight, so a stop request may abandon it.
         with timer.measure("rollout"), allow_late_abandon():
             sampled = sample_step(
                 components, step=step, timer=timer, reward_stats=controllers.reward_stats

@@ -93,6 +93,7 @@ def open_run_folder(run: RunConfig) -> RunFolder:
         present = [path for name in START_FILES if (path := folder.root / name).exists()]
         for path in present:
             path.rename(next_superseded_path(path))
+    # Until `mark_trained` removes it, another start may use the folder.
     marker.touch()
     return folder
 

@@ -83,6 +83,7 @@ def write_report(directory: Path) -> Path | None:
     head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
     page = f'<!doctype html><html lang="en">{head}<h1>{title}</h1>{body}</html>'
     path = directory / NAME
+    # Renamed when complete, so that neither a reader nor a killed process gets half a page.
     partial = path.with_name(f".{NAME}.partial")
     partial.write_text(page, encoding="utf-8")
     partial.rename(path)

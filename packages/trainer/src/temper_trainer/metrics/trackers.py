@@ -290,6 +290,8 @@ class MlflowTracker:
 
     def _send(self, rows: Iterable[Row]) -> None:
         points = (
+            # The time of the row and not of this call, in milliseconds: earlier rows may be sent
+            # again.
             self._entities.Metric(f"{row.phase}/{name}", value, round(row.time_s * 1000), row.step)
             for row in rows
             for name, value in row.values.items()

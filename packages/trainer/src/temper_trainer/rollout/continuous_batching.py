@@ -91,6 +91,7 @@ class ContinuousBatchDecoder:
                     options = None
                 if options is None:
                     options = self._options()
+                # Options are stored by slot, and a finished sequence changes the slots.
                 if self._step(options):
                     options = None
         for sequence in (*self._active, *self._waiting):
@@ -135,6 +136,7 @@ class ContinuousBatchDecoder:
 
     def _step(self, options: TokenSamplingOptions) -> bool:
         """Sample one token for every active sequence; return True if any finished."""
+        # Once no request waits, freed slots stay empty, so a reallocation may drop them.
         self._reserve(num_slots=self._num_slots if self._waiting else len(self._active))
         longest = max(sequence.position for sequence in self._active)
         positions = torch.tensor(

@@ -308,6 +308,7 @@ def send_weights(
             pack_tensors(data, weights, expected)
             channel.send(data)
             if key is not None:
+                # A copy, because the buffer is reused for the next bucket.
                 copy = data.to("cpu", copy=True)
                 cached.append(tuple(entry.read(copy) for entry in expected))
     if key is not None:

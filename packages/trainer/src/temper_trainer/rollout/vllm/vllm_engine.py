@@ -186,6 +186,7 @@ class VllmEngine:
                 for by_token, token in zip(positions, tokens[first:], strict=True)
             ]
             # vLLM adds the given token to the top-k, so there may be one more than top_k.
+            # Equal log-probs are ordered by id, so that the choice does not depend on vLLM's order.
             ranked = [
                 sorted(by_token.items(), key=lambda item: (-item[1].logprob, item[0]))[:top_k]
                 for by_token in positions
