@@ -83,6 +83,7 @@ def costs_of(number: int, *, seed: int) -> list[int]:
     """Draw the costs of log-normal sequences."""
     draw = random.Random(seed)
     lengths = (min(max(int(draw.lognormvariate(7.0, 0.9)), 32), 16384) for _ in range(number))
+    # The default cost model of `plan_mini_batch`.
     return [24576 * n + n * n for n in lengths]
 
 
@@ -96,6 +97,7 @@ def measure(contender: Contender, *, number: int, options: argparse.Namespace) -
             start = time.process_time()
             shares = contender(costs, options.ranks)
             seconds.append(time.process_time() - start)
+        # Every sequence must be assigned exactly once.
         assert sorted(i for share in shares for i in share) == list(range(number))
         loads = [sum(costs[i] for i in share) for share in shares]
         over_bound.append(max(loads) / max(sum(costs) / options.ranks, *costs))
@@ -110,6 +112,7 @@ def measure(contender: Contender, *, number: int, options: argparse.Namespace) -
 
 def report(options: argparse.Namespace) -> dict[str, object]:
     """Run all contenders, print the table, and return the contents of the JSON file."""
+    # The other contenders are plain Python, which uses one thread.
     torch.set_num_threads(1)
     results: dict[int, dict[str, dict[str, float] | str]] = {}
     for number in SIZES:

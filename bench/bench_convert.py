@@ -67,6 +67,7 @@ def make_checkpoint(folder: Path, *, num_layers: int) -> int:
         json.dumps({"FSDP_version": 2, "world_size": WORLD_SIZE})
     )
     for rank in range(WORLD_SIZE):
+        # A fake process group lets one process write the shards of all ranks.
         dist.init_process_group("fake", rank=rank, world_size=WORLD_SIZE, store=FakeStore())
         mesh = init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("fsdp",))
         state = {}
@@ -132,6 +133,7 @@ def copied(source: Path, target: Path) -> float:
 def best(costs: list[Cost]) -> Cost:
     """Return the minimum of each field."""
     return Cost(
+        # The minimum, because other load on the host only adds to a run's cost.
         wall_s=min(c.wall_s for c in costs),
         cpu_s=min(c.cpu_s for c in costs),
         peak_mb=min(c.peak_mb for c in costs),
@@ -151,6 +153,7 @@ def differing(one: Path, other: Path) -> list[str]:
 
 def _places(folder: Path) -> dict[str, str]:
     found = {}
+    # The two tools may split the tensors differently over files.
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             found |= dict.fromkeys(file.keys(), str(path))
@@ -180,6 +183,7 @@ def main() -> None:
             "--no-verify-names",
         ]
         contenders = {"temper-migrate": [*ours, "--out", str(root / "temper-migrate")]}
+        # verl's environment must not import the packages of this checkout.
         clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         if asked.verl_python:
             merge = [

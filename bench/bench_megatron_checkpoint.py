@@ -118,6 +118,7 @@ def work(layout: str, *, rank: int, folder: Path) -> Seen:
 
         return replace(saved, read=read)
 
+    # Count the bytes at the function through which the engine opens a checkpoint.
     checkpoint_files.open_saved_state = open_and_count
     with closing(engine):
         engine.set_loss_fn(
@@ -129,6 +130,7 @@ def work(layout: str, *, rank: int, folder: Path) -> Seen:
             )
         engine.optimizer_step()
         parts = folder / "parts"
+        # The first call of each kind is warm-up, so that one-time allocations do not count.
         engine.write_part(str(parts / "0"))
         save_s, save_peak = _measured(lambda: engine.write_part(str(parts / "1")))
         written = sum(

@@ -163,6 +163,7 @@ def transformers_continuous_batching() -> Contender:
         do_sample=True,
         temperature=1.0,
         top_k=0,
+        # A token that is never sampled: requests end at their number of tokens.
         eos_token_id=-1,
         pad_token_id=0,
     )

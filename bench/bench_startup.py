@@ -48,8 +48,10 @@ def measure(command: str, *, repeats: int) -> Start:
 def _run(command: list[str]) -> tuple[float, float]:
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    # wait4 returns the CPU time of only this child.
     _, status, usage = os.wait4(process.pid, 0)
     wall_s = time.perf_counter() - started
+    # wait4 has reaped the process, so Popen cannot get the exit status itself.
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         raise SystemExit(f"{' '.join(command)} failed with exit status {process.returncode}")

@@ -51,6 +51,7 @@ def run_alone(name: str, options: argparse.Namespace, *, ranks: int, model: Path
     environment = dict(
         os.environ,
         OMP_NUM_THREADS="1",
+        # The model is local: no contender may look for updates on the Hub.
         HF_HUB_OFFLINE="1",
         TOKENIZERS_PARALLELISM="false",
         PYTHONWARNINGS="ignore",

@@ -274,7 +274,9 @@ def measure_shared_changes(
             )
             ours.send((base, manifest))
             ours.recv()
+            # The receiver has applied the new delta, so the files of the previous one can go.
             remove_folder(actor, str(folder / str(loaded[0].version)))
+            # The next delta is relative to this one.
             loaded[0] = manifest
             pairs = list(zip(base, manifest.deltas, strict=True))
             elements = sum(

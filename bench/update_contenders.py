@@ -88,6 +88,7 @@ def packed_loss(
     tokens = torch.cat([e.tokens for e in chosen])
     attention.starts = [0, *torch.tensor([len(e.tokens) for e in chosen]).cumsum(0).tolist()]
     positions = torch.cat([torch.arange(len(e.tokens)) for e in chosen])
+    # Position t predicts token t + 1, so the mask moves by one; the last position predicts none.
     trained = torch.cat([e.is_response for e in chosen]).roll(-1)
     trained[-1] = False
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=IS_BF16):
@@ -152,6 +153,7 @@ def hand_loop_sharded(folder: Path, num_updates: int) -> Timing:
         )
         shares: list[list[Example]] = [[] for _ in range(world_size)]
         for example in sorted(batch, key=lambda e: -len(e.tokens)):
+            # Longest sequence first, always to the rank with the fewest tokens.
             lightest = loads.index(min(loads))
             shares[lightest].append(example)
             loads[lightest] += len(example.tokens)
@@ -163,6 +165,7 @@ def hand_loop_sharded(folder: Path, num_updates: int) -> Timing:
             largest = max(bins[rank], key=len)
             bins[rank].append([largest.pop() for _ in range(len(largest) // 2)])
         for number, chosen in enumerate(bins[rank], start=1):
+            # Reduce gradients once per update, in the backward pass of the last micro-batch.
             model.set_requires_gradient_sync(number == len(bins[rank]))
             loss = whole_model_loss([shares[rank][i] for i in chosen]) / num_trained
             # FSDP averages gradients over ranks; the factor turns the average into a sum.
@@ -463,6 +466,7 @@ def give_verl_a_cpu() -> None:
         (PlatformCUDA,),
         members | {name: head_outputs_with(value) for name, value in head_outputs.items()},
     )
+    # The CPU needs none of the other abstract methods.
     cpu.__abstractmethods__ = frozenset()
     platform_manager.set_platform(cpu())
 
@@ -480,6 +484,7 @@ def verl(folder: Path, num_updates: int) -> Timing:
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
     from verl.workers.utils.losses import sft_loss
 
+    # verl needs a process group even on a single rank.
     if "RANK" not in os.environ:
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511"

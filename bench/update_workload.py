@@ -36,6 +36,7 @@ ARCHITECTURE = {
 NUM_SEQUENCES = 32
 MICRO_BATCH_TOKENS = 2048
 LEARNING_RATE = 1e-4
+# Torch has no public query for the processor's bf16 instructions.
 IS_BF16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 """True if all contenders compute in bf16.
 
@@ -136,6 +137,7 @@ def time_updates(
         took, took_cpu = time.perf_counter() - started, time.process_time() - started_cpu
         if number:
             wall.append(took)
+            # Ranks have balanced work, so this rank's CPU time stands for all of them.
             cpu.append(took_cpu * world_size)
             tokens.append(sum(len(example.tokens) for example in batch))
     return Timing(tokens=tokens, wall_s=wall, cpu_s=cpu, losses=losses)

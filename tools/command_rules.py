@@ -63,6 +63,7 @@ WANTS_A_CHECKPOINT = ("checkpoint", "verify")
 def train(words: Sequence[str], folder: Path) -> str:
     """Compose and check the configuration, including the files and modules that it refers to."""
     arguments = [word for part in words[1:] for word in (OWN_RUN if part == "..." else (part,))]
+    # --check loads everything that the configuration names, but trains nothing.
     if not {"--help", "--print", "--check"} & set(arguments):
         arguments.append("--check")
     output, path = io.StringIO(), list(sys.path)
@@ -76,6 +77,7 @@ def train(words: Sequence[str], folder: Path) -> str:
         except SystemExit as left:  # argparse exits for an unknown option
             status = int(left.code or 0)
         finally:
+            # temper-train adds its working directory, from which it imports user code.
             sys.path[:] = path
     said = [
         line

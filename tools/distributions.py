@@ -42,6 +42,7 @@ def build(package: Path, *, date: str) -> list[Path]:
     midnight = datetime.fromisoformat(date).replace(tzinfo=UTC)
     _run(
         ["build", "--no-isolation", "--outdir", str(package / "dist"), str(package)],
+        # A fixed timestamp makes builds of equal sources identical.
         variables={"SOURCE_DATE_EPOCH": str(int(midnight.timestamp()))},
     )
     return sorted((package / "dist").iterdir())

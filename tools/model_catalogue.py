@@ -177,7 +177,7 @@ def judge(name: str) -> tuple[str, str]:
         found = in_a_pack(model, batch, spec=spec)
     except (CapabilityError, ConfigError) as error:
         return "refused", str(error)
-    except Exception as error:  # noqa: BLE001  # whatever it is, it is the row of this type
+    except Exception as error:  # noqa: BLE001  # any other error is the result of this row
         return "FAILS", f"{type(error).__name__}: {error}"
     distance = float((found - one_by_one(model, batch)).abs().max())
     return ("right" if distance < 1e-3 else "WRONG"), f"{distance:.0e}"

@@ -113,6 +113,7 @@ def faults(source: str) -> list[Fault]:
             continue
         for number in range(len(node.ops) if isinstance(node, ast.Compare) else 1):
             changed = copy.deepcopy(tree)
+            # `ast.walk` visits the copy in the same order, so the position finds the same node.
             there = next(each for i, each in enumerate(ast.walk(changed)) if i == place)
             shown = there.test if isinstance(there, ast.If) else there
             was = ast.unparse(shown)
@@ -172,6 +173,7 @@ def _is_seen(root: Path, subject: Subject, *, sources: Path, limit_s: float | No
     ]
     variables = os.environ | {
         "PYTHONPATH": os.pathsep.join(str(path) for path in (sources, *others)),
+        # A cached .pyc file of an earlier fault could be used instead of the changed source.
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     try:

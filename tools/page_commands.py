@@ -221,6 +221,7 @@ def record(program: str, *, folder: Path, arguments: Sequence[str] = ()) -> list
     script, recorded = folder / ".program.sh", folder / ".recorded"
     script.write_text(_RECORDER + program)
     recorded.write_text("")
+    # No command is found, so bash calls `command_not_found_handle` for each, which records it.
     variables = {"PATH": "/nonexistent", "RECORDED": str(recorded), "MODEL_PATH": "DIR"}
     command = ["/bin/bash", "--norc", str(script), *arguments]
     done = subprocess.run(

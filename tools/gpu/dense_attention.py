@@ -31,6 +31,7 @@ def kernel_rates(shape: Mapping[str, int], *, length: int, scale: Scale) -> dict
     for name, kernel in _kernels(length, scale.device).items():
         try:
             forward_s, both_s = _seconds(kernel, (query, key, value), scale)
+        # A kernel that does not run here must not end the measurement of the others.
         except (RuntimeError, ImportError, TypeError, AssertionError) as error:
             found[name] = f"{type(error).__name__}: {error}"[:300]
             continue

@@ -145,6 +145,7 @@ def start(row: Row, gpus: Sequence[int], options: argparse.Namespace) -> Running
 def finish(running: Running, options: argparse.Namespace, *, is_late: bool) -> None:
     """Append a row's output to the log, and add a row with the reason if it failed."""
     if is_late:
+        # The row was started as a new session, so this also kills its rank processes.
         os.killpg(running.process.pid, signal.SIGKILL)
     status = running.process.wait()
     running.output.seek(0)

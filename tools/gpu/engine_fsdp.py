@@ -225,6 +225,7 @@ class Running:
     def end(self, *, is_late: bool, options: argparse.Namespace) -> None:
         """Kill a late task, log its output, and add a row if it failed or was a command."""
         if is_late:
+            # The task was started as a new session, so this also kills its rank processes.
             os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
         self.output.seek(0)

@@ -125,6 +125,7 @@ def where_time_goes(
         for e in seen.events()
         if e.device_type == DeviceType.CUDA
     ]
+    # Kernels of NCCL communicate, all others compute. ProfilerStep is a range, not a kernel.
     talk = _union(span for name, span in spans if "nccl" in name.lower())
     work = _union(
         span
@@ -141,6 +142,7 @@ def where_time_goes(
             f"profile-{who.split(',')[0]}-{shape}-{place.world_size}.txt"
         ).write_text(told)
     return {
+        # Profiler times are in microseconds.
         "work_ms": round(_length(work) / 1e3, 1),
         "bare_communication_ms": round((_length(busy) - _length(work)) / 1e3, 1),
         "idle_ms": round((whole - _length(busy)) / 1e3, 1),

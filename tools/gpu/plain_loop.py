@@ -111,6 +111,7 @@ class PlainLoop:
         reshards: bool = False,
     ) -> None:
         self._device = device
+        # transformers looks attention kernels up by name.
         AttentionInterface.register(KERNEL, _attend if device == "cuda" else _attend_on_cpu)
         config.use_cache = False
         with torch.device(device):

@@ -243,6 +243,7 @@ def run_job(
     }
     said = (out / f"{name}.log").read_text(errors="replace")
     row["said"] = [line for line in said.splitlines() if any(text in line for text in job.says)]
+    # If a text is missing, the run did not take the path that the job tests.
     row["missing"] = [text for text in job.says if text not in said]
     if job.kill_after is not None:
         row["killed"] = killed
@@ -280,6 +281,8 @@ def servers_of(parent: int) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
+            # The command name in parentheses may contain spaces; the state and the parent's id
+            # follow it.
             is_child = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1]) == parent
         except (FileNotFoundError, ProcessLookupError):
             continue  # the process has ended

@@ -39,6 +39,7 @@ def grpo_update_seconds(
         num_warm_up: Updates before the timed ones.
         num_timed: Updates whose seconds are returned.
     """
+    # TRL and datasets are needed only for this row.
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]

@@ -402,6 +402,7 @@ def run_apart(rows: Rows, name: str, *, shape: str, folder: Path) -> bool:
     ]
     log = folder / f"{name}.log"
     with log.open("wb") as file:
+        # A new session, so that a timeout kills the receivers too.
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
