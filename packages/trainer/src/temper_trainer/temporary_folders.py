@@ -42,8 +42,8 @@ def make_folder_path(kind: str, *, root: Path) -> Path:
     process in clock ticks since boot, which distinguishes it from a later process with the same id.
 
     Args:
-        kind: What the folder is for, in lowercase letters.
-        root: Where the caller makes the folder.
+        kind: Purpose of the folder, in lowercase letters.
+        root: Folder in which the caller makes the new one.
     """
     remove_orphans(root)
     process = os.getpid()

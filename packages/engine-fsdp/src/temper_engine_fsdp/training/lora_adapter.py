@@ -180,7 +180,7 @@ class LoraAdapter:
         """Check before loading a checkpoint that the base weights will match the adapter.
 
         Args:
-            has_weights: Whether the checkpoint contains base weights.
+            has_weights: True if the checkpoint contains base weights.
             directory: Directory of the checkpoint.
 
         Raises:

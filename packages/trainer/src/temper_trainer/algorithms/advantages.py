@@ -75,6 +75,7 @@ def estimate_advantages(
         )
     penalty = torch.zeros(samples.num_tokens, dtype=torch.float64)
     if kl is not None and coef:
+        # Not multiplied by the mask: an entry outside it may be NaN.
         penalty = coef * torch.where(samples.loss_mask, kl.double(), 0.0)
     if config.advantage == "gdpo":
         if components is None or components.shape != (
@@ -212,6 +213,7 @@ def _check(
 
 
 def _describe(advantages: Tensor, *, samples: SequenceBatch, rewards: Tensor) -> dict[str, float]:
+    # Without the KL penalty, which differs between completions: no group would have equal rewards.
     group = compute_group_statistics(rewards, group_ids=samples.group_ids)
     metrics = {
         "groups/zero_std_fraction": group.zero_std_fraction,

@@ -35,6 +35,8 @@ class ClippedObjective(SurrogateObjective):
         """Return -min(rho * A, clip(rho) * A)."""
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+        # The minimum removes the gradient only where the ratio has already moved beyond the clip in
+        # the direction of the advantage; a move in the wrong direction is still corrected.
         return -torch.minimum(ratio * advantages, clipped * advantages)
 
     def clip_metrics(
@@ -71,6 +73,7 @@ class PpoObjective(ClippedObjective):
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
         """Return the clipped loss, bounded where the advantage is negative."""
+        # Not super(): with slots=True the dataclass decorator replaces the class that it refers to.
         loss = ClippedObjective.surrogate(
             self, log_ratio, logprobs=logprobs, advantages=advantages, batch=batch
         )

@@ -108,6 +108,7 @@ class DpoObjective(Objective):
             if self.has_reference
             else torch.zeros_like(logprobs)
         )
+        # At least 1, because a dummy sequence has no trained token.
         trained = sum_per_sequence(mask.float(), batch).clamp(min=1.0)
         total = sum_per_sequence(logprobs - reference, batch)
         log_ratio = total / trained if self.length_normalized or self.loss == "ipo" else total

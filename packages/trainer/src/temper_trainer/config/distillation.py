@@ -120,7 +120,7 @@ def find_teacher_conflicts(
         teachers: By name.
         pools: The key that names each resource pool of the run's other roles.
         is_ray: True if runtime.kind is ray.
-        temperature: Of sampling, in which teachers measure log-probs.
+        temperature: Temperature of sampling, at which teachers compute log-probs.
         has_route_key: True if rows name the teacher that they are for.
     """
     if len(teachers) > 1 and not has_route_key:

@@ -159,6 +159,7 @@ def read_field_docstrings(cls: type) -> dict[str, str]:
 
 
 def _field_docstrings(cls: type) -> dict[str, str]:
+    # Python drops docstrings below fields, so they are read from the source.
     tree = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
     body = next(
         node.body

@@ -98,6 +98,7 @@ def load(
     composition = compose(overrides, config_dir=config_dir, config_name=config_name)
     engine_class = _engine_config(composition.values.get("model_engine"))
     check_keys(composition.layers, known=collect_keys(TrainerConfig, engine_class=engine_class))
+    # Before interpolations are resolved: afterwards a secret and a reference to one look alike.
     check_secrets(composition.values)
     _check_optional_roles(composition)
     values = expand_home(_with_defaults(composition, engine_class=engine_class))
@@ -166,6 +167,7 @@ def _set_by_user(
     return {
         key: origin
         for key, origin in origins.items()
+        # Even a default counts there: unlike a file, the command line has only what the user typed.
         if origin == COMMAND_LINE
         or (is_set_by_user(origin) and (key not in defaults or values[key] != defaults[key]))
     }

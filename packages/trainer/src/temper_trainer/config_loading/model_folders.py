@@ -217,6 +217,8 @@ def _find_damaged_weights(folder: Path) -> str | None:
             except ValueError:
                 return f"{path} has a header that is not JSON: copy or download it again."
         header.pop("__metadata__", None)
+        # The header is at the start, so a truncated file still has it: only the size shows the
+        # loss.
         end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if end != size:
             return f"{path} has {size} bytes, but must have {end} by its header: copy it again."

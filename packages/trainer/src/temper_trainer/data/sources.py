@@ -99,6 +99,7 @@ def iterate_records(
                 "a source of kind arithmetic generates problems with one answer each: it has no "
                 "raw records. Use files."
             )
+    # Lazy, so that no file after the limit is opened.
     return itertools.islice(located, source.max_rows)
 
 
@@ -152,7 +153,9 @@ def _parquet_records(
             columns += [_find_column(key, table.schema_arrow.names) for key in extra_keys]
             numbers = itertools.count()
             for batch in table.iter_batches(
-                batch_size=_PARQUET_BATCH, columns=list(dict.fromkeys(filter(None, columns)))
+                # Two nested fields may be in the same column.
+                batch_size=_PARQUET_BATCH,
+                columns=list(dict.fromkeys(filter(None, columns))),
             ):
                 for record in batch.to_pylist():
                     yield f"{path} row {next(numbers)}", record

@@ -64,6 +64,7 @@ def load_or_train_tokenizer(
         rows: Rows whose texts a new tokenizer is trained on.
     """
     texts = [
+        # The words of the template are tokenized in every prompt, so they must be learned, too.
         config.data.prompt_template.replace("{prompt}", ""),
         *(text for row in rows for text in row.texts),
     ]

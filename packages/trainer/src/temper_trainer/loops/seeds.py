@@ -12,7 +12,7 @@ def derive_seed(run_seed: int, purpose: str, *indices: int) -> int:
 
     Args:
         run_seed: ``run.seed``.
-        purpose: What is drawn, such as ``sampling``.
+        purpose: Name of the choice, such as ``sampling``.
         indices: Distinguish the choices with this purpose, such as step and sample.
 
     Example:

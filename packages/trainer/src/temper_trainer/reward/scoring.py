@@ -41,7 +41,7 @@ class Scorer:
         """Resolve the functions; processes start on entering the context.
 
         Args:
-            config: Of the run.
+            config: Reward configuration of the run.
             model: The reward model, if a component of the reward is its score.
 
         Raises:

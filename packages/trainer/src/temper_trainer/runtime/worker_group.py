@@ -193,6 +193,7 @@ class WorkerGroup(ABC):
 
     def _merge(self, metrics: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
         """Merge the metrics of one rank per model-parallel replica."""
+        # The other ranks of a replica report the same numbers, which must not count twice.
         return merge_metrics(
             m
             for m, topology in zip(metrics, self.topologies, strict=True)

@@ -53,8 +53,8 @@ class Publisher:
         """Create a publisher.
 
         Args:
-            transport: How weights get to the sampler.
-            sampler: What receives them.
+            transport: Carries the actor's weights to the sampler.
+            sampler: Receives the weights.
             version: Version of the weights that the sampler has now.
             software: The sampler's software with versions, for error messages.
         """
