@@ -94,8 +94,8 @@ class ActivationOffloader:
 
     def _offload(self, tensor: Tensor) -> Tensor | int:
         if (
-            # Parameters and their views, such as a transposed weight, stay: FSDP owns their memory.
             not tensor.requires_grad
+            # Parameters and their views, such as a transposed weight, stay: FSDP owns their memory.
             or isinstance(tensor, torch.nn.Parameter)
             or isinstance(tensor._base, torch.nn.Parameter)
         ):

@@ -58,6 +58,8 @@ class ValueObjective(Objective):
             metrics[("value/clip_fraction")] = weighted_mean(
                 clipped_error.detach() > error.detach(), mask
             )
+            # The larger error: the clip must not make a value that is far from its return look
+            # better.
             error = torch.maximum(error, clipped_error)
         return LossTerms(loss=error / 2, metrics=metrics)
 

@@ -55,6 +55,8 @@ def build_tokenizer(
             pad_token=PAD,
             eos_token=END,
             unk_token=UNKNOWN,
+            # True would remove spaces before punctuation, so that decoded texts differ from the
+            # sampled ones.
             clean_up_tokenization_spaces=False,
         )
     save_tokenizer(tokenizer, directory)
@@ -119,6 +121,7 @@ def _word_level(corpus: Sequence[str]) -> Tokenizer:
         models.WordLevel({entry: i for i, entry in enumerate(entries)}, unk_token=UNKNOWN)
     )
     tokenizer.pre_tokenizer = splitter
+    # Without it, decoding would put a space between two pieces.
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
 

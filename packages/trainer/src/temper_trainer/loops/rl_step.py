@@ -395,8 +395,8 @@ def collect_update_metrics(result: UpdateResult) -> dict[str, Metric]:
     is_skipped = result.report.outcome == "nonfinite"
     return {
         **result.metrics,
-        # Weight 1: the loss is already divided by the denominators of its mini-batch, so the mean
-        # over updates must not weight it by micro-batches or tokens again.
+        # The engine's metric is a sum over micro-batches, so merging it would add up the losses of
+        # all updates. The new one is their mean.
         "loss": Metric(value=result.metrics["loss"].result),
         "grad_norm": Metric(
             value=0.0 if is_skipped else result.report.grad_norm, weight=float(not is_skipped)

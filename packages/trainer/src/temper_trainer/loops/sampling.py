@@ -133,10 +133,7 @@ def sample_rollouts(
         # Any seed will do: greedy decoding draws no random numbers.
         requests += [
             SamplingRequest(
-                request_id=num_sampled + i,
-                prompt_tokens=prompt.tokens,
-                sampling=greedy,
-                seed=0,
+                request_id=num_sampled + i, prompt_tokens=prompt.tokens, sampling=greedy, seed=0
             )
             for i, prompt in enumerate(prompts)
         ]

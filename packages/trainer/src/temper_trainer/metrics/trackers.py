@@ -252,7 +252,7 @@ class MlflowTracker:
         ):
             self.on_rewind()
         else:
-            # The previous process has set a final status.
+            # The previous process has set a final status, unless it was killed.
             self._client.update_run(self._run_id, status="RUNNING")
 
     def log(self, step: int, metrics: Mapping[str, float], *, phase: str) -> None:

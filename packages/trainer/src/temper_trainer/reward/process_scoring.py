@@ -165,6 +165,8 @@ class _Worker:
             target=_serve, args=(child_connection, call), name="temper-reward", daemon=True
         )
         self.process.start()
+        # The process must be the only one with that end: otherwise its death would not close the
+        # connection.
         child_connection.close()
         self.tasks: deque[Task] = deque()
         self.since = 0.0

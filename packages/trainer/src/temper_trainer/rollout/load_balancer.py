@@ -61,4 +61,5 @@ class LoadBalancer:
 
 
 def _count_tokens(request: SamplingRequest) -> int:
+    # An upper bound, because the length of a completion is not known before.
     return len(request.prompt_tokens) + request.sampling.max_tokens

@@ -27,6 +27,7 @@ class RayGuard:
 
     def __init__(self) -> None:
         self._token = uuid.uuid4().hex
+        # Python's pipes are not inherited, so no child of the driver keeps the writing end open.
         reading, self._writing = os.pipe()
         self._process = subprocess.Popen(
             # -I ignores the environment and site-packages, so that it starts in 20 ms.
