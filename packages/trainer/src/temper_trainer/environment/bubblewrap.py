@@ -57,12 +57,12 @@ class Interpreter:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Everything that a program sees of it."""
+        """All files of the interpreter that a program can see."""
         return (self.executable, *self.folders, *self.libraries)
 
     @classmethod
     def find(cls) -> "Interpreter":
-        """Ask the interpreter below the current environment and the dynamic loader for its files."""
+        """Find the files of the interpreter by running it, and its libraries with ldd."""
         # In a virtual environment, the interpreter that it was made from, which has all the files.
         executable = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
         search_path = _run_and_read(
@@ -113,9 +113,9 @@ class Bubblewrap:
     """
 
     outer: tuple[str, ...]
-    """bubblewrap and its options below a trainer that runs as root; else empty."""
+    """Command line of the outer bubblewrap if the trainer runs as root; otherwise empty."""
     inner: tuple[str, ...]
-    """bubblewrap and its options for the program."""
+    """Command line of the bubblewrap that starts the program."""
     program: tuple[str, ...]
     """The interpreter and its options."""
     filter: bytes
@@ -230,7 +230,7 @@ class _FileCountWatch:
         children = [_read_status(file).get("child-pid") for file in self.status_files]
         if None in children:  # not started yet
             return None
-        # The inner process is known to the outer one's /proc, by its number there.
+        # The outer process's own /proc lists the inner one, under its process id in that namespace.
         root = "".join(f"/proc/{child}/root" for child in children)
         try:
             usage = os.statvfs(root + FOLDER)

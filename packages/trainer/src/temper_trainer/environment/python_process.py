@@ -13,7 +13,7 @@ from pathlib import Path
 MAX_OUTPUT_BYTES = 1 << 16
 """Bytes of stdout, and of stderr, after which a program is killed."""
 MAX_FILE_BYTES = 1 << 26
-"""Size of one file, and in bubblewrap of the program's whole folder."""
+"""Largest size of a file; in bubblewrap, of all files in the program's folder."""
 MAX_OPEN_FILES = 64
 MAX_THREADS = 64
 

@@ -37,7 +37,7 @@ class Sandbox(Protocol):
             memory_mib: Address space of its process.
 
         Raises:
-            BrokenEnvironmentError: If the sandbox could not be started. Never the program's doing.
+            BrokenEnvironmentError: If the sandbox could not be started; the program cannot cause it.
         """
         ...
 

@@ -101,6 +101,7 @@ def _make_plan(config: TrainerConfig, spec: ServerSpec, *, name: str, log: str) 
         spec=spec,
         name=name,
         python=config.runtime.rollout_python or sys.executable,
+        # Absolute: the process that starts the server may have another working directory.
         log_file=str(Path(config.run.dir).resolve() / log),
         start_timeout_s=vllm.start_timeout_s,
         stall_timeout_s=vllm.stall_timeout_s,

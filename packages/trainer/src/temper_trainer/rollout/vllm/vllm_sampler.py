@@ -187,7 +187,7 @@ class VllmSampler:
             self._version = version
 
     def sleep(self) -> bool:
-        """Free memory until the next weights, if rollout.vllm.sleep_level allows; return if it did."""
+        """Free memory until the next weights arrive; return False if sleep_level is 0."""
         if not self._spec.sleep_level:
             return False
         self._call_all("sleep")
