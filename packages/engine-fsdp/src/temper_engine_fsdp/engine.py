@@ -121,6 +121,7 @@ class FSDPEngine(BaseEngine):
             raise EngineStateError(
                 f"to({device!r}) was called inside {self._mode}_mode(): exit the mode first."
             )
+        # Gathered copies would keep the device memory that offloading frees.
         self._components.runner.reshard()
         offloader = self._components.offloader
         for name, is_meant in ((PARAMETERS, model), (GRADIENTS, model), (OPTIMIZER, optimizer)):
@@ -323,6 +324,8 @@ class FSDPEngine(BaseEngine):
         )
         check_saved_entries(expected, saved.entries(), directory=saved.directory)
         if components.optimizer is None:
+            # The portable state has no buffers, but `load_weights` expects all names: keep the
+            # current values.
             own = (NamedWeight(name, buffer) for name, buffer in components.buffers.items())
             weight_export.load_weights(
                 components.checkpoint_parameters,

@@ -330,6 +330,7 @@ def update_on_cpu(
         update: Changes the given weight in place.
     """
     current, down = torch.cuda.current_stream(), torch.cuda.Stream()
+    # The gradients are still being computed on the current stream.
     down.wait_stream(current)
     with torch.cuda.stream(down):
         copies = [

@@ -196,6 +196,7 @@ class TorchOptimizer(ShardedOptimizer):
 
         An update with gradients of zero creates the state; the weights are restored after it.
         """
+        # A checkpoint from before the first update: torch creates the state in the first step.
         if not any(name.startswith(f"{STATE_PREFIX}.") for name in names):
             self._optimizer.state.clear()
             return

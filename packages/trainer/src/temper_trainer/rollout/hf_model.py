@@ -152,6 +152,7 @@ def load_delta(model: PreTrainedModel, buckets: Sequence[DeltaBucket]) -> None:
     check_delta_buckets(buckets)
     targets: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
+        # Under both names, because the experts of a layer may arrive joined or one by one.
         targets |= {name: tensor, **_split_experts(name, tensor)}
     deltas = [
         pair
