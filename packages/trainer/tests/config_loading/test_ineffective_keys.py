@@ -41,6 +41,8 @@ ARITHMETIC = ["experiment=quickstart"]
         ([*ARITHMETIC, "data.chat_template=x"], "data.chat_template", "kind arithmetic"),
         ([*RL, "algorithm.gamma=1.0"], "algorithm.gamma", "algorithm.advantage"),
         ([*RL, "algorithm.gae_lambda=1.0"], "algorithm.gae_lambda", "algorithm.advantage"),
+        ([*RL, "weight_sync.checksum=false"], "weight_sync.checksum", "rollout.sampler hf"),
+        ([*RL, "weight_sync.bucket_bytes=2000"], "weight_sync.bucket_bytes", "rollout.sampler hf"),
         (
             [*RL, "rollout.canary=false", "rollout.canary_tolerance=0.1"],
             "rollout.canary_tolerance",

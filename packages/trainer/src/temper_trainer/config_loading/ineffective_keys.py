@@ -196,6 +196,18 @@ RULES = (
         ),
     ),
     Rule(
+        keys=("weight_sync.checksum", "weight_sync.bucket_bytes"),
+        applies=lambda config: (
+            config.rollout.sampler == "hf"
+            and config.runtime.kind == "inline"
+            and config.weight_sync.content == "full"
+        ),
+        reason=(
+            "with rollout.sampler hf in the trainer's own process, where weights are not sent: "
+            "remove it, or set rollout=vllm or runtime.kind=ray"
+        ),
+    ),
+    Rule(
         keys=("asynchrony",),
         applies=lambda config: config.loop != "async",
         reason="without loop async: remove it, or set loop=async",
