@@ -18,9 +18,9 @@ def test_every_file_carries_the_new_name(tmp_path: Path) -> None:
         "README.md",
         "pyproject.toml",
         "src/acme_fast_engine/__init__.py",
-        "src/acme_fast_engine/answers.py",
         "src/acme_fast_engine/config.py",
         "src/acme_fast_engine/engine.py",
+        "src/acme_fast_engine/head_outputs.py",
         "src/acme_fast_engine/py.typed",
     }
     text = "".join(path.read_text() for path in files)

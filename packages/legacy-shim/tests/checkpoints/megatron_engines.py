@@ -41,7 +41,7 @@ def with_drawn_moments(architecture: Mapping[str, Any], *, compute: Compute) -> 
         parts = engine._built
         assert parts is not None
         assert parts.optimizer is not None
-        (chunk,) = parts.runner._chunks.bare
+        (chunk,) = parts.runner._chunks.unwrapped
         for each in parts.optimizer._optimizers:
             each.data_parallel_group_gloo = each.data_parallel_group  # on a CPU the group is gloo's already
         yield chunk, parts.optimizer._optimizers, expected

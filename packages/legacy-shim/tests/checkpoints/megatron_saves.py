@@ -68,7 +68,7 @@ def save_distributed(rank: Rank, *, setup: EngineSetup, folder: Path, sharding: 
     expected = drawn(engine)
     with on_cpu():
         write_distributed(
-            list(engine._built.runner._chunks.bare), optimizer_of(engine), folder=folder, sharding=sharding, with_weights=with_weights
+            list(engine._built.runner._chunks.unwrapped), optimizer_of(engine), folder=folder, sharding=sharding, with_weights=with_weights
         )
     return expected if rank.index == 0 else {}
 
@@ -120,7 +120,7 @@ def save_ranks(rank: Rank, *, setup: EngineSetup, folder: Path, is_of_0_4: bool,
     if dp == 0 or (all_experts and mpu.get_expert_data_parallel_rank() == 0):
         place = folder / f"model/mp_rank_{tp:02d}{stage}{expert}"
         place.mkdir(parents=True)
-        torch.save([chunk.state_dict() for chunk in engine._built.runner._chunks.bare], place / "model.pt")  # type: ignore[attr-defined]
+        torch.save([chunk.state_dict() for chunk in engine._built.runner._chunks.unwrapped], place / "model.pt")  # type: ignore[attr-defined]
     (folder / "optim").mkdir(parents=True, exist_ok=True)
     dist.barrier()
     name = f"distrib_optim_pp{pp}_tp{tp}{f'_cp{cp}_dp{dp}' if is_of_0_4 else ''}.pt"
@@ -167,7 +167,7 @@ def save_adapter(rank: Rank, *, setup: EngineSetup, folder: Path, sharding: str,
     engine: Any = rank.temporary_engine(replace(setup, optimizer=None))  # also imports the bridge without TransformerEngine
     from temper_engine_megatron.runtime.cpu_device import megatron_on_cpu
 
-    chunks, settings = list(engine._built.runner._chunks.bare), engine._built.runner._chunks.settings
+    chunks, settings = list(engine._built.runner._chunks.unwrapped), engine._built.runner._chunks.transformer_config
     with megatron_on_cpu():
         _adapt(chunks, settings, seed=7 + rank.index)
         optimizer = _updated(chunks, settings, seed=rank.index)

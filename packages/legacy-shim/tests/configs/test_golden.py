@@ -15,6 +15,7 @@ GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*/*.yaml"))
 
 CHANGED_DEFAULTS = {
     "run.max_ckpt_to_keep": (None, 2),  # translations of later releases write it, which keeps the old meaning
+    "rollout.canary_tolerance": (0.05, None),  # None accepts 0.05 in float32, and 0.3 in bf16
     "rollout.vllm.stall_timeout_s": (600.0, 120.0),  # the old system has no such setting
 }
 """Defaults of the trainer that were changed on purpose since release 0.1.0, old and new. Its translations

@@ -1,5 +1,6 @@
 """The traps: configurations that still composed and meant something else."""
 
+import ast
 import inspect
 import json
 from pathlib import Path
@@ -288,7 +289,7 @@ def test_the_trainer_reads_a_config_json_as_the_translation_does() -> None:
     for name in ("_PARTS", "_CLASSES", "_TYPES"):
         assert getattr(theirs, name).pattern == getattr(images, name).pattern, name
     assert theirs._OTHER_PARTS == images._OTHER_PARTS
-    assert inspect.getsource(theirs._part) == inspect.getsource(images._part)
+    assert ast.dump(ast.parse(inspect.getsource(theirs._part))) == ast.dump(ast.parse(inspect.getsource(images._part)))
 
 
 def test_a_config_json_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
