@@ -118,6 +118,7 @@ def _execute(options: argparse.Namespace) -> int:
         )
         _print_missing_libraries(loaded)
         return 0
+    # A missing vLLM would otherwise be noticed only after the warm start.
     check_libraries(loaded.config)
     # Before torch is imported, so that a second process is refused within a second.
     with RunLock(Path(loaded.config.run.dir)) as lock:

@@ -215,6 +215,7 @@ def find_origins(leaves: Mapping[str, object], *, layers: Sequence[Layer]) -> di
 
 def is_set_by_user(origin: str) -> bool:
     """Return True if an origin is the command line or a user's file."""
+    # Not the config.yaml of an earlier run, which contains every value.
     return origin == COMMAND_LINE or origin.startswith(FILE_PREFIX)
 
 

@@ -145,6 +145,7 @@ def evaluate_all(components: RunComponents, *, step: int, label: str) -> dict[st
     results: list[str] = []
     for i, (name, sampling) in enumerate(kinds):
         evaluation = evaluate(components, name=name, sampling=sampling)
+        # Logged and printed: a mean over fewer problems must not pass for one over all.
         num_failed = len(components.eval_prompts) - evaluation.num_scored
         metrics |= {
             f"eval/{name}/reward": evaluation.mean_reward,

@@ -161,6 +161,8 @@ def sample_rollouts(
         version=components.publisher.version,
     )
     _check_environment_rewards(config, conversations)
+    # Also for greedy completions: a baseline without its environment's rewards would shift all
+    # advantages of its prompt.
     rewards = add_environment_rewards(scores, conversations=conversations)
     sampled, greedy_conversations = conversations[:num_sampled], conversations[num_sampled:]
     baselines = rewards[num_sampled:]  # one per prompt; empty without ReMax
@@ -240,6 +242,8 @@ def _shape(
         max_tokens=config.max_completion_tokens,
         config=config.reward.shaping,
         moments=reward_stats,
+        # Shaped like the rewards: an unshaped baseline would be on another scale than what it is
+        # subtracted from.
         baselines=[
             (rollout.baseline, rollout.baseline_tokens)
             for rollout in rollouts

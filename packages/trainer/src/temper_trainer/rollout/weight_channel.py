@@ -138,6 +138,8 @@ class WeightChannel:
                 _make_gloo_options(spec, timeout=timeout),  # type: ignore[arg-type]
             )
             self._group = cast("_Group", gloo)
+        # Kept alive: the process group has only the C++ half of the store, which fails without the
+        # Python half.
         self._store, self._server = store, server
         self._buffer = (
             self._open_shared_buffer() if spec.backend == "cuda_ipc" else self._allocate_buffer()

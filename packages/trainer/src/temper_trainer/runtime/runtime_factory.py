@@ -88,6 +88,7 @@ def open_runtime(config: TrainerConfig) -> Iterator[Runtime]:
         torch.set_num_threads(config.run.num_threads)
     if config.runtime.kind == "inline":
         logger.info("placement:\n%s", "\n".join(describe_plan(config)))
+        # gloo and NCCL would otherwise take the first network interface that they find.
         bind_collectives(config.runtime.bind_address)
         yield InlineRuntime(config.model_engine)
         return

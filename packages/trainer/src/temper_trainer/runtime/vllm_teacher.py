@@ -116,6 +116,7 @@ def _make_scores(
     logprobs = torch.tensor(
         [[*row, *[-torch.inf] * (top_k - len(row))] for row in top_logprobs]
     ).view(-1, top_k)
+    # The output head may be padded with rows that stand for no token.
     is_token = ids < vocab_size
     return replace(
         scores,

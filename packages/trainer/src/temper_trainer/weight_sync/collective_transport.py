@@ -243,6 +243,7 @@ def open_store(worker: WeightSender, bind_address: str) -> tuple[str, int, str]:
     address = os.environ["MASTER_ADDR"] if TOKEN_VARIABLE in os.environ else bind_address
     if not worker.is_first:
         return address, 0, ""
+    # It listens at once: a port that is only chosen could be taken by another process meanwhile.
     server = StoreServer(address, token=get_run_token())
     get_sender_state(worker).stores[f"{address}:{server.port}"] = server
     return address, server.port, get_run_token()

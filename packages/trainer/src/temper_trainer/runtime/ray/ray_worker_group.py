@@ -49,6 +49,8 @@ class RoleActor:
         """Open the store at which the ranks of the role meet; return its address and port."""
         # Ray knows by which of its addresses other nodes reach this one.
         address = ray.util.get_node_ip_address()
+        # It listens at once: a port that is only chosen could be taken by another process
+        # meanwhile.
         self._server = StoreServer(address, token=token)
         return address, self._server.port
 
@@ -73,6 +75,7 @@ class RoleActor:
             MASTER_PORT=str(port),
         )
         os.environ[TOKEN_VARIABLE] = token
+        # gloo and NCCL would otherwise take the first network interface that they find.
         bind_collectives(ray.util.get_node_ip_address())
         self._worker = make_worker(
             engine_name=engine_name,
