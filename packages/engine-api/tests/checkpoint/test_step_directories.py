@@ -257,6 +257,26 @@ def test_a_download_is_deleted_while_another_rank_still_holds_its_lock(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["step_00000001", "step_00000001.incomplete-1"])
+def test_retention_neither_deletes_nor_renames_a_symbolic_link(
+    save_step: SaveStep, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    caplog.set_level("INFO")
+    archived = tmp_path / "archive" / "step_00000001"
+    archived.parent.mkdir()
+    save_step(1).rename(archived)
+    if name != archived.name:
+        (archived / ".temper-partial").touch()
+    link = tmp_path / name
+    link.symlink_to(archived)
+    save_step(2)
+    assert prune(tmp_path, max_to_keep=1) == []
+    assert link.readlink() == archived
+    verify(archived)
+    if name == archived.name:
+        assert f"{link} is kept: it is a symbolic link" in caplog.messages
+
+
 def test_a_step_that_was_deleted_cannot_be_read(save_step: SaveStep, tmp_path: Path) -> None:
     first = save_step(1)
     save_step(2)

@@ -145,8 +145,8 @@ def prune(
     """Delete the oldest complete steps of a run, and what its crashed saves left.
 
     Kept are the newest ``max_to_keep`` steps that pass ``check``, permanent steps, steps that are
-    being read, steps of other runs, damaged steps, and directories that hold a file which their
-    manifest does not name. What a killed save left has no manifest: it is deleted if it holds only
+    being read, symbolic links, steps of other runs, damaged steps, and directories that hold a file
+    which their manifest does not name. What a killed save left has no manifest: it is deleted if it holds only
     files that were there when `set_aside` renamed it.
 
     Args:
@@ -168,7 +168,7 @@ def prune(
             f"max_ckpt_to_keep is {max_to_keep}, but at least 1 is kept: null keeps all."
         )
     for left in [*list_partial_saves(root), *_set_aside_partials(root)]:
-        if _owner_of(left) == (run_id or ""):
+        if not left.is_symlink() and _owner_of(left) == (run_id or ""):
             _delete_uncommitted(left)
     manifests = {step: _readable(step_directory(root, step)) for step in list_complete_steps(root)}
     own = {s: m for s, m in manifests.items() if m is not None and m.info.run_id == run_id}
@@ -188,11 +188,17 @@ def prune(
 def remove_step(directory: Path, manifest: Manifest, *, is_read: bool = False) -> bool:
     """Delete a step unless it is being read or holds other files; return whether it was deleted.
 
+    A symbolic link is kept, and so is its target.
+
     Args:
         directory: The step.
         manifest: What it holds.
         is_read: Delete it also while it is being read: its readers are ranks that are done with it.
     """
+    if directory.is_symlink():
+        # Its target is an archive that this run did not write: deleting would go through the link.
+        logger.info("%s is kept: it is a symbolic link", directory)
+        return False
     known = {record.path for record in manifest.files} | _CONTROL_FILES
     if added := _files_below(directory).keys() - known:
         logger.warning("%s is kept: %s is not ours to delete", directory, min(added))
