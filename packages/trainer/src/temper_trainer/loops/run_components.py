@@ -101,6 +101,7 @@ def build_components(
                     num_workers=role.num_workers,
                     is_deprecated=config.use_legacy_worker_impl == "enable",
                 )
+                # Before `init`, so that ranks are also freed if building a model fails.
                 stack.callback(roles[name].close)
         for group in roles.values():
             group.init()

@@ -337,6 +337,7 @@ def _compute_tensor_delta(
     count, changed = 0, []
     for start in range(0, len(new), _BLOCK):
         block = new[start : start + _BLOCK]
+        # Block by block, so that the device of the weights never holds a second copy of the tensor.
         indices = (block != old[start : start + _BLOCK].to(block.device)).nonzero()[:, 0]
         count += len(indices)
         if count > max_count:

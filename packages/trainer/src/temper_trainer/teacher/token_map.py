@@ -29,6 +29,7 @@ class TokenMap:
         Tokens that the policy does not have get id 0 and log-prob -inf.
         """
         ids = self.teacher_to_policy[top_ids]
+        # Id 0 is only a valid index: a log-prob of -inf excludes the token from the loss.
         return ids.clamp(min=0), torch.where(ids >= 0, top_logprobs, -torch.inf)
 
 

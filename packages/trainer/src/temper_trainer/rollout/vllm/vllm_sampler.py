@@ -50,6 +50,7 @@ class VllmSampler:
         self.num_restarts = 0
         """Number of restarts."""
         try:
+            # In parallel, because building a model takes minutes.
             _run_in_parallel([replica.start for replica in self._replicas])
         except BaseException:
             self.close()
