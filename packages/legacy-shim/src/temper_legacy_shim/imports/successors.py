@@ -71,10 +71,22 @@ _proto = "sequences lie end to end in it; padded mappings are converted by tempe
 _row((f"{PACKAGE}.DataProto", f"{PACKAGE}.protocol.DataProto"), "temper_engine_api.batch:PackedBatch", _proto)
 _row((f"{_CORE}.agg_loss",), "temper_engine_api.reduction:reduce_loss", "its denominators are those of the whole mini-batch")
 _row((f"{_CORE}.kl_penalty",), f"{_ALGORITHMS}.kl:estimate_kl", "write kl, mse, low_var_kl as estimator k1, k2, k3")
-_row((f"{_CORE}.AdaptiveKLController", f"{_CORE}.FixedKLController"), f"{_ALGORITHMS}.adaptive_coefficients:KlController", "it is one class for both")
+_row(
+    (f"{_CORE}.AdaptiveKLController", f"{_CORE}.FixedKLController"),
+    f"{_ALGORITHMS}.adaptive_coefficients:KlController",
+    "it is one class for both",
+)
 _row((f"{_CORE}.compute_gae_advantage_return",), f"{_ALGORITHMS}.token_advantages:compute_gae", "samples are packed, not padded")
-_row((f"{_CORE}.compute_grpo_outcome_advantage",), f"{_ALGORITHMS}.group_advantages:compute_grpo_advantages", "rewards are one number a sample")
-_row((f"{_CORE}.compute_rloo_outcome_advantage",), f"{_ALGORITHMS}.group_advantages:compute_rloo_advantages", "rewards are one number a sample")
+_row(
+    (f"{_CORE}.compute_grpo_outcome_advantage",),
+    f"{_ALGORITHMS}.group_advantages:compute_grpo_advantages",
+    "rewards are one number a sample",
+)
+_row(
+    (f"{_CORE}.compute_rloo_outcome_advantage",),
+    f"{_ALGORITHMS}.group_advantages:compute_rloo_advantages",
+    "rewards are one number a sample",
+)
 _policy = tuple(f"{_CORE}.{name}" for name in ("compute_policy_loss", "compute_policy_loss_vanilla"))
 _row(_policy, f"{_ALGORITHMS}.policy_losses:PpoObjective", "an engine calls it; it returns losses by token, which the engine reduces")
 _row((f"{_CORE}.compute_value_loss",), f"{_ALGORITHMS}.value_loss:ValueObjective", "an engine calls it, as a loss of a value_model")
