@@ -1,6 +1,8 @@
 """A manifest notices every change to what it describes, and to itself."""
 
 import json
+import os
+import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from temper_engine_api.checkpoint import FileRecord, config_hash, package_versions, verify
+from temper_engine_api.checkpoint import (
+    FileRecord,
+    config_hash,
+    lock_for_reading,
+    package_versions,
+    verify,
+)
 from temper_engine_api.checkpoint.manifest import (
     parse_manifest,
     partition_by_size,
@@ -141,18 +149,76 @@ def test_each_rank_reads_only_its_share_and_together_they_notice(save_step: Save
     verify(step, with_content=False)
 
 
+def loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def fail_to_read(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # a file whose first byte gives EIO, without any mock
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "engine/shards/0.bin"])
-def test_a_file_that_cannot_be_read_is_no_damage(save_step: SaveStep, name: str) -> None:
+def test_a_symlink_loop_is_damage(save_step: SaveStep, name: str) -> None:
     step = save_step(1)
-    (step / name).unlink()
-    (step / name).symlink_to(
-        Path(name).name
-    )  # a loop: an OSError for every user, where a permission stops only some
+    loop(step / name)
     with pytest.raises(
-        CheckpointError, match=r"cannot be read \(.*\)\. The checkpoint is not damaged"
+        DamagedCheckpointError, match=r"cannot be read \(.*\): load another step"
     ) as caught:
         verify(step)
+    assert "not damaged" not in str(caught.value)
+
+
+def test_a_manifest_that_its_disk_cannot_read_is_damaged(save_step: SaveStep) -> None:
+    step = save_step(1)
+    fail_to_read(step / "manifest.json")
+    with pytest.raises(DamagedCheckpointError, match=r"cannot be read \(Input/output error\)"):
+        read_manifest(step)
+
+
+def test_a_manifest_replaced_by_a_fifo_is_damaged_and_does_not_block(save_step: SaveStep) -> None:
+    step = save_step(1)
+    (step / "manifest.json").unlink()
+    os.mkfifo(step / "manifest.json")
+    with pytest.raises(DamagedCheckpointError, match=r"manifest.json is not a file"):
+        read_manifest(step)
+    with (
+        pytest.raises(DamagedCheckpointError, match=r"manifest.json is not a file"),
+        lock_for_reading(step),
+    ):
+        pass
+
+
+def test_too_many_open_files_are_no_damage(save_step: SaveStep) -> None:
+    step = save_step(1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open(os.devnull) as file:
+        free = file.fileno()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"Too many open files\)\. The checkpoint is not damaged"
+        ) as caught:
+            verify(step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert type(caught.value) is CheckpointError
+
+
+def test_a_deeply_nested_manifest_is_damaged() -> None:
+    with pytest.raises(DamagedCheckpointError, match=r"the manifest is damaged"):
+        parse_manifest(b"[" * 100_000, source="the manifest")
+
+
+@pytest.mark.parametrize("name", ["nu\0ll", "\ud800", "x" * 5000, "d/" * 2500])
+def test_an_impossible_path_in_an_intact_manifest_is_damage(save_step: SaveStep, name: str) -> None:
+    step = save_step(1)
+    manifest = read_manifest(step)
+    records = (replace(manifest.files[0], path=name), *manifest.files[1:])
+    (step / "manifest.json").write_text(replace(manifest, files=records).to_json())
+    with pytest.raises(DamagedCheckpointError, match=r"has an impossible name|cannot be read"):
+        verify(step)
 
 
 @pytest.mark.parametrize("outside", ["../up", "/etc/up"])

@@ -1,5 +1,6 @@
 """Resume after every kind of damage, and delete old checkpoints."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from temper_engine_api.checkpoint import (
     report_part,
     verify,
 )
+from temper_engine_api.checkpoint.manifest import read_manifest
 from temper_engine_api.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -69,6 +71,27 @@ def edit_step(path: Path) -> None:
 def replace_by_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
+
+
+def replace_by_loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def replace_by_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def replace_by_unreadable(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # its first byte gives EIO
+
+
+def rename_in_manifest(step: Path, name: str) -> None:
+    manifest = read_manifest(step)
+    records = (dataclasses.replace(manifest.files[0], path=name), *manifest.files[1:])
+    (step / "manifest.json").write_text(dataclasses.replace(manifest, files=records).to_json())
 
 
 def empty(step: Path) -> None:
@@ -136,6 +159,41 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         lambda step: (step / "manifest.json").unlink(),
         "incomplete",
         "it has no manifest.json",
+    ),
+    "manifest replaced by a folder": (
+        lambda step: replace_by_folder(step / "manifest.json"),
+        "incomplete",
+        "it has no manifest.json",
+    ),
+    "manifest replaced by a loop": (
+        lambda step: replace_by_loop(step / "manifest.json"),
+        "damaged",
+        "manifest.json cannot be read",
+    ),
+    "manifest replaced by a fifo": (
+        lambda step: replace_by_fifo(step / "manifest.json"),
+        "damaged",
+        "manifest.json is not a file",
+    ),
+    "manifest unreadable by its disk": (
+        lambda step: replace_by_unreadable(step / "manifest.json"),
+        "damaged",
+        "Input/output error",
+    ),
+    "manifest nested": (
+        lambda step: (step / "manifest.json").write_text("[" * 100_000),
+        "damaged",
+        "manifest.json is damaged",
+    ),
+    "null byte in a path": (
+        lambda step: rename_in_manifest(step, "nu\0ll"),
+        "damaged",
+        "has an impossible name",
+    ),
+    "path too long": (
+        lambda step: rename_in_manifest(step, "x" * 5000),
+        "damaged",
+        "File name too long",
     ),
     "everything deleted": (empty, "incomplete", "it has no manifest.json"),
     "copied from another step": (copy_first, "damaged", "its manifest is of step 1"),

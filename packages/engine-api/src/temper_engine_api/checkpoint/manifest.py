@@ -1,16 +1,19 @@
 """Manifest of a step directory: it marks the step as committed and lists its files."""
 
 import dataclasses
+import errno
 import hashlib
 import heapq
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import BinaryIO
 
 from temper_engine_api.checkpoint.part_files import FileRecord, find_file_damage
 from temper_engine_api.errors import (
@@ -26,6 +29,18 @@ SCHEMA_VERSION = 2
 adds ``run_id``; a manifest without one is written as version 1, which older releases read."""
 MAX_READ_THREADS = 8
 """Maximum number of threads that compute checksums in one process."""
+_TEMPORARY_ERRORS = frozenset(
+    {
+        # A permission, or a limit of the process or the host.
+        *(errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+        *(errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ENOLCK),
+        # A network file system that is away.
+        *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNREFUSED),
+        *(errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+        *(errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EREMOTEIO, errno.EPIPE),
+    }
+)
+"""Errors that say nothing about the file: it may be intact. All others are damage."""
 
 
 def package_versions(
@@ -95,12 +110,13 @@ def read_manifest(directory: str | Path) -> Manifest:
 
     Raises:
         IncompleteCheckpointError: If there is none.
-        DamagedCheckpointError: If it is no manifest or was altered.
+        DamagedCheckpointError: If it is no manifest, was altered, or its disk fails to read it.
         CheckpointError: If a newer version wrote it, or it cannot be read at the moment.
     """
     path = Path(directory) / MANIFEST_NAME
     try:
-        content = path.read_bytes()
+        with open_manifest(path) as file:
+            content = file.read()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise IncompleteCheckpointError(
             f"{directory} has no {MANIFEST_NAME}, so it was never committed: load another step directory."
@@ -108,6 +124,28 @@ def read_manifest(directory: str | Path) -> Manifest:
     except OSError as error:
         raise unreadable_error(path, error) from error
     return parse_manifest(content, source=str(path))
+
+
+def open_manifest(path: Path) -> BinaryIO:
+    """Open a manifest for reading, without waiting for a writer if it was replaced by a FIFO.
+
+    Raises:
+        IsADirectoryError: If it is a directory.
+        DamagedCheckpointError: If it is neither a file nor a directory.
+        OSError: If it cannot be opened.
+    """
+    # O_NONBLOCK has no effect on files, but opening a FIFO without it blocks until somebody writes.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(handle).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise DamagedCheckpointError(f"{path} is not a file: load another step directory.")
+        return open(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
 
 
 def parse_manifest(content: bytes, *, source: str) -> Manifest:
@@ -132,7 +170,8 @@ def parse_manifest(content: bytes, *, source: str) -> Manifest:
             schema_version=body["schema_version"],
         )
         paths = [Path(record.path) for record in manifest.files]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    # RecursionError: from content that is nested too deeply for the parser.
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(
             f"{source} is damaged ({error}): load another step directory."
         ) from error
@@ -165,7 +204,8 @@ def verify(
 
     Raises:
         IncompleteCheckpointError: If there is no manifest.
-        DamagedCheckpointError: If a file is missing, short or altered; names the first one.
+        DamagedCheckpointError: If a file is missing, short, altered, or its disk fails to read it;
+            names the first one.
         CheckpointError: If a file cannot be read, for example for lack of permission.
     """
     manifest = read_manifest(directory)
@@ -209,7 +249,15 @@ def _check_file(directory: Path, record: FileRecord, *, with_content: bool) -> N
 
 
 def unreadable_error(path: Path, error: OSError) -> CheckpointError:
-    """Return the error for a file that is there but cannot be read."""
+    """Return the error for a file that is there but cannot be read.
+
+    It is a `DamagedCheckpointError` unless the cause says nothing about the file, such as a missing
+    permission.
+    """
+    if error.errno not in _TEMPORARY_ERRORS:
+        return DamagedCheckpointError(
+            f"{path} cannot be read ({error.strerror}): load another step directory."
+        )
     return CheckpointError(
         f"{path} cannot be read ({error.strerror}). The checkpoint is not damaged and was not "
         "changed: fix the permission or the file system, then start again."

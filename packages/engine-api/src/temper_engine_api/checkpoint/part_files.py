@@ -59,7 +59,7 @@ def find_file_damage(directory: Path, record: FileRecord, *, with_content: bool)
         with_content: also read the file and compare checksums.
 
     Raises:
-        OSError: If the file cannot be read, for example for lack of permission. That is no damage.
+        OSError: If the file cannot be read, for example for lack of permission.
     """
     # Not Path.is_file(): from Python 3.14 on it returns False for every OSError, so that a file
     # system which is briefly away would look like a deleted file.
@@ -75,6 +75,8 @@ def find_file_damage(directory: Path, record: FileRecord, *, with_content: bool)
                     return "has another checksum than when it was written"
     except (FileNotFoundError, NotADirectoryError):
         return "is missing"
+    except ValueError:  # a path with a null byte, or one that cannot be encoded
+        return "has an impossible name"
     return None
 
 

@@ -24,6 +24,7 @@ from typing import IO, Literal
 from temper_engine_api.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
+    open_manifest,
     read_manifest,
     unreadable_error,
     verify,
@@ -227,12 +228,13 @@ def lock_for_reading(directory: str | Path) -> Iterator[None]:
 
     Raises:
         IncompleteCheckpointError: If the step has no manifest.
-        CheckpointError: If the step is being deleted, or cannot be read.
+        DamagedCheckpointError: If the manifest is not a file, or its disk fails to read it.
+        CheckpointError: If the step is being deleted, or cannot be read at the moment.
     """
     path = Path(directory) / MANIFEST_NAME
     with ExitStack() as stack:
         try:
-            file = stack.enter_context(open(path, "rb"))
+            file = stack.enter_context(open_manifest(path))
             is_free = _lock(file, fcntl.LOCK_SH) is not False
             # Deleted between open and lock: the lock is on a file that no longer has this name.
             if not is_free or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
