@@ -74,7 +74,8 @@ def test_help_explains_groups_and_every_key(capsys: pytest.CaptureFixture[str]) 
     code, out, _ = run(capsys, "--help")
     assert code == 0
     assert "      quickstart: GRPO on generated arithmetic word problems" in out
-    assert "  run.total_steps=100   [whole number]\n      RL steps, or SFT updates.\n" in out
+    meaning = "Number of RL steps, or of updates in tasks sft, dpo and rm."
+    assert f"  run.total_steps=100   [whole number]\n      {meaning}\n" in out
     assert "  actor.engine.activation_checkpointing=false   [true or false]" in out
     assert "  critic.*   [off until set]" in out
 
@@ -92,7 +93,10 @@ def test_help_lists_the_users_own_choices(
 ) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("run: {seed: 1}\n")
-    assert "      mine: (yours)" in run(capsys, "--help", "--config-dir", str(tmp_path))[1]
+    assert (
+        "      mine: (in your --config-dir)"
+        in run(capsys, "--help", "--config-dir", str(tmp_path))[1]
+    )
 
 
 def test_help_shows_the_keys_of_the_chosen_engine(capsys: pytest.CaptureFixture[str]) -> None:

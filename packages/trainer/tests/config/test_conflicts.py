@@ -69,7 +69,7 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
         (
             ["actor.engine.model.model_type=value_model"],
             "actor.engine.model.model_type is value_model",
-            "the actor is a language_model",
+            "must be language_model in task rl",
         ),
         (["task=sft", "warm_start.total_steps=5"], "warm_start has no effect", "task sft"),
         (

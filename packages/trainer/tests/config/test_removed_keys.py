@@ -39,7 +39,7 @@ def test_any_key_of_a_block_that_is_gone_is_refused() -> None:
 
 def test_the_rfcs_spelling_of_the_worker_switch_is_told_where_it_lives() -> None:
     text = str(describe_removed_key("trainer.use_legacy_worker_impl"))
-    assert "now it is: use_legacy_worker_impl, at the top level." in text
+    assert "use: use_legacy_worker_impl, at the top level." in text
 
 
 def test_living_keys_are_left_alone() -> None:

@@ -220,6 +220,6 @@ def test_running_without_a_sandbox_is_warned_of_once(
 def test_a_sandbox_is_set_for_the_python_tool_alone() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"environment\.sandbox is none, but the environment calculator runs no programs",
+        match=r"environment\.sandbox is none, but only the environment python uses it, not calculator",
     ):
         EnvironmentConfig(name="calculator", sandbox="none")

@@ -466,7 +466,7 @@ def test_too_many_failing_rewards_stop_the_run_with_the_first_failure(
 
 def test_finished_run_can_be_extended_but_not_shortened(run: Run, tmp_path: Path) -> None:
     run(tmp_path / "run", "run.total_steps=2", "run.save_model=false", "data.eval=null")
-    with pytest.raises(CheckpointError, match=r"beyond run\.total_steps = 1"):
+    with pytest.raises(CheckpointError, match=r"is at step 2, after run\.total_steps = 1"):
         run(tmp_path / "run", "run.total_steps=1", "run.resume=auto", "data.eval=null")
 
 
@@ -515,7 +515,9 @@ def test_supervised_run_resumes_from_a_requested_checkpoint(
 def test_checkpoint_of_another_phase_is_refused(run: Run, tmp_path: Path) -> None:
     run(tmp_path / "sft", *SFT, "run.total_steps=1", base=TINY)
     named = tmp_path / "sft" / "checkpoints" / "step_00000001"
-    with pytest.raises(CheckpointError, match="is a checkpoint of phase sft, and this is phase rl"):
+    with pytest.raises(
+        CheckpointError, match="is a checkpoint of phase sft, but this run is in phase rl"
+    ):
         run(tmp_path / "rl", f"run.resume={named}")
 
 
@@ -625,7 +627,7 @@ def test_converted_roles_of_different_steps_are_refused_and_a_missing_role_is_na
         )
     with pytest.raises(
         CheckpointError,
-        match="mixed holds actor of step 1, critic of step 2: convert all roles of one step",
+        match="mixed has actor of step 1, critic of step 2: convert all roles of one step",
     ):
         run(tmp_path / "of_mixed", *lean, f"run.resume={tmp_path / 'mixed'}")
     with pytest.raises(

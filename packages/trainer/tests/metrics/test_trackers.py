@@ -78,7 +78,7 @@ def test_missing_tracker_package_is_a_configuration_error(
     monkeypatch.setitem(__import__("sys").modules, tracker, None)
     with pytest.raises(
         ConfigError,
-        match=rf"run\.trackers has {tracker}, which is not installed: pip install 'temper-trainer\[{tracker}\]'",
+        match=rf"run\.trackers names {tracker}, which is not installed: pip install 'temper-trainer\[{tracker}\]'",
     ):
         open_log(tmp_path, tracker)
 
@@ -406,6 +406,6 @@ def test_port_in_use_is_a_configuration_error(tmp_path: Path) -> None:
         port = other.getsockname()[1]
         with pytest.raises(
             ConfigError,
-            match=rf"run\.prometheus_port is {port}, which cannot be opened on run\.prometheus_address 127\.0\.0\.1: Address already in use",
+            match=rf"run\.prometheus_port is {port}, which can't be opened on run\.prometheus_address 127\.0\.0\.1: Address already in use",
         ):
             open_log(tmp_path, "", port=port)

@@ -118,9 +118,8 @@ def _block_lines(
             yield f"  {key}{_default_text(entry)}   [{describe_type(entry.annotation)}]"
             yield from _wrapped(description)
             continue
-        description = (
-            _class_description(entry.block) if description.startswith("See ") else description
-        )
+        if not description or description.startswith("See "):
+            description = _class_description(entry.block)
         yield f"  {key}.*" + (
             "   [off until set]" if is_optional(entry.annotation) and entry.default is None else ""
         )
