@@ -382,6 +382,21 @@ def test_a_run_keeps_its_id(tmp_path: Path) -> None:
     assert load_run_id(tmp_path / "a") == load_run_id(tmp_path / "a") != load_run_id(tmp_path / "b")
 
 
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xfe\x80", b"\0" * 33])
+def test_damaged_run_id_is_renamed_and_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    first = load_run_id(tmp_path)
+    (tmp_path / "run_id").write_bytes(content)
+    second = load_run_id(tmp_path)
+    assert len(second) == 32
+    assert second != first
+    assert load_run_id(tmp_path) == second
+    assert (tmp_path / "run_id.damaged-1").read_bytes() == content
+    (line,) = caplog.messages
+    assert line.startswith(f"{tmp_path / 'run_id'} is damaged: renamed to run_id.damaged-1. ")
+
+
 def test_last_save_is_described_for_error_messages(tmp_path: Path) -> None:
     root, warm_start = tmp_path / "checkpoints", tmp_path / "warm_start"
     assert describe_last_save(root) == (

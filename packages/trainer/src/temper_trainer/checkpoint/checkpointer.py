@@ -7,6 +7,7 @@ from them, too.
 """
 
 import logging
+import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -375,14 +376,45 @@ def _read_common_step(checkpoints: Mapping[str, Path]) -> int:
 
 
 def load_run_id(folder: Path) -> str:
-    """Return the id of the run in a folder, which is created at its first start."""
+    """Return the id of the run in a folder, which is created at its first start.
+
+    A file that is empty or not text, as a crash of the host can leave it, is renamed, and the run
+    gets a new id.
+
+    Raises:
+        CheckpointError: If the file cannot be read or renamed.
+    """
     path = folder / RUN_ID_FILE
-    run_id = path.read_text().strip() if path.exists() else ""
-    if not run_id:
-        run_id = uuid.uuid4().hex
-        folder.mkdir(parents=True, exist_ok=True)
-        write_durably(path, f"{run_id}\n")
+    try:
+        if os.path.lexists(path):
+            if run_id := _parse_run_id(path.read_bytes()):
+                return run_id
+            renamed = set_aside(path, "damaged")
+            logger.warning(
+                "%s is damaged: renamed to %s. The run gets a new id, and does not delete the "
+                "checkpoints that it saved under the old one.",
+                path,
+                renamed.name,
+            )
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read or renamed ({error.strerror}): fix the permission or the file "
+            "system, or rename it yourself, and start again."
+        ) from error
+    run_id = uuid.uuid4().hex
+    folder.mkdir(parents=True, exist_ok=True)
+    write_durably(path, f"{run_id}\n")
     return run_id
+
+
+def _parse_run_id(content: bytes) -> str | None:
+    """Return the id, or None if this is not a line of text."""
+    try:
+        run_id = content.decode().strip()
+    except UnicodeDecodeError:
+        return None
+    # Zeros, which some file systems leave after a crash, are valid UTF-8 but not printable.
+    return run_id if run_id and run_id.isprintable() else None
 
 
 def _check_step(directory: Path, *, step: int) -> None:
