@@ -1,11 +1,15 @@
 """Passwords and tokens in a configuration: given by the environment, never written."""
 
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config_loading import load, write_resolved
+from temper_trainer.config_loading.schema import flatten
+from temper_trainer.config_loading.secrets import _is_secret, check_secrets
 
 BASE = ("experiment=quickstart",)
 
@@ -58,3 +62,148 @@ def test_an_address_with_a_password_is_refused() -> None:
         load([*given, "data.train.paths=['s3://user:sentinel@bucket/train.jsonl']"])
     assert "sentinel" not in str(caught.value)
     load([*given, "data.train.paths=['s3://bucket/a:b@c/train.jsonl']"])
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "auth",
+        "Authorization",
+        "bearer",
+        "passphrase",
+        "pwd",
+        "jwt",
+        "pat",
+        "cookie",
+        "dsn",
+        "webhook",
+        "webhook_url",
+        "openai_key",
+        "signing_key",
+        "github_token",
+        "session_token",
+    ],
+)
+def test_more_names_of_secrets_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="is a secret in plain text") as caught:
+        load([*BASE, "reward.function=my:judge", f"+reward.arguments.{key}=sentinel"])
+    assert "sentinel" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "variable"),
+    [
+        ("${oc.env:HF_TOKEN}", "HF_TOKEN"),
+        ("Bearer ${oc.env:HF_TOKEN}", "HF_TOKEN"),
+        ("${oc.env:OPENAI_API_KEY,none}", "OPENAI_API_KEY"),
+        ("${oc.env:DB_PASSWORD}", "DB_PASSWORD"),
+        ("${oc.env:SERVICE_AUTH}", "SERVICE_AUTH"),
+        ("${oc.env:SESSION_COOKIE}", "SESSION_COOKIE"),
+        ("${oc.env:AWS_CREDENTIALS}", "AWS_CREDENTIALS"),
+        ("https://judge/v1?token=${oc.env:HF_TOKEN}", "HF_TOKEN"),
+    ],
+)
+@pytest.mark.parametrize("key", ["note", "auth"])
+def test_a_variable_with_the_name_of_a_secret_is_never_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, variable: str, key: str
+) -> None:
+    monkeypatch.setenv(variable, "sentinel")
+    loaded = load([*BASE, "reward.function=my:judge", f"+reward.arguments.{key}='{given}'"])
+    assert "sentinel" in str(loaded.config.reward.arguments[key])
+    assert loaded.resolved["reward"]["arguments"][key] == given  # type: ignore[index,call-overload]
+    write_resolved(loaded, tmp_path)
+    assert not any("sentinel" in path.read_text() for path in tmp_path.iterdir())
+    again = load([], config_dir=str(tmp_path), config_name="config")
+    assert (again.config, again.digest) == (loaded.config, loaded.digest)
+
+
+def test_a_secret_in_a_list_or_behind_another_key_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "sentinel")
+    loaded = load(
+        [
+            "actor.engine.model.path=model",
+            "data.train.paths=['a.jsonl','https://host/${oc.env:HF_TOKEN}/b.jsonl']",
+            "reward.function=my:judge",
+            "+reward.arguments.note='x ${reward.arguments.other}'",
+            "+reward.arguments.other='${oc.env:HF_TOKEN}'",
+        ]
+    )
+    write_resolved(loaded, tmp_path)
+    assert not any("sentinel" in path.read_text() for path in tmp_path.iterdir())
+    again = load([], config_dir=str(tmp_path), config_name="config")
+    assert (again.config, again.digest) == (loaded.config, loaded.digest)
+
+
+def test_a_variable_with_a_harmless_name_and_the_value_of_a_token_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE", "hf_" + "sentinel123" * 3)
+    write_resolved(
+        load([*BASE, "reward.function=my:judge", "+reward.arguments.note=${oc.env:JUDGE}"]),
+        tmp_path,
+    )
+    assert "note: ${oc.env:JUDGE}" in (tmp_path / "config.yaml").read_text()
+
+
+def test_the_working_directory_is_written_with_its_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PWD", "/somewhere")
+    write_resolved(load([*BASE, "run.dir=${oc.env:PWD}/run"]), tmp_path)
+    assert "dir: /somewhere/run" in (tmp_path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "hf_" + "sentinel123" * 3,
+        "sk-proj-sentinel1234567890",
+        "ghp_" + "sentinel123" * 3,
+        "AKIA" + "SENTINEL12345678",
+        "Bearer sk-sentinel1234567890",
+        "https://judge/v1?api_key=sentinel",
+        "https://judge/v1?model=a&token=sentinel",
+        "https://user:sentinel@judge/v1",
+    ],
+)
+def test_a_value_that_looks_like_a_token_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"reward\.arguments\.note is a ") as caught:
+        load([*BASE, "reward.function=my:judge", f"+reward.arguments.note='{value}'"])
+    assert "sentinel" not in str(caught.value).lower()
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "tokenizer",
+        "prompt_key",
+        "answer_key",
+        "route_key",
+        "num_key_value_heads",
+        "pattern",
+        "stop_tokens",
+        "pad_token",
+        "author",
+        "path",
+        "compatible",
+        "messages_key",
+        "keys",
+    ],
+)
+def test_harmless_names_are_written(key: str) -> None:
+    loaded = load([*BASE, "reward.function=my:judge", f"+reward.arguments.{key}=x"])
+    assert loaded.config.reward.arguments[key] == "x"
+
+
+def test_no_key_of_the_built_in_configurations_is_a_secret() -> None:
+    conf = Path(str(files("temper_trainer"))) / "conf"
+    found = sorted(conf.rglob("*.yaml"))
+    assert len(found) > 5
+    for path in found:
+        tree = OmegaConf.to_container(OmegaConf.load(path))
+        assert isinstance(tree, dict)
+        check_secrets(tree)  # type: ignore[arg-type]
+        for key in flatten(tree):  # type: ignore[arg-type]
+            assert not _is_secret(f"reward.arguments.{key.rpartition('.')[2]}"), f"{path}: {key}"
