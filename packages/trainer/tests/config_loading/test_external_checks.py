@@ -543,7 +543,8 @@ def interpreter(folder: Path, *, says: str, status: int = 0) -> str:
 @pytest.mark.parametrize(
     ("packages", "sentence"),
     [
-        ({}, None),
+        ({}, "has no temper-trainer and no temper-engine-api: run"),
+        ({}, "It has no vLLM either: rollout.sampler is vllm."),
         ({"temper_trainer": "", "temper_engine_api": ""}, "has no vLLM, which rollout=vllm needs"),
         (
             {"temper_trainer": "", "temper_engine_api": "", "vllm": "0.9.2"},
@@ -588,6 +589,7 @@ def test_an_interpreter_that_hangs_is_left_to_the_run(
 
 def test_the_interpreter_of_this_environment_lists_its_packages() -> None:
     found = external_checks._list_versions(sys.executable)
+    assert found is not None
     assert {"temper_trainer", "temper_engine_api", "torch"} <= found.keys()
 
 

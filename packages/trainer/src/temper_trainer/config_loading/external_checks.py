@@ -127,22 +127,27 @@ def _check_vllm(reason: str, *, python: str | None) -> None:
                 f"runtime.rollout_python is {python}, but there is no such program: give the "
                 "Python of an environment with vLLM, such as rollout-env/bin/python."
             )
-        found = _list_versions(python)
-        for module in ("temper_trainer", "temper_engine_api"):
-            if found and module not in found:
-                name = module.replace("_", "-")
-                raise ConfigError(
-                    f"runtime.rollout_python is {python}, which has no {name}: run {python} -m "
-                    f"pip install --no-deps {name}."
-                )
-    if found and (
-        problem := vllm_versions.find_version_problem(found, python=python or sys.executable)
-    ):
+        listed = _list_versions(python)
+        if listed is None:
+            return
+        missing = [
+            module.replace("_", "-")
+            for module in ("temper_trainer", "temper_engine_api")
+            if module not in listed
+        ]
+        if missing:
+            also = "" if "vllm" in listed else f" It has no vLLM either: {reason}."
+            raise ConfigError(
+                f"runtime.rollout_python is {python}, which has no {' and no '.join(missing)}: run "
+                f"{python} -m pip install --no-deps {' '.join(missing)}.{also}"
+            )
+        found = listed
+    if problem := vllm_versions.find_version_problem(found, python=python or sys.executable):
         raise ConfigError(f"{reason}: {problem}")
 
 
-def _list_versions(python: str) -> dict[str, str]:
-    """Return the package versions of another interpreter; empty if it does not answer in time.
+def _list_versions(python: str) -> dict[str, str] | None:
+    """Return the package versions of another interpreter; None if it does not answer in time.
 
     Raises:
         ConfigError: If it is not a Python that can run servers.
@@ -159,7 +164,7 @@ def _list_versions(python: str) -> dict[str, str]:
             python,
             _LIST_TIMEOUT_S,
         )
-        return {}
+        return None
     except OSError as error:
         raise ConfigError(
             f"runtime.rollout_python is {python}, which cannot be executed: {error.strerror}."
