@@ -64,15 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in _NO_SPACE:
             raise
-        return _fail(
+        sentence = (
             f"{error}. Complete checkpoints are not affected. Free space, then run: "
-            f"{_format_resume_command(options)}",
-            code=EXIT_FAILED,
+            f"{_format_resume_command(options)}"
         )
+        notes = getattr(error, "__notes__", [])
+        return _fail("\n".join([sentence, *notes]), code=EXIT_FAILED)
     except KeyboardInterrupt:
         return _fail(
-            "interrupted; steps after the last checkpoint are lost. Resume with: "
-            f"{_format_resume_command(options)}",
+            f"interrupted before the run was started, start again with: {_format_command(options)}",
             code=EXIT_INTERRUPTED,
         )
 
@@ -122,7 +122,16 @@ def _execute(options: argparse.Namespace) -> int:
     check_libraries(loaded.config)
     # Before torch is imported, so that a second process is refused within a second.
     with RunLock(Path(loaded.config.run.dir)) as lock:
-        return _train(loaded, options, lock=lock)
+        try:
+            return _train(loaded, options, lock=lock)
+        except KeyboardInterrupt:  # while torch is imported, or a second SIGINT during the run
+            if not contains_run(Path(loaded.config.run.dir)):
+                raise
+            return _fail(
+                "interrupted; steps after the last checkpoint are lost. Resume with: "
+                f"{_format_resume_command(options)}",
+                code=EXIT_INTERRUPTED,
+            )
 
 
 def _print_missing_libraries(loaded: LoadedConfig) -> None:

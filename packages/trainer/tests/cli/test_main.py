@@ -139,3 +139,36 @@ def test_malformed_data_is_reported_with_file_and_line(
     code, _, err = run(capsys, "experiment=gsm8k_sft", data, f"run.dir={tmp_path}/run")
     assert code == status
     assert sentence.format(file=file) in err
+
+
+def test_interrupt_during_imports_does_not_advise_to_resume(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "interrupted_reward.py").write_text("raise KeyboardInterrupt\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    arguments = ["experiment=quickstart", "reward.function=interrupted_reward:f"]
+    code, _, err = run(capsys, *arguments, f"run.dir={tmp_path}/run")
+    assert code == 130
+    assert err.startswith("interrupted before the run was started, start again with: temper-train")
+    assert "run.resume=auto" not in err
+
+
+def test_full_disk_names_the_last_saved_step(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "full_disk_reward.py").write_text(
+        "import errno\n"
+        "class Full:\n"
+        "    def __call__(self, prompt, completion): ...\n"
+        "    @property\n"
+        "    def __signature__(self):\n"
+        "        error = OSError(errno.ENOSPC, 'No space left')\n"
+        "        error.add_note('step 3 is saved in here')\n"
+        "        raise error\n"
+        "f = Full()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    arguments = ["experiment=quickstart", "reward.function=full_disk_reward:f"]
+    code, _, err = run(capsys, *arguments, f"run.dir={tmp_path}/run")
+    assert code == 1
+    assert err.splitlines()[-1] == "step 3 is saved in here"
