@@ -46,3 +46,17 @@ def test_resumed_run_logs_the_metrics_of_the_uninterrupted_one(
     run(tmp_path / "run", *SETTINGS, "run.resume=auto")
     assert rows(tmp_path / "run") == rows(folder)
     assert (checkpoints / f"step_{NUM_STEPS:08d}" / "manifest.json").is_file()
+
+
+def test_damaged_model_of_the_warm_start_is_written_again_from_its_checkpoint(
+    run: Run, tmp_path: Path
+) -> None:
+    short = ("data.eval=null", "run.save_model=false", "run.save_every=1", "run.total_steps=1")
+    run(tmp_path / "run", *short)
+    model = tmp_path / "run" / "warm_start" / "huggingface"
+    content = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(content[:-100])
+    run(tmp_path / "run", *short, "run.resume=auto")
+    assert (model / "model.safetensors").read_bytes() == content
+    damaged = model.with_name("huggingface.damaged-1") / "model.safetensors"
+    assert damaged.read_bytes() == content[:-100]

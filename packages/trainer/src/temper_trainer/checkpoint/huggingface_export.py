@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from temper_engine_api.checkpoint.transaction import sync_directory
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight
@@ -73,6 +74,7 @@ def write_model_directory(
         config.use_cache = True
         config.save_pretrained(staging)
         save_tokenizer(tokenizer, staging)
+        _sync_files(staging)
     except CheckpointError:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -82,7 +84,19 @@ def write_model_directory(
             f"the model could not be written to {directory}: {error}. Free space and run again."
         ) from error
     os.rename(staging, directory)
+    sync_directory(directory.parent)
     return directory
+
+
+def _sync_files(directory: Path) -> None:
+    """Fsync all files, so that a crash of the host after the rename cannot leave short ones."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+        else:
+            sync_directory(path)
+    sync_directory(directory)
 
 
 def build_model_config(model: ModelSpec) -> PretrainedConfig:

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from temper_engine_api.specs import ModelSpec
+from temper_trainer.checkpoint.weight_files import find_damaged_weights
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.reward import RewardModelConfig
 from temper_trainer.config.run import RoleConfig
@@ -22,9 +23,6 @@ _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.js
 
 _WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
 """Classes whose tokens are bytes or characters."""
-
-
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 
 
 _CONFIGS_OF_TRANSFORMERS = ("auto_mappings.py", "configuration_auto.py")
@@ -150,7 +148,7 @@ def _find_model_problem(key: str, model: ModelSpec) -> str | None:
         problem := _describe_unknown_type(f"{key}.path: model_type", fields)
     ):
         return problem
-    damage = _find_damaged_weights(folder)
+    damage = find_damaged_weights(folder)
     return None if damage is None else f"{key}.path: {damage}"
 
 
@@ -186,43 +184,6 @@ def _list_model_types() -> frozenset[str]:
         text = (folder / file).read_text(encoding="utf-8") if (folder / file).is_file() else ""
         names |= set(re.findall(r'"([\w.-]+)"[,:]\s*"\w+Config"', text))
     return frozenset(names)
-
-
-def _find_damaged_weights(folder: Path) -> str | None:
-    """Return a message about the first damaged weight file, or None.
-
-    A safetensors file starts with the length of its header in 8 bytes; the header has the end
-    offset of each tensor. Only the headers are read.
-    """
-    if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
-        return f"{folder} has no weights (no *.safetensors or *.bin): download the model again."
-    for index in sorted(folder.glob("*.safetensors.index.json")):
-        try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return f"{index} is not an index of weights: copy or download it again."
-        if absent := sorted(name for name in shards if not (folder / name).is_file()):
-            return (
-                f"{index} names {absent[0]}, which is not there: download the missing files "
-                f"({len(absent)} of {len(shards)})."
-            )
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or 8 + length > size:
-                return f"{path} has {size} bytes and is truncated: copy or download it again."
-            try:
-                header: dict[str, dict[str, list[int]]] = json.loads(file.read(length))
-            except ValueError:
-                return f"{path} has a header that is not JSON: copy or download it again."
-        header.pop("__metadata__", None)
-        # The header is at the start, so a truncated file still has it: only the size shows the
-        # loss.
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if end != size:
-            return f"{path} has {size} bytes, but must have {end} by its header: copy it again."
-    return None
 
 
 def _read_tokenizer_config(folder: Path) -> Mapping[str, object]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from temper_engine_api.checkpoint import set_aside
 from temper_engine_api.errors import ConfigError
 from temper_trainer.checkpoint.checkpoint_messages import (
     describe_deletion,
@@ -19,6 +20,7 @@ from temper_trainer.checkpoint.checkpoint_messages import (
     describe_policy,
 )
 from temper_trainer.checkpoint.checkpointer import Checkpointer
+from temper_trainer.checkpoint.weight_files import find_damaged_weights
 from temper_trainer.config.resume_changes import describe_changes
 from temper_trainer.config.run_files import find_inputs_in_run_folder
 from temper_trainer.config.trainer_config import TrainerConfig
@@ -332,7 +334,7 @@ class _TaskRun:
         folder = self.folder.warm_start
         # The directory gets its name only when it is complete, so this file means that an earlier
         # start has finished the warm start.
-        if (folder.model / "config.json").exists():
+        if (folder.model / "config.json").exists() and not self._set_aside_if_damaged(folder.model):
             return str(folder.model)
         config = fit_models_to_tokenizer(self.config, self.tokenizer)
         # It resumes from its own checkpoints, whatever checkpoint the run resumes from.
@@ -348,6 +350,18 @@ class _TaskRun:
         )
         self._run_stage(config, stage)
         return str(folder.model)
+
+    def _set_aside_if_damaged(self, model: Path) -> bool:
+        """Rename the warm start's model if its weight files are damaged; return whether it was."""
+        damage = find_damaged_weights(model)
+        if damage is None:
+            return False
+        renamed = set_aside(model, "damaged")
+        self.log.print_line(
+            f"the model of the warm start is damaged ({damage.rpartition(': ')[0]}): renamed to "
+            f"{renamed.name}, and written again from the last checkpoint of the warm start"
+        )
+        return True
 
     def _run_stage(self, config: TrainerConfig, stage: SupervisedStage) -> None:
         run_supervised(

@@ -1,0 +1,44 @@
+"""Find damage in the weight files of a model directory without importing torch."""
+
+import json
+from pathlib import Path
+
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+
+
+def find_damaged_weights(folder: Path) -> str | None:
+    """Return a message about the first damaged weight file, or None.
+
+    A safetensors file starts with the length of its header in 8 bytes; the header has the end
+    offset of each tensor. Only the headers are read.
+    """
+    if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
+        return f"{folder} has no weights (no *.safetensors or *.bin): download the model again."
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return f"{index} is not an index of weights: copy or download it again."
+        if absent := sorted(name for name in shards if not (folder / name).is_file()):
+            return (
+                f"{index} names {absent[0]}, which is not there: download the missing files "
+                f"({len(absent)} of {len(shards)})."
+            )
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or 8 + length > size:
+                return f"{path} has {size} bytes and is truncated: copy or download it again."
+            try:
+                header: dict[str, dict[str, list[int]]] = json.loads(file.read(length))
+                header.pop("__metadata__", None)
+                # The header is at the start, so a truncated file still has it: only the size shows
+                # the loss.
+                ends = [entry["data_offsets"][1] for entry in header.values()]
+                end = 8 + length + max(ends, default=0)
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                return f"{path} has a header that is not JSON: copy or download it again."
+        if end != size:
+            return f"{path} has {size} bytes, but must have {end} by its header: copy it again."
+    return None
