@@ -88,5 +88,5 @@ def test_a_run_on_other_versions_is_not_continued(tmp_path: Path) -> None:
     for folder, version in ((tmp_path / "before", "1"), (tmp_path, "2")):
         done = ConformanceRun(engine="fsdp", layouts=("1-rank",), versions={"torch": version})
         (folder / "fsdp-1-rank.json").write_text(to_json(done))
-    with pytest.raises(ValueError, match="other versions"):
+    with pytest.raises(ValueError, match="other package versions"):
         merge_parts(tmp_path, continue_runs(tmp_path / "before", [run]), finished=[])
