@@ -78,7 +78,7 @@ def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 def test_a_full_disk_of_one_rank_stops_both(
     rank_pool: RankPool, tmp_path: Path, full: int, optimizer: OptimizerSpec | None, sentence: str
 ) -> None:
-    setup = OracleCache(folder=tmp_path / "models").setup(QWEN2_GROUPED, optimizer=optimizer)
+    setup = OracleCache(folder=tmp_path / "models").make_setup(QWEN2_GROUPED, optimizer=optimizer)
     layout = Layout(name="whole-model", world_size=2, fields={"save_huggingface_weights": True})
     arguments: dict[str, object] = {"setup": setup, "folder": tmp_path / "steps", "full": full}
     sentences = rank_pool.run(save_twice, engine="fsdp", layout=layout, arguments=arguments)

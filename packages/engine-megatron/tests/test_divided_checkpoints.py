@@ -288,8 +288,8 @@ def test_four_ranks_write_every_tensor_once_and_read_it_back(
     four_rank_pool, oracle, tmp_path, layout
 ):
     kind = oracle.with_experts() if "expert_parallel" in layout.fields else oracle
-    setup = kind.setup(QWEN2_UNTIED, optimizer=ADAMW)
-    arguments = {"setup": setup, "batch": kind.batch(), "folder": tmp_path / "part"}
+    setup = kind.make_setup(QWEN2_UNTIED, optimizer=ADAMW)
+    arguments = {"setup": setup, "batch": kind.get_batch(), "folder": tmp_path / "part"}
     shares = four_rank_pool.run(own_part, engine="megatron", layout=layout, arguments=arguments)
     names = [name for _, of_rank, _ in shares for name in of_rank]
     assert min(num_bytes for num_bytes, _, _ in shares) > HEADERS
