@@ -306,6 +306,16 @@ for f in glob.glob('/proc/[0-9]*/environ'):
         says="Read-only file system",
     ),
     Attempt(
+        name="watch who reads the interpreter's files",
+        code="""
+import fcntl, signal
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+fcntl.fcntl(os.open(LIBRARY, os.O_RDONLY), fcntl.F_NOTIFY, fcntl.DN_ACCESS | fcntl.DN_MULTISHOT)
+escaped()
+""",
+        says="Function not implemented",
+    ),
+    Attempt(
         name="write to shared memory of the host",
         code="open('/dev/shm/' + HOST['nap'], 'w'); os.unlink('/dev/shm/' + HOST['nap']); escaped()",
     ),

@@ -19,6 +19,8 @@ LIBRARY = "libseccomp.so.2"
 ALLOWED_CALLS = {
     # Ownership, device nodes and extended attributes cannot be set. No flock: the interpreter's
     # files are the host's, so a lock on one would be seen by other programs and by the host.
+    # Copying a file with its times needs utimensat, with which everyone may also set those of
+    # /dev/null to the current time: see SECURITY.md.
     "files and folders": (
         "open openat creat close close_range read write readv writev pread64 pwrite64 preadv pwritev preadv2 "
         "pwritev2 lseek stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2 readlink "
@@ -28,7 +30,7 @@ ALLOWED_CALLS = {
         "lgetxattr fgetxattr listxattr llistxattr flistxattr"
     ),
     "file descriptors": (
-        "dup dup2 dup3 fcntl pipe pipe2 poll ppoll select pselect6 eventfd eventfd2 epoll_create epoll_create1 "
+        "dup dup2 dup3 pipe pipe2 poll ppoll select pselect6 eventfd eventfd2 epoll_create epoll_create1 "
         "epoll_ctl epoll_wait epoll_pwait epoll_pwait2 timerfd_create timerfd_settime timerfd_gettime"
     ),
     # asyncio wakes itself with a connected pair. There is no socket(), so nothing else can be
@@ -61,6 +63,9 @@ _CLONE_THREAD = 0x00010000
 _NEW_NAMESPACES = 0x7E020080  # every CLONE_NEW* flag
 _TERMINAL_QUERIES = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """ioctl: TCGETS (isatty), TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. No TIOCSTI."""
+_DESCRIPTOR_COMMANDS = (*range(8), 36, 37, 38, 1030, 1031, 1032)
+"""fcntl: duplicates, flags, record locks, and sizes of pipes. No F_NOTIFY and no leases: they show
+when other processes use the interpreter's files, which are the host's."""
 _PR_SET_NAME, _PR_GET_NAME = 15, 16
 _RLIMIT_CORE, _NUM_RLIMITS = 4, 16
 _AF_UNIX = 1
@@ -141,6 +146,8 @@ def build_seccomp_filter() -> bytes:
         for request in _TERMINAL_QUERIES:
             # The kernel reads 32 bits of the request; the upper ones are the caller's noise.
             add(_ALLOW, "ioctl", (1, _MASKED_EQUAL, 0xFFFFFFFF, request))
+        for command in _DESCRIPTOR_COMMANDS:
+            add(_ALLOW, "fcntl", (1, _MASKED_EQUAL, 0xFFFFFFFF, command))
         for option in (_PR_SET_NAME, _PR_GET_NAME):
             add(_ALLOW, "prctl", (0, _EQUAL, option, 0))
         # A program may lower its own limits (process 0), but not those of bubblewrap, whose death
