@@ -1,4 +1,4 @@
-"""Batches to test with, and a real engine small enough to read: a bigram table on one or more threads."""
+"""Test batches, and a small real engine: a bigram table on one or more threads."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +16,7 @@ from torch import Tensor
 from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.engine import BaseEngine
+from temper_engine_api.gather_codec import decode_value, encode_value
 from temper_engine_api.objective import Aggregation, HeadOutput, HeadOutputs, LossTerms, Objective
 from temper_engine_api.specs import EngineConfig, ModelSpec, OptimizerSpec, ScheduleSpec
 from temper_engine_api.topology import Axis, Topology
@@ -38,9 +39,10 @@ class Meeting:
         self._barrier = threading.Barrier(num_ranks, timeout=20)
 
     def gather(self, rank: int, item: T) -> list[T]:
-        self._slots[rank] = item
+        # Encoded as between processes, so that a value that cannot be gathered fails here too.
+        self._slots[rank] = encode_value(item)
         self._barrier.wait()
-        everything = list(self._slots)
+        everything = [decode_value(message) for message in self._slots]
         self._barrier.wait()
         return everything
 
@@ -61,7 +63,10 @@ class BigramConfig(EngineConfig):
 
 
 class BigramEngine(BaseEngine):
-    """log p(t | previous token) is a row of one table; AdamW; gradients are summed over the ranks of a meeting."""
+    """Bigram model: log p(t | previous token) is a row of one table, trained with AdamW.
+
+    Gradients are summed over the ranks of a meeting.
+    """
 
     config_class = BigramConfig
     capabilities: ClassVar = frozenset(
@@ -74,7 +79,7 @@ class BigramEngine(BaseEngine):
         super().__init__(config)
         self.meeting = meeting or Meeting(1)
         self.rank = rank
-        self.residency: list[str] = []
+        self.mode_events: list[str] = []
 
     def _build(self) -> Topology:
         start = torch.randn(
@@ -142,11 +147,11 @@ class BigramEngine(BaseEngine):
 
     @contextmanager
     def _loaded(self, mode: str) -> Iterator[None]:
-        self.residency.append(f"in {mode}")
+        self.mode_events.append(f"in {mode}")
         try:
             yield
         finally:
-            self.residency.append(f"out {mode}")
+            self.mode_events.append(f"out {mode}")
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
         yield NamedWeight("table", self.table.detach().clone())
@@ -228,7 +233,7 @@ class WeightedLogprob(Objective):
 
 
 def make_batch(lengths: Sequence[int], *, seed: int = 0, **ids: Sequence[int]) -> SequenceBatch:
-    """Random tokens, a random loss mask and a column of advantages, for sequences of these lengths."""
+    """Make a batch of random tokens with random loss masks and advantages."""
     draw = torch.Generator().manual_seed(seed)
     masks = [torch.rand(n, generator=draw) < 0.7 for n in lengths]
     for mask in masks:

@@ -12,6 +12,7 @@ from temper_engine_api.adapter_checks import (
     check_base_weights,
     check_same_adapter,
     check_target_names,
+    find_adapter_weights,
     new_lora_config,
     to_adapter_config,
 )
@@ -72,3 +73,19 @@ def test_missing_adapter_tensor_is_refused() -> None:
     check_adapter_tensors({"a": (2,)}, {"a": torch.zeros(2)})
     with pytest.raises(WeightError, match="b"):
         check_adapter_tensors({"a": (2,), "b": (2,)}, {"a": torch.zeros(2)})
+
+
+def test_task_type_of_a_new_adapter_follows_the_model_type() -> None:
+    spec = LoraSpec(rank=2, alpha=4.0)
+    kinds = ("language_model", "value_model", "reward_model")
+    configs = [
+        new_lora_config(spec, model=ModelSpec(path="model", model_type=kind)) for kind in kinds
+    ]
+    assert [config["task_type"] for config in configs] == ["CAUSAL_LM", "TOKEN_CLS", "TOKEN_CLS"]
+
+
+def test_adapter_directory_without_safetensors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightError, match=r"has no adapter_model\.safetensors: save it as"):
+        find_adapter_weights(str(tmp_path))
+    (tmp_path / "adapter_model.safetensors").touch()
+    assert find_adapter_weights(str(tmp_path)) == tmp_path / "adapter_model.safetensors"

@@ -37,7 +37,7 @@ def test_the_heaviest_rank_is_near_the_best_of_all_assignments(
 
 
 def test_forced_places_are_mended_by_exchanges() -> None:
-    # Equal counts alone would put 100 with one more on each of two ranks; 100 | 100 | 34 33 33 is even.
+    # Equal counts would put one more item next to each 100; 100 | 100 | 34 33 33 is even.
     ranks = assign_to_ranks(torch.tensor([100, 100, 34, 33, 33]), num_ranks=3).tolist()
     assert sorted(loads_of([100, 100, 34, 33, 33], ranks, 3)) == [100, 100, 100]
 

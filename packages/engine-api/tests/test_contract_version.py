@@ -1,4 +1,4 @@
-"""An engine that was built for another contract is refused by its metadata, before anything of it is imported."""
+"""Test that an engine built for another contract is refused before it is imported."""
 
 import sys
 from importlib.metadata import version
@@ -39,7 +39,8 @@ def _install(folder: Path, *requirements: str, name: str = "acme") -> None:
         "".join(f"[{group}]\n{name} = acme_everything:{what}\n" for group, what in groups.items())
     )
     (folder / "acme_everything.py").write_text(
-        "from temper_engine_api.engine import BaseEngine\nclass AcmeEngine(BaseEngine):\n    pass\nLAYOUTS = ()\n"
+        "from temper_engine_api.engine import BaseEngine\n"
+        "class AcmeEngine(BaseEngine):\n    pass\nLAYOUTS = ()\n"
     )
 
 
@@ -58,8 +59,10 @@ def test_an_engine_of_a_later_contract_is_refused_with_both_versions_and_what_to
     with pytest.raises(ContractVersionError) as refused:
         load_engine_class("acme")
     assert str(refused.value) == (
-        f"engine 'acme' of acme-engines 7.1 is built for temper-engine-api<9,>=8.3, and temper-engine-api {INSTALLED} is installed: "
-        f'either `pip install "temper-engine-api<9,>=8.3"`, or `pip install "temper-engine-api=={INSTALLED}" --upgrade acme-engines` '
+        "engine 'acme' of acme-engines 7.1 is built for temper-engine-api<9,>=8.3, and "
+        f"temper-engine-api {INSTALLED} is installed: "
+        'either `pip install "temper-engine-api<9,>=8.3"`, or '
+        f'`pip install "temper-engine-api=={INSTALLED}" --upgrade acme-engines` '
         f"for the release of acme-engines that goes with {INSTALLED}."
     )
     assert "acme_everything" not in sys.modules

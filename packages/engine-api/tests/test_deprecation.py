@@ -1,4 +1,4 @@
-"""A deprecated name says so at the caller's line, keeps working, and stays for two minor versions."""
+"""Test that deprecated names warn at the caller's line, work, and stay for two minor versions."""
 
 import inspect
 import warnings

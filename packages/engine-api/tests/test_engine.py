@@ -22,6 +22,7 @@ from temper_engine_api.errors import (
     EngineStateError,
     WeightError,
 )
+from temper_engine_api.hooks import pack_single_micro_batch
 from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.objective import HeadOutput, Objective
 from temper_engine_api.padding import to_padded
@@ -29,11 +30,12 @@ from temper_engine_api.specs import (
     EngineConfig,
     LoraSpec,
     ModelSpec,
+    OffloadSpec,
     OptimizerSpec,
     PrecisionSpec,
-    ResidencySpec,
     ScheduleSpec,
 )
+from temper_engine_api.topology import PlanConstraints
 from temper_engine_api.weights import NamedWeight
 
 MakeBatch = Callable[..., SequenceBatch]
@@ -84,7 +86,7 @@ def test_another_engines_configuration_is_refused(engine: BaseEngine) -> None:
     ("settings", "named"),
     [
         ({"lora": LoraSpec(rank=4, alpha=8.0)}, "adapter"),
-        ({"residency": ResidencySpec(offload_optimizer=True)}, "offload"),
+        ({"offload": OffloadSpec(optimizer=True)}, "offload"),
         (
             {"model": ModelSpec(architecture={"model_type": "bigram"}, model_type="value_model")},
             "value_model",
@@ -145,11 +147,11 @@ def test_modes_do_not_nest(engine: BaseEngine) -> None:
             pass
 
 
-def test_residency_is_restored_when_the_body_raises(engine: BaseEngine) -> None:
+def test_offload_is_restored_after_an_exception(engine: BaseEngine) -> None:
     with pytest.raises(KeyError):
         with engine.train_mode():
             raise KeyError
-    assert engine.residency == ["in train", "out train"]  # type: ignore[attr-defined]
+    assert engine.mode_events == ["in train", "out train"]  # type: ignore[attr-defined]
     with engine.eval_mode():
         pass
 
@@ -192,7 +194,12 @@ def test_two_calls_then_a_step_equal_one_call(
     (one,), (two,) = make_engines(), make_engines()
     full = one.shard_data(whole, max_tokens=64)
     halves = [full.select([0, 1]), full.select([2, 3])]
-    packed = [two._as_single_micro_batch(half) for half in halves]
+    packed = [
+        pack_single_micro_batch(
+            half, constraints=PlanConstraints(), sum_over_ranks=two._sum_over_data_parallel
+        )
+        for half in halves
+    ]
     calls = [replace(call, denominators=full.denominators) for call in packed]
     assert update(two, *calls) == pytest.approx(update(one, full), rel=1e-6)
     torch.testing.assert_close(table_of(two), table_of(one), rtol=1e-6, atol=1e-6)
@@ -231,6 +238,23 @@ def test_a_step_without_gradients_is_an_error(engine: BaseEngine, make_batch: Ma
         engine.optimizer_step()
 
 
+def test_a_step_that_failed_is_not_repeated_with_the_same_gradients(
+    engine: BaseEngine, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = engine.shard_data(make_batch([4, 5]), max_tokens=16)
+    apply = engine._apply_gradients
+
+    def apply_and_fail(*, lr: float) -> float:
+        apply(lr=lr)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine, "_apply_gradients", apply_and_fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        update(engine, batch)
+    with pytest.raises(EngineStateError, match="there are no gradients"):
+        engine.optimizer_step()
+
+
 def test_an_engine_without_an_optimizer_neither_trains_nor_steps(
     make_engines: MakeEngines, make_batch: MakeBatch
 ) -> None:
@@ -238,7 +262,7 @@ def test_an_engine_without_an_optimizer_neither_trains_nor_steps(
     batch = engine.shard_data(make_batch([4]), max_tokens=16)
     with engine.train_mode(), pytest.raises(EngineStateError, match=r"can't train"):
         engine.forward_backward_batch(batch, forward_only=False)
-    with pytest.raises(EngineStateError, match=r"can't step"):
+    with pytest.raises(EngineStateError, match=r"can't train"):
         engine.optimizer_step()
     assert engine.current_lr == 0.0
 

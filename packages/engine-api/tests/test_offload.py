@@ -14,7 +14,7 @@ from temper_engine_api.offload import (
     Offloader,
     OffloadPolicy,
 )
-from temper_engine_api.specs import ResidencySpec
+from temper_engine_api.specs import OffloadSpec
 
 
 @pytest.fixture
@@ -102,16 +102,14 @@ def offloaded_groups(offloader: Offloader) -> set[str]:
 @pytest.mark.parametrize(
     ("spec", "gone"),
     [
-        (ResidencySpec(), set()),
-        (ResidencySpec(offload_parameters=True), {PARAMETERS, GRADIENTS}),
-        (ResidencySpec(offload_parameters=True, offload_gradients=False), {PARAMETERS}),
-        (ResidencySpec(offload_gradients=True), {GRADIENTS}),
-        (ResidencySpec(offload_optimizer=True), {OPTIMIZER}),
+        (OffloadSpec(), set()),
+        (OffloadSpec(parameters=True), {PARAMETERS, GRADIENTS}),
+        (OffloadSpec(parameters=True, gradients=False), {PARAMETERS}),
+        (OffloadSpec(gradients=True), {GRADIENTS}),
+        (OffloadSpec(optimizer=True), {OPTIMIZER}),
     ],
 )
-def test_each_kind_leaves_on_its_own(
-    groups: Offloader, spec: ResidencySpec, gone: set[str]
-) -> None:
+def test_each_kind_leaves_on_its_own(groups: Offloader, spec: OffloadSpec, gone: set[str]) -> None:
     offloading = OffloadPolicy(groups, spec=spec)
     assert offloaded_groups(groups) == gone
     with offloading.mode_context("update"):
@@ -121,7 +119,7 @@ def test_each_kind_leaves_on_its_own(
 
 def test_what_is_loaded_in_train_mode_stays_for_the_step(groups: Offloader) -> None:
     offloading = OffloadPolicy(
-        groups, spec=ResidencySpec(offload_optimizer=True, load_optimizer_in="train_mode")
+        groups, spec=OffloadSpec(optimizer=True, load_optimizer_in="train_mode")
     )
     # (context, optimiser states on the device inside, and after it)
     steps: list[tuple[Mode, bool, bool]] = [
@@ -138,7 +136,7 @@ def test_what_is_loaded_in_train_mode_stays_for_the_step(groups: Offloader) -> N
 
 def test_an_exception_in_a_step_offloads_what_was_prefetched(groups: Offloader) -> None:
     offloading = OffloadPolicy(
-        groups, spec=ResidencySpec(offload_optimizer=True, load_optimizer_in="train_mode")
+        groups, spec=OffloadSpec(optimizer=True, load_optimizer_in="train_mode")
     )
     with offloading.mode_context("train"):
         pass

@@ -133,26 +133,41 @@ def whole() -> dict[str, Tensor]:
     [
         (
             {"attention_mask": torch.tensor([[1, 1, 1], [1, 0, 1]])},
-            "row 1 of attention_mask has a hole",
+            "row 1 of attention_mask has a 0 between 1s",
         ),
         (
             {"attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])},
             "row 1 of attention_mask is all 0",
         ),
-        ({"attention_mask": torch.tensor([[1, 1, 2], [1, 1, 1]])}, "must hold 0 and 1 only"),
+        (
+            {"attention_mask": torch.tensor([[1, 1, 2], [1, 1, 1]])},
+            "attention_mask has values other than 0 and 1",
+        ),
         (
             {"attention_mask": torch.ones(2, 2)},
-            r"attention_mask has shape \(2, 2\), but input_ids has \(2, 3\)",
+            r"attention_mask has shape \(2, 2\), but must have the shape of input_ids, \(2, 3\)",
         ),
-        ({"input_ids": torch.ones(2, 3)}, r"input_ids must be \[B, L\] integers"),
+        (
+            {"input_ids": torch.ones(2, 3)},
+            r"input_ids is \(2, 3\) torch.float32, but must be \[B, L\] integers",
+        ),
         ({"loss_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])}, "True at the first token"),
-        ({"loss_mask": torch.full((2, 3), 0.5)}, "must hold 0 and 1 only; weights are a column"),
-        ({"temperature": torch.ones(2, 3)}, r"temperature must be \[\] or \[2\]"),
-        ({"sample_ids": torch.ones(3)}, r"sample_ids must be \[2\] integers"),
+        (
+            {"loss_mask": torch.full((2, 3), 0.5)},
+            "loss_mask has values other than 0 and 1: put token weights",
+        ),
+        (
+            {"temperature": torch.ones(2, 3)},
+            r"temperature has shape \(2, 3\), but must be \[\] for all rows, or \[2\]",
+        ),
+        (
+            {"sample_ids": torch.ones(3)},
+            r"sample_ids is \(3,\) torch.float32, but must be \[2\] integers",
+        ),
         ({"position_ids": torch.ones(2, 2)}, "position_ids has shape"),
         (
             {"advantages": torch.ones(3, 3)},
-            r"column 'advantages' has shape \(3, 3\); expected \[2, 3\]",
+            r"column 'advantages' has shape \(3, 3\), but must be \[2, 3\]",
         ),
         ({"advantages": torch.ones(2, 3, 4, 5)}, "column 'advantages' has shape"),
     ],
@@ -165,7 +180,7 @@ def test_what_does_not_fit_is_refused_with_a_sentence(
 
 
 def test_a_missing_attention_mask_is_named() -> None:
-    with pytest.raises(BatchError, match=r"has no attention_mask; it has \['input_ids'\]"):
+    with pytest.raises(BatchError, match=r"has no attention_mask, but only \['input_ids'\]"):
         from_padded({"input_ids": torch.ones(2, 3, dtype=torch.long)})
 
 
@@ -189,11 +204,16 @@ def test_media_are_refused(make_batch: MakeBatch) -> None:
 
 def test_a_sequence_column_that_would_read_as_per_token_is_refused(make_batch: MakeBatch) -> None:
     batch = make_batch([3, 2]).with_columns({}, {"features": torch.ones(2, 3)})
-    with pytest.raises(BatchError, match=r"'features' .* reads as per-token at length 3"):
+    with pytest.raises(
+        BatchError,
+        match=r"'features' .* which at length 3 could not be told from a per-token column",
+    ):
         to_padded(batch)
     assert_same(from_padded(to_padded(batch, length=4)), batch)
 
 
 def test_a_column_with_the_name_of_a_field_is_refused(make_batch: MakeBatch) -> None:
-    with pytest.raises(BatchError, match="'temperature' is a field of the padded mapping"):
+    with pytest.raises(
+        BatchError, match="'temperature' has the name of a field of the padded mapping"
+    ):
         to_padded(make_batch([3]).with_columns({"temperature": torch.ones(3)}))

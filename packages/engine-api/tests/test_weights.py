@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from temper_engine_api.errors import WeightError
-from temper_engine_api.weights import WeightEntry, check_weight_entries, hash_tensors
+from temper_engine_api.weights import (
+    WeightEntry,
+    check_weight_entries,
+    hash_tensors,
+    list_file_shapes,
+    split_experts,
+)
 
 
 def entries(**shapes: tuple[int, ...]) -> list[WeightEntry]:
@@ -45,3 +51,25 @@ def test_the_checksum_is_that_of_the_bytes(dtype: torch.dtype) -> None:
     )
     assert hash_tensors([one, two]) == hashlib.sha256(raw).hexdigest()
     assert hash_tensors([one.t().contiguous().t(), two]) == hashlib.sha256(raw).hexdigest()
+
+
+def test_joined_experts_are_split_into_views_under_their_names_in_files() -> None:
+    # Two experts; the gate is above the up-projection, one row each.
+    joined = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [7.0, 8.0]]])
+    parts = dict(split_experts("layers.0.mlp.experts.gate_up_proj", joined))
+    assert {name: part.tolist() for name, part in parts.items()} == {
+        "layers.0.mlp.experts.0.gate_proj.weight": [[1.0, 2.0]],
+        "layers.0.mlp.experts.0.up_proj.weight": [[3.0, 4.0]],
+        "layers.0.mlp.experts.1.gate_proj.weight": [[5.0, 6.0]],
+        "layers.0.mlp.experts.1.up_proj.weight": [[7.0, 8.0]],
+    }
+    parts["layers.0.mlp.experts.1.up_proj.weight"].zero_()
+    assert joined[1, 1].tolist() == [0.0, 0.0]
+
+
+def test_shapes_in_files_are_listed_without_the_tensor() -> None:
+    assert list_file_shapes("mlp.experts.down_proj", (2, 4, 3)) == [
+        ("mlp.experts.0.down_proj.weight", (4, 3)),
+        ("mlp.experts.1.down_proj.weight", (4, 3)),
+    ]
+    assert list_file_shapes("norm.weight", (4,)) == [("norm.weight", (4,))]

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError
+from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError, WeightError
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_api.weights import WeightEntry, check_weight_entries
 
@@ -24,7 +24,7 @@ _COMPARED_FIELDS = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern",
 
 
 def new_lora_config(spec: LoraSpec, *, model: ModelSpec) -> dict[str, object]:
-    """Return the arguments of PEFT's `LoraConfig` for a new adapter, except `task_type`."""
+    """Return the arguments of PEFT's `LoraConfig` for a new adapter."""
     # The head of a value or reward model is newly initialized, so it must be trained in full.
     fully_trained = (
         {*spec.modules_to_save}
@@ -37,6 +37,7 @@ def new_lora_config(spec: LoraSpec, *, model: ModelSpec) -> dict[str, object]:
         else sorted({*spec.exclude_modules, *fully_trained})
     )
     return {
+        "task_type": "CAUSAL_LM" if model.model_type == "language_model" else "TOKEN_CLS",
         "base_model_name_or_path": model.path,
         "r": spec.rank,
         "lora_alpha": int(spec.alpha)
@@ -85,6 +86,20 @@ def check_adapter_directory(path: str) -> None:
             f"the adapter in {path} has type {kind}, but only LORA is supported: choose a LoRA "
             "adapter."
         )
+
+
+def find_adapter_weights(path: str) -> Path:
+    """Return the weight file of an adapter directory.
+
+    Raises:
+        WeightError: If it has no safetensors file.
+    """
+    file = Path(path, ADAPTER_WEIGHTS)
+    if not file.is_file():
+        raise WeightError(
+            f"the adapter in {path} has no {ADAPTER_WEIGHTS}: save it as safetensors."
+        )
+    return file
 
 
 def check_target_names(spec: LoraSpec, *, module_names: Collection[str]) -> None:

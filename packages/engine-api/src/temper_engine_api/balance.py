@@ -44,22 +44,24 @@ def assign_to_ranks(costs: Tensor, *, num_ranks: int) -> Tensor:
 
 
 def _assign_longest_first(costs: Tensor, *, num_ranks: int) -> Tensor:
+    # Stable, so that every rank sorts equal costs alike, without communication.
     order = torch.argsort(costs, descending=True, stable=True)
     small, num_larger = divmod(len(costs), num_ranks)
-    room = [small + 1] * num_ranks if num_larger else [small] * num_ranks
-    # One integer per rank, load * num_ranks + rank: comparing integers is twice as fast as comparing tuples.
+    capacity = [small + 1] * num_ranks if num_larger else [small] * num_ranks
+    # One integer per rank, load * num_ranks + rank: comparing integers is twice as fast as
+    # comparing tuples.
     heap = list(range(num_ranks))
     chosen: list[int] = []
     for cost in costs[order].tolist():
         while True:
             rank = heap[0] % num_ranks
-            if room[rank] > 1 or (
-                room[rank] == 1 and (num_larger > 0 or len(costs) % num_ranks == 0)
+            if capacity[rank] > 1 or (
+                capacity[rank] == 1 and (num_larger > 0 or len(costs) % num_ranks == 0)
             ):
                 break
             heapq.heappop(heap)
-        room[rank] -= 1
-        num_larger -= room[rank] == 0
+        capacity[rank] -= 1
+        num_larger -= capacity[rank] == 0
         chosen.append(rank)
         heapq.heapreplace(heap, heap[0] + cost * num_ranks)
     ranks = torch.empty_like(order)
@@ -70,7 +72,7 @@ def _assign_longest_first(costs: Tensor, *, num_ranks: int) -> Tensor:
 def _reduce_largest_load(
     ranks: Tensor, costs: list[int], loads: list[int], *, target: float
 ) -> None:
-    """Exchange items of the most loaded rank until its load meets the target or no exchange helps."""
+    """Exchange items of the most loaded rank until its load meets the target or nothing helps."""
     members: list[list[_Entry]] = [[] for _ in loads]
     for item, rank in enumerate(ranks.tolist()):
         members[rank].append((costs[item], item))
@@ -79,6 +81,7 @@ def _reduce_largest_load(
     for _ in range(EXCHANGES_PER_RANK * len(loads)):
         heavy, *lighter = sorted(range(len(loads)), key=loads.__getitem__, reverse=True)
         exchange = _find_exchange(heavy, lighter, members, loads) if loads[heavy] > target else None
+        # Other loads do not matter, because all ranks wait for the slowest.
         if exchange is None:
             return
         light, given, taken = exchange
@@ -111,8 +114,10 @@ def _find_best_swap(
     best, distance = None, gap
     for given in heavy:
         position = bisect_left(light, (given[0] - gap // 2, -1))
+        # The list is sorted by cost, so the best partner is next to this position, on either side.
         for taken in light[max(position - 1, 0) : position + 1]:
             off = abs(gap - 2 * (given[0] - taken[0]))
+            # The distance starts at the gap, so every swap found makes the difference smaller.
             if off < distance:
                 best, distance = (given, taken), off
     return best
@@ -148,6 +153,7 @@ def pack_bins(sizes: Sequence[int], *, capacity: int) -> list[list[int]]:
     """
     bins: list[list[int]] = []
     space: list[tuple[int, int]] = []  # (free, bin), ascending
+    # The index breaks ties, so that every rank packs equal sizes alike.
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         position = bisect_left(space, (sizes[item], -1))
         if position == len(space):
@@ -180,6 +186,7 @@ def balance_bins(
     for item in sorted(range(len(sizes)), key=lambda i: (-costs[i], i)):
         full = []
         while heap and free[heap[0][1]] < sizes[item]:
+            # Only set aside, since a smaller item may still fit.
             full.append(heapq.heappop(heap))
         if not heap:
             return None

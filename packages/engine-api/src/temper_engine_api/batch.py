@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.errors import BatchError
+from temper_engine_api.gatherable import gatherable
 
 DUMMY_ID = -1
 """Sample, group and pack-group id of the one-token dummy that fills an empty micro-batch."""
 
 
+@gatherable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
     """Counts of a mini-batch over all ranks, by which summed losses are divided.
@@ -51,6 +53,7 @@ _PER_SEQUENCE = {"axis": "sequence", "dim": 0}
 """Metadata of a field with one entry per sequence."""
 
 
+@gatherable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceBatch:
     """B sequences of T tokens in total, concatenated without padding, and their columns.
@@ -71,7 +74,7 @@ class SequenceBatch:
     """
 
     tokens: Tensor = field(metadata=_PER_TOKEN)
-    """[T] int64."""
+    """[T] int64 token ids of all sequences, one sequence after the other."""
     sequence_starts: Tensor
     """[B + 1] int32, from 0 to T. Sequence b is
     tokens[sequence_starts[b]:sequence_starts[b + 1]] and never empty."""
@@ -106,7 +109,8 @@ class SequenceBatch:
             or bool((starts.diff() < 1).any())
         ):
             raise BatchError(
-                f"sequence_starts is {starts.tolist()}, but must increase from 0 to {self.num_tokens} "
+                f"sequence_starts is {starts.tolist()}, but must increase from 0 to "
+                f"{self.num_tokens} "
                 "without empty sequences."
             )
         if bool(self.loss_mask[starts[:-1]].any()):
@@ -124,11 +128,13 @@ class SequenceBatch:
             raise BatchError("tokens must be [T] int64 and sequence_starts [B + 1] with B >= 1.")
         if self.loss_mask.dtype != torch.bool:
             raise BatchError(
-                f"loss_mask is {self.loss_mask.dtype}, but must be bool: put token weights into a column."
+                f"loss_mask is {self.loss_mask.dtype}, but must be bool: put token weights into a "
+                "column."
             )
         if self.media is not None and len(self.media) != self.num_sequences:
             raise BatchError(
-                f"media has {len(self.media)} entries, but the batch has {self.num_sequences} sequences."
+                f"media has {len(self.media)} entries, but the batch has {self.num_sequences} "
+                "sequences: give one entry per sequence."
             )
         sizes = {"token": self.num_tokens, "sequence": self.num_sequences}
         for declared in fields(SequenceBatch):
@@ -163,6 +169,8 @@ class SequenceBatch:
     def sequence_index(self) -> Tensor:
         """[T] int64, index of the sequence that each token belongs to."""
         order = torch.arange(self.num_sequences, device=self.tokens.device)
+        # Without output_size, repeat_interleave waits for the device to learn the size of its
+        # result.
         return torch.repeat_interleave(order, self.lengths, output_size=self.num_tokens)
 
     @property
@@ -171,7 +179,7 @@ class SequenceBatch:
         return self.sample_ids == DUMMY_ID
 
     def get_position_ids(self) -> Tensor:
-        """Return `position_ids`, or positions [T] that count from 0 in each sequence if it is None."""
+        """Return `position_ids`, or if it is None positions [T] from 0 in each sequence."""
         if self.position_ids is not None:
             return self.position_ids
         starts = self.sequence_starts.long()[:-1]
@@ -212,11 +220,11 @@ class SequenceBatch:
         """Return the same batch with every tensor on this device."""
         return replace(
             self,
-            sequence_starts=_moved(self.sequence_starts, device),
+            sequence_starts=_copy_to_device(self.sequence_starts, device),
             **_map_columns(
                 [self],
-                per_token=lambda column, *, dim: _moved(column[0], device),
-                per_sequence=lambda column: _moved(column[0], device),
+                per_token=lambda column, *, dim: _copy_to_device(column[0], device),
+                per_sequence=lambda column: _copy_to_device(column[0], device),
                 media=tuple,
             ),
         )
@@ -266,7 +274,7 @@ class PackedBatch(SequenceBatch):
         """Return the same batch with every tensor on this device."""
         return replace(
             SequenceBatch.to(self, device),
-            micro_batch_starts=_moved(self.micro_batch_starts, device),
+            micro_batch_starts=_copy_to_device(self.micro_batch_starts, device),
         )
 
     @property
@@ -280,7 +288,7 @@ class PackedBatch(SequenceBatch):
             yield slice_sequences(self, first=first, last=last)
 
 
-def _moved(column: Tensor, device: torch.device | str) -> Tensor:
+def _copy_to_device(column: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda" and column.device.type == "cpu":
         # A copy from pageable memory would block the host until the stream has drained.
         return column.pin_memory().to(device, non_blocking=True)
@@ -444,6 +452,7 @@ def from_sequences(
         else torch.as_tensor(sample_ids, dtype=torch.int64)
     )
     lengths = torch.tensor([len(t) for t in tokens], dtype=torch.int64)
+    # A copy: in the expanded view all sequences share one number in memory.
     temperatures = torch.as_tensor(temperature, dtype=torch.float32).expand(len(tokens)).clone()
     return SequenceBatch(
         tokens=torch.cat(list(tokens)).long(),

@@ -5,12 +5,14 @@ The trainer checks them before a run, and the conformance tests check that the c
 
 from enum import StrEnum
 
+from temper_engine_api.specs import EngineConfig
+
 
 class Capability(StrEnum):
     """An optional feature of an engine; using one that is not claimed raises CapabilityError."""
 
     LANGUAGE_MODEL = "language_model"
-    """A language-model head."""
+    """A language-model head, with log-probs and entropies."""
     VALUE_MODEL = "value_model"
     """A value head: one number per state."""
     REWARD_MODEL = "reward_model"
@@ -34,16 +36,34 @@ class Capability(StrEnum):
     DATA_PARALLEL = "data_parallel"
     """More than one data-parallel rank."""
     SEQUENCE_PARALLEL = "sequence_parallel"
-    """Ulysses sequence parallelism."""
+    """Ulysses: ranks split each sequence, and attention heads inside attention."""
     TENSOR_PARALLEL = "tensor_parallel"
-    """Tensor parallel."""
+    """Ranks split the matrices of a layer."""
     PIPELINE_PARALLEL = "pipeline_parallel"
-    """Pipeline parallel."""
+    """Ranks split the layers into stages."""
     CONTEXT_PARALLEL = "context_parallel"
-    """Context parallel."""
+    """Ranks split each sequence, also inside attention."""
     RESHARD_ON_LOAD = "reshard_on_load"
     """A checkpoint can be loaded with another world size or layout."""
     BACKGROUND_SAVE = "background_save"
-    """`save_checkpoint(in_background=True)` and `stage_part`."""
+    """Saving while training continues: `save_checkpoint(in_background=True)`, `stage_part`."""
     PORTABLE_STATE = "portable_state"
-    """`export_state` and `load_state`."""
+    """Exchange of the training state with other engines: `export_state`, `load_state`."""
+
+
+def find_required_capabilities(config: EngineConfig) -> set[Capability]:
+    """Return the capabilities that an engine needs for these settings."""
+    optimizer, precision = config.optimizer, config.precision
+    dtypes = {precision.parameters, precision.reduce, precision.buffers}
+    needs = {
+        Capability.ANY_OPTIMIZER: optimizer is not None and not optimizer.is_adamw,
+        Capability.ADAPTER: config.lora.is_enabled,
+        Capability.ADAPTER_ON_EXPERTS: bool(config.lora.target_parameters),
+        Capability.OFFLOAD: config.offload.offloads_anything,
+        Capability.FP16: precision.compute == "fp16",
+        Capability.OTHER_DTYPES: dtypes != {"fp32"},
+    }
+    return {
+        Capability(config.model.model_type),
+        *(capability for capability, is_needed in needs.items() if is_needed),
+    }

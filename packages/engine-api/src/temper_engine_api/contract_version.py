@@ -36,8 +36,10 @@ def check_contract(distribution: Distribution, *, engine: str) -> None:
         if not satisfies_bounds(installed, bounds):
             name = distribution.name
             raise ContractVersionError(
-                f"engine {engine!r} of {name} {distribution.version} is built for {CONTRACT}{bounds}, and {CONTRACT} {installed} is "
-                f'installed: either `pip install "{CONTRACT}{bounds}"`, or `pip install "{CONTRACT}=={installed}" --upgrade {name}` '
+                f"engine {engine!r} of {name} {distribution.version} is built for "
+                f"{CONTRACT}{bounds}, and {CONTRACT} {installed} is installed: either "
+                f'`pip install "{CONTRACT}{bounds}"`, or '
+                f'`pip install "{CONTRACT}=={installed}" --upgrade {name}` '
                 f"for the release of {name} that goes with {installed}."
             )
 

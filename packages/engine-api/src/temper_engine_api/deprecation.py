@@ -53,15 +53,15 @@ class Deprecation:
     package: str
     """The distribution whose releases ``since`` and ``removed_in`` count."""
     what: str
-    """As users write it: a dotted name, or a name with a parameter or value."""
+    """Deprecated name as users write it: dotted, or with a parameter or value."""
     since: str
     """Release that deprecated it."""
     removed_in: str
     """Release that no longer has it."""
     instead: str
-    """What replaces it, as users write it."""
+    """Replacement as users write it."""
     how: str
-    """What to write instead, as an instruction without a final dot."""
+    """Instruction to replace it, without a final period."""
 
     def __post_init__(self) -> None:
         (major, minor, _), (removed_major, removed_minor, _) = (
@@ -70,14 +70,16 @@ class Deprecation:
         )
         if removed_major < major or (removed_major == major and removed_minor < minor + MINORS):
             raise ValueError(
-                f"{self.what} is deprecated since {self.since} and its removal is promised for {self.removed_in}: "
-                f"leave {MINORS} minor versions, removed_in={major}.{minor + MINORS}.0 at the earliest."
+                f"{self.what} is deprecated since {self.since} and its removal is promised for "
+                f"{self.removed_in}: leave {MINORS} minor versions, "
+                f"removed_in={major}.{minor + MINORS}.0 at the earliest."
             )
 
     def sentence(self) -> str:
         """Return the text of the warning."""
         return (
-            f"{self.what} is deprecated since {self.package} {self.since} and will be removed in {self.removed_in}: "
+            f"{self.what} is deprecated since {self.package} {self.since} and will be removed in "
+            f"{self.removed_in}: "
             f"use {self.instead} instead; {self.how}."
         )
 

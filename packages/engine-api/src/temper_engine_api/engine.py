@@ -1,24 +1,25 @@
-"""Base class of training engines: the methods that a trainer calls.
+"""Base class of training engines.
 
-The public methods are implemented here, once for all engines. They call the abstract methods of
-`backend.EngineBackend`, which an engine implements, and the update cycle of `updates.UpdateCycle`.
-Order of calls: `init_model`, `set_loss_fn`, then for each update `optimizer_zero_grad`, forward and
-backward passes, `optimizer_step`, `lr_scheduler_step`. Gradients are reduced over ranks exactly
-once per update.
+A trainer calls the public methods, which are implemented here once for all engines. An engine
+implements the abstract methods at the end of the class, and names its configuration class and its
+capabilities. Order of calls: `init_model`, `set_loss_fn`, then for each update
+`optimizer_zero_grad`, forward and backward passes, `optimizer_step`, `lr_scheduler_step`. Gradients
+are reduced over ranks exactly once per update.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Literal, overload
+from typing import ClassVar, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from temper_engine_api import checkpoint
-from temper_engine_api.backend import MicroBatchLoss, ObjectT
-from temper_engine_api.batch import Denominators, PackedBatch, SequenceBatch, concatenate
-from temper_engine_api.capabilities import Capability
+from temper_engine_api.batch import PackedBatch, SequenceBatch, concatenate
+from temper_engine_api.capabilities import Capability, find_required_capabilities
 from temper_engine_api.errors import CapabilityError, ConfigError, EngineStateError
 from temper_engine_api.hooks import (
     DEFAULT_OUTPUT,
@@ -29,34 +30,65 @@ from temper_engine_api.hooks import (
     Predictions,
     PreprocessFn,
     RawBatch,
+    pack_single_micro_batch,
 )
-from temper_engine_api.metrics import LazyMetrics, Metric, materialize_metrics, merge_metrics
-from temper_engine_api.objective import HeadOutput, HeadOutputs, LossTerms, Objective
-from temper_engine_api.outputs import ForwardOutputs, StepResult, collect_outputs, gather_outputs
-from temper_engine_api.padding import from_padded
-from temper_engine_api.plan import build_packed_batch, plan_mini_batch, plan_single_micro_batch
-from temper_engine_api.reduction import count_denominators, reduce_loss
-from temper_engine_api.specs import PrecisionSpec
+from temper_engine_api.loss_scale import LossScale
+from temper_engine_api.metrics import Metric
+from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss, Objective
+from temper_engine_api.outputs import (
+    ForwardOutputs,
+    StepResult,
+    build_step_result,
+    gather_outputs,
+)
+from temper_engine_api.plan import build_packed_batch, plan_mini_batch
+from temper_engine_api.reduction import ObjectiveLoss, count_denominators
+from temper_engine_api.schedule import compute_learning_rate
+from temper_engine_api.specs import EngineConfig, OptimizerSpec
+from temper_engine_api.topology import Topology
 from temper_engine_api.updates import GradientState, UpdateCycle, UpdateReport
 from temper_engine_api.weights import NamedWeight, TrainingState, WeightStream
 
-__all__ = [
-    "BaseEngine",
-    "Context",
-    "GradientState",
-    "LossFn",
-    "MicroBatchLoss",
-    "ObjectT",
-    "PostprocessFn",
-    "Predictions",
-    "PreprocessFn",
-    "RawBatch",
-    "UpdateReport",
-]
+ObjectT = TypeVar("ObjectT")
 
 
-class BaseEngine(UpdateCycle):
+class BaseEngine(ABC):
     """One rank of a training engine. The constructor does no I/O and creates no process group."""
+
+    config_class: ClassVar[type[EngineConfig]]
+    """Frozen dataclass with the engine's settings."""
+    capabilities: ClassVar[frozenset[Capability]]
+    """Capabilities that the engine claims."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        if not isinstance(config, self.config_class):
+            raise ConfigError(
+                f"{type(self).__name__} got a {type(config).__name__}, but needs a "
+                f"{self.config_class.__name__}."
+            )
+        self.config = config
+        self._topology: Topology | None = None
+        self._objective: Objective | None = None
+        self._loss_fn: LossFn | None = None
+        self._loss_fn_outputs: frozenset[HeadOutput] = frozenset()
+        self._mode: Literal["train", "eval"] | None = None
+        self._is_adapter_disabled = False
+        self._update_cycle = UpdateCycle(config.precision)
+        self._background_save = checkpoint.BackgroundSave[str]()
+        self._background_part = checkpoint.BackgroundSave[checkpoint.PartReport]()
+
+    @classmethod
+    def check_model(cls, config: EngineConfig) -> None:
+        """Check that the model and its adapter can be built, without weights or process groups.
+
+        `temper-train --check` calls it, on a machine that may have no accelerator. By default
+        nothing is checked. An engine that overrides it raises the errors of its `init_model`.
+
+        Raises:
+            ConfigError: If the architecture is invalid, or the adapter names no module of it.
+            CapabilityError: If the engine does not support the model.
+        """
+        return
 
     def init_model(self) -> None:
         """Build the model, optimizer and process groups. Collective.
@@ -64,20 +96,29 @@ class BaseEngine(UpdateCycle):
         Raises:
             CapabilityError: If the configuration needs a capability that the engine does not claim.
         """
-        needed = {
-            Capability(self.config.model.model_type),
-            *_find_precision_capabilities(self.config.precision),
-        }
-        needed |= (
-            {Capability.ANY_OPTIMIZER}
-            if self.config.optimizer is not None and not self.config.optimizer.is_adamw
-            else set()
-        )
-        needed |= {Capability.ADAPTER} if self.config.lora.is_enabled else set()
-        needed |= {Capability.ADAPTER_ON_EXPERTS} if self.config.lora.target_parameters else set()
-        needed |= {Capability.OFFLOAD} if self.config.residency.offloads_anything else set()
-        self.require(*needed)
+        self.require(*find_required_capabilities(self.config))
         self._topology = self._build()
+
+    @property
+    def topology(self) -> Topology:
+        """Sizes and ranks of the parallel axes.
+
+        Raises:
+            EngineStateError: If `init_model` was not called.
+        """
+        if self._topology is None:
+            raise EngineStateError("the engine has no topology yet: call init_model() first.")
+        return self._topology
+
+    @property
+    def model_type(self) -> str:
+        """'language_model', 'value_model' or 'reward_model'."""
+        return self.config.model.model_type
+
+    @property
+    def objective(self) -> Objective | None:
+        """Objective set with `set_loss_fn`; None if it is a plain function."""
+        return self._objective
 
     def require(self, *needed: Capability) -> None:
         """Check that the engine claims these capabilities.
@@ -109,7 +150,8 @@ class BaseEngine(UpdateCycle):
         if isinstance(loss, Objective):
             if required_outputs is not None:
                 raise ConfigError(
-                    "required_outputs has no effect with an Objective, which has its own: remove it."
+                    "required_outputs has no effect with an Objective, which has its own: "
+                    "remove it."
                 )
             self._objective, self._loss_fn = loss, None
             return
@@ -123,13 +165,13 @@ class BaseEngine(UpdateCycle):
     @contextmanager
     def train_mode(self) -> Iterator[None]:
         """Enter training mode and load what it needs; gradients are kept on exit."""
-        with self._in_mode("train"):
+        with self._enter_mode("train"):
             yield
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
         """Enter evaluation mode (no dropout) and load the parameters only."""
-        with self._in_mode("eval"):
+        with self._enter_mode("eval"):
             yield
 
     def forward_backward_batch(
@@ -155,33 +197,27 @@ class BaseEngine(UpdateCycle):
         """
         self._check_can_run(forward_only=forward_only)
         requested = frozenset(outputs)
-        metrics: list[Mapping[str, Metric]] = []
-        if forward_only and requested:
-            micro_batch_loss, requested_outputs = None, requested
-        else:
-            objective = self._require_objective(batch)
-            requested_outputs = objective.required_outputs | requested
-            micro_batch_loss = _objective_loss(
-                objective, denominators=batch.denominators, metrics=metrics
-            )
-        if not forward_only:
-            self._record_backward(batch, final=final)
-        head_outputs = self._run_micro_batches(
+        loss: ObjectiveLoss | None = None
+        if not (forward_only and requested):
+            if self._objective is None:
+                raise EngineStateError(
+                    "forward_backward_batch() needs an Objective: call set_loss_fn() first."
+                )
+            loss = ObjectiveLoss(self._objective, batch=batch)
+        head_outputs = self._run_passes(
             batch,
-            requested_outputs=requested_outputs,
-            micro_batch_loss=micro_batch_loss,
+            requested_outputs=requested | (loss.required_outputs if loss else frozenset()),
+            micro_batch_loss=loss,
             forward_only=forward_only,
-            reduce_gradients=final and not forward_only,
+            final=final,
         )
-        metrics.append(self._collect_metrics())
-        settled = LazyMetrics(lambda: materialize_metrics(merge_metrics(metrics)))
-        if head_outputs is None or not requested or not self.topology.returns_outputs:
-            return StepResult(outputs=None, metrics=settled)
-        columns = {
-            head_output: torch.cat([part[head_output] for part in head_outputs])
-            for head_output in requested
-        }
-        return StepResult(outputs=collect_outputs(batch, columns), metrics=settled)
+        metrics = [*(loss.metrics if loss else ()), self._collect_metrics()]
+        return build_step_result(
+            batch,
+            head_outputs=head_outputs if self.topology.returns_outputs else None,
+            requested=requested,
+            metrics=metrics,
+        )
 
     @overload
     def forward_backward_step(
@@ -234,30 +270,115 @@ class BaseEngine(UpdateCycle):
         self._check_can_run(forward_only=forward_only)
         if preprocess_fn is not None:
             batch, ctx = preprocess_fn(batch, ctx)
-        packed = self._as_single_micro_batch(batch)
+        packed = pack_single_micro_batch(
+            batch,
+            constraints=self.topology.plan_constraints,
+            sum_over_ranks=self._sum_over_data_parallel,
+        )
         loss = self._loss_fn if self._objective is None else self._objective
+        if loss is None and not forward_only:
+            raise EngineStateError("there is no loss function: call set_loss_fn() before training.")
         step = HookedStep(
             loss, packed=packed, ctx=ctx, postprocess=postprocess_fn, dp_size=self.topology.dp.size
         )
-        if not forward_only:
-            if loss is None:
-                raise EngineStateError(
-                    "there is no loss function: call set_loss_fn() before training."
-                )
-            self._record_backward(packed, final=False)
-        head_outputs = self._run_micro_batches(
+        default = frozenset({DEFAULT_OUTPUT[self.config.model.model_type]})
+        head_outputs = self._run_passes(
             packed,
-            requested_outputs=self._hook_outputs(),
+            requested_outputs=self._loss_fn_outputs or default
+            if self._objective is None
+            else self._objective.required_outputs,
             micro_batch_loss=None if forward_only else step.loss,
             forward_only=forward_only,
-            reduce_gradients=False,
+            # The RFC's calls do not say which is the last, so the optimizer step reduces.
+            final=False,
         )
+        # Ranks of one replica compute the same predictions; one of them returns them.
         returns_outputs = head_outputs is not None and self.topology.returns_outputs
         if forward_only:
             predictions = step.postprocess_outputs(head_outputs)
             return (predictions if returns_outputs else None), step.ctx
+        # Each rank has its contribution to the mean, so the sum over ranks is the loss.
         value = self._sum_over_data_parallel(step.total)
         return (step.predictions if returns_outputs else None), value, step.ctx
+
+    def optimizer_zero_grad(self) -> None:
+        """Reset gradients and start an update."""
+        self._zero_gradients()
+        self._update_cycle.start()
+
+    def optimizer_step(self) -> float:
+        """Reduce pending gradients, clip them, and update the parameters.
+
+        If a gradient on any rank is not finite, or the mini-batch trains no token, all ranks skip
+        the update: weights, optimizer states and learning rate stay as they are, and `last_update`
+        has the reason.
+
+        Returns:
+            The global gradient norm before clipping.
+
+        Raises:
+            EngineStateError: If there are no gradients or no optimizer, or after more than
+                `optimizer.max_consecutive_skips` non-finite updates in a row.
+        """
+        optimizer, cycle = self._require_optimizer(), self._update_cycle
+        # Before the training call: an error of a save must not cost the update.
+        self._raise_background_error()
+        cycle.check_can_step()
+        with cycle.training_call(result=GradientState.APPLIED), self._loaded("update"):
+            if cycle.has_unreduced_gradients:
+                self._reduce_pending_gradients()
+            norm = self._apply_gradients(lr=self.current_lr) if cycle.trains_something else 0.0
+        cycle.finish(norm, max_consecutive_skips=optimizer.max_consecutive_skips)
+        return norm
+
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule unless the last update was skipped; return the next rate."""
+        # A skipped update did not change the weights, so the next one is tried at the same rate.
+        if self.last_update is None or self.last_update.outcome == "stepped":
+            self.num_schedule_steps += 1
+        return self.current_lr
+
+    @property
+    def current_lr(self) -> float:
+        """Learning rate of the next update."""
+        if self.config.optimizer is None:
+            return 0.0
+        return compute_learning_rate(
+            self.num_schedule_steps, peak=self.config.optimizer.lr, spec=self.config.schedule
+        )
+
+    @property
+    def last_update(self) -> UpdateReport | None:
+        """Result of the last `optimizer_step`; None before it and after loading a checkpoint."""
+        return self._update_cycle.last_update
+
+    @property
+    def num_updates(self) -> int:
+        """Number of updates that changed the parameters."""
+        return self._update_cycle.num_updates
+
+    @property
+    def num_nonfinite_updates(self) -> int:
+        """Number of updates that were skipped because a gradient was not finite."""
+        return self._update_cycle.num_nonfinite_updates
+
+    @property
+    def num_schedule_steps(self) -> int:
+        """Number of completed steps of the learning-rate schedule."""
+        return self._update_cycle.num_schedule_steps
+
+    @num_schedule_steps.setter
+    def num_schedule_steps(self, value: int) -> None:
+        self._update_cycle.num_schedule_steps = value
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """Loss scale of fp16; its value is 1 with other compute dtypes."""
+        return self._update_cycle.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: LossScale) -> None:
+        self._update_cycle.loss_scale = value
 
     def shard_data(self, batch: SequenceBatch, *, max_tokens: int, seed: int = 0) -> PackedBatch:
         """Plan a mini-batch and return this rank's packed batch, without communication.
@@ -269,6 +390,7 @@ class BaseEngine(UpdateCycle):
         """
         topology = self.topology
         if self._objective is not None:
+            # Before the plan, because statistics of the mini-batch need all its samples.
             batch = batch.with_columns(self._objective.prepare(batch, seed=seed))
         plan = plan_mini_batch(
             batch.lengths.tolist(),
@@ -284,7 +406,9 @@ class BaseEngine(UpdateCycle):
     def unshard_data(
         self, part: SequenceBatch, *, sample_ids: Tensor | None = None
     ) -> SequenceBatch:
-        """Gather the mini-batch of all data-parallel ranks to every rank, without dummies. Collective.
+        """Gather the mini-batch of all data-parallel ranks to every rank. Collective.
+
+        Dummy sequences are left out.
 
         Args:
             part: This rank's sequences.
@@ -300,12 +424,13 @@ class BaseEngine(UpdateCycle):
         full = concatenate([p for p in self._gather_objects(local) if p is not None])
         position = {sample: i for i, sample in enumerate(full.sample_ids.tolist())}
         order = sorted(position) if sample_ids is None else sample_ids.tolist()
-        return full.select([position[i] for i in order])
+        # Values of other ranks arrive on the CPU.
+        return full.select([position[i] for i in order]).to(part.tokens.device)
 
     def unshard_outputs(
         self, outputs: ForwardOutputs | None, *, sample_ids: Tensor
     ) -> ForwardOutputs:
-        """Gather the outputs of all ranks to every rank, in the order of these ids [B]. Collective."""
+        """Gather outputs of all ranks to every rank, in the order of these ids [B]. Collective."""
         return gather_outputs(self._gather_objects(outputs), sample_ids=sample_ids)
 
     @contextmanager
@@ -320,6 +445,7 @@ class BaseEngine(UpdateCycle):
         """
         self._require_adapter()
         with self._disable_adapter():
+            # A backward pass here would not reach the adapter; _check_can_run refuses it.
             self._is_adapter_disabled = True
             try:
                 yield
@@ -350,7 +476,11 @@ class BaseEngine(UpdateCycle):
             self._load_adapter(config, tensors)
 
     def gather_objects(self, item: ObjectT) -> list[ObjectT]:
-        """Gather small picklable objects from all ranks to all ranks, in rank order. Collective."""
+        """Gather small values from all ranks to all ranks, in rank order. Collective.
+
+        Raises:
+            MessageError: If `gather_codec.encode_value` does not support the value.
+        """
         return self._gather_objects(item)
 
     def export_weights(self) -> WeightStream:
@@ -359,7 +489,7 @@ class BaseEngine(UpdateCycle):
         Use it as `with engine.export_weights() as stream`. Tensors are gathered one by one while
         the stream is read. Collective.
         """
-        return WeightStream(self._weights_while_resident())
+        return WeightStream(self._weights_while_loaded())
 
     def load_weights(self, stream: Iterable[NamedWeight]) -> None:
         """Load full tensors by Hugging Face name. Collective; every rank passes the same stream.
@@ -389,13 +519,7 @@ class BaseEngine(UpdateCycle):
             Sizes and checksums of this rank's files, for `CheckpointTransaction.commit`.
         """
         with self._loaded("update"):
-            files = self._write_state(directory)
-        if self.topology.global_rank == 0:
-            files = [
-                *files,
-                checkpoint.write_json(directory, checkpoint.PROGRESS_FILE, self._progress()),
-            ]
-        return checkpoint.report_part(directory, files)
+            return self._stage(self._write_state).write_part(directory)
 
     def stage_part(self, directory: str) -> None:
         """Copy the state to host memory and write it like `write_part` while training continues.
@@ -412,7 +536,8 @@ class BaseEngine(UpdateCycle):
                 "finish_part() first."
             )
         self.finish_saving()
-        staged = self._stage()
+        with self._loaded("update"):
+            staged = self._stage(self._stage_state())
         self._background_part.start(lambda: staged.write_part(directory), goal=Path(directory))
 
     @property
@@ -437,7 +562,10 @@ class BaseEngine(UpdateCycle):
         """Load the files of `write_part` or `stage_part`, and reset gradients. Collective."""
         with self._loaded("update"):
             self._read_state(directory)
-        self._restore_progress(checkpoint.read_json(directory, checkpoint.PROGRESS_FILE))
+        self._update_cycle.load_state_dict(
+            checkpoint.read_json(directory, checkpoint.PROGRESS_FILE)
+        )
+        # Gradients belong to the weights before loading.
         self.optimizer_zero_grad()
 
     def save_checkpoint(
@@ -453,8 +581,8 @@ class BaseEngine(UpdateCycle):
 
         A background save copies the state to host memory, then writes, commits, uploads and prunes
         while training continues. At most one save runs at a time: the next one waits for it, so at
-        most the last save can be uncommitted. Its error is raised by the next `optimizer_step` after it
-        failed, or by the next save, load, `finish_saving` or `close`.
+        most the last save can be uncommitted. If it fails, its error is raised by the next
+        `optimizer_step`, save, load, `finish_saving` or `close`.
 
         Args:
             local_path: Folder of step directories, on a file system that all ranks share.
@@ -468,18 +596,23 @@ class BaseEngine(UpdateCycle):
             Path of the step directory; it exists once the save is committed.
         """
         self.finish_saving()
-        if in_background:
-            return self._save_in_background(
-                local_path, hdfs_path, step=global_step, max_to_keep=max_ckpt_to_keep
-            )
-        return checkpoint.save_engine_checkpoint(
-            self,
+        save = partial(
+            checkpoint.save_engine_checkpoint,
             local_path=local_path,
             remote_url=hdfs_path,
             step=global_step,
             max_to_keep=max_ckpt_to_keep,
-            gather=self._gather_objects,
         )
+        if not in_background:
+            return save(self, gather=self._gather_objects)
+        self.require(Capability.BACKGROUND_SAVE)
+        goal = checkpoint.step_directory(local_path, global_step)
+        with self._loaded("update"):
+            staged = self._stage(self._stage_state())
+        self._background_save.start(
+            lambda: save(staged, gather=self._gather_in_background), goal=goal
+        )
+        return str(goal)
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
@@ -506,39 +639,218 @@ class BaseEngine(UpdateCycle):
             gather=self._gather_objects,
         )
 
+    def finish_saving(self) -> None:
+        """Wait for background saves, those of `stage_part` included. Collective.
+
+        Raises:
+            CheckpointError: If the save failed; earlier steps are unchanged.
+        """
+        self._background_part.wait()
+        self._background_save.finish()
+
+    # Methods that an engine implements.
+
+    @abstractmethod
+    def _build(self) -> Topology:
+        """Build the model and optimizer, load weights, and join or create the process group."""
+
+    @abstractmethod
+    def _run_micro_batches(
+        self,
+        batch: PackedBatch,
+        *,
+        requested_outputs: frozenset[HeadOutput],
+        micro_batch_loss: MicroBatchLoss | None,
+        forward_only: bool,
+        reduce_gradients: bool,
+    ) -> list[HeadOutputs] | None:
+        """Run the forward pass, and the backward pass unless `forward_only`, of each micro-batch.
+
+        Args:
+            batch: This rank's micro-batches, on any device.
+            requested_outputs: Outputs that the head must compute. In training only trained
+                positions are needed, otherwise all positions with a predecessor.
+            micro_batch_loss: Scalar to differentiate, or with `forward_only` to evaluate; None
+                computes no loss.
+            forward_only: Run without gradients and dropout.
+            reduce_gradients: Reduce gradients over ranks after the last micro-batch; otherwise they
+                stay local and accumulate.
+
+        Returns:
+            Detached outputs of each micro-batch, or None on ranks that do not have them. Ranks may
+            return duplicates; the base class keeps those of ranks with `topology.returns_outputs`.
+        """
+
+    def _collect_metrics(self) -> Mapping[str, Metric]:
+        """Return engine metrics of the last call, such as `memory/allocated_gib`; empty by default.
+
+        Use `metrics.LazyMetrics` for values that block on the device, so that the host can run
+        ahead until they are read.
+        """
+        return {}
+
+    @abstractmethod
+    def _reduce_pending_gradients(self) -> None:
+        """Reduce accumulated local gradients over ranks by sum."""
+
+    @abstractmethod
+    def _apply_gradients(self, *, lr: float) -> float:
+        """Clip gradients and update the parameters; return the global norm before clipping.
+
+        The norm is computed in float32 and is the same on every rank. If it is not finite, change
+        no parameter and no optimizer state. An engine that claims FP16 multiplies the loss by
+        `loss_scale.value` before the backward pass and divides the gradients by it here, before
+        the norm.
+        """
+
+    @abstractmethod
+    def _zero_gradients(self) -> None:
+        """Set gradients to zero or None."""
+
+    @abstractmethod
+    def _loaded(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
+        """Load the offloaded state that a mode needs, and offload it again on exit.
+
+        Also after an exception. A nested entry must not copy anything.
+        """
+
+    @abstractmethod
+    def _iterate_weights(self) -> Iterator[NamedWeight]:
+        """Iterate over full tensors in float32 or the compute dtype. Collective.
+
+        The order is the same on all ranks.
+        """
+
+    @abstractmethod
+    def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
+        """Load full tensors; raise WeightError for missing and unexpected names and wrong shapes.
+
+        Check names and shapes before the first weight changes if the stream allows it. Collective.
+        """
+
+    @abstractmethod
+    def _iterate_state(self) -> Iterator[TrainingState]:
+        """Iterate over the portable training state. Collective."""
+
+    @abstractmethod
+    def _load_state(self, stream: Iterable[TrainingState]) -> None:
+        """Load the portable training state; refuse missing and unexpected names. Collective."""
+
+    @abstractmethod
+    def _write_state(self, directory: str) -> list[str]:
+        """Write parameters, optimizer states and RNG states. Collective.
+
+        Returns:
+            Paths of the files that this rank wrote, relative to the directory.
+        """
+
+    def _stage_state(self) -> Callable[[str], list[str]]:
+        """Copy the state to host memory and return a function that writes the copy. Collective.
+
+        The function behaves like `_write_state`, but runs on another thread while the engine
+        trains: it must not touch the engine, nor run collectives in a process group that the
+        engine uses. Required for BACKGROUND_SAVE.
+        """
+        raise NotImplementedError
+
+    def _gather_in_background(self, item: ObjectT) -> list[ObjectT]:
+        """Gather like `_gather_objects`, among the saving threads. Required for BACKGROUND_SAVE."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def _read_state(self, directory: str) -> None:
+        """Read the files of `_write_state`, written with this or another layout. Collective."""
+
+    @abstractmethod
+    def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
+        """Sum a value over data-parallel ranks; every rank gets the result.
+
+        With pipeline parallelism only the last stage has the loss; the others get its value too.
+        """
+
+    @abstractmethod
+    def _gather_objects(self, item: ObjectT) -> list[ObjectT]:
+        """Gather small values from all ranks to all ranks, in rank order.
+
+        With a process group, return `process_group.gather_objects(item)`. Do not use the object
+        collectives of torch.distributed: they unpickle what arrives.
+        """
+
+    @abstractmethod
+    def to(
+        self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
+    ) -> None:
+        """Move parameters and gradients, or optimizer states, to the device or the host."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free memory and destroy the process groups that this engine created.
+
+        Another engine may be built in the same process afterwards.
+        """
+
+    def _disable_adapter(self) -> AbstractContextManager[None]:
+        """Disable the adapter inside the context; may be nested. Required for ADAPTER."""
+        raise NotImplementedError
+
+    def _export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
+        """Return the PEFT config and full float32 tensors by PEFT name. Required for ADAPTER."""
+        raise NotImplementedError
+
+    def _load_adapter(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+        """Load adapter tensors; refuse missing and unexpected names. Required for ADAPTER."""
+        raise NotImplementedError
+
     # Helpers of the methods above.
 
-    def _save_in_background(
-        self, local_path: str, remote_url: str | None, *, step: int, max_to_keep: int | None
-    ) -> str:
-        self.require(Capability.BACKGROUND_SAVE)
-        goal = checkpoint.step_directory(local_path, step)
-        staged = self._stage()
-        self._background_save.start(
-            lambda: checkpoint.save_engine_checkpoint(
-                staged,
-                local_path=local_path,
-                remote_url=remote_url,
-                step=step,
-                max_to_keep=max_to_keep,
-                gather=self._gather_in_background,
-            ),
-            goal=goal,
+    def _run_passes(
+        self,
+        batch: PackedBatch,
+        *,
+        requested_outputs: frozenset[HeadOutput],
+        micro_batch_loss: MicroBatchLoss | None,
+        forward_only: bool,
+        final: bool,
+    ) -> list[HeadOutputs] | None:
+        run = partial(
+            self._run_micro_batches,
+            batch,
+            requested_outputs=requested_outputs,
+            micro_batch_loss=micro_batch_loss,
+            forward_only=forward_only,
         )
-        return str(goal)
+        if forward_only:
+            return run(reduce_gradients=False)
+        self._require_optimizer()
+        # A plain function may give a gradient to a batch without trained tokens.
+        are_trained = self._loss_fn is not None or not batch.denominators.is_empty
+        self._update_cycle.record_samples(batch.sample_ids, are_trained=are_trained)
+        result = GradientState.REDUCED if final else GradientState.ACCUMULATED
+        with self._update_cycle.training_call(result=result):
+            return run(reduce_gradients=final)
 
-    def _stage(self) -> checkpoint.StagedEngine:
-        with self._loaded("update"):
-            write = self._stage_state()
+    def _stage(self, write: Callable[[str], list[str]]) -> checkpoint.StagedEngine:
         return checkpoint.StagedEngine(
-            config=self.config, topology=self.topology, write=write, progress=self._progress()
+            config=self.config,
+            topology=self.topology,
+            write=write,
+            progress=self._update_cycle.state_dict(),
         )
+
+    def _raise_background_error(self) -> None:
+        # All ranks must agree that the save has ended: `finish` on one rank only would let it leave
+        # the update by an exception while the others wait for its gradients.
+        if self._background_save.is_pending and all(
+            self._gather_objects(self._background_save.is_done)
+        ):
+            self._background_save.finish()
 
     @contextmanager
-    def _in_mode(self, mode: Literal["train", "eval"]) -> Iterator[None]:
+    def _enter_mode(self, mode: Literal["train", "eval"]) -> Iterator[None]:
         if self._mode is not None:
             raise EngineStateError(
-                f"can't enter {mode}_mode() inside {self._mode}_mode(): exit the outer context first."
+                f"can't enter {mode}_mode() inside {self._mode}_mode(): exit the outer context "
+                "first."
             )
         with self._loaded(mode):
             self._mode = mode
@@ -546,6 +858,13 @@ class BaseEngine(UpdateCycle):
                 yield
             finally:
                 self._mode = None
+
+    def _require_optimizer(self) -> OptimizerSpec:
+        if self.config.optimizer is None:
+            raise EngineStateError(
+                "this engine has no optimizer (optimizer: null) and can't train: configure one."
+            )
+        return self.config.optimizer
 
     def _require_adapter(self) -> None:
         self.require(Capability.ADAPTER)
@@ -565,70 +884,9 @@ class BaseEngine(UpdateCycle):
             raise EngineStateError(
                 f"a {'forward' if forward_only else 'backward'} pass needs `with engine.{context}`."
             )
-        if not forward_only and self._gradients in (GradientState.REDUCED, GradientState.APPLIED):
-            raise EngineStateError(
-                "the gradients of this update are already reduced: call optimizer_zero_grad() before "
-                "the next update, and pass final=False to all calls of an update but the last."
-            )
+        if not forward_only:
+            self._update_cycle.check_can_accumulate()
 
-    def _require_objective(self, batch: SequenceBatch) -> Objective:
-        if self._objective is None:
-            raise EngineStateError(
-                "forward_backward_batch() needs an Objective: call set_loss_fn() first."
-            )
-        missing = self._objective.columns - batch.columns.keys() - batch.sequence_columns.keys()
-        if missing:
-            raise EngineStateError(
-                f"objective {self._objective.name!r} needs columns that the batch does not have: "
-                f"{sorted(missing)}. Add them with batch.with_columns()."
-            )
-        return self._objective
-
-    def _hook_outputs(self) -> frozenset[HeadOutput]:
-        if self._objective is not None:
-            return self._objective.required_outputs
-        return self._loss_fn_outputs or frozenset({DEFAULT_OUTPUT[self.config.model.model_type]})
-
-    def _as_single_micro_batch(self, batch: RawBatch) -> PackedBatch:
-        if isinstance(batch, Mapping):
-            batch = from_padded(batch)
-        if isinstance(batch, PackedBatch):
-            denominators = batch.denominators
-        else:
-            counted = count_denominators(batch)
-            local = torch.tensor(
-                [counted.tokens, counted.sequences, counted.groups], dtype=torch.float64
-            )
-            tokens, sequences, groups = (
-                int(n) for n in self._sum_over_data_parallel(local).tolist()
-            )
-            denominators = Denominators(tokens=tokens, sequences=sequences, groups=groups)
-        plan = plan_single_micro_batch(
-            batch.num_sequences, constraints=self.topology.plan_constraints
-        )
-        return build_packed_batch(batch, plan=plan, rank=0, denominators=denominators)
-
-    def _weights_while_resident(self) -> Iterator[NamedWeight]:
+    def _weights_while_loaded(self) -> Iterator[NamedWeight]:
         with self._loaded("eval"):
             yield from self._iterate_weights()
-
-
-def _find_precision_capabilities(precision: PrecisionSpec) -> set[Capability]:
-    is_other = (precision.parameters, precision.reduce, precision.buffers) != ("fp32",) * 3
-    return ({Capability.FP16} if precision.compute == "fp16" else set()) | (
-        {Capability.OTHER_DTYPES} if is_other else set()
-    )
-
-
-def _objective_loss(
-    objective: Objective, *, denominators: Denominators, metrics: list[Mapping[str, Metric]]
-) -> MicroBatchLoss:
-    def compute_loss(head_outputs: HeadOutputs, micro: SequenceBatch) -> Tensor:
-        terms: LossTerms = objective(head_outputs, micro)
-        loss = reduce_loss(
-            terms, micro, denominators=denominators, aggregation=objective.aggregation
-        )
-        metrics.append({"loss": Metric(value=loss.detach(), reduction="sum"), **terms.metrics})
-        return loss
-
-    return compute_loss

@@ -7,6 +7,7 @@ TemperError
 ├── CapabilityError                     the engine does not have a required capability
 ├── EngineStateError(RuntimeError)      methods were called in a wrong order
 ├── CollectiveTimeoutError(RuntimeError)  a collective timed out
+├── MessageError(ValueError)            a gathered value or message is not supported
 ├── EngineNotFoundError(LookupError)    no engine of that name, or its import failed
 │   └── ContractVersionError            the engine is built for another version of the contract
 ├── WeightError(ValueError)             names, shapes or checksums of a set of weights do not match
@@ -29,7 +30,7 @@ class BatchError(TemperError, ValueError):
 
 
 class PlanError(BatchError):
-    """No plan satisfies the token cap and the topology's constraints."""
+    """The token cap and the topology's constraints allow no plan."""
 
 
 class CapabilityError(TemperError):
@@ -37,15 +38,19 @@ class CapabilityError(TemperError):
 
 
 class EngineStateError(TemperError, RuntimeError):
-    """Methods were called in a wrong order, such as two final passes without `optimizer_zero_grad`."""
+    """Methods were called in a wrong order, such as two final passes in one update."""
 
 
 class CollectiveTimeoutError(TemperError, RuntimeError):
     """A collective took longer than `collective_timeout_s`; names rank, stage and collective."""
 
 
+class MessageError(TemperError, ValueError):
+    """A value cannot be gathered from ranks, or a rank sent something that is not such a value."""
+
+
 class EngineNotFoundError(TemperError, LookupError):
-    """No engine of that name is installed, or its import failed."""
+    """The named engine is not installed, or its import failed."""
 
 
 class ContractVersionError(EngineNotFoundError):

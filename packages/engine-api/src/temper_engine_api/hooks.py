@@ -5,10 +5,13 @@ from collections.abc import Callable, Mapping, MutableMapping
 import torch
 from torch import Tensor
 
-from temper_engine_api.batch import PackedBatch, SequenceBatch
+from temper_engine_api.batch import Denominators, PackedBatch, SequenceBatch
 from temper_engine_api.objective import HeadOutput, HeadOutputs, Objective
-from temper_engine_api.reduction import reduce_loss
+from temper_engine_api.padding import from_padded
+from temper_engine_api.plan import build_packed_batch, plan_single_micro_batch
+from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_engine_api.specs import ModelType
+from temper_engine_api.topology import PlanConstraints
 
 Context = MutableMapping[str, object] | None
 """State that hooks pass to each other."""
@@ -30,6 +33,36 @@ DEFAULT_OUTPUT: Mapping[ModelType, HeadOutput] = {
     "reward_model": HeadOutput.SCORE,
 }
 """Output that a loss function gets if `set_loss_fn` names none."""
+
+
+def pack_single_micro_batch(
+    batch: RawBatch,
+    *,
+    constraints: PlanConstraints,
+    sum_over_ranks: Callable[[Tensor], Tensor],
+) -> PackedBatch:
+    """Pack a batch as one micro-batch of this rank. Collective if it has no denominators yet.
+
+    Args:
+        batch: This rank's batch.
+        constraints: Constraints of the engine on plans.
+        sum_over_ranks: Sums a tensor over data-parallel ranks.
+    """
+    if isinstance(batch, Mapping):
+        batch = from_padded(batch)
+    if isinstance(batch, PackedBatch):
+        denominators = batch.denominators
+    else:
+        counted = count_denominators(batch)
+        # float64 is exact for counts up to 2**53.
+        local = torch.tensor(
+            [counted.tokens, counted.sequences, counted.groups], dtype=torch.float64
+        )
+        tokens, sequences, groups = (int(n) for n in sum_over_ranks(local).tolist())
+        denominators = Denominators(tokens=tokens, sequences=sequences, groups=groups)
+    # The constraints may need further micro-batches, which are empty, for example in a pipeline.
+    plan = plan_single_micro_batch(batch.num_sequences, constraints=constraints)
+    return build_packed_batch(batch, plan=plan, rank=0, denominators=denominators)
 
 
 class HookedStep:

@@ -26,8 +26,8 @@ class Layout:
     """
 
     name: str
-    """Column in the report and name on the command line: lower-case letters, digits, dots, dashes and
-    underscores; not `all`."""
+    """Column in the report and name on the command line: lower-case letters, digits, dots, dashes
+    and underscores; not `all`."""
     world_size: int
     fields: Mapping[str, object] = field(default_factory=dict, hash=False)
     """Fields of the engine's configuration class that differ from the tests' defaults, for example
@@ -36,8 +36,8 @@ class Layout:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or self.name == "all":
             raise ConfigError(
-                f"layout name {self.name!r} is not valid: use lower-case letters, digits, dots, dashes "
-                "and underscores, and not 'all'."
+                f"layout name {self.name!r} is not valid: use lower-case letters, digits, dots, "
+                "dashes and underscores, and not 'all'."
             )
         if self.world_size < 1:
             raise ConfigError(

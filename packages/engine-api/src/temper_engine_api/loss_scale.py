@@ -30,6 +30,7 @@ class LossScale:
         """
         if not self.is_enabled:
             return
+        # The rule and the defaults of torch.amp.GradScaler.
         self._num_good = self._num_good + 1 if is_finite else 0
         if not is_finite:
             self.value /= 2
@@ -52,7 +53,8 @@ class LossScale:
         )
         if not isinstance(value, float) or not isinstance(num_good, int) or not value > 0:
             raise DamagedCheckpointError(
-                f"progress.json must contain a loss scale, but contains {dict(state)}: load another step."
+                f"progress.json must contain a loss scale, but contains {dict(state)}: load "
+                "another step."
             )
         if self.is_enabled:
             self.value, self._num_good = value, num_good

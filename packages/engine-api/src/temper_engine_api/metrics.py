@@ -12,9 +12,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from temper_engine_api.gatherable import gatherable
+
 Reduction = Literal["mean", "sum", "max", "min"]
 
 
+@gatherable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
     """A mergeable number; read it with `result`.
@@ -50,6 +53,7 @@ class Metric:
                 weight=self.weight + other.weight,
                 reduction=self.reduction,
             )
+        # torch.maximum and not max(), which would read tensors from the device and can lose NaN.
         pick = torch.maximum if self.reduction == "max" else torch.minimum
         value = pick(torch.as_tensor(self.value), torch.as_tensor(other.value))
         return Metric(value=value, weight=self.weight + other.weight, reduction=self.reduction)
@@ -83,6 +87,7 @@ class LazyMetrics(Mapping[str, Metric]):
         return len(self._make())
 
     def __reduce__(self) -> tuple[type[dict[str, Metric]], tuple[dict[str, Metric]]]:
+        # The function that computes the metrics may be a closure, which cannot be pickled.
         return dict, (dict(self._make()),)
 
 
@@ -110,6 +115,7 @@ def materialize_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     if not metrics:
         return {}
     flat = [
+        # float64 holds every float32 value and every count of tokens exactly.
         torch.as_tensor(x, dtype=torch.float64)
         for m in metrics.values()
         for x in (m.value, m.weight)

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError, EngineStateError
+from temper_engine_api.gatherable import gatherable
 from temper_engine_api.metrics import Metric
 
 LOGPROB_AT_IDS = "logprob_at_ids"
 """Name of the [T, K] int64 column with the token ids for `HeadOutput.LOGPROB_AT`."""
 
 
+@gatherable
 class HeadOutput(StrEnum):
     """Quantity that a model's head computes for a batch.
 
@@ -67,7 +69,8 @@ class HeadOutputs:
         """
         if head_output not in self.columns:
             raise EngineStateError(
-                f"the head was not asked for {head_output.value!r}: name it in the objective's required_outputs, or in outputs."
+                f"the head was not asked for {head_output.value!r}: name it in the objective's "
+                "required_outputs, or in outputs."
             )
         return self.columns[head_output]
 
@@ -78,8 +81,13 @@ class HeadOutputs:
         )
 
 
+MicroBatchLoss = Callable[[HeadOutputs, SequenceBatch], Tensor]
+"""Computes the scalar of one micro-batch to differentiate. Engines must not rescale it: the values
+of all micro-batches on all data-parallel ranks add up to the loss."""
+
+
 class AggregationMode(StrEnum):
-    """How losses become one scalar; sums are over the full mini-batch on all ranks."""
+    """Reduction of losses to one scalar; sums are over the full mini-batch on all ranks."""
 
     TOKEN_MEAN = "token_mean"
     """Sum over trained tokens / number of trained tokens (DAPO, SFT)."""
@@ -112,8 +120,8 @@ class Aggregation:
         needs_horizon = self.mode == AggregationMode.SEQUENCE_MEAN_TOKEN_SUM_NORM
         if needs_horizon and (self.horizon is None or self.horizon < 1):
             raise ConfigError(
-                f"aggregation {self.mode.value} divides by a fixed horizon, which is {self.horizon}: "
-                "set horizon to the longest completion in tokens."
+                f"aggregation {self.mode.value} divides by a fixed horizon, which is "
+                f"{self.horizon}: set horizon to the longest completion in tokens."
             )
         if not needs_horizon and self.horizon is not None:
             raise ConfigError(
@@ -137,8 +145,8 @@ class LossTerms:
     loss: Tensor
     """[T] or [B] float32 with gradient; entries outside the loss mask are ignored, even if NaN."""
     weight: Tensor | None = None
-    """Float32 factors in the shape of `loss`, without gradient; None is all ones. They do not change
-    the denominators."""
+    """Float32 factors in the shape of `loss`, without gradient; None is all ones. They do not
+    change the denominators."""
     level: Literal["token", "sequence"] = "token"
     """'token' if `loss` is [T], 'sequence' if it is [B]."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
@@ -150,6 +158,25 @@ class Objective(ABC):
 
     A subclass is a frozen dataclass with the coefficients as fields, registered by name with
     `register_objective`.
+
+    Example:
+        >>> import torch
+        >>> from temper_engine_api.batch import from_sequences
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class WeightedLikelihood(Objective):
+        ...     aggregation: Aggregation = Aggregation()
+        ...     weight: float = 1.0
+        ...
+        ...     @property
+        ...     def required_outputs(self):
+        ...         return frozenset({HeadOutput.LOGPROB})
+        ...
+        ...     def __call__(self, head_outputs, batch):
+        ...         return LossTerms(loss=-self.weight * head_outputs[HeadOutput.LOGPROB])
+        >>> batch = from_sequences([torch.arange(3)], loss_masks=[torch.arange(3) > 0])
+        >>> outputs = HeadOutputs(columns={HeadOutput.LOGPROB: torch.tensor([0.0, -1.5, -0.25])})
+        >>> WeightedLikelihood(weight=2.0)(outputs, batch).loss[1:].tolist()
+        [3.0, 0.5]
     """
 
     name: ClassVar[str]

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from temper_engine_api.specs import ResidencySpec
+from temper_engine_api.specs import OffloadSpec
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 Mode = Literal["train", "eval", "update"]
@@ -102,6 +102,7 @@ class Offloader:
     def _wait_for(self, name: str) -> None:
         group = self._groups[name]
         if group.copy_done is not None:
+            # The stream waits and not the host, which can go on to launch kernels.
             torch.cuda.current_stream().wait_event(group.copy_done)
             group.copy_done = None
 
@@ -110,7 +111,7 @@ class OffloadPolicy:
     """Loads and offloads groups around the contexts of an engine, as configured."""
 
     def __init__(
-        self, offloader: Offloader, *, spec: ResidencySpec, eval_needs_gradients: bool = False
+        self, offloader: Offloader, *, spec: OffloadSpec, eval_needs_gradients: bool = False
     ) -> None:
         self._offloader = offloader
         self._groups_by_mode = (
@@ -120,9 +121,9 @@ class OffloadPolicy:
         )
         self._loads_ahead = spec.load_optimizer_in == "train_mode"
         groups = (
-            (PARAMETERS, spec.offload_parameters),
+            (PARAMETERS, spec.parameters),
             (GRADIENTS, spec.offloads_gradients),
-            (OPTIMIZER, spec.offload_optimizer),
+            (OPTIMIZER, spec.optimizer),
         )
         for name, is_offloaded in groups:
             if is_offloaded:
@@ -161,6 +162,7 @@ class _Copier:
     def load(self, offloaded: list[_OffloadedStorage]) -> torch.cuda.Event | None:
         """Fill storages again; return None because the copy is complete on return."""
         for entry in offloaded:
+            # In place, so that all views of the storage have their data again.
             entry.tensor.untyped_storage().resize_(entry.host.numel())
             _as_bytes(entry.tensor).copy_(entry.host)
         return None
@@ -177,6 +179,7 @@ class _CudaCopier(_Copier):
 
     def offload(self, tensors: list[Tensor]) -> list[_OffloadedStorage]:
         """Start to copy storages and free them; the copies may still run on return."""
+        # Kernels that write these tensors may still run on the current stream.
         self._stream.wait_stream(torch.cuda.current_stream())
         offloaded = []
         for tensor in tensors:
@@ -209,6 +212,7 @@ def _unique_storages(tensors: Iterable[Tensor]) -> list[Tensor]:
     by_address = {
         tensor.untyped_storage().data_ptr(): tensor
         for tensor in tensors
+        # Empty storages all have the address 0.
         if tensor.untyped_storage().nbytes() > 0
     }
     return list(by_address.values())

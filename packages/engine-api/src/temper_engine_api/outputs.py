@@ -1,6 +1,6 @@
 """Results of forward passes by sample, which can be gathered from ranks and reordered."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -8,10 +8,12 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError
-from temper_engine_api.metrics import Metric
-from temper_engine_api.objective import HeadOutput
+from temper_engine_api.gatherable import gatherable
+from temper_engine_api.metrics import LazyMetrics, Metric, materialize_metrics, merge_metrics
+from temper_engine_api.objective import HeadOutput, HeadOutputs
 
 
+@gatherable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOutputs:
     """Head outputs of the samples of one or more ranks, detached, on the CPU, without dummies.
@@ -27,7 +29,7 @@ class ForwardOutputs:
     """
 
     sample_ids: Tensor
-    """[B] int64."""
+    """[B] int64 ids of the sequences, in the order of the columns."""
     sequence_starts: Tensor
     """[B + 1] int64."""
     columns: Mapping[HeadOutput, Tensor]
@@ -43,13 +45,14 @@ class ForwardOutputs:
         requested: list[int] = sample_ids.tolist()
         if len(position) != len(self.sample_ids) or sorted(requested) != sorted(position):
             raise BatchError(
-                f"outputs have {len(self.sample_ids)} sequences with {len(position)} distinct ids, but "
-                f"{len(requested)} ids were requested, {len(set(requested) - position.keys())} of "
-                "them unknown: request each sequence once."
+                f"outputs have {len(self.sample_ids)} sequences with {len(position)} distinct ids, "
+                f"but {len(requested)} ids were requested, {len(set(requested) - position.keys())} "
+                "of them unknown: request each sequence once."
             )
         index = torch.tensor([position[i] for i in requested], dtype=torch.long)
         lengths = self.sequence_starts.diff()[index]
         starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        # Index of each token within its sequence, without a loop over sequences.
         within = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], lengths)
         source = within + torch.repeat_interleave(self.sequence_starts[:-1][index], lengths)
         columns = {
@@ -86,6 +89,31 @@ def collect_outputs(batch: SequenceBatch, columns: Mapping[HeadOutput, Tensor]) 
     return ForwardOutputs(
         sample_ids=batch.sample_ids.cpu()[keep], sequence_starts=starts, columns=chosen
     )
+
+
+def build_step_result(
+    batch: SequenceBatch,
+    *,
+    head_outputs: Sequence[HeadOutputs] | None,
+    requested: Collection[HeadOutput],
+    metrics: Sequence[Mapping[str, Metric]],
+) -> StepResult:
+    """Join the outputs and metrics of a batch's micro-batches.
+
+    Args:
+        batch: The batch with all micro-batches.
+        head_outputs: Outputs by micro-batch; None on a rank that returns none.
+        requested: Outputs to return.
+        metrics: Metrics to merge when they are read, because reading waits for the device.
+    """
+    merged = LazyMetrics(lambda: materialize_metrics(merge_metrics(metrics)))
+    if head_outputs is None or not requested:
+        return StepResult(outputs=None, metrics=merged)
+    columns = {
+        head_output: torch.cat([part[head_output] for part in head_outputs])
+        for head_output in requested
+    }
+    return StepResult(outputs=collect_outputs(batch, columns), metrics=merged)
 
 
 def gather_outputs(parts: Sequence[ForwardOutputs | None], *, sample_ids: Tensor) -> ForwardOutputs:

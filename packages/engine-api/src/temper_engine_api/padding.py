@@ -1,6 +1,6 @@
 """Conversion between packed batches and padded mappings of [B, L] tensors, without loss.
 
-Engines work on packed batches only; use this module where data comes from or goes to code that pads.
+Engines work on packed batches only; use this module at the border to code that pads.
 """
 
 from collections.abc import Mapping
@@ -40,6 +40,7 @@ def from_padded(padded: Mapping[str, Tensor]) -> SequenceBatch:
         loss_mask = _loss_mask(padded["loss_mask"], mask)
     else:
         loss_mask = torch.ones(int(starts[-1]), dtype=torch.bool, device=mask.device)
+        # The first token of a sequence has no predecessor that could predict it.
         loss_mask[starts[:-1]] = False
     sample_ids = _ids(padded, "sample_ids", default=torch.arange(len(mask), device=mask.device))
     token_columns, sequence_columns = _columns(padded, mask)
@@ -122,13 +123,15 @@ def _checked_width(batch: SequenceBatch, length: int | None) -> int:
     for name, column in batch.sequence_columns.items():
         if column.shape[1:] == (width,):
             raise BatchError(
-                f"per-sequence column {name!r} has shape {tuple(column.shape)}, which reads as per-token at length {width}: "
-                "choose another length."
+                f"per-sequence column {name!r} has shape {tuple(column.shape)}, which at length "
+                f"{width} could not be told from a per-token column: choose another length."
             )
+    # Names must be unique, because from_padded has only the name and the shape.
     taken = _OWN_FIELDS | (batch.columns.keys() & batch.sequence_columns.keys())
     for name in sorted(taken & (batch.columns.keys() | batch.sequence_columns.keys())):
         raise BatchError(
-            f"column {name!r} is a field of the padded mapping, or both per token and per sequence: rename it."
+            f"column {name!r} has the name of a field of the padded mapping, or exists both per "
+            "token and per sequence: rename it."
         )
     return width
 
@@ -142,12 +145,14 @@ def _tokens_and_mask(padded: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     missing = {"input_ids", "attention_mask"} - padded.keys()
     if missing:
         raise BatchError(
-            f"a padded mapping needs input_ids and attention_mask, but has no {' and no '.join(sorted(missing))}; it has {sorted(padded)}."
+            f"the padded mapping has no {' and no '.join(sorted(missing))}, but only "
+            f"{sorted(padded)}: add input_ids and attention_mask."
         )
     tokens = padded["input_ids"]
     if tokens.ndim != 2 or tokens.is_floating_point() or tokens.numel() == 0:
         raise BatchError(
-            f"input_ids must be [B, L] integers with B and L above 0, but is {tuple(tokens.shape)} {tokens.dtype}."
+            f"input_ids is {tuple(tokens.shape)} {tokens.dtype}, but must be [B, L] integers with "
+            "B and L above 0."
         )
     mask = _as_bool(padded["attention_mask"], name="attention_mask", shape=tokens.shape)
     position = torch.arange(mask.shape[1], device=mask.device)
@@ -158,9 +163,9 @@ def _tokens_and_mask(padded: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     if not bool(is_contiguous.all()):
         row = int(is_contiguous.int().argmin())
         fault = (
-            "has a hole: its 1s must be in one run"
+            "has a 0 between 1s: pad only at the ends"
             if bool(mask[row].any())
-            else "is all 0: a sequence is never empty"
+            else "is all 0: remove the row"
         )
         raise BatchError(f"row {row} of attention_mask {fault}.")
     return tokens, mask
@@ -169,10 +174,11 @@ def _tokens_and_mask(padded: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 def _as_bool(value: Tensor, *, name: str, shape: torch.Size) -> Tensor:
     if value.shape != shape:
         raise BatchError(
-            f"{name} has shape {tuple(value.shape)}, but input_ids has {tuple(shape)}: they must be equal."
+            f"{name} has shape {tuple(value.shape)}, but must have the shape of input_ids, "
+            f"{tuple(shape)}."
         )
     if bool(((value != 0) & (value != 1)).any()):
-        raise BatchError(f"{name} must hold 0 and 1 only; weights are a column of their own.")
+        raise BatchError(f"{name} has values other than 0 and 1: put token weights into a column.")
     return value.bool()
 
 
@@ -190,7 +196,7 @@ def _ids(padded: Mapping[str, Tensor], name: str, *, default: Tensor) -> Tensor:
     value = padded.get(name, default)
     if value.shape != default.shape or value.is_floating_point():
         raise BatchError(
-            f"{name} must be [{len(default)}] integers, but is {tuple(value.shape)} {value.dtype}."
+            f"{name} is {tuple(value.shape)} {value.dtype}, but must be [{len(default)}] integers."
         )
     return value.long()
 
@@ -199,8 +205,10 @@ def _temperature(padded: Mapping[str, Tensor], mask: Tensor) -> Tensor:
     value = padded.get("temperature", mask.new_ones((), dtype=torch.float32))
     if value.shape not in (torch.Size([]), torch.Size([len(mask)])):
         raise BatchError(
-            f"temperature must be [] or [{len(mask)}], one for all or one each, but is {tuple(value.shape)}."
+            f"temperature has shape {tuple(value.shape)}, but must be [] for all rows, or "
+            f"[{len(mask)}]."
         )
+    # A copy: in the expanded view all rows share one number in memory.
     return value.to(torch.float32).expand(len(mask)).clone()
 
 
@@ -210,7 +218,8 @@ def _position_ids(value: Tensor, mask: Tensor) -> Tensor:
     if value.shape == (3, *mask.shape):
         return value[:, mask].long()
     raise BatchError(
-        f"position_ids has shape {tuple(value.shape)}; expected {tuple(mask.shape)} or {(3, *mask.shape)}."
+        f"position_ids has shape {tuple(value.shape)}, but must be {tuple(mask.shape)} or "
+        f"{(3, *mask.shape)}."
     )
 
 
@@ -228,7 +237,9 @@ def _columns(
         else:
             rows, width = mask.shape
             raise BatchError(
-                f"column {name!r} has shape {tuple(value.shape)}; expected [{rows}, {width}] or [{rows}, {width}, K] per token, "
-                f"or [{rows}] or [{rows}, K] per sequence."
+                f"column {name!r} has shape {tuple(value.shape)}, but must be [{rows}, {width}] or "
+                f"[{rows}, {width}, K] per token, or [{rows}] or [{rows}, K] per sequence."
             )
+    # Sorted, because the order of a set of names depends on the hash seed and differs between
+    # ranks.
     return dict(sorted(token_columns.items())), dict(sorted(sequence_columns.items()))

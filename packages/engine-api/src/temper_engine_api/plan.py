@@ -107,7 +107,9 @@ def plan_mini_batch(
         PlanError: If there is no sequence, or a single sequence or pack group exceeds the cap.
 
     Example:
-        >>> plan = plan_mini_batch([4, 4, 4, 4], dp_size=1, max_tokens=8, pack_group_ids=[0, 1, 1, 0])
+        >>> plan = plan_mini_batch(
+        ...     [4, 4, 4, 4], dp_size=1, max_tokens=8, pack_group_ids=[0, 1, 1, 0]
+        ... )
         >>> plan.ranks[0].micro_batches
         ((0, 3), (1, 2))
     """
@@ -116,6 +118,7 @@ def plan_mini_batch(
             f"can't plan {len(lengths)} sequences over {dp_size} ranks: both must be at least 1."
         )
     groups = _make_pack_groups(lengths, pack_group_ids, cost)
+    # Engines pad a micro-batch to the multiple, and the padding counts against the cap.
     capacity = max_tokens // constraints.token_multiple * constraints.token_multiple
     _check_fits(
         groups,
@@ -125,6 +128,7 @@ def plan_mini_batch(
         token_multiple=constraints.token_multiple,
     )
     rank_groups: list[list[_PackGroup]] = [[] for _ in range(dp_size)]
+    # By cost and not by tokens, because attention is quadratic in the length.
     ranks = assign_to_ranks(torch.tensor([group.cost for group in groups]), num_ranks=dp_size)
     for group, rank in zip(groups, ranks.tolist(), strict=True):
         rank_groups[rank].append(group)
@@ -143,7 +147,7 @@ def plan_mini_batch(
 
 
 def plan_single_micro_batch(num_sequences: int, *, constraints: PlanConstraints) -> MiniBatchPlan:
-    """Plan one rank with all sequences in one micro-batch, and empty ones if constraints need more."""
+    """Plan one rank with all sequences in one micro-batch; constraints may add empty ones."""
     count = _round_up_count(1, constraints)
     return MiniBatchPlan(
         ranks=(RankPlan(micro_batches=(tuple(range(num_sequences)), *[()] * (count - 1))),)
@@ -165,7 +169,8 @@ def build_packed_batch(
         >>> from temper_engine_api.batch import from_sequences
         >>> from temper_engine_api.reduction import count_denominators
         >>> batch = from_sequences(
-        ...     [torch.arange(n) for n in (6, 2, 3)], loss_masks=[torch.arange(n) > 0 for n in (6, 2, 3)]
+        ...     [torch.arange(n) for n in (6, 2, 3)],
+        ...     loss_masks=[torch.arange(n) > 0 for n in (6, 2, 3)],
         ... )
         >>> plan = plan_mini_batch([6, 2, 3], dp_size=2, max_tokens=8)
         >>> packed = build_packed_batch(
@@ -216,8 +221,8 @@ def split_mini_batches(
     units = _join_groups(group_ids, group_ids if pack_group_ids is None else pack_group_ids)
     if not 1 <= num_mini_batches <= len(units):
         raise PlanError(
-            f"{len(units)} groups can't fill {num_mini_batches} mini-batches, because groups are not "
-            f"split: use at most {len(units)} mini-batches, or more prompts."
+            f"{len(units)} groups can't fill {num_mini_batches} mini-batches, because groups are "
+            f"not split: use at most {len(units)} mini-batches, or more prompts."
         )
     if seed is None:
         return _cut_in_order(units, num_mini_batches)
@@ -311,7 +316,7 @@ def _round_up_count(count: int, constraints: PlanConstraints) -> int:
 def _rank_plan(
     own_groups: list[_PackGroup], bins: list[list[int]], *, count: int, capacity: int
 ) -> RankPlan:
-    """Balance the micro-batches by cost, or keep the tightly packed bins if that exceeds the cap."""
+    """Balance the micro-batches by cost; keep the packed bins if that exceeds the cap."""
     tokens, costs = [group.tokens for group in own_groups], [group.cost for group in own_groups]
     even = balance_bins(tokens, costs, num_bins=count, capacity=capacity)
     chosen = bins + [[]] * (count - len(bins)) if even is None else even
@@ -324,16 +329,18 @@ def _rank_plan(
 
 
 def _join_groups(group_ids: Sequence[int], pack_group_ids: Sequence[int]) -> list[list[int]]:
-    """Merge sequences that share a group or a pack group, also indirectly, in order of appearance."""
+    """Merge sequences that share a group or a pack group, also indirectly, in input order."""
     parent = list(range(len(group_ids)))
 
     def root(i: int) -> int:
         while parent[i] != i:
+            # Path halving: without it, chains of groups would make each search linear.
             parent[i] = parent[parent[i]]
             i = parent[i]
         return i
 
     for ids in (group_ids, pack_group_ids):
+        # Per kind of id, because a group and a pack group with the same number are not related.
         first: dict[int, int] = {}
         for i, name in enumerate(ids):
             a, b = sorted((root(i), root(first.setdefault(name, i))))

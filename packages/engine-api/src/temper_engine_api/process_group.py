@@ -3,13 +3,14 @@
 import os
 from collections import Counter
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import ConfigError, MessageError
+from temper_engine_api.gather_codec import decode_value, encode_value
 from temper_engine_api.rendezvous import store_from_environment
 
 ObjectT = TypeVar("ObjectT")
@@ -87,14 +88,66 @@ def join_default_group(*, device: torch.device, timeout_s: float) -> bool:
     return True
 
 
+def gather_objects(item: ObjectT, *, group: ProcessGroup | None = None) -> list[ObjectT]:
+    """Gather a small value from every rank of a group, in rank order, on each of them. Collective.
+
+    Replaces `torch.distributed.all_gather_object`, which unpickles what arrives. The values travel
+    as bytes in tensor collectives; `gather_codec` lists the supported types. Tensors arrive on the
+    CPU, and mappings as dicts.
+
+    Args:
+        item: The value of this rank.
+        group: Process group; None is the default group.
+
+    Raises:
+        MessageError: On all ranks, if a rank's value is not supported, or a rank sent bytes that
+            are not a value.
+    """
+    device = _transport_device(group)
+    has_failed = False
+    try:
+        local = encode_value(item).to(device)
+    except MessageError as error:
+        # Sent to the other ranks, which would otherwise wait for this rank until the timeout.
+        local, has_failed = encode_value(error).to(device), True
+    header = torch.tensor([len(local), has_failed], device=device)
+    headers = [torch.zeros_like(header) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(headers, header, group=group)
+    lengths, failures = zip(*(each.tolist() for each in headers), strict=True)
+    # Collectives need equal sizes.
+    padded = local.new_zeros(max(lengths))
+    padded[: len(local)] = local
+    messages = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(messages, padded, group=group)
+    gathered = []
+    for rank, (message, length) in enumerate(zip(messages, lengths, strict=True)):
+        try:
+            value = decode_value(message[:length].cpu())
+        except MessageError as error:
+            raise MessageError(
+                f"rank {rank} of the group sent an invalid message: {error}"
+            ) from error
+        if failures[rank]:
+            raise MessageError(f"rank {rank} of the group could not send its value: {value}")
+        gathered.append(cast("ObjectT", value))
+    return gathered
+
+
+def _transport_device(group: ProcessGroup | None) -> torch.device:
+    """Return a device whose tensors the group can send: the CPU, unless it only has NCCL."""
+    # Host memory first, so that a gather does not wait for the GPU's queue.
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 class ThreadGroup:
     """A gloo group of all ranks for a background thread, created on first use.
 
     Collectives of two threads must not share a group: their order would differ between ranks.
     """
 
-    def __init__(self, *, world_size: int, timeout_s: float) -> None:
-        self._world_size = world_size
+    def __init__(self, *, timeout_s: float) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._group: ProcessGroup | None = None
 
@@ -105,13 +158,8 @@ class ThreadGroup:
         return self._group
 
     def gather(self, item: ObjectT) -> list[ObjectT]:
-        """Gather a small picklable object from every rank, in rank order.
-
-        Collective among the background threads.
-        """
-        gathered = [item] * self._world_size
-        dist.all_gather_object(gathered, item, group=self.get())
-        return gathered
+        """Gather like `gather_objects`. Collective among the background threads."""
+        return gather_objects(item, group=self.get())
 
     def close(self) -> None:
         """Destroy the group if it was created."""

@@ -41,7 +41,7 @@ class EngineEntry:
     name: str
     """Name to use as `model_engine`."""
     target: str
-    """Import path, `module:Class`."""
+    """Import path of the object, as `module:Class`."""
     distribution: str
     """Name and version of the distribution that provides it."""
 
@@ -77,8 +77,8 @@ def load_engine_class(name: str) -> "type[BaseEngine]":
     loaded = _load(ENGINES, name)
     if not issubclass(loaded, BaseEngine):
         raise EngineNotFoundError(
-            f"engine {name!r} is {loaded!r}, which is not a subclass of {BaseEngine.__name__}: report "
-            "this to the engine's maintainers."
+            f"engine {name!r} is {loaded!r}, which is not a subclass of {BaseEngine.__name__}: "
+            "report this to the engine's maintainers."
         )
     return loaded
 
@@ -103,7 +103,7 @@ def load_conformance_layouts(name: str) -> tuple[Layout, ...]:
     """Return an engine's layouts for the conformance tests; empty if it declares none.
 
     Raises:
-        EngineNotFoundError: If the entry point can't be imported or is not a valid tuple of layouts.
+        EngineNotFoundError: If the entry point can't be imported or is not a tuple of layouts.
     """
     point = _points(CONFORMANCE_LAYOUTS).get(name)
     return (
@@ -121,8 +121,8 @@ def check_layouts(layouts: object, *, source: str) -> tuple[Layout, ...]:
     """
     if not isinstance(layouts, tuple) or not all(isinstance(layout, Layout) for layout in layouts):
         raise EngineNotFoundError(
-            f"{source} is {layouts!r}, which is not a tuple of {Layout.__name__}: report this to the "
-            "engine's maintainers."
+            f"{source} is {layouts!r}, which is not a tuple of {Layout.__name__}: report this to "
+            "the engine's maintainers."
         )
     names = [layout.name for layout in layouts]
     if len(set(names)) < len(names):
@@ -138,9 +138,9 @@ def _load(group: str, name: str) -> type[object]:
     if name not in points:
         installed = ", ".join(sorted(points)) or "none"
         raise EngineNotFoundError(
-            f"no engine is called {name!r}; installed are: {installed}. Install one with `pip install "
-            "temper-engine-fsdp` (fsdp) or `pip install temper-engine-megatron` (megatron). Other "
-            f"engines need an entry point in {group!r}."
+            f"no engine is called {name!r}; installed are: {installed}. Install one with `pip "
+            "install temper-engine-fsdp` (fsdp) or `pip install temper-engine-megatron` "
+            f"(megatron). Other engines need an entry point in {group!r}."
         )
     point = points[name]
     loaded = _import(point)
@@ -159,8 +159,8 @@ def _import(point: EntryPoint) -> object:
         loaded: object = point.load()
     except (ImportError, AttributeError, OSError) as error:
         raise EngineNotFoundError(
-            f"engine {point.name!r} of {_distribution(point)} can't be imported from {point.value}: {error}. "
-            "Install what is missing, or another version of it."
+            f"engine {point.name!r} of {_distribution(point)} can't be imported from "
+            f"{point.value}: {error}. Install what is missing, or another version of it."
         ) from error
     return loaded
 

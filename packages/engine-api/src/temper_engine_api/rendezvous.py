@@ -1,11 +1,11 @@
-"""A key-value store through which ranks meet, guarded by a token.
+"""A key-value store for process groups that requires a token.
 
-torch's own TCPStore listens on every address and answers whoever connects, so a stranger who finds
-the port can read NCCL's identifiers or spoil the keys. `StoreServer` binds to one address and
-talks only to clients that know its token; `TokenStore` is the client, a `torch.distributed.Store`
-that every process group accepts. The handshake is the one of `multiprocessing.connection` (an HMAC
-challenge in both directions), and everything after it is length-prefixed bytes: nothing is pickled.
-The connection is authenticated but not encrypted.
+The TCPStore of torch listens on every address and answers every client, so anyone who finds the
+port can read NCCL's identifiers or overwrite keys. `StoreServer` binds to one address and answers
+only clients that know its token. `TokenStore` is the client, a `torch.distributed.Store` that every
+process group accepts. The handshake is the one of `multiprocessing.connection`, an HMAC challenge
+in both directions. After it, messages are length-prefixed bytes: nothing is pickled. The connection
+is authenticated but not encrypted.
 """
 
 import contextlib
@@ -32,31 +32,31 @@ from temper_engine_api.errors import EngineStateError
 logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "TEMPER_STORE_TOKEN"
-"""Set next to MASTER_ADDR and MASTER_PORT where a `StoreServer` listens there."""
+"""Environment variable with the token, if a `StoreServer` listens at MASTER_ADDR:MASTER_PORT."""
 HANDSHAKE_S = 10.0
-"""Seconds that a client has in total to prove that it knows the token."""
+"""Time limit of the complete handshake with a client."""
 MAX_HANDSHAKES = 128
-"""Clients that may be proving that they know the token at once; more wait in the listener's queue,
-so that strangers use up neither the threads nor the open files of the process."""
+"""Maximum number of simultaneous handshakes. Further clients wait in the listener's queue, so that
+unknown clients cannot exhaust the threads or open files of the process."""
 _FOREVER_S = 365 * 86400.0
 
 
 @functools.cache
 def get_run_token() -> str:
-    """Return the token of this run: random, made at the first call, kept in memory only."""
+    """Return the random token of this run, which is created at the first call and never saved."""
     return os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(32)
 
 
 class StoreServer:
-    """Holds the keys and answers `TokenStore` clients from threads of this process."""
+    """Server that stores the keys and answers `TokenStore` clients from threads of this process."""
 
     def __init__(self, address: str, *, token: str, port: int = 0) -> None:
-        """Listen on one address from now on, so that no other process can take the port.
+        """Start to listen, so that no other process can take the port.
 
         Args:
-            address: Of this machine; its port is not opened on any other one.
-            token: What clients must know.
-            port: 0 takes a free one.
+            address: Address of this machine; the port is not opened on its other addresses.
+            token: Secret that clients must prove to know.
+            port: Port; 0 chooses a free one.
 
         Raises:
             OSError: If the address is not one of this machine, or the port is in use.
@@ -70,10 +70,11 @@ class StoreServer:
         self._is_closed = False
         self.address = address
         self.port: int = self._listener.getsockname()[1]
+        # A daemon, because a blocked accept() must not keep the process from ending.
         threading.Thread(target=self._accept, daemon=True, name="store-server").start()
 
     def close(self) -> None:
-        """Stop listening; clients that are connected are still answered."""
+        """Stop listening; connected clients are still answered."""
         self._is_closed = True
         # On Linux close() alone leaves a thread in accept(), which keeps the port open.
         # macOS refuses to shut down a socket that only listens; there close() is enough.
@@ -86,12 +87,12 @@ class StoreServer:
             self._handshakes.acquire()
             try:
                 client, (origin, *_) = self._listener.accept()
-                # A thread each: a client that connects and is silent must not keep others waiting.
+                # One thread per client: a client that sends nothing must not delay the others.
                 thread = threading.Thread(target=self._serve, args=(client, origin), daemon=True)
                 thread.start()
             except (OSError, RuntimeError) as error:
-                # A client that left again, or the limit of open files or threads. Whoever caused
-                # that, the ranks of this run must still be able to meet here.
+                # The client disconnected, or a limit of open files or threads was reached. The
+                # server must survive both, because the ranks of this run still need it.
                 self._handshakes.release()
                 if not self._is_closed:
                     logger.warning("the store could not accept a client: %s", error)
@@ -110,14 +111,14 @@ class StoreServer:
                     method, *parts = _unpack(connection.recv_bytes())
                     connection.send_bytes(_pack(*self._answer(method, *parts)))
         except AuthenticationError:
-            logger.warning("refused a client of the store from %s: it has another token", origin)
+            logger.warning("rejected a client of the store from %s: it has another token", origin)
         except (EOFError, OSError) as error:
-            logger.debug("a client of the store from %s has left: %s", origin, error)
+            logger.debug("a client of the store from %s disconnected: %s", origin, error)
         except (ValueError, EngineStateError, struct.error) as error:
             logger.warning("dropped a client of the store from %s: %s", origin, error)
 
     def _answer(self, method: bytes, *parts: bytes) -> tuple[bytes, ...]:
-        """Run one request; the first part of the answer is b"timeout" where a key did not come."""
+        """Run one request; the response starts with b"timeout" if a key was not set in time."""
         if method in (b"get", b"wait"):
             wait_s, *keys = parts
             if not self._wait(keys, float(wait_s)):
@@ -140,8 +141,9 @@ class StoreServer:
                 return b"", total
             if method == b"compare_set":
                 key, expected, desired = parts
+                # One lock for reading and writing, so that only one of several ranks can win.
                 found = self._values.get(key)
-                # As torch's stores: a key that is absent is set only where nothing was expected.
+                # As in torch's stores, an absent key is set only if the expected value is empty.
                 if found == expected or (found is None and not expected):
                     self._put(key, desired)
                 return b"", self._values.get(key, expected)
@@ -152,11 +154,13 @@ class StoreServer:
             if method == b"count":
                 return b"", b"%d" % len(self._values)
         raise EngineStateError(
-            f"a client of the store asked for {method!r}, which it does not offer."
+            f"a client of the store sent the request {method!r}, which does not exist: use the "
+            "same version of temper-engine-api on all hosts."
         )
 
     def _put(self, key: bytes, value: bytes) -> None:
         self._values[key] = value
+        # Popped, so that events of keys that exist do not pile up over a long run.
         event = self._arrivals.pop(key, None)
         if event is not None:
             event.set()
@@ -168,6 +172,7 @@ class StoreServer:
                 with self._lock:
                     if key in self._values:
                         break
+                    # Under the same lock as the look-up: a key set in between would not wake us.
                     event = self._arrivals.setdefault(key, threading.Event())
                 if not event.wait(max(0.0, deadline - time.monotonic())):
                     return False
@@ -175,18 +180,18 @@ class StoreServer:
 
 
 _OPEN_STORES: set["TokenStore"] = set()
-"""Keeps the Python half of each store alive until it is closed: a process group or PrefixStore holds
-only the C++ half, whose methods are gone once the Python half is collected."""
+"""References that keep the Python half of each store alive until it is closed. A process group or
+PrefixStore has only the C++ half, whose methods fail once the Python half is collected."""
 
 
 class TokenStore(Store):
-    """A client of a `StoreServer`; thread-safe, one request at a time."""
+    """Client of a `StoreServer`; thread-safe, one request at a time."""
 
     def __init__(self, address: str, port: int, *, token: str, timeout: timedelta) -> None:
-        """Connect, and prove to each other that both sides know the token.
+        """Connect and check that both sides know the token.
 
         Raises:
-            EngineStateError: If nobody listens there, or one side has another token.
+            EngineStateError: If no server listens there, or the tokens differ.
         """
         super().__init__()
         self.set_timeout(timeout)
@@ -200,30 +205,36 @@ class TokenStore(Store):
             )
         except (AuthenticationError, EOFError) as error:
             raise EngineStateError(
-                f"{where} has another token: is the port that of another run?"
+                f"{where} has another token, so it belongs to another run: check MASTER_ADDR and "
+                "MASTER_PORT."
             ) from error
         except TimeoutError as error:
             raise EngineStateError(
-                f"{where} did not answer within {timeout.total_seconds():.0f} s: its process hangs, "
-                "or others keep it busy. Isolate the network of the run."
+                f"{where} did not answer within {timeout.total_seconds():.0f} s, because its "
+                "process hangs or other clients keep it busy: check that process, and isolate the "
+                "network of the run."
             ) from error
         except OSError as error:
-            raise EngineStateError(f"{where} can't be reached: {error}.") from error
+            raise EngineStateError(
+                f"{where} can't be reached ({error}): check that the process that started this "
+                "rank still runs, and MASTER_ADDR and MASTER_PORT."
+            ) from error
         _OPEN_STORES.add(self)
 
     def close(self) -> None:
-        """Disconnect; process groups that were made with this store can't be used afterwards."""
+        """Disconnect; process groups that use this store fail afterwards."""
         _OPEN_STORES.discard(self)
         self._connection.close()
 
     @property
     def _timeout(self) -> timedelta:
-        # The C++ half has it, because set_timeout() of a PrefixStore arrives there only.
+        # Read from the C++ half, because set_timeout() of a PrefixStore changes only that.
         found: timedelta = self.timeout  # type: ignore[attr-defined]
         return found
 
     def clone(self) -> "TokenStore":
-        """Return a client with a connection of its own, so that its requests wait for no other."""
+        """Return a client with its own connection, which does not wait for this one."""
+        # A blocking get() holds the lock of its client, so a clone needs a connection of its own.
         address, port, token = self._arguments
         return TokenStore(address, port, token=token, timeout=self._timeout)
 
@@ -240,10 +251,10 @@ class TokenStore(Store):
         self._ask(b"append", key, value)
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key, and wait for it where it is not there yet.
+        """Wait until a key is set and return its value.
 
         Raises:
-            DistStoreError: If it does not come in time.
+            DistStoreError: If it is not set in time.
         """
         return self.multi_get([key])[0]
 
@@ -252,43 +263,43 @@ class TokenStore(Store):
         return self._wait_for(b"get", keys, self._timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until every key is there.
+        """Wait until all keys are set.
 
         Raises:
-            DistStoreError: If one does not come in time.
+            DistStoreError: If one is not set in time.
         """
         self._wait_for(b"wait", keys, timeout or self._timeout)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins at 0; return its new value."""
+        """Add to a counter that starts at 0; return its new value."""
         return int(self._ask(b"add", key, str(amount))[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key where its value is the expected one; return the value that it has then."""
+        """Set a key if it has the expected value; return its value afterwards."""
         return self._ask(b"compare_set", key, expected, desired)[0]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether every key is there."""
+        """Return True if all keys are set."""
         return self._ask(b"check", *keys)[0] == b"1"
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; return whether it was there."""
+        """Delete a key; return True if it was set."""
         return self._ask(b"delete", key)[0] == b"1"
 
     def num_keys(self) -> int:
-        """Return how many keys there are."""
+        """Return the number of keys."""
         return int(self._ask(b"count")[0])
 
-    # torch looks these two up by their C++ names when C++ calls them.
+    # C++ code of torch looks these two methods up by their C++ names.
     getNumKeys = num_keys
     deleteKey = delete_key
 
     def has_extended_api(self) -> bool:
-        """Return True: `append`, `multi_get` and `multi_set` save gloo a round trip for each rank."""
+        """Return True, so that gloo saves a round trip per rank by `multi_get` and `multi_set`."""
         return True
 
     def _wait_for(self, method: bytes, keys: Sequence[str], timeout: timedelta) -> list[bytes]:
-        # torch means "no limit" by a negative time.
+        # In torch a negative timeout means no limit.
         wait_s = timeout.total_seconds() if timeout.total_seconds() >= 0 else _FOREVER_S
         status, *values = self._send(method, repr(wait_s), *keys)
         if status == b"timeout":
@@ -309,15 +320,16 @@ class TokenStore(Store):
             except (OSError, EOFError) as error:
                 address, port, _ = self._arguments
                 raise dist.DistNetworkError(
-                    f"the store at {address}:{port} has gone: {error}"
+                    f"the store at {address}:{port} closed the connection ({error}): see the log "
+                    "of the process that started this rank."
                 ) from error
 
 
 def store_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
-    """Return the store, rank and world size that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT name.
+    """Return the store, rank and world size of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    The trainer's runtime also sets TEMPER_STORE_TOKEN and listens there with a `StoreServer`; without
-    it, such as under torchrun, the store is the one that torch's ``env://`` makes.
+    The trainer's runtime also sets TEMPER_STORE_TOKEN and listens there with a `StoreServer`.
+    Without it, for example under torchrun, the store is torch's `env://` store.
 
     Raises:
         EngineStateError: If the trainer's store can't be reached.
@@ -332,21 +344,20 @@ def store_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
 
 
 def bind_collectives(address: str) -> None:
-    """Let gloo and NCCL listen on one address's interface, here and in processes started from here.
+    """Make gloo and NCCL listen on the interface of one address, also in child processes.
 
-    Left to themselves they listen on whatever interface they find. GLOO_SOCKET_IFNAME and
-    NCCL_SOCKET_IFNAME stay as they are where the user has set them.
+    By default they listen on any interface. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are not
+    changed if the user has set them.
     """
     interface = find_interface(address)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault(
-            "NCCL_SOCKET_IFNAME", f"={interface}"
-        )  # "=" asks for exactly this name
+        # Without "=" NCCL would also accept interfaces whose names start with this one.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def find_interface(address: str) -> str | None:
-    """Return the network interface that has an IPv4 address, or None where Linux does not say so."""
+    """Return the network interface that has an IPv4 address; None if unknown or not on Linux."""
     if sys.platform != "linux":
         return None
     import fcntl
@@ -364,7 +375,7 @@ def find_interface(address: str) -> str | None:
 
 
 def _connect(address: str, port: int, *, timeout_s: float) -> socket.socket:
-    """Connect to a server that may still have to start listening."""
+    """Connect to a server; retry while it does not listen yet."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -381,13 +392,14 @@ def _connect(address: str, port: int, *, timeout_s: float) -> socket.socket:
 def _authenticated(
     client: socket.socket, key: bytes, *, is_server: bool, timeout_s: float
 ) -> Connection:
-    """Return the connection of a socket once both sides have proved that they know the key.
+    """Authenticate both sides of a socket and return it as a connection.
 
     Raises:
         AuthenticationError: If the other side has another key.
-        OSError: If it does not answer within timeout_s, or speaks another protocol.
+        OSError: If it does not answer within timeout_s, or uses another protocol.
     """
     with client:
+        # Requests are small; with Nagle's algorithm each would wait for an acknowledgment.
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         handshake = _Handshake(client, deadline=time.monotonic() + timeout_s)
         try:
@@ -397,17 +409,18 @@ def _authenticated(
             # Both use only the two methods that a _Handshake has.
             first(handshake, key)  # type: ignore[arg-type]
             second(handshake, key)  # type: ignore[arg-type]
-        except AssertionError as error:  # Python 3.11 asserts that a challenge is one
+        except AssertionError as error:  # Python 3.11 checks the format of a challenge by assert
             raise AuthenticationError(str(error)) from error
         client.settimeout(None)
+        # Connection owns and closes its descriptor, and so does the socket.
         return Connection(os.dup(client.fileno()))
 
 
 class _Handshake:
     """Exchange length-prefixed messages over a socket until one deadline.
 
-    A receive timeout of the socket would start again with each byte, so that a stranger who sends
-    one now and then could keep a place among MAX_HANDSHAKES for hours.
+    A receive timeout of the socket starts again with each byte. A client that sends single bytes
+    could occupy one of MAX_HANDSHAKES for hours.
     """
 
     def __init__(self, client: socket.socket, *, deadline: float) -> None:
@@ -421,13 +434,15 @@ class _Handshake:
     def recv_bytes(self, max_length: int) -> bytes:
         (length,) = struct.unpack("!I", self._read(4))
         if length > max_length:
-            raise OSError(f"a message of {length} bytes, expected at most {max_length}")
+            raise OSError(f"a message has {length} bytes, but must have at most {max_length}")
         return self._read(length)
 
     def _read(self, num_bytes: int) -> bytes:
         data = b""
         while len(data) < num_bytes:
             self._limit_next_call()
+            # Never more than this message, since the next bytes belong to the Connection that
+            # follows.
             received = self._client.recv(num_bytes - len(data))
             if not received:
                 raise EOFError
@@ -442,25 +457,26 @@ class _Handshake:
 
 
 def _pack(*parts: bytes) -> bytes:
-    """Return the parts behind their number and their lengths."""
+    """Encode parts as their number, their lengths and their bytes."""
     lengths = struct.pack(f"!{1 + len(parts)}I", len(parts), *map(len, parts))
     return lengths + b"".join(parts)
 
 
 def _unpack(data: bytes) -> list[bytes]:
-    """Return what `_pack` was given.
+    """Decode the parts that `_pack` encoded.
 
     Raises:
-        ValueError: If the lengths do not add up.
+        ValueError: If the lengths do not match the message.
     """
     (count,) = struct.unpack_from("!I", data)
+    # Checked first, so that a forged count cannot make struct build a huge format.
     if count > len(data) // 4 - 1:
-        raise ValueError(f"a message of {len(data)} bytes can't have {count} parts")
+        raise ValueError(f"a message of {len(data)} bytes is too short for {count} parts")
     lengths = struct.unpack_from(f"!{count}I", data, 4)
     begin, parts = 4 * (1 + count), []
     for length in lengths:
         parts.append(data[begin : begin + length])
         begin += length
     if begin != len(data):
-        raise ValueError(f"a message of {len(data)} bytes says that it has {begin}")
+        raise ValueError(f"a message has {len(data)} bytes, but its lengths add up to {begin}")
     return parts

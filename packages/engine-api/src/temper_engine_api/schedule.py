@@ -32,6 +32,7 @@ def compute_learning_rate(step: int, *, peak: float, spec: ScheduleSpec) -> floa
             "trainer: set the number of steps."
         )
     warmup = spec.num_warmup_steps
+    # step + 1, because an update with learning rate 0 would change nothing.
     if step < warmup:
         return peak * (step + 1) / warmup
     if spec.kind == "constant":

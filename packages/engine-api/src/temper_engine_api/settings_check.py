@@ -1,11 +1,69 @@
-"""Type checks of Literal and int fields of configuration dataclasses. Does not import torch."""
+"""Check settings: types of fields, and folders to write to. Does not import torch."""
 
+import os
+import tempfile
+from collections.abc import Mapping
 from functools import cache
 from numbers import Real
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from temper_engine_api.errors import ConfigError
+
+
+def find_write_error(folder: str | Path) -> OSError | None:
+    """Return the error of making or writing a folder, or None; leaves nothing behind.
+
+    An empty folder is made and removed in it, or in the nearest parent that exists. Permissions
+    alone would not do: they do not limit root, and file systems such as /proc accept no files.
+    """
+    parent = Path(folder)
+    try:
+        try:
+            parent.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            while not os.path.lexists(parent):
+                parent = parent.parent
+        with tempfile.TemporaryDirectory(prefix=".temper-check-", dir=parent):
+            return None
+    except OSError as error:
+        return error
+
+
+def check_head_counts(config: object, *, architecture: Mapping[str, object]) -> None:
+    """Check that the numbers of attention heads of a Hugging Face config fit each other.
+
+    The configs of some model types check it themselves; with others the first forward pass fails.
+
+    Args:
+        config: The config; fields that it lacks are not checked.
+        architecture: The fields that the user set.
+
+    Raises:
+        ConfigError: If they do not.
+    """
+    hidden, heads, kv_heads = (
+        getattr(config, name, None)
+        for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    )
+    if not isinstance(hidden, int) or not isinstance(heads, int):
+        return
+    if heads < 1:
+        raise ConfigError(
+            f"model.architecture.num_attention_heads is {heads}, but must be at least 1."
+        )
+    is_derived = getattr(config, "head_dim", None) in (None, hidden // heads)
+    if hidden % heads and is_derived and "head_dim" not in architecture:
+        raise ConfigError(
+            f"model.architecture.num_attention_heads is {heads}, but must divide hidden_size "
+            f"{hidden}: change one of them, or set head_dim."
+        )
+    if isinstance(kv_heads, int) and (kv_heads < 1 or heads % kv_heads):
+        raise ConfigError(
+            f"model.architecture.num_attention_heads is {heads}, but must be a multiple of "
+            f"num_key_value_heads {kv_heads}: change one of them."
+        )
 
 
 def check_field_types(settings: object, *, prefix: str = "") -> None:
@@ -19,7 +77,7 @@ def check_field_types(settings: object, *, prefix: str = "") -> None:
         ConfigError: Names the key, the value and the allowed values.
     """
     kind: Any = type(settings)
-    for name, words, is_number, may_be_none in _checked(kind):
+    for name, words, is_number, may_be_none in _list_checked_fields(kind):
         value = getattr(settings, name)
         if value is None and may_be_none:
             continue
@@ -28,12 +86,13 @@ def check_field_types(settings: object, *, prefix: str = "") -> None:
             raise ConfigError(f"{prefix}{name} is {value!r}, but must be {_either(choices)}.")
         if is_number and not (isinstance(value, Real) and float(value).is_integer()):
             raise ConfigError(
-                f"{prefix}{name} is {value!r}, but must be a whole number{' or null' if may_be_none else ''}."
+                f"{prefix}{name} is {value!r}, but must be a whole number"
+                f"{' or null' if may_be_none else ''}."
             )
 
 
 @cache
-def _checked(kind: type) -> tuple[tuple[str, tuple[object, ...], bool, bool], ...]:
+def _list_checked_fields(kind: type) -> tuple[tuple[str, tuple[object, ...], bool, bool], ...]:
     """Return (name, literals, is_number, may_be_none) of the Literal and int fields of a class."""
     found = []
     for name, hint in get_type_hints(kind).items():

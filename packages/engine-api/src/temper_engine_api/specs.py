@@ -9,9 +9,9 @@ from typing import Literal
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.settings_check import check_field_types
 from temper_engine_api.training_specs import (
+    OffloadSpec,
     OptimizerSpec,
     PrecisionSpec,
-    ResidencySpec,
     Scalar,
     ScheduleSpec,
 )
@@ -21,9 +21,9 @@ __all__ = [
     "LoraSpec",
     "ModelSpec",
     "ModelType",
+    "OffloadSpec",
     "OptimizerSpec",
     "PrecisionSpec",
-    "ResidencySpec",
     "Scalar",
     "ScheduleSpec",
 ]
@@ -38,7 +38,7 @@ class ModelSpec:
     path: str | None = None
     """Local Hugging Face model directory to load. Set exactly one of path and architecture."""
     architecture: Mapping[str, Scalar] = field(default_factory=dict)
-    """Hugging Face config fields, including `model_type`, of a model with random initial weights."""
+    """Hugging Face config of a model with random initial weights, including `model_type`."""
     model_type: ModelType = "language_model"
     """Head of the model."""
     trust_remote_code: bool = False
@@ -50,12 +50,14 @@ class ModelSpec:
         check_field_types(self, prefix="model.")
         if (self.path is None) == (not self.architecture):
             raise ConfigError(
-                f"exactly one of model.path (now {self.path!r}) and model.architecture (now {dict(self.architecture)!r}) must be set: "
-                "a directory to load, or the config of a model with random weights."
+                f"exactly one of model.path (now {self.path!r}) and model.architecture (now "
+                f"{dict(self.architecture)!r}) must be set: a directory to load, or the config of "
+                "a model with random weights."
             )
         if self.architecture and "model_type" not in self.architecture:
             raise ConfigError(
-                "model.architecture needs model_type, for example {model_type: qwen2, hidden_size: 128, ...}."
+                "model.architecture has no model_type: add it, for example "
+                "{model_type: qwen2, hidden_size: 128, ...}."
             )
 
 
@@ -75,15 +77,15 @@ class LoraSpec:
     exclude_modules: str | tuple[str, ...] = ()
     """Targets to leave without an adapter, in the same notation."""
     target_parameters: tuple[str, ...] = ()
-    """Last parts of the names of tensors in which a layer's experts are joined, such as ``mlp.experts.gate_up_proj`` and
-    ``mlp.experts.down_proj``: PEFT's word. With them ``all-linear`` is every linear layer around experts, and target_modules may be empty.
-    """
+    """Last parts of the names of fused expert tensors, as in PEFT: `mlp.experts.gate_up_proj` and
+    `mlp.experts.down_proj`. If set, target_modules may be empty, and `all-linear` there means the
+    linear layers outside the experts."""
     modules_to_save: tuple[str, ...] = ()
     """Modules to train fully, in addition to a value or reward head."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank; Kalajdzievski 2023, arXiv:2312.03732."""
     dora: bool = False
-    """Train magnitudes in addition to low-rank directions (DoRA); Liu et al. 2024, arXiv:2402.09353."""
+    """Train magnitudes in addition to low-rank directions; Liu et al. 2024, arXiv:2402.09353."""
     path: str | None = None
     """PEFT adapter directory to continue from. All settings above except dropout come from it."""
 
@@ -95,26 +97,31 @@ class LoraSpec:
             raise ConfigError(f"lora.dropout is {self.dropout}, but must be in [0, 1).")
         if self.alpha is not None and not 0 < self.alpha < math.inf:
             raise ConfigError(
-                f"lora.alpha is {self.alpha}, but must be above 0: the update is scaled by alpha / rank."
+                f"lora.alpha is {self.alpha}, but must be above 0 and finite, because the update "
+                "is scaled by alpha / rank."
             )
         if self.path is not None and self.rank > 0:
             raise ConfigError(
-                f"lora.path is {self.path!r}, and that adapter has a rank of its own: remove lora.rank."
+                f"lora.rank has no effect with lora.path {self.path!r}, because that adapter has "
+                "its own rank: remove lora.rank."
             )
         if self.rank > 0 and self.alpha is None:
             raise ConfigError(
-                f"lora.rank is {self.rank}, but lora.alpha is not set: give it; the update is scaled by alpha / rank."
+                f"lora.rank is {self.rank}, but lora.alpha is not set: set it, because the update "
+                "is scaled by alpha / rank."
             )
         if not self.target_modules and not self.target_parameters:
             raise ConfigError(
-                "lora.target_modules is empty, so there would be no adapter: name modules, or take all-linear."
+                "lora.target_modules is empty, so there would be no adapter: name modules, or use "
+                "all-linear."
             )
         self._check_patterns()
         if self.target_parameters and (self.dropout > 0 or self.dora):
             setting = "dora" if self.dora else "dropout"
             raise ConfigError(
-                f"lora.target_parameters is {', '.join(self.target_parameters)} and lora.{setting} is {getattr(self, setting)}, which PEFT "
-                f"does not have for tensors of experts: remove lora.{setting}, or leave lora.target_parameters empty."
+                f"lora.target_parameters is {', '.join(self.target_parameters)} and lora.{setting} "
+                f"is {getattr(self, setting)}, which PEFT does not support on expert tensors: "
+                f"remove lora.{setting}, or leave lora.target_parameters empty."
             )
         if self.rank == 0:
             self._refuse_what_has_no_effect()
@@ -131,7 +138,7 @@ class LoraSpec:
                 re.compile(value if isinstance(value, str) else "")
             except re.error as error:
                 raise ConfigError(
-                    f"lora.{name} is {value!r}, which is no regular expression: {error}."
+                    f"lora.{name} is {value!r}, which is not a regular expression: {error}."
                 ) from error
 
     def _refuse_what_has_no_effect(self) -> None:
@@ -167,7 +174,7 @@ class EngineConfig:
     """None builds no optimizer, for a frozen model."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)
-    residency: ResidencySpec = field(default_factory=ResidencySpec)
+    offload: OffloadSpec = field(default_factory=OffloadSpec)
     lora: LoraSpec = field(default_factory=LoraSpec)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` uses CUDA if it is available."""
@@ -180,10 +187,18 @@ class EngineConfig:
         check_field_types(self)
         if not 0 < self.collective_timeout_s < math.inf:
             raise ConfigError(
-                f"collective_timeout_s is {self.collective_timeout_s}, but must be above 0: seconds."
+                f"collective_timeout_s is {self.collective_timeout_s}, but must be above 0 and "
+                "finite, in seconds."
             )
+
+    def check_folders(self) -> None:
+        """Check that folders to which the engine writes can be written, without creating them.
+
+        Raises:
+            ConfigError: If one cannot.
+        """
 
     @property
     def replica_size(self) -> int:
-        """Number of ranks with one copy of the model and the same samples; divides the number of ranks."""
+        """Number of ranks with one copy of the model and the same samples; divides world size."""
         return 1

@@ -54,15 +54,15 @@ class Topology:
     dp: Axis = field(default_factory=Axis)
     """Data parallel: ranks with different samples."""
     tp: Axis = field(default_factory=Axis)
-    """Tensor parallel."""
+    """Tensor-parallel size and this rank's index."""
     pp: Axis = field(default_factory=Axis)
-    """Pipeline parallel."""
+    """Pipeline-parallel size and this rank's stage."""
     cp: Axis = field(default_factory=Axis)
-    """Context parallel."""
+    """Context-parallel size and this rank's index."""
     ep: Axis = field(default_factory=Axis)
     """Expert parallel; may overlap other axes."""
     sp: Axis = field(default_factory=Axis)
-    """Sequence parallel (Ulysses)."""
+    """Ulysses sequence-parallel size and this rank's index."""
     returns_outputs: bool = True
     """True on exactly one rank of each model replica."""
     plan_constraints: PlanConstraints = field(default_factory=PlanConstraints)

@@ -21,11 +21,11 @@ class OptimizerSpec:
     """Optimizer and gradient clipping."""
 
     name: str = ADAMW
-    """`adamw` (fused), or the dotted path of a `torch.optim.Optimizer`, such as `torch.optim.SGD`."""
+    """`adamw` (fused), or the dotted path of a torch optimizer, such as `torch.optim.SGD`."""
     arguments: Mapping[str, Scalar | tuple[float, ...]] = field(default_factory=dict, hash=False)
     """Further arguments of that class, checked against its signature; adamw has betas and eps."""
     lr: float = 1e-6
-    """Peak learning rate."""
+    """Learning rate after the warmup, the highest of the schedule."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's first and second moment."""
     eps: float = 1e-8
@@ -43,7 +43,8 @@ class OptimizerSpec:
         check_field_types(self, prefix="optimizer.")
         if len(self.betas) != 2:
             raise ConfigError(
-                f"optimizer.betas is {self.betas}, but must be two numbers: of the first and of the second moment."
+                f"optimizer.betas is {self.betas}, but must be two numbers, for the first and the "
+                "second moment."
             )
         if (
             not 0 <= self.lr < math.inf
@@ -51,11 +52,13 @@ class OptimizerSpec:
             or not all(0 <= b < 1 for b in self.betas)
         ):
             raise ConfigError(
-                f"optimizer: lr {self.lr} must be >= 0, eps {self.eps} > 0, betas {self.betas} in [0, 1)."
+                f"optimizer.lr is {self.lr}, eps {self.eps} and betas {self.betas}, but lr must be "
+                ">= 0, eps > 0, and betas in [0, 1)."
             )
         if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
             raise ConfigError(
-                f"optimizer.clip_grad_norm is {self.clip_grad_norm}, but must be above 0: null turns clipping off."
+                f"optimizer.clip_grad_norm is {self.clip_grad_norm}, but must be above 0, or null "
+                "to disable clipping."
             )
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError(
@@ -63,7 +66,8 @@ class OptimizerSpec:
             )
         if self.max_consecutive_skips < 0:
             raise ConfigError(
-                f"optimizer.max_consecutive_skips is {self.max_consecutive_skips}, but must be at least 0."
+                f"optimizer.max_consecutive_skips is {self.max_consecutive_skips}, but must be at "
+                "least 0."
             )
         self._check_name()
 
@@ -76,13 +80,14 @@ class OptimizerSpec:
         if self.is_adamw:
             if self.arguments:
                 raise ConfigError(
-                    f"optimizer.arguments {sorted(self.arguments)} have no effect with optimizer.name adamw: "
-                    "it has optimizer.betas and optimizer.eps."
+                    f"optimizer.arguments {sorted(self.arguments)} have no effect with "
+                    "optimizer.name adamw: it has optimizer.betas and optimizer.eps."
                 )
             return
         if not all(part.isidentifier() for part in self.name.split(".")) or "." not in self.name:
             raise ConfigError(
-                f"optimizer.name is {self.name!r}, but must be adamw, or the dotted path of a class such as torch.optim.SGD."
+                f"optimizer.name is {self.name!r}, but must be adamw, or the dotted path of a "
+                "class such as torch.optim.SGD."
             )
         idle = [
             name
@@ -91,11 +96,13 @@ class OptimizerSpec:
         ]
         if idle:
             raise ConfigError(
-                f"optimizer.{idle[0]} has no effect with optimizer.name {self.name}: give it in optimizer.arguments."
+                f"optimizer.{idle[0]} has no effect with optimizer.name {self.name}: give it in "
+                "optimizer.arguments."
             )
         if {"lr", "weight_decay", "params"} & self.arguments.keys():
             raise ConfigError(
-                "optimizer.arguments must not hold lr, weight_decay or params: the first two are keys of optimizer itself."
+                "optimizer.arguments must not contain lr, weight_decay or params: the first two "
+                "are keys of optimizer itself."
             )
 
 
@@ -104,15 +111,15 @@ class ScheduleSpec:
     """Learning-rate schedule; see `schedule.compute_learning_rate`."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Shape after the warmup. wsd (warmup, stable, decay) stays at the peak and decays linearly in the
-    last `decay_steps`."""
+    """Shape after the warmup. wsd (warmup, stable, decay) stays at the peak and decays linearly in
+    the last `decay_steps`."""
     warmup_steps: int = 0
     """Steps of linear warmup; the first one has lr / warmup_steps, not 0."""
     warmup_ratio: float = 0.0
     """Warmup as a fraction of total_steps, rounded up; set only one of the two."""
     total_steps: int | None = None
-    """Steps until min_lr_ratio is reached, including warmup; required by linear, cosine and wsd, and
-    by warmup_ratio. 0 means the length of the run, which the trainer fills in."""
+    """Steps until min_lr_ratio is reached, including warmup; required by linear, cosine, wsd and
+    warmup_ratio. 0 means the length of the run, which the trainer fills in."""
     decay_steps: int | None = None
     """Steps of decay at the end of wsd, required by it and refused by other kinds; Hu et al. 2024,
     arXiv:2404.06395."""
@@ -137,15 +144,18 @@ class ScheduleSpec:
             )
         if not 0 <= self.warmup_ratio < 1:
             raise ConfigError(
-                f"schedule.warmup_ratio is {self.warmup_ratio}, but must be in [0, 1): a share of schedule.total_steps."
+                f"schedule.warmup_ratio is {self.warmup_ratio}, but must be in [0, 1): it is a "
+                "fraction of schedule.total_steps."
             )
         if self.warmup_steps and self.warmup_ratio:
             raise ConfigError(
-                "schedule.warmup_steps and schedule.warmup_ratio both say how long the warm-up is: remove one of them."
+                "schedule.warmup_steps and schedule.warmup_ratio both set the length of the "
+                "warmup: remove one of them."
             )
         if not 0 <= self.min_lr_ratio <= 1:
             raise ConfigError(
-                f"schedule.min_lr_ratio is {self.min_lr_ratio}, but must be in [0, 1]: a share of the peak."
+                f"schedule.min_lr_ratio is {self.min_lr_ratio}, but must be in [0, 1]: it is a "
+                "fraction of the peak."
             )
         self._check_length()
 
@@ -170,8 +180,8 @@ class ScheduleSpec:
             )
         if (self.kind == "wsd") != (self.decay_steps is not None):
             raise ConfigError(
-                f"schedule.decay_steps is {self.decay_steps} and schedule.kind {self.kind}: wsd needs the length of its fall, "
-                "and no other kind has one."
+                f"schedule.decay_steps is {self.decay_steps} and schedule.kind {self.kind}: wsd "
+                "needs the length of its fall, and no other kind has one."
             )
         if not self.total_steps:
             return
@@ -214,8 +224,8 @@ class PrecisionSpec:
         scale, interval = self.initial_loss_scale, self.loss_scale_growth_interval
         if self.compute != "fp16" and (scale is not None or interval is not None):
             raise ConfigError(
-                f"precision.initial_loss_scale and precision.loss_scale_growth_interval have no effect with precision.compute "
-                f"{self.compute}: only fp16 scales its loss."
+                "precision.initial_loss_scale and precision.loss_scale_growth_interval have no "
+                f"effect with precision.compute {self.compute}: only fp16 scales its loss."
             )
         if scale is not None and not 0 < scale < math.inf:
             raise ConfigError(f"precision.initial_loss_scale is {scale}, but must be above 0.")
@@ -225,49 +235,45 @@ class PrecisionSpec:
             )
         if self.compute == "fp16" and self.parameters == "bf16":
             raise ConfigError(
-                "precision.parameters is bf16, but precision.compute is fp16: take fp32 master weights with fp16."
+                "precision.parameters is bf16, but precision.compute is fp16: use fp32 master "
+                "weights with fp16."
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResidencySpec:
+class OffloadSpec:
     """State that is offloaded to host memory when an engine does not need it."""
 
-    offload_parameters: bool = False
+    parameters: bool = False
     """Offload parameters outside `train_mode` and `eval_mode`."""
-    offload_gradients: bool | None = None
-    """Offload gradients too; None means the value of offload_parameters."""
-    offload_optimizer: bool = False
+    gradients: bool | None = None
+    """Offload gradients too; None means the same as `parameters`."""
+    optimizer: bool = False
     """Offload optimizer states outside `optimizer_step`."""
     load_optimizer_in: Literal["optimizer_step", "train_mode"] = "optimizer_step"
-    """When to load optimizer states: for the step only, or in `train_mode`, so that the copy overlaps
-    with the passes."""
+    """When to load optimizer states: for the step only, or in `train_mode`, so that the copy
+    overlaps with the passes."""
     optimizer_on_cpu: bool = False
     """Keep optimizer states in host memory and compute the update on the CPU."""
 
     @property
     def offloads_gradients(self) -> bool:
         """True if gradients are offloaded between contexts."""
-        return self.offload_parameters if self.offload_gradients is None else self.offload_gradients
+        return self.parameters if self.gradients is None else self.gradients
 
     @property
     def offloads_anything(self) -> bool:
         """True if any state is offloaded."""
-        return (
-            self.offload_parameters
-            or self.offloads_gradients
-            or self.offload_optimizer
-            or self.optimizer_on_cpu
-        )
+        return self.parameters or self.offloads_gradients or self.optimizer or self.optimizer_on_cpu
 
     def __post_init__(self) -> None:
-        check_field_types(self, prefix="residency.")
-        if self.optimizer_on_cpu and self.offload_optimizer:
+        check_field_types(self, prefix="offload.")
+        if self.optimizer_on_cpu and self.optimizer:
             raise ConfigError(
-                "residency.offload_optimizer has no effect with residency.optimizer_on_cpu, which keeps optimiser states in host "
-                "memory all the time: remove one of them."
+                "offload.optimizer has no effect with offload.optimizer_on_cpu, which keeps "
+                "optimizer states in host memory all the time: remove one of them."
             )
-        if self.load_optimizer_in == "train_mode" and not self.offload_optimizer:
+        if self.load_optimizer_in == "train_mode" and not self.optimizer:
             raise ConfigError(
-                "residency.load_optimizer_in has no effect without residency.offload_optimizer: remove it."
+                "offload.load_optimizer_in has no effect without offload.optimizer: remove it."
             )

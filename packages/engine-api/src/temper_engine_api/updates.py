@@ -1,7 +1,8 @@
-"""State machine of an optimizer update: gradients, skipped updates, and counters."""
+"""State of an optimizer update: gradients, skipped updates, counters and loss scale."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -9,20 +10,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from temper_engine_api.backend import EngineBackend
-from temper_engine_api.batch import PackedBatch
-from temper_engine_api.checkpoint import BackgroundSave, PartReport
 from temper_engine_api.errors import DamagedCheckpointError, EngineStateError
 from temper_engine_api.loss_scale import LossScale
-from temper_engine_api.schedule import compute_learning_rate
-from temper_engine_api.specs import EngineConfig
+from temper_engine_api.specs import PrecisionSpec
 
 
 class GradientState(Enum):
     """State of the gradient buffers within one update."""
 
     EMPTY = "empty"
-    """No backward pass since `optimizer_zero_grad`."""
+    """Not computed since `optimizer_zero_grad`."""
     ACCUMULATED = "accumulated"
     """Local sums that are not reduced over ranks yet."""
     REDUCED = "reduced"
@@ -43,149 +40,119 @@ class UpdateReport:
     """Ids of this rank's samples if the outcome is 'nonfinite', else empty."""
 
 
-class UpdateCycle(EngineBackend):
-    """Optimizer update of an engine: accumulate gradients, reduce them once, step or skip."""
+class UpdateCycle:
+    """One update after the other: accumulate gradients, reduce them once, step or skip.
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
+    The engine computes; this class checks the order of the calls and keeps the counters.
+    """
+
+    def __init__(self, precision: PrecisionSpec) -> None:
         self.last_update: UpdateReport | None = None
-        self.num_nonfinite_updates = 0
         self.num_updates = 0
+        self.num_nonfinite_updates = 0
         self.num_schedule_steps = 0
-        self.loss_scale = LossScale(config.precision)
-        self._background_save = BackgroundSave[str]()
-        self._background_part = BackgroundSave[PartReport]()
-        self._gradients = GradientState.EMPTY
-        self._trains_something = False
-        self._pending_sample_ids: list[Tensor] = []
+        self.loss_scale = LossScale(precision)
         self._consecutive_skips = 0
+        self.start()
 
-    def optimizer_zero_grad(self) -> None:
-        """Reset gradients and start an update."""
-        self._zero_gradients()
-        self._gradients, self._trains_something, self._pending_sample_ids = (
-            GradientState.EMPTY,
-            False,
-            [],
-        )
+    def start(self) -> None:
+        """Start an update without gradients."""
+        self._gradients = GradientState.EMPTY
+        self.trains_something = False
+        """True if a pass of this update trained a token; otherwise the step changes nothing."""
+        self._pending_sample_ids: list[Tensor] = []
 
-    def optimizer_step(self) -> float:
-        """Reduce pending gradients, clip them, and update the parameters.
+    @contextmanager
+    def training_call(self, *, result: GradientState) -> Iterator[None]:
+        """Enclose a call that changes gradients or parameters; every such call passes through here.
 
-        If a gradient on any rank is not finite, or the mini-batch trains no token, all ranks skip
-        the update: weights, optimizer states and learning rate stay as they are, and `last_update`
-        has the reason.
-
-        Returns:
-            The global gradient norm before clipping.
-
-        Raises:
-            EngineStateError: If there are no gradients or no optimizer, or after more than
-                `optimizer.max_consecutive_skips` non-finite updates in a row.
+        Args:
+            result: State of the gradients after the call.
         """
-        if self.config.optimizer is None:
+        try:
+            yield
+        finally:
+            # Also after an exception: the gradients may be partly accumulated or applied by then.
+            self._gradients = result
+
+    def check_can_accumulate(self) -> None:
+        """Raise EngineStateError if the gradients of this update are already reduced."""
+        if self._gradients in (GradientState.REDUCED, GradientState.APPLIED):
             raise EngineStateError(
-                "this engine has no optimizer (optimizer: null) and can't step: configure one."
+                "the gradients of this update are already reduced: call optimizer_zero_grad() "
+                "before the next update, and pass final=False to all calls of an update but the "
+                "last."
             )
-        self._check_background_save()
+
+    def record_samples(self, sample_ids: Tensor, *, are_trained: bool) -> None:
+        """Record the samples of a backward pass.
+
+        Args:
+            sample_ids: [B] ids; those below 0 are dummies.
+            are_trained: True if the mini-batch has a trained token.
+        """
+        self.trains_something |= are_trained
+        self._pending_sample_ids.append(sample_ids)
+
+    def check_can_step(self) -> None:
+        """Raise EngineStateError if there are no gradients to apply."""
         if self._gradients in (GradientState.EMPTY, GradientState.APPLIED):
             raise EngineStateError(
                 "there are no gradients: run a backward pass between optimizer_zero_grad() and "
                 "optimizer_step()."
             )
-        with self._loaded("update"):
-            if self._gradients is GradientState.ACCUMULATED:
-                self._reduce_pending_gradients()
-                self._gradients = GradientState.REDUCED
-            norm = self._apply_gradients(lr=self.current_lr) if self._trains_something else 0.0
-        if self._trains_something:
-            self.loss_scale.update(is_finite=math.isfinite(norm))
-        self._gradients = GradientState.APPLIED
-        self._report_update(norm)
-        return norm
-
-    def finish_saving(self) -> None:
-        """Wait for background saves, those of `stage_part` included. Collective.
-
-        Raises:
-            CheckpointError: If the save failed; earlier steps are unchanged.
-        """
-        self._background_part.wait()
-        self._background_save.finish()
-
-    def _check_background_save(self) -> None:
-        """Raise the error of a background save if it has ended on all ranks; do not wait for it."""
-        if self._background_save.is_pending and all(
-            self._gather_objects(self._background_save.is_done)
-        ):
-            self._background_save.finish()
-
-    def lr_scheduler_step(self) -> float:
-        """Advance the schedule unless the last update was skipped; return the next learning rate."""
-        if self.last_update is None or self.last_update.outcome == "stepped":
-            self.num_schedule_steps += 1
-        return self.current_lr
 
     @property
-    def current_lr(self) -> float:
-        """Learning rate of the next update."""
-        if self.config.optimizer is None:
-            return 0.0
-        return compute_learning_rate(
-            self.num_schedule_steps, peak=self.config.optimizer.lr, spec=self.config.schedule
-        )
+    def has_unreduced_gradients(self) -> bool:
+        """True if no pass of this update was final."""
+        return self._gradients is GradientState.ACCUMULATED
 
-    def _record_backward(self, batch: PackedBatch, *, final: bool) -> None:
-        if self.config.optimizer is None:
-            raise EngineStateError(
-                "this engine has no optimizer (optimizer: null) and can't train: configure one."
-            )
-        self._gradients = GradientState.REDUCED if final else GradientState.ACCUMULATED
-        self._trains_something |= self._loss_fn is not None or not batch.denominators.is_empty
-        self._pending_sample_ids.append(batch.sample_ids)
+    def finish(self, norm: float, *, max_consecutive_skips: int) -> None:
+        """Report the update, count it, and adjust the loss scale.
 
-    def _report_update(self, norm: float) -> None:
-        if not self._trains_something:
+        Args:
+            norm: Global gradient norm before clipping.
+            max_consecutive_skips: Non-finite updates in a row that are not an error.
+
+        Raises:
+            EngineStateError: If more updates in a row were not finite.
+        """
+        if not self.trains_something:
             self.last_update = UpdateReport(
                 grad_norm=norm, outcome="nothing_trained", sample_ids=()
             )
-        elif math.isfinite(norm):
+            return
+        # Only here: without trained tokens the norm says nothing about the scale.
+        self.loss_scale.update(is_finite=math.isfinite(norm))
+        if math.isfinite(norm):
             self.num_updates += 1
             self._consecutive_skips = 0
             self.last_update = UpdateReport(grad_norm=norm, outcome="stepped", sample_ids=())
-        else:
-            self._report_nonfinite(norm)
-
-    def _report_nonfinite(self, norm: float) -> None:
-        ids = (
-            torch.cat(self._pending_sample_ids)
-            if self._pending_sample_ids
-            else torch.empty(0, dtype=torch.int64)
-        )
+            return
+        # Samples of all passes, because the norm does not show which one was not finite.
+        ids = torch.cat(self._pending_sample_ids)
+        samples = tuple(ids[ids >= 0].tolist())
         self.num_nonfinite_updates += 1
         self._consecutive_skips += 1
-        self.last_update = UpdateReport(
-            grad_norm=norm, outcome="nonfinite", sample_ids=tuple(ids[ids >= 0].tolist())
-        )
-        assert self.config.optimizer is not None
-        if self._consecutive_skips > self.config.optimizer.max_consecutive_skips:
+        self.last_update = UpdateReport(grad_norm=norm, outcome="nonfinite", sample_ids=samples)
+        if self._consecutive_skips > max_consecutive_skips:
             raise EngineStateError(
-                f"{self._consecutive_skips} updates in a row had a non-finite gradient (norm {norm}), but "
-                "optimizer.max_consecutive_skips allows "
-                f"{self.config.optimizer.max_consecutive_skips}. Lower optimizer.lr, or check the "
-                f"last samples of this rank: {self.last_update.sample_ids[:8]}."
-                + self._loss_scale_hint()
+                f"{self._consecutive_skips} updates in a row had a non-finite gradient (norm "
+                f"{norm}), but optimizer.max_consecutive_skips allows {max_consecutive_skips}. "
+                f"Lower optimizer.lr, or check the last samples of this rank: {samples[:8]}."
+                + self._describe_loss_scale()
             )
 
-    def _loss_scale_hint(self) -> str:
+    def _describe_loss_scale(self) -> str:
         if not self.loss_scale.is_enabled:
             return ""
         return (
-            f" The fp16 loss scale has dropped to {self.loss_scale.value}: if it started too high, lower "
-            "precision.initial_loss_scale; otherwise use precision.compute bf16."
+            f" The fp16 loss scale has dropped to {self.loss_scale.value}: if it started too high, "
+            "lower precision.initial_loss_scale; otherwise use precision.compute bf16."
         )
 
-    def _progress(self) -> Mapping[str, object]:
+    def state_dict(self) -> dict[str, object]:
+        """Return the counters to save in a checkpoint."""
         return {
             "num_updates": self.num_updates,
             "num_schedule_steps": self.num_schedule_steps,
@@ -194,13 +161,18 @@ class UpdateCycle(EngineBackend):
             **(self.loss_scale.state_dict() if self.loss_scale.is_enabled else {}),
         }
 
-    def _restore_progress(self, progress: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Load the counters of `state_dict`.
+
+        Raises:
+            DamagedCheckpointError: If a counter is missing or is not an integer.
+        """
         names = ["num_updates", "num_schedule_steps", "num_nonfinite_updates", "consecutive_skips"]
-        counts = [count for count in map(progress.get, names) if isinstance(count, int)]
+        counts = [count for count in map(state.get, names) if isinstance(count, int)]
         if len(counts) < len(names):
             raise DamagedCheckpointError(
-                f"progress.json must contain the counters {names}, but contains {dict(progress)}: load "
-                "another step."
+                f"progress.json must contain the counters {names}, but contains {dict(state)}: "
+                "load another step."
             )
         (
             self.num_updates,
@@ -208,5 +180,5 @@ class UpdateCycle(EngineBackend):
             self.num_nonfinite_updates,
             self._consecutive_skips,
         ) = counts
-        self.loss_scale.load_state_dict(progress)
+        self.loss_scale.load_state_dict(state)
         self.last_update = None

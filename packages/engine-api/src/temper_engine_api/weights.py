@@ -1,7 +1,7 @@
 """Weights in transit: full tensors by Hugging Face name, and checks that a set is complete."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +27,7 @@ class TrainingState:
     """Portable training state of one parameter, in float32 and full shape."""
 
     name: str
-    """Hugging Face name."""
+    """Name in the files of the Hugging Face model."""
     master: Tensor
     first_moment: Tensor
     """Adam's first moment; zeros before the first update."""
@@ -42,7 +42,7 @@ class WeightEntry:
     """Name, shape and dtype of one expected tensor."""
 
     name: str
-    """Hugging Face name."""
+    """Name in the files of the Hugging Face model."""
     shape: tuple[int, ...]
     """Full shape, not that of a shard."""
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class WeightManifest:
     version: int
     """Weight version, one higher per weight sync."""
     entries: tuple[WeightEntry, ...]
-    """In the order of the stream."""
+    """Entries in the order of the stream."""
 
 
 class WeightStream:
@@ -117,7 +117,8 @@ def check_weight_entries(expected: Iterable[WeightEntry], arrived: Sequence[Weig
     if faults:
         more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise WeightError(
-            f"the weights do not match the model: {'; '.join(sorted(faults)[:5])}{more}. Nothing was loaded."
+            f"the weights do not match the model: {'; '.join(sorted(faults)[:5])}{more}. Nothing "
+            "was loaded: load weights of the same model."
         )
 
 
@@ -144,3 +145,37 @@ def hash_tensors(tensors: Iterable[Tensor]) -> str:
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+JOINED_EXPERTS: Mapping[str, tuple[str, ...]] = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+"""Matrices of each expert in a joined tensor, in row order.
+
+transformers joins the experts of a layer in memory, with gate above up. Files have one tensor per
+matrix and expert.
+"""
+
+
+def split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor under its names in files.
+
+    A joined tensor [experts, rows, columns] is yielded as views of its matrices, others unchanged.
+    """
+    layer, _, kind = name.rpartition(".experts.")
+    if kind not in JOINED_EXPERTS:
+        yield name, tensor
+        return
+    matrices = JOINED_EXPERTS[kind]
+    for number, expert in enumerate(tensor):
+        for matrix_name, matrix in zip(matrices, expert.chunk(len(matrices)), strict=True):
+            yield f"{layer}.experts.{number}.{matrix_name}.weight", matrix
+
+
+def list_file_shapes(name: str, shape: Sequence[int]) -> list[tuple[str, torch.Size]]:
+    """Return names and shapes in files of a tensor in memory."""
+    return [
+        (file_name, part.shape)
+        for file_name, part in split_experts(name, torch.empty(tuple(shape), device="meta"))
+    ]

@@ -98,7 +98,7 @@ def test_a_rank_that_can_not_write_stops_every_rank(
     for error in errors:
         assert isinstance(error, CheckpointError)
         assert "step 2 could not be saved: rank 1: FileNotFoundError" in str(error)
-        assert "earlier steps are untouched" in str(error)
+        assert "Earlier steps have not changed" in str(error)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
@@ -192,7 +192,7 @@ def test_a_step_of_several_participants_is_refused_naming_them(
         final = transaction.commit(
             {"actor": [report]}, info=ManifestInfo(topology={}, config_hash="")
         )
-    with pytest.raises(CheckpointError, match=r"has no part 'engine' but \['actor'\]"):
+    with pytest.raises(CheckpointError, match=r"has no folder 'engine', but \['actor'\]"):
         engine.load_checkpoint(str(final))
 
 
@@ -247,6 +247,6 @@ def test_keeping_no_step_is_refused_before_anything_is_written(
     make_engines: MakeEngines, tmp_path: Path
 ) -> None:
     (engine,) = make_engines()
-    with pytest.raises(ConfigError, match=r"at least 1 is kept"):
+    with pytest.raises(ConfigError, match=r"is 0, but must be at least 1"):
         engine.save_checkpoint(str(tmp_path / "run"), max_ckpt_to_keep=0)
     assert not (tmp_path / "run").exists()

@@ -243,7 +243,7 @@ def test_a_configuration_with_anything_else_in_it_has_no_hash() -> None:
     class Odd:
         thing: Mapping[str, object]
 
-    with pytest.raises(TypeError, match=r"not a object"):
+    with pytest.raises(TypeError, match=r"but contains a object"):
         config_hash(Odd(thing={"a": object()}))
 
 
@@ -273,7 +273,7 @@ def test_small_json_comes_back_and_what_is_none_is_damaged(tmp_path: Path) -> No
     }
     with pytest.raises(DamagedCheckpointError, match=r"b.json is missing"):
         read_json(tmp_path, "b.json")
-    for content, sentence in (("{", "is not JSON"), ("[1]", "should hold a JSON object")):
+    for content, sentence in (("{", "is not JSON"), ("[1]", "must contain a JSON object")):
         (tmp_path / "c.json").write_text(content)
         with pytest.raises(DamagedCheckpointError, match=f"c.json {sentence}"):
             read_json(tmp_path, "c.json")

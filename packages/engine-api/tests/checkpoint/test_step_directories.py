@@ -51,10 +51,10 @@ def test_a_path_without_a_complete_step_says_what_is_there(tmp_path: Path) -> No
         find_step(tmp_path / "nowhere")
     (tmp_path / "step_00000003").mkdir()
     with pytest.raises(
-        IncompleteCheckpointError, match=r"holds no complete step .* it holds \['step_00000003'\]"
+        IncompleteCheckpointError, match=r"has no complete step.* contains \['step_00000003'\]"
     ):
         find_step(tmp_path)
-    with pytest.raises(IncompleteCheckpointError, match=r"it holds nothing"):
+    with pytest.raises(IncompleteCheckpointError, match=r"it contains nothing"):
         find_step(tmp_path / "step_00000003")
 
 
@@ -304,7 +304,7 @@ def test_setting_aside_never_replaces_what_was_set_aside_before(
 @pytest.mark.parametrize("number", [0, -1])
 def test_keeping_none_is_refused(save_step: SaveStep, tmp_path: Path, number: int) -> None:
     save_step(1)
-    with pytest.raises(ConfigError, match=r"at least 1 is kept"):
+    with pytest.raises(ConfigError, match=r"but must be at least 1"):
         prune(tmp_path, max_to_keep=number)
     assert list_complete_steps(tmp_path) == [1]
 
@@ -321,7 +321,8 @@ def test_a_url_is_no_folder_of_this_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"s3://bucket/run is a URL, but a folder .* the URL as hdfs_path"
+        ConfigError,
+        match=r"s3://bucket/run is a URL, but must be a local folder: .* the URL as hdfs_path",
     ):
         use("s3://bucket/run")
     assert not list(tmp_path.iterdir())

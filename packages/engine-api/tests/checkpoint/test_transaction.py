@@ -153,7 +153,10 @@ def test_a_full_disk_leaves_the_earlier_step_and_says_how_much_was_needed(
     save_step: SaveStep, small_disk: Path, info: ManifestInfo
 ) -> None:
     save_step(1, content="w" * 100_000, root=small_disk)
-    sentence = r"step 2 could not be saved: .*No space left.* MiB of it were written and 0.0 MiB are free .*step 1 takes 0.1 MiB"
+    sentence = (
+        r"step 2 could not be saved: .*No space left.* MiB of it were written and 0.0 MiB are free "
+        r".*step 1 takes 0.1 MiB"
+    )
     with (
         pytest.raises(CheckpointError, match=sentence) as caught,
         begin_checkpoint(small_disk, 2) as transaction,

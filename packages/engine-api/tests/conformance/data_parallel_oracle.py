@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine
+from temper_engine_api.process_group import gather_objects
 from temper_engine_api.topology import Axis, Topology
 
 
@@ -59,9 +60,7 @@ class DataParallelOracle(OracleEngine):
     def _gather_objects(self, item):
         if not dist.is_initialized():
             return [item]
-        items = [None] * dist.get_world_size()
-        dist.all_gather_object(items, item)
-        return items
+        return gather_objects(item)
 
     def _write_state(self, directory):
         """Write the shared state on rank 0, and each rank's RNG state."""

@@ -175,10 +175,11 @@ FAULTY_ENGINES = (
     FaultyEngine(state.DropsRngState, ("test_checkpoint::test_random_state_is_resumed",)),
     FaultyEngine(
         state.SkipsManifestCheck,
-        ("test_checkpoint::test_damaged_checkpoint_is_rejected_naming_the_file",),
+        ("test_step_directory::test_damaged_checkpoint_is_rejected_naming_the_file",),
     ),
     FaultyEngine(
-        state.LoadsOtherModels, ("test_checkpoint::test_checkpoint_of_another_model_is_rejected",)
+        state.LoadsOtherModels,
+        ("test_step_directory::test_checkpoint_of_another_model_is_rejected",),
     ),
     FaultyEngine(state.DropsUpdateCounts, ("test_weights::test_portable_state_continues_bitwise",)),
     FaultyEngine(

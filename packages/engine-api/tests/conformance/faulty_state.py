@@ -72,7 +72,7 @@ class StepsOnAllMasked(DataParallelOracle):
     """Decays weights and moments although no token was trained."""
 
     def optimizer_step(self):
-        self._trains_something = True
+        self._update_cycle.trains_something = True
         return super().optimizer_step()
 
 
@@ -142,7 +142,7 @@ class StaysInModeOnError(DataParallelOracle):
     """Does not leave a mode if its body raises."""
 
     @contextmanager
-    def _in_mode(self, mode):
+    def _enter_mode(self, mode):
         if self._mode is not None:
             raise EngineStateError(f"{mode}_mode() inside {self._mode}_mode().")
         with self._loaded(mode):
@@ -202,8 +202,9 @@ class DropsMoments(DataParallelOracle):
 class RestartsSchedule(DataParallelOracle):
     """Restarts the learning-rate schedule after loading."""
 
-    def _restore_progress(self, progress):
-        super()._restore_progress({**progress, "num_schedule_steps": 0})
+    def read_part(self, directory):
+        super().read_part(directory)
+        self.num_schedule_steps = 0
 
 
 class DropsRngState(DataParallelOracle):

@@ -4,9 +4,11 @@ A step is written to a temporary directory, listed with checksums in a manifest,
 renaming the directory.
 """
 
-from temper_engine_api.checkpoint.background_save import PROGRESS_FILE, BackgroundSave, StagedEngine
 from temper_engine_api.checkpoint.engine_checkpoint import (
     ENGINE_PART,
+    PROGRESS_FILE,
+    BackgroundSave,
+    StagedEngine,
     load_engine_checkpoint,
     save_engine_checkpoint,
 )

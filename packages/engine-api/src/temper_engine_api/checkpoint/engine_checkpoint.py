@@ -1,11 +1,12 @@
-"""Save and load the checkpoint of a single engine; all ranks call these functions together.
+"""Save and load the checkpoint of a single engine, also in the background.
 
-Rank 0 creates and commits the step directory. Paths and errors are gathered, so that all ranks raise
-the same error.
+All ranks call these functions together. Rank 0 creates and commits the step directory. Paths and
+errors are gathered, so that all ranks raise the same error.
 """
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from temper_engine_api.checkpoint.manifest import (
     topology_sizes,
     verify,
 )
-from temper_engine_api.checkpoint.part_files import PartReport
+from temper_engine_api.checkpoint.part_files import PartReport, report_part, write_json
 from temper_engine_api.checkpoint.remote_copy import download, upload
 from temper_engine_api.checkpoint.step_directories import (
     MARKER_NAME,
@@ -29,7 +30,8 @@ from temper_engine_api.checkpoint.step_directories import (
     remove_step,
 )
 from temper_engine_api.checkpoint.transaction import CheckpointTransaction, begin_checkpoint
-from temper_engine_api.errors import CheckpointError, ConfigError, TemperError
+from temper_engine_api.errors import CheckpointError, ConfigError, EngineStateError, TemperError
+from temper_engine_api.gatherable import gatherable
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 
@@ -37,12 +39,14 @@ logger = logging.getLogger(__name__)
 
 ENGINE_PART = "engine"
 """Folder of the engine's files in a step directory."""
+PROGRESS_FILE = "progress.json"
+"""File with the engine's counters in that folder."""
 
 T = TypeVar("T")
 
 
 class Gather(Protocol):
-    """Gather small picklable objects from all ranks to all ranks, in rank order."""
+    """Gather small values from all ranks to all ranks, in rank order."""
 
     def __call__(self, item: T, /) -> list[T]:
         """Gather an object. Collective."""
@@ -66,6 +70,90 @@ class Participant(Protocol):
         """Read the files of `write_part`. Collective."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedEngine:
+    """An engine's state at the time of a save, as `save_engine_checkpoint` writes it."""
+
+    config: EngineConfig
+    topology: Topology
+    write: Callable[[str], list[str]]
+    """Writes the state to a directory and returns relative paths of this rank's files. Collective;
+    for a copy of the state, over the saving threads."""
+    progress: Mapping[str, object]
+    """Counters of the engine at that time, which a thread must not read from the engine."""
+
+    def write_part(self, directory: str) -> PartReport:
+        """Write this rank's files. Collective."""
+        files = self.write(directory)
+        if self.topology.global_rank == 0:
+            files = [*files, write_json(directory, PROGRESS_FILE, self.progress)]
+        return report_part(directory, files)
+
+    def read_part(self, directory: str) -> None:
+        """Raise EngineStateError: a copy can only be written."""
+        raise EngineStateError(
+            f"{directory} can't be read into the copy of an engine that is being saved: call "
+            "load_checkpoint() of the engine."
+        )
+
+
+class BackgroundSave(Generic[T]):
+    """Thread that runs one save at a time, and keeps its error until `finish`.
+
+    The thread is not a daemon, so the process waits for it before it exits.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._result: T | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """True if a save was started and not finished with `finish`."""
+        return self._thread is not None
+
+    @property
+    def is_done(self) -> bool:
+        """True if the save has ended, with or without an error."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def start(self, action: Callable[[], T], *, goal: Path) -> None:
+        """Start a save; the previous one must have been finished.
+
+        Args:
+            action: Function that saves.
+            goal: Path of the checkpoint, for the log and the name of the thread.
+        """
+        assert self._thread is None, "the previous save was not finished"
+
+        def run() -> None:
+            try:
+                self._result = action()
+            except BaseException as error:  # noqa: BLE001 (raised again by finish)
+                logger.error("saving %s in the background failed: %s", goal, error)
+                self._error = error
+
+        self._result = self._error = None
+        self._thread = threading.Thread(target=run, name=f"saving {goal.name}")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the save has ended; keep its result or error for `finish`."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def finish(self) -> T | None:
+        """Wait for the save and return its result, or raise its error; None if none was started."""
+        self.wait()
+        result, error = self._result, self._error
+        self._thread = self._result = self._error = None
+        if error is not None:
+            raise error
+        return result
+
+
+@gatherable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome(Generic[T]):
     """Result or error of an action on one rank."""
@@ -102,7 +190,7 @@ def save_engine_checkpoint(
     """
     if max_to_keep is not None and max_to_keep < 1:
         raise ConfigError(
-            f"max_ckpt_to_keep is {max_to_keep}, but at least 1 is kept: null keeps all."
+            f"max_ckpt_to_keep is {max_to_keep}, but must be at least 1, or null to keep all."
         )
     rank = engine.topology.global_rank
     transaction = _on_rank_zero(
@@ -111,6 +199,7 @@ def save_engine_checkpoint(
     with ExitStack() as undo:
         if rank == 0:
             undo.enter_context(transaction)
+        # Before writing: otherwise a large save would fail only at its end.
         _check_seen(transaction.staging / MARKER_NAME, gather)
         reports = _write(engine, transaction, gather)
         final = _on_rank_zero(
@@ -148,7 +237,8 @@ def load_engine_checkpoint(
     """
     if delete_download and remote_url is None:
         raise ConfigError(
-            "del_local_after_load has no effect without hdfs_path: only a downloaded copy is ever deleted."
+            "del_local_after_load has no effect without hdfs_path, because only a downloaded copy "
+            "is ever deleted: remove it, or give hdfs_path."
         )
     rank = engine.topology.global_rank
     directory = _on_rank_zero(
@@ -161,12 +251,14 @@ def load_engine_checkpoint(
             undo.callback(lambda: remove_step(directory, read_manifest(directory), is_read=True))
         _check_seen(directory / MANIFEST_NAME, gather)
         _together(_attempt(lambda: undo.enter_context(lock_for_reading(directory))), gather)
+        # Ranks divide the files, so that together they read each file once.
         shard = (rank, engine.topology.world_size)
         _together(_attempt(lambda: verify(directory, shard=shard)), gather)
         if not (directory / ENGINE_PART).is_dir():
             parts = sorted(path.name for path in directory.iterdir() if path.is_dir())
             raise CheckpointError(
-                f"{directory} has no part {ENGINE_PART!r} but {parts}: several participants wrote it, load it through them."
+                f"{directory} has no folder {ENGINE_PART!r}, but {parts}: it was saved by a run "
+                "with several engines. Resume that run, or load a step that one engine saved."
             )
         _together(_attempt(lambda: engine.read_part(str(directory / ENGINE_PART))), gather)
 
@@ -179,7 +271,8 @@ def _check_seen(path: Path, gather: Gather) -> None:
     blind = [rank for rank, sees in enumerate(gather(path.is_file())) if not sees]
     if blind:
         raise CheckpointError(
-            f"ranks {blind[:8]} do not see {path}, which rank 0 made: give a folder on a file system that all nodes share."
+            f"ranks {blind[:8]} do not see {path}, which rank 0 created: give a folder on a file "
+            "system that all nodes share."
         )
 
 
@@ -226,7 +319,8 @@ def _on_rank_zero(action: Callable[[], T], *, rank: int, gather: Gather) -> T:
 
 def _together(outcome: _Outcome[T], gather: Gather) -> None:
     """Raise the first error of any rank on every rank."""
-    for error in (of_rank.error for of_rank in gather(outcome)):
+    # Errors alone: the values stay on their ranks, and some cannot be gathered.
+    for error in gather(outcome.error):
         if error is not None:
             raise error
 

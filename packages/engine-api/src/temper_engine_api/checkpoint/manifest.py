@@ -47,11 +47,11 @@ def package_versions(
     also: Iterable[str] = ("torch", "transformers", "megatron-core"),
 ) -> dict[str, str]:
     """Return the versions of all Temper distributions, and of others that are installed."""
-    wanted = set(also)
+    others = set(also)
     return {
         name: version
         for name, version in _installed()
-        if name.startswith("temper-") or name in wanted
+        if name.startswith("temper-") or name in others
     }
 
 
@@ -97,6 +97,7 @@ class Manifest:
         """Return the JSON text, including a checksum of its other entries."""
         body = dataclasses.asdict(self)
         if self.info.run_id is None:
+            # Schema version 1 has no run id, and older releases reject an unknown field.
             del body["info"]["run_id"]
         return json.dumps({**body, "checksum": _checksum(body)}, indent=1, sort_keys=True) + "\n"
 
@@ -119,7 +120,8 @@ def read_manifest(directory: str | Path) -> Manifest:
             content = file.read()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise IncompleteCheckpointError(
-            f"{directory} has no {MANIFEST_NAME}, so it was never committed: load another step directory."
+            f"{directory} has no {MANIFEST_NAME}, so it was never committed: load another step "
+            "directory."
         ) from error
     except OSError as error:
         raise unreadable_error(path, error) from error
@@ -134,7 +136,7 @@ def open_manifest(path: Path) -> BinaryIO:
         DamagedCheckpointError: If it is neither a file nor a directory.
         OSError: If it cannot be opened.
     """
-    # O_NONBLOCK has no effect on files, but opening a FIFO without it blocks until somebody writes.
+    # O_NONBLOCK has no effect on files; without it, opening a FIFO blocks until there is a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         mode = os.fstat(handle).st_mode
@@ -160,8 +162,8 @@ def parse_manifest(content: bytes, *, source: str) -> Manifest:
         is_intact = body.pop("checksum") == _checksum(body)
         if is_intact and body["schema_version"] > SCHEMA_VERSION:
             raise CheckpointError(
-                f"{source} has schema version {body['schema_version']}, but this temper-engine-api reads up to "
-                f"{SCHEMA_VERSION}: install a newer one."
+                f"{source} has schema version {body['schema_version']}, but this temper-engine-api "
+                f"reads up to {SCHEMA_VERSION}: install a newer one."
             )
         manifest = Manifest(
             step=body["step"],
@@ -196,11 +198,11 @@ def verify(
     """Check a step directory against its manifest: every file has its size and its checksum.
 
     Args:
-        directory: a step directory.
-        shard: (rank, num_ranks): read only this shard of the files, so that all ranks together
-            read every file once. Shares are balanced by size. Sizes of all files are always checked.
-        with_content: read the files and compare checksums; False checks only sizes.
-        num_threads: files that are read at once; None is one per CPU, up to 8.
+        directory: Step directory.
+        shard: (rank, num_ranks): Read only this shard of the files, so that all ranks together
+            read every file once. Shards are balanced by size. All sizes are always checked.
+        with_content: Read the files and compare checksums; False checks only sizes.
+        num_threads: Number of files that are read at once; None is one per CPU, up to 8.
 
     Raises:
         IncompleteCheckpointError: If there is no manifest.
@@ -210,6 +212,7 @@ def verify(
     """
     manifest = read_manifest(directory)
     folder = Path(directory)
+    # Sizes first: they find most damage before any file is read.
     for record in manifest.files:
         _check_file(folder, record, with_content=False)
     if with_content:
@@ -222,6 +225,7 @@ def verify(
                 for check in checks:
                     check.result()
             except CheckpointError:
+                # One damaged file is enough for the error, so the rest need not be read.
                 pool.shutdown(cancel_futures=True)
                 raise
     return manifest
@@ -231,6 +235,7 @@ def partition_by_size(files: Sequence[FileRecord], *, num_shards: int) -> list[l
     """Partition files by size over ranks; the result is the same on every rank."""
     shards: list[list[FileRecord]] = [[] for _ in range(num_shards)]
     loads = [(0, i) for i in range(num_shards)]  # a heap: the least loaded rank takes the next file
+    # The path breaks ties, so that all ranks agree without communication.
     for record in sorted(files, key=lambda r: (-r.num_bytes, r.path)):
         num_bytes, rank = loads[0]
         shards[rank].append(record)
@@ -292,5 +297,6 @@ def _plain(value: object) -> object:
     if value is None or isinstance(value, str | int | float | bool):
         return value
     raise TypeError(
-        f"a configuration holds mappings, sequences and scalars, not a {type(value).__name__}."
+        f"a configuration consists of mappings, sequences and scalars, but contains a "
+        f"{type(value).__name__}: use one of those types."
     )

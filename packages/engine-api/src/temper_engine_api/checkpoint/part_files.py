@@ -1,4 +1,4 @@
-"""Files of one participant of a checkpoint, with sizes and checksums from the rank that wrote them."""
+"""Files of one participant of a checkpoint, with sizes and checksums from the writing rank."""
 
 import hashlib
 import json
@@ -9,20 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from temper_engine_api.errors import DamagedCheckpointError
+from temper_engine_api.gatherable import gatherable
 
 
+@gatherable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
     """Path, size and checksum of one file."""
 
     path: str
-    """Relative path with forward slashes: below the part in a PartReport, below the step directory in
+    """Path with forward slashes, relative to the part in a PartReport, and to the step directory in
     a manifest."""
     num_bytes: int
     sha256: str
     """SHA-256 of the content, in hexadecimal."""
 
 
+@gatherable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReport:
     """Files that one rank of one participant wrote."""
@@ -54,9 +57,9 @@ def find_file_damage(directory: Path, record: FileRecord, *, with_content: bool)
     """Return what is wrong with a file, worded to follow its name, or None if it is as recorded.
 
     Args:
-        directory: that the record's path is relative to.
-        record: what was written.
-        with_content: also read the file and compare checksums.
+        directory: Directory that the record's path is relative to.
+        record: Size and checksum when the file was written.
+        with_content: Also read the file and compare checksums.
 
     Raises:
         OSError: If the file cannot be read, for example for lack of permission.
@@ -94,15 +97,14 @@ def read_json(directory: str | Path, name: str) -> dict[str, object]:
     """
     path = Path(directory) / name
     if not path.is_file():
-        raise DamagedCheckpointError(f"{path} is missing: load a step that is whole.")
+        raise DamagedCheckpointError(f"{path} is missing: load another step.")
     try:
         content = json.loads(path.read_text())
     except ValueError as error:
-        raise DamagedCheckpointError(
-            f"{path} is not JSON ({error}): load a step that is whole."
-        ) from error
+        raise DamagedCheckpointError(f"{path} is not JSON ({error}): load another step.") from error
     if not isinstance(content, dict):
         raise DamagedCheckpointError(
-            f"{path} should hold a JSON object, but holds {str(content)[:80]}: load a step that is whole."
+            f"{path} must contain a JSON object, but contains {str(content)[:80]}: load another "
+            "step."
         )
     return content

@@ -64,7 +64,8 @@ def upload(directory: Path, url: str) -> str:
     copy = f"{url.rstrip('/')}/{directory.name}"
     if files.exists(f"{target}/{MANIFEST_NAME}"):
         raise CheckpointError(
-            f"{copy} already exists and is never overwritten: save to another URL. {directory} is whole."
+            f"{copy} already exists and is never overwritten: save to another URL. {directory} is "
+            "complete."
         )
     present = (
         {path.removeprefix(f"{target}/") for path in files.find(target)}
@@ -74,7 +75,8 @@ def upload(directory: Path, url: str) -> str:
     foreign = present - {record.path for record in manifest.files}
     if foreign:
         raise CheckpointError(
-            f"{copy} holds {min(foreign)}, which is not of this step: save to another URL."
+            f"{copy} contains {min(foreign)}, which is not a file of this step: save to another "
+            "URL."
         )
     for record in manifest.files:
         goal = f"{target}/{record.path}"
@@ -82,8 +84,10 @@ def upload(directory: Path, url: str) -> str:
         files.put_file(str(directory / record.path), goal)
         if files.size(goal) != record.num_bytes:
             raise CheckpointError(
-                f"{copy}/{record.path} arrived with {files.size(goal)} bytes instead of {record.num_bytes}."
+                f"{copy}/{record.path} has {files.size(goal)} bytes after the upload instead of "
+                f"{record.num_bytes}: upload the step again."
             )
+    # Last, because object stores cannot rename a folder: the manifest commits the copy.
     files.put_file(str(directory / MANIFEST_NAME), f"{target}/{MANIFEST_NAME}")
     return copy
 
@@ -135,11 +139,13 @@ def _find_step(files: FileSystem, base: str, url: str) -> str:
         for path in entries
         if (match := STEP_NAME.fullmatch(path.rpartition("/")[2]))
     }
+    # An interrupted upload has no manifest, so the newest folder may be incomplete.
     for step in sorted(steps, reverse=True):
         if files.exists(f"{steps[step]}/{MANIFEST_NAME}"):
             return steps[step]
     raise IncompleteCheckpointError(
-        f"{url} holds no committed step: there is no {MANIFEST_NAME} in it or in a step below it."
+        f"{url} has no committed step, because there is no {MANIFEST_NAME} in it or in a step "
+        "below it: give the URL of a step directory or of a folder of them."
     )
 
 
@@ -148,10 +154,10 @@ def _open(url: str) -> tuple[FileSystem, str]:
         from fsspec.core import url_to_fs
     except ImportError as error:
         raise CheckpointError(
-            f"{url} is read and written through fsspec: pip install fsspec."
+            f"{url} needs fsspec, which is not installed: pip install fsspec."
         ) from error
     try:
         files, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise CheckpointError(f"{url} can't be opened: {error}") from error
+        raise CheckpointError(f"{url} can't be opened ({error}): check the URL.") from error
     return files, str(path).rstrip("/")

@@ -6,17 +6,19 @@ Two formats are known: full tensors in `state/*.safetensors`, and torch's distri
 float32. NAME is the Hugging Face name, or the PEFT name of an adapter tensor.
 """
 
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from temper_engine_api.checkpoint.dcp_reader import SafeDcpReader
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry
 
@@ -26,6 +28,29 @@ SAFETENSORS_FOLDER = "state"
 """Folder of safetensors files."""
 FIRST, SECOND, COUNT = "first_moment", "second_moment", "update_count"
 """Kinds of tensors in addition to the weight."""
+METADATA_FILE = ".metadata"
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED = frozenset(
+    {
+        *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata")),
+        *(
+            (_METADATA, name)
+            for name in ("ChunkStorageMetadata", "TensorProperties", "StorageMeta")
+        ),
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),  # looks a name up in a table
+        ("torch", "Size"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),  # Python 3.13
+        ("collections", "OrderedDict"),
+    }
+)
+"""Names in the metadata of tensors. Not BytesStorageMetadata: torch unpickles such entries."""
+_DTYPES = frozenset(
+    {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32"}
+    | {"int16", "int8", "uint8", "bool"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +86,8 @@ class SavedState:
         """
         if not self.has_moments:
             raise CheckpointError(
-                f"{self.directory} has weights without AdamW moments: resume with the engine and the "
-                "optimizer that wrote it, or start again with model.path at the saved model."
+                f"{self.directory} has weights without AdamW moments: resume with the engine and "
+                "the optimizer that wrote it, or start again with model.path at the saved model."
             )
         for name in self.weights:
             yield TrainingState(
@@ -113,3 +138,59 @@ def open_dcp_state(directory: str) -> SavedState:
         f"{kind}.{name}" in saved for name in weights for kind in (FIRST, SECOND, COUNT)
     )
     return SavedState(directory=directory, weights=weights, has_moments=has_moments, read=read)
+
+
+class SafeDcpReader(FileSystemReader):
+    """A `FileSystemReader` that does not execute the metadata file.
+
+    torch unpickles `.metadata` with the standard unpickler, so whoever can write to a checkpoint
+    folder could run code in every process that reads it. This reader refuses all names that the
+    metadata of tensors does not need.
+    """
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        """Return the checkpoint's metadata.
+
+        Raises:
+            CheckpointError: If it is damaged or names anything but tensors; nothing is executed.
+        """
+        path = Path(self.path, METADATA_FILE)
+        try:
+            with path.open("rb") as file:
+                metadata = _Unpickler(file, path).load()
+        except (
+            pickle.UnpicklingError,
+            EOFError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            IndexError,
+        ) as error:
+            raise CheckpointError(
+                f"{path} can't be read ({error}): copy the checkpoint again."
+            ) from error
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(
+                f"{path} contains a {type(metadata).__name__} instead of the metadata of a "
+                "checkpoint: copy the checkpoint again."
+            )
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickle allowed names only, as Python's documentation advises."""
+
+    def __init__(self, file: Any, path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED or (module == "torch" and name in _DTYPES):
+            return super().find_class(module, name)
+        raise CheckpointError(
+            f"{self._path} names {module}.{name}, which the metadata of tensors does not need. "
+            "Nothing was executed. Find out who wrote to this checkpoint before you use it."
+        )

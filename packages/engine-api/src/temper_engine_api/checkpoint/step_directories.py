@@ -5,7 +5,7 @@ There is no cache: every call reads the disk, because several processes use the 
 ========================================  ====================================================
 ``step_00000010``                         committed
 ``.step_00000010.<random>.partial``       being written, or left by a run that died
-``step_00000010.damaged-1``               renamed by ``set_aside``; or ``incomplete``, ``superseded``
+``step_00000010.damaged-1``               renamed by ``set_aside``; or ``incomplete``, etc.
 ========================================  ====================================================
 """
 
@@ -59,6 +59,8 @@ def step_directory(root: str | Path, step: int) -> Path:
 
 def partial_directory(root: str | Path, step: int) -> Path:
     """Return a new unique path next to the step directory, for writing the step."""
+    # In the same folder, since a rename is atomic only within one file system; unique, so that
+    # nothing is overwritten.
     final = step_directory(root, step)
     return final.with_name(f".{final.name}.{secrets.token_hex(6)}.partial")
 
@@ -131,7 +133,8 @@ def find_step(path: str | Path) -> Path:
         )
     present = sorted(entry.name for entry in path.iterdir())
     raise IncompleteCheckpointError(
-        f"{path} holds no complete step (a directory step_NNNNNNNN with {MANIFEST_NAME}); it holds {present[:8] or 'nothing'}."
+        f"{path} has no complete step, which is a directory step_NNNNNNNN with {MANIFEST_NAME}; it "
+        f"contains {present[:8] or 'nothing'}. Give a step directory or a folder of them."
     )
 
 
@@ -143,19 +146,23 @@ def prune(
     keep_every: int = 0,
     check: Callable[[Path], object] | None = None,
 ) -> list[int]:
-    """Delete the oldest complete steps of a run, and what its crashed saves left.
+    """Delete old complete steps of a run, and what its killed saves and deletions left.
 
-    Kept are the newest ``max_to_keep`` steps that pass ``check``, permanent steps, steps that are
-    being read, symbolic links, steps of other runs, damaged steps, and directories that hold a file
-    which their manifest does not name. What a killed save left has no manifest: it is deleted if it holds only
-    files that were there when `set_aside` renamed it.
+    From the newest step on, steps are kept until ``max_to_keep`` of them have passed ``check``.
+    Steps that fail it are kept, too. Of the older steps of this run, all are deleted, whether
+    damaged or not, except permanent ones, those that are being read, symbolic links, and
+    directories with a file that their manifest does not name. Steps of other runs and steps whose
+    manifest cannot be read are never deleted.
+
+    What a killed save or deletion left is deleted if this run's marker is in it, and all its files
+    are named by its manifest or were there when `set_aside` renamed it.
 
     Args:
-        root: folder of step directories. No save may be running in it.
-        max_to_keep: complete steps to keep, at least 1.
-        run_id: delete only what this run wrote; None deletes only what has no run id.
-        keep_every: steps that are a multiple of this are permanent; 0 makes none permanent.
-        check: raises CheckpointError for a directory that does not count as kept. None compares
+        root: Folder of step directories. No save may be running in it.
+        max_to_keep: Number of steps that pass ``check`` to keep, at least 1.
+        run_id: Delete only what this run wrote; None deletes only what has no run id.
+        keep_every: Steps that are a multiple of this are permanent; 0 makes none permanent.
+        check: Raises CheckpointError for a directory that does not count as kept. None compares
             sizes with the manifest and reads no file.
 
     Returns:
@@ -166,16 +173,18 @@ def prune(
     """
     if max_to_keep < 1:
         raise ConfigError(
-            f"max_ckpt_to_keep is {max_to_keep}, but at least 1 is kept: null keeps all."
+            f"max_ckpt_to_keep is {max_to_keep}, but must be at least 1, or null to keep all."
         )
     for left in [*list_partial_saves(root), *_set_aside_partials(root)]:
-        if not left.is_symlink() and _owner_of(left) == (run_id or ""):
+        # A link may lead to a folder that this run did not write.
+        if not left.is_symlink() and _read_owner(left) == (run_id or ""):
             _delete_uncommitted(left)
     manifests = {step: _readable(step_directory(root, step)) for step in list_complete_steps(root)}
     own = {s: m for s, m in manifests.items() if m is not None and m.info.run_id == run_id}
     if len(own) <= max_to_keep:
         return []
     num_kept, deleted = 0, []
+    # Newest first: an old step is deleted only after enough newer ones have passed the check.
     for step, manifest in sorted(own.items(), reverse=True):
         if num_kept < max_to_keep:
             num_kept += _passes(check or _check_sizes, step_directory(root, step))
@@ -277,8 +286,8 @@ def _passes(check: Callable[[Path], object], directory: Path) -> bool:
     return True
 
 
-def _owner_of(partial_step: Path) -> str | None:
-    """Return the run id in an uncommitted directory's marker; None without one: not ours."""
+def _read_owner(partial_step: Path) -> str | None:
+    """Return the run id in an uncommitted directory's marker, or None without a marker."""
     try:
         return (partial_step / MARKER_NAME).read_text()
     except FileNotFoundError:
@@ -323,8 +332,10 @@ def _files_below(directory: Path) -> dict[str, list[int]]:
     """Return size and modification time of everything below a directory that is no directory."""
     found = {}
     for folder, folders, files in os.walk(directory):
+        # os.walk lists links to directories as directories, but deleting one needs unlink.
         links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
         for path in (Path(folder, name) for name in (*files, *links)):
+            # lstat, because a link is what would be deleted, not its target.
             state = path.lstat()
             found[path.relative_to(directory).as_posix()] = [state.st_size, state.st_mtime_ns]
     return found
@@ -336,6 +347,7 @@ def _write_inventory(partial: Path) -> None:
         (partial / INVENTORY_NAME).write_text(json.dumps(present))
     except OSError as error:  # a full disk must not stop the start that renames it
         logger.warning("%s will not be deleted: its files cannot be listed (%s)", partial, error)
+        # Half an inventory is useless, and without one nothing unknown is deleted.
         (partial / INVENTORY_NAME).unlink(missing_ok=True)
 
 
@@ -365,6 +377,6 @@ def _folder(path: str | Path) -> Path:
     # As a path it would be a folder of that name below the working directory.
     if "://" in str(path):
         raise ConfigError(
-            f"{path} is a URL, but a folder of this machine is wanted here: give one, and the URL as hdfs_path."
+            f"{path} is a URL, but must be a local folder: give one, and the URL as hdfs_path."
         )
     return Path(path)

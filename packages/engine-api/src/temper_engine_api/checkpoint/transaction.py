@@ -24,10 +24,12 @@ from temper_engine_api.checkpoint.step_directories import (
     step_directory,
 )
 from temper_engine_api.errors import CheckpointError
+from temper_engine_api.gatherable import gatherable
 
 logger = logging.getLogger(__name__)
 
 
+@gatherable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointTransaction:
     """A step that is being written.
@@ -88,17 +90,22 @@ class CheckpointTransaction:
         """Commit with an existing manifest; otherwise like `commit`."""
         files = manifest.files
         self._check(files)
+        # fsync of a file does not make its name durable; that needs fsync of its directory.
         for directory in {self.staging, *((self.staging / record.path).parent for record in files)}:
             sync_directory(directory)
+        # After the files and directories are on disk: a manifest promises that they are complete.
         write_durably(self.staging / MANIFEST_NAME, manifest.to_json())
         try:
+            # The rename is the commit: atomic on POSIX, and it fails if the goal has files.
             os.rename(self.staging, self.final)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             raise CheckpointError(
-                f"{self.final} was committed by another run meanwhile; this one is discarded."
+                f"{self.final} was committed by another run meanwhile, so this save is discarded: "
+                "give each run its own folder."
             ) from error
+        # Removed after the rename: until then it marks the directory as an unfinished save.
         (self.final / MARKER_NAME).unlink()
         sync_directory(self.final.parent)
         logger.info("saved step %d to %s", self.step, self.final)
@@ -106,6 +113,7 @@ class CheckpointTransaction:
 
     def abort(self) -> None:
         """Remove the staging directory; does nothing after a commit."""
+        # Errors are ignored because they would replace the error of the save, which is more useful.
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def failure(self, reason: str) -> CheckpointError:
@@ -118,9 +126,9 @@ class CheckpointTransaction:
             else f"; step {last} takes {_size(_bytes_below(step_directory(root, last)))}"
         )
         return CheckpointError(
-            f"step {self.step} could not be saved: {reason}. {_size(_bytes_below(self.staging))} of it were written and "
-            f"{_size(shutil.disk_usage(root).free)} are free at {root}{needed}. Make room there or save elsewhere; "
-            "earlier steps are untouched."
+            f"step {self.step} could not be saved: {reason}. {_size(_bytes_below(self.staging))} "
+            f"of it were written and {_size(shutil.disk_usage(root).free)} are free at "
+            f"{root}{needed}. Free space there or save elsewhere. Earlier steps have not changed."
         )
 
     def _check(self, files: Sequence[FileRecord]) -> None:
@@ -128,7 +136,8 @@ class CheckpointTransaction:
             fault = find_file_damage(self.staging, record, with_content=False)
             if fault is not None:
                 raise CheckpointError(
-                    f"{record.path} {fault}, so step {self.step} is not committed: does every participant write to the same file system?"
+                    f"{record.path} {fault}, so step {self.step} is not committed: check that all "
+                    "participants write to the same file system."
                 )
         known = {record.path for record in files} | {MARKER_NAME}
         present = {
@@ -138,8 +147,8 @@ class CheckpointTransaction:
         }
         if present - known:
             raise CheckpointError(
-                f"no participant reported {min(present - known)}, so step {self.step} is not committed: "
-                "pass every written file to report_part()."
+                f"no participant reported {min(present - known)}, so step {self.step} is not "
+                "committed: pass every written file to report_part()."
             )
 
 
@@ -159,11 +168,13 @@ def begin_checkpoint(
     final = step_directory(root, step)
     if final.exists():
         raise CheckpointError(
-            f"{final} already exists and is never overwritten: save to another folder or remove it first."
+            f"{final} already exists and is never overwritten: save to another folder, or remove "
+            "it first."
         )
     for partial in list_partial_saves(root):
         logger.warning("%s was never committed: its run died, or is still saving", partial)
     staging = partial_directory(root, step)
+    # Without exist_ok: the name is random, so a directory that exists is not from this save.
     staging.mkdir(parents=True)
     (staging / MARKER_NAME).write_text(run_id or "")
     return CheckpointTransaction(step=step, staging=staging, final=final)
@@ -176,6 +187,7 @@ def write_durably(path: Path, content: str) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+    # Readers see the old or the new content, never a part of it.
     os.replace(draft, path)
     sync_directory(path.parent)
 
@@ -197,7 +209,8 @@ def _collect(reports: Mapping[str, Sequence[PartReport]]) -> tuple[FileRecord, .
         ):
             if by_path.setdefault(record.path, record) != record:
                 raise CheckpointError(
-                    f"two ranks wrote {record.path} with different content: give each rank its own files."
+                    f"two ranks wrote {record.path} with different content: give each rank its own "
+                    "files."
                 )
     return tuple(by_path[path] for path in sorted(by_path))
 

@@ -23,7 +23,7 @@ class ExpectedFailure:
     test: str
     """Name of the test without its parameters."""
     reason: str
-    """Why it fails, and who will fix it; shown in the report."""
+    """Reason for the failure, and who will fix it; shown in the report."""
     layouts: tuple[str, ...] = ()
     """Names of layouts in which it fails; empty means all."""
     parameters: str = ""
@@ -35,9 +35,9 @@ class KitOptions:
     """The validated options of a run."""
 
     engine: str
-    """As named on the command line."""
+    """Entry point name or `module:Class`, as on the command line."""
     capabilities: frozenset[Capability]
-    """What the engine's class claims."""
+    """Capabilities that the engine's class claims."""
     layouts: tuple[Layout, ...]
     """Sorted by number of ranks, plain layouts first."""
     groups: frozenset[str]

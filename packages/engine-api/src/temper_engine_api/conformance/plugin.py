@@ -104,20 +104,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for test in tests:
         test.user_properties += [
             ("group", test.path.stem.removeprefix("test_")),
-            ("layout", _layout_of(test).name),
+            ("layout", _get_layout(test).name),
         ]
     unclaimed = {
-        test for test in tests if not _capabilities_of(test, "if_claimed") <= options.capabilities
+        test
+        for test in tests
+        if not _get_marked_capabilities(test, "if_claimed") <= options.capabilities
     }
     config.stash[RUN].unclaimed += [test.name for test in tests if test in unclaimed]
     inapplicable = {
-        test for test in tests if _capabilities_of(test, "if_not_claimed") & options.capabilities
+        test
+        for test in tests
+        if _get_marked_capabilities(test, "if_not_claimed") & options.capabilities
     }
     _expect_failures(options.expected, tests)
     inapplicable |= {
         test
         for test in tests
-        if test.get_closest_marker("moe") and not _may_have_experts(_layout_of(test))
+        if test.get_closest_marker("moe") and not _may_have_experts(_get_layout(test))
     }
     not_requested = [
         test
@@ -127,6 +131,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not_requested:
         config.hook.pytest_deselected(items=not_requested)
     selected = [item for item in items if item not in unclaimed | inapplicable | set(not_requested)]
+    # One layout after the other, since each change builds a new process group and new engines.
     position = {layout.name: str(number) for number, layout in enumerate(options.layouts)}
     items[:] = sorted(
         selected, key=lambda item: int(position.get(_property(item, "layout") or "", "0"))
@@ -155,6 +160,7 @@ def pytest_runtest_makereport(
             f"a test of the mandatory group {group!r} was skipped; it must pass, fail, or be "
             "listed in --expected-failures."
         )
+    # An error in a fixture is reported in the setup phase, and counts as a failure of the test.
     if report.when == "call" or report.outcome == "failed":
         item.config.stash[RUN].results.append(_make_result(item, report, is_expected=is_expected))
     return report
@@ -181,7 +187,7 @@ def pytest_terminal_summary(
 def rank_pool(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RankPool]:
-    """The rank processes of the session."""
+    """Start the rank processes of the session."""
     shared = _shared_resources(request.config)
     if shared is not None:
         yield shared.rank_pool
@@ -202,7 +208,7 @@ def rank_pool(
 def dense_oracle(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> OracleCache:
-    """The oracle with dense models."""
+    """Make the oracle with dense models."""
     shared = _shared_resources(request.config)
     return (
         shared.oracle
@@ -213,13 +219,13 @@ def dense_oracle(
 
 @pytest.fixture(scope="session")
 def moe_oracle(dense_oracle: OracleCache) -> OracleCache:
-    """The oracle with MoE models."""
+    """Make the oracle with MoE models."""
     return dense_oracle.with_experts()
 
 
 @pytest.fixture
 def oracle(request: pytest.FixtureRequest, layout: Layout) -> OracleCache:
-    """The oracle whose models fit the layout and the test."""
+    """Return the oracle whose models suit the layout and the test."""
     needs_experts = layout.has_experts or request.node.get_closest_marker("moe") is not None
     value: OracleCache = request.getfixturevalue("moe_oracle" if needs_experts else "dense_oracle")
     return value
@@ -229,7 +235,7 @@ def oracle(request: pytest.FixtureRequest, layout: Layout) -> OracleCache:
 def engine_under_test(
     request: pytest.FixtureRequest, rank_pool: RankPool, layout: Layout
 ) -> Iterator[EngineUnderTest]:
-    """The engine under test in this layout."""
+    """Provide the engine under test in this layout."""
     options = request.config.stash[OPTIONS]
     with use_tolerances_for(rank_pool.compute):
         yield EngineUnderTest(
@@ -254,11 +260,11 @@ def _may_have_experts(layout: Layout) -> bool:
     return layout.has_experts or not layout.fields
 
 
-def _layout_of(test: pytest.Function) -> Layout:
+def _get_layout(test: pytest.Function) -> Layout:
     return cast(Layout, test.callspec.params["layout"])
 
 
-def _capabilities_of(test: pytest.Function, marker: str) -> frozenset[Capability]:
+def _get_marked_capabilities(test: pytest.Function, marker: str) -> frozenset[Capability]:
     return frozenset(capability for mark in test.iter_markers(marker) for capability in mark.args)
 
 
@@ -274,13 +280,14 @@ def _expect_failures(expected: tuple[ExpectedFailure, ...], tests: list[pytest.F
             for test in tests
             if test.originalname == entry.test
             and entry.parameters in test.name
-            and (not entry.layouts or _layout_of(test).name in entry.layouts)
+            and (not entry.layouts or _get_layout(test).name in entry.layouts)
         ]
         if not matching:
             raise pytest.UsageError(
                 f"--expected-failures names {entry.test!r}, but no collected test matches it."
             )
         for test in matching:
+            # Strict, so that a test which passes again has to leave the list.
             test.add_marker(pytest.mark.xfail(reason=entry.reason, strict=True))
 
 

@@ -27,7 +27,8 @@ GROUPS = {
     "logprob": Group(about="log-probs and entropies: packing, temperature, float32"),
     "value": Group(about="values and scores", is_mandatory=False),
     "batch": Group(about="plans are executed as given, outputs are in input order"),
-    "checkpoint": Group(about="resume, damage, retention, other layouts"),
+    "checkpoint": Group(about="resume, background saves, other layouts"),
+    "step_directory": Group(about="damage, failed saves, retention, remote copies"),
     "weights": Group(about="export and load under Hugging Face names, portable state"),
     "adapter": Group(
         about="LoRA: training, disabling, merging, exchange with PEFT",
@@ -74,7 +75,7 @@ class ConformanceRun:
     """Results of a run of the kit, filled while it runs."""
 
     engine: str
-    """As named on the command line."""
+    """Entry point name or `module:Class`, as on the command line."""
     layouts: tuple[str, ...]
     """Names of the requested layouts."""
     versions: Mapping[str, str]
@@ -82,7 +83,7 @@ class ConformanceRun:
     compute: str = "fp32"
     """Compute dtype of tests that do not set one."""
     results: list[ConformanceResult] = field(default_factory=list)
-    """In the order of the run."""
+    """Results in the order of the run."""
     unclaimed: list[str] = field(default_factory=list)
     """Tests of capabilities that the engine does not claim."""
     num_deselected: int = 0

@@ -15,11 +15,9 @@ class EngineUnderTest:
     engine: str
     """Entry point name or ``module:Class``."""
     capabilities: frozenset[Capability]
-    """What the engine claims."""
+    """Capabilities that the engine claims."""
     layout: Layout
-    """World size and the configuration fields of the parallel layout."""
     all_layouts: tuple[Layout, ...]
-    """All layouts of the run."""
     rank_pool: RankPool
 
     @property

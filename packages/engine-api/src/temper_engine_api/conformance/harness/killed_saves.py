@@ -177,6 +177,7 @@ def _save_without_end(job: _Job, connection: Connection) -> None:
         _update(engine, step)
         digest = _state_digest(engine)
         if job.rank == 0:
+            # Before the save, so that every step that may become complete has a digest.
             (job.folder / f"digest-{step}").write_text(digest)
         if step > 1:
             connection.send((step, ""))
@@ -184,7 +185,10 @@ def _save_without_end(job: _Job, connection: Connection) -> None:
         engine.save_checkpoint(
             str(job.folder),
             global_step=step,
+            # Few enough that kills also hit the deletion of an old step.
             max_ckpt_to_keep=2,
+            # The first save always blocks: its duration is measured, and one step is complete
+            # before a kill.
             in_background=job.in_background and step > 1,
         )
         if step == 1:
@@ -196,6 +200,7 @@ def _load_and_report(job: _Job, connection: Connection) -> None:
     engine = _start_engine(job)
     engine.load_checkpoint(str(job.folder))
     loaded = (engine.num_updates, _state_digest(engine))
+    # The loaded engine must be able to train, which needs the same state on all ranks.
     _update(engine, loaded[0] + 1)
     connection.send(loaded)
     engine.close()
@@ -213,6 +218,7 @@ def _start_ranks(
             target=target, args=(replace(job, rank=rank), child_end), daemon=True
         )
         process.start()
+        # With a copy open here, recv() would not raise EOFError when the rank dies.
         child_end.close()
         processes.append(process)
         connections.append(parent_end)
@@ -251,7 +257,9 @@ def _kill_once(
     save_duration_s = float(_receive(connections)[0][1])
     for _ in range(draw.randint(1, 3)):
         _receive(connections)
+    # A little longer than a save at most, so that kills also hit the time just after its end.
     time.sleep(draw.uniform(0.0, 1.2 * save_duration_s))
+    # Read before the kill: a step that completes in between only makes the later list longer.
     complete_before = list_complete_steps(folder)[-1]
     processes[draw.randrange(_WORLD_SIZE)].kill()
     time.sleep(draw.choice([0.0, 0.3]))  # the other rank continues for a moment, or dies with it
@@ -259,6 +267,7 @@ def _kill_once(
         process.kill()
         process.join()
     was_saving = bool(list_partial_saves(folder))
+    # Another file, since the killed ranks left their keys in the first one.
     load_job = replace(job, fields=load_fields, rendezvous=str(folder / "meet-2"))
     processes, connections = _start_ranks(context, _load_and_report, load_job)
     loaded = _receive(connections)

@@ -15,26 +15,27 @@ from torch import Tensor
 from temper_engine_api.batch import PackedBatch, SequenceBatch
 from temper_engine_api.conformance.harness.rank import EngineSetup, Rank
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
-from temper_engine_api.engine import BaseEngine, UpdateReport
+from temper_engine_api.engine import BaseEngine
 from temper_engine_api.metrics import Metric, merge_metrics
 from temper_engine_api.objective import HeadOutput, Objective
 from temper_engine_api.outputs import ForwardOutputs
 from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
+from temper_engine_api.updates import UpdateReport
 from temper_engine_api.weights import TrainingState
 
 UNLIMITED_TOKENS = 1 << 20
 """Token limit that no test batch reaches."""
 SEED = 7
-"""Seed of `Objective.prepare`."""
+"""Seed that all tests pass to `Objective.prepare`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How a rank's slice is divided into micro-batches."""
+    """Division of a rank's slice into micro-batches."""
 
     name: str
-    """Id in the test's name."""
+    """Part of the test id."""
     min_micro_batches: int = 1
     """Minimum number; if there are fewer samples, empty micro-batches get a dummy."""
     is_dynamic: bool = False
@@ -88,16 +89,16 @@ def rank_slice(
     """
     if objective is not None:
         batch = batch.with_columns(objective.prepare(batch, seed=SEED))
-    atom_tokens = batch.tokens.new_zeros(batch.num_sequences)
-    _, atom_of = torch.unique(batch.pack_group_ids, return_inverse=True)
+    tokens_per_group = batch.tokens.new_zeros(batch.num_sequences)
+    _, group_index = torch.unique(batch.pack_group_ids, return_inverse=True)
     # The dynamic split has the smallest token limit that fits the longest indivisible group.
-    longest_atom = int(atom_tokens.index_add(0, atom_of, batch.lengths).max())
+    max_group_tokens = int(tokens_per_group.index_add(0, group_index, batch.lengths).max())
     constraints = engine.topology.plan_constraints
     plan = plan_mini_batch(
         batch.lengths.tolist(),
         pack_group_ids=batch.pack_group_ids.tolist(),
         dp_size=engine.topology.dp.size,
-        max_tokens=longest_atom + constraints.token_multiple
+        max_tokens=max_group_tokens + constraints.token_multiple
         if split.is_dynamic
         else UNLIMITED_TOKENS,
         constraints=replace(
@@ -106,7 +107,12 @@ def rank_slice(
         ),
     )
     return build_packed_batch(
-        batch, plan=plan, rank=engine.topology.dp.rank, denominators=count_denominators(batch)
+        # Denominators of the full mini-batch, because gradients are summed over ranks and not
+        # averaged.
+        batch,
+        plan=plan,
+        rank=engine.topology.dp.rank,
+        denominators=count_denominators(batch),
     )
 
 
@@ -244,6 +250,13 @@ def train(engine: BaseEngine, batches: Sequence[SequenceBatch]) -> list[Update]:
     return [
         run_update(engine, [rank_slice(engine, batch, split=ONE_MICRO_BATCH)]) for batch in batches
     ]
+
+
+def train_without_stop(
+    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch]
+) -> list[Update]:
+    """Run one update per batch without a checkpoint."""
+    return train(rank.temporary_engine(setup), batches)
 
 
 def train_and_save(

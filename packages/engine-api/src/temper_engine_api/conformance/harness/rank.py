@@ -11,9 +11,9 @@ from temper_engine_api.specs import (
     LoraSpec,
     ModelSpec,
     ModelType,
+    OffloadSpec,
     OptimizerSpec,
     PrecisionSpec,
-    ResidencySpec,
     ScheduleSpec,
 )
 from temper_engine_api.training_specs import Compute, Dtype
@@ -55,7 +55,7 @@ class EngineSetup:
     """Dtype of matmuls and activations; None is the run's, fp32 unless `--compute` is given."""
     parameters: Dtype = "fp32"
     """Dtype of the master weights."""
-    residency: ResidencySpec = field(default_factory=ResidencySpec)
+    offload: OffloadSpec = field(default_factory=OffloadSpec)
     lora: LoraSpec = field(default_factory=LoraSpec)
 
     def build_config(
@@ -72,9 +72,10 @@ class EngineSetup:
             optimizer=self.optimizer,
             schedule=self.schedule,
             precision=PrecisionSpec(compute=self.compute or compute, parameters=self.parameters),
-            residency=self.residency,
+            offload=self.offload,
             lora=self.lora,
             device=device,
+            # Several tests compare bits, which nondeterministic kernels would not repeat.
             deterministic=True,
             collective_timeout_s=COLLECTIVE_TIMEOUT_S,
         )
@@ -116,6 +117,7 @@ class Rank:
         if setup not in self._cached:
             self._cached[setup] = self._start_engine(setup)
         engine = self._cached[setup]
+        # The former job may have ended between its backward pass and a step.
         engine.optimizer_zero_grad()
         return engine
 

@@ -88,6 +88,8 @@ class RankPool:
             self._start()
         name = f"{job.__module__}:{job.__qualname__}"
         if layout.name not in self._rendezvous:
+            # NCCL destroys a group only collectively, so all ranks of the old one leave before any
+            # joins another.
             self._leave_group()
         request = JobRequest(
             engine=engine,
@@ -105,6 +107,8 @@ class RankPool:
     def close(self) -> None:
         """End every process."""
         for _, connection in self._members:
+            # An idle rank sees the end of the connection, closes its engines and exits; others are
+            # killed below.
             connection.close()
         for process, _ in self._members:
             process.join(timeout=EXIT_TIMEOUT_S)
@@ -131,9 +135,12 @@ class RankPool:
                     args=(remote_end,),
                     kwargs={"index": index, "stack_file": str(self._stack_file(index))},
                     name=f"conformance-rank-{index}",
+                    # The session terminates daemons when it exits, so an interrupted run leaves no
+                    # ranks behind.
                     daemon=True,
                 )
                 process.start()
+            # With a copy open here, the death of the rank would not end the connection in _receive.
             remote_end.close()
             self._members.append((process, local_end))
 
@@ -144,6 +151,8 @@ class RankPool:
         members: Sequence[tuple[BaseProcess, Connection]],
     ) -> list[JobReply]:
         __tracebackhide__ = True
+        # Pickle before any send: an argument that cannot be pickled must not leave some ranks in a
+        # job.
         message = pickle.dumps(request)
         for index, (process, connection) in enumerate(members):
             try:
@@ -178,6 +187,8 @@ class RankPool:
         """
         if layout.name not in self._rendezvous:
             self._num_groups += 1
+            # A new file for each group, since torch would find the keys of the former group in the
+            # old one.
             self._rendezvous = {
                 layout.name: str(self._folder / f"rendezvous-{os.getpid()}-{self._num_groups}")
             }
@@ -210,6 +221,7 @@ class RankPool:
             # Unpickling is safe: a process that this one started wrote the bytes.
             reply: JobReply = pickle.loads(connection.recv_bytes())  # noqa: S301
         except (EOFError, ConnectionResetError):
+            # The connection may close before the process ends: wait, so that there is an exit code.
             process.join(timeout=EXIT_TIMEOUT_S)
             self._fail(f"rank {index} died in {job} with exit code {process.exitcode}.")
         return reply
@@ -237,6 +249,8 @@ class RankPool:
     def _stack_of(self, index: int) -> str:
         process = self._members[index][0]
         assert process.pid is not None
+        # The handler of faulthandler runs in C, so it works while the rank waits inside a
+        # collective.
         os.kill(process.pid, signal.SIGUSR1)
         # Wait until the rank's signal handler has written its stack.
         time.sleep(0.3)

@@ -38,7 +38,7 @@ class JobRequest:
     compute: Compute
     """Compute dtype of setups that do not set one."""
     job: str
-    """``module:function``."""
+    """Function to run, as `module:function`."""
     arguments: Mapping[str, object]
     """Keyword arguments of the job."""
 
@@ -122,6 +122,7 @@ class _RankServer:
                 return JobReply(value=_import_job(request.job)(rank, **request.arguments))
             finally:
                 rank.close_temporary_engines()
+        # A SystemExit would end the rank, and the session would see a death without a traceback.
         except BaseException:  # noqa: BLE001  (the session raises it)
             return JobReply(error=traceback.format_exc())
 
@@ -130,6 +131,7 @@ class _RankServer:
         for rank in self._ranks.values():
             rank.close_all()
         self._ranks = {}
+        # An engine in a reference cycle would keep its memory until some later collection.
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -150,6 +152,7 @@ class _RankServer:
         if request.device == "cuda":
             torch.cuda.set_device(self._index)
         dist.init_process_group(
+            # NCCL has no collectives for CPU tensors, so Gloo serves those.
             "cpu:gloo,cuda:nccl" if request.device == "cuda" else "gloo",
             init_method=f"file://{request.rendezvous}",
             rank=self._index,

@@ -14,7 +14,7 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.conformance.harness.measurements import collect_state
 from temper_engine_api.conformance.harness.rank import EngineSetup, Rank
-from temper_engine_api.engine import (
+from temper_engine_api.hooks import (
     Context,
     LossFn,
     PostprocessFn,
@@ -30,12 +30,12 @@ from temper_engine_api.weights import TrainingState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopResult:
-    """What the loop measured on one rank."""
+    """Measurements of the loop on one rank."""
 
     dp: Axis
-    """Data-parallel rank and size."""
+    """Data-parallel axis, with this rank's index on it."""
     losses: list[float]
-    """One per mini-batch."""
+    """Losses in the order of the mini-batches."""
     grad_norms: list[float]
     rates: list[float]
     """Return values of `lr_scheduler_step`."""
@@ -89,6 +89,8 @@ class MeanOfRankMeans:
             predictions["cost"][data.loss_mask & (row == rank)].mean()
             for rank in range(self.num_ranks)
         ]
+        # Each rank counts equally, however many tokens it trains: the loss function sees one rank's
+        # rows only.
         return torch.stack(means).mean(), ctx
 
 

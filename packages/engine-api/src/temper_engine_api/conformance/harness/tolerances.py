@@ -20,7 +20,7 @@ class Tolerance:
 
     relative: float
     reason: str
-    """Why the difference can be this large."""
+    """Reason for a difference of this size."""
     relative_bf16: float | None = None
     """Value for bf16 compute; None is the same value."""
 
@@ -54,7 +54,7 @@ GRADIENT = Tolerance(
     reason="float32 sums of hundreds of terms of both signs in another order; 6e-8 per rounding",
     relative_bf16=0.25,
 )
-"""In bf16 the full gradient is 2 to 4 % off, and a bias, whose terms mostly cancel, 19 %."""
+"""Measured in bf16: 2 to 4 % for the full gradient, 19 % for a bias, whose terms mostly cancel."""
 LOGPROB = Tolerance(
     relative=3e-6,
     reason="float32 logits of hidden size 32 through four layers, summed in another order",
@@ -65,7 +65,7 @@ PEAKED = Tolerance(
     reason="as LOGPROB, where a log-sum-exp cancels logits twenty times as large",
     relative_bf16=0.6,
 )
-"""In bf16 logits of 60 are 0.2 off, which decides the entropy if two tokens are about as likely."""
+"""Rounding to bf16 changes logits of 60 by 0.2, which decides the entropy of two likely tokens."""
 LOSS = Tolerance(
     relative=3e-6,
     reason="float32 sums over micro-batches and four ranks in another order; the oracle's own "
@@ -121,6 +121,7 @@ def assert_close(
         min_scale: Lower bound of the scale that the tolerance is relative to.
     """
     actual_values, expected_values = (
+        # In float64, so that the comparison adds no rounding error of its own.
         torch.as_tensor(actual).double(),
         torch.as_tensor(expected).double(),
     )
@@ -135,6 +136,7 @@ def assert_close(
         max(float(expected_values.abs().max()), min_scale),
         float((actual_values - expected_values).abs().max()),
     )
+    # Not written as `distance > ...`: every comparison with NaN is False, so NaN fails here.
     assert distance <= tolerance.allowed * scale, (
         f"{quantity} differs from the expected values by {distance:.3e}, which is "
         f"{distance / scale if scale else float('inf'):.1e} of their scale {scale:.3e}; allowed is "
@@ -164,6 +166,8 @@ def assert_all_close(
             quantity=f"{quantity} of {name}",
             min_scale=SMALL_TENSOR_FRACTION * largest,
         )
+    # The tolerances of bf16 are so wide for single entries that a missing token could pass them
+    # all.
     if tolerance.allowed != tolerance.relative:
         distance, norm = (
             _norm(tensors)

@@ -16,6 +16,7 @@ from temper_engine_api.conformance.inputs.tiny_models import VOCABULARY
 from temper_engine_api.objective import LOGPROB_AT_IDS
 
 NUM_REQUESTED_IDS = 3
+# Unequal and unsorted: ranks with equally many sequences have different numbers of tokens.
 _RESPONSE_LENGTHS = (14, 1, 7, 3, 11, 2, 5, 9)
 _TEMPERATURES = (1.0, 0.7, 1.3, 2.0)
 UNTRAINED_SEQUENCE = 5
@@ -43,11 +44,13 @@ def make_ragged_batch(*, num_sequences: int = 8, seed: int = 0) -> SequenceBatch
         tokens.append(torch.randint(VOCABULARY, (prompt + response,), generator=draw))
         mask = torch.rand(prompt + response, generator=draw) > 0.15
         mask[:prompt] = False
+        # At least one trained token in every sequence but UNTRAINED_SEQUENCE, whatever the draw.
         mask[prompt] = True
         masks.append(mask & (b != UNTRAINED_SEQUENCE))
     return from_sequences(
         tokens,
         loss_masks=masks,
+        # Not 0 to B - 1, so that an engine which takes ids for indices fails.
         sample_ids=[100 + b for b in range(num_sequences)],
         group_ids=[b // 2 for b in range(num_sequences)],
         pack_group_ids=[b // 2 for b in range(num_sequences)],
@@ -79,10 +82,12 @@ def add_training_columns(
         "old_logprobs": logprobs + _clear_of(0.3 * noise(tokens), _RATIO_CLIPS),
         "ref_logprobs": logprobs + 0.3 * noise(tokens),
         "advantages": noise(tokens),
+        # Never 0, so that every trained token has a gradient.
         "weights": torch.rand(tokens, generator=draw) + 0.5,
         "old_values": near_values + _clear_of(0.3 * noise(tokens), _VALUE_CLIPS),
         "returns": near_values + noise(tokens),
         LOGPROB_AT_IDS: torch.randint(VOCABULARY, (tokens, NUM_REQUESTED_IDS), generator=draw),
+        # One id is dropped, so that the probabilities of the others do not add up to 1.
         "teacher_logprobs": torch.log_softmax(noise(tokens, NUM_REQUESTED_IDS + 1), dim=-1)[
             :, :NUM_REQUESTED_IDS
         ],

@@ -105,6 +105,7 @@ class GspoProbe(Objective):
         log_ratio = torch.where(
             batch.loss_mask, head_outputs[HeadOutput.LOGPROB] - batch.columns["old_logprobs"], 0.0
         )
+        # At least 1, because 0 / 0 of an untrained sequence would make the gradient NaN.
         trained = sum_per_sequence(batch.loss_mask.float(), batch).clamp(min=1.0)
         ratio = torch.exp(sum_per_sequence(log_ratio, batch) / trained)
         advantages = batch.sequence_columns["sequence_advantages"]
@@ -212,6 +213,7 @@ class ClipCovProbe(Objective):
 
     @override
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
+        # In float64, so that float32 rounding does not decide which tokens exceed the limit.
         logprobs, advantages = (
             batch.columns["old_logprobs"].double(),
             batch.columns["advantages"].double(),
@@ -244,7 +246,7 @@ class ClippedValueProbe(Objective):
     """
 
     clip: float = 0.2
-    """eps."""
+    """Half width eps of the clip range around the old value."""
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     @property
@@ -288,6 +290,7 @@ def _hashed_uniform_noise(batch: SequenceBatch, *, seed: int) -> Tensor:
     for factor in (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85):
         key = key * factor
         key = key ^ (key >> 29)
+    # 52 bits, which float64 holds exactly.
     return (key & ((1 << 52) - 1)).double() / (1 << 52)
 
 

@@ -23,7 +23,6 @@ class TinyAdapter:
     name: str
     """Name of its directory and id in test names."""
     model: TinyModel
-    """The base model."""
     fields: Mapping[str, object] = field(default_factory=dict)
     """Fields of PEFT's LoraConfig; defaults are rank 4 and alpha 6 on all linear layers."""
     seed: int = 0

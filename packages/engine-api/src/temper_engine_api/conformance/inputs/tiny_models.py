@@ -149,4 +149,6 @@ def _fill(network: nn.Module, *, generator: torch.Generator, head_scale: float) 
         elif "embed" in name or "lm_head" in name:
             parameter.copy_(0.3 * noise * (head_scale if "lm_head" in name else 1.0))
         else:
+            # Divided by the root of the fan-in, which keeps the size of activations through the
+            # layers.
             parameter.copy_(noise / math.sqrt(parameter.shape[1]))

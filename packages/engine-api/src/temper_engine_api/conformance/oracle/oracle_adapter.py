@@ -44,6 +44,8 @@ class OracleAdapter:
 
     def iterate_merged(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full model's weights with the adapter merged, by Hugging Face name."""
+        # A copy, because merging changes the model in place and training continues with the
+        # adapter.
         merged = copy.deepcopy(self.peft).merge_and_unload()
         yield from ((name, parameter.detach()) for name, parameter in merged.named_parameters())
 

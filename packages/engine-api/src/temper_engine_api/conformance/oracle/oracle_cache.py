@@ -43,7 +43,7 @@ class OracleCache:
     folder: Path
     """Folder in which models and adapters are written."""
     has_experts: bool = False
-    """Whether every model has MoE layers."""
+    """True if all models have MoE layers."""
     rank: Rank = field(default_factory=lambda: Rank(OracleEngine))
     """The rank that runs the oracle."""
     _batches: dict[tuple[str, int, int], SequenceBatch] = field(default_factory=dict)
@@ -81,6 +81,7 @@ class OracleCache:
         bare = self.make_setup(adapter.model, **fields)
         path = write_adapter(
             adapter,
+            # A model of its own, because PEFT changes the model that it wraps.
             load_model(bare.build_config(OracleEngine, device="cpu", layout_fields={})),
             folder=self.folder,
             seed=seed + adapter.seed,
@@ -102,6 +103,8 @@ class OracleCache:
         key = (model.name, num_sequences, seed)
         if key not in self._batches:
             bare = make_ragged_batch(num_sequences=num_sequences, seed=seed)
+            # Columns far from the model's outputs would have most tokens clipped, and so no
+            # gradient.
             self._batches[key] = add_training_columns(
                 bare,
                 logprobs=self.get_outputs(self.make_setup(model), bare, HeadOutput.LOGPROB),

@@ -29,9 +29,9 @@ from temper_engine_api.conformance.inputs.tiny_adapters import (
 )
 from temper_engine_api.conformance.oracle.oracle_adapter import OracleAdapter
 from temper_engine_api.conformance.oracle.oracle_head import compute_sequence_outputs, join_outputs
-from temper_engine_api.engine import BaseEngine, MicroBatchLoss, ObjectT
+from temper_engine_api.engine import BaseEngine, ObjectT
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.objective import HeadOutput, HeadOutputs
+from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_api.specs import EngineConfig, OptimizerSpec
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import (
@@ -101,6 +101,8 @@ class OracleEngine(BaseEngine):
                 if micro_batch_loss is not None:
                     loss = micro_batch_loss(head_outputs, micro)
                     if is_training:
+                        # Gradients add up over micro-batches; each loss is divided by the
+                        # mini-batch's denominators already.
                         loss.backward()
                 results.append(head_outputs.detach())
         return results
@@ -116,6 +118,7 @@ class OracleEngine(BaseEngine):
                 )
                 for b in range(micro.num_sequences)
             ]
+        # In training, outputs at untrained positions are 0 by contract.
         return join_outputs(parts, mask=micro.loss_mask if only_trained else None)
 
     def _autocast(self) -> AbstractContextManager[object]:
@@ -135,6 +138,7 @@ class OracleEngine(BaseEngine):
 
     def _apply_gradients(self, *, lr: float) -> float:
         assert self.config.optimizer is not None
+        # Zeros for parameters without a gradient, so that their moments and weights decay too.
         gradients = self.gradients()
         # In float64, so that the expected norm adds no rounding error of its own.
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
@@ -171,6 +175,7 @@ class OracleEngine(BaseEngine):
         self.first_moments[name], self.second_moments[name] = m, v
         m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
         if parameter.ndim >= 2 or spec.decays_vectors:
+            # Decoupled decay before the step, in the order of torch.optim.AdamW.
             parameter.mul_(1 - lr * spec.weight_decay)
         parameter.sub_(lr * m_hat / (v_hat.sqrt() + spec.eps))
 
@@ -194,12 +199,14 @@ class OracleEngine(BaseEngine):
             self.parameters().items() if self.adapter is None else self.adapter.iterate_merged()
         )
         for name, tensor in split_experts(weights):
+            # A copy, since exported tensors must stay valid when training continues.
             yield NamedWeight(name=name, tensor=tensor.detach().clone())
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
         targets = _split_experts(
             self.parameters() if self.adapter is None else self.adapter.base_parameters()
         )
+        # Read and check all entries before the first write, so that a bad stream changes no weight.
         received = list(stream)
         check_weight_entries(
             [_entry(name, p) for name, p in targets.items()],
@@ -281,6 +288,7 @@ class OracleEngine(BaseEngine):
         return [STATE_FILE, *(f"{ADAPTER_FOLDER}/{name}" for name in (CONFIG_FILE, WEIGHTS_FILE))]
 
     def _read_state(self, directory: str) -> None:
+        # weights_only, because a checkpoint from elsewhere must not be able to run code.
         state = torch.load(Path(directory) / STATE_FILE, weights_only=True)
         self._check_saved(state["masters"], directory=directory)
         with torch.no_grad():
@@ -333,12 +341,16 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
         else AutoModelForTokenClassification
     )
     head: Mapping[str, int] = {} if spec.model_type == "language_model" else {"num_labels": 1}
+    # Weights that the files lack, such as a new value head, are drawn from this seed.
     torch.manual_seed(spec.seed)
     if spec.path is not None:
         model: PreTrainedModel = auto.from_pretrained(
             spec.path,
             dtype=torch.float32,
+            # Eager attention is plain matmuls and a softmax; the choice of a fused kernel depends
+            # on the machine.
             attn_implementation="eager",
+            # A path that does not exist must fail and not be looked up on the Hub.
             local_files_only=True,
             **head,
         )
@@ -346,6 +358,7 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
         settings = dict(spec.architecture)
         hf_config = AutoConfig.for_model(settings.pop("model_type"), **settings, **head)
         model = auto.from_config(hf_config, dtype=torch.float32, attn_implementation="eager")
+    # from_pretrained leaves the model in eval mode, from_config in training mode.
     model.eval()
     return model
 

@@ -25,6 +25,7 @@ def compute_sequence_outputs(
     head_outputs: dict[HeadOutput, Tensor] = {}
     if requested_outputs & SCALAR_OUTPUTS:
         scores = _compute_scores(model, sequence)
+        # The value of a token is read where its logits are, at the position before it.
         head_outputs[HeadOutput.VALUE] = _shift_to_labels(scores[:-1])
         head_outputs[HeadOutput.SCORE] = scores[-1:]
     if requested_outputs - SCALAR_OUTPUTS:
@@ -43,6 +44,7 @@ def join_outputs(parts: Sequence[dict[HeadOutput, Tensor]], *, mask: Tensor | No
     if mask is not None:
         for head_output in columns.keys() - {HeadOutput.SCORE}:
             column = columns[head_output]
+            # Not a product, which would keep a NaN at an untrained position.
             columns[head_output] = torch.where(
                 mask if column.ndim == 1 else mask[:, None], column, 0.0
             )
@@ -53,6 +55,7 @@ def _language_outputs(
     logits: Tensor, sequence: SequenceBatch, *, with_ids: bool
 ) -> dict[HeadOutput, Tensor]:
     """Compute outputs from logits [L, V] divided by the temperature; row t - 1 predicts token t."""
+    # The last position predicts a token after the sequence, for which there is no label.
     log_distribution = torch.log_softmax(logits, dim=-1)[:-1]
     entropy = -(log_distribution.exp() * log_distribution).sum(-1)
     head_outputs = {

@@ -14,7 +14,6 @@ from temper_engine_api.conformance.harness.engine_under_test import EngineUnderT
 from temper_engine_api.conformance.harness.measurements import (
     ONE_MICRO_BATCH,
     TWO_MICRO_BATCHES,
-    Update,
     collect_weights,
     load_and_train,
     measure_outputs,
@@ -23,6 +22,7 @@ from temper_engine_api.conformance.harness.measurements import (
     rank_slice,
     train,
     train_and_save,
+    train_without_stop,
 )
 from temper_engine_api.conformance.harness.rank import ADAMW, EngineSetup, Rank
 from temper_engine_api.conformance.harness.tolerances import (
@@ -226,6 +226,7 @@ def test_disabled_adapter_gives_base_logprobs(
     assert trained.disabled_after.equal(trained.disabled_before), (
         "training an adapter changed the base"
     )
+    # Otherwise an adapter that is never applied would pass the comparisons above.
     assert float((trained.logprobs - base).abs().max()) > 0.01, (
         "the adapter does not change the log-probs"
     )
@@ -289,13 +290,6 @@ def test_adapter_checkpoint_resumes_bitwise(
     )
 
 
-def train_without_stop(
-    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch]
-) -> list[Update]:
-    """Run one update per batch without a checkpoint."""
-    return train(rank.temporary_engine(setup), batches)
-
-
 def test_checkpoint_contains_only_the_adapter(
     engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
 ) -> None:
@@ -316,6 +310,7 @@ def test_checkpoint_contains_only_the_adapter(
     assert_all_equal(
         tensors, {name: entry.master for name, entry in state.items()}, quantity="adapter"
     )
+    # 32 random float32 numbers in a row do not occur in a file by chance.
     row = (
         load_file(Path(setup.model_path) / "model.safetensors")["model.embed_tokens.weight"][7]
         .numpy()
@@ -379,6 +374,7 @@ def load_invalid_adapters(rank: Rank, *, setup: EngineSetup) -> None:
     engine = rank.cached_engine(setup)
     config, before = engine.export_adapter()
     name = next(iter(before))
+    # Other values than those loaded, so that a load which fails halfway shows in the export.
     altered = {key: tensor + 1 for key, tensor in before.items()}
     invalid = [
         {key: tensor for key, tensor in altered.items() if key != name},
@@ -400,6 +396,7 @@ def test_adapter_dropout_is_off_in_eval(
 
     A layout that cannot have dropout must name `lora.dropout` and the setting it conflicts with.
     """
+    # Half of the inputs, so that active dropout makes two passes differ.
     setup, batch = oracle.make_adapter_setup(PLAIN, dropout=0.5), oracle.get_batch()
     messages = set(engine_under_test.run(read_dropout_error, setup=setup))
     assert len(messages) == 1, f"ranks raise different errors: {messages}"

@@ -53,6 +53,7 @@ def test_plan_is_executed_unchanged(
         )
         if pair is not None
     ]
+    # Without this check the loop below would pass if no rank returned metrics.
     assert pairs
     for seen, planned in pairs:
         assert seen == planned
@@ -103,6 +104,7 @@ def test_each_sample_is_on_one_rank(
         )
         if local_batch is not None
     ]
+    # A rank that runs fewer would leave the others waiting in a collective.
     assert len({local_batch.num_micro_batches for local_batch in local_batches}) == 1
     ids = torch.cat(
         [local_batch.sample_ids[~local_batch.is_dummy] for local_batch in local_batches]
@@ -135,6 +137,7 @@ def test_unshard_restores_the_sharded_batch(
 ) -> None:
     """`unshard_data` restores the batch bit for bit, in ascending and in a given order."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
+    # A random order, because ascending ids are what an engine returns by default.
     ids = batch.sample_ids[
         torch.randperm(batch.num_sequences, generator=torch.Generator().manual_seed(1))
     ]
@@ -196,6 +199,7 @@ def test_outputs_are_in_input_order(
 ) -> None:
     """`unshard_outputs` returns outputs in the order of the input, on every rank and split."""
     setup = oracle.make_setup(QWEN2_GROUPED)
+    # Ids out of order: outputs sorted by sample id would pass on the original batch.
     batch = oracle.get_batch().select([6, 0, 3, 7, 1, 5, 2, 4])
     expected = oracle.get_outputs(setup, batch, HeadOutput.LOGPROB)
     for outputs in engine_under_test.run(
@@ -263,6 +267,7 @@ def gradients_by_shard_data(
     """Return the gradients of an update planned by the engine's own `shard_data`."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClipCovProbe())
+    # The seed of the oracle's update, which decides the tokens that ClipCovProbe drops.
     return run_update(engine, [engine.shard_data(batch, max_tokens=40, seed=7)]).gradients
 
 

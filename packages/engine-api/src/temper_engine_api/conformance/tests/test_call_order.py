@@ -64,6 +64,7 @@ def call_out_of_order(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -
         engine.forward_backward_batch(replace(local_batch, columns={}), forward_only=False)
     with pytest.raises(EngineStateError, match="no gradients"):
         engine.optimizer_step()
+    # None of the rejected calls may have left the engine in a mode or an update half done.
     assert run_update(engine, [local_batch]).report.outcome == "stepped"
 
 
@@ -83,6 +84,7 @@ def call_after_final(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) ->
     local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)
     with engine.train_mode():
         engine.forward_backward_batch(local_batch, forward_only=False)
+        # Both, since an engine that checks only final calls would add to reduced gradients.
         for is_final in (True, False):
             with pytest.raises(EngineStateError, match="optimizer_zero_grad"):
                 engine.forward_backward_batch(local_batch, forward_only=False, final=is_final)
@@ -181,6 +183,7 @@ def use_before_init(rank: Rank, *, setup: EngineSetup) -> None:
     """Use an engine before `init_model`, and construct engines with invalid arguments."""
     with pytest.raises(EngineStateError, match="init_model"):
         _ = rank.construct_engine(setup).topology
+    # Reading the path only in init_model lets a process construct an engine without the files.
     rank.construct_engine(replace(setup, model_path=setup.model_path + "-that-does-not-exist"))
     with pytest.raises(ConfigError, match=rank.engine_class.config_class.__name__):
         rank.engine_class("not a configuration")  # type: ignore[arg-type]  # the wrong type is what is tested
@@ -226,4 +229,5 @@ def test_reading_gradients_changes_no_weight(
         measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch
     )[0]
     assert_all_close(update.masters, masters, LOGPROB, quantity="weights")
+    # Equal and not close: engines are cached, so small changes would add up over the tests.
     assert all(torch.equal(update.masters[name], master) for name, master in masters.items())

@@ -15,7 +15,7 @@ from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, REWA
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.errors import CapabilityError
 from temper_engine_api.objective import HeadOutput
-from temper_engine_api.specs import OptimizerSpec, ResidencySpec
+from temper_engine_api.specs import OffloadSpec, OptimizerSpec
 from temper_engine_api.topology import Topology
 
 SETUPS: dict[Capability, Callable[[OracleCache], EngineSetup]] = {
@@ -25,7 +25,7 @@ SETUPS: dict[Capability, Callable[[OracleCache], EngineSetup]] = {
         QWEN2_GROUPED, lora=oracle.make_lora_spec(rank=2)
     ),
     Capability.OFFLOAD: lambda oracle: oracle.make_setup(
-        QWEN2_GROUPED, residency=ResidencySpec(offload_parameters=True, offload_optimizer=True)
+        QWEN2_GROUPED, offload=OffloadSpec(parameters=True, optimizer=True)
     ),
     Capability.ANY_OPTIMIZER: lambda oracle: oracle.make_setup(
         QWEN2_GROUPED, optimizer=OptimizerSpec(name="torch.optim.SGD", arguments={"momentum": 0.9})
@@ -142,6 +142,7 @@ def test_topologies_are_consistent(engine_under_test: EngineUnderTest, oracle: O
             * topology.sp.size
         )
         assert topology.world_size == engine_under_test.world_size == sizes
+    # With two such ranks per replica its samples would count twice, with none not at all.
     output_ranks = [topology.dp.rank for topology in topologies if topology.returns_outputs]
     assert sorted(output_ranks) == list(range(topologies[0].dp.size)), (
         "expected exactly one rank with returns_outputs per data-parallel replica"

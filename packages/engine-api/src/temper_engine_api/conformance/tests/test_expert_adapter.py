@@ -21,6 +21,7 @@ from temper_engine_api.conformance.harness.measurements import (
     measure_update,
     merge_update_metrics,
     train_and_save,
+    train_without_stop,
 )
 from temper_engine_api.conformance.harness.rank import ADAMW, EngineSetup, Rank
 from temper_engine_api.conformance.harness.tolerances import (
@@ -45,7 +46,6 @@ from temper_engine_api.conformance.tests.test_adapter import (
     TrainedAdapter,
     export_adapter,
     train_adapter,
-    train_without_stop,
 )
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import HeadOutput

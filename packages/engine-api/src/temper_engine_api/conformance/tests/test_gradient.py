@@ -165,7 +165,9 @@ def update_in_two_calls(
     """Train on the first two pairs, then on the rest, with the denominators of the full batch."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(objective)
+    # Before the split, because ClipCovProbe takes its covariance over the full mini-batch.
     prepared = batch.with_columns(objective.prepare(batch, seed=7))
+    # With denominators of its own, each half would weigh the same, whatever its number of tokens.
     denominators = rank_slice(engine, prepared, split=ONE_MICRO_BATCH).denominators
     halves = [prepared.select(range(4)), prepared.select(range(4, batch.num_sequences))]
     local_batches = [
@@ -198,6 +200,8 @@ def test_gradient_matches_oracle_for_every_aggregation(
     engine_under_test: EngineUnderTest, oracle: OracleCache, aggregation: Aggregation
 ) -> None:
     """Compare gradients and loss with the oracle's for every loss aggregation mode."""
+    # In two micro-batches below: in one, a mean over the micro-batch is the mean over the
+    # mini-batch.
     probe = ClippedPpoProbe(aggregation=aggregation)
     check_against_oracle(
         engine_under_test,
@@ -278,6 +282,8 @@ def test_masked_positions_do_not_contribute(
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     assert not bool(batch.loss_mask[batch.sequence_index == UNTRAINED_SEQUENCE].any())
     poisoned = {
+        # NaN shows masking by a product, since 0 * NaN is NaN; a finite value would be hidden by
+        # it.
         name: torch.where(batch.loss_mask, batch.columns[name], float("nan"))
         for name in ("old_logprobs", "advantages")
     }
@@ -325,12 +331,14 @@ def test_gradient_norm_covers_all_ranks(
     """
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
+    # In float64: a float32 sum over all parameters has a rounding error near the tolerance.
     norm = torch.cat([g.flatten().double() for g in expected.gradients.values()]).norm()
     for split in SPLITS:
         updates = engine_under_test.run(
             measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch, split=split
         )
         for update in updates:
+            # Squares do not cancel, so the norm can be compared more tightly than single gradients.
             assert_close(update.grad_norm, norm, LOSS, quantity="gradient norm")
 
 

@@ -151,6 +151,7 @@ def test_custom_position_ids_are_used(
     strided = replace(batch, position_ids=2 * batch.get_position_ids())
     expected = oracle.get_outputs(setup, strided, HeadOutput.LOGPROB)
     assert (
+        # Otherwise an engine that ignores the ids could pass within the tolerance.
         float((expected - oracle.get_outputs(setup, batch, HeadOutput.LOGPROB)).abs().max()) > 0.1
     )
     for split in (ONE_MICRO_BATCH, DYNAMIC):
@@ -173,6 +174,7 @@ def test_temperature_scales_logits_before_log_softmax(
     1.
     """
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
+    # One temperature for all sequences would not show that an engine reads only the first.
     for temperature in (torch.tensor([0.5, 1.0, 2.0, 4.0] * 2), torch.tensor([1, 2, 3, 4] * 2)):
         tempered = replace(batch, temperature=temperature)
         outputs = engine_under_test.run(
@@ -199,6 +201,7 @@ def test_requesting_entropy_does_not_change_logprobs(
         )[0].columns[HeadOutput.LOGPROB]
         for requested_outputs in ([HeadOutput.LOGPROB], LANGUAGE_OUTPUTS)
     )
+    # Exact: asking for a metric must not move the on-policy ratio away from 1.
     assert_close(with_entropy, without_entropy, EXACT, quantity="log-probs")
 
 
@@ -260,6 +263,7 @@ def largest_deviation_from_old(
             local_batch, forward_only=True, outputs=[HeadOutput.LOGPROB]
         ).outputs
     seen = run_update(engine, [local_batch], outputs=[HeadOutput.LOGPROB]).outputs
+    # This rank returns no outputs; the ranks that do compare them.
     if old is None or seen is None:
         return 0.0
     mask = _mask_without_dummies(local_batch)
@@ -268,6 +272,7 @@ def largest_deviation_from_old(
 
 
 def _mask_without_dummies(local_batch: SequenceBatch) -> torch.Tensor:
+    # Outputs leave dummy samples out, so the mask has to as well.
     return local_batch.loss_mask[~local_batch.is_dummy[local_batch.sequence_index]]
 
 
@@ -286,6 +291,7 @@ def test_untrained_positions_are_zero(
     parts = [update.outputs for update in updates if update.outputs is not None]
     for head_output in (HeadOutput.LOGPROB, HeadOutput.ENTROPY):
         column = torch.cat([part.columns[head_output] for part in parts])
+        # No trained token of this batch has log-prob or entropy 0, so counting is enough.
         nonzero = int((column != 0).sum())
         assert nonzero == int(batch.loss_mask.sum()), (
             f"{nonzero} entries of {head_output.value} are not 0"
@@ -339,6 +345,7 @@ def test_head_outputs_are_float32_under_bf16(
     for head_output in LANGUAGE_OUTPUTS:
         column = outputs.columns[head_output]
         assert column.dtype == torch.float32
+        # Values that were bf16 on the way survive this round trip unchanged, float32 values do not.
         assert not torch.equal(column, column.bfloat16().float()), (
             f"{head_output.value} was rounded to bf16"
         )

@@ -31,17 +31,17 @@ from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.objective import HeadOutput
-from temper_engine_api.specs import ResidencySpec
+from temper_engine_api.specs import OffloadSpec
 from temper_engine_api.weights import TrainingState
 
 OFFLOADS = (
-    ResidencySpec(offload_parameters=True),
-    ResidencySpec(offload_optimizer=True),
-    ResidencySpec(offload_parameters=True, offload_optimizer=True),
+    OffloadSpec(parameters=True),
+    OffloadSpec(optimizer=True),
+    OffloadSpec(parameters=True, optimizer=True),
 )
 OFFLOAD_ALL = OFFLOADS[-1]
 every_offload = pytest.mark.parametrize(
-    "residency",
+    "offload",
     [
         pytest.param(spec, id=name, marks=pytest.mark.if_claimed(Capability.OFFLOAD))
         for spec, name in zip(OFFLOADS, ("parameters", "optimizer", "everything"), strict=True)
@@ -52,7 +52,7 @@ every_offload = pytest.mark.parametrize(
 @pytest.mark.bitwise
 @every_offload
 def test_offloading_changes_no_number(
-    engine_under_test: EngineUnderTest, oracle: OracleCache, residency: ResidencySpec
+    engine_under_test: EngineUnderTest, oracle: OracleCache, offload: OffloadSpec
 ) -> None:
     """Training with offloaded parameters or optimizer gives bitwise equal state and weights."""
     batches = [oracle.get_batch(seed=seed) for seed in range(2)]
@@ -63,7 +63,7 @@ def test_offloading_changes_no_number(
     )
     offloaded = engine_under_test.run(
         evaluate_train_export,
-        setup=oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, residency=residency),
+        setup=oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, offload=offload),
         batches=batches,
     )
     for (update, weights), (expected, expected_weights) in zip(offloaded, resident, strict=True):
@@ -85,6 +85,7 @@ def evaluate_train_export(
                 local_batch, forward_only=True, outputs=[HeadOutput.LOGPROB]
             )
         engine.optimizer_zero_grad()
+        # Gradients must survive the pause between the calls, in which they may be offloaded.
         for is_final in (False, True):
             with engine.train_mode():
                 engine.forward_backward_batch(local_batch, forward_only=False, final=is_final)
@@ -103,13 +104,13 @@ def test_rfc_loop_runs_with_everything_offloaded(
     resident, offloaded = (
         engine_under_test.run(
             rfc_loop,
-            setup=oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, residency=residency),
+            setup=oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, offload=offload),
             batches=batches,
             loss_fn=mean_cost,
             preprocess_fn=preprocess_fn,
             postprocess_fn=postprocess_fn,
         )
-        for residency in (ResidencySpec(), OFFLOAD_ALL)
+        for offload in (OffloadSpec(), OFFLOAD_ALL)
     )
     for result, expected in zip(offloaded, resident, strict=True):
         assert (result.losses, result.grad_norms) == (expected.losses, expected.grad_norms)
@@ -121,7 +122,7 @@ def test_offload_is_restored_after_an_exception(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     """After an exception inside either mode, an offloaded engine trains as if none happened."""
-    offloaded = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, residency=OFFLOAD_ALL)
+    offloaded = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, offload=OFFLOAD_ALL)
     batch = oracle.get_batch()
     for interrupted, undisturbed in engine_under_test.run(
         update_with_and_without_interruption, setup=offloaded, batch=batch
@@ -149,7 +150,7 @@ def test_saving_offloaded_state_does_not_change_training(
     engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
 ) -> None:
     """Saving an offloaded engine writes its state exactly and does not disturb training."""
-    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, residency=OFFLOAD_ALL)
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, offload=OFFLOAD_ALL)
     for saved, loaded, continued, resumed in engine_under_test.run(
         save_offloaded, setup=setup, batch=oracle.get_batch(), folder=tmp_path
     ):
@@ -182,6 +183,7 @@ def test_manual_moves_change_no_number(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
     """Moving the engine with `to` changes no number, also when it is not moved back."""
+    # With ADAMW, because moments that are lost on the way change the second update.
     setup, batch = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW), oracle.get_batch()
     for moved, unmoved in engine_under_test.run(update_after_moves, setup=setup, batch=batch):
         assert_same_state(moved.state, unmoved.state)
@@ -215,10 +217,10 @@ def test_offloaded_weights_give_the_same_logprobs(
     resident, offloaded = (
         engine_under_test.run(
             measure_outputs,
-            setup=oracle.make_setup(QWEN2_GROUPED, residency=residency),
+            setup=oracle.make_setup(QWEN2_GROUPED, offload=offload),
             batch=batch,
             requested_outputs=[HeadOutput.LOGPROB],
         )[0].columns[HeadOutput.LOGPROB]
-        for residency in (ResidencySpec(), OFFLOAD_ALL)
+        for offload in (OffloadSpec(), OFFLOAD_ALL)
     )
     assert torch.equal(resident, offloaded)

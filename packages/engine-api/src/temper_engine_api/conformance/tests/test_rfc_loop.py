@@ -50,6 +50,7 @@ def test_rfc_loop_with_a_callable(engine_under_test: EngineUnderTest, oracle: Or
         rfc_loop,
         setup=setup,
         batches=batches,
+        # The oracle has one rank, so it has to be told how rows were spread over the others.
         loss_fn=MeanOfRankMeans(results[0].dp.size),
         preprocess_fn=preprocess_fn,
         postprocess_fn=postprocess_fn,
@@ -103,6 +104,7 @@ def test_rfc_predictions_are_detached(
     for result in results:
         rows = range(result.dp.rank, batch.num_sequences, result.dp.size)
         own_rows = batch.with_columns({"expected": logprobs}).select(rows)
+        # A rank that returns no predictions; another rank of its replica does.
         if result.seen is None or result.evaluated is None:
             continue
         assert not result.seen.requires_grad

@@ -48,6 +48,7 @@ LINEAR_DECAY = ScheduleSpec(kind="linear", total_steps=10)
 def test_three_updates_match_adamw(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
     """Three AdamW updates with clipping and weight decay give the oracle's weights and norms."""
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
+    # More than one update, since bias correction and old moments are without effect in the first.
     batches = [oracle.get_batch(seed=seed) for seed in range(3)]
     expected = oracle.run(
         measure_updates, setup=setup, objective=ClippedPpoProbe(), batches=batches
@@ -182,6 +183,7 @@ def test_optimizer_uses_the_scheduled_rate(
     With betas 0, no decay and a tiny eps, AdamW moves the weights with the largest gradients by lr
     * sign(gradient).
     """
+    # A warmup of four steps has a different rate for each of the three updates.
     signs = OptimizerSpec(lr=0.4, betas=(0.0, 0.0), eps=1e-8, weight_decay=0.0, clip_grad_norm=None)
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=signs, schedule=ScheduleSpec(warmup_steps=4))
     batches = [oracle.get_batch(seed=seed) for seed in range(3)]
@@ -189,6 +191,7 @@ def test_optimizer_uses_the_scheduled_rate(
         measure_updates, setup=setup, objective=ClippedPpoProbe(), batches=batches
     )[0]
     for step, (before, after) in enumerate(pairwise(updates), start=1):
+        # The largest movement, because eps makes weights with tiny gradients move less than lr.
         moved = max(
             float((after.masters[n] - before.masters[n]).abs().max()) for n in after.masters
         )
@@ -203,6 +206,7 @@ def test_fully_masked_mini_batch_changes_nothing(
     """A mini-batch without trained tokens changes no weight, moment, count or learning rate."""
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=LINEAR_DECAY)
     batches = [
+        # A real update first, so that moments and counts are not 0 and decay would show.
         oracle.get_batch(),
         mask_everything(oracle.get_batch()),
         mask_everything(oracle.get_batch(seed=1)),
@@ -250,6 +254,7 @@ def test_nonfinite_gradient_skips_the_step_on_every_rank(
             "nonfinite",
             "stepped",
         )
+        # The schedule counts updates, so a skipped one does not advance it.
         assert (skipped.next_lr, later.next_lr) == (rates[1], rates[2])
         assert_same_state(skipped.state, first.state)
     reported = [
@@ -280,6 +285,7 @@ def skip_until_error(
     """Skip twice, update, then skip until the engine raises; return that number of skips."""
     engine = rank.temporary_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
+    # The successful update must reset the count of consecutive skips.
     for batch in (bad, bad, good):
         run_update(engine, [rank_slice(engine, batch, split=ONE_MICRO_BATCH)])
     for count in range(1, 10):
@@ -313,6 +319,7 @@ def update_after_a_dropped_one(
     """Drop gradients of one batch, reduced and not, then train on another one."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
+    # Before the final call gradients are local, after it reduced; both must be dropped.
     for is_final in (False, True):
         engine.optimizer_zero_grad()
         with engine.train_mode():

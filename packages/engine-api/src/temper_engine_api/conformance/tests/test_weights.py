@@ -101,6 +101,7 @@ def test_exported_weights_give_same_logits_in_transformers(
     folder = write_model_folder(exported, like=Path(setup.model_path), folder=tmp_path / "exported")
     _, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not loading["unexpected_keys"]
+    # The file of a tied model rightly lacks the head, which transformers may report.
     assert set(loading["missing_keys"]) <= ({"lm_head.weight"} if is_tied(model) else set())
     expected = oracle.get_outputs(EngineSetup(model_path=str(folder)), batch, HeadOutput.LOGPROB)
     assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
@@ -114,6 +115,7 @@ def write_model_folder(weights: dict[str, Tensor], *, like: Path, folder: Path) 
     folder.mkdir()
     shutil.copy(like / "config.json", folder)
     save_file(
+        # safetensors rejects tensors that are not contiguous.
         {name: tensor.contiguous() for name, tensor in weights.items()},
         folder / "model.safetensors",
         {"format": "pt"},
@@ -148,6 +150,7 @@ def test_loaded_weights_are_exported_unchanged(
 ) -> None:
     """`load_weights` followed by export returns the same bits, in master weights too."""
     setup = oracle.make_setup(model)
+    # Not the weights that the engine started with: a load without effect must fail.
     other = load_file(oracle.write_model(model, seed=1) / "model.safetensors")
     weights, masters = engine_under_test.run(weights_after_loading, setup=setup, weights=other)[0]
     assert_all_equal(
@@ -249,6 +252,7 @@ def read_outside(rank: Rank, *, setup: EngineSetup) -> None:
     with pytest.raises(EngineStateError, match="inside"):
         next(stream)
     with stream:
+        # Only one tensor: the context may be left before the end of the stream.
         first = next(stream)
     with pytest.raises(EngineStateError, match="inside"):
         next(stream)
@@ -299,6 +303,7 @@ def continue_in_both_engines(
     """Update the source, move its state to the target, then update both."""
     source, target = rank.temporary_engine(setup), rank.temporary_engine(setup)
     train_once(source, batches[0])
+    # The export is lazy and may run collectives: finish it before the load runs its own.
     target.load_state(iter(list(source.export_state())))
     return train_once(target, batches[1]), train_once(source, batches[1])
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from temper_engine_api.checkpoint.dcp_reader import SafeDcpReader
+from temper_engine_api.checkpoint.saved_state import SafeDcpReader
 from temper_engine_api.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -47,7 +47,7 @@ def test_tensors_are_read_as_torch_reads_them(tmp_path: Path, dtype: torch.dtype
 def test_metadata_with_code_in_it_is_refused_and_not_executed(tmp_path: Path) -> None:
     proof = tmp_path / "executed"
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(proof)))
-    with pytest.raises(CheckpointError, match=r"\.metadata asks for .*\. Nothing was executed"):
+    with pytest.raises(CheckpointError, match=r"\.metadata names .*\. Nothing was executed"):
         SafeDcpReader(tmp_path).read_metadata()
     assert not proof.exists()
     pickle.loads((tmp_path / ".metadata").read_bytes())
@@ -56,12 +56,12 @@ def test_metadata_with_code_in_it_is_refused_and_not_executed(tmp_path: Path) ->
 
 def test_entries_that_torch_would_unpickle_are_refused(tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(1), "steps": 3}, checkpoint_id=tmp_path)
-    with pytest.raises(CheckpointError, match=r"asks for .*BytesStorageMetadata"):
+    with pytest.raises(CheckpointError, match=r"names .*BytesStorageMetadata"):
         SafeDcpReader(tmp_path).read_metadata()
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps([1])])
 def test_damaged_metadata_is_said(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"\.metadata (can't be read|holds a list)"):
+    with pytest.raises(CheckpointError, match=r"\.metadata (can't be read|contains a list)"):
         SafeDcpReader(tmp_path).read_metadata()

@@ -1,0 +1,301 @@
+"""Conformance tests of step directories: damage, failed saves, retention, remote copies."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.checkpoint import list_complete_steps
+from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
+from temper_engine_api.conformance.harness.measurements import (
+    collect_state,
+    load_and_train,
+    train,
+    train_and_save,
+    train_without_stop,
+)
+from temper_engine_api.conformance.harness.rank import ADAMW, EngineSetup, Rank
+from temper_engine_api.conformance.harness.rank_pool import RankFailureError
+from temper_engine_api.conformance.harness.tolerances import (
+    assert_same_state,
+)
+from temper_engine_api.conformance.inputs.tiny_models import OTHER_SHAPES, QWEN2_GROUPED, TinyModel
+from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
+from temper_engine_api.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    IncompleteCheckpointError,
+)
+from temper_engine_api.layout import default_layout
+from temper_engine_api.specs import ScheduleSpec
+from temper_engine_api.weights import TrainingState
+
+COSINE = ScheduleSpec(kind="cosine", warmup_steps=1, total_steps=6)
+
+
+@pytest.fixture
+def setup(oracle: OracleCache) -> EngineSetup:
+    """An engine setup whose learning rate changes at every step."""
+    return oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, schedule=COSINE)
+
+
+@pytest.fixture
+def batches(oracle: OracleCache) -> list[SequenceBatch]:
+    """Four mini-batches."""
+    return [oracle.get_batch(seed=seed) for seed in range(4)]
+
+
+@pytest.mark.parametrize("damage_kind", ["altered", "truncated", "removed"])
+def test_damaged_checkpoint_is_rejected_naming_the_file(
+    engine_under_test: EngineUnderTest,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
+    damage_kind: str,
+) -> None:
+    """An altered, truncated or removed file raises DamagedCheckpointError with its name.
+
+    The largest engine file is damaged. The engine's state must not change.
+    """
+    step = Path(
+        engine_under_test.run(
+            train_and_save, setup=setup, batches=batches[:1], folder=tmp_path, step=1
+        )[0]
+    )
+    file = max(
+        # The largest file holds tensors, whose damage no parser would notice.
+        (path for path in (step / "engine").rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
+    damage(file, damage_kind)
+    for message, before, after in engine_under_test.run(
+        load_and_expect_error, setup=setup, folder=step, kind="damaged"
+    ):
+        assert file.name in message
+        assert_same_state(after, before)
+
+
+def damage(file: Path, damage_kind: str) -> None:
+    content = bytearray(file.read_bytes())
+    # A single bit, with the size unchanged: only a checksum finds it.
+    content[len(content) // 2] ^= 1
+    if damage_kind == "removed":
+        file.unlink()
+    else:
+        file.write_bytes(content if damage_kind == "altered" else content[:-1])
+
+
+def load_and_expect_error(
+    rank: Rank, *, setup: EngineSetup, folder: Path, kind: str
+) -> tuple[str, dict[str, TrainingState], dict[str, TrainingState]]:
+    """Return the error message, and the state before and after."""
+    expected = {
+        "damaged": DamagedCheckpointError,
+        "incomplete": IncompleteCheckpointError,
+        "other_model": CheckpointError,
+    }[kind]
+    engine = rank.temporary_engine(setup)
+    before = collect_state(engine)
+    with pytest.raises(expected) as caught:
+        engine.load_checkpoint(str(folder))
+    # pytest.raises accepts subclasses, which would hide one kind of damage behind another.
+    assert caught.type is expected
+    return str(caught.value), before, collect_state(engine)
+
+
+def test_step_without_manifest_is_rejected(
+    engine_under_test: EngineUnderTest,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
+) -> None:
+    """A step without a manifest raises IncompleteCheckpointError, also by its parent folder.
+
+    The manifest is written last: without it the save did not complete.
+    """
+    step = Path(
+        engine_under_test.run(
+            train_and_save, setup=setup, batches=batches[:1], folder=tmp_path, step=1
+        )[0]
+    )
+    (step / "manifest.json").unlink()
+    for folder in (step, tmp_path):
+        for _, before, after in engine_under_test.run(
+            load_and_expect_error, setup=setup, folder=folder, kind="incomplete"
+        ):
+            assert_same_state(after, before)
+
+
+@pytest.mark.parametrize("other", OTHER_SHAPES, ids=lambda model: model.name)
+def test_checkpoint_of_another_model_is_rejected(
+    engine_under_test: EngineUnderTest,
+    oracle: OracleCache,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
+    other: TinyModel,
+) -> None:
+    """A checkpoint with other layers or shapes raises CheckpointError; the state is unchanged."""
+    other_setup = oracle.make_setup(other, optimizer=ADAMW, schedule=COSINE)
+    if not all(
+        engine_under_test.run(
+            save_if_buildable, setup=other_setup, batches=batches[:1], folder=tmp_path, step=1
+        )
+    ):
+        # This layout fixes the number of layers, so one rank writes the checkpoint to reject.
+        engine_under_test.run_in(
+            default_layout(1),
+            train_and_save,
+            setup=other_setup,
+            batches=batches[:1],
+            folder=tmp_path,
+            step=1,
+        )
+    for _, before, after in engine_under_test.run(
+        load_and_expect_error, setup=setup, folder=tmp_path, kind="other_model"
+    ):
+        assert_same_state(after, before)
+
+
+def save_if_buildable(
+    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], folder: Path, step: int
+) -> bool:
+    """Save a checkpoint if this layout can hold the model; return whether it can."""
+    try:
+        train_and_save(rank, setup=setup, batches=batches, folder=folder, step=step)
+    except ConfigError:
+        return False
+    return True
+
+
+def test_failed_save_keeps_the_previous_step(
+    engine_under_test: EngineUnderTest,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
+) -> None:
+    """After a full disk on one rank, all ranks raise and training resumes from the step before."""
+    engine_under_test.run(train_and_save, setup=setup, batches=batches[:1], folder=tmp_path, step=1)
+    uninterrupted = engine_under_test.run(train_without_stop, setup=setup, batches=batches[:2])[0]
+    messages = engine_under_test.run(failing_save, setup=setup, folder=tmp_path, step=2)
+    assert all("No space left" in message for message in messages)
+    assert list_complete_steps(tmp_path) == [1]
+    resumed = engine_under_test.run(
+        load_and_train, setup=setup, batches=batches[1:2], folder=tmp_path
+    )[0]
+    assert_same_state(resumed[0].state, uninterrupted[1].state)
+
+
+def failing_save(rank: Rank, *, setup: EngineSetup, folder: Path, step: int) -> str:
+    """Save with an OSError on the last rank after its files were written; return the message."""
+    engine = rank.temporary_engine(setup)
+    write = engine._write_state
+
+    def write_and_fail(directory: str) -> list[str]:
+        files = write(directory)
+        # The last rank, because rank 0 must learn of the failure from another one.
+        if rank.index == rank.world_size - 1:
+            raise OSError(28, "No space left on device")
+        return files
+
+    engine._write_state = write_and_fail  # type: ignore[method-assign]  # injected failure: the real save runs first
+    with pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(str(folder), global_step=step)
+    return str(caught.value)
+
+
+def test_killed_save_keeps_the_previous_step(
+    engine_under_test: EngineUnderTest,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
+) -> None:
+    """After a rank is killed during a save, training resumes from the step before."""
+    engine_under_test.run(train_and_save, setup=setup, batches=batches[:1], folder=tmp_path, step=1)
+    uninterrupted = engine_under_test.run(train_without_stop, setup=setup, batches=batches[:2])[0]
+    with pytest.raises(RankFailureError, match="died"):
+        engine_under_test.run(killed_save, setup=setup, folder=tmp_path, step=2)
+    assert list_complete_steps(tmp_path) == [1]
+    resumed = engine_under_test.run(
+        load_and_train, setup=setup, batches=batches[1:2], folder=tmp_path
+    )[0]
+    assert_same_state(resumed[0].state, uninterrupted[1].state)
+
+
+def killed_save(rank: Rank, *, setup: EngineSetup, folder: Path, step: int) -> None:
+    """Kill the last rank once its files are written."""
+    engine = rank.temporary_engine(setup)
+    write = engine._write_state
+
+    def write_and_die(directory: str) -> list[str]:
+        files = write(directory)
+        if rank.index == rank.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return files
+
+    engine._write_state = write_and_die  # type: ignore[method-assign]  # injected failure: the real save runs first
+    engine.save_checkpoint(str(folder), global_step=step)
+
+
+def test_only_the_newest_steps_are_kept(
+    engine_under_test: EngineUnderTest, setup: EngineSetup, tmp_path: Path
+) -> None:
+    """`max_ckpt_to_keep` deletes the oldest steps."""
+    engine_under_test.run(save_often, setup=setup, folder=tmp_path, num_saves=4, max_to_keep=2)
+    assert list_complete_steps(tmp_path) == [3, 4]
+
+
+def save_often(
+    rank: Rank, *, setup: EngineSetup, folder: Path, num_saves: int, max_to_keep: int
+) -> None:
+    """Save steps 1 to num_saves."""
+    engine = rank.temporary_engine(setup)
+    for step in range(1, num_saves + 1):
+        engine.save_checkpoint(str(folder), global_step=step, max_ckpt_to_keep=max_to_keep)
+
+
+def test_only_the_downloaded_copy_is_deleted(
+    engine_under_test: EngineUnderTest,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
+) -> None:
+    """`del_local_after_load` deletes the downloaded step and no other file."""
+    local, remote, downloads = tmp_path / "local", tmp_path / "remote", tmp_path / "downloads"
+    downloads.mkdir()
+    # A file that Temper did not write must survive the deletion.
+    (downloads / "notes.txt").write_text("a file of the user")
+    states = engine_under_test.run(
+        save_and_load_remotely,
+        setup=setup,
+        batches=batches[:1],
+        local=local,
+        url=f"file://{remote}",
+        downloads=downloads,
+    )
+    assert_same_state(states[0][1], states[0][0])
+    assert [path.name for path in downloads.iterdir()] == ["notes.txt"]
+    assert (list_complete_steps(local), list_complete_steps(remote)) == ([1], [1])
+
+
+def save_and_load_remotely(
+    rank: Rank,
+    *,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    local: Path,
+    url: str,
+    downloads: Path,
+) -> tuple[dict[str, TrainingState], dict[str, TrainingState]]:
+    """Return the state when saved, and when loaded from the remote copy."""
+    engine = rank.temporary_engine(setup)
+    train(engine, batches)
+    saved = collect_state(engine)
+    engine.save_checkpoint(str(local), url, global_step=1)
+    # Change the state after the save, so that a load without effect is noticed.
+    train(engine, batches)
+    engine.load_checkpoint(str(downloads), url, del_local_after_load=True)
+    return saved, collect_state(engine)
