@@ -18,10 +18,10 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import CapabilityError, WeightError
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import ModelSpec, Scalar
-from temper_engine_api.weights import NamedWeight
+from temper_engine_api.weights import NamedWeight, split_experts
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.model.weight_names import ExpertJoiner, split_experts
+from temper_engine_fsdp.model.weight_names import ExpertJoiner
 
 ARCHITECTURES: Mapping[str, Mapping[str, Scalar]] = {
     "mistral": {"model_type": "mistral", "tie_word_embeddings": False, "sliding_window": 6},
@@ -69,7 +69,7 @@ def update(engine: FSDPEngine, batch: SequenceBatch) -> float:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_packed_log_probs_are_those_of_transformers(
+def test_packed_logprobs_equal_transformers(
     start: Callable[..., FSDPEngine], config: FSDPConfig, batch: SequenceBatch, name: str
 ) -> None:
     engine = start(
@@ -92,7 +92,7 @@ def test_packed_log_probs_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_gradients_are_those_of_transformers(
+def test_gradients_equal_transformers(
     start: Callable[..., FSDPEngine], config: FSDPConfig, batch: SequenceBatch, name: str
 ) -> None:
     engine = start(
@@ -121,7 +121,7 @@ def test_gradients_are_those_of_transformers(
 
 @pytest.mark.bitwise
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_resumed_run_goes_on_bit_for_bit(
+def test_resumed_run_continues_bit_for_bit(
     start: Callable[..., FSDPEngine],
     config: FSDPConfig,
     batch: SequenceBatch,
@@ -137,7 +137,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     assert [update(other, batch) for _ in range(2)] == [update(engine, batch) for _ in range(2)]
 
 
-def test_experts_are_exported_under_the_names_that_transformers_writes(
+def test_experts_are_exported_under_the_names_of_transformers_files(
     start: Callable[..., FSDPEngine], config: FSDPConfig, batch: SequenceBatch, tmp_path: Path
 ) -> None:
     engine = start(
@@ -171,7 +171,7 @@ def test_experts_are_exported_under_the_names_that_transformers_writes(
         assert all(exported[name].equal(tensor) for name, tensor in stream)
 
 
-def test_an_expert_that_lacks_is_named_and_nothing_is_loaded(
+def test_missing_expert_is_named_and_nothing_is_loaded(
     start: Callable[..., FSDPEngine], config: FSDPConfig
 ) -> None:
     engine = start(

@@ -141,7 +141,7 @@ def test_padding_to_rounded_lengths_changes_no_gradient(family: str, tokens: Ten
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=2e-5)
 
 
-def test_no_mask_over_the_pack_is_made(tokens: Tensor) -> None:
+def test_no_mask_over_the_pack_is_built(tokens: Tensor) -> None:
     model = packed_model("qwen2").eval()
     seen: list[object] = []
     model.base_model.layers[0].register_forward_pre_hook(
@@ -190,14 +190,14 @@ class ReadsBack(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pass_reads_nothing_back_from_its_tensors(family: str, tokens: Tensor) -> None:
+def test_attention_does_not_read_values_from_its_tensors(family: str, tokens: Tensor) -> None:
     model, packing = packed_model(family), PackLayout(LENGTHS, device=CPU)
     with ReadsBack() as reads:
         packed_hidden(model, tokens, packing=packing).sum().backward()
     assert reads.num == 0
 
 
-def test_half_precision_is_attended_in_float32_on_a_cpu(tokens: Tensor) -> None:
+def test_attention_on_a_cpu_computes_16_bit_inputs_in_float32(tokens: Tensor) -> None:
     model = packed_model("qwen2").eval()
     seen: set[torch.dtype] = set()
 
@@ -237,7 +237,7 @@ def test_half_precision_is_attended_in_float32_on_a_cpu(tokens: Tensor) -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 @pytest.mark.parametrize("kernel", [packed_attention.SDPA_VARLEN, packed_attention.TORCH_VARLEN])
-def test_what_a_kernel_does_not_compute_is_refused(
+def test_unsupported_attention_options_are_refused(
     kernel: str, arguments: dict[str, object], sentence: str
 ) -> None:
     packed_attention.register_kernels()
@@ -254,7 +254,7 @@ def test_what_a_kernel_does_not_compute_is_refused(
         )
 
 
-def test_a_mask_of_the_models_own_is_refused() -> None:
+def test_mask_built_by_the_model_is_refused() -> None:
     with pytest.raises(CapabilityError, match="passes an attention mask to its attention"):
         packed_attention.sdpa_varlen_forward(
             torch.nn.Module(),

@@ -128,7 +128,7 @@ def test_peaked_logits_stay_finite_and_exact() -> None:
 
 def test_uniform_logits_have_the_entropy_and_logprob_of_the_vocabulary() -> None:
     # A weight of zeros makes every token equally likely: log-prob -log 101, entropy log 101,
-    # normaliser log 101.
+    # logsumexp log 101.
     case = make_case()
     columns = chunked_logprobs(case.hidden, torch.zeros(101, 16), case.labels, needs_entropy=True)
     expected = torch.full((37,), math.log(101.0))

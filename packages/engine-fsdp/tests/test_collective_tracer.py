@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("wait_as_rank.py")
 
 
 @pytest.mark.slow
-def test_the_rank_that_waits_says_where_and_for_whom(tmp_path: Path) -> None:
+def test_timeout_error_names_the_collective_and_the_stages_of_other_ranks(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -58,14 +58,14 @@ def standalone_tracer() -> CollectiveTracer:
     )
 
 
-def test_errors_that_no_collective_raised_pass_as_they_are() -> None:
+def test_errors_without_a_timeout_are_not_changed() -> None:
     stages = standalone_tracer()
     for error in (RuntimeError("out of memory"), KeyError("labels")):
         with pytest.raises(type(error), match=str(error.args[0])), stages.stage("a training call"):
             raise error
 
 
-def test_a_stage_lasts_until_the_device_is_done_with_it() -> None:
+def test_stage_lasts_until_the_device_has_finished_it() -> None:
     stages, is_done = standalone_tracer(), [False, False]
     for i, name in enumerate(("a training call", "the update")):
         with stages.stage(name):
@@ -78,11 +78,15 @@ def test_a_stage_lasts_until_the_device_is_done_with_it() -> None:
     assert stages._oldest_unfinished() is None
 
 
-def test_a_stage_within_a_stage_belongs_to_it() -> None:
+def test_nested_stages_count_as_the_outer_one() -> None:
     stages, seen = standalone_tracer(), []
     with stages.stage("saving a checkpoint"):
         with stages.stage("an exchange of objects"):
-            seen.append(stages._now)
-        seen.append(stages._now)
-    assert [*seen, stages._now] == ["saving a checkpoint", "saving a checkpoint", "between calls"]
+            seen.append(stages._current_stage)
+        seen.append(stages._current_stage)
+    assert [*seen, stages._current_stage] == [
+        "saving a checkpoint",
+        "saving a checkpoint",
+        "between calls",
+    ]
     assert stages._since <= time.time()

@@ -144,7 +144,9 @@ def test_cores_near_a_gpu_are_refused_on_the_cpu() -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
-def test_what_cannot_work_together_is_refused(settings: dict[str, Any], sentence: str) -> None:
+def test_settings_that_exclude_each_other_are_refused(
+    settings: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         FSDPConfig(model=MODEL, **settings)
 

@@ -15,17 +15,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.engine import Context
 from temper_engine_api.errors import CapabilityError, ConfigError, EngineStateError, WeightError
+from temper_engine_api.hooks import Context
 from temper_engine_api.objective import HeadOutput
-from temper_engine_api.specs import LoraSpec, ModelSpec, PrecisionSpec, ResidencySpec
+from temper_engine_api.specs import LoraSpec, ModelSpec, OffloadSpec, PrecisionSpec
 from temper_engine_api.training_specs import Compute
 from temper_engine_api.weights import NamedWeight
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 
 Start = Callable[..., FSDPEngine]
-EVERYTHING_OFFLOADED = ResidencySpec(offload_parameters=True, offload_optimizer=True)
+EVERYTHING_OFFLOADED = OffloadSpec(parameters=True, optimizer=True)
 
 
 def mean_nll(
@@ -72,7 +72,7 @@ def test_the_training_loop_of_the_rfc_lowers_the_loss(start: Start, batch: Seque
 
 @pytest.mark.bitwise
 def test_offloading_everything_does_not_change_a_bit(start: Start, batch: SequenceBatch) -> None:
-    here, away = start(), start(residency=EVERYTHING_OFFLOADED)
+    here, away = start(), start(offload=EVERYTHING_OFFLOADED)
     assert train(here, [batch] * 3) == train(away, [batch] * 3)
     offloaded = weights_of(away)
     for name, tensor in weights_of(here).items():
@@ -82,7 +82,7 @@ def test_offloading_everything_does_not_change_a_bit(start: Start, batch: Sequen
 def test_offloaded_parameters_leave_the_device_between_contexts(
     start: Start, batch: SequenceBatch
 ) -> None:
-    engine = start(residency=EVERYTHING_OFFLOADED)
+    engine = start(offload=EVERYTHING_OFFLOADED)
 
     def resident_bytes() -> int:
         return sum(t.untyped_storage().nbytes() for t in engine._components.model_tensors())
@@ -98,7 +98,9 @@ def test_offloaded_parameters_leave_the_device_between_contexts(
     assert resident_bytes() == 0
 
 
-def test_moving_by_hand_lasts_until_the_next_call(start: Start, batch: SequenceBatch) -> None:
+def test_tensors_stay_where_to_moved_them_until_the_next_call(
+    start: Start, batch: SequenceBatch
+) -> None:
     engine = start()
     before = weights_of(engine)
     engine.to("cpu")
@@ -146,7 +148,7 @@ def test_exported_weights_load_in_transformers_with_the_same_logprobs(
     )
 
 
-def test_a_weight_too_few_changes_nothing(start: Start) -> None:
+def test_missing_weight_leaves_all_weights_unchanged(start: Start) -> None:
     engine = start()
     before = weights_of(engine)
     altered = [NamedWeight(name, tensor + 1) for name, tensor in before.items()]
@@ -177,7 +179,9 @@ def test_keeping_gathered_parameters_does_not_change_a_bit(
     assert train(start(), [batch] * 2) == train(start(reshard_after_forward=False), [batch] * 2)
 
 
-def test_a_deterministic_engine_puts_the_setting_back(start: Start, batch: SequenceBatch) -> None:
+def test_deterministic_engine_restores_the_global_setting(
+    start: Start, batch: SequenceBatch
+) -> None:
     train(start(deterministic=True), [batch])
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -209,9 +213,7 @@ def test_a_deterministic_run_repeats_bit_for_bit_on_many_threads(
         assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-def test_a_loss_that_raises_leaves_the_engine_able_to_train(
-    start: Start, batch: SequenceBatch
-) -> None:
+def test_engine_trains_after_a_loss_function_has_raised(start: Start, batch: SequenceBatch) -> None:
     engine = start()
 
     def failing(
@@ -226,7 +228,7 @@ def test_a_loss_that_raises_leaves_the_engine_able_to_train(
     assert train(engine, [batch] * 3) == train(start(), [batch] * 3)
 
 
-def test_dropping_pending_gradients_leaves_none_behind(start: Start, batch: SequenceBatch) -> None:
+def test_zero_grad_also_drops_unreduced_gradients(start: Start, batch: SequenceBatch) -> None:
     engine, fresh = start(), start()
     engine.set_loss_fn(mean_nll)
     with engine.train_mode():
@@ -301,6 +303,12 @@ def test_a_wrong_module_name_lists_those_there_are(start: Start) -> None:
         start(wrap_modules=("Qwen9Layer",))
 
 
+def test_failed_init_model_destroys_the_process_group_it_created(start: Start) -> None:
+    with pytest.raises(ConfigError, match="Qwen9Layer"):
+        start(wrap_modules=("Qwen9Layer",))
+    assert not torch.distributed.is_initialized()
+
+
 def test_nested_modules_cannot_be_wrapped_together(start: Start) -> None:
     with pytest.raises(
         ConfigError,
@@ -337,7 +345,7 @@ def test_a_second_engine_follows_in_the_same_process(start: Start, batch: Sequen
     assert train(start(), [batch] * 2) == losses
 
 
-def test_a_checkpoint_holds_a_model_that_transformers_loads(start: Start, tmp_path: Path) -> None:
+def test_checkpoint_contains_a_model_that_transformers_loads(start: Start, tmp_path: Path) -> None:
     engine = start(save_huggingface_weights=True)
     step = engine.save_checkpoint(str(tmp_path), global_step=1)
     model = AutoModelForCausalLM.from_pretrained(
@@ -351,7 +359,9 @@ def test_a_checkpoint_holds_a_model_that_transformers_loads(start: Start, tmp_pa
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor"
 )  # torch's compiler looks at gradients of tensors that have none
-def test_compiled_layers_and_kept_logits_train_alike(start: Start, batch: SequenceBatch) -> None:
+def test_compiled_layers_and_kept_logits_do_not_change_training(
+    start: Start, batch: SequenceBatch
+) -> None:
     expected = train(start(), [batch] * 3)
     assert train(start(head_keeps_logits=True), [batch] * 3) == pytest.approx(expected, rel=1e-5)
     assert train(start(head_keeps_logits=True, compile_layers=True), [batch] * 3) == pytest.approx(

@@ -32,7 +32,7 @@ def full_disk(*, at: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("at", [10_000, 500])
-def test_a_save_that_fails_leaves_the_step_before_and_no_rest(
+def test_failed_save_keeps_the_previous_step_and_leaves_no_files(
     start: Callable[..., FSDPEngine], tmp_path: Path, at: int
 ) -> None:
     engine = start()
@@ -49,7 +49,7 @@ def test_a_save_that_fails_leaves_the_step_before_and_no_rest(
     engine.save_checkpoint(str(tmp_path), global_step=2)
 
 
-def test_random_states_that_can_not_be_written_are_named(tmp_path: Path) -> None:
+def test_error_names_the_rng_file_that_could_not_be_written(tmp_path: Path) -> None:
     with full_disk(at=500), pytest.raises(CheckpointError, match=r"could not write .*rank_0\.pt"):
         training_checkpoint.write_rng_states(
             {"cpu": torch.get_rng_state()}, directory=str(tmp_path), rank=0
@@ -75,7 +75,7 @@ def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
         (1, ADAMW, "could not write the checkpoint to"),
     ],
 )
-def test_a_full_disk_of_one_rank_stops_both(
+def test_full_disk_of_one_rank_fails_the_save_on_both(
     rank_pool: RankPool, tmp_path: Path, full: int, optimizer: OptimizerSpec | None, sentence: str
 ) -> None:
     setup = OracleCache(folder=tmp_path / "models").make_setup(QWEN2_GROUPED, optimizer=optimizer)

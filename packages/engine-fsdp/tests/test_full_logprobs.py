@@ -34,7 +34,7 @@ def gradients(
 
 @pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("with_entropy", [True, False])
-def test_answers_and_gradients_are_those_of_the_chunked_head(
+def test_outputs_and_gradients_equal_the_chunked_head(
     with_entropy: bool, is_compiled: bool
 ) -> None:
     given = inputs()
@@ -55,7 +55,7 @@ def test_answers_and_gradients_are_those_of_the_chunked_head(
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_without_a_temperature_logits_stay_as_they_are() -> None:
+def test_full_and_chunked_head_are_equal_without_a_temperature() -> None:
     given = inputs()
     del given["temperature"], given["ids"]
     torch.testing.assert_close(
@@ -63,6 +63,6 @@ def test_without_a_temperature_logits_stay_as_they_are() -> None:
     )
 
 
-def test_nothing_is_kept_where_nothing_is_differentiated() -> None:
+def test_logits_are_not_kept_without_gradients() -> None:
     given = {name: tensor.detach() for name, tensor in inputs().items()}
     assert full_logprobs(**given).logprob.grad_fn is None

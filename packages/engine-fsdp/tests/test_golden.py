@@ -25,7 +25,7 @@ def _digest(tensor: torch.Tensor) -> str:
     reason="no version is released yet whose checkpoint could be kept; the first release brings it",
 )
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.parent.name)
-def test_a_released_checkpoint_is_read_bit_for_bit_and_training_goes_on(file: Path) -> None:
+def test_released_checkpoint_is_read_bit_for_bit_and_training_continues(file: Path) -> None:
     written = json.loads(file.read_text())
     settings = written["config"]
     config = FSDPConfig(

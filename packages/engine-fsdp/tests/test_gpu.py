@@ -17,7 +17,7 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.conformance.inputs.probes import SftProbe
 from temper_engine_api.objective import HeadOutput, HeadOutputs
-from temper_engine_api.specs import OptimizerSpec, PrecisionSpec, ResidencySpec
+from temper_engine_api.specs import OffloadSpec, OptimizerSpec, PrecisionSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_fsdp.model import packed_attention
@@ -93,14 +93,14 @@ def test_offloading_frees_the_memory_of_the_device(start: Callable[..., FSDPEngi
     here = start()
     with_parameters = torch.cuda.memory_allocated()
     here.close()
-    start(residency=ResidencySpec(offload_parameters=True, offload_optimizer=True))
+    start(offload=OffloadSpec(parameters=True, optimizer=True))
     assert torch.cuda.memory_allocated() < with_parameters
 
 
 OFFLOADS = (
-    ResidencySpec(offload_parameters=True, offload_optimizer=True),
-    ResidencySpec(offload_optimizer=True, load_optimizer_in="train_mode"),
-    ResidencySpec(optimizer_on_cpu=True),
+    OffloadSpec(parameters=True, optimizer=True),
+    OffloadSpec(optimizer=True, load_optimizer_in="train_mode"),
+    OffloadSpec(optimizer_on_cpu=True),
 )
 
 
@@ -121,12 +121,12 @@ def norms(engine: FSDPEngine, batch: SequenceBatch, *, count: int) -> list[float
     "offload", OFFLOADS, ids=["everything", "loaded ahead", "updated on the CPU"]
 )
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
-def test_copies_on_their_own_stream_change_no_number(
-    start: Callable[..., FSDPEngine], batch: SequenceBatch, offload: ResidencySpec, strategy: str
+def test_copies_on_a_separate_stream_do_not_change_results(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch, offload: OffloadSpec, strategy: str
 ) -> None:
     exact = PrecisionSpec(compute="fp32")
     here = norms(start(precision=exact, strategy=strategy), batch, count=5)
-    away = norms(start(precision=exact, strategy=strategy, residency=offload), batch, count=5)
+    away = norms(start(precision=exact, strategy=strategy, offload=offload), batch, count=5)
     # The update on the CPU rounds in another order than the fused kernel.
     assert away == (pytest.approx(here, rel=1e-4) if offload.optimizer_on_cpu else here)
 
@@ -144,19 +144,19 @@ def test_fp16_trains_on_cuda(
 
 @pytest.mark.parametrize(
     "offload",
-    [ResidencySpec(), *OFFLOADS],
+    [OffloadSpec(), *OFFLOADS],
     ids=["nothing", "everything", "loaded ahead", "updated on the CPU"],
 )
-def test_a_save_in_the_background_holds_what_was_there(
-    start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path, offload: ResidencySpec
+def test_background_save_contains_the_state_at_its_start(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path, offload: OffloadSpec
 ) -> None:
-    engine = start(residency=offload, save_huggingface_weights=True)
+    engine = start(offload=offload, save_huggingface_weights=True)
     norms(engine, batch, count=1)
     state = list(engine.export_state())
     step = engine.save_checkpoint(str(tmp_path), global_step=1, in_background=True)
     norms(engine, batch, count=3)
     engine.finish_saving()
-    other = start(residency=offload)
+    other = start(offload=offload)
     other.load_checkpoint(step)
     for loaded, saved in zip(other.export_state(), state, strict=True):
         assert torch.equal(loaded.master, saved.master), loaded.name
@@ -231,7 +231,7 @@ def test_an_update_is_launched_before_its_norm_is_known(
 
 
 @pytest.mark.parametrize("clip", [None, 0.01, 100.0])
-def test_the_device_and_the_host_decide_alike(
+def test_updates_on_device_and_host_are_equal(
     start: Callable[..., FSDPEngine], batch: SequenceBatch, clip: float | None
 ) -> None:
     spec = OptimizerSpec(lr=1e-2, clip_grad_norm=clip)
@@ -246,7 +246,7 @@ def test_the_device_and_the_host_decide_alike(
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
-def test_ligers_kernels_are_as_exact_as_the_plain_formulas(compute: torch.dtype) -> None:
+def test_liger_kernels_are_as_exact_as_the_plain_formulas(compute: torch.dtype) -> None:
     pytest.importorskip(
         "liger_kernel", reason="needs liger-kernel: pip install 'temper-engine-fsdp[liger]'"
     )
@@ -260,7 +260,7 @@ def test_ligers_kernels_are_as_exact_as_the_plain_formulas(compute: torch.dtype)
     )
 
 
-def test_an_engine_trains_alike_with_ligers_layers(
+def test_engine_with_liger_layers_trains_like_one_without(
     start: Callable[..., FSDPEngine], batch: SequenceBatch
 ) -> None:
     pytest.importorskip(

@@ -57,7 +57,7 @@ def test_many_weights_are_numbered_files_with_an_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
 )
-def test_every_dtype_and_shape_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_every_dtype_and_shape_can_be_read_back(tmp_path: Path, dtype: torch.dtype) -> None:
     weights = [
         NamedWeight("matrix", torch.arange(15).reshape(3, 5).to(dtype)),
         NamedWeight("scalar", torch.tensor(1).to(dtype)),
@@ -80,7 +80,7 @@ def test_a_rank_that_does_not_write_still_consumes_the_stream(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_export_holds_less_than_a_file_in_memory(tmp_path: Path) -> None:
+def test_export_uses_less_memory_than_a_file(tmp_path: Path) -> None:
     # Eight tensors of 32 MiB, files of 128 MiB: 1.3 files would be 166 MiB; one tensor and its
     # buffers are what is held.
     done = subprocess.run(

@@ -42,7 +42,7 @@ def test_random_weights_depend_only_on_the_seed() -> None:
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
 
 
-def test_building_draws_nothing_from_the_processs_random_numbers() -> None:
+def test_building_a_model_preserves_the_rng_state() -> None:
     torch.manual_seed(5)
     build_model(ModelSpec(architecture=TINY), attention="eager")
     after = torch.rand(1)
@@ -94,7 +94,7 @@ def test_capped_logits_are_refused_by_name() -> None:
 @pytest.mark.skipif(
     "minicpm3" not in CONFIG_MAPPING, reason="this version of transformers does not know minicpm3"
 )
-def test_a_scale_of_logits_that_a_config_works_out_is_refused() -> None:
+def test_logit_scale_computed_by_the_config_is_refused() -> None:
     architecture = {**TINY, "model_type": "minicpm3", "dim_model_base": 4}
     with pytest.raises(CapabilityError, match=r"this minicpm3 model sets logits_scaling to 4\.0"):
         build_model(ModelSpec(architecture=architecture), attention="eager")
@@ -142,7 +142,7 @@ def test_a_scale_of_logits_that_a_config_works_out_is_refused() -> None:
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
-def test_what_would_mix_packed_sequences_is_refused(
+def test_model_that_would_mix_packed_sequences_is_refused(
     fields: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(CapabilityError, match=sentence):

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.engine import Context
 from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError, WeightError
+from temper_engine_api.hooks import Context
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_engine_fsdp.config import FSDPConfig
@@ -65,7 +65,7 @@ def test_all_linear_is_every_layer_but_the_head(start: Start) -> None:
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 
 
-def test_a_fresh_adapter_begins_as_peft_begins_it(start: Start, config: FSDPConfig) -> None:
+def test_new_adapter_has_the_initial_values_of_peft(start: Start, config: FSDPConfig) -> None:
     # As MegatronEngine's does, so that both train alike from the first update.
     _, tensors = start(lora=replace(LORA, target_modules=("q_proj", "o_proj"))).export_adapter()
     fields = dict(config.model.architecture)
@@ -83,7 +83,7 @@ def test_a_fresh_adapter_begins_as_peft_begins_it(start: Start, config: FSDPConf
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
 
 
-def test_modules_are_chosen_by_name_by_pattern_and_left_out(start: Start) -> None:
+def test_targets_are_selected_by_name_and_pattern_and_excluded(start: Start) -> None:
     assert adapted(start(lora=replace(LORA, target_modules=("q_proj", "v_proj")))) == {
         "q_proj",
         "v_proj",
@@ -118,7 +118,7 @@ def test_a_language_head_may_be_fully_trained(
         assert weights_of(engine)["lm_head.weight"].equal(before)
 
 
-def test_a_fresh_adapter_depends_only_on_the_seed(start: Start) -> None:
+def test_new_adapter_depends_only_on_the_seed(start: Start) -> None:
     first = start(lora=LORA).export_adapter()[1]
     torch.manual_seed(99)
     second = start(lora=LORA).export_adapter()[1]
@@ -188,7 +188,7 @@ def test_a_directory_without_all_its_tensors_is_refused(start: Start, tmp_path: 
         start(lora=LoraSpec(path=str(tmp_path)))
 
 
-def test_a_base_that_was_loaded_is_part_of_the_checkpoint(
+def test_replaced_base_weights_are_part_of_the_checkpoint(
     start: Start, batch: SequenceBatch, tmp_path: Path
 ) -> None:
     engine = start(lora=LORA)

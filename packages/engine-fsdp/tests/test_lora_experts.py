@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.engine import Context
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.hooks import Context
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_fsdp import components
 from temper_engine_fsdp.config import FSDPConfig
@@ -74,7 +74,7 @@ def test_experts_are_adapted_where_they_are_named(
     assert losses[-1] < losses[0] - 0.05
 
 
-def test_a_fresh_adapter_begins_as_peft_begins_it(start: Start, config: FSDPConfig) -> None:
+def test_new_adapter_has_the_initial_values_of_peft(start: Start, config: FSDPConfig) -> None:
     model = mixture(config)
     lora = replace(LORA, target_modules=("q_proj", "o_proj"), target_parameters=BOTH)
     _, tensors = start(model=model, lora=lora).export_adapter()
@@ -138,7 +138,7 @@ def test_adapter_of_streamed_weights_has_the_same_initial_values(
         (("q_norm.weight",), "lora.target_parameters q_norm.weight cannot be adapted"),
     ],
 )
-def test_what_can_not_be_adapted_in_a_mixture_is_named(
+def test_error_names_what_cannot_be_adapted_in_a_mixture_of_experts(
     config: FSDPConfig, targets: tuple[str, ...], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):

@@ -38,7 +38,7 @@ def test_only_allowed_cores_of_the_node_are_taken(tmp_path: Path) -> None:
     assert find_near_cores(ADDRESS, allowed=range(6), root=root) == {4, 5}
 
 
-def test_a_machine_that_tells_no_node_gives_no_cores(tmp_path: Path) -> None:
+def test_machine_without_node_information_gives_no_cores(tmp_path: Path) -> None:
     assert find_near_cores(ADDRESS, allowed=range(6), root=tmp_path) == set()
     assert (
         find_near_cores(ADDRESS, allowed=range(6), root=tree(tmp_path, node=-1, cores="0-5"))

@@ -22,7 +22,7 @@ def test_the_matmul_precision_is_put_back_after_an_exception() -> None:
     assert torch.get_float32_matmul_precision() == before
 
 
-def test_what_the_check_allows_is_float32_and_no_less() -> None:
+def test_fast_matmul_check_accepts_float32_precision_only() -> None:
     generator = torch.Generator().manual_seed(1)
     a, b = torch.randn(200, 256, generator=generator), torch.randn(256, 200, generator=generator)
     exact = a.double() @ b.double()

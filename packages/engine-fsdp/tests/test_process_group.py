@@ -33,14 +33,14 @@ def _come_and_go(rank: int, port: int) -> None:
     assert not dist.is_initialized()
 
 
-def test_engines_that_follow_each_other_never_meet_what_the_earlier_one_left_behind() -> None:
+def test_later_engine_does_not_read_keys_of_an_earlier_one() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     spawn(_come_and_go, args=(port,), nprocs=2)
 
 
-def test_shards_lie_on_the_mesh_of_their_own_engine() -> None:
+def test_shards_use_the_mesh_of_their_own_engine() -> None:
     # torch remembers what an operation on a DTensor gives, by meshes that are equal: a later
     # engine's parameters come out of it on the
     # earlier one's mesh, whose groups are gone ("Could not resolve the process group registered

@@ -50,3 +50,13 @@ def test_settings_of_a_profile_without_one_are_refused(config: FSDPConfig) -> No
 def test_a_history_of_memory_needs_cuda(start: Callable[..., FSDPEngine], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="only CUDA records a memory history"):
         start(profile_to=str(tmp_path), profile_memory=True)
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="needs /proc (Linux), which root cannot write to either"
+)
+def test_profile_folder_that_cannot_be_written_is_refused(
+    start: Callable[..., FSDPEngine],
+) -> None:
+    with pytest.raises(ConfigError, match="profile_to is /proc/x, which cannot be written: "):
+        start(profile_to="/proc/x")

@@ -36,7 +36,7 @@ def ask(*, bounds: tuple[int, int]) -> HeadRequest:
 
 def test_each_output_is_computed_by_the_rank_with_the_previous_token() -> None:
     # 7 tokens on 2 ranks: slices of 4, the second with one token of padding. Token 4 begins a
-    # sequence: nobody predicts it.
+    # sequence, so no token predicts it.
     first, second = ask(bounds=(0, 4)), ask(bounds=(4, 8))
     assert first.positions.tolist() == [1, 2, 3]
     assert second.positions.tolist() == [5, 6]
@@ -44,7 +44,7 @@ def test_each_output_is_computed_by_the_rank_with_the_previous_token() -> None:
     assert (first.first_position, second.first_position) == (0, 4)
 
 
-def test_an_answer_at_the_edge_of_a_slice_belongs_to_the_rank_before() -> None:
+def test_output_at_the_start_of_a_slice_belongs_to_the_previous_rank() -> None:
     assert ask(bounds=(0, 2)).positions.tolist() == [1, 2]
     assert ask(bounds=(2, 4)).positions.tolist() == [3]
 

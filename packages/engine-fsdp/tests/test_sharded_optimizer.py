@@ -77,7 +77,7 @@ def test_clipping_scales_the_gradient_to_the_limit(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_nonfinite_gradient_touches_nothing(
+def test_nonfinite_gradient_changes_nothing(
     parameters: dict[str, FSDP2Parameter], optimizer: MakeOptimizer, bad: float
 ) -> None:
     gradient = parameters["vector"].local_gradient()
@@ -102,7 +102,7 @@ def test_a_norm_whose_square_overflows_float32_is_still_finite(
 
 
 @pytest.mark.bitwise
-def test_the_device_clips_as_the_host_does_bit_for_bit(
+def test_clipping_on_the_device_equals_the_host_bit_for_bit(
     parameters: dict[str, FSDP2Parameter],
 ) -> None:
     kept = []
@@ -131,7 +131,7 @@ def test_the_device_clips_as_the_host_does_bit_for_bit(
     assert kept[0] == kept[1]
 
 
-def test_what_follows_an_update_is_called_once_it_is_launched(
+def test_after_launch_is_called_after_the_weights_change(
     parameters: dict[str, FSDP2Parameter], optimizer: MakeOptimizer
 ) -> None:
     seen: list[float] = []

@@ -84,7 +84,7 @@ def test_streamed_weights_are_those_of_the_directory(
     ],
     ids=["fresh", "adapter", "streamed", "new head"],
 )
-def test_first_values_do_not_change_random_numbers_of_gpus_and_cpu(
+def test_initializing_weights_preserves_the_rng_states_of_cpu_and_gpus(
     start: Callable[..., FSDPEngine],
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -197,10 +197,10 @@ def test_experts_are_streamed_into_the_joined_tensors_of_a_layer(
     assert all(torch.equal(found[name], tensor) for name, tensor in in_files.items())
 
 
-def test_a_directory_with_other_names_is_left_to_transformers(
+def test_directory_with_other_names_is_loaded_by_transformers(
     start: Callable[..., FSDPEngine], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The tied head stands beside the embedding, as some exporters write it.
+    # The tied head is stored in addition to the embedding, as some exporters write it.
     full = {
         name: tensor
         for path in folder.glob("*.safetensors")

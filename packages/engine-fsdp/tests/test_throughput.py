@@ -53,7 +53,7 @@ def test_a_value_head_is_one_row() -> None:
     assert work(is_language_model=False, model_type="qwen2").per_token == 6 * (2 * LAYER + 32)
 
 
-def test_attention_counts_half_of_what_no_mask_would_take() -> None:
+def test_attention_flops_are_half_of_those_without_a_mask() -> None:
     # 2 layers of 4 heads of 8: 6 x 4 x 8 x 2 for each squared token.
     assert work(model_type="qwen2").per_squared_length == 384
     assert TrainingFlops(per_token=10.0, per_squared_length=2.0).total([3, 5]) == 10 * 8 + 2 * (
@@ -61,7 +61,7 @@ def test_attention_counts_half_of_what_no_mask_would_take() -> None:
     )
 
 
-def test_experts_count_as_far_as_a_token_sees_them() -> None:
+def test_flops_count_only_the_experts_of_a_token() -> None:
     one, two = (
         work(
             model_type="qwen3_moe",
@@ -82,7 +82,7 @@ def test_frozen_weights_count_without_their_gradient(start: Callable[..., FSDPEn
     assert engine._components.throughput.flops.per_token == 4 * (2 * LAYER + 61 * 32) + 6 * adapter
 
 
-def test_training_tells_its_speed_and_evaluation_does_not(
+def test_training_reports_throughput_and_evaluation_does_not(
     start: Callable[..., FSDPEngine], batch: SequenceBatch
 ) -> None:
     engine = start()
@@ -98,7 +98,7 @@ def test_training_tells_its_speed_and_evaluation_does_not(
     assert not any(name.startswith("speed/") for name in evaluated)
 
 
-def test_measuring_the_rate_draws_nothing_random() -> None:
+def test_measuring_the_matmul_rate_preserves_the_rng_state() -> None:
     before = torch.get_rng_state()
     measure_matmul_rate.cache_clear()
     assert measure_matmul_rate(torch.device("cpu"), torch.float32) > 1e6

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import CapabilityError, ConfigError
-from temper_engine_api.specs import OptimizerSpec, ResidencySpec
+from temper_engine_api.specs import OffloadSpec, OptimizerSpec
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_fsdp.training.torch_optimizer import TorchOptimizer
 
@@ -49,7 +49,7 @@ def logprobs_of(model: PreTrainedModel, batch: SequenceBatch) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
-def test_momentum_decays_matrices_and_spares_vectors(
+def test_weight_decay_applies_to_matrices_only(
     start: Callable[..., FSDPEngine], batch: SequenceBatch, strategy: str
 ) -> None:
     engine = start(optimizer=MOMENTUM, strategy=strategy)
@@ -82,7 +82,7 @@ def test_its_state_is_resumed_bit_for_bit(
     spec = OptimizerSpec(
         name=name, arguments={"momentum": 0.9} if name.endswith(("SGD", "prop")) else {}, lr=0.01
     )
-    engine = start(optimizer=spec, strategy=saver, residency=ResidencySpec(offload_optimizer=True))
+    engine = start(optimizer=spec, strategy=saver, offload=OffloadSpec(optimizer=True))
     update(engine, batch)
     step = engine.save_checkpoint(str(tmp_path), global_step=1)
     uninterrupted = update(engine, batch)
@@ -125,7 +125,7 @@ def test_its_state_is_resumed_bit_for_bit(
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_optimizer_settings_are_refused(
     start: Callable[..., FSDPEngine], spec: OptimizerSpec, sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
@@ -154,7 +154,7 @@ def test_what_makes_no_sense_is_refused(
         ),
     ],
 )
-def test_an_optimizer_that_can_not_update_is_refused_before_training(
+def test_optimizer_that_cannot_update_is_refused_before_training(
     start: Callable[..., FSDPEngine], name: str, sentence: str
 ) -> None:
     with pytest.raises(CapabilityError, match=f"optimizer.name {sentence}"):
@@ -188,7 +188,7 @@ def test_a_state_that_cannot_be_saved_is_rejected_before_training(
         start(optimizer=OptimizerSpec(name="of_a_user.Factored", weight_decay=0.0))
 
 
-def test_trying_an_optimizer_leaves_weights_and_its_states_as_they_were(
+def test_trying_an_optimizer_does_not_change_weights_or_states(
     start: Callable[..., FSDPEngine],
 ) -> None:
     engine, plain = start(optimizer=MOMENTUM), start()
@@ -205,8 +205,7 @@ def test_trying_an_optimizer_leaves_weights_and_its_states_as_they_were(
     )
 
 
-# What the README says of torch's optimisers, and of which there is none that trains otherwise than
-# on a model that is not sharded.
+# The README allows any optimizer of torch: each trains a sharded model like an unsharded one.
 @pytest.mark.bitwise
 @pytest.mark.parametrize(
     ("name", "strategy"),
@@ -222,7 +221,7 @@ def test_trying_an_optimizer_leaves_weights_and_its_states_as_they_were(
         ),
     ],
 )
-def test_torchs_optimizers_train_as_they_do_on_a_model_that_is_not_sharded(
+def test_torch_optimizers_equal_training_of_an_unsharded_model(
     start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path, name: str, strategy: str
 ) -> None:
     decay = 0.0 if name == "Rprop" else 0.1

@@ -18,7 +18,7 @@ from temper_engine_fsdp.engine import FSDPEngine
 CPU = torch.device("cpu")
 
 
-def test_a_rank_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
+def test_rank_continues_with_its_own_rng_state(tmp_path: Path) -> None:
     torch.manual_seed(3)
     assert (
         training_checkpoint.write_rng_states(
@@ -31,7 +31,7 @@ def test_a_rank_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(2), drawn)
 
 
-def test_a_rank_that_was_not_there_keeps_its_stream(tmp_path: Path) -> None:
+def test_rank_without_a_saved_rng_state_keeps_its_own(tmp_path: Path) -> None:
     training_checkpoint.write_rng_states(
         training_checkpoint.get_rng_states(CPU), directory=str(tmp_path), rank=0
     )
@@ -43,7 +43,7 @@ def test_a_rank_that_was_not_there_keeps_its_stream(tmp_path: Path) -> None:
 
 
 @pytest.mark.bitwise
-def test_moments_and_counts_come_back_bit_for_bit(
+def test_moments_and_counts_are_restored_bit_for_bit(
     start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path
 ) -> None:
     engine, other = start(), start()
@@ -73,7 +73,7 @@ def trained_once(engine: FSDPEngine, batch: SequenceBatch) -> None:
     engine.optimizer_step()
 
 
-def test_a_part_that_is_written_in_the_background_holds_what_was_there(
+def test_background_write_contains_the_staged_state(
     start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path
 ) -> None:
     engine, other = start(), start()
@@ -98,7 +98,7 @@ def test_a_part_that_is_written_in_the_background_holds_what_was_there(
         assert torch.equal(loaded.second_moment, saved.second_moment), loaded.name
 
 
-def test_safetensors_that_are_written_in_the_background_hold_what_was_there(
+def test_background_safetensors_contain_the_staged_state(
     start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path
 ) -> None:
     engine = start(save_huggingface_weights=True)
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_another_model_is_refused(
         assert torch.equal(loaded.master, saved.master), loaded.name
 
 
-def test_an_engine_without_an_optimizer_reads_the_weights_of_one_that_trained(
+def test_engine_without_optimizer_loads_the_weights_of_a_trained_one(
     start: Callable[..., FSDPEngine], config: FSDPConfig, tmp_path: Path
 ) -> None:
     trained, reader = start(model=replace(config.model, seed=1)), start(optimizer=None)
@@ -177,7 +177,7 @@ def test_an_engine_without_an_optimizer_reads_the_weights_of_one_that_trained(
         )
 
 
-def test_weights_without_a_state_do_not_resume_training(
+def test_checkpoint_without_optimizer_state_is_refused(
     start: Callable[..., FSDPEngine], tmp_path: Path
 ) -> None:
     step = start(optimizer=None).save_checkpoint(str(tmp_path), global_step=1)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PretrainedConfig, PreTrainedModel
 
+from temper_engine_api import adapter_checks
 from temper_engine_api.determinism import check_deterministic_environment
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.loss_scale import LossScale
@@ -35,7 +36,11 @@ from temper_engine_fsdp.model.packed_model import (
     make_constant_getter,
 )
 from temper_engine_fsdp.model.sequence_parallel import SequenceGroup, check_heads
-from temper_engine_fsdp.model.streaming_load import WeightStreamer, build_streaming_model
+from temper_engine_fsdp.model.streaming_load import (
+    WeightStreamer,
+    build_streaming_model,
+    use_meta_parameters,
+)
 from temper_engine_fsdp.model.weight_names import hf_name, split_adapter_parameters
 from temper_engine_fsdp.runtime import numerics, process_group
 from temper_engine_fsdp.runtime.collective_tracer import CollectiveTracer
@@ -47,7 +52,7 @@ from temper_engine_fsdp.runtime.performance import (
     count_training_flops,
 )
 from temper_engine_fsdp.runtime.process_group import DataGroups, Membership
-from temper_engine_fsdp.sharding.sharded_module import shard_model
+from temper_engine_fsdp.sharding.sharded_module import ShardedModule, shard_model
 from temper_engine_fsdp.sharding.sharded_parameter import Buffers, ShardedParameters
 from temper_engine_fsdp.training.micro_batch_runner import MicroBatchRunner
 from temper_engine_fsdp.training.sharded_optimizer import ShardedAdamW, ShardedOptimizer
@@ -56,11 +61,12 @@ from temper_engine_fsdp.training.torch_optimizer import TorchOptimizer
 if TYPE_CHECKING:
     from temper_engine_fsdp.training.lora_adapter import LoraAdapter
 
-_DUMMY_QUERIES = {
+_DUMMY_OUTPUTS = {
     "language_model": HeadOutput.LOGPROB,
     "value_model": HeadOutput.VALUE,
     "reward_model": HeadOutput.SCORE,
 }
+"""Output to compute in a pass that only takes part in collectives, by model type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +140,18 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
     membership = process_group.join(device=device, timeout_s=config.collective_timeout_s)
     if device.type == "cpu" and membership.rank == 0:
         numerics.warn_if_slow_on_cpu(config.precision.compute)
+    try:
+        return _build(config, kernel=kernel, membership=membership, loss_scale=loss_scale)
+    except BaseException:
+        # The caller gets no engine that it could close.
+        process_group.leave(membership)
+        raise
+
+
+def _build(
+    config: FSDPConfig, *, kernel: str, membership: Membership, loss_scale: LossScale
+) -> EngineComponents:
+    device = membership.device
     mesh = process_group.build_mesh(membership, fsdp_size=config.fsdp_size)
     data_groups = process_group.build_data_groups(
         membership, sequence_parallel=config.sequence_parallel
@@ -141,26 +159,16 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
     hf, streamer = _build_hf(config, kernel=kernel, membership=membership)
     # Not in FSDPConfig: only the loaded model knows its number of heads.
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
-    adapter: LoraAdapter | None = (
-        _import_lora_adapter().attach_adapter(hf, spec=config.lora, model=config.model)
-        if config.lora.is_enabled
-        else None
-    )
-    if adapter is not None and adapter.targets_experts and config.strategy == "fsdp1":
-        raise ConfigError(
-            "lora.target_parameters names expert tensors, which PEFT replaces during the forward "
-            "pass, but parameters of FSDP1 are views that cannot be replaced: use strategy fsdp2."
-        )
+    adapter = _attach_adapter(config, hf)
     if config.liger_layers:
         apply_liger_kernels(hf, device=device, compute=torch_dtype(config.precision.compute))
-    head = build_head(
-        hf,
-        config=config,
-        make_getter=make_constant_getter if adapter is None else adapter.make_module_getter,
-    )
     root = PackedModel(
         hf,
-        head=head,
+        head=build_head(
+            hf,
+            config=config,
+            make_getter=make_constant_getter if adapter is None else adapter.make_module_getter,
+        ),
         offloads_activations=config.offload_activations,
         is_compiled=config.compile_layers,
     )
@@ -183,17 +191,11 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
     # Frees the full modules that were loaded for sharding.
     if streamer is not None:
         streamer.release()
+    # From here on parameters are known by their names in files, without those of wrappers.
     parameters, adapter_parameters = split_adapter_parameters(sharded.parameters)
     trainable = adapter_parameters if adapter is not None else parameters
     optimizer = _build_optimizer(config, parameters=trainable, mesh=mesh)
-    offloader = Offloader(
-        {
-            PARAMETERS: lambda: _parameter_tensors(sharded.parameters),
-            GRADIENTS: lambda: _gradient_tensors(trainable),
-            OPTIMIZER: lambda: _optimizer_tensors(optimizer),
-        },
-        device=device,
-    )
+    offloader = _build_offloader(sharded, trainable, optimizer, device=device)
     tracer = CollectiveTracer(membership, timeout_s=config.collective_timeout_s)
     return EngineComponents(
         membership=membership,
@@ -209,7 +211,7 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
             sharded,
             device=device,
             needs_buckets=kernel == packed_attention.SDPA_VARLEN,
-            dummy_output=_DUMMY_QUERIES[config.model.model_type],
+            dummy_output=_DUMMY_OUTPUTS[config.model.model_type],
             loss_scale=loss_scale,
             tracer=tracer,
             sequence_group=SequenceGroup(data_groups.sequence_parallel)
@@ -218,12 +220,10 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
         ),
         offloader=offloader,
         offload_policy=OffloadPolicy(
-            offloader, spec=config.residency, eval_needs_gradients=sharded.eval_needs_gradients
+            offloader, spec=config.offload, eval_needs_gradients=sharded.eval_needs_gradients
         ),
         data_groups=data_groups,
-        saving_group=ThreadGroup(
-            world_size=membership.world_size, timeout_s=config.collective_timeout_s
-        ),
+        saving_group=ThreadGroup(timeout_s=config.collective_timeout_s),
         uses_fast_matmul=_use_fast_matmul(config, device=device),
         throughput=ThroughputMeter(
             flops,
@@ -251,6 +251,28 @@ def _import_lora_adapter() -> ModuleType:
         ) from error
 
 
+def check_model(config: FSDPConfig) -> None:
+    """Check that the model and its adapter can be built, with parameters on the meta device.
+
+    Raises:
+        ConfigError: If the architecture is invalid, or the adapter names no module of the model.
+        CapabilityError: If the model is not supported.
+    """
+    packed_attention.register_kernels()
+    with use_meta_parameters():
+        hf = build_model(config.model, attention=packed_attention.SDPA_VARLEN, load_weights=False)
+    check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
+    if not config.lora.is_enabled:
+        return
+    lora_adapter = _import_lora_adapter()
+    if lora_adapter.requires_loaded_weights(config.lora, model=config.model):
+        # Attaching it would compute with the weights, which are not there.
+        names = [name for name, _ in hf.named_modules()]
+        adapter_checks.check_target_names(config.lora, module_names=names)
+    else:
+        lora_adapter.attach_adapter(hf, spec=config.lora, model=config.model)
+
+
 def _build_hf(
     config: FSDPConfig, *, kernel: str, membership: Membership
 ) -> tuple[PreTrainedModel, WeightStreamer | None]:
@@ -262,10 +284,26 @@ def _build_hf(
         config.lora.is_enabled
         and _import_lora_adapter().requires_loaded_weights(config.lora, model=config.model)
     ):
-        streaming = build_streaming_model(config.model, attention=kernel, membership=membership)
-        if streaming is not None:
-            return streaming
+        model_and_streamer = build_streaming_model(
+            config.model, attention=kernel, membership=membership
+        )
+        if model_and_streamer is not None:
+            return model_and_streamer
     return build_model(config.model, attention=kernel), None
+
+
+def _attach_adapter(config: FSDPConfig, hf: PreTrainedModel) -> "LoraAdapter | None":
+    if not config.lora.is_enabled:
+        return None
+    adapter: LoraAdapter = _import_lora_adapter().attach_adapter(
+        hf, spec=config.lora, model=config.model
+    )
+    if adapter.targets_experts and config.strategy == "fsdp1":
+        raise ConfigError(
+            "lora.target_parameters names expert tensors, which PEFT replaces during the forward "
+            "pass, but parameters of FSDP1 are views that cannot be replaced: use strategy fsdp2."
+        )
+    return adapter
 
 
 def _already_materialized(module: nn.Module) -> None:
@@ -294,7 +332,7 @@ def _set_dtypes(root: PackedModel, *, config: FSDPConfig) -> dict[str, Tensor]:
 def _build_optimizer(
     config: FSDPConfig, *, parameters: ShardedParameters, mesh: DeviceMesh
 ) -> ShardedOptimizer | None:
-    spec, sum_over_shards = config.optimizer, _sum_over_shards(mesh)
+    spec, sum_over_shards = config.optimizer, _make_shard_sum(mesh)
     if spec is None:
         return None
     if spec.is_adamw:
@@ -302,14 +340,32 @@ def _build_optimizer(
             parameters,
             spec=spec,
             sum_over_shards=sum_over_shards,
-            on_cpu=config.residency.optimizer_on_cpu,
+            on_cpu=config.offload.optimizer_on_cpu,
         )
-    if config.residency.optimizer_on_cpu:
+    if config.offload.optimizer_on_cpu:
         raise CapabilityError(
-            f"residency.optimizer_on_cpu needs adamw, but optimizer.name is {spec.name}: use "
-            "residency.offload_optimizer instead."
+            f"offload.optimizer_on_cpu needs adamw, but optimizer.name is {spec.name}: use "
+            "offload.optimizer instead."
         )
     return TorchOptimizer(parameters, spec=spec, sum_over_shards=sum_over_shards)
+
+
+def _build_offloader(
+    sharded: ShardedModule,
+    trainable: ShardedParameters,
+    optimizer: ShardedOptimizer | None,
+    *,
+    device: torch.device,
+) -> Offloader:
+    # Functions, because gradients and optimizer states are allocated later.
+    return Offloader(
+        {
+            PARAMETERS: lambda: _parameter_tensors(sharded.parameters),
+            GRADIENTS: lambda: _gradient_tensors(trainable),
+            OPTIMIZER: lambda: _optimizer_tensors(optimizer),
+        },
+        device=device,
+    )
 
 
 def _parameter_tensors(parameters: ShardedParameters) -> Iterator[Tensor]:
@@ -317,27 +373,28 @@ def _parameter_tensors(parameters: ShardedParameters) -> Iterator[Tensor]:
 
 
 def _gradient_tensors(parameters: ShardedParameters) -> Iterator[Tensor]:
-    streaming = (parameter.local_gradient() for parameter in parameters.values())
-    return (gradient for gradient in streaming if gradient is not None)
+    gradients = (parameter.local_gradient() for parameter in parameters.values())
+    return (gradient for gradient in gradients if gradient is not None)
 
 
 def _optimizer_tensors(optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
     return iter(()) if optimizer is None else optimizer.offloadable_tensors()
 
 
-def _sum_over_shards(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
+def _make_shard_sum(mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
+    """Return a function that sums a tensor over the shards, in place."""
     group = mesh.get_group(process_group.SHARD_AXIS)
 
-    def total(value: Tensor) -> Tensor:
+    def sum_in_place(value: Tensor) -> Tensor:
         if group.size() > 1:
             # Over the shards of one copy only: replicas have the same gradients.
             dist.all_reduce(value, group=group)
         return value
 
-    return total
+    return sum_in_place
 
 
 def _use_fast_matmul(config: FSDPConfig, *, device: torch.device) -> bool:
     # The setting only affects float32 matmuls, and only on a CPU.
-    is_plain = device.type == "cpu" and config.precision.compute == "fp32"
-    return is_plain and config.fast_float32_matmul and numerics.is_fast_matmul_exact()
+    has_effect = device.type == "cpu" and config.precision.compute == "fp32"
+    return has_effect and config.fast_float32_matmul and numerics.is_fast_matmul_exact()

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.settings_check import find_write_error
 from temper_engine_api.specs import EngineConfig
 
 AttentionKernel = Literal["auto", "sdpa_varlen", "torch_varlen"]
@@ -159,6 +160,19 @@ class FSDPConfig(EngineConfig):
             )
         if self.strategy == "fsdp1":
             self._check_fsdp1()
+
+    def check_folders(self) -> None:
+        """Check that profiles can be written, without creating their folder.
+
+        Raises:
+            ConfigError: If the folder cannot be created or written.
+        """
+        error = None if self.profile_to is None else find_write_error(self.profile_to)
+        if error is not None:
+            raise ConfigError(
+                f"profile_to is {self.profile_to}, which cannot be written: {error.strerror}. "
+                "Choose a folder with write permission."
+            ) from error
 
     @property
     def replica_size(self) -> int:

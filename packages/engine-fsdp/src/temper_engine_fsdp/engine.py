@@ -15,22 +15,23 @@ from temper_engine_api.batch import PackedBatch
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.checkpoint.saved_state import SavedState, has_safetensors_state
 from temper_engine_api.determinism import use_deterministic_algorithms
-from temper_engine_api.engine import BaseEngine, MicroBatchLoss
+from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import EngineStateError
-from temper_engine_api.metrics import Metric
-from temper_engine_api.objective import HeadOutput, HeadOutputs
+from temper_engine_api.metrics import LazyMetrics, Metric
+from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_api.offload import GRADIENTS, OPTIMIZER, PARAMETERS
+from temper_engine_api.process_group import gather_objects
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Axis, PlanConstraints, Topology
 from temper_engine_api.weights import NamedWeight, TrainingState, check_saved_entries
 from temper_engine_fsdp.checkpoint import training_checkpoint, weight_export
 from temper_engine_fsdp.checkpoint.weight_export import open_portable_state
-from temper_engine_fsdp.components import EngineComponents, build_components
+from temper_engine_fsdp.components import EngineComponents, build_components, check_model
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model.weight_names import check_expert_names
 from temper_engine_fsdp.runtime import numerics, process_group
 from temper_engine_fsdp.runtime.numerics import torch_dtype
-from temper_engine_fsdp.runtime.performance import LazyMetrics, memory_metrics
+from temper_engine_fsdp.runtime.performance import memory_metrics
 from temper_engine_fsdp.training.sharded_optimizer import ShardedAdamW
 
 if TYPE_CHECKING:
@@ -68,6 +69,12 @@ class FSDPEngine(BaseEngine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._built: EngineComponents | None = None
+
+    @classmethod
+    def check_model(cls, config: EngineConfig) -> None:
+        """Check that the model and its adapter can be built; allocates no weights."""
+        assert isinstance(config, FSDPConfig)
+        check_model(config)
 
     def _build(self) -> Topology:
         self._built = build_components(self.config, loss_scale=self.loss_scale)
@@ -192,7 +199,7 @@ class FSDPEngine(BaseEngine):
             )
 
     def optimizer_step(self) -> float:
-        """See UpdateCycle."""
+        """See BaseEngine."""
         norm = super().optimizer_step()
         self._components.profiler.on_update_end()
         return norm
@@ -214,7 +221,7 @@ class FSDPEngine(BaseEngine):
         merge = (
             None
             if components.adapter is None
-            else partial(components.adapter.merge_weight, trained=components.trainable)
+            else partial(components.adapter.merge_weight, adapter_parameters=components.trainable)
         )
         yield from weight_export.iterate_weights(
             components.parameters, components.buffers, dtype=self._export_dtype(), merge=merge
@@ -237,7 +244,7 @@ class FSDPEngine(BaseEngine):
         return self._adapter.export(self._components.trainable)
 
     def _load_adapter(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        self._adapter.load(config, tensors, trained=self._components.trainable)
+        self._adapter.load(config, tensors, adapter_parameters=self._components.trainable)
 
     @property
     def _adapter(self) -> "LoraAdapter":
@@ -346,14 +353,10 @@ class FSDPEngine(BaseEngine):
         return total.to(value.device)
 
     def _gather_objects(self, item: ObjectT) -> list[ObjectT]:
-        world_size = self._components.membership.world_size
-        if world_size == 1:
+        if self._components.membership.world_size == 1:
             return [item]
-        # all_gather_object replaces the elements of a list of the right length.
-        gathered = [item] * world_size
         with self._components.tracer.stage("an exchange of objects"):
-            dist.all_gather_object(gathered, item)
-        return gathered
+            return gather_objects(item)
 
     def close(self) -> None:
         """Free the model and the optimizer, and destroy the process groups made here; idempotent.

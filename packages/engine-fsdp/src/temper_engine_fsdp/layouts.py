@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from temper_engine_api.layout import Layout
-from temper_engine_api.specs import ResidencySpec
+from temper_engine_api.specs import OffloadSpec
 
 
 def _at(sizes: tuple[int, ...], name: str, fields: Mapping[str, object]) -> list[Layout]:
@@ -56,6 +56,6 @@ LAYOUTS = (
             "offload_activations": True,
         },
     ),
-    *_at((1, 2), "optimizer-on-cpu", {"residency": ResidencySpec(optimizer_on_cpu=True)}),
+    *_at((1, 2), "optimizer-on-cpu", {"offload": OffloadSpec(optimizer_on_cpu=True)}),
 )
 """`nox -s nightly` runs all layouts, `dev.py test` a sample."""

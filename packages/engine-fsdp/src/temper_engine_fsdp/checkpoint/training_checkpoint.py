@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from temper_engine_api.checkpoint.dcp_reader import SafeDcpReader
+from temper_engine_api.checkpoint.saved_state import SafeDcpReader
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.weights import NamedWeight, WeightEntry, check_saved_entries
 from temper_engine_fsdp.checkpoint import huggingface_files
@@ -60,8 +60,8 @@ def collect_state_tensors(
 def to_row_dtensors(state_tensors: StateTensors) -> dict[str, Tensor]:
     """Convert to tensors sharded by rows, as DCP expects. Collective."""
     return {
-        name: piece.tensor if piece.owner is None else piece.owner.to_row_dtensor(piece.tensor)
-        for name, piece in state_tensors.items()
+        name: state.tensor if state.owner is None else state.owner.to_row_dtensor(state.tensor)
+        for name, state in state_tensors.items()
     }
 
 
@@ -142,8 +142,8 @@ def load_training_state(
         optimizer.allocate_state([entry.name for entry in saved])
     state_tensors = collect_state_tensors(parameters, buffers, optimizer)
     expected = [
-        WeightEntry(name=name, shape=_shape_of(piece), dtype=piece.tensor.dtype)
-        for name, piece in state_tensors.items()
+        WeightEntry(name=name, shape=_get_full_shape(state), dtype=state.tensor.dtype)
+        for name, state in state_tensors.items()
     ]
     # Without an optimizer its states may stay unread, but parameters and buffers may not.
     kinds = {"parameter", "buffer"} | {_kind(name) for name in state_tensors}
@@ -154,13 +154,13 @@ def load_training_state(
     )
     tensors = to_row_dtensors(state_tensors)
     load(dict(tensors), storage_reader=reader)
-    for name, piece in state_tensors.items():
+    for name, state in state_tensors.items():
         rows = tensors[name]
-        if piece.owner is not None and isinstance(rows, DTensor):
-            loaded = piece.owner.from_row_dtensor(rows)
+        if state.owner is not None and isinstance(rows, DTensor):
+            loaded = state.owner.from_row_dtensor(rows)
             # Shards of FSDP2 are rows already, so DCP has read into them in place.
-            if loaded.data_ptr() != piece.tensor.data_ptr():
-                piece.tensor.copy_(loaded)
+            if loaded.data_ptr() != state.tensor.data_ptr():
+                state.tensor.copy_(loaded)
 
 
 def has_any_parameter(directory: str, parameters: Collection[str]) -> bool:
@@ -169,8 +169,8 @@ def has_any_parameter(directory: str, parameters: Collection[str]) -> bool:
     return any(f"parameter.{name}" in saved for name in parameters)
 
 
-def _shape_of(piece: StateTensor) -> tuple[int, ...]:
-    return tuple(piece.tensor.shape if piece.owner is None else piece.owner.shape)
+def _get_full_shape(state: StateTensor) -> tuple[int, ...]:
+    return tuple(state.tensor.shape if state.owner is None else state.owner.shape)
 
 
 def _saved_entries(reader: SafeDcpReader) -> list[WeightEntry]:
@@ -260,13 +260,15 @@ def write_checkpoint(
     state_tensors = collect_state_tensors(
         components.checkpoint_parameters, components.buffers, components.optimizer
     )
-    content = _content(components, to_row_dtensors(state_tensors))
-    return _write(
+    content = _collect_content(components, to_row_dtensors(state_tensors))
+    return _write_content(
         content, components, config=config, directory=directory, group=None, weights=lambda: weights
     )
 
 
-def _content(components: EngineComponents, tensors: Mapping[str, Tensor]) -> _CheckpointContent:
+def _collect_content(
+    components: EngineComponents, tensors: Mapping[str, Tensor]
+) -> _CheckpointContent:
     adapter = (
         None if components.adapter is None else components.adapter.export(components.trainable)
     )
@@ -302,7 +304,7 @@ def stage_checkpoint(
     copies, wait = copy_to_host(state_tensors, device=components.membership.device)
     if config.strategy == "fsdp1":
         wait()  # converting to rows reads the copies
-    content = _content(components, to_row_dtensors(copies))
+    content = _collect_content(components, to_row_dtensors(copies))
     merged: list[NamedWeight] = []
     if components.adapter is not None and config.save_huggingface_weights:
         merged = [
@@ -317,9 +319,9 @@ def stage_checkpoint(
         saved = (
             iter(merged)
             if components.adapter is not None
-            else read_dcp_weights(_entries(components, config), directory=directory)
+            else read_dcp_weights(_export_entries(components, config), directory=directory)
         )
-        return _write(
+        return _write_content(
             content,
             components,
             config=config,
@@ -331,7 +333,7 @@ def stage_checkpoint(
     return write
 
 
-def _write(
+def _write_content(
     content: _CheckpointContent,
     components: EngineComponents,
     *,
@@ -347,7 +349,7 @@ def _write(
     if config.save_huggingface_weights and (rank == 0 or group is None):
         files += huggingface_files.write_weights(
             weights(),
-            _entries(components, config),
+            _export_entries(components, config),
             directory=directory,
             is_writer=rank == 0,
             shard_bytes=config.huggingface_shard_bytes,
@@ -363,7 +365,7 @@ def _write(
     return files
 
 
-def _entries(components: EngineComponents, config: FSDPConfig) -> list[WeightEntry]:
+def _export_entries(components: EngineComponents, config: FSDPConfig) -> list[WeightEntry]:
     return list_weight_entries(
         components.parameters, components.buffers, dtype=torch_dtype(config.precision.compute)
     )
@@ -375,16 +377,16 @@ def copy_to_host(
     """Copy state tensors to host memory; also return a function that waits for the copies."""
     if device.type != "cuda":
         return {
-            name: StateTensor(owner=piece.owner, tensor=piece.tensor.clone())
-            for name, piece in state_tensors.items()
+            name: StateTensor(owner=state.owner, tensor=state.tensor.clone())
+            for name, state in state_tensors.items()
         }, lambda: None
     current, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     # The copies start after the kernels launched so far, such as the optimizer step.
     side.wait_stream(current)
     with torch.cuda.stream(side):
         copies = {
-            name: StateTensor(owner=piece.owner, tensor=_pinned_copy(piece.tensor))
-            for name, piece in state_tensors.items()
+            name: StateTensor(owner=state.owner, tensor=_pinned_copy(state.tensor))
+            for name, state in state_tensors.items()
         }
     # The next update must not change a tensor that is still being copied.
     current.wait_stream(side)

@@ -18,13 +18,20 @@ from temper_engine_api.checkpoint.saved_state import (
     SavedState,
 )
 from temper_engine_api.errors import WeightError
-from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_weight_entries
-from temper_engine_fsdp.model.weight_names import ExpertJoiner, list_file_shapes, split_experts
+from temper_engine_api.weights import (
+    NamedWeight,
+    TrainingState,
+    WeightEntry,
+    check_weight_entries,
+    list_file_shapes,
+    split_experts,
+)
+from temper_engine_fsdp.model.weight_names import ExpertJoiner
 from temper_engine_fsdp.sharding.sharded_parameter import Buffers, ShardedParameters
 from temper_engine_fsdp.training.sharded_optimizer import AdamState
 
-Merge = Callable[[str, Tensor], Tensor]
-"""Merges an adapter into a full weight, given its name."""
+MergeAdapter = Callable[[str, Tensor], Tensor]
+"""Maps (weight name, full weight) to the weight with the adapter merged in."""
 
 
 def list_weight_entries(
@@ -38,8 +45,12 @@ def list_weight_entries(
     ]
     shapes += [(name, b.shape, b.dtype) for name, b in buffers.items()]
     return [
-        WeightEntry(name=name, shape=tuple(shape), dtype=dtype if own.is_floating_point else own)
-        for name, shape, own in shapes
+        WeightEntry(
+            name=name,
+            shape=tuple(shape),
+            dtype=dtype if own_dtype.is_floating_point else own_dtype,
+        )
+        for name, shape, own_dtype in shapes
     ]
 
 
@@ -48,7 +59,7 @@ def iterate_weights(
     buffers: Buffers,
     *,
     dtype: torch.dtype,
-    merge: Merge | None = None,
+    merge: MergeAdapter | None = None,
 ) -> Iterator[NamedWeight]:
     """Yield every parameter and persistent buffer as a full tensor. Collective.
 
@@ -71,7 +82,7 @@ def iterate_weights(
     for name, buffer in buffers.items():
         yield NamedWeight(
             name,
-            # A copy, like a gathered parameter: it must not change with the model.
+            # Copy, so that the yielded tensor does not change with the model.
             buffer.detach().to(dtype if buffer.is_floating_point() else buffer.dtype, copy=True),
         )
 
@@ -90,15 +101,15 @@ def load_weights(
     """
     received: list[WeightEntry] = []
     shards: dict[str, Tensor] = {}
-    joiners = ExpertJoiner({name: parameter.shape for name, parameter in parameters.items()})
+    joiner = ExpertJoiner({name: parameter.shape for name, parameter in parameters.items()})
     for part, tensor in stream:
-        # Checked after the stream, because a missing name shows only at its end.
+        # Names and shapes are checked after the loop: only then is a missing name known.
         received.append(WeightEntry(name=part, shape=tuple(tensor.shape), dtype=tensor.dtype))
         if part in buffers and buffers[part].shape == tensor.shape:
             # The sender may reuse its buffer for the next tensor.
             shards[part] = tensor.clone()
-        elif (tensor_by_name := joiners.add(part, tensor)) is not None:
-            name, full = tensor_by_name
+        elif (joined := joiner.add(part, tensor)) is not None:
+            name, full = joined
             shards[name] = parameters[name].take_shard(full).to(parameters[name].dtype)
     check_weight_entries(list_weight_entries(parameters, buffers, dtype=torch.float32), received)
     for name, shard in shards.items():
@@ -106,11 +117,12 @@ def load_weights(
 
 
 def iterate_state(
-    parameters: ShardedParameters, moments: Mapping[str, AdamState]
+    parameters: ShardedParameters, adam_states: Mapping[str, AdamState]
 ) -> Iterator[TrainingState]:
-    """Yield full float32 master weights, AdamW states and counts. Collective."""
+    """Yield each parameter's float32 master weight, AdamW state and update count. Collective."""
     for name, parameter in parameters.items():
-        state, count = moments[name], int(moments[name].count)
+        # Read the count once per parameter, not per expert: on CUDA this waits for the device.
+        state, count = adam_states[name], int(adam_states[name].count)
         full = (
             parameter.gather(parameter.local_shard()).float(),
             parameter.gather(state.first),
@@ -129,9 +141,11 @@ def iterate_state(
 
 @torch.no_grad()
 def load_state(
-    parameters: ShardedParameters, moments: Mapping[str, AdamState], stream: Iterable[TrainingState]
+    parameters: ShardedParameters,
+    adam_states: Mapping[str, AdamState],
+    stream: Iterable[TrainingState],
 ) -> None:
-    """Replace master weights, AdamW states and counts.
+    """Replace master weights, AdamW states and update counts.
 
     Each rank keeps only its shards until the complete stream has been checked.
 
@@ -141,8 +155,9 @@ def load_state(
     """
     received: list[WeightEntry] = []
     shards: dict[str, tuple[Tensor, Tensor, Tensor, int]] = {}
-    sizes = {name: parameter.shape for name, parameter in parameters.items()}
-    joiners = [ExpertJoiner(sizes) for _ in range(3)]
+    full_shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    # One joiner per kind of tensor: the experts of a parameter arrive part by part.
+    joiners = [ExpertJoiner(full_shapes) for _ in range(3)]
     for state in stream:
         shapes = {tuple(t.shape) for t in (state.master, state.first_moment, state.second_moment)}
         if len(shapes) != 1:
@@ -151,25 +166,23 @@ def load_state(
                 f"{sorted(shapes)}, but must have the same: nothing was loaded."
             )
         received.append(WeightEntry(name=state.name, shape=shapes.pop(), dtype=state.master.dtype))
-        # Each kind has its own joiner: experts of one tensor arrive part by part.
         tensors = (state.master, state.first_moment, state.second_moment)
         joined = [
             joiner.add(state.name, tensor) for joiner, tensor in zip(joiners, tensors, strict=True)
         ]
-        for name, _ in filter(None, joined[:1]):
-            master, first, second = (
-                parameters[name].take_shard(tensor_by_name[1])
-                for tensor_by_name in joined
-                if tensor_by_name is not None
-            )
+        complete = [name_and_tensor for name_and_tensor in joined if name_and_tensor is not None]
+        # The parts of the three kinds arrive together, so all three are complete or none is.
+        if complete:
+            name = complete[0][0]
+            master, first, second = (parameters[name].take_shard(full) for _, full in complete)
             # All experts of a tensor have the same update count.
             shards[name] = (master, first, second, state.update_count)
     check_weight_entries(list_weight_entries(parameters, {}, dtype=torch.float32), received)
     for name, (master, first, second, count) in shards.items():
         parameters[name].local_shard().copy_(master)
-        moments[name].first.copy_(first)
-        moments[name].second.copy_(second)
-        moments[name].count.fill_(float(count))
+        adam_states[name].first.copy_(first)
+        adam_states[name].second.copy_(second)
+        adam_states[name].count.fill_(float(count))
 
 
 def open_portable_state(directory: str) -> SavedState:

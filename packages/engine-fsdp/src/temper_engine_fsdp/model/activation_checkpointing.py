@@ -1,7 +1,7 @@
 """Activation checkpointing: recompute decoder layers, and offload their inputs to host memory."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -140,14 +140,3 @@ class ActivationOffloader:
             offloaded.fetched = offloaded.host.to(offloaded.device, non_blocking=True)
             offloaded.copy_done = torch.cuda.Event()
             offloaded.copy_done.record(self._side)
-
-
-def maybe_offload_activations(
-    device: torch.device, *, enabled: bool
-) -> AbstractContextManager[None]:
-    """Offload the activations of one forward pass if enabled; otherwise a null context."""
-    return (
-        ActivationOffloader(device).offload_saved_tensors()
-        if enabled and torch.is_grad_enabled()
-        else nullcontext()
-    )

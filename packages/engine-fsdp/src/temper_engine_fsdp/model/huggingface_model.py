@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
+from temper_engine_api.settings_check import check_head_counts
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.runtime.numerics import fork_rng
 
@@ -145,7 +146,7 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
     fields = dict(spec.architecture)
     name = str(fields.pop("model_type"))
     try:
-        return AutoConfig.for_model(name, **fields)
+        config: PretrainedConfig = AutoConfig.for_model(name, **fields)
     except (ValueError, StrictDataclassError) as error:
         if name in CONFIG_MAPPING:
             raise ConfigError(
@@ -155,6 +156,8 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
             f"model.architecture.model_type is {name!r}, which the installed version of "
             "transformers does not know: use a model type such as qwen2, qwen3 or llama."
         ) from error
+    check_head_counts(config, architecture=spec.architecture)
+    return config
 
 
 def _load_config(path: str, *, allow_code: bool) -> PretrainedConfig:
@@ -220,7 +223,7 @@ def _check_output_head(model: PreTrainedModel, *, is_language_model: bool) -> No
     kind = model.config.model_type
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise CapabilityError(
-            f"this {kind} model takes no position_ids and would number positions through the whole "
+            f"this {kind} model takes no position_ids and would number positions through the full "
             "pack: choose a model that takes them."
         )
     if not is_language_model and "score" not in dict(model.named_children()):

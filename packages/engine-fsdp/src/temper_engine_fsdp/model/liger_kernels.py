@@ -111,48 +111,49 @@ def check_kernels(
         ConfigError: If a kernel has a larger error than the plain formula allows.
     """
     generator = torch.Generator().manual_seed(0)
-    x, entropy_coeff = (torch.randn(_ROWS, sizes["norm"], generator=generator) for _ in range(2))
+    x, norm_grad = (torch.randn(_ROWS, sizes["norm"], generator=generator) for _ in range(2))
     weight = 1 + 0.1 * torch.randn(sizes["norm"], generator=generator)
-    gate, up, gate_slope = (
-        torch.randn(_ROWS, sizes["gate"], generator=generator) for _ in range(3)
-    )
-    trials: Mapping[
-        str, tuple[Callable[[Kernels], Callable[..., Tensor]], list[Tensor], Tensor]
-    ] = {
-        "norm": (lambda k: lambda a, b: k.norm(a, b, _EPS), [x, weight], entropy_coeff),
-        "gated unit": (lambda k: k.gate, [gate, up], gate_slope),
+    gate, up, gate_grad = (torch.randn(_ROWS, sizes["gate"], generator=generator) for _ in range(3))
+    cases: Mapping[str, tuple[Callable[[Kernels], Callable[..., Tensor]], list[Tensor], Tensor]] = {
+        "norm": (lambda k: lambda a, b: k.norm(a, b, _EPS), [x, weight], norm_grad),
+        "gated unit": (lambda k: k.gate, [gate, up], gate_grad),
     }
-    for kind, (choose, inputs, upstream) in trials.items():
+    for kind, (choose, inputs, grad) in cases.items():
         # Round the inputs first: only the arithmetic is compared, not the rounding of the inputs.
-        start = [tensor.to(device, compute) for tensor in (*inputs, upstream)]
-        exact = _with_gradients(choose(PLAIN), [tensor.double() for tensor in start])
-        plain, tried = (_with_gradients(choose(k), start) for k in (PLAIN, kernels))
-        for part, a, b, c in zip(
+        rounded = [tensor.to(device, compute) for tensor in (*inputs, grad)]
+        exact = _with_gradients(choose(PLAIN), [tensor.double() for tensor in rounded])
+        plain, tested = (_with_gradients(choose(k), rounded) for k in (PLAIN, kernels))
+        for part, expected, by_formula, by_kernel in zip(
             ("values", "gradient of the first input", "gradient of the second"),
             exact,
             plain,
-            tried,
+            tested,
             strict=True,
         ):
-            allowed = _MAX_ERROR_RATIO * _rms_error(a, b) + torch.finfo(compute).eps * float(
-                a.abs().mean()
+            formula_error = _rms_error(expected, by_formula)
+            kernel_error = _rms_error(expected, by_kernel)
+            # The second term allows one rounding where the plain formula happens to be exact.
+            allowed = _MAX_ERROR_RATIO * formula_error + torch.finfo(compute).eps * float(
+                expected.abs().mean()
             )
-            if not (error_found := _rms_error(a, c)) <= allowed:
+            # Not `>`: a kernel that returns NaN must fail as well.
+            if not kernel_error <= allowed:
                 raise ConfigError(
                     f"liger_layers is on, but the {kind} of {name} has an error of "
-                    f"{error_found:.1e} in {compute} on this device, while the plain formula has "
-                    f"{_rms_error(a, b):.1e} ({part}): set it to false, or install another version."
+                    f"{kernel_error:.1e} in {compute} on this device, while the plain formula has "
+                    f"{formula_error:.1e} ({part}): set it to false, or install another version."
                 )
 
 
 def _with_gradients(function: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """Return the value and the gradients of a function; the last tensor is the output gradient."""
     inputs = [tensor.detach().clone().requires_grad_() for tensor in tensors[:-1]]
     value = function(*inputs)
     return [value.detach(), *torch.autograd.grad(value, inputs, tensors[-1])]
 
 
-def _rms_error(exact: Tensor, error_found: Tensor) -> float:
-    return float((error_found.detach().double() - exact).square().mean().sqrt())
+def _rms_error(exact: Tensor, computed: Tensor) -> float:
+    return float((computed.detach().double() - exact).square().mean().sqrt())
 
 
 def apply_liger_kernels(hf: PreTrainedModel, *, device: torch.device, compute: torch.dtype) -> None:

@@ -127,7 +127,7 @@ class LanguageHead:
             if self._keeps_logits
             else partial(chunked_logprobs, chunk_tokens=self._chunk_tokens)
         )
-        columns = compute_logprobs(
+        logprobs = compute_logprobs(
             hidden.index_select(0, at - 1 - request.first_position),
             self._linear().weight,
             batch.tokens[at],
@@ -138,14 +138,14 @@ class LanguageHead:
             needs_entropy=HeadOutput.ENTROPY in request.requested_outputs,
             entropy_has_gradient=HeadOutput.ENTROPY in request.with_gradient,
         )
-        by_query = {
-            HeadOutput.LOGPROB: columns.logprob,
-            HeadOutput.ENTROPY: columns.entropy,
-            HeadOutput.LOGSUMEXP_TERMS: columns.logsumexp,
-            HeadOutput.LOGPROB_AT: columns.logprob_at,
+        columns = {
+            HeadOutput.LOGPROB: logprobs.logprob,
+            HeadOutput.ENTROPY: logprobs.entropy,
+            HeadOutput.LOGSUMEXP_TERMS: logprobs.logsumexp,
+            HeadOutput.LOGPROB_AT: logprobs.logprob_at,
         }
         return {
-            head_output: _scatter(by_query[head_output], at=at, size=batch.num_tokens)
+            head_output: _scatter(columns[head_output], at=at, size=batch.num_tokens)
             for head_output in sorted(request.requested_outputs)
         }
 
@@ -174,10 +174,10 @@ class ScalarHead:
                     scores, at=request.score_sequences, size=batch.num_sequences
                 )
             }
-        numbers = self._project(
+        values = self._project(
             hidden.index_select(0, request.positions - 1 - request.first_position)
         )
-        return {self._head_output: _scatter(numbers, at=request.positions, size=batch.num_tokens)}
+        return {self._head_output: _scatter(values, at=request.positions, size=batch.num_tokens)}
 
     def _project(self, hidden: Tensor) -> Tensor:
         linear = self._linear()
@@ -204,8 +204,8 @@ def _requested_ids(batch: SequenceBatch) -> Tensor:
 def _check_requested(
     requested_outputs: frozenset[HeadOutput], *, allowed: frozenset[HeadOutput], head: str
 ) -> None:
-    if others := requested_outputs - allowed:
+    if unsupported := requested_outputs - allowed:
         raise CapabilityError(
-            f"a {head} cannot compute {', '.join(sorted(others))}: request only "
+            f"a {head} cannot compute {', '.join(sorted(unsupported))}: request only "
             f"{', '.join(sorted(allowed))}."
         )

@@ -33,9 +33,9 @@ Measured: a call takes about 0.2 ms on one CPU thread and 0.1 ms on CUDA.
 
 
 SHAPES_PER_DOUBLING = 8
-"""Rounded lengths between one power of two and the next."""
+"""Number of rounded lengths from one power of two to the next."""
 MIN_LENGTH_STEP = 128
-"""Multiple that every rounded length is of."""
+"""Rounded lengths are multiples of this."""
 CUDNN_MIN_LENGTH = 2048
 """Shortest bucket that runs on cuDNN rather than on FlashAttention 2.
 
@@ -89,7 +89,7 @@ class PackLayout:
         self.starts = to_device(torch.tensor(starts, dtype=torch.int32), device)
         self.buckets: list[Bucket] = []
         self.is_padded = False
-        self._bands: dict[tuple[int, int], Tensor] = {}
+        self._window_masks: dict[tuple[int, int], Tensor] = {}
         self._outer_precision = "highest"
         if not needs_buckets:  # torch_varlen reads `starts` only
             return
@@ -109,11 +109,11 @@ class PackLayout:
         """
         if window is None or length <= window:
             return None
-        if (length, window) not in self._bands:
+        if (length, window) not in self._window_masks:
             position = torch.arange(length, device=self.starts.device)
             distance = position[:, None] - position
-            self._bands[length, window] = (distance >= 0) & (distance < window)
-        return self._bands[length, window]
+            self._window_masks[length, window] = (distance >= 0) & (distance < window)
+        return self._window_masks[length, window]
 
     def use_exact_matmul(self) -> None:
         """Switch to the default float32 matmul kernels.
@@ -237,20 +237,25 @@ def _padding_maps(
     """Return index maps between tokens and padded rows.
 
     Returns:
-        [P] token of each padded row, where padding repeats the last token of its sequence; and [T]
-        row of each token.
+        token_index [P]: Index of the token at each padded position; padding repeats the last token
+            of its sequence.
+        row_index [T]: Padded position of each token.
     """
     ordered = torch.tensor(order)
     size = torch.tensor(lengths)[ordered]
     first = torch.tensor(starts[:-1])[ordered]
-    padded = torch.tensor(
+    padded_lengths = torch.tensor(
         [bucket.length for bucket in buckets for _ in range(bucket.num_sequences)]
     )
-    row_start = padded.cumsum(0) - padded
-    within = torch.arange(int(padded.sum())) - torch.repeat_interleave(row_start, padded)
-    last = torch.repeat_interleave(size - 1, padded)
-    token_index = torch.repeat_interleave(first, padded) + torch.minimum(within, last)
-    is_real = within <= last
+    row_start = padded_lengths.cumsum(0) - padded_lengths
+    offset_in_sequence = torch.arange(int(padded_lengths.sum())) - torch.repeat_interleave(
+        row_start, padded_lengths
+    )
+    last = torch.repeat_interleave(size - 1, padded_lengths)
+    token_index = torch.repeat_interleave(first, padded_lengths) + torch.minimum(
+        offset_in_sequence, last
+    )
+    is_real = offset_in_sequence <= last
     row_index = torch.empty(sum(lengths), dtype=torch.int64)
     row_index[token_index[is_real]] = torch.nonzero(is_real)[:, 0]
     return token_index, row_index
@@ -259,7 +264,7 @@ def _padding_maps(
 SDPA_VARLEN = "temper_sdpa_varlen"
 TORCH_VARLEN = "temper_torch_varlen"
 
-_NEEDS_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
+_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """True if varlen_attn needs a flag for grouped heads, as it does after torch 2.11."""
 
 IGNORED_ARGUMENTS = frozenset(
@@ -351,7 +356,7 @@ def _sdpa_backends(query: Tensor, *, length: int) -> AbstractContextManager[None
     if length < CUDNN_MIN_LENGTH:
         # Short buckets differ in their number of sequences, and cuDNN would plan for each number.
         preferred.reverse()
-    # A backend that does not support the call, such as one with a mask, is passed over.
+    # A backend that does not support the call, such as one with a mask, is skipped.
     others = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     backends: AbstractContextManager[None] = sdpa_kernel([*preferred, *others], set_priority=True)
     return backends
@@ -393,7 +398,7 @@ def torch_varlen_forward(
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
     starts, longest = packing.starts, packing.max_length
     is_grouped = q.shape[1] != k.shape[1]
-    if is_grouped and _NEEDS_FLAG:
+    if is_grouped and _HAS_GQA_FLAG:
         attended = varlen_attn(
             q,
             k,

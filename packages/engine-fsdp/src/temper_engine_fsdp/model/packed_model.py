@@ -4,6 +4,7 @@ Takes a micro-batch and the requested outputs, and returns one float32 column pe
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from inspect import signature
 from typing import cast
 
@@ -15,7 +16,7 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.objective import HeadOutput
 from temper_engine_fsdp.config import FSDPConfig
-from temper_engine_fsdp.model.activation_checkpointing import maybe_offload_activations
+from temper_engine_fsdp.model.activation_checkpointing import ActivationOffloader
 from temper_engine_fsdp.model.output_head import (
     Head,
     HeadRequest,
@@ -66,9 +67,11 @@ class PackedModel(nn.Module):
                 packing.sequence_group.take_slice(tokens),
                 packing.sequence_group.take_slice(positions),
             )
-        with maybe_offload_activations(
-            tokens.device,
-            enabled=self._offloads_activations and self.training,
+        offloads = self._offloads_activations and self.training and torch.is_grad_enabled()
+        with (
+            ActivationOffloader(tokens.device).offload_saved_tensors()
+            if offloads
+            else nullcontext()
         ):
             output = self.hf.base_model(
                 input_ids=tokens[None],

@@ -16,9 +16,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from temper_engine_api.process_group import gather_objects
 from temper_engine_api.specs import ModelSpec
+from temper_engine_api.weights import list_file_shapes, split_experts
 from temper_engine_fsdp.model.huggingface_model import build_model, is_lm_head, is_value_head
-from temper_engine_fsdp.model.weight_names import INDEX_NAME, list_file_shapes, split_experts
+from temper_engine_fsdp.model.weight_names import INDEX_NAME
 from temper_engine_fsdp.runtime.numerics import fork_rng
 from temper_engine_fsdp.runtime.process_group import Membership
 
@@ -91,10 +93,10 @@ def build_streaming_model(
         if spec.model_type != "language_model" and is_value_head(name)
     } - files.keys()
     # Rank 0 decides: other ranks may see another state of a network file system.
-    can_stream = [membership.rank == 0 and _files_match(hf, files, head=head)]
+    can_stream = membership.rank == 0 and _files_match(hf, files, head=head)
     if membership.world_size > 1:
-        dist.broadcast_object_list(can_stream, src=0)
-    if not can_stream[0]:
+        can_stream = gather_objects(can_stream)[0]
+    if not can_stream:
         return None
     _initialize_head(hf, head, seed=spec.seed)
     return hf, WeightStreamer(hf, files, membership=membership)
@@ -105,11 +107,11 @@ def _initialize_head(hf: PreTrainedModel, names: Collection[str], *, seed: int) 
     # Every rank draws the same values, so the head needs no broadcast.
     with fork_rng(seed):
         for name in sorted(names, reverse=True):  # weight before bias, as transformers
-            module, _, own = name.rpartition(".")
+            module, _, kind = name.rpartition(".")
             values = torch.zeros(hf.get_parameter(name).shape)
-            if own != "bias":
+            if kind != "bias":
                 values.normal_(std=hf.config.initializer_range)
-            setattr(hf.get_submodule(module), own, nn.Parameter(values))
+            setattr(hf.get_submodule(module), kind, nn.Parameter(values))
 
 
 @contextmanager

@@ -258,7 +258,7 @@ def full_logprobs(
     entropy_has_gradient: bool = False,
     is_compiled: bool = False,
 ) -> TokenLogprobs:
-    """Compute the outputs of `chunked_logprobs` while keeping all logits in the compute dtype.
+    """Compute the outputs of `chunked_logprobs`, but store all logits, in the compute dtype.
 
     Nothing is computed twice, and nothing of the size of the logits exists in float32. The backward
     pass overwrites the logits, so it can run only once.
@@ -337,7 +337,7 @@ class _FullLogprobs(torch.autograd.Function):
         ctx.logits = None  # type: ignore[attr-defined]
         # Sum of the factors of p in dz: +1 per log-normalizer, -1 per log-prob.
         prob_coeff = grad_logsumexp - grad_logprob - grad_at.sum(1)
-        entropy_coeff = grad_entropy if options.entropy_has_gradient else None
+        needed_grad_entropy = grad_entropy if options.entropy_has_gradient else None
         _maybe_compiled(_replace_with_gradient, options.is_compiled)(
             logits,
             temperatures,
@@ -346,7 +346,7 @@ class _FullLogprobs(torch.autograd.Function):
             labels,
             grad_logprob,
             entropy,
-            entropy_coeff,
+            needed_grad_entropy,
         )
         if ids.shape[1] > 0:
             logits.scatter_add_(1, ids, (grad_at / temperatures).to(logits.dtype))

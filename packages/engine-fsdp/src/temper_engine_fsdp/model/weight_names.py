@@ -1,11 +1,7 @@
-"""Parameter names: experts as in Hugging Face files, and adapters as in PEFT files.
-
-Files have one tensor per expert. transformers joins the experts of a layer in memory, with gate
-above up.
-"""
+"""Parameter names: experts as in Hugging Face files, and adapters as in PEFT files."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import torch
@@ -14,38 +10,12 @@ from transformers import PretrainedConfig
 
 from temper_engine_api.adapter_checks import PEFT_PREFIX
 from temper_engine_api.errors import CapabilityError
+from temper_engine_api.weights import JOINED_EXPERTS, list_file_shapes, split_experts
 
 ParameterT = TypeVar("ParameterT")
 
-_PARTS: Mapping[str, tuple[str, ...]] = {
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "down_proj": ("down_proj",),
-}
-"""Matrices of each expert in a joined tensor, in row order."""
 _KNOWN_MODEL_TYPES = ("qwen2_moe", "qwen3_moe")
 """Model types known to use these names; others use names such as w1 and w3."""
-
-
-def split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield a tensor under its names in files.
-
-    A joined tensor [experts, rows, columns] is yielded as views of its parts, others unchanged.
-    """
-    layer, _, kind = name.rpartition(".experts.")
-    if kind not in _PARTS:
-        yield name, tensor
-        return
-    for number, expert in enumerate(tensor):
-        for part_name, part in zip(_PARTS[kind], expert.chunk(len(_PARTS[kind])), strict=True):
-            yield f"{layer}.experts.{number}.{part_name}.weight", part
-
-
-def list_file_shapes(name: str, shape: torch.Size) -> list[tuple[str, torch.Size]]:
-    """Return names and shapes of the parts of a tensor in files."""
-    return [
-        (part_name, part.shape)
-        for part_name, part in split_experts(name, torch.empty(shape, device="meta"))
-    ]
 
 
 def check_expert_names(config: PretrainedConfig, names: Iterable[str]) -> None:
@@ -55,7 +25,7 @@ def check_expert_names(config: PretrainedConfig, names: Iterable[str]) -> None:
         CapabilityError: If the model has experts and its type is unknown.
     """
     if config.model_type not in _KNOWN_MODEL_TYPES and any(
-        name.rpartition(".experts.")[2] in _PARTS for name in names
+        name.rpartition(".experts.")[2] in JOINED_EXPERTS for name in names
     ):
         raise CapabilityError(
             f"model type {config.model_type} has experts whose names in files are unknown, so its "
@@ -124,7 +94,10 @@ def peft_name(name: str) -> str:
 def split_adapter_parameters(
     parameters: Mapping[str, ParameterT],
 ) -> tuple[dict[str, ParameterT], dict[str, ParameterT]]:
-    """Split parameters into base weights by Hugging Face name and adapter by PEFT name."""
+    """Split parameters into two dicts: base weights and adapter weights.
+
+    Base weights are keyed by their Hugging Face name, adapter weights by their PEFT name.
+    """
     weights = {
         hf_name(name): parameter
         for name, parameter in parameters.items()

@@ -72,7 +72,7 @@ class CollectiveTracer:
         self._publish(IDLE)
         self.detail = ""
         """Position within the stage; not published to other ranks."""
-        self._launched: deque[tuple[Span, Callable[[], bool]]] = deque()
+        self._pending_device_spans: deque[tuple[Span, Callable[[], bool]]] = deque()
         self._closed = threading.Event()
         if membership.world_size > 1 and membership.device.type == "cuda":
             threading.Thread(target=self._watch, name="temper-stages", daemon=True).start()
@@ -95,11 +95,13 @@ class CollectiveTracer:
             if (
                 self._depth > 1
                 or isinstance(error, CollectiveTimeoutError)
-                or not any(sign in str(error) for sign in _TIMEOUT_MESSAGES)
+                or not any(message in str(error) for message in _TIMEOUT_MESSAGES)
             ):
                 raise
             raise CollectiveTimeoutError(
-                self._message(f"timed out in {_failed_collective(error)}", self._current())
+                self._describe_timeout(
+                    f"timed out in {_failed_collective(error)}", self._current_span()
+                )
             ) from error
         finally:
             self._depth -= 1
@@ -118,7 +120,7 @@ class CollectiveTracer:
         Args:
             is_done: Queries the device without waiting for it, e.g. `torch.cuda.Event.query`.
         """
-        self._launched.append((self._current(), is_done))
+        self._pending_device_spans.append((self._current_span(), is_done))
         self._oldest_unfinished()
 
     def close(self) -> None:
@@ -127,26 +129,26 @@ class CollectiveTracer:
 
     def _publish(self, name: str) -> None:
         # Wall time, not monotonic: other ranks compare it with their own clocks.
-        self._now, self._since = name, time.time()
+        self._current_stage, self._since = name, time.time()
         if self._store is not None and dist.is_initialized():
             self._store.set(f"{self._prefix}/{self._membership.rank}", f"{self._since:.0f} {name}")
 
-    def _current(self) -> Span:
-        return Span(name=self._now, detail=self.detail, since=self._since)
+    def _current_span(self) -> Span:
+        return Span(name=self._current_stage, detail=self.detail, since=self._since)
 
     def _oldest_unfinished(self) -> Span | None:
         """Return the oldest stage that the device or the host has not finished."""
-        while self._launched:
+        while self._pending_device_spans:
             # One stream runs its kernels in order, so the oldest stage is the first to finish.
-            span, is_done = self._launched[0]
+            span, is_done = self._pending_device_spans[0]
             if not is_done():
                 return span
-            self._launched.popleft()
-        return None if self._now == IDLE else self._current()
+            self._pending_device_spans.popleft()
+        return None if self._current_stage == IDLE else self._current_span()
 
-    def _message(self, what: str, span: Span) -> str:
+    def _describe_timeout(self, event: str, span: Span) -> str:
         return (
-            f"rank {self._membership.rank} {what} during {span}, {time.time() - span.since:.0f} s "
+            f"rank {self._membership.rank} {event} during {span}, {time.time() - span.since:.0f} s "
             f"after it began (collective_timeout_s is {self._timeout_s:g}). "
             f"{self._describe_other_ranks(span)} Check the log of the rank in another stage, or "
             "raise collective_timeout_s if that rank is only slow."
@@ -183,7 +185,7 @@ class CollectiveTracer:
             ):
                 logger.error(
                     "%s",
-                    self._message(
+                    self._describe_timeout(
                         f"may be about to time out in {find_unfinished_collective()}", span
                     ),
                 )

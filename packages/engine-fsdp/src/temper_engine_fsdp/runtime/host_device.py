@@ -1,20 +1,22 @@
-"""Copies between host and device that the host does not wait for, and settings of the host process.
+"""Copies to the device that the host does not wait for, and the CPU cores near a device.
 
 A host that waits for the device within a micro-batch starts the next one with an empty queue. With
 several ranks, all of them then wait for the slowest host.
 """
 
-import gc
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_SYS = Path("/sys")
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -23,48 +25,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor.to(device)
     # From pageable memory the copy would block the host until the device has caught up.
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-class AsyncScalar:
-    """A scalar that the device is still computing, being copied to the host."""
-
-    def __init__(self, number: Tensor) -> None:
-        self._on_host = number
-        self._copy_done: torch.cuda.Event | None = None
-        if number.is_cuda:
-            self._on_host = torch.empty(number.shape, dtype=number.dtype, pin_memory=True).copy_(
-                number, non_blocking=True
-            )
-            self._copy_done = torch.cuda.Event()
-            self._copy_done.record()
-
-    def result(self) -> float:
-        """Wait for the scalar, but not for kernels launched after it, and return it."""
-        if self._copy_done is not None:
-            self._copy_done.synchronize()
-        return float(self._on_host)
-
-
-@contextmanager
-def pause_garbage_collection() -> Iterator[None]:
-    """Disable Python's cyclic garbage collector inside the context.
-
-    Reference counting still frees objects as usual.
-    """
-    # A collection in the middle of a pass delays kernel launches by tens of milliseconds, on one
-    # rank at a time.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-logger = logging.getLogger(__name__)
-
-_SYS = Path("/sys")
 
 
 def bind_to_near_cores(device: torch.device) -> None:

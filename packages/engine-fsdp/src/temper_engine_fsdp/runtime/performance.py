@@ -9,7 +9,7 @@ counted, and sliding windows are counted as full attention.
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -67,11 +67,10 @@ def count_training_flops(model: PreTrainedModel, *, is_language_model: bool) -> 
 def _active_fraction(config: PretrainedConfig) -> float:
     """Return the fraction of the experts that a token is routed to; 1 without experts."""
     settings = config.to_dict()
-    seen, total = (
-        settings.get("num_experts_per_tok"),
-        settings.get("num_experts") or settings.get("num_local_experts"),
-    )
-    return seen / total if isinstance(seen, int) and isinstance(total, int) else 1.0
+    num_active = settings.get("num_experts_per_tok")
+    num_experts = settings.get("num_experts") or settings.get("num_local_experts")
+    is_moe = isinstance(num_active, int) and isinstance(num_experts, int)
+    return num_active / num_experts if is_moe else 1.0
 
 
 @cache
@@ -188,22 +187,6 @@ _GIB = 2**30
 _STATM = Path("/proc/self/statm")
 
 
-class LazyMetrics(Mapping[str, Metric]):
-    """Metrics that are computed when first read, so that training does not wait for them."""
-
-    def __init__(self, read: Callable[[], Mapping[str, Metric]]) -> None:
-        self._read = cache(read)
-
-    def __getitem__(self, name: str) -> Metric:
-        return self._read()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read())
-
-    def __len__(self) -> int:
-        return len(self._read())
-
-
 def memory_metrics(device: torch.device) -> Mapping[str, Metric]:
     """Return memory in GiB; the maximum over ranks is reported.
 
@@ -256,6 +239,7 @@ class UpdateProfiler:
                 f"profile_to is {config.profile_to}, which already contains {self._file.name}: "
                 "choose another folder."
             )
+        config.check_folders()
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._maybe_start()
 

@@ -10,12 +10,12 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from temper_engine_api.process_group import gather_objects
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model.packed_model import PREFIX, PackedModel, find_layers
 from temper_engine_fsdp.runtime.numerics import torch_dtype
@@ -65,7 +65,8 @@ class FSDP1Module:
         self.loss_factor = float(mesh.size())
         self.eval_needs_gradients = True
         parameters = {
-            _plain_name(name): parameter for name, parameter in self._root.named_parameters()
+            _remove_wrapper_names(name): parameter
+            for name, parameter in self._root.named_parameters()
         }
         shard_sizes = _gather_shard_sizes(parameters, mesh=mesh)
         self.parameters: ShardedParameters = {
@@ -166,7 +167,7 @@ def _strategy(mesh: DeviceMesh) -> ShardingStrategy:
     return ShardingStrategy.FULL_SHARD if mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD
 
 
-def _plain_name(name: str) -> str:
+def _remove_wrapper_names(name: str) -> str:
     return name.replace(_WRAPPER, "").removeprefix("inner.").removeprefix(PREFIX)
 
 
@@ -176,7 +177,7 @@ def _gather_shard_sizes(
     """Return the number of entries of each parameter that each rank holds. Collective."""
     local_sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     group = mesh.get_group(mesh.ndim - 1)
-    sizes_by_rank: list[dict[str, int]] = [local_sizes] * group.size()
+    sizes_by_rank = [local_sizes]
     if group.size() > 1:
-        dist.all_gather_object(sizes_by_rank, local_sizes, group=group)
+        sizes_by_rank = gather_objects(local_sizes, group=group)
     return {name: tuple(sizes[name] for sizes in sizes_by_rank) for name in local_sizes}

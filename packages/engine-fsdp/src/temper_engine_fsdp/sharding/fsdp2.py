@@ -62,9 +62,7 @@ class FSDP2Module:
         self.eval_needs_gradients = False
         self._reshards = reshards is not False
         self._keeps_gathered = (
-            not self._reshards
-            and not config.residency.offload_parameters
-            and mesh.size(mesh.ndim - 1) > 1
+            not self._reshards and not config.offload.parameters and mesh.size(mesh.ndim - 1) > 1
         )
         # One module per group, since a group shares its FSDP state.
         self._modules = [_first_module([model]), *wrapped]

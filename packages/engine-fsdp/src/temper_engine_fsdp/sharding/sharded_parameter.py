@@ -90,10 +90,11 @@ class FSDP2Parameter(ShardedParameter):
 
     def gather(self, shard: Tensor) -> Tensor:
         """See ShardedParameter."""
-        mesh = self._mesh_of(shard)
+        mesh = self._get_mesh(shard)
         group = mesh.get_group(mesh.ndim - 1)
         if group.size() == 1:
-            # A copy, as with several ranks: the result must not share memory with the parameter.
+            # Copy, because with several ranks the result does not share memory with the
+            # parameter either.
             return shard.clone()
         # fully_shard gives each rank the same number of rows, except that the last ranks may have
         # fewer or none. DTensor.full_tensor() is several times slower for small tensors, so pad and
@@ -118,7 +119,7 @@ class FSDP2Parameter(ShardedParameter):
 
     def to_row_dtensor(self, shard: Tensor) -> DTensor:
         """See ShardedParameter."""
-        placements, mesh = self._layout.placements, self._mesh_of(shard)
+        placements, mesh = self._layout.placements, self._get_mesh(shard)
         return DTensor.from_local(
             shard, mesh, placements, run_check=False, shape=self.shape, stride=self.tensor.stride()
         )
@@ -127,7 +128,7 @@ class FSDP2Parameter(ShardedParameter):
         """See ShardedParameter."""
         return local_tensor(rows)
 
-    def _mesh_of(self, shard: Tensor) -> DeviceMesh:
+    def _get_mesh(self, shard: Tensor) -> DeviceMesh:
         return self._host_mesh if shard.device.type == "cpu" else self._mesh
 
     @property
@@ -137,7 +138,7 @@ class FSDP2Parameter(ShardedParameter):
 
 
 class FSDP1Parameter(ShardedParameter):
-    """A parameter of FSDP1: each rank holds a run of the flat tensor, possibly an empty one."""
+    """A parameter of FSDP1: each rank has a contiguous, possibly empty part of the flat tensor."""
 
     def __init__(
         self,
@@ -183,7 +184,7 @@ class FSDP1Parameter(ShardedParameter):
         gathered = [torch.empty_like(padded) for _ in self._shard_sizes]
         dist.all_gather(gathered, padded, group=self._group)
         return torch.cat(
-            [shard[:size] for shard, size in zip(gathered, self._shard_sizes, strict=True)]
+            [entries[:size] for entries, size in zip(gathered, self._shard_sizes, strict=True)]
         ).view(self.shape)
 
     def take_shard(self, full: Tensor) -> Tensor:

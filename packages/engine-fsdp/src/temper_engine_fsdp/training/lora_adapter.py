@@ -7,10 +7,9 @@ The only module that imports peft. Elsewhere, adapter tensors have the names of 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
-from peft import LoraConfig, TaskType, inject_adapter_in_model
+from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -20,8 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from temper_engine_api import adapter_checks
-from temper_engine_api.adapter_checks import ADAPTER_WEIGHTS, PEFT_PREFIX
-from temper_engine_api.errors import ConfigError, WeightError
+from temper_engine_api.adapter_checks import PEFT_PREFIX
+from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_fsdp.model.weight_names import (
     hf_name,
@@ -42,7 +41,7 @@ class LoraAdapter:
 
     def __init__(self, hf: PreTrainedModel, *, config: LoraConfig) -> None:
         self._config = config
-        self._is_off = False
+        self._is_adapter_disabled = False
         self.has_replaced_base = False
         """True if the base weights were replaced, so that checkpoints must contain them."""
         modules = dict(hf.named_modules())
@@ -68,7 +67,7 @@ class LoraAdapter:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Disable the adapter inside the context; may be nested."""
-        before = self._is_off
+        before = self._is_adapter_disabled
         self._set_disabled(is_off=True)
         try:
             yield
@@ -76,7 +75,7 @@ class LoraAdapter:
             self._set_disabled(is_off=before)
 
     def _set_disabled(self, *, is_off: bool) -> None:
-        self._is_off = is_off
+        self._is_adapter_disabled = is_off
         for module in self._switchable:
             # A private field: enable_adapters() would also change requires_grad, which FSDP reads
             # only once, when it first gathers a parameter.
@@ -91,64 +90,76 @@ class LoraAdapter:
         def get_module() -> nn.Module:
             if not isinstance(module, ModulesToSaveWrapper):
                 return module
-            module_in_use: nn.Module = (
-                module.original_module if self._is_off else module.modules_to_save[_ADAPTER]
+            original_or_trained: nn.Module = (
+                module.original_module
+                if self._is_adapter_disabled
+                else module.modules_to_save[_ADAPTER]
             )
-            return module_in_use
+            return original_or_trained
 
         return get_module
 
-    def merge_weight(self, name: str, weight: Tensor, *, trained: ShardedParameters) -> Tensor:
+    def merge_weight(
+        self, name: str, weight: Tensor, *, adapter_parameters: ShardedParameters
+    ) -> Tensor:
         """Merge the adapter into a full weight, in float32. Collective.
 
         Args:
             name: Hugging Face name of the weight.
             weight: Full weight.
-            trained: Parameters of the adapter.
+            adapter_parameters: Parameters of the adapter.
 
         Returns:
             The merged weight; `weight` itself if the adapter is disabled or does not change it.
         """
         owner, _, kind = name.rpartition(".")
-        if self._is_off:
+        if self._is_adapter_disabled:
             return weight
         if any(name.startswith(f"{module}.") for module in self._fully_trained):
-            return _gather_tensor(PEFT_PREFIX + name, trained)
+            return _gather_tensor(PEFT_PREFIX + name, adapter_parameters)
         if name in self._experts:
-            return self._merge_experts(name, weight, trained=trained)
+            return self._merge_experts(name, weight, adapter_parameters=adapter_parameters)
         if owner not in self._linears or kind != "weight":
             return weight
         down, up = (
-            _gather_tensor(f"{PEFT_PREFIX}{owner}.{part}.weight", trained)
+            _gather_tensor(f"{PEFT_PREFIX}{owner}.{part}.weight", adapter_parameters)
             for part in ("lora_A", "lora_B")
         )
         merged = torch.addmm(
             weight.float(), up.float(), down.float(), alpha=self._linears[owner].scaling[_ADAPTER]
         )
         magnitude = f"{PEFT_PREFIX}{owner}.lora_magnitude_vector"
-        if magnitude in trained:
+        if magnitude in adapter_parameters:
             # DoRA rescales each row to a trained norm; arXiv:2402.09353, equation 5.
             merged *= (
-                _gather_tensor(magnitude, trained).float() / torch.linalg.vector_norm(merged, dim=1)
+                _gather_tensor(magnitude, adapter_parameters).float()
+                / torch.linalg.vector_norm(merged, dim=1)
             )[:, None]
         return merged
 
-    def _merge_experts(self, name: str, weight: Tensor, *, trained: ShardedParameters) -> Tensor:
+    def _merge_experts(
+        self, name: str, weight: Tensor, *, adapter_parameters: ShardedParameters
+    ) -> Tensor:
         """Merge into a joined expert tensor; PEFT stacks A by expert and interleaves B."""
         module_name, module = self._experts[name]
         down, up = (
-            _gather_tensor(f"{PEFT_PREFIX}{module_name}.{part}.weight", trained).float()
+            _gather_tensor(f"{PEFT_PREFIX}{module_name}.{part}.weight", adapter_parameters).float()
             for part in ("lora_A", "lora_B")
         )
+        num_experts = len(weight)
         down, up = (
-            down.unflatten(0, (len(weight), -1)),
-            up.unflatten(1, (-1, len(weight))).permute(2, 0, 1),
+            down.unflatten(0, (num_experts, -1)),
+            up.unflatten(1, (-1, num_experts)).permute(2, 0, 1),
         )
         return torch.baddbmm(weight.float(), up, down, alpha=module.scaling[_ADAPTER])
 
-    def export(self, trained: ShardedParameters) -> tuple[dict[str, object], dict[str, Tensor]]:
+    def export(
+        self, adapter_parameters: ShardedParameters
+    ) -> tuple[dict[str, object], dict[str, Tensor]]:
         """Return the contents of PEFT's two files: config and full float32 tensors. Collective."""
-        return self.peft_config(), {name: _gather_tensor(name, trained).float() for name in trained}
+        return self.peft_config(), {
+            name: _gather_tensor(name, adapter_parameters).float() for name in adapter_parameters
+        }
 
     def peft_config(self) -> dict[str, object]:
         """Return the contents of adapter_config.json."""
@@ -160,7 +171,7 @@ class LoraAdapter:
         config: Mapping[str, object],
         tensors: Mapping[str, Tensor],
         *,
-        trained: ShardedParameters,
+        adapter_parameters: ShardedParameters,
     ) -> None:
         """Replace the parameters of the adapter with full tensors. No communication.
 
@@ -171,9 +182,9 @@ class LoraAdapter:
         """
         adapter_checks.check_same_adapter(config, own_config=self.peft_config())
         adapter_checks.check_adapter_tensors(
-            {name: parameter.shape for name, parameter in trained.items()}, tensors
+            {name: parameter.shape for name, parameter in adapter_parameters.items()}, tensors
         )
-        for name, parameter in trained.items():
+        for name, parameter in adapter_parameters.items():
             parameter.local_shard().copy_(parameter.take_shard(tensors[name]))
 
     def check_base_weights(self, has_weights: bool, *, directory: str) -> None:
@@ -201,14 +212,14 @@ def attach_adapter(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> 
         WeightError: If the tensors in the directory do not match its config.
     """
     config = (
-        _fresh_config(spec, model=model)
+        LoraConfig(**adapter_checks.new_lora_config(spec, model=model))
         if spec.path is None
         else _saved_config(spec.path, dropout=spec.dropout)
     )
     adapter_checks.check_target_names(spec, module_names=[name for name, _ in hf.named_modules()])
-    requested, expert_targets = config.target_modules, tuple(config.target_parameters or ())
+    module_targets, expert_targets = config.target_modules, tuple(config.target_parameters or ())
     head = hf.get_output_embeddings()
-    if requested == "all-linear" and config.target_parameters:
+    if module_targets == "all-linear" and config.target_parameters:
         # PEFT would otherwise adapt all expert tensors, and with another rank.
         config.target_modules = {
             name
@@ -217,27 +228,29 @@ def attach_adapter(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> 
         }
     # Every rank draws the same values; the streams of the process stay as they were.
     with fork_rng(model.seed), warnings.catch_warnings():
-        # peft warns of tied embeddings and missing modules; both are errors below.
+        # peft warns of tied embeddings and missing modules; the checks below make both errors.
         warnings.simplefilter("ignore")
         try:
             inject_adapter_in_model(config, hf)
         except ValueError as error:
-            named = f"target_modules {adapter_checks.format_targets(requested)}" + (
+            targets = f"target_modules {adapter_checks.format_targets(module_targets)}" + (
                 f" with lora.target_parameters {', '.join(expert_targets)}"
                 if expert_targets
                 else ""
             )
             raise ConfigError(
-                f"lora.{named} cannot be adapted in {type(hf).__name__}: {error}"
+                f"lora.{targets} cannot be adapted in {type(hf).__name__}: {error}"
             ) from error
         _initialize(hf, seed=model.seed)
     _refuse_unsupported(hf, spec=spec, head=head)
     _check_target_parameters(hf, requested=expert_targets)
     # Save names instead of "all-linear", which other loaders may resolve differently.
-    config.target_modules = _short_target_names(hf) if requested == "all-linear" else requested
+    config.target_modules = (
+        _short_target_names(hf) if module_targets == "all-linear" else module_targets
+    )
     adapter = LoraAdapter(hf, config=config)
     if spec.path is not None:
-        _set_initial_tensors(hf, read_adapter_tensors(spec.path))
+        _set_initial_tensors(hf, load_file(adapter_checks.find_adapter_weights(spec.path)))
     return adapter
 
 
@@ -272,14 +285,15 @@ def _sort_like_peft(hf: nn.Module) -> Iterator[LoraLinear | ParamWrapper]:
 def requires_loaded_weights(spec: LoraSpec, *, model: ModelSpec) -> bool:
     """Return True if the adapter can only be attached to a model with loaded weights.
 
-    DoRA measures the base weights, and fully trained modules copy them.
+    DoRA computes its magnitudes from the base weights, and `modules_to_save` start as copies of
+    them.
 
     Raises:
-        ConfigError: If the directory has no adapter.
-        CapabilityError: If the directory has another kind of adapter.
+        ConfigError: If `spec.path` is set but contains no adapter.
+        CapabilityError: If `spec.path` contains another kind of adapter.
     """
     config = (
-        _fresh_config(spec, model=model)
+        LoraConfig(**adapter_checks.new_lora_config(spec, model=model))
         if spec.path is None
         else _saved_config(spec.path, dropout=spec.dropout)
     )
@@ -287,14 +301,6 @@ def requires_loaded_weights(spec: LoraSpec, *, model: ModelSpec) -> bool:
         config.use_dora
         or config.modules_to_save
         or config.init_lora_weights not in (True, False, "gaussian")
-    )
-
-
-def _fresh_config(spec: LoraSpec, *, model: ModelSpec) -> LoraConfig:
-    is_language_model = model.model_type == "language_model"
-    return LoraConfig(
-        task_type=TaskType.CAUSAL_LM if is_language_model else TaskType.TOKEN_CLS,
-        **adapter_checks.new_lora_config(spec, model=model),
     )
 
 
@@ -307,24 +313,10 @@ def _saved_config(path: str, *, dropout: float) -> LoraConfig:
             f"lora.dropout is {dropout}, but the adapter in {path} has target_parameters, for "
             "which PEFT has no dropout: set it to 0."
         )
-    # Saved adapters have it set, and peft would freeze them.
+    # Saved configs set inference_mode, with which peft would freeze the adapter.
     config.inference_mode = False
     config.lora_dropout = dropout
     return config
-
-
-def read_adapter_tensors(path: str) -> dict[str, Tensor]:
-    """Read the tensors of a PEFT adapter directory by name.
-
-    Raises:
-        WeightError: If it has no safetensors file.
-    """
-    file = Path(path, ADAPTER_WEIGHTS)
-    if not file.is_file():
-        raise WeightError(
-            f"the adapter in {path} has no {ADAPTER_WEIGHTS}: save it as safetensors."
-        )
-    return load_file(file)
 
 
 def _refuse_unsupported(hf: PreTrainedModel, *, spec: LoraSpec, head: nn.Module | None) -> None:
@@ -349,13 +341,13 @@ def _refuse_unsupported(hf: PreTrainedModel, *, spec: LoraSpec, head: nn.Module 
                 f"lora.modules_to_save names {name}, which this model ties to its other embedding: "
                 "choose an untied model."
             )
-    module_in_use = {
+    fully_trained = {
         name for name, module in modules.items() if isinstance(module, ModulesToSaveWrapper)
     }
     missing = [
         suffix
         for suffix in spec.modules_to_save
-        if not adapter_checks.has_suffix(module_in_use, suffix=suffix)
+        if not adapter_checks.has_suffix(fully_trained, suffix=suffix)
     ]
     if missing:
         raise ConfigError(
@@ -380,25 +372,23 @@ def _check_target_parameters(hf: nn.Module, *, requested: Collection[str]) -> No
 
     Other names would give expert tensors a different rank.
     """
-    module_in_use = {_expert_weight_name(name, module) for name, module in _expert_wrappers(hf)}
-    wrong = sorted(
-        name for name in module_in_use if name.rpartition(".experts.")[2] not in _EXPERT_TENSORS
+    adapted = {_expert_weight_name(name, module) for name, module in _expert_wrappers(hf)}
+    not_experts = sorted(
+        name for name in adapted if name.rpartition(".experts.")[2] not in _EXPERT_TENSORS
     )
-    if module_in_use and not requested:
+    if adapted and not requested:
         raise ConfigError(
             "lora.target_modules matches modules inside this model's experts: name only linear "
             "layers outside them there, and in lora.target_parameters the tensors of experts, "
             f"such as {' and '.join(f'mlp.experts.{part}' for part in _EXPERT_TENSORS)}."
         )
     unknown = sorted(
-        name
-        for name in requested
-        if not any(f".{each}".endswith(f".{name}") for each in module_in_use)
+        name for name in requested if not any(f".{each}".endswith(f".{name}") for each in adapted)
     )
-    if wrong or unknown:
+    if not_experts or unknown:
         raise ConfigError(
-            f"lora.target_parameters names {', '.join(wrong or unknown)}, but only tensors of "
-            "experts can be named: use "
+            f"lora.target_parameters names {', '.join(not_experts or unknown)}, but only tensors "
+            "of experts can be named: use "
             f"{' and '.join(f'mlp.experts.{part}' for part in _EXPERT_TENSORS)} if this model has "
             "experts."
         )
@@ -406,22 +396,24 @@ def _check_target_parameters(hf: nn.Module, *, requested: Collection[str]) -> No
 
 def _short_target_names(hf: PreTrainedModel) -> set[str]:
     """Return the last part of each adapted layer's name, or the full name if ambiguous."""
-    is_adapted = {
-        name: isinstance(module, LoraLinear)
+    linears = {
+        name: module
         for name, module in hf.named_modules()
         if isinstance(module, nn.Linear | LoraLinear)
+        # Linear layers inside an adapted layer: the two of the adapter, and the original one.
         and ".lora_" not in name
         and ".base_layer" not in name
     }
-    others = {name.rpartition(".")[2] for name, adapted in is_adapted.items() if not adapted}
-    adapted = [name for name, has in is_adapted.items() if has]
+    adapted = [name for name, module in linears.items() if isinstance(module, LoraLinear)]
+    unadapted_endings = {name.rpartition(".")[2] for name in linears.keys() - set(adapted)}
     return {
-        name if name.rpartition(".")[2] in others else name.rpartition(".")[2] for name in adapted
+        name if name.rpartition(".")[2] in unadapted_endings else name.rpartition(".")[2]
+        for name in adapted
     }
 
 
-def _gather_tensor(name: str, trained: ShardedParameters) -> Tensor:
-    return trained[name].gather(trained[name].local_shard())
+def _gather_tensor(name: str, adapter_parameters: ShardedParameters) -> Tensor:
+    return adapter_parameters[name].gather(adapter_parameters[name].local_shard())
 
 
 @torch.no_grad()

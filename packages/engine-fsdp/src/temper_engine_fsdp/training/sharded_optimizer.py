@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from temper_engine_api.specs import OptimizerSpec
-from temper_engine_fsdp.runtime.host_device import AsyncScalar
 from temper_engine_fsdp.sharding.sharded_parameter import ShardedParameter, ShardedParameters
 
-GradientState = Mapping[str, Tensor]
+GradientShards = Mapping[str, Tensor]
 """This rank's shard of each reduced gradient, by Hugging Face name."""
 
 
@@ -41,6 +40,26 @@ class StateTensor:
     """Parameter that the tensor is sharded like; None if every rank has all of it."""
     tensor: Tensor
     """Shard or full tensor; loading fills it in place."""
+
+
+class AsyncScalar:
+    """A scalar that the device is still computing, being copied to the host."""
+
+    def __init__(self, number: Tensor) -> None:
+        self._on_host = number
+        self._copy_done: torch.cuda.Event | None = None
+        if number.is_cuda:
+            self._on_host = torch.empty(number.shape, dtype=number.dtype, pin_memory=True).copy_(
+                number, non_blocking=True
+            )
+            self._copy_done = torch.cuda.Event()
+            self._copy_done.record()
+
+    def result(self) -> float:
+        """Wait for the scalar, but not for kernels launched after it, and return it."""
+        if self._copy_done is not None:
+            self._copy_done.synchronize()
+        return float(self._on_host)
 
 
 class ShardedOptimizer(ABC):
@@ -72,10 +91,11 @@ class ShardedOptimizer(ABC):
         Returns:
             Global gradient norm over all shards before clipping, computed in float32.
         """
-        named_gradients = (
-            (name, parameter.local_gradient()) for name, parameter in self._parameters.items()
-        )
-        gradients = {name: gradient for name, gradient in named_gradients if gradient is not None}
+        gradients = {
+            name: gradient
+            for name, parameter in self._parameters.items()
+            if (gradient := parameter.local_gradient()) is not None
+        }
         if loss_scale != 1.0:
             # Before the norm: the clip limit refers to unscaled gradients.
             torch._foreach_mul_(list(gradients.values()), 1.0 / loss_scale)
@@ -99,7 +119,7 @@ class ShardedOptimizer(ABC):
         return norm_value
 
     @abstractmethod
-    def _update(self, gradients: GradientState, *, lr: float) -> None:
+    def _update(self, gradients: GradientShards, *, lr: float) -> None:
         """Update the parameters that have a gradient."""
 
     @abstractmethod
@@ -117,7 +137,7 @@ class ShardedOptimizer(ABC):
     def _decays(self, name: str) -> bool:
         return self._parameters[name].is_matrix or self._spec.decays_vectors
 
-    def _launch_update(self, gradients: GradientState, *, norm: Tensor, lr: float) -> bool:
+    def _launch_update(self, gradients: GradientShards, *, norm: Tensor, lr: float) -> bool:
         """Launch kernels that clip and update, or do nothing if the norm [] is not finite.
 
         The host does not need to know the norm.
@@ -167,7 +187,7 @@ class ShardedAdamW(ShardedOptimizer):
             for name, device in devices.items()
         }
 
-    def _launch_update(self, gradients: GradientState, *, norm: Tensor, lr: float) -> bool:
+    def _launch_update(self, gradients: GradientShards, *, norm: Tensor, lr: float) -> bool:
         if not self.is_async or not all(self._can_update_in_place(name) for name in gradients):
             return False
         is_finite, limit = torch.isfinite(norm), self._spec.clip_grad_norm
@@ -191,7 +211,7 @@ class ShardedAdamW(ShardedOptimizer):
             )
         return True
 
-    def _decay_groups(self, gradients: GradientState) -> Iterator[tuple[list[str], float]]:
+    def _decay_groups(self, gradients: GradientShards) -> Iterator[tuple[list[str], float]]:
         """Yield names of non-empty shards with their weight decay."""
         for decays, weight_decay in ((True, self._spec.weight_decay), (False, 0.0)):
             yield (
@@ -203,7 +223,7 @@ class ShardedAdamW(ShardedOptimizer):
                 weight_decay,
             )
 
-    def _update(self, gradients: GradientState, *, lr: float) -> None:
+    def _update(self, gradients: GradientShards, *, lr: float) -> None:
         for name in gradients:
             if gradients[name].numel() == 0:
                 # Empty shard: still count the update, for checkpoints at another world size.
@@ -220,6 +240,7 @@ class ShardedAdamW(ShardedOptimizer):
                 )
                 continue
 
+            # The defaults bind the values of this iteration; a closure would see the last ones.
             def update(
                 i: int,
                 weight: Tensor,
@@ -229,13 +250,12 @@ class ShardedAdamW(ShardedOptimizer):
             ) -> None:
                 self._adamw([names[i]], [weight], [gradient], lr=lr, weight_decay=weight_decay)
 
-            gradient_list = [gradients[name] for name in names]
             # Weights in 16 bits or on another device are updated through float32 copies.
             if self._on_cpu and weights[0].is_cuda:
-                update_on_cpu(weights, gradient_list, update)
+                update_on_cpu(weights, [gradients[name] for name in names], update)
                 continue
-            for i, weight in enumerate(weights):
-                update(i, master := weight.float(), gradient_list[i].float())
+            for i, (name, weight) in enumerate(zip(names, weights, strict=True)):
+                update(i, master := weight.float(), gradients[name].float())
                 weight.copy_(master)
 
     def _can_update_in_place(self, name: str) -> bool:
@@ -280,18 +300,18 @@ class ShardedAdamW(ShardedOptimizer):
     def offloadable_tensors(self) -> Iterator[Tensor]:
         """See ShardedOptimizer."""
         # Without the counts: scalars take no memory worth a copy.
-        for moments in self.adam_states.values():
-            yield from (moments.first, moments.second)
+        for state in self.adam_states.values():
+            yield from (state.first, state.second)
 
     def state_tensors(self) -> dict[str, StateTensor]:
         """See ShardedOptimizer."""
-        named_gradients = {}
+        tensors = {}
         for name, state in self.adam_states.items():
             owner = self._parameters[name]
-            named_gradients[f"first_moment.{name}"] = StateTensor(owner=owner, tensor=state.first)
-            named_gradients[f"second_moment.{name}"] = StateTensor(owner=owner, tensor=state.second)
-            named_gradients[f"update_count.{name}"] = StateTensor(owner=None, tensor=state.count)
-        return named_gradients
+            tensors[f"first_moment.{name}"] = StateTensor(owner=owner, tensor=state.first)
+            tensors[f"second_moment.{name}"] = StateTensor(owner=owner, tensor=state.second)
+            tensors[f"update_count.{name}"] = StateTensor(owner=None, tensor=state.count)
+        return tensors
 
     def allocate_state(self, names: list[str]) -> None:
         """See ShardedOptimizer. No-op: the state always exists."""
@@ -329,19 +349,19 @@ def update_on_cpu(
         gradients: One per weight.
         update: Changes the given weight in place.
     """
-    current, down = torch.cuda.current_stream(), torch.cuda.Stream()
+    current, copy_stream = torch.cuda.current_stream(), torch.cuda.Stream()
     # The gradients are still being computed on the current stream.
-    down.wait_stream(current)
-    with torch.cuda.stream(down):
+    copy_stream.wait_stream(current)
+    with torch.cuda.stream(copy_stream):
         copies = [
-            _copy_to_host_async(weight, gradient, stream=down)
+            _copy_to_host_async(weight, gradient, stream=copy_stream)
             for weight, gradient in zip(weights, gradients, strict=True)
         ]
     for i, copy in enumerate(copies):
         copy.copy_done.synchronize()
-        gradient_list = copy.weight.float()
-        update(i, gradient_list, copy.gradient.float())
-        copy.weight.copy_(gradient_list)
+        master = copy.weight.float()
+        update(i, master, copy.gradient.float())
+        copy.weight.copy_(master)
         weights[i].copy_(copy.weight, non_blocking=True)
 
 

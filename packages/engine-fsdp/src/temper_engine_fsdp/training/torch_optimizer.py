@@ -17,7 +17,7 @@ from temper_engine_fsdp.sharding.sharded_parameter import (
     local_tensor,
 )
 from temper_engine_fsdp.training.sharded_optimizer import (
-    GradientState,
+    GradientShards,
     ShardedOptimizer,
     StateTensor,
 )
@@ -147,7 +147,7 @@ class TorchOptimizer(ShardedOptimizer):
             owner.tensor.grad = None
             owner.local_shard().copy_(weight)
 
-    def _update(self, gradients: GradientState, *, lr: float) -> None:
+    def _update(self, gradients: GradientShards, *, lr: float) -> None:
         for name, gradient in gradients.items():
             parameter = self._parameters[name].tensor
             if parameter.grad is None:
