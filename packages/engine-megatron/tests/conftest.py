@@ -11,14 +11,9 @@ import torch
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.conformance.harness.rank_pool import RankPool
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
-from temper_engine_api.specs import LoraSpec, ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
+from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.engine import MegatronEngine
-
-# Beside a released engine-api that does not know adapters inside experts there is nothing to test.
-collect_ignore = (
-    [] if "target_parameters" in LoraSpec.__dataclass_fields__ else ["test_adapter_experts.py"]
-)
 
 VOCABULARY = 61
 ARCHITECTURE: Mapping[str, Scalar] = {
@@ -79,7 +74,7 @@ def start(config: MegatronConfig) -> Iterator[Callable[..., MegatronEngine]]:
 
 @pytest.fixture
 def batch() -> SequenceBatch:
-    """Four sequences of 5 to 14 tokens, the first four of each a prompt."""
+    """Draw four sequences of 5 to 14 tokens, of which the first four are the prompt."""
     generator = torch.Generator().manual_seed(11)
     lengths = [9, 5, 14, 7]
     return from_sequences(
@@ -91,7 +86,7 @@ def batch() -> SequenceBatch:
 
 @pytest.fixture(scope="session")
 def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """Two rank processes."""
+    """Start two rank processes."""
     rank_pool = RankPool(2, folder=tmp_path_factory.mktemp("rank_pool"))
     yield rank_pool
     rank_pool.close()
@@ -99,14 +94,14 @@ def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def four_rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """Four, for nightly tests."""
-    own = RankPool(4, folder=tmp_path_factory.mktemp("fleet-of-four"))
-    yield own
-    own.close()
+    """Start four rank processes, for nightly tests."""
+    four_rank_pool = RankPool(4, folder=tmp_path_factory.mktemp("four_rank_pool"))
+    yield four_rank_pool
+    four_rank_pool.close()
 
 
 @pytest.fixture(scope="session")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> OracleCache:
-    """The conformance kit's oracle, models and batches."""
+    """Create the conformance kit's oracle, with its models and batches."""
     folder: Path = tmp_path_factory.mktemp("models")
     return OracleCache(folder=folder)

@@ -26,14 +26,14 @@ from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigErr
 from temper_engine_api.registry import load_conformance_layouts
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_api.weights import NamedWeight
-from temper_engine_megatron.checkpoint.checkpoint_files import check_layout_is_ours
+from temper_engine_megatron.checkpoint.checkpoint_files import check_not_another_system
 from temper_engine_megatron.engine import MegatronEngine
 
 LAYOUTS = {layout.name: layout for layout in load_conformance_layouts("megatron")}
 LORA = LoraSpec(rank=4, alpha=8.0)
 
 
-def test_a_fresh_adapter_begins_as_peft_begins_it(start, config):
+def test_new_adapter_has_the_initial_values_of_peft(start, config):
     _, tensors = start(lora=LORA).export_adapter()
     fields = dict(config.model.architecture)
     network = AutoModelForCausalLM.from_config(
@@ -55,7 +55,7 @@ def test_a_fresh_adapter_begins_as_peft_begins_it(start, config):
 
 @pytest.mark.bitwise
 @pytest.mark.parametrize("layout", ["tp2", "tp2-sp"])
-def test_what_tensor_parallel_ranks_hold_twice_stays_equal_under_dropout(
+def test_replicated_parameters_stay_equal_on_ranks_under_dropout(
     rank_pool, oracle, layout, tmp_path
 ):
     setup = replace(
@@ -71,17 +71,17 @@ def test_what_tensor_parallel_ranks_hold_twice_stays_equal_under_dropout(
             arguments={"setup": setup, **arguments},
         )
 
-    first, second = run(parts_held_twice, batches=batches)
+    first, second = run(collect_replicated_parameters, batches=batches)
     assert len(first[0]) > 8
     assert all(torch.equal(first[0][name], second[0][name]) for name in first[0])
-    # Masks are drawn from generators whose states are saved.
+    # Dropout masks are drawn from generators whose states the checkpoint contains.
     run(train_and_save, batches=batches[:2], folder=tmp_path, step=2)
     resumed = run(load_and_train, batches=batches[2:], folder=tmp_path)[0]
     assert_same_state(resumed[0].state, first[1])
 
 
-def parts_held_twice(rank, *, setup, batches):
-    """This rank's copies of what is not split, and the whole state, after some updates."""
+def collect_replicated_parameters(rank, *, setup, batches):
+    """Return this rank's copies of replicated parameters and the full state after updates."""
     engine = rank.temporary_engine(setup)
     updates = train(engine, batches)
     chunk = engine._components.runner._chunks.unwrapped[0]
@@ -96,7 +96,7 @@ def parts_held_twice(rank, *, setup, batches):
     return copies, updates[-1].state
 
 
-def test_the_base_has_no_gradient_buffers(start):
+def test_only_the_adapter_has_gradients(start):
     engine = start(lora=LORA)
     chunk = engine._components.runner._chunks.unwrapped[0]
     trained = [name for name, parameter in chunk.named_parameters() if parameter.requires_grad]
@@ -105,7 +105,7 @@ def test_the_base_has_no_gradient_buffers(start):
 
 
 @pytest.mark.parametrize(
-    ("lora", "sentence"),
+    ("lora", "match"),
     [
         (
             replace(LORA, target_modules=("q_proj", "embed_tokens")),
@@ -139,13 +139,13 @@ def test_the_base_has_no_gradient_buffers(start):
         (replace(LORA, modules_to_save=("norm",)), "can train only the output layer in full"),
     ],
 )
-def test_modules_that_can_not_be_adapted_are_named(config, lora, sentence):
-    with pytest.raises(ConfigError, match=sentence):
+def test_error_names_the_module_that_cannot_be_adapted(config, lora, match):
+    with pytest.raises(ConfigError, match=match):
         MegatronEngine(replace(config, lora=lora)).init_model()
     assert not torch.distributed.is_initialized()
 
 
-def test_adapters_of_another_kind_or_layout_are_refused_with_what_to_do(config, tmp_path):
+def test_adapter_of_another_kind_or_layout_is_refused_with_what_to_do(config, tmp_path):
     def refusal(folder):
         with pytest.raises((CapabilityError, ConfigError)) as caught:
             MegatronEngine(replace(config, lora=LoraSpec(path=str(folder)))).init_model()
@@ -174,7 +174,7 @@ def test_adapters_of_another_kind_or_layout_are_refused_with_what_to_do(config, 
         "actor/model/dist_ckpt",
     ],
 )
-def test_a_checkpoint_of_another_system_is_refused_with_the_command_that_converts_it(
+def test_checkpoint_of_another_system_is_refused_with_the_command_that_converts_it(
     tmp_path, inside
 ):
     (tmp_path / inside).mkdir(parents=True)
@@ -182,27 +182,25 @@ def test_a_checkpoint_of_another_system_is_refused_with_the_command_that_convert
         CheckpointError,
         match=rf"contains {inside}, .*temper-migrate checkpoint .* --to temper --out NEW",
     ):
-        check_layout_is_ours(str(tmp_path))
+        check_not_another_system(str(tmp_path))
 
 
-def test_loading_asks_whether_a_checkpoint_is_another_systems(start, tmp_path):
+def test_loading_a_checkpoint_of_another_system_is_refused(start, tmp_path):
     (tmp_path / "dist_ckpt").mkdir()
     with pytest.raises(CheckpointError, match="temper-migrate checkpoint"):
         start(lora=LORA).load_checkpoint(str(tmp_path))
 
 
-def test_the_head_of_a_critic_is_trained_beside_its_adapter(start, config):
+def test_head_of_a_critic_is_trained_with_its_adapter(start, config):
     engine = start(
         model=ModelSpec(architecture=config.model.architecture, model_type="value_model"), lora=LORA
     )
-    described, tensors = engine.export_adapter()
-    assert described["modules_to_save"] == ["score"]
+    peft_config, tensors = engine.export_adapter()
+    assert peft_config["modules_to_save"] == ["score"]
     assert {"base_model.model.score.weight", "base_model.model.score.bias"} <= tensors.keys()
 
 
-def test_a_base_that_was_loaded_is_part_of_the_checkpoint_and_moments_are_the_adapters_alone(
-    start, batch, tmp_path
-):
+def test_replaced_base_weights_are_saved_without_moments(start, batch, tmp_path):
     engine = start(lora=LORA)
     with engine.disable_adapter():
         base = collect_weights(engine)

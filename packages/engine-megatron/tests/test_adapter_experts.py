@@ -37,12 +37,12 @@ from temper_engine_megatron.adapter.expert_adapters import join_expert_shards, t
 from temper_engine_megatron.engine import MegatronEngine
 
 BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-INSIDE = TinyAdapter(
+EXPERTS_AND_ATTENTION = TinyAdapter(
     name="divided",
     model=QWEN2_TIED,
     fields={"target_modules": ["q_proj", "o_proj"], "target_parameters": list(BOTH)},
 )
-ALONE_INSIDE = TinyAdapter(
+ONLY_EXPERTS = TinyAdapter(
     name="experts-only",
     model=QWEN2_TIED,
     fields={"target_modules": [], "target_parameters": list(BOTH)},
@@ -107,8 +107,8 @@ ARCHITECTURE = {
 LORA = LoraSpec(rank=3, alpha=6.0, target_modules=("q_proj",), target_parameters=BOTH)
 
 
-def by_night(*names):
-    """These layouts are for the nightly run."""
+def mark_nightly(*names):
+    """Mark these layouts for the nightly run."""
     return [pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
@@ -135,11 +135,14 @@ def moe_oracle(oracle):
         "tp2-sp",
         "tp2-sp-ep2",
         "pp2-recompute",
-        *by_night("ep2", "cp2-ep2", "tp2-sp-ep2-etp2", "pp2-ep2", "dp2-ep2"),
+        *mark_nightly("ep2", "cp2-ep2", "tp2-sp-ep2-etp2", "pp2-ep2", "dp2-ep2"),
     ],
 )
-def test_gradients_are_those_of_peft_however_experts_are_divided(run_in, moe_oracle, layout):
-    setup, batch = moe_oracle.make_adapter_setup(INSIDE), moe_oracle.get_batch(model=QWEN2_TIED)
+def test_gradients_equal_peft_in_every_division_of_experts(run_in, moe_oracle, layout):
+    setup, batch = (
+        moe_oracle.make_adapter_setup(EXPERTS_AND_ATTENTION),
+        moe_oracle.get_batch(model=QWEN2_TIED),
+    )
     expected = moe_oracle.get_update(setup, ClippedPpoProbe(), batch)
     updates = run_in(
         layout,
@@ -164,74 +167,79 @@ def test_gradients_are_those_of_peft_however_experts_are_divided(run_in, moe_ora
         ),
     ],
 )
-def test_a_checkpoint_goes_on_where_experts_are_divided_otherwise(
+def test_checkpoint_continues_in_another_division_of_experts(
     run_in, moe_oracle, tmp_path, before, after
 ):
-    setup = moe_oracle.make_adapter_setup(INSIDE, optimizer=ADAMW)
+    setup = moe_oracle.make_adapter_setup(EXPERTS_AND_ATTENTION, optimizer=ADAMW)
     batches = [moe_oracle.get_batch(seed=seed, model=QWEN2_TIED) for seed in range(3)]
-    whole = run_in(before, train_all, setup=setup, batches=batches)[0]
+    uninterrupted = run_in(before, train_all, setup=setup, batches=batches)[0]
     run_in(before, train_and_save, setup=setup, batches=batches[:2], folder=tmp_path, step=2)
     assert_same_state(
-        run_in(after, state_after_loading, setup=setup, folder=tmp_path)[0], whole[1].state
+        run_in(after, load_and_collect_state, setup=setup, folder=tmp_path)[0],
+        uninterrupted[1].state,
     )
     resumed = run_in(after, load_and_train, setup=setup, batches=batches[2:], folder=tmp_path)[0]
     assert_all_close(
-        resumed[-1].masters, whole[2].masters, UPDATE, quantity="adapter after the next update"
+        resumed[-1].masters,
+        uninterrupted[2].masters,
+        UPDATE,
+        quantity="adapter after the next update",
     )
 
 
 def train_all(rank, *, setup, batches):
-    """Without a stop."""
+    """Train on all batches without an interruption."""
     return train(rank.temporary_engine(setup), batches)
 
 
-def state_after_loading(rank, *, setup, folder):
-    """As it was saved."""
+def load_and_collect_state(rank, *, setup, folder):
+    """Load a checkpoint and return the state."""
     engine = rank.temporary_engine(setup)
     engine.load_checkpoint(str(folder))
     return collect_state(engine)
 
 
-@pytest.mark.parametrize("layout", ["ep2", *by_night("tp2-sp", "1-rank", "pp2-ep2")])
-def test_experts_alone_can_be_adapted(run_in, moe_oracle, layout):
-    setup = moe_oracle.make_adapter_setup(ALONE_INSIDE, optimizer=ADAMW)
+@pytest.mark.parametrize("layout", ["ep2", *mark_nightly("tp2-sp", "1-rank", "pp2-ep2")])
+def test_adapter_of_only_experts_trains(run_in, moe_oracle, layout):
+    setup = moe_oracle.make_adapter_setup(ONLY_EXPERTS, optimizer=ADAMW)
     batches = [moe_oracle.get_batch(seed=seed, model=QWEN2_TIED) for seed in range(2)]
-    whole = moe_oracle.run(train_all, setup=setup, batches=batches)
-    for update, want in zip(
-        run_in(layout, train_all, setup=setup, batches=batches)[0], whole, strict=True
-    ):
-        assert_all_close(update.masters, want.masters, UPDATE, quantity="adapter")
+    expected = moe_oracle.run(train_all, setup=setup, batches=batches)
+    updates = run_in(layout, train_all, setup=setup, batches=batches)[0]
+    for update, expected_update in zip(updates, expected, strict=True):
+        assert_all_close(update.masters, expected_update.masters, UPDATE, quantity="adapter")
 
 
-def test_the_other_engine_loads_the_directory_with_equal_log_probs(run_in, moe_oracle, tmp_path):
+def test_other_engine_loads_the_adapter_with_equal_logprobs(run_in, moe_oracle, tmp_path):
     pytest.importorskip(
         "temper_engine_fsdp",
         reason="the other engine is not installed: pip install temper-engine-fsdp",
     )
-    setup = moe_oracle.make_adapter_setup(INSIDE, optimizer=ADAMW)
+    setup = moe_oracle.make_adapter_setup(EXPERTS_AND_ATTENTION, optimizer=ADAMW)
     batch = moe_oracle.get_batch(model=QWEN2_TIED)
-    content, logprobs = run_in("ep2", adapter_after_an_update, setup=setup, batch=batch)[0]
+    content, logprobs = run_in("ep2", update_and_export_adapter, setup=setup, batch=batch)[0]
     saved = replace(
         setup, lora=LoraSpec(path=str(save_adapter(*content, folder=tmp_path / "adapter")))
     )
-    found = run_in("1-rank", logprobs_of, engine="fsdp", setup=saved, batch=batch)[0]
-    assert_close(found, logprobs, LOSS, quantity="log-probs")
+    loaded = run_in(
+        "1-rank", compute_logprobs_in_new_engine, engine="fsdp", setup=saved, batch=batch
+    )[0]
+    assert_close(loaded, logprobs, LOSS, quantity="log-probs")
 
 
-def adapter_after_an_update(rank, *, setup, batch):
-    """Both files' content, and what the engine computes with it."""
+def update_and_export_adapter(rank, *, setup, batch):
+    """Return the contents of PEFT's two files, and log-probs of the engine."""
     engine = rank.temporary_engine(setup)
     train(engine, [batch])
-    return engine.export_adapter(), head_outputs(engine, batch)
+    return engine.export_adapter(), compute_logprobs(engine, batch)
 
 
-def logprobs_of(rank, *, setup, batch):
-    """Of a fresh engine."""
-    return head_outputs(rank.temporary_engine(setup), batch)
+def compute_logprobs_in_new_engine(rank, *, setup, batch):
+    """Return log-probs of a new engine."""
+    return compute_logprobs(rank.temporary_engine(setup), batch)
 
 
-def head_outputs(engine, batch):
-    """[T] log-probs in the order of the batch."""
+def compute_logprobs(engine, batch):
+    """Return [T] log-probs in the order of the batch."""
     with engine.eval_mode():
         result = engine.forward_backward_batch(
             rank_slice(engine, batch, split=ONE_MICRO_BATCH),
@@ -243,7 +251,7 @@ def head_outputs(engine, batch):
     ]
 
 
-def test_a_fresh_adapter_begins_as_peft_begins_it(start):
+def test_new_adapter_has_the_initial_values_of_peft(start):
     _, tensors = start(model=ModelSpec(architecture=ARCHITECTURE), lora=LORA).export_adapter()
     fields = dict(ARCHITECTURE)
     network = AutoModelForCausalLM.from_config(
@@ -264,25 +272,25 @@ def test_a_fresh_adapter_begins_as_peft_begins_it(start):
 
 
 @pytest.mark.parametrize("kind", ["experts_a", "experts_b", "gated_experts_b"])
-def test_parts_of_ranks_come_together_again(kind):
+def test_joining_shards_is_the_inverse_of_taking_them(kind):
     # Four experts of rank 3: A is [12, 8], B [16, 12].
-    whole = (
+    full = (
         torch.arange(12.0 * 8).view(12, 8)
         if kind == "experts_a"
         else torch.arange(16.0 * 12).view(16, 12)
     )
-    parts = [
-        take_expert_shard(whole, kind=kind, num_experts=4, rank=rank, num_ranks=2)
+    shards = [
+        take_expert_shard(full, kind=kind, num_experts=4, rank=rank, num_ranks=2)
         for rank in range(2)
     ]
-    assert {tuple(part.shape) for part in parts} == {
+    assert {tuple(shard.shape) for shard in shards} == {
         (4, 3, 4) if kind == "experts_a" else (4, 8, 3)
     }
-    assert torch.equal(join_expert_shards(parts, kind=kind), whole)
+    assert torch.equal(join_expert_shards(shards, kind=kind), full)
 
 
 @pytest.mark.parametrize(
-    ("lora", "sentence"),
+    ("lora", "match"),
     [
         (
             LoraSpec(rank=4, alpha=8.0),
@@ -302,19 +310,19 @@ def test_parts_of_ranks_come_together_again(kind):
         ),
     ],
 )
-def test_what_can_not_be_adapted_in_a_mixture_is_named(config, lora, sentence):
-    with pytest.raises(ConfigError, match=sentence):
+def test_error_names_what_cannot_be_adapted_in_a_mixture_of_experts(config, lora, match):
+    with pytest.raises(ConfigError, match=match):
         MegatronEngine(
             replace(config, model=ModelSpec(architecture=ARCHITECTURE), lora=lora)
         ).init_model()
 
 
-def test_a_dense_model_has_no_tensors_of_experts(config):
+def test_adapter_of_experts_of_a_dense_model_is_refused(config):
     with pytest.raises(ConfigError, match="this model has no experts"):
         MegatronEngine(replace(config, lora=LORA)).init_model()
 
 
-def test_the_rank_that_peft_doubles_for_all_linear_is_refused(config, tmp_path):
+def test_rank_that_peft_doubles_for_all_linear_is_refused(config, tmp_path):
     doubled = {r".*\.gate_up_proj": 6}
     LoraConfig(
         r=3, target_modules=["q_proj"], target_parameters=["gate_up_proj"], rank_pattern=doubled

@@ -37,7 +37,7 @@ def config(model_type="qwen2", **fields):
     return AutoConfig.for_model(model_type, **{**SIZES, **fields})
 
 
-def test_nobody_is_made_to_believe_that_transformer_engine_is_there():
+def test_stubs_are_not_in_sys_modules():
     absent = {
         name for name in ("transformer_engine", "triton") if importlib.util.find_spec(name) is None
     }
@@ -48,7 +48,7 @@ def test_nobody_is_made_to_believe_that_transformer_engine_is_there():
     assert ("transformer_engine" in absent) != HAVE_TE
 
 
-def forget_the_bridge(monkeypatch):
+def unload_bridge(monkeypatch):
     for name in [
         name
         for name in sys.modules
@@ -58,39 +58,37 @@ def forget_the_bridge(monkeypatch):
 
 
 @pytest.mark.parametrize("is_distributed", [False, True])
-def test_the_optimizer_is_torchs_also_where_megatron_has_found_another(
-    start, monkeypatch, is_distributed
-):
+def test_optimizer_is_torchs_even_if_megatron_found_another(start, monkeypatch, is_distributed):
     # Like the Adam of TransformerEngine or Apex, which keeps the update count elsewhere than torch.
     monkeypatch.setattr(core_optimizer, "USING_PYTORCH_OPTIMIZER", False)
-    monkeypatch.setattr(core_optimizer, "Adam", Foreign)
+    monkeypatch.setattr(core_optimizer, "Adam", OtherAdam)
     start(distributed_optimizer=is_distributed)
     assert not core_optimizer.USING_PYTORCH_OPTIMIZER, (
-        "others in this process see what Megatron had found"
+        "the engine must restore Megatron's choice for other users in this process"
     )
 
 
-class Foreign(torch.optim.Optimizer):
-    """Another AdamW."""
+class OtherAdam(torch.optim.Optimizer):
+    """An AdamW of another library."""
 
     def __init__(self, *_, **__):
         raise AssertionError("the engine can't read the state of this optimizer")
 
 
-def test_a_missing_bridge_is_one_sentence_with_the_command(monkeypatch):
-    wanted = f"pip install --no-deps {BRIDGE}=={find_installed_pair().tested[BRIDGE]}"
-    forget_the_bridge(monkeypatch)
-    install(monkeypatch, core=importlib.metadata.version(CORE), bridge=None)
+def test_error_for_a_missing_bridge_has_the_pip_command(monkeypatch):
+    expected = f"pip install --no-deps {BRIDGE}=={find_installed_pair().tested[BRIDGE]}"
+    unload_bridge(monkeypatch)
+    pretend_installed(monkeypatch, core=importlib.metadata.version(CORE), bridge=None)
     monkeypatch.setitem(sys.modules, "megatron.bridge", None)
     with pytest.raises(
         ConfigError, match="needs Megatron-Bridge, which is not installed"
     ) as caught:
         BridgeTranslation(config())
-    assert str(caught.value).endswith(wanted)
+    assert str(caught.value).endswith(expected)
 
 
-def install(monkeypatch, *, core, bridge, python=None):
-    """Make it look as if these versions were installed; None is not at all."""
+def pretend_installed(monkeypatch, *, core, bridge, python=None):
+    """Pretend that these versions are installed; None is for a missing distribution."""
     versions = {CORE: core, BRIDGE: bridge}
     real = importlib.metadata.version
 
@@ -104,8 +102,8 @@ def install(monkeypatch, *, core, bridge, python=None):
         monkeypatch.setattr(platform, "python_version", lambda: python)
 
 
-class Broken:
-    """A finder under whose eyes one package can't be imported."""
+class FailingFinder:
+    """An import finder that raises an error for one package."""
 
     def __init__(self, name, error):
         self.name, self.error = name, error
@@ -123,9 +121,11 @@ class Broken:
     ],
     ids=repr,
 )
-def test_a_bridge_that_can_not_be_imported_is_not_called_missing(monkeypatch, error):
-    forget_the_bridge(monkeypatch)
-    monkeypatch.setattr(sys, "meta_path", [Broken("megatron.bridge.models", error), *sys.meta_path])
+def test_bridge_that_fails_to_import_is_not_reported_as_missing(monkeypatch, error):
+    unload_bridge(monkeypatch)
+    monkeypatch.setattr(
+        sys, "meta_path", [FailingFinder("megatron.bridge.models", error), *sys.meta_path]
+    )
     with pytest.raises(ConfigError, match="is installed, but importing it failed with") as caught:
         BridgeTranslation(config())
     assert str(error) in str(caught.value)
@@ -141,14 +141,14 @@ def test_a_bridge_that_can_not_be_imported_is_not_called_missing(monkeypatch, er
         ("0.17.1", "0.6.2", "3.12.1", "megatron-core==0.19.2"),
         ("0.18.0", "0.5.0", "3.11.2", "megatron-core==0.16.1 megatron-bridge==0.3.1"),
         ("0.18.0", "0.5.0", "3.12.1", "megatron-core==0.19.2 megatron-bridge==0.6.2"),
-        # The bridge of the newer line is there for 3.12 alone.
+        # The newer bridge supports Python 3.12 only.
         ("0.19.2", "0.3.1", "3.13.0", "megatron-core==0.16.1"),
     ],
 )
-def test_versions_that_do_not_belong_together_are_refused_with_the_way_that_changes_least(
+def test_unsupported_pair_is_refused_with_the_smallest_change(
     monkeypatch, core, bridge, python, command
 ):
-    install(monkeypatch, core=core, bridge=bridge, python=python)
+    pretend_installed(monkeypatch, core=core, bridge=bridge, python=python)
     with pytest.raises(ConfigError, match=f"{CORE} is {core} and {BRIDGE} {bridge}, but") as caught:
         BridgeTranslation(config())
     assert str(caught.value).endswith(f": pip install --no-deps {command}")
@@ -158,23 +158,23 @@ def test_versions_that_do_not_belong_together_are_refused_with_the_way_that_chan
     ("core", "bridge", "python"),
     [("0.16.1", "0.3.1", "3.11.2"), ("0.16.1", "0.3.1", "3.12.1"), ("0.19.2", "0.6.2", "3.12.1")],
 )
-def test_versions_that_belong_together_are_taken(monkeypatch, core, bridge, python):
-    install(monkeypatch, core=core, bridge=bridge, python=python)
+def test_supported_pair_is_accepted(monkeypatch, core, bridge, python):
+    pretend_installed(monkeypatch, core=core, bridge=bridge, python=python)
     assert find_installed_pair().tested == {CORE: core, BRIDGE: bridge}
 
 
-def test_what_this_package_requires_is_what_its_lines_take():
+def test_requirements_of_the_package_equal_the_supported_pairs():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     required = [Requirement(line) for line in project["dependencies"] if line.startswith(CORE)]
-    for python, lines in (
+    for python, pairs in (
         ("3.11", VERSION_PAIRS[:1]),
         ("3.12", VERSION_PAIRS),
         ("3.13", VERSION_PAIRS[:1]),
     ):
-        (here,) = (
-            each
-            for each in required
-            if each.marker is not None and each.marker.evaluate({"python_version": python})
+        (requirement,) = (
+            line
+            for line in required
+            if line.marker is not None and line.marker.evaluate({"python_version": python})
         )
         for version in (
             "0.15.3",
@@ -188,32 +188,34 @@ def test_what_this_package_requires_is_what_its_lines_take():
             "0.19.7",
             "0.20.0",
         ):
-            assert here.specifier.contains(version) == any(
-                line.core.contains(version) for line in lines
+            assert requirement.specifier.contains(version) == any(
+                pair.core.contains(version) for pair in pairs
             ), (python, version)
 
 
-def source(module):
-    """The tree of a module, which is not imported."""
+def parse_source(module):
+    """Parse the source of a module without importing it."""
     root, _, path = module.partition(".")
     (file,) = (
-        found
+        path_of_module
         for folder in sys.modules[root].__path__
-        if (found := Path(folder, f"{path.replace('.', '/')}.py")).exists()
+        if (path_of_module := Path(folder, f"{path.replace('.', '/')}.py")).exists()
     )
     return ast.parse(file.read_text())
 
 
-def test_stubs_are_given_for_packages_that_are_still_imported_unconditionally():
-    # One that fails says that upstream asks now: take the name out of the line.
+def test_stubbed_packages_are_still_imported_unconditionally():
+    # If this fails, upstream has made an import conditional: remove it from the version pair.
     BridgeTranslation(config())
-    found = {
-        "transformer_engine": source("megatron.bridge.peft.lora_layers"),
-        "triton": source("megatron.core.inference.contexts.attention_context.triton.tensor_ops"),
+    trees = {
+        "transformer_engine": parse_source("megatron.bridge.peft.lora_layers"),
+        "triton": parse_source(
+            "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
+        ),
     }
     names = {
         name
-        for name, tree in found.items()
+        for name, tree in trees.items()
         for node in tree.body
         if isinstance(node, ast.Import)
         and any(alias.name.partition(".")[0] == name for alias in node.names)
@@ -221,29 +223,29 @@ def test_stubs_are_given_for_packages_that_are_still_imported_unconditionally():
     assert names == find_installed_pair().unconditional_imports.keys()
 
 
-def test_the_router_is_given_a_name_only_where_it_still_lacks_it():
+def test_router_still_lacks_the_name_that_is_added():
     BridgeTranslation(config())
     stored = {
         node.id
-        for node in ast.walk(source("megatron.core.transformer.moe.moe_utils"))
+        for node in ast.walk(parse_source("megatron.core.transformer.moe.moe_utils"))
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
     }
     assert ("te_general_gemm" not in stored) == find_installed_pair().lacks_router_gemm
 
 
-def test_the_rotary_base_is_told_only_where_the_bridge_still_does_not_find_it(monkeypatch):
-    described = config(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    assert BridgeTranslation(described).transformer_config.rotary_base == 5e5
-    line = dataclasses.replace(find_installed_pair(), ignores_rope_parameters=False)
+def test_rotary_base_is_set_only_while_the_bridge_does_not_read_it(monkeypatch):
+    hf_config = config(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    assert BridgeTranslation(hf_config).transformer_config.rotary_base == 5e5
+    pair = dataclasses.replace(find_installed_pair(), ignores_rope_parameters=False)
     monkeypatch.setattr(
-        "temper_engine_megatron.bridge_compat.bridge_translation.find_installed_pair", lambda: line
+        "temper_engine_megatron.bridge_compat.bridge_translation.find_installed_pair", lambda: pair
     )
     assert (
-        BridgeTranslation(described).transformer_config.rotary_base != 5e5
+        BridgeTranslation(hf_config).transformer_config.rotary_base != 5e5
     ) == find_installed_pair().ignores_rope_parameters
 
 
-def test_all_that_the_engine_sets_are_fields_that_megatron_has(start):
+def test_every_field_that_the_engine_sets_exists_in_megatron(start):
     settings = start()._components.runner._chunks.transformer_config
     fields = {field.name for field in dataclasses.fields(settings)}
     untouched = BridgeTranslation(config()).transformer_config
@@ -252,7 +254,7 @@ def test_all_that_the_engine_sets_are_fields_that_megatron_has(start):
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
-def test_every_parameter_of_a_plain_layer_is_known(model_type):
+def test_parameters_of_a_dense_layer_have_mappings(model_type):
     translation = BridgeTranslation(config(model_type))
     layer = "decoder.layers.1."
     assert translation.find_mapping(layer + "input_layernorm.weight").names == (
@@ -270,16 +272,16 @@ def test_every_parameter_of_a_plain_layer_is_known(model_type):
         translation.find_mapping("nonesuch")
 
 
-def test_joined_heads_split_again():
+def test_split_qkv_is_the_inverse_of_join_qkv():
     translation = BridgeTranslation(config())
     draw = torch.Generator().manual_seed(0)
     parts = [torch.randn(rows, 32, generator=draw) for rows in (32, 16, 16)]
     again = translation.split_qkv(translation.join_qkv(parts))
     assert all(torch.equal(part, back) for part, back in zip(parts, again, strict=True))
-    # Four queries over two keys: each key and value follows its two queries, 8 rows a head.
+    # Four query heads and two key heads of 8 rows: each key follows its two queries.
     assert torch.equal(translation.join_qkv(parts)[16:24], parts[1][:8])
 
 
-def test_an_architecture_without_a_translation_is_refused_by_name():
+def test_unsupported_architecture_is_refused_by_name():
     with pytest.raises(CapabilityError, match="GPT2LMHeadModel"):
         BridgeTranslation(AutoConfig.for_model("gpt2"))

@@ -1,4 +1,4 @@
-"""ParallelSizes that make no layout are refused where they are written."""
+"""Test that the config rejects parallel sizes that do not make a layout."""
 
 from dataclasses import fields
 
@@ -13,7 +13,7 @@ MODEL = ModelSpec(path="/a/model")
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "match"),
     [
         ({"tensor_parallel": 0}, "tensor_parallel is 0"),
         ({"sequence_parallel": True}, "tensor_parallel is 1"),
@@ -21,12 +21,12 @@ MODEL = ModelSpec(path="/a/model")
         ({"virtual_pipeline": 1, "pipeline_parallel": 2}, "both must be at least 2"),
     ],
 )
-def test_sizes_without_meaning_are_refused(changes, sentence):
-    with pytest.raises(ConfigError, match=sentence):
+def test_sizes_without_meaning_are_refused(changes, match):
+    with pytest.raises(ConfigError, match=match):
         MegatronConfig(model=MODEL, **changes)
 
 
-def test_a_replica_takes_the_ranks_of_all_splits():
+def test_replica_size_is_the_product_of_all_splits():
     config = MegatronConfig(model=MODEL, tensor_parallel=2, pipeline_parallel=3, context_parallel=4)
     assert config.replica_size == 24
 

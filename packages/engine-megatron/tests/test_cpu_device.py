@@ -1,4 +1,4 @@
-"""Without CUDA Megatron's CUDA calls mean the CPU, and only while Megatron is called."""
+"""Test that Megatron's CUDA calls use the CPU where there is no CUDA, inside the context only."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from temper_engine_megatron.runtime import cpu_device
 from temper_engine_megatron.runtime.cpu_device import megatron_on_cpu
 
 
-def test_cuda_literals_mean_the_cpu_inside():
+def test_cuda_device_names_mean_the_cpu_inside_the_context():
     with megatron_on_cpu():
         assert torch.zeros(2, device="cuda").device.type == "cpu"
         assert (
@@ -21,7 +21,7 @@ def test_cuda_literals_mean_the_cpu_inside():
         assert torch.ones(1).cuda().device.type == "cpu"
 
 
-def test_nothing_outlives_the_context():
+def test_patches_are_undone_after_the_context():
     before = [getattr(owner, name) for owner, name, _ in cpu_device._replacements()]
     with pytest.raises(ZeroDivisionError), megatron_on_cpu():
         raise ZeroDivisionError
@@ -30,16 +30,16 @@ def test_nothing_outlives_the_context():
         torch.zeros(2, device="cuda")
 
 
-def test_the_context_may_be_entered_inside_itself():
+def test_context_can_be_nested():
     with megatron_on_cpu(), megatron_on_cpu():
         assert torch.zeros(2, device="cuda").device.type == "cpu"
     assert torch.Tensor.type is cpu_device._REAL_TYPE
 
 
-def test_only_megatrons_optimizers_are_told_of_cuda_types():
-    ask = "def type_of(tensor):\n    return tensor.type()\n"
+def test_only_megatrons_optimizers_see_cuda_type_names():
+    source = "def type_of(tensor):\n    return tensor.type()\n"
     optimizer: dict[str, Any] = {}
-    exec(compile(ask, "/somewhere/megatron/core/optimizer/optimizer.py", "exec"), optimizer)
+    exec(compile(source, "/somewhere/megatron/core/optimizer/optimizer.py", "exec"), optimizer)
     assert optimizer["type_of"](torch.zeros(1)) == "torch.FloatTensor"
     with megatron_on_cpu():
         assert optimizer["type_of"](torch.zeros(1)) == "torch.cuda.FloatTensor"
@@ -47,7 +47,7 @@ def test_only_megatrons_optimizers_are_told_of_cuda_types():
         assert torch.zeros(1).type(torch.float64).dtype is torch.float64
 
 
-def test_where_there_is_cuda_nothing_is_replaced(monkeypatch):
+def test_nothing_is_patched_if_cuda_is_available(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     current_device = torch.cuda.current_device
     with megatron_on_cpu():
@@ -55,7 +55,7 @@ def test_where_there_is_cuda_nothing_is_replaced(monkeypatch):
         assert torch.Tensor.type is cpu_device._REAL_TYPE
 
 
-def test_ranks_gather_parts_of_any_sizes_as_nccl_does(rank_pool, oracle):
+def test_ranks_gather_tensors_of_different_lengths_as_with_nccl(rank_pool, oracle):
     setup = oracle.make_setup(QWEN2_GROUPED)
     for parts in rank_pool.run(
         gather_parts, engine="megatron", layout=default_layout(2), arguments={"setup": setup}
@@ -64,10 +64,10 @@ def test_ranks_gather_parts_of_any_sizes_as_nccl_does(rank_pool, oracle):
 
 
 def gather_parts(rank, *, setup):
-    """Three rows of the first rank, and one of the second."""
+    """Gather three rows of the first rank and one of the second."""
     rank.temporary_engine(setup)
-    mine = dist.get_rank()
+    local_rank = dist.get_rank()
     parts = [torch.empty(3, 2), torch.empty(1, 2)]
     with megatron_on_cpu():
-        dist.all_gather(parts, torch.full(parts[mine].shape, float(mine)))
+        dist.all_gather(parts, torch.full(parts[local_rank].shape, float(local_rank)))
     return [part.tolist() for part in parts]

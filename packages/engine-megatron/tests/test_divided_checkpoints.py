@@ -23,29 +23,29 @@ from temper_engine_api.registry import load_conformance_layouts
 from temper_engine_megatron.checkpoint import checkpoint_files
 from temper_engine_megatron.weights.parameter_info import assign_writers
 
-ALONE = Layout(name="alone", world_size=1)
+ONE_RANK = Layout(name="one-rank", world_size=1)
 LAYOUTS = {layout.name: layout for layout in load_conformance_layouts("megatron")}
 
 
-def test_shares_are_equal_to_the_largest_tensor_and_given_to_those_that_hold_it():
+def test_writers_have_their_tensors_and_differ_by_at_most_the_largest():
     # Rank 0 gets 9, rank 1 gets 7 and 6, rank 0 gets 5, rank 1 gets 4: 9 + 5 = 14, 7 + 6 + 4 = 17.
     assert assign_writers([4, 9, 6, 5, 7], holders=[(0, 1)] * 5) == [1, 0, 1, 0, 1]
-    # Those that one rank alone holds come first, and what both hold fills the gap.
+    # Tensors of a single rank are assigned first; the tensor of both ranks then fills the gap.
     assert assign_writers([5, 3, 2], holders=[(0, 1), (0,), (0,)]) == [1, 0, 0]
 
 
-def own_part(rank, *, setup, batch, folder):
-    """Return this rank's bytes and weight names after an update, and the largest state."""
+def save_local_part(rank, *, setup, batch, folder):
+    """Train and save; return this rank's bytes and weight names, and the largest state's bytes."""
     engine = rank.temporary_engine(setup)
     train(engine, [batch])
-    own = [
+    local_files = [
         path.removeprefix("state/")
         for path in (r.path for r in engine.write_part(str(folder)).files)
         if path.startswith("state/")
     ]
     largest = max(12 * entry.master.numel() for entry in engine.export_state())
     num_bytes, names = 0, []
-    for path in (folder / "state" / name for name in own):
+    for path in (folder / "state" / name for name in local_files):
         num_bytes += path.stat().st_size
         with safe_open(path, framework="pt") as file:
             tensors = file.keys()  # a safetensors file cannot be iterated itself
@@ -55,24 +55,26 @@ def own_part(rank, *, setup, batch, folder):
     return num_bytes, names, largest
 
 
-HEADERS = 20_000
-"""Bytes that safetensors may take for names and places."""
+HEADER_BYTES = 20_000
+"""Maximum number of bytes that the headers of safetensors files take."""
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2-distopt", "cp2", "pp2"])
-def test_every_rank_writes_about_as_much(rank_pool, oracle, tmp_path, layout):
+def test_ranks_write_about_the_same_number_of_bytes(rank_pool, oracle, tmp_path, layout):
     arguments = {
         "setup": oracle.make_setup(QWEN2_UNTIED, optimizer=ADAMW),
         "batch": oracle.get_batch(),
         "folder": tmp_path,
     }
-    check_shares(
-        rank_pool.run(own_part, engine="megatron", layout=LAYOUTS[layout], arguments=arguments)
+    check_balanced_and_disjoint(
+        rank_pool.run(
+            save_local_part, engine="megatron", layout=LAYOUTS[layout], arguments=arguments
+        )
     )
 
 
 @pytest.mark.parametrize("layout", ["ep2", "tp2-sp-ep2"])
-def test_experts_are_written_by_the_ranks_that_hold_them(rank_pool, oracle, tmp_path, layout):
+def test_experts_are_written_by_the_ranks_that_have_them(rank_pool, oracle, tmp_path, layout):
     moe_oracle = oracle.with_experts()
     fields = {
         "tensor_parallel": 2,
@@ -86,9 +88,11 @@ def test_experts_are_written_by_the_ranks_that_hold_them(rank_pool, oracle, tmp_
         "batch": moe_oracle.get_batch(),
         "folder": tmp_path,
     }
-    found = rank_pool.run(own_part, engine="megatron", layout=layouts[layout], arguments=arguments)
-    check_shares(found)
-    for half, (_, names, _) in enumerate(found):
+    written = rank_pool.run(
+        save_local_part, engine="megatron", layout=layouts[layout], arguments=arguments
+    )
+    check_balanced_and_disjoint(written)
+    for half, (_, names, _) in enumerate(written):
         numbers = {
             int(name.partition(".experts.")[2].partition(".")[0])
             for name in names
@@ -97,15 +101,15 @@ def test_experts_are_written_by_the_ranks_that_hold_them(rank_pool, oracle, tmp_
         assert numbers == {2 * half, 2 * half + 1}
 
 
-def check_shares(found):
-    """About the same bytes of each, and no tensor twice."""
-    (first, here, largest), (second, there, _) = found
-    assert abs(first - second) <= largest + HEADERS
-    assert min(first, second) > 0
-    assert not set(here) & set(there)
+def check_balanced_and_disjoint(written):
+    """Check that both ranks wrote about the same number of bytes, and no tensor twice."""
+    (first_bytes, first_names, largest), (second_bytes, second_names, _) = written
+    assert abs(first_bytes - second_bytes) <= largest + HEADER_BYTES
+    assert min(first_bytes, second_bytes) > 0
+    assert not set(first_names) & set(second_names)
 
 
-def names_read(rank, *, setup, folder):
+def load_and_count_reads(rank, *, setup, folder):
     """Return how often each weight was read from the files, and the state afterwards."""
     engine = rank.temporary_engine(setup)
     times = defaultdict(int)
@@ -128,11 +132,11 @@ def names_read(rank, *, setup, folder):
     return dict(times), collect_state(engine)
 
 
-def test_a_stage_reads_its_own_layers_alone(rank_pool, oracle, tmp_path):
+def test_stage_reads_only_its_own_layers(rank_pool, oracle, tmp_path):
     setup = oracle.make_setup(QWEN2_UNTIED, optimizer=ADAMW)
     saved = save(rank_pool, oracle, setup, "tp2", tmp_path)
     (first, state), (second, _) = rank_pool.run(
-        names_read,
+        load_and_count_reads,
         engine="megatron",
         layout=LAYOUTS["pp2"],
         arguments={"setup": setup, "folder": tmp_path},
@@ -140,13 +144,13 @@ def test_a_stage_reads_its_own_layers_alone(rank_pool, oracle, tmp_path):
     assert set(first.values()) == set(second.values()) == {1}
     assert first.keys() & second.keys() == set()
     assert first.keys() | second.keys() == state.keys()
-    # Of four layers.
+    # The model has four layers.
     assert {name.split(".")[2] for name in first if ".layers." in name} == {"0", "1"}
     assert_same_state(state, saved)
 
 
 @pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-def test_a_rank_reads_its_own_experts_alone(rank_pool, oracle, tmp_path, engine):
+def test_rank_reads_only_its_own_experts(rank_pool, oracle, tmp_path, engine):
     pytest.importorskip(
         "temper_engine_fsdp",
         reason="the other engine is not installed: pip install temper-engine-fsdp",
@@ -154,16 +158,16 @@ def test_a_rank_reads_its_own_experts_alone(rank_pool, oracle, tmp_path, engine)
     moe_oracle = oracle.with_experts()
     setup = moe_oracle.make_setup(QWEN2_UNTIED, optimizer=ADAMW)
     arguments = {"setup": setup, "batches": [moe_oracle.get_batch()], "folder": tmp_path, "step": 1}
-    rank_pool.run(train_and_save, engine=engine, layout=ALONE, arguments=arguments)
+    rank_pool.run(train_and_save, engine=engine, layout=ONE_RANK, arguments=arguments)
     found = rank_pool.run(
-        names_read,
+        load_and_count_reads,
         engine="megatron",
         layout=LAYOUTS["ep2"],
         arguments={"setup": setup, "folder": tmp_path},
     )
     assert set(found[0][0].values()) == {1}
     if engine == "megatron":
-        # Of four experts in each layer.
+        # Each layer has four experts.
         for half, (times, _) in enumerate(found):
             assert {name.split(".")[5] for name in times if ".experts." in name} == {
                 str(2 * half),
@@ -172,14 +176,14 @@ def test_a_rank_reads_its_own_experts_alone(rank_pool, oracle, tmp_path, engine)
 
 
 def save(rank_pool, oracle, setup, layout, folder):
-    """The state that was saved after an update in a layout."""
+    """Train and save in a layout; return the saved state."""
     arguments = {"setup": setup, "batch": oracle.get_batch(), "folder": folder}
     return rank_pool.run(
-        train_save_and_tell, engine="megatron", layout=LAYOUTS[layout], arguments=arguments
+        train_save_and_collect_state, engine="megatron", layout=LAYOUTS[layout], arguments=arguments
     )[0]
 
 
-def train_save_and_tell(rank, *, setup, batch, folder):
+def train_save_and_collect_state(rank, *, setup, batch, folder):
     engine = rank.temporary_engine(setup)
     train(engine, [batch])
     engine.save_checkpoint(str(folder), global_step=1, in_background=True)
@@ -188,21 +192,21 @@ def train_save_and_tell(rank, *, setup, batch, folder):
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_a_checkpoint_that_one_rank_wrote_is_read(rank_pool, oracle, tmp_path, layout):
+def test_checkpoint_that_one_rank_wrote_is_read(rank_pool, oracle, tmp_path, layout):
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
     arguments = {
         "setup": setup,
         "batch": oracle.get_batch(),
         "divided": tmp_path / "divided",
-        "alone": tmp_path / "alone",
+        "single": tmp_path / "single",
     }
     for saved, loaded in rank_pool.run(
-        part_and_back, engine="megatron", layout=LAYOUTS[layout], arguments=arguments
+        write_and_read_back, engine="megatron", layout=LAYOUTS[layout], arguments=arguments
     ):
         assert_same_state(loaded, saved)
 
 
-def part_and_back(rank, *, setup, batch, divided: Path, alone: Path):
+def write_and_read_back(rank, *, setup, batch, divided: Path, single: Path):
     """Return states before writing and after reading, with a single file as 0.1 wrote it."""
     engine = rank.temporary_engine(setup)
     train(engine, [batch])
@@ -210,8 +214,8 @@ def part_and_back(rank, *, setup, batch, divided: Path, alone: Path):
     saved = collect_state(engine)
     train(engine, [batch])
     if rank.index == 0:
-        (alone / "state").mkdir(parents=True)
-        (alone / "progress.json").write_bytes((divided / "progress.json").read_bytes())
+        (single / "state").mkdir(parents=True)
+        (single / "progress.json").write_bytes((divided / "progress.json").read_bytes())
     torch.distributed.barrier()
     if rank.index == 0:
         joined = {
@@ -219,17 +223,17 @@ def part_and_back(rank, *, setup, batch, divided: Path, alone: Path):
             for path in (divided / "state").iterdir()
             for name, tensor in load_file(path).items()
         }
-        save_file(joined, alone / "state" / "part-00000.safetensors")
+        save_file(joined, single / "state" / "part-00000.safetensors")
     torch.distributed.barrier()
-    engine.read_part(str(alone))
+    engine.read_part(str(single))
     return saved, collect_state(engine)
 
 
-def test_files_are_cut_and_go_on_bitwise(rank_pool, oracle, tmp_path):
+def test_state_in_many_files_resumes_bit_for_bit(rank_pool, oracle, tmp_path):
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
     batches = [oracle.get_batch(seed=seed) for seed in range(2)]
     arguments = {"setup": setup, "batches": batches, "folder": tmp_path}
-    whole = rank_pool.run(
+    uninterrupted = rank_pool.run(
         train_and_save_in_small_files, engine="megatron", layout=LAYOUTS["tp2"], arguments=arguments
     )
     files = sorted(
@@ -244,12 +248,12 @@ def test_files_are_cut_and_go_on_bitwise(rank_pool, oracle, tmp_path):
         layout=LAYOUTS["tp2"],
         arguments={**arguments, "batches": batches[1:]},
     )
-    for update, want in zip(resumed, whole, strict=True):
-        assert_same_state(update[-1].state, want.state)
+    for updates, expected in zip(resumed, uninterrupted, strict=True):
+        assert_same_state(updates[-1].state, expected.state)
 
 
 def train_and_save_in_small_files(rank, *, setup, batches, folder):
-    """The second update, after the first one was saved."""
+    """Save after the first update, and return the second one."""
     engine = rank.temporary_engine(setup)
     train(engine, batches[:1])
     before, checkpoint_files.FILE_BYTES = checkpoint_files.FILE_BYTES, 100_000
@@ -260,7 +264,7 @@ def train_and_save_in_small_files(rank, *, setup, batches, folder):
     return train(engine, batches[1:])[0]
 
 
-OF_FOUR = (
+FOUR_RANK_LAYOUTS = (
     LAYOUTS["tp2-pp2"],
     LAYOUTS["tp2-cp2"],
     LAYOUTS["pp2-dp2-distopt"],
@@ -283,24 +287,26 @@ OF_FOUR = (
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("layout", OF_FOUR, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", FOUR_RANK_LAYOUTS, ids=lambda layout: layout.name)
 def test_four_ranks_write_every_tensor_once_and_read_it_back(
     four_rank_pool, oracle, tmp_path, layout
 ):
-    kind = oracle.with_experts() if "expert_parallel" in layout.fields else oracle
-    setup = kind.make_setup(QWEN2_UNTIED, optimizer=ADAMW)
-    arguments = {"setup": setup, "batch": kind.get_batch(), "folder": tmp_path / "part"}
-    shares = four_rank_pool.run(own_part, engine="megatron", layout=layout, arguments=arguments)
-    names = [name for _, of_rank, _ in shares for name in of_rank]
-    assert min(num_bytes for num_bytes, _, _ in shares) > HEADERS
+    cache = oracle.with_experts() if "expert_parallel" in layout.fields else oracle
+    setup = cache.make_setup(QWEN2_UNTIED, optimizer=ADAMW)
+    arguments = {"setup": setup, "batch": cache.get_batch(), "folder": tmp_path / "part"}
+    written = four_rank_pool.run(
+        save_local_part, engine="megatron", layout=layout, arguments=arguments
+    )
+    names = [name for _, rank_names, _ in written for name in rank_names]
+    assert min(num_bytes for num_bytes, _, _ in written) > HEADER_BYTES
     arguments["folder"] = tmp_path / "steps"
     saved = four_rank_pool.run(
-        train_save_and_tell, engine="megatron", layout=layout, arguments=arguments
+        train_save_and_collect_state, engine="megatron", layout=layout, arguments=arguments
     )[0]
     assert sorted(names) == sorted(saved)
-    for other in (layout, ALONE):
+    for other in (layout, ONE_RANK):
         arguments = {"setup": setup, "folder": tmp_path / "steps"}
         _, state = four_rank_pool.run(
-            names_read, engine="megatron", layout=other, arguments=arguments
+            load_and_count_reads, engine="megatron", layout=other, arguments=arguments
         )[0]
         assert_same_state(state, saved)

@@ -20,17 +20,17 @@ from temper_engine_api.conformance.inputs.probes import SftProbe
 from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.objective import HeadOutput
-from temper_engine_api.specs import EngineConfig, ModelSpec, PrecisionSpec, ResidencySpec
+from temper_engine_api.specs import EngineConfig, ModelSpec, OffloadSpec, PrecisionSpec
 from temper_engine_megatron.engine import MegatronEngine
 
 
-def mean_cost(data, predictions, ctx):
+def mean_loss(data, predictions, ctx):
     return -predictions["logprob"][data.loss_mask].mean(), ctx
 
 
-def test_a_model_from_scratch_learns(start, batch):
+def test_training_reduces_the_loss_of_a_new_model(start, batch):
     engine = start()
-    engine.set_loss_fn(mean_cost)
+    engine.set_loss_fn(mean_loss)
     losses = []
     for _ in range(12):
         engine.optimizer_zero_grad()
@@ -41,22 +41,22 @@ def test_a_model_from_scratch_learns(start, batch):
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_the_same_seed_gives_the_same_weights_and_leaves_the_random_stream_alone(start):
+def test_same_seed_gives_the_same_weights_and_preserves_the_rng_state(start):
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    first, second = (dict(weights(start())) for _ in range(2))
+    first, second = (dict(export(start())) for _ in range(2))
     assert torch.equal(torch.rand(2), expected)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert first["model.embed_tokens.weight"].shape == (61, 32)
 
 
-def weights(engine):
+def export(engine):
     with engine.export_weights() as stream:
         return list(stream)
 
 
-def test_the_cpu_where_there_is_cuda_is_refused_with_what_to_do(config, monkeypatch):
+def test_cpu_is_refused_if_cuda_is_available(config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="empty CUDA_VISIBLE_DEVICES"):
         MegatronEngine(config).init_model()
@@ -69,7 +69,7 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused(config):
     assert not torch.distributed.is_initialized()
 
 
-def test_an_architecture_that_is_not_supported_is_refused_and_leaves_nothing_behind(config):
+def test_unsupported_architecture_is_refused_without_process_groups(config):
     other = ModelSpec(
         architecture={
             "model_type": "gpt2",
@@ -85,9 +85,7 @@ def test_an_architecture_that_is_not_supported_is_refused_and_leaves_nothing_beh
 
 
 @pytest.mark.parametrize("model_type", ["gemma", "gemma2", "gemma3_text", "qwen3_next"])
-def test_a_model_whose_parts_the_bridge_knows_and_this_engine_does_not_is_refused(
-    config, model_type
-):
+def test_model_that_only_the_bridge_supports_is_refused(config, model_type):
     # The bridge translates them, but Gemma's own class scales the embedding: off by 5 nats.
     other = ModelSpec(
         architecture={**config.model.architecture, "model_type": model_type, "head_dim": 8}
@@ -109,7 +107,7 @@ MISTRAL = {"model_type": "mistral", "head_dim": 8, "tie_word_embeddings": False}
         {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
     ],
 )
-def test_a_sliding_window_is_refused_however_a_config_says_it(config, fields):
+def test_sliding_window_is_refused_in_both_forms_of_a_config(config, fields):
     with pytest.raises(
         CapabilityError,
         match=r"does not support sliding-window attention.* set sliding_window to null",
@@ -119,8 +117,8 @@ def test_a_sliding_window_is_refused_however_a_config_says_it(config, fields):
         ).init_model()
 
 
-def hold_to_the_oracle(config, start, batch, *, model):
-    """The oracle's gradients of one update, once the engine's are found equal to them."""
+def check_gradients(config, start, batch, *, model):
+    """Compare the gradients of one update with the oracle's, and return these."""
     oracle = OracleEngine(
         EngineConfig(
             model=model, optimizer=READ_GRADIENTS, precision=config.precision, device="cpu"
@@ -146,7 +144,7 @@ def test_mistral_without_a_window_has_the_gradients_of_transformers(config, star
             "initializer_range": 0.3,
         }
     )
-    hold_to_the_oracle(config, start, batch, model=model)
+    check_gradients(config, start, batch, model=model)
 
 
 def test_dropout_is_refused(config):
@@ -155,19 +153,19 @@ def test_dropout_is_refused(config):
         MegatronEngine(replace(config, model=other)).init_model()
 
 
-def test_a_critic_begins_at_a_language_model_with_a_new_head(config, start, batch, tmp_path):
+def test_critic_from_a_language_model_has_a_new_head(config, start, batch, tmp_path):
     network = write_language_model(tmp_path / "model", config)
     first, second = (
         start(model=ModelSpec(path=str(network), model_type="value_model", seed=seed))
         for seed in (0, 1)
     )
-    names = [dict(weights(engine)) for engine in (first, second)]
-    assert names[0].keys() >= {"score.weight", "score.bias"}
-    assert not torch.equal(names[0]["score.weight"], names[1]["score.weight"])
+    exported = [dict(export(engine)) for engine in (first, second)]
+    assert exported[0].keys() >= {"score.weight", "score.bias"}
+    assert not torch.equal(exported[0]["score.weight"], exported[1]["score.weight"])
     with first.eval_mode():
-        share = first.shard_data(batch, max_tokens=64)
+        local_batch = first.shard_data(batch, max_tokens=64)
         values = first.forward_backward_batch(
-            share, forward_only=True, outputs=[HeadOutput.VALUE]
+            local_batch, forward_only=True, outputs=[HeadOutput.VALUE]
         ).outputs
     assert values is not None
     assert (
@@ -195,11 +193,11 @@ def test_weights_of_another_model_are_refused(config, tmp_path):
         MegatronEngine(replace(config, model=ModelSpec(path=str(tmp_path / "model")))).init_model()
 
 
-def test_a_language_model_can_not_answer_values(start, batch):
+def test_language_model_cannot_compute_values(start, batch):
     engine = start()
     with (
         engine.eval_mode(),
-        pytest.raises(CapabilityError, match="a language_model can't answer value"),
+        pytest.raises(CapabilityError, match="a language_model cannot compute value"),
     ):
         engine.forward_backward_batch(
             engine.shard_data(batch, max_tokens=64), forward_only=True, outputs=[HeadOutput.VALUE]
@@ -208,10 +206,10 @@ def test_a_language_model_can_not_answer_values(start, batch):
 
 def test_bf16_keeps_master_weights_in_float32(start, batch):
     engine = start(precision=PrecisionSpec(compute="bf16"))
-    assert all(tensor.dtype is torch.bfloat16 for _, tensor in weights(engine))
+    assert all(tensor.dtype is torch.bfloat16 for _, tensor in export(engine))
     masters = {entry.name: entry.master for entry in engine.export_state()}
     exact = {entry.name: entry.master for entry in start().export_state()}
-    # Not those of a model that was rounded to bf16 on its way in.
+    # Equal to the float32 weights: not rounded to bf16 while loading.
     assert all(torch.equal(masters[name], exact[name]) for name in exact)
 
 
@@ -221,10 +219,10 @@ def bytes_on_device(engine):
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def test_nothing_stays_on_the_device_between_contexts_where_everything_is_offloaded(start, batch):
-    everything = ResidencySpec(offload_parameters=True, offload_optimizer=True)
-    engine = start(residency=everything, precision=PrecisionSpec(compute="bf16"))
-    engine.set_loss_fn(mean_cost)
+def test_offloaded_tensors_leave_the_device_between_modes(start, batch):
+    everything = OffloadSpec(parameters=True, optimizer=True)
+    engine = start(offload=everything, precision=PrecisionSpec(compute="bf16"))
+    engine.set_loss_fn(mean_loss)
     for _ in range(2):
         assert bytes_on_device(engine) == 0
         engine.optimizer_zero_grad()
@@ -235,19 +233,19 @@ def test_nothing_stays_on_the_device_between_contexts_where_everything_is_offloa
     assert bytes_on_device(engine) == 0
 
 
-def test_an_optimizer_that_never_leaves_the_host_is_refused(config):
-    with pytest.raises(CapabilityError, match=r"use residency\.offload_optimizer"):
-        MegatronEngine(replace(config, residency=ResidencySpec(optimizer_on_cpu=True))).init_model()
+def test_optimizer_on_cpu_is_refused(config):
+    with pytest.raises(CapabilityError, match=r"use offload\.optimizer"):
+        MegatronEngine(replace(config, offload=OffloadSpec(optimizer_on_cpu=True))).init_model()
     assert not torch.distributed.is_initialized()
 
 
-def test_configuring_needs_neither_torch_nor_megatron():
+def test_config_imports_neither_torch_nor_megatron():
     modules = "temper_engine_megatron.config, temper_engine_megatron.layouts"
     program = f"import sys, {modules}; sys.exit(bool({{'torch', 'megatron'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_the_first_engine_of_a_process_warns_of_nothing_and_leaves_logging_alone(config):
+def test_first_engine_of_a_process_does_not_warn_or_configure_logging(config):
     program = (
         "import logging, warnings; from temper_engine_megatron.engine import MegatronEngine; "
         "from temper_engine_megatron.config import MegatronConfig; "
@@ -257,24 +255,22 @@ def test_the_first_engine_of_a_process_warns_of_nothing_and_leaves_logging_alone
         "engine.init_model(); engine.close(); warnings.warn('shown'); "
         "print(logging.root.handlers, logging.root.level)"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-W", "default::UserWarning", "-c", program],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout == "[] 30\n"
-    assert [line for line in done.stderr.splitlines() if "UserWarning" in line] == [
+    assert completed.stdout == "[] 30\n"
+    assert [line for line in completed.stderr.splitlines() if "UserWarning" in line] == [
         "<string>:1: UserWarning: shown"
     ]
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_the_embedding_of_the_padding_token_has_the_gradient_that_transformers_gives_it(
-    config, start, batch, is_tied
-):
-    # A policy may sample the padding token. As an input it trains nothing, because transformers
-    # builds its embedding with padding_idx.
+def test_padding_token_has_the_embedding_gradient_of_transformers(config, start, batch, is_tied):
+    # A policy may sample the padding token. Its input embedding gets no gradient, because
+    # transformers builds the embedding with padding_idx.
     padding = int(batch.tokens[2])
     model = ModelSpec(
         architecture={
@@ -283,5 +279,5 @@ def test_the_embedding_of_the_padding_token_has_the_gradient_that_transformers_g
             "tie_word_embeddings": is_tied,
         }
     )
-    expected = hold_to_the_oracle(config, start, batch, model=model)
+    expected = check_gradients(config, start, batch, model=model)
     assert bool(expected["model.embed_tokens.weight"][padding].any()) is is_tied

@@ -54,15 +54,15 @@ EXPERTS = TinyModel(
         "tie_word_embeddings": False,
     },
 )
-AS_THEY_ARE = replace(
+EXPERTS_WITHOUT_NORMALIZATION = replace(
     EXPERTS,
-    name="qwen3-moe-as-they-are",
+    name="qwen3-moe-unnormalized",
     architecture={**EXPERTS.architecture, "norm_topk_prob": False},
 )
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        Layout(name="alone", world_size=1),
+        Layout(name="one-rank", world_size=1),
         Layout(
             name="ep2", world_size=2, fields={"expert_parallel": 2, "distributed_optimizer": True}
         ),
@@ -116,14 +116,14 @@ LAYOUTS = {
 FOUR = Split(name="four", min_micro_batches=4)
 
 
-def in_every(names, *, nightly):
-    """Layouts of a test, the second ones by night."""
+def select_layouts(names, *, nightly):
+    """Return the layouts of a test; the second ones run in the nightly run only."""
     return [*names, *(pytest.param(name, marks=pytest.mark.nightly) for name in nightly)]
 
 
 @pytest.fixture
 def engine_in_layout(rank_pool, request):
-    def at(name):
+    def make(name):
         layout = LAYOUTS[name]
         ranks = rank_pool if layout.world_size <= 2 else request.getfixturevalue("four_rank_pool")
         return EngineUnderTest(
@@ -134,31 +134,29 @@ def engine_in_layout(rank_pool, request):
             rank_pool=ranks,
         )
 
-    return at
+    return make
 
 
-def one_by_one(tensors):
+def split_joined_experts(tensors):
     """Return experts under their names in files; transformers joins a layer's, gate above up."""
-    found = {}
+    split = {}
     for name, tensor in tensors.items():
         is_joined = tensor.ndim == 3
         for number in range(8 if is_joined else 0):
             stem = f"{name.partition('.experts.')[0]}.experts.{number}"
             if name.endswith("down_proj"):
-                found[f"{stem}.down_proj.weight"] = tensor[number]
+                split[f"{stem}.down_proj.weight"] = tensor[number]
             else:
-                found[f"{stem}.gate_proj.weight"], found[f"{stem}.up_proj.weight"] = (
-                    tensor[number, :24],
-                    tensor[number, 24:],
-                )
+                split[f"{stem}.gate_proj.weight"] = tensor[number, :24]
+                split[f"{stem}.up_proj.weight"] = tensor[number, 24:]
         if not is_joined:
-            found[name] = tensor
-    return found
+            split[name] = tensor
+    return split
 
 
 SMALL = ("ep2", "tp2-sp-ep2", "pp2")
 LARGE = (
-    "alone",
+    "one-rank",
     "cp2-ep2",
     "pp2-vpp2",
     "pp2-ep2",
@@ -169,23 +167,26 @@ LARGE = (
 )
 
 
-@pytest.mark.parametrize("layout", in_every(SMALL, nightly=LARGE))
-def test_gradients_are_those_of_transformers(engine_in_layout, oracle, layout):
+@pytest.mark.parametrize("layout", select_layouts(SMALL, nightly=LARGE))
+def test_gradients_equal_transformers(engine_in_layout, oracle, layout):
     setup, batch = oracle.make_setup(EXPERTS), oracle.get_batch(model=EXPERTS)
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     updates = engine_in_layout(layout).run(
         measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch, split=FOUR
     )
     assert_all_close(
-        updates[0].gradients, one_by_one(expected.gradients), GRADIENT, quantity="gradient"
+        updates[0].gradients,
+        split_joined_experts(expected.gradients),
+        GRADIENT,
+        quantity="gradient",
     )
     for update in updates:
         assert_close(update.grad_norm, expected.grad_norm, LOSS, quantity="gradient norm")
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("layout", ["alone", "ep2", "pp2", "pp2-ep2"])
-def test_the_gradient_in_bf16_is_that_of_transformers_to_bf16(engine_in_layout, oracle, layout):
+@pytest.mark.parametrize("layout", ["one-rank", "ep2", "pp2", "pp2-ep2"])
+def test_gradient_norm_in_bf16_equals_transformers_within_bf16(engine_in_layout, oracle, layout):
     batch = oracle.get_batch(model=EXPERTS)
     expected = oracle.get_update(oracle.make_setup(EXPERTS), ClippedPpoProbe(), batch)
     setup = oracle.make_setup(EXPERTS, compute="bf16")
@@ -197,10 +198,10 @@ def test_the_gradient_in_bf16_is_that_of_transformers_to_bf16(engine_in_layout, 
 
 @pytest.mark.parametrize(
     "model",
-    [pytest.param(EXPERTS, marks=pytest.mark.nightly), AS_THEY_ARE],
+    [pytest.param(EXPERTS, marks=pytest.mark.nightly), EXPERTS_WITHOUT_NORMALIZATION],
     ids=lambda model: model.name,
 )
-def test_log_probs_are_those_of_transformers(engine_in_layout, oracle, model):
+def test_logprobs_equal_transformers(engine_in_layout, oracle, model):
     setup, batch = oracle.make_setup(model), oracle.get_batch(model=EXPERTS)
     outputs = engine_in_layout("ep2").run(
         measure_outputs, setup=setup, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
@@ -213,8 +214,10 @@ def test_log_probs_are_those_of_transformers(engine_in_layout, oracle, model):
     )
 
 
-@pytest.mark.parametrize("layout", in_every(["ep2"], nightly=["tp2-sp-ep2", "tp2-sp", "pp2-ep2"]))
-def test_weights_come_back_bit_for_bit_under_the_names_in_files(engine_in_layout, oracle, layout):
+@pytest.mark.parametrize(
+    "layout", select_layouts(["ep2"], nightly=["tp2-sp-ep2", "tp2-sp", "pp2-ep2"])
+)
+def test_exported_weights_equal_the_files_bit_for_bit(engine_in_layout, oracle, layout):
     setup = oracle.make_setup(EXPERTS)
     exported = engine_in_layout(layout).run(exported_weights, setup=setup)
     assert_all_equal(
@@ -224,43 +227,41 @@ def test_weights_come_back_bit_for_bit_under_the_names_in_files(engine_in_layout
 
 
 def exported_weights(rank, *, setup):
-    """Full tensors by name."""
+    """Return the full tensors by name."""
     return collect_weights(rank.cached_engine(setup))
 
 
-def test_updates_with_divided_experts_are_those_of_one_rank(engine_in_layout, oracle):
-    # Clipped by one norm over all experts, and with moments of pieces that each rank keeps.
+def test_updates_with_divided_experts_equal_one_rank(engine_in_layout, oracle):
+    # Gradients are clipped by one norm over all experts, and each rank has moments of its shards.
     setup = oracle.make_setup(EXPERTS, optimizer=ADAMW)
     batches = [oracle.get_batch(seed=seed, model=EXPERTS) for seed in range(2)]
-    alone, divided = (
+    one_rank, divided = (
         engine_in_layout(name).run(
             measure_updates, setup=setup, objective=ClippedPpoProbe(), batches=batches
         )[0]
-        for name in ("alone", "ep2")
+        for name in ("one-rank", "ep2")
     )
-    for update, want in zip(divided, alone, strict=True):
-        assert_all_close(update.masters, want.masters, UPDATE, quantity="master weights")
+    for update, expected in zip(divided, one_rank, strict=True):
+        assert_all_close(update.masters, expected.masters, UPDATE, quantity="master weights")
         assert {entry.update_count for entry in update.state.values()} == {
-            entry.update_count for entry in want.state.values()
+            entry.update_count for entry in expected.state.values()
         }
 
 
-def test_one_rank_with_an_infinite_gradient_of_its_experts_makes_all_ranks_skip(
-    engine_in_layout, oracle
-):
-    # Experts have an optimizer of their own, whose norm the others must hear of.
+def test_infinite_expert_gradient_of_one_rank_makes_all_ranks_skip(engine_in_layout, oracle):
+    # Megatron has a separate optimizer for experts; the norm must include both.
     setup, batch = (
         oracle.make_setup(EXPERTS, optimizer=ADAMW),
         oracle.get_batch(model=EXPERTS),
     )
     for is_finite, is_changed, num_steps in engine_in_layout("ep2").run(
-        update_with_a_broken_expert, setup=setup, batch=batch
+        update_with_infinite_gradient, setup=setup, batch=batch
     ):
         assert (is_finite, is_changed, num_steps) == (False, False, 0)
 
 
-def update_with_a_broken_expert(rank, *, setup, batch):
-    """Whether the norm is finite, whether a weight changed, and how far the schedule went."""
+def update_with_infinite_gradient(rank, *, setup, batch):
+    """Return whether the norm is finite, whether a weight changed, and the schedule's steps."""
     engine = rank.temporary_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     before = collect_weights(engine)
@@ -281,8 +282,8 @@ def update_with_a_broken_expert(rank, *, setup, batch):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NothingButBalance(Objective):
-    """A loss of zero."""
+class ZeroLoss(Objective):
+    """A loss of zero, which leaves the router losses."""
 
     aggregation: Aggregation = field(default_factory=Aggregation)
 
@@ -294,8 +295,8 @@ class NothingButBalance(Objective):
         return LossTerms(loss=0.0 * head_outputs[HeadOutput.LOGPROB])
 
 
-def router_gradient(rank, *, setup, batch, repeats, settings):
-    """Return gradients and metrics of the router losses alone.
+def run_router_update(rank, *, setup, batch, repeats, settings):
+    """Return gradients and metrics of the router losses only.
 
     The mini-batch contains the batch several times, each in its own micro-batch.
     """
@@ -303,9 +304,9 @@ def router_gradient(rank, *, setup, batch, repeats, settings):
     engine = MegatronEngine(replace(config, **settings))
     engine.init_model()
     try:
-        engine.set_loss_fn(NothingButBalance())
+        engine.set_loss_fn(ZeroLoss())
         size = batch.num_sequences
-        whole = concatenate(
+        mini_batch = concatenate(
             [
                 replace(
                     batch,
@@ -316,54 +317,65 @@ def router_gradient(rank, *, setup, batch, repeats, settings):
             ]
         )
         plan = plan_mini_batch(
-            whole.lengths.tolist(),
-            pack_group_ids=whole.pack_group_ids.tolist(),
+            mini_batch.lengths.tolist(),
+            pack_group_ids=mini_batch.pack_group_ids.tolist(),
             dp_size=1,
             max_tokens=batch.num_tokens + 8,
             constraints=engine.topology.plan_constraints,
         )  # fmt: skip
         return run_update(
             engine,
-            [build_packed_batch(whole, plan=plan, rank=0, denominators=count_denominators(whole))],
+            [
+                build_packed_batch(
+                    mini_batch,
+                    plan=plan,
+                    rank=0,
+                    denominators=count_denominators(mini_batch),
+                )
+            ],
         )
     finally:
         engine.close()
 
 
-def balance_of(setup, batch):
-    """AdapterSwitch's loss, summed over layers, of all sequences together, written out."""
+def compute_load_balancing_loss(setup, batch):
+    """Compute the Switch Transformer's loss over all sequences, summed over layers."""
     model = AutoModelForCausalLM.from_pretrained(setup.model_path, dtype=torch.float32)
     sequences = [batch.select([b]).tokens[None] for b in range(batch.num_sequences)]
-    found = [model(tokens, output_router_logits=True).router_logits for tokens in sequences]
+    router_logits = [model(tokens, output_router_logits=True).router_logits for tokens in sequences]
     total = torch.zeros(())
     for layer in range(model.config.num_hidden_layers):
-        probabilities = torch.cat([logits[layer].reshape(-1, 8) for logits in found]).softmax(-1)
+        probabilities = torch.cat(
+            [logits[layer].reshape(-1, 8) for logits in router_logits]
+        ).softmax(-1)
         chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(3).indices, 1.0)
         total = total + 8 * (chosen.mean(0) / 3 * probabilities.mean(0)).sum()
     return model, total
 
 
-@pytest.mark.parametrize("layout", in_every(["tp2-sp-ep2"], nightly=["alone", "cp2-ep2", "pp2"]))
-def test_the_balancing_loss_is_switchs_however_often_a_micro_batch_comes(
+@pytest.mark.parametrize(
+    "layout", select_layouts(["tp2-sp-ep2"], nightly=["one-rank", "cp2-ep2", "pp2"])
+)
+def test_load_balancing_loss_does_not_depend_on_the_number_of_micro_batches(
     engine_in_layout, oracle, layout
 ):
     setup, batch = (
         oracle.make_setup(EXPERTS),
         oracle.get_batch(model=EXPERTS).select(range(4)),
     )
-    model, loss = balance_of(setup, batch)
+    model, loss = compute_load_balancing_loss(setup, batch)
     (0.1 * loss).backward()
-    expected = one_by_one(
+    expected = split_joined_experts(
         {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     )
     for repeats in (1, 2):
         settings = {"router_aux_loss": 0.1}
         updates = engine_in_layout(layout).run(
-            router_gradient, setup=setup, batch=batch, repeats=repeats, settings=settings
+            run_router_update, setup=setup, batch=batch, repeats=repeats, settings=settings
         )
         gradients = {name: updates[0].gradients[name] for name in expected}
         assert_all_close(gradients, expected, GRADIENT, quantity=f"gradient, {repeats} times")
-        # Metrics are logged as a mean over layers; 1 is balance.
+        # The metric is a mean over the four layers; 1 means that experts are balanced.
         assert_close(
             merge_update_metrics(updates)["router/load_balancing_loss"],
             float(loss.detach()) / 4,
@@ -372,14 +384,14 @@ def test_the_balancing_loss_is_switchs_however_often_a_micro_batch_comes(
         )
 
 
-def z_loss_of(setup, batch):
-    """The router's z-loss, summed over layers, of all sequences together, written out."""
+def compute_z_loss(setup, batch):
+    """Compute the router z-loss over all sequences, summed over layers."""
     model = AutoModelForCausalLM.from_pretrained(setup.model_path, dtype=torch.float32)
     sequences = [batch.select([b]).tokens[None] for b in range(batch.num_sequences)]
-    found = [model(tokens, output_router_logits=True).router_logits for tokens in sequences]
+    router_logits = [model(tokens, output_router_logits=True).router_logits for tokens in sequences]
     layers = range(model.config.num_hidden_layers)
     squares = [
-        torch.cat([logits[layer].reshape(-1, 8) for logits in found]).logsumexp(-1).square()
+        torch.cat([logits[layer].reshape(-1, 8) for logits in router_logits]).logsumexp(-1).square()
         for layer in layers
     ]
     return model, sum(square.mean() for square in squares)
@@ -392,28 +404,29 @@ def z_loss_of(setup, batch):
         pytest.param({"recompute": "layers"}, marks=pytest.mark.nightly),
         {"remove_padding": False},
     ],
-    ids=lambda changes: next(iter(changes), "as-it-is"),
+    ids=lambda changes: next(iter(changes), "default"),
 )
 @pytest.mark.parametrize(
-    "layout", in_every(["tp2-sp-ep2"], nightly=["alone", "cp2-ep2", "pp2", "pp2-vpp2"])
+    "layout", select_layouts(["tp2-sp-ep2"], nightly=["one-rank", "cp2-ep2", "pp2", "pp2-vpp2"])
 )
-def test_the_z_loss_is_a_mean_over_tokens_however_often_a_micro_batch_comes(
+def test_z_loss_does_not_depend_on_the_number_of_micro_batches(
     engine_in_layout, oracle, layout, changes
 ):
-    # Megatron's weight, without its final division by tokens, is larger by that factor.
+    # With Megatron's own weight the loss would be larger by the number of tokens, because the final
+    # division by tokens is off.
     setup, batch = (
         oracle.make_setup(EXPERTS),
         oracle.get_batch(model=EXPERTS).select(range(4)),
     )
-    model, loss = z_loss_of(setup, batch)
+    model, loss = compute_z_loss(setup, batch)
     (0.1 * loss).backward()
-    expected = one_by_one(
+    expected = split_joined_experts(
         {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     )
     for repeats in (1, 2):
         settings = {"router_z_loss": 0.1, **changes}
         updates = engine_in_layout(layout).run(
-            router_gradient, setup=setup, batch=batch, repeats=repeats, settings=settings
+            run_router_update, setup=setup, batch=batch, repeats=repeats, settings=settings
         )
         gradients = {name: updates[0].gradients[name] for name in expected}
         assert_all_close(gradients, expected, GRADIENT, quantity=f"gradient, {repeats} times")
@@ -432,7 +445,7 @@ def with_experts(config, **changes):
     return replace(config, model=ModelSpec(architecture=architecture))
 
 
-def test_a_mixture_from_scratch_has_the_names_of_files(config, start):
+def test_new_mixture_of_experts_has_the_names_of_files(config, start):
     engine = start(model=with_experts(config).model)
     with engine.export_weights() as stream:
         names = {name for name, _ in stream}
@@ -446,31 +459,33 @@ def test_a_mixture_from_scratch_has_the_names_of_files(config, start):
         ({"mlp_only_layers": [0]}, CapabilityError, "only some layers have experts"),
     ],
 )
-def test_mixtures_that_are_not_supported_are_refused(config, changes, error, match):
+def test_model_with_experts_in_some_layers_is_refused(config, changes, error, match):
     with pytest.raises(error, match=match):
         MegatronEngine(with_experts(config, **changes)).init_model()
 
 
-def test_a_dense_model_has_no_experts_to_divide(engine_in_layout, oracle):
-    for told in engine_in_layout("ep2").run(refusal_of, setup=oracle.make_setup(QWEN2_GROUPED)):
-        assert "expert_parallel is 2, but the model has no experts to divide" in told
+def test_expert_parallel_of_a_dense_model_is_refused(engine_in_layout, oracle):
+    for message in engine_in_layout("ep2").run(
+        build_and_return_error, setup=oracle.make_setup(QWEN2_GROUPED)
+    ):
+        assert "expert_parallel is 2, but the model has no experts to divide" in message
 
 
-def refusal_of(rank, *, setup):
-    """What building says."""
+def build_and_return_error(rank, *, setup):
+    """Return the error of init_model."""
     with pytest.raises(ConfigError) as caught:
         rank.construct_engine(setup).init_model()
     return str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["router_aux_loss", "router_z_loss"])
-def test_a_dense_model_has_no_router_with_a_loss(config, name):
+def test_router_loss_of_a_dense_model_is_refused(config, name):
     with pytest.raises(ConfigError, match=f"{name} is 0.1, but the model has no experts"):
         MegatronEngine(replace(config, **{name: 0.1})).init_model()
     with pytest.raises(ConfigError, match=f"{name} is -1, but must be at least 0"):
         replace(config, **{name: -1})
 
 
-def test_experts_split_otherwise_than_the_rest_need_to_be_divided(config):
+def test_other_expert_tensor_parallel_needs_expert_parallel(config):
     with pytest.raises(ConfigError, match="Raise expert_parallel"):
         replace(config, tensor_parallel=2, expert_tensor_parallel=1)

@@ -19,7 +19,7 @@ LAYOUTS = {layout.name: layout for layout in load_conformance_layouts("megatron"
 
 @contextmanager
 def full_disk(*, at):
-    """No file of this process grows beyond so many bytes."""
+    """Limit the files of this process to this many bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (at, hard))
     try:
@@ -28,9 +28,9 @@ def full_disk(*, at):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-# Smaller than the state; smaller than random states.
+# Smaller than the training state, and smaller than the RNG states.
 @pytest.mark.parametrize("at", [10_000, 500])
-def test_a_save_that_fails_leaves_the_step_before_and_no_rest(start, tmp_path, at):
+def test_failed_save_keeps_the_previous_step_and_leaves_no_files(start, tmp_path, at):
     engine = start()
     engine.save_checkpoint(str(tmp_path), global_step=1)
     with (
@@ -46,7 +46,7 @@ def test_a_save_that_fails_leaves_the_step_before_and_no_rest(start, tmp_path, a
     engine.save_checkpoint(str(tmp_path), global_step=2)
 
 
-def test_each_file_that_can_not_be_written_is_named(tmp_path):
+def test_error_names_the_file_that_could_not_be_written(tmp_path):
     tensors = {"one": torch.zeros(500)}
     with full_disk(at=500):
         with pytest.raises(CheckpointError, match=r"could not write .*adapter_model\.safetensors"):
@@ -58,20 +58,20 @@ def test_each_file_that_can_not_be_written_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("full", [0, 1])
-def test_a_full_disk_of_one_rank_stops_both(rank_pool, oracle, tmp_path, full):
-    # In the middle of the state the other rank is still sending its parts.
+def test_full_disk_of_one_rank_fails_the_save_on_both(rank_pool, oracle, tmp_path, full):
+    # It fails in the middle of the state, while the other rank still sends its shards.
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
     arguments = {"setup": setup, "batch": oracle.get_batch(), "folder": tmp_path, "full": full}
-    sentences = rank_pool.run(
+    messages = rank_pool.run(
         save_twice, engine="megatron", layout=LAYOUTS["tp2"], arguments=arguments
     )
-    assert sentences[0] == sentences[1]
-    assert f"step 2 could not be saved: rank {full}: could not write" in sentences[0]
+    assert messages[0] == messages[1]
+    assert f"step 2 could not be saved: rank {full}: could not write" in messages[0]
     assert list_complete_steps(tmp_path) == [1]
 
 
 def save_twice(rank, *, setup, batch, folder, full):
-    """The sentence of the second save, which is cut into many files."""
+    """Return the error message of the second save, which is divided into many files."""
     engine = rank.temporary_engine(setup)
     engine.save_checkpoint(str(folder), global_step=1)
     file_bytes = checkpoint_files.FILE_BYTES

@@ -23,8 +23,8 @@ def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
-def _loaded(file: Path, written: dict[str, Any], **layout: int) -> MegatronEngine:
-    """An engine with what a released version wrote."""
+def _load_engine(file: Path, written: dict[str, Any], **layout: int) -> MegatronEngine:
+    """Create an engine and load the checkpoint of a released version."""
     settings = written["config"]
     config = MegatronConfig(
         model=ModelSpec(**{**settings["model"], "seed": 99}),  # other weights than the checkpoint's
@@ -58,9 +58,9 @@ def _digests(engine: MegatronEngine) -> dict[str, dict[str, object]]:
     reason="no version is released yet whose checkpoint could be kept; the first release brings it",
 )
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.parent.name)
-def test_a_released_checkpoint_is_read_bit_for_bit_and_training_goes_on(file: Path) -> None:
+def test_released_checkpoint_is_read_bit_for_bit_and_training_continues(file: Path) -> None:
     written = json.loads(file.read_text())
-    engine = _loaded(file, written)
+    engine = _load_engine(file, written)
     assert _digests(engine) == written["state"]
     engine.set_loss_fn(
         lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
@@ -74,7 +74,7 @@ def test_a_released_checkpoint_is_read_bit_for_bit_and_training_goes_on(file: Pa
     )
     with engine.train_mode():
         engine.forward_backward_step(batch)
-    # The same weights and data; another torch may add up in another order.
+    # The same weights and data; another version of torch may sum in another order.
     assert engine.optimizer_step() == pytest.approx(written["next_grad_norm"], rel=1e-4)
     engine.close()
 
@@ -82,7 +82,7 @@ def test_a_released_checkpoint_is_read_bit_for_bit_and_training_goes_on(file: Pa
 @pytest.mark.bitwise
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: file.parent.name)
-def test_a_released_checkpoint_of_one_rank_is_read_bit_for_bit_by_two(
+def test_released_checkpoint_of_one_rank_is_read_bit_for_bit_by_two(
     rank_pool: RankPool, file: Path, layout: str
 ) -> None:
     written = json.loads(file.read_text())
@@ -94,8 +94,8 @@ def test_a_released_checkpoint_of_one_rank_is_read_bit_for_bit_by_two(
 
 
 def load_and_digest(rank: Rank, *, file: Path) -> dict[str, dict[str, object]]:
-    """What a rank of two holds after loading, whole."""
-    engine = _loaded(file, json.loads(file.read_text()), **rank.layout.fields)
+    """Return digests of the full tensors after loading on two ranks."""
+    engine = _load_engine(file, json.loads(file.read_text()), **rank.layout.fields)
     try:
         return _digests(engine)
     finally:

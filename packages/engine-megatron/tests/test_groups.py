@@ -12,9 +12,7 @@ from temper_engine_megatron.runtime.process_groups import ParallelSizes
 TP2 = Layout(name="tp2", world_size=2, fields={"tensor_parallel": 2})
 
 
-def test_engines_of_another_layout_are_told_of_both_layouts_and_of_the_ray_runtime(
-    rank_pool, oracle
-):
+def test_second_engine_with_other_sizes_is_refused_with_both_sizes(rank_pool, oracle):
     engine_under_test = EngineUnderTest(
         engine="megatron",
         capabilities=MegatronEngine.capabilities,
@@ -22,24 +20,26 @@ def test_engines_of_another_layout_are_told_of_both_layouts_and_of_the_ray_runti
         all_layouts=(TP2,),
         rank_pool=rank_pool,
     )
-    for shares, told in engine_under_test.run(start_beside, setup=oracle.make_setup(QWEN2_GROUPED)):
-        assert shares
-        assert "already has an engine with tensor_parallel 2, expert_tensor_parallel 2" in told
-        assert "an engine with pipeline_parallel 2 cannot be created" in told
-        assert "the trainer's Ray runtime" in told
+    for has_same_groups, message in engine_under_test.run(
+        start_third_engine, setup=oracle.make_setup(QWEN2_GROUPED)
+    ):
+        assert has_same_groups
+        assert "already has an engine with tensor_parallel 2, expert_tensor_parallel 2" in message
+        assert "an engine with pipeline_parallel 2 cannot be created" in message
+        assert "the trainer's Ray runtime" in message
 
 
-def start_beside(rank, *, setup):
-    """Return whether two engines share groups, and the error of a third with other sizes."""
+def start_third_engine(rank, *, setup):
+    """Return whether two engines use the same groups, and the error of a third of other sizes."""
     first, second = rank.temporary_engine(setup), rank.temporary_engine(setup)
-    shares = first._components.membership.tp is second._components.membership.tp
-    other = MegatronEngine(
+    has_same_groups = first._components.membership.tp is second._components.membership.tp
+    third = MegatronEngine(
         setup.build_config(MegatronEngine, device="cpu", layout_fields={"pipeline_parallel": 2})
     )
     with pytest.raises(ConfigError) as caught:
-        other.init_model()
-    return shares, str(caught.value)
+        third.init_model()
+    return has_same_groups, str(caught.value)
 
 
-def test_a_layout_is_said_in_the_words_of_its_configuration(config):
+def test_sizes_of_one_rank_are_described_as_no_model_parallelism(config):
     assert str(ParallelSizes.from_config(config)) == "no model parallelism"

@@ -39,7 +39,7 @@ SINCE_0_19 = {
     *("expert_tensor_parallel_num_weight_shards", "expert_gtp_weight_remat_size"),
 }
 
-FAMILIES_SINCE_0_19 = {"megatron_fsdp_", "lion_", "soap_", "adaptive_muon_"}
+PREFIXES_SINCE_0_19 = {"megatron_fsdp_", "lion_", "soap_", "adaptive_muon_"}
 
 
 @pytest.mark.parametrize(
@@ -119,13 +119,13 @@ FAMILIES_SINCE_0_19 = {"megatron_fsdp_", "lion_", "soap_", "adaptive_muon_"}
         ),
     ],
 )
-def test_a_name_that_can_not_be_set_there_is_refused_with_the_way_out(config, key, name, match):
+def test_field_that_cannot_be_overridden_is_refused_with_what_to_do(config, key, name, match):
     with pytest.raises(ConfigError, match=match) as caught:
         check_overrides(replace(config, **{key: {name: 1}}))
     assert key in str(caught.value)
 
 
-def test_every_name_that_is_refused_is_one_that_megatron_has():
+def test_every_refused_field_exists_in_megatron():
     # A renamed field would be refused for the wrong reason, or accepted under its new name.
     known = {
         field.name
@@ -144,21 +144,21 @@ def test_every_name_that_is_refused_is_one_that_megatron_has():
     assert refused - known == (set() if find_installed_pair() is VERSION_PAIRS[-1] else SINCE_0_19)
 
 
-def test_every_family_of_names_that_is_refused_is_one_that_megatron_has():
+def test_every_refused_prefix_occurs_in_megatron():
     known = {
         field.name
         for config in (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
         for field in fields(config)
     }
-    gone = {
-        family
-        for family in config_overrides._UNUSED_PREFIXES
-        if not any(name.startswith(family) for name in known)
+    unknown = {
+        prefix
+        for prefix in config_overrides._UNUSED_PREFIXES
+        if not any(name.startswith(prefix) for name in known)
     }
-    assert gone == (set() if find_installed_pair() is VERSION_PAIRS[-1] else FAMILIES_SINCE_0_19)
+    assert unknown == (set() if find_installed_pair() is VERSION_PAIRS[-1] else PREFIXES_SINCE_0_19)
 
 
-def test_recomputation_is_said_once(config):
+def test_recompute_and_its_overrides_exclude_each_other(config):
     twice = replace(
         config, recompute="layers", override_transformer_config={"recompute_num_layers": 2}
     )
@@ -169,7 +169,7 @@ def test_recomputation_is_said_once(config):
         check_overrides(twice)
 
 
-def test_a_switch_is_on_or_off(config):
+def test_boolean_field_must_be_true_or_false(config):
     with pytest.raises(
         ConfigError,
         match="sets bias_activation_fusion to 'maybe', but it must be true or false",
@@ -179,7 +179,7 @@ def test_a_switch_is_on_or_off(config):
         )
 
 
-def test_a_value_that_megatron_refuses_is_told_with_its_reason(config):
+def test_value_that_megatron_rejects_is_reported_with_its_reason(config):
     wrong = replace(config, override_transformer_config={"recompute_granularity": "some"})
     with pytest.raises(
         ConfigError,
@@ -189,7 +189,7 @@ def test_a_value_that_megatron_refuses_is_told_with_its_reason(config):
     assert not torch.distributed.is_initialized()
 
 
-def test_what_is_given_reaches_megatron(start):
+def test_overrides_reach_megatron(start):
     engine = start(
         override_transformer_config={
             "bias_activation_fusion": True,
@@ -211,13 +211,13 @@ def test_what_is_given_reaches_megatron(start):
     [{"remove_padding": False}, {"recompute": "layers"}, {"recompute": "attention"}],
     ids=lambda changes: next(iter(changes)),
 )
-def test_padding_and_recomputation_change_no_number(start, batch, changes):
-    expected, found = (update(start(**fields), batch) for fields in ({}, changes))
-    assert found == pytest.approx(expected, rel=1e-5)
+def test_padding_and_recomputation_do_not_change_gradient_norms(start, batch, changes):
+    expected, actual = (run_three_updates(start(**fields), batch) for fields in ({}, changes))
+    assert actual == pytest.approx(expected, rel=1e-5)
 
 
-def update(engine, batch):
-    """Gradient norms of three updates of two micro-batches each."""
+def run_three_updates(engine, batch):
+    """Return the gradient norms of three updates of two micro-batches each."""
     engine.set_loss_fn(
         lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
     )

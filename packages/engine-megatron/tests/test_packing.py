@@ -1,4 +1,4 @@
-"""A rank's slice of a micro-batch: which tokens, at which positions, and who sees whom."""
+"""Test a rank's slice of a micro-batch: its tokens, positions and attention."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from temper_engine_megatron.model.micro_batch_layout import (
 from temper_engine_megatron.model.packed_attention import compute_attention
 
 
-def sliced(batch, *, is_packed=True, **sizes):
+def build_slice(batch, *, is_packed=True, **sizes):
     layout = MicroBatchLayout(is_packed=is_packed, device=torch.device("cpu"), **sizes)
     return build_local_micro_batch(batch, layout, trained_tokens=4)
 
@@ -24,7 +24,9 @@ def micro():
 
 def test_slices_are_contiguous_and_padded_at_the_end():
     # 5 tokens padded to 8, four for each of two ranks.
-    first, second = (sliced(micro(), cp_size=2, cp_rank=rank, token_multiple=4) for rank in (0, 1))
+    first, second = (
+        build_slice(micro(), cp_size=2, cp_rank=rank, token_multiple=4) for rank in (0, 1)
+    )
     assert first.tokens.tolist() == [[10, 11, 12, 20]]
     assert second.tokens.tolist() == [[21, 0, 0, 0]]
     assert (first.positions.tolist(), second.positions.tolist()) == ([[0, 1, 2, 0]], [[1, 0, 0, 0]])
@@ -32,10 +34,10 @@ def test_slices_are_contiguous_and_padded_at_the_end():
     assert second.local_index.tolist() == [-1, -1, -1, -1, 0]
 
 
-def test_rows_are_padded_to_the_longest_and_sliced_alike():
+def test_rows_are_padded_to_the_longest_and_sliced_at_the_same_positions():
     # 3 tokens and 2, padded to 4 positions each; each rank has two positions of both rows.
     first, second = (
-        sliced(micro(), is_packed=False, cp_size=2, cp_rank=rank, token_multiple=4)
+        build_slice(micro(), is_packed=False, cp_size=2, cp_rank=rank, token_multiple=4)
         for rank in (0, 1)
     )
     assert (first.tokens.tolist(), second.tokens.tolist()) == (
@@ -51,10 +53,10 @@ def test_rows_are_padded_to_the_longest_and_sliced_alike():
     assert (first.attention.num_keys, second.attention.num_keys) == (2, 4)
 
 
-def test_a_slice_knows_its_sequences_and_how_far_they_reach_back():
+def test_slice_has_the_keys_of_a_sequence_that_starts_before_it():
     # 3 tokens, 2, and 3 of padding as a sequence; the second slice starts inside the second one.
     first, second = (
-        sliced(micro(), cp_size=2, cp_rank=rank, token_multiple=4).attention for rank in (0, 1)
+        build_slice(micro(), cp_size=2, cp_rank=rank, token_multiple=4).attention for rank in (0, 1)
     )
     assert (first.num_queries, first.num_keys, first.keys) == ((3, 1), (3, 1), slice(0, 4))
     assert (second.num_queries, second.num_keys, second.keys) == ((1, 3), (2, 3), slice(3, 8))
@@ -64,7 +66,7 @@ def test_a_slice_knows_its_sequences_and_how_far_they_reach_back():
 
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
-def test_attention_is_that_of_each_sequence_alone(cp_size, is_packed):
+def test_attention_stays_within_each_sequence(cp_size, is_packed):
     # 5, 2 and 9 tokens, four query and two key heads; the slices cut the last sequence in three.
     draw = torch.Generator().manual_seed(0)
     sizes = (5, 2, 9)
@@ -73,33 +75,35 @@ def test_attention_is_that_of_each_sequence_alone(cp_size, is_packed):
     batch = from_sequences(
         [torch.zeros(n) for n in sizes], loss_masks=[torch.zeros(n) for n in sizes]
     )
-    parts = [
-        sliced(batch, is_packed=is_packed, cp_size=cp_size, cp_rank=rank, token_multiple=cp_size)
+    slices = [
+        build_slice(
+            batch, is_packed=is_packed, cp_size=cp_size, cp_rank=rank, token_multiple=cp_size
+        )
         for rank in range(cp_size)
     ]
-    keys, values = (torch.cat([laid_out(x, part) for part in parts]) for x in (key, value))
+    keys, values = (torch.cat([to_local_grid(x, each) for each in slices]) for x in (key, value))
     mixed = torch.zeros_like(query)
-    for part in parts:
-        found = compute_attention(
-            laid_out(query, part), keys, values, part.attention, scale=0.3
+    for each in slices:
+        attended = compute_attention(
+            to_local_grid(query, each), keys, values, each.attention, scale=0.3
         ).flatten(0, 1)
-        mixed[part.local_index >= 0] = found[part.local_index[part.local_index >= 0]]
+        mixed[each.local_index >= 0] = attended[each.local_index[each.local_index >= 0]]
     expected = [
-        alone(q, k, v, scale=0.3)
+        causal_attention(q, k, v, scale=0.3)
         for q, k, v in zip(query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     ]
     torch.testing.assert_close(mixed, torch.cat(expected))
 
 
-def laid_out(tokens, part):
-    """[S, R, ...] of a rank, what is no token filled with what would show."""
-    grid = torch.full((part.tokens.numel(), *tokens.shape[1:]), 9.0, dtype=tokens.dtype)
-    grid[part.local_index[part.local_index >= 0]] = tokens[part.local_index >= 0]
-    return grid.view(part.tokens.shape[1], part.tokens.shape[0], *tokens.shape[1:])
+def to_local_grid(tokens, local):
+    """Return [S, R, ...] of a rank, with 9 at padding so that attention to it is noticed."""
+    grid = torch.full((local.tokens.numel(), *tokens.shape[1:]), 9.0, dtype=tokens.dtype)
+    grid[local.local_index[local.local_index >= 0]] = tokens[local.local_index >= 0]
+    return grid.view(local.tokens.shape[1], local.tokens.shape[0], *tokens.shape[1:])
 
 
-def alone(query, key, value, *, scale):
-    """Causal attention of one sequence, written out."""
+def causal_attention(query, key, value, *, scale):
+    """Compute causal attention of one sequence with an explicit softmax."""
     logits = scale * torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(2, dim=1))
     hidden = torch.ones(len(query), len(query), dtype=torch.bool).triu(1)
     return torch.einsum(
@@ -109,15 +113,15 @@ def alone(query, key, value, *, scale):
     )
 
 
-def test_a_micro_batch_knows_its_share_and_its_padding():
+def test_micro_batch_has_its_token_fraction_and_padding_mask():
     batch = from_sequences([torch.zeros(5)], loss_masks=[torch.tensor([0, 0, 1, 1, 1])])
-    second = sliced(batch, cp_size=2, cp_rank=1, token_multiple=4)
-    # Three of the mini-batch's four trained tokens; tokens 4 to 7 of which the first is real.
+    second = build_slice(batch, cp_size=2, cp_rank=1, token_multiple=4)
+    # Three of the mini-batch's four trained tokens. The slice has tokens 4 to 7; only 4 is real.
     assert second.attention.token_fraction == 0.75
     assert second.is_padding.tolist() == [[False, True, True, True]]
 
 
-def test_given_positions_are_kept():
+def test_position_ids_of_the_batch_are_kept():
     given = from_sequences([torch.arange(3)], loss_masks=[torch.zeros(3)])
     given = type(given)(
         **{
@@ -125,6 +129,6 @@ def test_given_positions_are_kept():
             "position_ids": torch.tensor([5, 7, 9]),
         }
     )
-    assert sliced(given, cp_size=1, cp_rank=0, token_multiple=2).positions.tolist() == [
+    assert build_slice(given, cp_size=1, cp_rank=0, token_multiple=2).positions.tolist() == [
         [5, 7, 9, 0]
     ]

@@ -49,7 +49,7 @@ def test_no_private_name_of_others_is_used():
     assert len(sources) > 10
 
 
-def test_the_check_sees_each_way_of_using_one():
+def test_check_finds_each_way_to_use_a_private_name():
     programs = [
         "x._hidden",
         "from m import _hidden",

@@ -35,7 +35,7 @@ def run_in(rank_pool):
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2-sp"])
-def test_ranks_that_share_a_key_head_have_the_gradients_of_transformers(run_in, oracle, layout):
+def test_gradients_equal_transformers_with_one_key_head_on_two_ranks(run_in, oracle, layout):
     setup, batch = oracle.make_setup(ONE_KEY_HEAD), oracle.get_batch(model=ONE_KEY_HEAD)
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     updates = run_in(layout, measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch)
@@ -44,32 +44,32 @@ def test_ranks_that_share_a_key_head_have_the_gradients_of_transformers(run_in, 
         assert_close(update.grad_norm, expected.grad_norm, LOSS, quantity="gradient norm")
 
 
-def test_an_adapter_beside_a_key_head_that_ranks_share_is_refused(run_in, oracle):
+def test_adapter_of_a_key_head_on_several_ranks_is_refused(run_in, oracle):
     # Its rows do not split into equal shards: a new adapter would be empty there.
     setup = replace(oracle.make_setup(ONE_KEY_HEAD), lora=LoraSpec(rank=4, alpha=8.0))
-    for told in run_in("tp2", refusal_of, setup=setup):
+    for message in run_in("tp2", build_and_return_error, setup=setup):
         assert (
             "lora.target_modules matches k_proj, q_proj, v_proj, and tensor_parallel is 2, more "
-            "than the model's 1 key heads" in told
+            "than the model's 1 key heads" in message
         )
 
 
-def refusal_of(rank, *, setup):
-    """What building says."""
+def build_and_return_error(rank, *, setup):
+    """Return the error of init_model."""
     with pytest.raises(ConfigError) as caught:
         rank.construct_engine(setup).init_model()
     return str(caught.value)
 
 
-def test_an_adapter_beside_other_layers_of_that_model_trains(run_in, oracle):
+def test_adapter_of_other_layers_of_that_model_trains(run_in, oracle):
     lora = LoraSpec(rank=4, alpha=8.0, target_modules=("o_proj", "down_proj"))
     setup = replace(oracle.make_setup(ONE_KEY_HEAD), lora=lora)
-    names = run_in("tp2", adapted_names, setup=setup)[0]
+    names = run_in("tp2", list_adapter_tensors, setup=setup)[0]
     assert {name.split(".")[-3] for name in names} == {"o_proj", "down_proj"}
 
 
-def adapted_names(rank, *, setup):
-    """Of the exported adapter; its base is exported, too."""
+def list_adapter_tensors(rank, *, setup):
+    """Return the tensor names of the exported adapter; exporting the base must work as well."""
     engine = rank.temporary_engine(setup)
     assert collect_weights(engine)
     return list(engine.export_adapter()[1])
@@ -91,18 +91,18 @@ def adapted_names(rank, *, setup):
         ),
     ],
 )
-def test_parts_of_different_sizes_are_refused(config, tensor_parallel, fields, match):
-    described = {
+def test_sizes_that_do_not_divide_are_refused(config, tensor_parallel, fields, match):
+    fields_of_model = {
         key: value for key, value in config.model.architecture.items() if key != "model_type"
     }
     settings = BridgeTranslation(
-        AutoConfig.for_model("qwen2", **{**described, **fields})
+        AutoConfig.for_model("qwen2", **{**fields_of_model, **fields})
     ).transformer_config
     with pytest.raises(ConfigError, match=match):
         check_divisible_sizes(settings, replace(config, tensor_parallel=tensor_parallel))
 
 
-def test_one_experts_matrices_are_refused_where_they_have_no_equal_parts(config):
+def test_expert_matrices_that_do_not_divide_are_refused(config):
     fields = {
         **config.model.architecture,
         "num_experts": 4,

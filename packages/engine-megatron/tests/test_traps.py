@@ -49,7 +49,7 @@ TWO = Split(name="two", min_micro_batches=2)
 
 @pytest.fixture
 def engine_in_layout(rank_pool):
-    def at(name):
+    def make(name):
         layout = LAYOUTS[name]
         return EngineUnderTest(
             engine="megatron",
@@ -59,11 +59,11 @@ def engine_in_layout(rank_pool):
             rank_pool=rank_pool,
         )
 
-    return at
+    return make
 
 
 @pytest.mark.parametrize("model", [QWEN2_UNTIED, QWEN2_TIED], ids=lambda model: model.name)
-def test_split_weights_are_loaded_as_they_are(engine_in_layout, oracle, model):
+def test_split_weights_are_loaded_unchanged(engine_in_layout, oracle, model):
     # The bridge scatters strided slices of column-split matrices, and gloo ignores strides.
     setup = oracle.make_setup(model)
     exported = engine_in_layout("tp2").run(exported_weights, setup=setup)[0]
@@ -83,13 +83,13 @@ def test_split_weights_are_loaded_as_they_are(engine_in_layout, oracle, model):
 
 
 def exported_weights(rank, *, setup):
-    """Full tensors by name."""
+    """Return the full tensors by name."""
     return collect_weights(rank.cached_engine(setup))
 
 
-def test_the_norm_counts_every_split_matrix_once(engine_in_layout, oracle):
-    # Megatron marks shards only where it initializes them; the norm ignores unmarked ones of all
-    # ranks but the first.
+def test_gradient_norm_counts_every_split_matrix_once(engine_in_layout, oracle):
+    # Megatron marks shards only where it initializes them; the norm ignores unmarked ones on
+    # all ranks but the first.
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch).grad_norm
     for update in engine_in_layout("tp2").run(
@@ -98,7 +98,7 @@ def test_the_norm_counts_every_split_matrix_once(engine_in_layout, oracle):
         assert_close(update.grad_norm, expected, LOSS, quantity="gradient norm")
 
 
-def test_gradients_are_float32_to_the_last_bit_but_rounding(engine_in_layout, oracle):
+def test_gradients_have_float32_precision(engine_in_layout, oracle):
     # Megatron's fused cross-entropy keeps its gradient in bf16, off by 1e-3; this head does not.
     setup, batch = oracle.make_setup(QWEN2_UNTIED), oracle.get_batch(model=QWEN2_UNTIED)
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
@@ -112,17 +112,17 @@ def test_gradients_are_float32_to_the_last_bit_but_rounding(engine_in_layout, or
     "layout",
     [name for name, layout in LAYOUTS.items() if layout.world_size <= 2 and not layout.has_experts],
 )
-def test_every_chunk_of_every_rank_holds_a_decoder_layer(engine_in_layout, oracle, layout):
+def test_every_chunk_of_every_rank_has_a_decoder_layer(engine_in_layout, oracle, layout):
     # A stage without layers would pass every test and show nothing of pipelines.
     for counts in engine_in_layout(layout).run(
-        layers_of_chunks, setup=oracle.make_setup(QWEN2_GROUPED)
+        count_layers, setup=oracle.make_setup(QWEN2_GROUPED)
     ):
         assert len(counts) == LAYOUTS[layout].fields.get("virtual_pipeline", 1)
         assert all(count > 0 for count in counts)
 
 
-def layers_of_chunks(rank, *, setup):
-    """Decoder layers in each of this rank's chunks."""
+def count_layers(rank, *, setup):
+    """Return the number of decoder layers in each of this rank's chunks."""
     return [
         len(chunk.decoder.layers)
         for chunk in rank.cached_engine(setup)._components.runner._chunks.unwrapped
@@ -130,26 +130,30 @@ def layers_of_chunks(rank, *, setup):
 
 
 @pytest.mark.parametrize("layout", ["pp2", "pp2-vpp2"])
-def test_pipelines_train_as_one_rank_does_for_many_updates(engine_in_layout, oracle, layout):
-    # Megatron frees outputs that gloo is still sending: the first step can be right, not all ten.
+def test_pipelines_equal_one_rank_for_ten_updates(engine_in_layout, oracle, layout):
+    # Megatron frees outputs that gloo is still sending. The first updates may then be right by
+    # chance, but hardly all ten.
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
     batches = [oracle.get_batch(seed=seed % 3) for seed in range(10)]
     split = Split(name="four", min_micro_batches=4)
-    alone, piped = (
+    one_rank, pipeline = (
         engine_in_layout(name).run(
             measure_updates, setup=setup, objective=ClippedPpoProbe(), batches=batches, split=split
         )[0]
         for name in ("1-rank", layout)
     )
-    for number, (update, want) in enumerate(zip(piped, alone, strict=True), start=1):
+    for number, (update, expected) in enumerate(zip(pipeline, one_rank, strict=True), start=1):
         assert_close(
-            update.grad_norm, want.grad_norm, UPDATE, quantity=f"gradient norm of update {number}"
+            update.grad_norm,
+            expected.grad_norm,
+            UPDATE,
+            quantity=f"gradient norm of update {number}",
         )
 
 
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-# Periods of 6, 63, 628 and 6283 tokens: the first is kept, the second is between 64 / 4 and 64, the
-# others become 8 times as long.
+# The frequencies have periods of 6, 63, 628 and 6283 tokens. The first is kept, the second is
+# between 64 / 4 and 64 and therefore interpolated, and the others become 8 times as long.
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -160,27 +164,28 @@ LLAMA3 = {
 }
 
 
-# transformers 5 has the base where bridge 0.3 does not look; Megatron takes 8192 as the original
-# length of every Llama 3.
+# Megatron-Bridge 0.3 does not read the base where transformers 5 has it, and Megatron takes 8192 as
+# the original length of every Llama 3.
 @pytest.mark.parametrize(
     "rope",
     [{"rope_type": "default", "rope_theta": 1e6}, LLAMA3],
     ids=lambda rope: rope["rope_type"],
 )
-def test_rotary_angles_are_those_of_the_model(engine_in_layout, oracle, tmp_path, rope):
-    bent, plain = saved_with(rope, tmp_path / "bent"), saved_with(PLAIN_ROPE, tmp_path / "plain")
+def test_rotary_frequencies_follow_the_model_config(engine_in_layout, oracle, tmp_path, rope):
+    scaled = save_model(rope, tmp_path / "scaled")
+    plain = save_model(PLAIN_ROPE, tmp_path / "plain")
     batch = oracle.get_batch()
     outputs = engine_in_layout("1-rank").run(
-        measure_outputs, setup=bent, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
+        measure_outputs, setup=scaled, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
     )[0]
-    expected = oracle.get_outputs(bent, batch, HeadOutput.LOGPROB)
+    expected = oracle.get_outputs(scaled, batch, HeadOutput.LOGPROB)
     assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
-    # The same weights with plain angles are seen to answer otherwise.
+    # The test can fail: with plain frequencies the same weights give other log-probs.
     assert (expected - oracle.get_outputs(plain, batch, HeadOutput.LOGPROB)).abs().max() > 1e-3
 
 
-def saved_with(rope, folder):
-    """A model with these angles; its weights are always the same."""
+def save_model(rope, folder):
+    """Save a model with these rope parameters; its weights are always the same."""
     fields = {**QWEN2_GROUPED.settings, **QWEN2_GROUPED.architecture, "rope_parameters": rope}
     torch.manual_seed(0)
     network = AutoModelForCausalLM.from_config(
@@ -192,25 +197,25 @@ def saved_with(rope, folder):
     return EngineSetup(model_path=str(folder))
 
 
-def test_updates_after_loading_count_each_parameter_once(engine_in_layout, oracle):
-    # With a shared step counter AdamW counts it once per parameter: wrong from the second update.
+def test_updates_after_loading_count_once_per_parameter(engine_in_layout, oracle):
+    # AdamW increments a shared step tensor once per parameter: wrong from the second update on.
     setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
     batches = [oracle.get_batch(seed=seed) for seed in range(4)]
     for loaded, continued in engine_in_layout("dp2-distopt").run(
-        four_updates_with_a_reload, setup=setup, batches=batches
+        run_four_updates_with_a_reload, setup=setup, batches=batches
     ):
         assert_all_equal(loaded, continued, quantity="weights after four updates")
 
 
-def four_updates_with_a_reload(rank, *, setup, batches):
-    """Return the masters of an engine that loaded another's state, and of the other."""
-    giver, taker = rank.temporary_engine(setup), rank.temporary_engine(setup)
-    for engine in (giver, taker):
+def run_four_updates_with_a_reload(rank, *, setup, batches):
+    """Return the master weights of an engine that loaded the state of another, and of that one."""
+    saved, loaded = rank.temporary_engine(setup), rank.temporary_engine(setup)
+    for engine in (saved, loaded):
         engine.set_loss_fn(ClippedPpoProbe())
-    run_update(giver, [rank_slice(giver, batches[0], split=ONE_MICRO_BATCH)])
-    taker.load_state(iter(list(giver.export_state())))
+    run_update(saved, [rank_slice(saved, batches[0], split=ONE_MICRO_BATCH)])
+    loaded.load_state(iter(list(saved.export_state())))
     masters = []
-    for engine in (taker, giver):
+    for engine in (loaded, saved):
         for batch in batches[1:]:
             run_update(engine, [rank_slice(engine, batch, split=ONE_MICRO_BATCH)])
         masters.append({name: entry.master for name, entry in collect_state(engine).items()})
@@ -218,25 +223,27 @@ def four_updates_with_a_reload(rank, *, setup, batches):
 
 
 @pytest.mark.parametrize("layout", ["2-ranks", "dp2-distopt", "pp2"])
-def test_calls_before_one_step_are_reduced_once(engine_in_layout, oracle, layout):
-    # Megatron's schedules finalize gradients after every call: 4.04 and 3.35 for a norm of 2.69.
+def test_gradients_of_several_calls_are_reduced_once(engine_in_layout, oracle, layout):
+    # Megatron's schedules finalize gradients after every call, which gave norms of 4.04 and 3.35
+    # instead of 2.69.
     setup, batch = oracle.make_setup(QWEN2_TIED), oracle.get_batch(model=QWEN2_TIED)
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     for mark_final in (True, False):
         updates = engine_in_layout(layout).run(
-            update_in_three_calls, setup=setup, batch=batch, mark_final=mark_final
+            run_update_in_three_calls, setup=setup, batch=batch, mark_final=mark_final
         )
         assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
         assert all(abs(update.grad_norm / expected.grad_norm - 1) < 1e-5 for update in updates)
 
 
-def update_in_three_calls(rank, *, setup, batch, mark_final):
-    """One pair, one pair, and the rest, all with the denominators of the whole."""
+def run_update_in_three_calls(rank, *, setup, batch, mark_final):
+    """Run an update in three calls, all with the denominators of the full mini-batch."""
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     denominators = rank_slice(engine, batch, split=ONE_MICRO_BATCH).denominators
-    thirds = [batch.select(part) for part in (range(2), range(2, 4), range(4, batch.num_sequences))]
-    shares = [
+    ranges = (range(2), range(2, 4), range(4, batch.num_sequences))
+    thirds = [batch.select(indices) for indices in ranges]
+    local_batches = [
         replace(rank_slice(engine, third, split=TWO), denominators=denominators) for third in thirds
     ]
-    return run_update(engine, shares, mark_final=mark_final)
+    return run_update(engine, local_batches, mark_final=mark_final)

@@ -21,22 +21,22 @@ def group():
     dist.destroy_process_group()
 
 
-def numbers(*, rows=7, words=13, padding=3):
+def draw_inputs(*, rows=7, vocab_size=13, padding=3):
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(rows, 8, generator=draw, requires_grad=True)
-    # What pads the vocabulary would be the likeliest word if it were one.
+    # The padding rows would be the most likely tokens if they were counted as tokens.
     weight = torch.cat(
-        [torch.randn(words, 8, generator=draw), torch.full((padding, 8), 9.0)]
+        [torch.randn(vocab_size, 8, generator=draw), torch.full((padding, 8), 9.0)]
     ).requires_grad_()
-    labels = torch.randint(words, (rows,), generator=draw)
-    ids = torch.randint(words, (rows, 2), generator=draw)
+    labels = torch.randint(vocab_size, (rows,), generator=draw)
+    ids = torch.randint(vocab_size, (rows, 2), generator=draw)
     temperature = torch.rand(rows, generator=draw) + 0.5
     return hidden, weight, labels, ids, temperature
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_answers_and_gradients_equal_log_softmax(group, chunk):
-    hidden, weight, labels, ids, temperature = numbers()
+def test_outputs_and_gradients_equal_log_softmax(group, chunk):
+    hidden, weight, labels, ids, temperature = draw_inputs()
     shard = VocabShard(group=group, first_id=0, num_tokens=13, chunk_size=chunk, needs_entropy=True)
     columns = vocab_parallel_logprobs(
         hidden, weight, labels, temperature=temperature, ids=ids, shard=shard
@@ -58,12 +58,12 @@ def test_answers_and_gradients_equal_log_softmax(group, chunk):
         )
         for source in ({name: getattr(columns, name) for name in expected}, expected)
     ]
-    for have, want in zip(*grads, strict=True):
-        torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-5)
+    for actual, expected_grad in zip(*grads, strict=True):
+        torch.testing.assert_close(actual, expected_grad, rtol=1e-5, atol=1e-5)
 
 
-def test_no_position_at_all_is_answered(group):
-    hidden, weight, labels, _, temperature = numbers()
+def test_empty_batch_has_empty_outputs_and_zero_gradients(group):
+    hidden, weight, labels, _, temperature = draw_inputs()
     shard = VocabShard(group=group, first_id=0, num_tokens=13, chunk_size=4, needs_entropy=False)
     columns = vocab_parallel_logprobs(
         hidden[:0], weight, labels[:0], temperature=temperature[:0], ids=None, shard=shard
@@ -73,7 +73,7 @@ def test_no_position_at_all_is_answered(group):
     assert not bool(weight.grad.any())
 
 
-def test_columns_are_added_up_in_one_order_on_every_rank(group):
+def test_columns_are_summed_in_the_same_order_on_every_rank(group):
     # The order of a set differs between processes; ranks would sum different columns.
     tokens = [torch.arange(4), torch.arange(3)]
     columns = {"logprob_at_ids": [torch.zeros(len(t), 1, dtype=torch.int64) for t in tokens]}
@@ -106,10 +106,10 @@ def test_columns_are_added_up_in_one_order_on_every_rank(group):
 
 
 @pytest.mark.bitwise
-def test_a_log_prob_does_not_depend_on_how_many_others_are_asked(group):
-    hidden, weight, labels, _, temperature = numbers(rows=24)
+def test_logprob_does_not_depend_on_the_number_of_positions(group):
+    hidden, weight, labels, _, temperature = draw_inputs(rows=24)
     shard = VocabShard(group=group, first_id=0, num_tokens=13, chunk_size=100, needs_entropy=True)
-    whole = vocab_parallel_logprobs(
+    full = vocab_parallel_logprobs(
         hidden, weight, labels, temperature=temperature, ids=None, shard=shard
     )
     for size in (1, 2, 3, 5, 23):
@@ -121,13 +121,13 @@ def test_a_log_prob_does_not_depend_on_how_many_others_are_asked(group):
             ids=None,
             shard=shard,
         )
-        assert torch.equal(few.logprob, whole.logprob[:size])
-        assert torch.equal(few.entropy, whole.entropy[:size])
+        assert torch.equal(few.logprob, full.logprob[:size])
+        assert torch.equal(few.entropy, full.entropy[:size])
 
 
-def test_whole_chunks_change_no_answer_and_no_gradient(group):
-    hidden, weight, labels, ids, temperature = numbers(rows=24)
-    found = []
+def test_padded_chunks_change_neither_outputs_nor_gradients(group):
+    hidden, weight, labels, ids, temperature = draw_inputs(rows=24)
+    results = []
     for pads_chunks in (False, True):
         shard = VocabShard(
             group=group,
@@ -141,8 +141,8 @@ def test_whole_chunks_change_no_answer_and_no_gradient(group):
             hidden, weight, labels, temperature=temperature, ids=ids, shard=shard
         )
         total = (columns.logprob + columns.entropy + columns.logprob_at.sum(1)).sum()
-        found.append(
+        results.append(
             (columns.logprob, columns.entropy, *torch.autograd.grad(total, [hidden, weight]))
         )
-    for have, want in zip(*found, strict=True):
-        torch.testing.assert_close(have, want)
+    for unpadded, padded in zip(*results, strict=True):
+        torch.testing.assert_close(padded, unpadded)

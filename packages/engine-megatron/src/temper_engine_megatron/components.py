@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from temper_engine_api.adapter_checks import check_target_names
 from temper_engine_api.determinism import check_deterministic_environment
 from temper_engine_api.errors import CapabilityError
 from temper_engine_api.loss_scale import LossScale
@@ -16,6 +17,7 @@ from temper_engine_megatron.adapter.adapter_placement import plan_placement
 from temper_engine_megatron.bridge_compat import BridgeTranslation
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.huggingface.huggingface_model import (
+    list_weight_modules,
     load_hf_config,
     open_initial_weights,
 )
@@ -76,8 +78,22 @@ class EngineComponents:
         return _optimizer_tensors(self.chunks, self.optimizer)
 
 
+def check_model(config: MegatronConfig) -> None:
+    """Check the architecture and the names of adapted modules; allocates no weights.
+
+    Raises:
+        ConfigError: If the architecture is invalid, or the adapter names no module of the model.
+    """
+    check_overrides(config)
+    hf_config = load_hf_config(config.model)
+    if config.lora.is_enabled:
+        names = list_weight_modules(config.model, hf_config)
+        check_target_names(config.lora, module_names=names)
+
+
 def build_components(config: MegatronConfig, *, loss_scale: LossScale) -> EngineComponents:
     """Build all components. Collective. Tensors are offloaded on return if so configured."""
+    # First what needs no process group, so that a mistake in the config leaves none behind.
     check_overrides(config)
     hf_config = load_hf_config(config.model)
     translation = BridgeTranslation(hf_config)
@@ -89,10 +105,12 @@ def build_components(config: MegatronConfig, *, loss_scale: LossScale) -> Engine
             config, hf_config=hf_config, translation=translation, membership=membership
         )
     except BaseException:
+        # The caller gets no engine that it could close.
         leave(membership)
         raise
     if loss_scale.is_enabled:
-        # Megatron applies it to the router losses, which do not pass through the objective.
+        # Through Megatron and not in our loss function: its schedules also scale the router losses,
+        # which do not pass through the objective.
         translation.transformer_config.grad_scale_func = lambda loss: loss * loss_scale.value
     return components
 
@@ -110,6 +128,7 @@ def _build(
         placement = plan_placement(
             config, hf_config=hf_config, translation=translation, membership=membership
         )
+    # Building modules draws random numbers that no weight keeps.
     with megatron_on_cpu(), preserve_rng_state():
         chunks = build_chunks(
             config,
@@ -118,6 +137,8 @@ def _build(
             membership=membership,
             adapter=placement,
         )
+    # Before the weights are loaded: the optimizer makes float32 copies of 16-bit parameters, and
+    # `ShardedState.fill` below sets a parameter together with its copy.
     optimizer = None
     if config.optimizer is not None:
         optimizer = MegatronAdamW(
@@ -139,6 +160,7 @@ def _build(
         )
         for maps_adapter in (False, True)
     )
+    # With an adapter the optimizer has no states of the base weights.
     base_state = ShardedState(base_map, optimizer if placement is None else None)
     adapter = None
     names = [entry.name for entry in base_state.list_weight_entries()]
@@ -163,19 +185,17 @@ def _build(
         base_state=base_state,
         adapter=adapter,
         offloader=offloader,
-        offload_policy=OffloadPolicy(offloader, spec=config.residency),
-        saving_group=ThreadGroup(
-            world_size=membership.topology.world_size, timeout_s=config.collective_timeout_s
-        ),
+        offload_policy=OffloadPolicy(offloader, spec=config.offload),
+        saving_group=ThreadGroup(timeout_s=config.collective_timeout_s),
         generators={} if placement is None else placement.generators,
     )
 
 
 def _check_offload(config: MegatronConfig) -> None:
-    if config.residency.optimizer_on_cpu:
+    if config.offload.optimizer_on_cpu:
         raise CapabilityError(
-            "the Megatron engine does not support residency.optimizer_on_cpu: use "
-            "residency.offload_optimizer, which keeps optimizer states in host memory between "
+            "the Megatron engine does not support offload.optimizer_on_cpu: use "
+            "offload.optimizer, which keeps optimizer states in host memory between "
             "updates."
         )
 
@@ -185,7 +205,8 @@ def _parameter_tensors(chunks: ModelChunks) -> Iterator[Tensor]:
 
 
 def _gradient_tensors(chunks: ModelChunks) -> Iterator[Tensor]:
-    # Views of Megatron's flat gradient buffers, which have one storage each.
+    # Megatron's DistributedDataParallel keeps gradients in `main_grad` instead of `grad`. They are
+    # views of a few flat buffers, whose storages the offloader moves.
     for chunk in chunks.unwrapped:
         for parameter in chunk.parameters():
             if "main_grad" in vars(parameter):

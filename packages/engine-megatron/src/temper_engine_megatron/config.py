@@ -86,12 +86,12 @@ class MegatronConfig(EngineConfig):
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, but must be at least 1.")
-        if self.expert_ranks_of_a_matrix < 1:
+        if self.expert_tensor_parallel_size < 1:
             raise ConfigError(
                 f"expert_tensor_parallel is {self.expert_tensor_parallel}, but must be at least 1, "
                 "or null for tensor_parallel."
             )
-        if self.expert_ranks_of_a_matrix != self.tensor_parallel and self.expert_parallel == 1:
+        if self.expert_tensor_parallel_size != self.tensor_parallel and self.expert_parallel == 1:
             raise ConfigError(
                 f"expert_tensor_parallel is {self.expert_tensor_parallel} and tensor_parallel "
                 f"{self.tensor_parallel}: they can differ only if experts are divided too. Raise "
@@ -138,7 +138,7 @@ class MegatronConfig(EngineConfig):
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @property
-    def expert_ranks_of_a_matrix(self) -> int:
+    def expert_tensor_parallel_size(self) -> int:
         """Number of ranks that split the matrices of an expert."""
         return (
             self.tensor_parallel

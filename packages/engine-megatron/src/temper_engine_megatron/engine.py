@@ -15,11 +15,12 @@ from torch import Tensor
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.determinism import use_deterministic_algorithms
-from temper_engine_api.engine import BaseEngine, MicroBatchLoss
+from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import EngineStateError
 from temper_engine_api.metrics import Metric
-from temper_engine_api.objective import HeadOutput, HeadOutputs
+from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_api.offload import GRADIENTS, OPTIMIZER, PARAMETERS
+from temper_engine_api.process_group import gather_objects
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import NamedWeight, TrainingState
@@ -29,7 +30,7 @@ from temper_engine_megatron.runtime.known_warnings import ignore_known_warnings
 # Importing Megatron-Core emits warnings.
 with ignore_known_warnings():
     from temper_engine_megatron.checkpoint import checkpoint_files, training_checkpoint
-    from temper_engine_megatron.components import EngineComponents, build_components
+    from temper_engine_megatron.components import EngineComponents, build_components, check_model
     from temper_engine_megatron.runtime.process_groups import leave
     from temper_engine_megatron.weights.sharded_state import ShardedState
 
@@ -68,6 +69,12 @@ class MegatronEngine(BaseEngine):
         super().__init__(config)
         self._built: EngineComponents | None = None
         self._router_losses: Mapping[str, Tensor] = {}
+
+    @classmethod
+    def check_model(cls, config: EngineConfig) -> None:
+        """Check the architecture and the names of adapted modules; allocates no weights."""
+        assert isinstance(config, MegatronConfig)
+        check_model(config)
 
     def _build(self) -> Topology:
         with ignore_known_warnings():
@@ -238,7 +245,7 @@ class MegatronEngine(BaseEngine):
         A directory in another system's layout is rejected with the command that converts it.
         """
         if hdfs_path is None:
-            checkpoint_files.check_layout_is_ours(local_path)
+            checkpoint_files.check_not_another_system(local_path)
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
@@ -249,10 +256,7 @@ class MegatronEngine(BaseEngine):
         return total.to(value.device)
 
     def _gather_objects(self, item: ObjectT) -> list[ObjectT]:
-        # all_gather_object replaces the elements of a list of the right length.
-        gathered = [item] * self.topology.world_size
-        dist.all_gather_object(gathered, item)
-        return gathered
+        return gather_objects(item)
 
     def close(self) -> None:
         """Free the model and the optimizer, and destroy unused process groups; idempotent.

@@ -42,7 +42,7 @@ class TrainedHead:
     weight: nn.Parameter
     """Same shape as the base weight."""
     bias: nn.Parameter | None
-    """[1] of a scalar head; None for a language model."""
+    """Bias [1] of a scalar head; None for a language model."""
     switch: AdapterSwitch
 
 
@@ -55,7 +55,7 @@ class AdapterPlacement:
     """Maps names between Megatron and Hugging Face."""
     context: LayerContext
     linear_adapters: dict[str, LinearAdapter] = field(default_factory=dict)
-    """By adapted Hugging Face module; filled by `attach`."""
+    """Adapters by Hugging Face module; filled by `attach`."""
     head: TrainedHead | None = None
     """Set by `attach` on the last stage if the head is trained."""
 
@@ -65,6 +65,7 @@ class AdapterPlacement:
         Raises:
             ConfigError: If no parameter of the chunk would be trained.
         """
+        # Before attaching, because the adapter's own parameters are trained.
         chunk.requires_grad_(False)
         chunk.inputs_require_grad = True
         for layer in chunk.decoder.layers:
@@ -124,6 +125,7 @@ class AdapterPlacement:
         is_split = bool(vars(weight).get("tensor_model_parallel"))
         layer.register_parameter(TRAINED_WEIGHT, nn.Parameter(torch.empty_like(weight)))
         trained_weight = layer.get_parameter(TRAINED_WEIGHT)
+        # The trained copy is split like the base weight, and the gradient norm must know it.
         set_tensor_model_parallel_attributes(trained_weight, is_split, 0 if is_split else -1, 1)
         trained_bias = None
         if bias is not None:
@@ -133,7 +135,7 @@ class AdapterPlacement:
 
     @property
     def generators(self) -> dict[str, torch.Generator]:
-        """Generators of dropout by name, whose states a checkpoint needs; empty without dropout."""
+        """Dropout generators by name, whose states a checkpoint needs; empty without dropout."""
         if self.plan.settings.dropout == 0:
             return {}
         return {
@@ -189,10 +191,13 @@ def plan_placement(
             "choose an untied model."
         )
     _check_key_heads(plan, config=config, translation=translation)
-    if plan.expert_targets and config.expert_ranks_of_a_matrix not in (1, config.tensor_parallel):
+    if plan.expert_targets and config.expert_tensor_parallel_size not in (
+        1,
+        config.tensor_parallel,
+    ):
         raise ConfigError(
             "lora.target_parameters names expert tensors and expert_tensor_parallel is "
-            f"{config.expert_ranks_of_a_matrix}, for which Megatron's gradient norm would count "
+            f"{config.expert_tensor_parallel_size}, for which Megatron's gradient norm would count "
             "replicated parameters wrongly: set it to 1 or to tensor_parallel "
             f"({config.tensor_parallel})."
         )
@@ -236,6 +241,7 @@ def _build_layer_context(
     replica_index = (
         topology.dp.rank * topology.cp.size + topology.cp.rank
     ) * topology.pp.size + topology.pp.rank
+    # Distinct for up to 2^20 values of replica_index and 2^12 - 1 tensor-parallel ranks.
     shared_seed, rank_seed = (
         (model.seed << 32) + (replica_index << 12) + offset for offset in (0, 1 + topology.tp.rank)
     )

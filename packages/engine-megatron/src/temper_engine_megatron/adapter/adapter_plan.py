@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, TaskType
+from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from temper_engine_api import adapter_checks
 from temper_engine_api.adapter_checks import (
     ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
     PEFT_PREFIX,
     format_targets,
     has_suffix,
 )
-from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
+from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_megatron.adapter.linear_adapters import LoraSettings
 from temper_engine_megatron.huggingface.weight_names import peft_expert_prefix
@@ -72,7 +71,7 @@ class AdapterPlan:
         """
         self.spec, self.head = spec, head
         self.config = (
-            _fresh_config(spec, model=model)
+            LoraConfig(**adapter_checks.new_lora_config(spec, model=model))
             if spec.path is None
             else _saved_config(spec.path, dropout=spec.dropout)
         )
@@ -160,7 +159,7 @@ class AdapterPlan:
             WeightError: If the tensors in the directory do not match its config.
         """
         if self.spec.path is not None:
-            tensors = read_adapter_tensors(self.spec.path)
+            tensors = load_file(adapter_checks.find_adapter_weights(self.spec.path))
             adapter_checks.check_adapter_tensors(shapes, tensors)
             return tensors
         new: dict[str, Tensor] = {}
@@ -178,14 +177,6 @@ class AdapterPlan:
             if not name.endswith("lora_magnitude_vector"):
                 new[name] = read(name.removeprefix(PEFT_PREFIX))
         return new
-
-
-def _fresh_config(spec: LoraSpec, *, model: ModelSpec) -> LoraConfig:
-    is_language_model = model.model_type == "language_model"
-    return LoraConfig(
-        task_type=TaskType.CAUSAL_LM if is_language_model else TaskType.TOKEN_CLS,
-        **adapter_checks.new_lora_config(spec, model=model),
-    )
 
 
 def _saved_config(path: str, *, dropout: float) -> LoraConfig:
@@ -222,20 +213,6 @@ def _saved_config(path: str, *, dropout: float) -> LoraConfig:
     return config
 
 
-def read_adapter_tensors(path: str) -> dict[str, Tensor]:
-    """Read the tensors of a PEFT adapter directory by name.
-
-    Raises:
-        WeightError: If it has no safetensors file.
-    """
-    file = Path(path, ADAPTER_WEIGHTS)
-    if not file.is_file():
-        raise WeightError(
-            f"the adapter in {path} has no {ADAPTER_WEIGHTS}: save it as safetensors."
-        )
-    return load_file(file)
-
-
 def _draw_pair(a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return A and B with the numbers that peft draws.
 
@@ -257,6 +234,7 @@ def _is_excluded(config: LoraConfig, name: str) -> bool:
     excluded = config.exclude_modules
     if not excluded:
         return False
+    # PEFT cannot match exclusions alone, so match them as if they were targets.
     probe = LoraConfig(target_modules=excluded if isinstance(excluded, str) else list(excluded))
     return bool(check_target_module_exists(probe, name))
 

@@ -53,9 +53,9 @@ class LayerContext:
     """True if activations between matrices are split along the sequence."""
     switch: AdapterSwitch
     shared_generator: torch.Generator
-    """For dropout where tensor-parallel ranks have the same x; same state on all of them."""
+    """Dropout generator where tensor-parallel ranks have the same x; equal on all of them."""
     rank_generator: torch.Generator
-    """For dropout where tensor-parallel ranks have different slices of x."""
+    """Dropout generator where tensor-parallel ranks have different slices of x."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,10 @@ class LinearLayer:
 
     @property
     def added_bias(self) -> Tensor | None:
-        """[out] bias that the output includes; a row-parallel layer returns it separately."""
+        """Bias [out] if `forward` adds it to the output, else None.
+
+        A row-parallel layer does not add its bias, but returns it next to the output.
+        """
         return (
             None
             if self.splits_input
@@ -147,7 +150,7 @@ class LinearAdapter(nn.Module):
     def hook(
         self, _: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output of the layer with the updates added."""
+        """Forward hook: return the layer's output plus the adapter's low-rank updates."""
         if self._context.switch.is_off:
             return output
         y, bias = output

@@ -81,6 +81,7 @@ def _stub_imports(importers: Mapping[str, str]) -> Iterator[None]:
             return getattr(stub, name.rpartition(".")[2]) if fromlist and "." in name else stub
         return real_import(name, globals, locals, fromlist, level)
 
+    # `__import__` and not a finder: a finder does not learn which module imports.
     builtins.__import__ = import_or_stub  # type: ignore[assignment]  # a stub is not a module
     try:
         yield

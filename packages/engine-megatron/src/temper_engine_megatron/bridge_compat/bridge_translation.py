@@ -46,7 +46,7 @@ class BridgeTranslation:
     """Megatron's transformer config and weight mappings of a Hugging Face architecture."""
 
     def __init__(self, hf_config: PretrainedConfig) -> None:
-        """Find the translation.
+        """Find Megatron-Bridge's config and weight mappings for this architecture.
 
         Raises:
             ConfigError: If Megatron-Bridge is missing or of an unsupported version.

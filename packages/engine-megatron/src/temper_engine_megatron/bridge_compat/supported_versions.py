@@ -32,13 +32,13 @@ class VersionPair:
 
     The value is the prefix of the names of the importing modules."""
     ignores_rope_parameters: bool
-    """True if the bridge reads the rotary base only where transformers 4 has it.
+    """True if the bridge reads `rope_theta` (transformers 4), but not `rope_parameters` (5).
 
     It uses 10000 if it finds none."""
     lacks_router_gemm: bool
-    """True if the router, without TransformerEngine, uses a name that is then undefined."""
+    """True if the router raises a NameError (a GEMM function) without TransformerEngine."""
     wraps_expert_submodules: bool
-    """True if a layer spec has its experts in a partial function of their submodules."""
+    """True if `layer_spec.submodules.mlp` is a `functools.partial` that holds the submodules."""
 
     def __str__(self) -> str:
         return (
@@ -72,7 +72,7 @@ VERSION_PAIRS = (
         wraps_expert_submodules=True,
     ),
 )
-"""Oldest first."""
+"""Supported pairs of versions, oldest first."""
 
 
 def find_installed_pair() -> VersionPair:
@@ -93,7 +93,7 @@ def find_installed_pair() -> VersionPair:
         return pair
     raise ConfigError(
         f"{CORE} is {core or NO_VERSION} and {BRIDGE} {bridge or NO_VERSION}, but the Megatron "
-        "engine uses names of them that change between versions, and runs on "
+        "engine uses internals that change between versions, and supports only "
         f"{' or '.join(map(str, VERSION_PAIRS))}: {command}"
     )
 
@@ -111,7 +111,8 @@ def get_expert_submodules(layer_spec: Any) -> Any:
 def _closest_pair(*, core: str | None, bridge: str | None) -> VersionPair:
     """Return the pair that requires the fewest changes.
 
-    That is the one of the installed core, else of the bridge, else the newest for this Python.
+    That is the pair that matches the installed core, else the installed bridge, else the newest
+    pair for this Python.
     """
     usable = [
         pair

@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from temper_engine_api.adapter_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from temper_engine_api.checkpoint.dcp_reader import SafeDcpReader
 from temper_engine_api.checkpoint.saved_state import (
     COUNT,
     DCP_FOLDER,
     FIRST,
     SAFETENSORS_FOLDER,
     SECOND,
+    SafeDcpReader,
     SavedState,
     has_dcp_state,
     has_safetensors_state,
@@ -303,7 +303,7 @@ def write_model_config(fields: dict[str, object], *, directory: str) -> str:
     return "huggingface/config.json"
 
 
-def check_layout_is_ours(directory: str) -> None:
+def check_not_another_system(directory: str) -> None:
     """Reject checkpoints of other systems, which would otherwise be reported as incomplete.
 
     Raises:

@@ -6,9 +6,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import (
+    StrictDataclassError,
+)  # raised by the configs of transformers
 from safetensors import safe_open
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -16,8 +20,9 @@ from transformers import (
 )
 
 from temper_engine_api.errors import ConfigError, WeightError
+from temper_engine_api.settings_check import check_head_counts
 from temper_engine_api.specs import ModelSpec
-from temper_engine_megatron.huggingface.weight_names import split_experts
+from temper_engine_api.weights import split_experts
 
 SCALAR_HEAD_PREFIX = "score."
 
@@ -29,7 +34,8 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
     """Load the model's config from its directory, or build it from the architecture.
 
     Raises:
-        ConfigError: If transformers does not know the architecture, or remote code is requested.
+        ConfigError: If transformers does not know the architecture or rejects its fields, or remote
+            code is requested.
     """
     if spec.trust_remote_code:
         raise ConfigError(
@@ -46,12 +52,19 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
     fields = dict(spec.architecture)
     model_type = str(fields.pop("model_type"))
     try:
-        return AutoConfig.for_model(model_type, **fields)
-    except ValueError as error:
+        config: PretrainedConfig = AutoConfig.for_model(model_type, **fields)
+    except (ValueError, StrictDataclassError) as error:
+        if model_type in CONFIG_MAPPING:
+            sentence = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
+            raise ConfigError(
+                f"model.architecture is not valid for model type {model_type}: {sentence}."
+            ) from error
         raise ConfigError(
             f"model.architecture.model_type is {model_type!r}, which this version of transformers "
             "does not know: use a model type such as qwen2, qwen3, qwen3_moe, llama or mistral."
         ) from error
+    check_head_counts(config, architecture=spec.architecture)
+    return config
 
 
 def list_weight_modules(spec: ModelSpec, hf_config: PretrainedConfig) -> tuple[str, ...]:

@@ -1,25 +1,18 @@
 """Weight names: experts as in Hugging Face files, and adapters as in PEFT files.
 
-Hugging Face files have one tensor per expert. transformers joins the experts of a layer in memory,
-with gate above up, and so do checkpoints of FSDPEngine. In Megatron's model the parameters of an
-adapter are in a submodule of the layer that they adapt.
+Checkpoints of FSDPEngine have joined experts, as transformers has them in memory. In Megatron's
+model the parameters of an adapter are in a submodule of the layer that they adapt.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from temper_engine_api.adapter_checks import PEFT_PREFIX
 from temper_engine_api.checkpoint.saved_state import COUNT, SavedState
+from temper_engine_api.weights import JOINED_EXPERTS, list_file_shapes, split_experts
 from temper_engine_megatron.bridge_compat import MappingKind, WeightMapping
-
-_EXPERT_MATRICES: Mapping[str, tuple[str, ...]] = {
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "down_proj": ("down_proj",),
-}
-"""Matrices of each expert in a joined tensor, in row order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +37,7 @@ def find_expert_slice(name: str) -> ExpertSlice | None:
     """
     layer, _, rest = name.partition(".experts.")
     number, _, matrix = rest.removesuffix(".weight").partition(".")
-    for joined, matrices in _EXPERT_MATRICES.items():
+    for joined, matrices in JOINED_EXPERTS.items():
         if number.isdecimal() and matrix in matrices:
             return ExpertSlice(
                 joined=f"{layer}.experts.{joined}",
@@ -55,21 +48,6 @@ def find_expert_slice(name: str) -> ExpertSlice | None:
     return None
 
 
-def split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield a tensor under its names in files.
-
-    A joined tensor [experts, rows, columns] yields views of its matrices, others themselves.
-    """
-    layer, _, joined = name.rpartition(".experts.")
-    if joined not in _EXPERT_MATRICES:
-        yield name, tensor
-        return
-    matrices = _EXPERT_MATRICES[joined]
-    for number, expert in enumerate(tensor):
-        for matrix_name, matrix in zip(matrices, expert.chunk(len(matrices)), strict=True):
-            yield f"{layer}.experts.{number}.{matrix_name}.weight", matrix
-
-
 def map_to_saved_names(saved: SavedState) -> dict[str, str]:
     """Map names in files to names in a checkpoint, which may have joined tensors."""
     return {file_name: name for name, file_name, _ in _iterate_file_tensors(saved)}
@@ -78,8 +56,8 @@ def map_to_saved_names(saved: SavedState) -> dict[str, str]:
 def _iterate_file_tensors(saved: SavedState) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Yield (name in the checkpoint, name in files, shape in files)."""
     for name, shape in saved.weights.items():
-        for file_name, tensor in split_experts(name, torch.empty(shape, device="meta")):
-            yield name, file_name, tuple(tensor.shape)
+        for file_name, file_shape in list_file_shapes(name, shape):
+            yield name, file_name, tuple(file_shape)
 
 
 def split_saved_experts(saved: SavedState) -> SavedState:

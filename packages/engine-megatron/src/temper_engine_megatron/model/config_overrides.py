@@ -272,6 +272,7 @@ def check_overrides(config: MegatronConfig) -> None:
         known = [field.name for field in fields(config_class)]
         for name in overrides:
             _check_name(name, key=key, known=known, class_name=config_class.__name__)
+        # Megatron does not check types, and a text such as "false" would count as true.
         switches = {field.name for field in fields(config_class) if field.type in (bool, "bool")}
         for name in sorted(switches & overrides.keys()):
             if not isinstance(overrides[name], bool):
@@ -290,6 +291,7 @@ def check_overrides(config: MegatronConfig) -> None:
 
 def to_megatron_values(overrides: Mapping[str, Override]) -> dict[str, object]:
     """Convert tuples to lists, which Megatron expects."""
+    # MegatronConfig has tuples, so that it cannot be changed.
     return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in overrides.items()

@@ -68,6 +68,8 @@ class PackedGPTModel(GPTModel):
         Returns:
             [S, R, D], or this rank's slice of S under sequence parallelism.
         """
+        # From the position ids: Megatron would number positions through the full pack, and take
+        # those of a context-parallel rank in the order of its own slices.
         angles = position_ids.t().float()[..., None] * self.rotary_frequencies.to(
             position_ids.device
         )
@@ -77,6 +79,7 @@ class PackedGPTModel(GPTModel):
         hidden: Tensor = self.decoder(
             hidden_states=self._embed(input_ids, position_ids) if self.pre_process else None,
             attention_mask=None,
+            # Twice: the two halves of a head's dimensions rotate together, as in transformers.
             rotary_pos_emb=torch.cat([angles, angles], dim=-1)[:, :, None],
             packed_seq_params=packed_seq_params,
             padding_mask=self._take_sequence_shard(padding_mask) if has_router_loss else None,
@@ -88,6 +91,7 @@ class PackedGPTModel(GPTModel):
         if self.inputs_require_grad and torch.is_grad_enabled():
             return embedded.requires_grad_()
         if self.padding_token is not None and embedded.requires_grad:
+            # A hook, because Megatron's VocabParallelEmbedding has no `padding_idx`.
             is_padding = self._take_sequence_shard(input_ids == self.padding_token).t()[..., None]
             embedded.register_hook(lambda gradient: gradient.masked_fill(is_padding, 0.0))
         return embedded
@@ -143,11 +147,14 @@ def build_chunks(
             chunk.output_layer = _build_scalar_head(transformer_config, device=membership.device)
         if adapter is not None:
             adapter.attach(chunk, transformer_config=transformer_config)
+        # Plain torch modules lack the marks by which Megatron's gradient norm tells split
+        # parameters from replicated ones.
         for parameter in chunk.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunk.to(membership.device)
     wrapped: tuple[nn.Module, ...] = unwrapped
     if transformer_config.params_dtype is not torch.float32:
+        # Casts the parameters, and the output of the last stage back to float32.
         wrapped = tuple(Float16Module(transformer_config, chunk) for chunk in unwrapped)
     if config.optimizer is not None:
         wrapped = tuple(
@@ -189,6 +196,7 @@ def _rotary_frequencies(hf_config: PretrainedConfig) -> Tensor:
             f"have: use a newer one, or one of {', '.join(sorted(ROPE_INIT_FUNCTIONS))}."
         )
     frequencies: Tensor
+    # On the CPU, so that all devices get the same values.
     frequencies, attention_scale = ROPE_INIT_FUNCTIONS[rope_type](hf_config, torch.device("cpu"))
     if attention_scale != 1.0 or rope_type == "dynamic":
         raise CapabilityError(
@@ -245,6 +253,7 @@ def _wrap_data_parallel(
     wrapped: nn.Module = DistributedDataParallel(
         config=transformer_config,
         ddp_config=DistributedDataParallelConfig(
+            # Gradients of many micro-batches are summed in this buffer, where bf16 loses digits.
             grad_reduce_in_fp32=True,
             # Gradients are reduced once per update, by the engine.
             overlap_grad_reduce=False,
@@ -254,6 +263,7 @@ def _wrap_data_parallel(
             **to_megatron_values(config.override_ddp_config),
         ),
         module=chunk,
+        # As in Megatron's training script, where the later chunks overlap with computation anyway.
         disable_bucketing=not is_first,
         pg_collection=membership.pg_collection,
     )
@@ -271,6 +281,7 @@ def _build_head(
     if not last.post_process:
         return None
     scalar_output = SCALAR_OUTPUTS.get(config.model.model_type)
+    # A tied head uses the embedding, of which the last stage has its own copy in a pipeline.
     is_tied = scalar_output is None and last.share_embeddings_and_output_weights
     return OutputHead(
         weight=last.shared_embedding_or_output_weight() if is_tied else last.output_layer.weight,

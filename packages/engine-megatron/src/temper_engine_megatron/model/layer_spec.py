@@ -97,6 +97,7 @@ def gather_sequence(local: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def build_block_spec(transformer_config: Any, *, num_layers: int) -> Any:
     """Build Megatron's spec of one chunk of the decoder: its layers and the norm after the last."""
+    # Megatron's "local" spec is the one without TransformerEngine.
     layer = get_gpt_layer_local_spec(
         # Grouped matmuls over experts need TransformerEngine, so experts run one after another.
         num_experts=transformer_config.num_moe_experts,
@@ -107,6 +108,7 @@ def build_block_spec(transformer_config: Any, *, num_layers: int) -> Any:
     if transformer_config.num_moe_experts:
         layer.module = MoETransformerLayer
         get_expert_submodules(layer).router = WeightedLossRouter
+    # Every norm and the attention are replaced; the linear layers remain Megatron's.
     submodules = layer.submodules
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
     attention = submodules.self_attention.submodules

@@ -21,11 +21,11 @@ class LocalMicroBatch:
     micro_batch: SequenceBatch
     """The full micro-batch, on the device."""
     tokens: Tensor
-    """[R, S] int64."""
+    """[R, S] int64 token ids; 0 at padding."""
     positions: Tensor
-    """[R, S] int64."""
+    """[R, S] int64 positions within each sequence; 0 at padding."""
     is_padding: Tensor
-    """[R, S] bool."""
+    """[R, S] bool mask of the padding."""
     attention: PackLayout | RowLayout
     """Sequence boundaries for attention."""
     local_index: Tensor
@@ -63,10 +63,12 @@ def build_local_micro_batch(
     padded_length = longest + -longest % layout.token_multiple
     size = padded_length // layout.cp_size
     local = slice(layout.cp_rank * size, (layout.cp_rank + 1) * size)
+    # max: a mini-batch without any trained token has a fraction of 0 instead of an error.
     token_fraction = int(micro.loss_mask.sum()) / max(trained_tokens, 1)
     on_device = micro.to(layout.device)
     row, column = _grid_positions(on_device, is_packed=layout.is_packed)
     num_rows = 1 if layout.is_packed else len(lengths)
+    # Consecutive positions, so that at most one sequence of a slice begins before it.
     is_local = (column >= local.start) & (column < local.stop)
     attention: PackLayout | RowLayout
     if layout.is_packed:

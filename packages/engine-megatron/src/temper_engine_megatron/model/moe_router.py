@@ -46,6 +46,7 @@ class WeightedLossRouter(TopKRouter):
         """
         return self._attach(
             activation,
+            # Megatron passes the loss times its coefficient; metrics are reported without it.
             aux_loss / aux_loss_coeff,
             coefficient=aux_loss_coeff,
             name=LOAD_BALANCING_LOSS,
@@ -66,12 +67,16 @@ class WeightedLossRouter(TopKRouter):
         assert padding_mask is not None, "the model passes a padding mask if a router loss is on"
         is_real = ~padding_mask
         count = is_real.sum()
+        # The count is summed over ranks and the squares are not: each rank adds the terms of its
+        # own tokens to a mean over all of them.
         dist.all_reduce(count, group=self.tp_cp_group)
         loss = (logits.float().logsumexp(-1).square() * is_real).sum() / count
         return self._attach(logits, loss, coefficient=coefficient, name=Z_LOSS)
 
     def _attach(self, activation: Tensor, loss: Tensor, *, coefficient: float, name: str) -> Tensor:
         self.weighted_losses[name].append((loss * self.token_fraction).detach())
+        # Returns the activation as it is; in the backward pass the loss gets a gradient of 1, or of
+        # the loss scale, without being part of the objective.
         attached: Tensor = MoEAuxLossAutoScaler.apply(
             activation, loss * (coefficient * self.token_fraction)
         )
@@ -101,5 +106,6 @@ def pop_router_losses(layers: list[Any], *, names: tuple[str, ...], num_layers: 
         terms = [
             term for layer in layers for term in layer.mlp.router.weighted_losses.pop(name, [])
         ]
+        # Zero without terms: this rank still takes part in the sum over ranks.
         losses.append(torch.stack(terms).sum() / num_layers if terms else torch.zeros(()))
     return torch.stack([loss.float().cpu() for loss in losses])

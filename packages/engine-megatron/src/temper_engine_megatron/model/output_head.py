@@ -32,17 +32,17 @@ class OutputHead:
     weight: nn.Parameter
     """[V / ranks, D] rows of the output embedding, or [1, D] of a scalar head."""
     bias: nn.Parameter | None
-    """[1] of a scalar head; None for a language model."""
+    """Bias [1] of a scalar head; None for a language model."""
     scalar_output: HeadOutput | None
     """VALUE or SCORE; None for a language model."""
     vocab_size: int
-    """V, without padding."""
+    """Number of tokens V, without the padding of the vocabulary."""
     chunk_size: int
     """Number of positions whose logits are in memory at once."""
     is_compiled: bool
-    """See `VocabShard`."""
+    """Same as in `VocabShard`."""
     pads_chunks: bool
-    """See `VocabShard`."""
+    """Same as in `VocabShard`."""
     tp: dist.ProcessGroup = field(repr=False)
     """Ranks with the other shards of the vocabulary."""
     cp: dist.ProcessGroup = field(repr=False)
@@ -71,7 +71,7 @@ class OutputHead:
         if unsupported := requested_outputs - supported:
             kind = "language_model" if scalar is None else f"{scalar.value}_model"
             raise CapabilityError(
-                f"a {kind} can't answer {', '.join(sorted(unsupported))}; it answers "
+                f"a {kind} cannot compute {', '.join(sorted(unsupported))}: request only "
                 f"{', '.join(sorted(supported))}."
             )
 
@@ -99,6 +99,7 @@ class OutputHead:
         else:
             is_requested = batch.loss_mask if trained_only else _has_predecessor(batch)
             positions = torch.nonzero(is_requested)[:, 0]
+            # Each output is computed on the one rank that has the hidden state before its token.
             predecessor_index = local.local_index[positions - 1]
             positions = positions[predecessor_index >= 0]
             rows = hidden.index_select(0, predecessor_index[predecessor_index >= 0])
@@ -163,11 +164,13 @@ class OutputHead:
         return _scatter_rows(scores, positions=local_sequences, size=last.shape[0])
 
     def _compute_scalars(self, rows: Tensor) -> Tensor:
+        # Float32 costs little here: the weight is a single row.
         bias = None if self._bias_in_use is None else self._bias_in_use.float()
         return nn.functional.linear(rows.float(), self._weight_in_use.float(), bias)[:, 0]
 
 
 def _has_predecessor(batch: SequenceBatch) -> Tensor:
+    # There is no hidden state before the first token of a sequence.
     mask = torch.ones_like(batch.loss_mask)
     mask[batch.sequence_starts[:-1].long()] = False
     return mask

@@ -58,9 +58,9 @@ class RowLayout:
     num_keys: int
     """Tokens of a row up to the end of this rank's slice."""
     token_fraction: float
-    """See `PackLayout`."""
+    """Same as in `PackLayout`, for routers."""
     qkv_format: str = "sbhd"
-    """See `PackLayout`."""
+    """Same as in `PackLayout`, for Megatron."""
 
 
 def build_pack_layout(
@@ -74,6 +74,7 @@ def build_pack_layout(
         token_fraction: See `PackLayout`.
         device: Device of the cumulative sums.
     """
+    # The first sequence may begin before the slice: it has more keys here than queries.
     sizes = [
         (min(end, local.stop) - max(start, local.start), min(end, local.stop) - start)
         for start, end in pairwise(starts)
@@ -149,6 +150,7 @@ def _varlen_attention(
 def _attention_by_sequence(
     query: Tensor, key: Tensor, value: Tensor, layout: PackLayout, *, scale: float | None
 ) -> Tensor:
+    # One call per sequence: a mask for the full pack would grow with the square of its length.
     mixed = []
     for qkv in zip(
         query.split(layout.num_queries),

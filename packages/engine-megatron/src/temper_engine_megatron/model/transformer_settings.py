@@ -20,6 +20,41 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "fp16": torch.float16,
     "fp32": torch.float32,
 }
+
+
+def _keep_uninitialized(weight: Tensor) -> Tensor:
+    return weight
+
+
+_FIXED_FIELDS: Mapping[str, object] = {
+    # Megatron marks split parameters only where it initializes them. Without these marks the
+    # gradient norm counts the shard of one rank only.
+    "perform_initialization": True,
+    "use_cpu_initialization": True,
+    # All weights are replaced before they are used.
+    "init_method": _keep_uninitialized,
+    "output_layer_init_method": _keep_uninitialized,
+    "embedding_init_method": _keep_uninitialized,
+    # The objective's reduction is the only division of the loss.
+    "calculate_per_token_loss": True,
+    # Micro-batches differ in length.
+    "variable_seq_lengths": True,
+    # Megatron requires this dispatcher with variable lengths, even for dense models.
+    "moe_token_dispatcher_type": "alltoall",
+    # gloo may still be sending an output when Megatron frees it.
+    "deallocate_pipeline_outputs": False,
+    # Fused kernels; most need Apex, TransformerEngine or CUDA. Overrides can enable the others.
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+    # Its gradient is bf16 even in float32 models.
+    "cross_entropy_loss_fusion": False,
+    "deterministic_mode": False,
+}
+"""Fields of Megatron's config that do not depend on ours."""
 _RECOMPUTE_FIELDS: Mapping[str, dict[str, object]] = {
     "none": {},
     "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -44,89 +79,80 @@ def configure_transformer(
         ConfigError: If a size does not fit the model, or Megatron rejects an override.
         CapabilityError: If the model is not supported.
     """
-    dtype = _DTYPES[config.precision.compute]
-    # Rounded up: the last ranks pad their rows of the vocabulary.
-    shard_size = -(-hf_config.vocab_size // config.tensor_parallel)
-    if shard_size * (config.tensor_parallel - 1) >= hf_config.vocab_size:
-        raise ConfigError(
-            f"tensor_parallel is {config.tensor_parallel}, which leaves a rank without any of the "
-            f"{hf_config.vocab_size} tokens of the vocabulary: lower it."
-        )
+    padded_vocab_size = _compute_padded_vocab_size(
+        hf_config.vocab_size, num_ranks=config.tensor_parallel
+    )
     check_divisible_sizes(transformer_config, config)
     fields = {
+        **_FIXED_FIELDS,
+        **_RECOMPUTE_FIELDS[config.recompute],
+        **_parallel_fields(config, num_layers=transformer_config.num_layers),
+        **_dtype_fields(_DTYPES[config.precision.compute]),
+        **_expert_fields(transformer_config, config, hf_config=hf_config),
+        "vocab_size": padded_vocab_size,
+        "share_embeddings_and_output_weights": is_language_model
+        and bool(hf_config.tie_word_embeddings),
+        # Last, so that an override replaces the engine's own value.
+        **to_megatron_values(config.override_transformer_config),
+    }
+    for name, value in fields.items():
+        setattr(transformer_config, name, value)
+    _check_supported(transformer_config, hf_config)
+    try:
+        # Computes derived fields and checks combinations. The bridge leaves this to its caller,
+        # because the checks need the fields above.
+        transformer_config.finalize()
+    except (ValueError, AssertionError) as error:
+        if not config.override_transformer_config:
+            raise
+        overrides = dict(config.override_transformer_config)
+        raise ConfigError(
+            f"megatron-core rejects override_transformer_config {overrides} in combination with "
+            f"the other settings ({error}): remove or change the override."
+        ) from error
+
+
+def _compute_padded_vocab_size(vocab_size: int, *, num_ranks: int) -> int:
+    """Round the vocabulary size up to a multiple of the number of ranks."""
+    shard_size = -(-vocab_size // num_ranks)
+    if shard_size * (num_ranks - 1) >= vocab_size:
+        raise ConfigError(
+            f"tensor_parallel is {num_ranks}, which leaves a rank without any of the {vocab_size} "
+            "tokens of the vocabulary: lower it."
+        )
+    return shard_size * num_ranks
+
+
+def _parallel_fields(config: MegatronConfig, *, num_layers: int) -> dict[str, object]:
+    return {
         "tensor_model_parallel_size": config.tensor_parallel,
         "pipeline_model_parallel_size": config.pipeline_parallel,
         "virtual_pipeline_model_parallel_size": config.virtual_pipeline,
         "context_parallel_size": config.context_parallel,
         "sequence_parallel": config.sequence_parallel,
-        "pipeline_model_parallel_layout": _build_stage_table(
-            config, num_layers=transformer_config.num_layers
-        ),
+        "pipeline_model_parallel_layout": _build_stage_table(config, num_layers=num_layers),
+        # The interleaved schedule gives wrong results with batched communication.
+        "overlap_p2p_comm": config.virtual_pipeline is not None,
+        "batch_p2p_comm": config.virtual_pipeline is None,
+    }
+
+
+def _dtype_fields(dtype: torch.dtype) -> dict[str, object]:
+    return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "autocast_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "fp16": dtype is torch.float16,
-        "vocab_size": shard_size * config.tensor_parallel,
-        "share_embeddings_and_output_weights": is_language_model
-        and bool(hf_config.tie_word_embeddings),
-        # Megatron marks split parameters only where it initializes them. Without these marks the
-        # gradient norm counts the shard of one rank only.
-        "perform_initialization": True,
-        "use_cpu_initialization": True,
-        # All weights are replaced before they are used.
-        "init_method": _keep_uninitialized,
-        "output_layer_init_method": _keep_uninitialized,
-        "embedding_init_method": _keep_uninitialized,
-        # The objective's reduction is the only division of the loss.
-        "calculate_per_token_loss": True,
-        # Micro-batches differ in length.
-        "variable_seq_lengths": True,
-        # Megatron requires this dispatcher with variable lengths, even for dense models.
-        "moe_token_dispatcher_type": "alltoall",
-        # gloo may still be sending an output when Megatron frees it.
-        "deallocate_pipeline_outputs": False,
-        # The interleaved schedule gives wrong results with batched communication.
-        "overlap_p2p_comm": config.virtual_pipeline is not None,
-        "batch_p2p_comm": config.virtual_pipeline is None,
-        # Fused kernels; most need Apex, TransformerEngine or CUDA. Overrides can enable the others.
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
-        "persist_layer_norm": False,
-        # Its gradient is bf16 even in float32 models.
-        "cross_entropy_loss_fusion": False,
-        "deterministic_mode": False,
     }
-    fields |= _RECOMPUTE_FIELDS[config.recompute]
-    if transformer_config.num_moe_experts:
-        fields |= _expert_fields(transformer_config, config, hf_config=hf_config)
-    elif config.expert_parallel > 1:
+
+
+def _check_no_expert_settings(config: MegatronConfig) -> None:
+    if config.expert_parallel > 1:
         raise ConfigError(
             f"expert_parallel is {config.expert_parallel}, but the model has no experts to divide: "
             "set it to 1."
         )
-    else:
-        _check_no_router_losses(config)
-    overrides = to_megatron_values(config.override_transformer_config)
-    for name, value in (fields | overrides).items():
-        setattr(transformer_config, name, value)
-    _check_supported(transformer_config, hf_config)
-    try:
-        transformer_config.finalize()
-    except (ValueError, AssertionError) as error:
-        if not config.override_transformer_config:
-            raise
-        given = dict(config.override_transformer_config)
-        raise ConfigError(
-            f"megatron-core rejects override_transformer_config {given} in combination with the "
-            f"other settings ({error}): remove or change the override."
-        ) from error
-
-
-def _check_no_router_losses(config: MegatronConfig) -> None:
     for name in ("router_aux_loss", "router_z_loss"):
         if getattr(config, name):
             raise ConfigError(
@@ -154,7 +180,7 @@ def check_divisible_sizes(transformer_config: Any, config: MegatronConfig) -> No
         splits.append(
             (
                 "expert_tensor_parallel",
-                config.expert_ranks_of_a_matrix,
+                config.expert_tensor_parallel_size,
                 transformer_config.moe_ffn_hidden_size,
                 "the {} rows of an expert's matrices",
             )
@@ -179,12 +205,16 @@ def check_divisible_sizes(transformer_config: Any, config: MegatronConfig) -> No
 def _expert_fields(
     transformer_config: Any, config: MegatronConfig, *, hf_config: PretrainedConfig
 ) -> dict[str, object]:
-    """Return the additional fields of a mixture of experts.
+    """Return the additional fields of a mixture of experts; none for a dense model.
 
     Raises:
-        CapabilityError: If some of its layers have no experts.
-        ConfigError: If its experts cannot be divided like this.
+        CapabilityError: If only some of its layers have experts.
+        ConfigError: If its experts cannot be divided like this, or a dense model has settings of
+            experts.
     """
+    if not transformer_config.num_moe_experts:
+        _check_no_expert_settings(config)
+        return {}
     hf_fields = hf_config.to_dict()
     if hf_fields.get("decoder_sparse_step", 1) != 1 or hf_fields.get("mlp_only_layers"):
         raise CapabilityError(
@@ -203,7 +233,7 @@ def _expert_fields(
         )
     return {
         "expert_model_parallel_size": config.expert_parallel,
-        "expert_tensor_parallel_size": config.expert_ranks_of_a_matrix,
+        "expert_tensor_parallel_size": config.expert_tensor_parallel_size,
         # Grouped matmuls and the fused permutation need TransformerEngine.
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
@@ -214,10 +244,6 @@ def _expert_fields(
         # softmax over the chosen experts only.
         "moe_router_pre_softmax": not hf_fields.get("norm_topk_prob", True),
     }
-
-
-def _keep_uninitialized(weight: Tensor) -> Tensor:
-    return weight
 
 
 def _check_supported(transformer_config: Any, hf_config: PretrainedConfig) -> None:

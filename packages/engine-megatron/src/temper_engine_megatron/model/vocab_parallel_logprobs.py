@@ -81,14 +81,16 @@ def vocab_parallel_logprobs(
     ids: Tensor | None,
     shard: VocabShard,
 ) -> TokenLogprobs:
-    """Compute the outputs of a linear head without bias. Collective over the shard's group.
+    """Compute token log-probs of a bias-free linear head with a sharded vocabulary.
+
+    Collective over the shard's group.
 
     Args:
         hidden: [N, D] in the compute dtype, the same on every rank.
         weight: [V / ranks, D] rows of this rank.
         labels: [N] int64.
         temperature: [N] float32 divisor of the logits.
-        ids: [N, K] int64 further token ids.
+        ids: [N, K] int64 additional token ids, whose log-probs are returned too.
         shard: This rank's shard.
 
     Returns:
@@ -166,7 +168,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             grad_hidden[chunk] = (grad @ rows).float()
             grad_weight[: shard.num_tokens] += (grad.t() @ hidden[chunk]).float()
         return (
-            # Each rank has the terms of its own shard; hidden states are the same on all ranks.
+            # Summed over shards: each rank has the terms of its own part of the vocabulary. The
+            # gradient of the weight is not: a rank has all positions of its own rows.
             shard.sum(grad_hidden).to(hidden.dtype),
             grad_weight.to(weight.dtype),
             None,
@@ -177,6 +180,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 def _compute_logits(hidden: Tensor, rows: Tensor, shard: VocabShard) -> Tensor:
     """Compute [C, V / ranks] logits in the compute dtype, before temperature."""
+    # Not a plain matmul: a log-prob must have the same bits however many positions are requested.
     size = hidden.shape[0]
     if not shard.pads_chunks or size == shard.chunk_size:
         return batch_invariant_linear(hidden, rows)
@@ -207,6 +211,7 @@ def _normalizer_and_entropy(
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
         # Each rank's sums are relative to its own maximum; move them to the global one.
         shift = local_max - largest
+        # Stacked, so that both sums take one collective.
         total, weighted = shard.sum(torch.stack([total, weighted + total * shift]) * shift.exp())
     return total.log() + largest, total.log() - weighted / total
 
@@ -244,6 +249,7 @@ def _logits_to_gradient_(
 
 def _to_local_ids(ids: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
     """Return the columns of token ids on this rank (0 elsewhere) and a mask of those here."""
+    # `gather` and `scatter_add` need a valid column for every id; the mask removes the others.
     column = ids - shard.first_id
     is_local = (column >= 0) & (column < shard.num_tokens)
     return torch.where(is_local, column, 0), is_local

@@ -43,7 +43,7 @@ class ParallelSizes:
             virtual_pipeline=config.virtual_pipeline,
             context_parallel=config.context_parallel,
             expert_parallel=config.expert_parallel,
-            expert_tensor_parallel=config.expert_ranks_of_a_matrix,
+            expert_tensor_parallel=config.expert_tensor_parallel_size,
         )
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ class Membership:
     """Device on which this rank computes."""
     sizes: ParallelSizes
     pg_collection: Any
-    """Megatron's `ProcessGroupCollection`."""
+    """Megatron's `ProcessGroupCollection`, which its own classes take as an argument."""
     owns_group: bool
     """True if the engine created the default group and must destroy it."""
 
@@ -135,6 +135,7 @@ def join(config: MegatronConfig) -> Membership:
     try:
         _check_sizes(config, sizes, world_size)
     except ConfigError:
+        # No engine is created, so nothing else would destroy the group.
         if owns_group:
             dist.destroy_process_group()
         raise
@@ -153,10 +154,15 @@ def join(config: MegatronConfig) -> Membership:
 
 
 def leave(membership: Membership) -> None:
-    """Destroy Megatron's groups with the last engine, and the default group if created here."""
+    """Destroy Megatron's groups when the last engine leaves.
+
+    The default group is destroyed too if `join` created it.
+    """
     _NUM_ENGINES[membership.sizes] -= 1
     if _NUM_ENGINES[membership.sizes] == 0:
+        # Remove the key, so that the next engine may have other sizes.
         _NUM_ENGINES.clear()
+        # Only clears Megatron's variables. The groups themselves end with the default group.
         parallel_state.destroy_model_parallel()
     if membership.owns_group and dist.is_initialized():
         dist.destroy_process_group()
@@ -214,10 +220,12 @@ def _create_groups(sizes: ParallelSizes, *, timeout_s: float, seed: int) -> None
             context_parallel_size=sizes.context_parallel,
             expert_model_parallel_size=sizes.expert_parallel,
             expert_tensor_parallel_size=sizes.expert_tensor_parallel,
+            # Megatron needs them for its own checkpoints only, which this engine does not write.
             create_gloo_process_groups=False,
             # Megatron accepts full minutes only.
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
         )
+        # Adds the named states of Megatron's RNG tracker, which its layers look up.
         model_parallel_cuda_manual_seed(seed)
 
 
@@ -242,7 +250,8 @@ def _build_topology(config: MegatronConfig, pg_collection: Any) -> Topology:
             pg_collection.ep,
         )
     )
-    # The interleaved schedule needs a multiple of the number of stages, and at least one each.
+    # The interleaved schedule needs a number of micro-batches that is a positive multiple of the
+    # number of stages.
     micro_batch_multiple = pp.size if config.virtual_pipeline is not None else 1
     return Topology(
         world_size=dist.get_world_size(),
@@ -252,10 +261,14 @@ def _build_topology(config: MegatronConfig, pg_collection: Any) -> Topology:
         pp=pp,
         cp=cp,
         ep=ep,
+        # All TP and CP ranks of the last stage have the same outputs after the all-reduce, so one
+        # rank returns them.
         returns_outputs=pp.rank == pp.size - 1 and tp.rank == cp.rank == 0,
         plan_constraints=PlanConstraints(
             micro_batch_multiple=micro_batch_multiple,
             min_micro_batches=micro_batch_multiple,
+            # Context and sequence parallelism all-gather slices of the tokens, so the slices of all
+            # ranks must have the same length.
             token_multiple=cp.size * (tp.size if config.sequence_parallel else 1),
         ),
     )

@@ -29,11 +29,11 @@ class ParameterState:
     """Float32 state of this rank's tensor-parallel shard of one parameter, in its shape."""
 
     master: Tensor
-    """Master weight."""
+    """Master weight that AdamW updates."""
     first: Tensor
-    """First moment."""
+    """Exponential average of the gradient."""
     second: Tensor
-    """Second moment."""
+    """Exponential average of the squared gradient."""
     count: int
     """Number of updates of this parameter."""
 
@@ -59,6 +59,7 @@ class MegatronAdamW:
         config = OptimizerConfig(
             optimizer="adam",
             lr=spec.lr,
+            # `step` sets the learning rate of each update; Megatron's scheduler is not used.
             min_lr=spec.lr,
             weight_decay=spec.weight_decay,
             adam_beta1=beta1,
@@ -91,11 +92,14 @@ class MegatronAdamW:
             The global gradient norm before clipping, the same on every rank.
         """
         with ignore_known_warnings(), megatron_on_cpu():
+            # Megatron's `step` in parts: on its own it checks for infinity only with a loss scaler.
+            # The first part copies gradients to the tensors of AdamW, where the norm reads them.
             self._chain.prepare_grads()
             norm = float(self._chain.get_grad_norm())
             if not math.isfinite(norm):
                 return norm
             if self._spec.clip_grad_norm is not None:
+                # One norm over all optimizers, so that experts are clipped like the rest.
                 for optimizer in self._optimizers:
                     clip_grad_by_total_norm_fp32(
                         optimizer.get_parameters(), self._spec.clip_grad_norm, norm
@@ -155,6 +159,7 @@ class MegatronAdamW:
     @torch.no_grad()
     def write_state(self, parameter: nn.Parameter, state: ParameterState) -> None:
         """Replace a parameter and its state."""
+        # The parameter as well as its copy: the optimizer writes parameters after an update only.
         parameter.data.copy_(state.master)
         optimizer_tensor = self._optimizer_tensor(parameter)
         local_range = self._local_range(parameter)
@@ -216,6 +221,7 @@ class MegatronAdamW:
         optimizer = self._optimizer_for(parameter)
         if parameter not in optimizer.model_param_group_index_map:
             return slice(0, 0)
+        # Megatron has no accessor for this range; its own checkpoints use the same maps.
         buffer, dtype, bucket = optimizer.model_param_gbuf_map[parameter]
         param_map = optimizer.gbuf_ranges[buffer][dtype][bucket]["param_map"]
         local_range = param_map[parameter]["param"]

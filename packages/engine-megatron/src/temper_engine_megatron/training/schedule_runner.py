@@ -17,8 +17,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from temper_engine_api.batch import PackedBatch
-from temper_engine_api.engine import MicroBatchLoss
-from temper_engine_api.objective import HeadOutput, HeadOutputs
+from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_megatron.model.gpt_chunks import ModelChunks
 from temper_engine_megatron.model.micro_batch_layout import (
     LocalMicroBatch,
@@ -116,6 +115,7 @@ class ScheduleRunner:
             num_microbatches=len(local_batches),
             # With variable_seq_lengths each stage sends the true shape to the next.
             seq_length=local_batches[0].tokens.shape[1],
+            # A micro-batch is one pack; its rows are part of the shape that stages exchange.
             micro_batch_size=1,
             forward_only=options.forward_only,
         )
@@ -124,10 +124,7 @@ class ScheduleRunner:
     def _compute_loss(
         self, output: Tensor, local: LocalMicroBatch, options: _CallOptions
     ) -> tuple[Tensor, Tensor, HeadOutputs]:
-        """Return (loss, 0 tokens, outputs), as Megatron's schedules expect from the last stage.
-
-        With zero tokens the schedule divides nothing.
-        """
+        """Return (loss, 0 tokens, outputs), as Megatron's schedules expect from the last stage."""
         head = self._head
         if self._chunks.transformer_config.sequence_parallel:
             # All ranks continue with all tokens, and the head sums its own gradients over ranks, so
@@ -144,6 +141,8 @@ class ScheduleRunner:
             # The empty sum connects the loss to the graph even if it ignores every output: the
             # earlier stages wait for a gradient.
             loss = options.micro_batch_loss(outputs, local.micro_batch) + hidden[:0].float().sum()
+        # Three values: given two, the schedule would divide the loss by the number of
+        # micro-batches. Nothing reads the number of tokens, since the engine finalizes gradients.
         return loss, torch.zeros((), dtype=torch.int), outputs.detach()
 
     @property
@@ -158,6 +157,7 @@ class ScheduleRunner:
         parallelism.
         """
         with ignore_known_warnings(), megatron_on_cpu(), torch.no_grad():
+            # None: no number of tokens to divide by, since the objective's reduction has divided.
             finalize_model_grads(
                 list(self._chunks.wrapped), None, pg_collection=self._membership.pg_collection
             )
@@ -202,6 +202,7 @@ class ScheduleRunner:
         losses = pop_router_losses(layers, names=names, num_layers=config.num_layers).to(
             membership.device
         )
+        # Ranks of tp_cp have terms of different tokens, stages those of different layers.
         for group in (membership.pg_collection.tp_cp, membership.pp):
             dist.all_reduce(losses, group=group)
         return dict(zip(names, losses, strict=True))

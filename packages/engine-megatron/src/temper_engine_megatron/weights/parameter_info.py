@@ -3,21 +3,20 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from temper_engine_api.process_group import gather_objects
 from temper_engine_megatron.model.gpt_chunks import PackedGPTModel
 
 EMBEDDING = "embedding.word_embeddings.weight"
 EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+")
 """Number of an expert in a Megatron name."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-
-ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +101,20 @@ def gather_shards(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return shards
 
 
-def gather_lists(local: list[ItemT], group: dist.ProcessGroup) -> list[ItemT]:
-    """Return the concatenated lists of all ranks of a group."""
-    lists: list[list[ItemT]] = [local] * group.size()
-    dist.all_gather_object(lists, local, group=group)
-    return [item for items in lists for item in items]
+def gather_parameter_infos(
+    local: Sequence[ParameterInfo], group: dist.ProcessGroup
+) -> list[ParameterInfo]:
+    """Return the infos of all ranks of a group, in rank order, without repetitions. Collective."""
+    names = [field.name for field in fields(ParameterInfo)]
+    columns: dict[str, list[Any]] = {
+        name: [getattr(info, name) for info in local] for name in names
+    }
+    # One list per field, and no tuples: a model has thousands of parameters, and a value of a
+    # class or a tuple takes much longer to decode than numbers and strings.
+    columns["shape"] = [list(info.shape) for info in local]
+    # A dict before objects are built: ranks with other experts have all other parameters too.
+    rows: dict[tuple[Any, ...], None] = {}
+    for gathered in gather_objects(columns, group=group):
+        gathered["shape"] = [tuple(shape) for shape in gathered["shape"]]
+        rows |= dict.fromkeys(zip(*(gathered[name] for name in names), strict=True))
+    return [ParameterInfo(**dict(zip(names, row, strict=True))) for row in rows]

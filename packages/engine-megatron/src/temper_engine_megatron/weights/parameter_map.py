@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from temper_engine_api.process_group import gather_objects
 from temper_engine_api.weights import WeightEntry
 from temper_engine_megatron.adapter.expert_adapters import join_expert_shards, take_expert_shard
 from temper_engine_megatron.bridge_compat import BridgeTranslation, MappingKind, WeightMapping
@@ -32,7 +33,7 @@ from temper_engine_megatron.weights.parameter_info import (
     EXPERT_NUMBER,
     ParameterInfo,
     assign_writers,
-    gather_lists,
+    gather_parameter_infos,
     gather_shards,
     global_name,
     sort_key,
@@ -82,10 +83,9 @@ class ParameterMap:
         """Dtype of all parameters."""
         local = dict(self._named_parameters(chunks))
         local_infos = [self._describe(name, parameter) for name, parameter in local.items()]
-        # dict.fromkeys: ranks with other experts list all other parameters too.
-        stage_infos = list(dict.fromkeys(gather_lists(local_infos, membership.ep)))
+        stage_infos = gather_parameter_infos(local_infos, membership.ep)
         infos = sorted(
-            gather_lists(stage_infos, membership.pp), key=lambda info: sort_key(info.name)
+            gather_parameter_infos(stage_infos, membership.pp), key=lambda info: sort_key(info.name)
         )
         self._names = frozenset(info.name for info in infos)
         self.entries = tuple(
@@ -149,6 +149,7 @@ class ParameterMap:
         info = entry.info
         if local is None:
             num_shards = 1 if info.split_dim is None else self._shard_group(info).size()
+            # Buffers of the shapes that the ranks with the shards broadcast.
             shards = [
                 torch.empty(self._shard_shape(info), dtype=dtype, device=self._membership.device)
                 for _ in range(num_shards)
@@ -172,6 +173,7 @@ class ParameterMap:
         writer = self._writers[info.name]
         is_writer = writer == self._membership.topology.global_rank
         if info.is_expert_adapter:
+            # Joined over two groups, experts and shards; small enough to be gathered everywhere.
             shards = self._gather_shards(info, local)
         elif info.split_dim is None:
             shards = [local]
@@ -203,6 +205,7 @@ class ParameterMap:
             tensors = [join_expert_shards(shards, kind=mapping.kind)]
         else:
             full = shards[0] if info.split_dim is None else torch.cat(shards, dim=info.split_dim)
+            # The last rank has padding rows after the vocabulary.
             if info.is_vocab_matrix:
                 full = full[: self._vocab_size]
             tensors = self._translation.split_qkv(full) if mapping.kind == "qkv" else [full]
@@ -237,8 +240,8 @@ class ParameterMap:
     def _assign_writers(self) -> dict[str, int]:
         """Return the rank that writes each parameter, by Megatron name. Collective."""
         membership = self._membership
-        coordinates = [(0, 0)] * membership.topology.world_size
-        dist.all_gather_object(coordinates, (membership.topology.pp.rank, membership.ep.rank()))
+        coordinates = gather_objects((membership.topology.pp.rank, membership.ep.rank()))
+        # A rank knows only its own parameters, but writers must be the same on all ranks.
         ranks_with: defaultdict[tuple[int, int | None], list[int]] = defaultdict(list)
         for rank, (stage, expert_rank) in enumerate(coordinates):
             ranks_with[stage, expert_rank].append(rank)
@@ -259,6 +262,8 @@ class ParameterMap:
     def _broadcast(self, info: ParameterInfo, tensor: Tensor) -> None:
         """Broadcast to ranks with other experts, then to the other stages; in place."""
         membership = self._membership
+        # In this order: the stage that has the parameter must have it on all of its ranks before
+        # each of them sends it to the other stages.
         sources = ((membership.ep, info.expert_rank), (membership.pp, info.stage))
         for group, source in sources:
             takes_part = group is membership.pp or membership.topology.pp.rank == info.stage
@@ -288,6 +293,7 @@ class ParameterMap:
                 yield global_name(name, chunk, first_expert=first_expert), parameter
 
     def _describe(self, name: str, parameter: nn.Parameter) -> ParameterInfo:
+        # Megatron marks parameters with attributes: whether they are split, and in which dimension.
         marks: Mapping[str, Any] = vars(parameter)
         is_expert = EXPERT_NUMBER.search(name) is not None
         group = (

@@ -129,7 +129,7 @@ class ShardedState:
                 self._write_master(entry, self._map.take_shard(entry, tensors))
 
     def iterate_state(self) -> Iterator[TrainingState]:
-        """Yield full float32 master weights, moments and counts. Collective.
+        """Yield each parameter's float32 master weight, Adam moments and update count. Collective.
 
         One parameter is gathered at a time.
         """
@@ -156,6 +156,7 @@ class ShardedState:
 
         Every tensor is yielded on a single rank.
         """
+        # Of the copies on data-parallel ranks only the writer's takes part.
         for entry in self._map.entries:
             if entry.parameter is not None and self._map.takes_part_in_saving(entry):
                 tensors = self._map.gather_to_writer(entry, entry.parameter.detach())
