@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.run_lock import LOCK_FILE, RunLock, RunLockLostError
+from temper_trainer.run_lock import LOCK_FILE, RunLock, RunLockLostError, find_lock_refusal
 
 HOLDER = """
 import pathlib, sys, time
@@ -68,6 +68,34 @@ def test_second_process_is_refused_and_a_killed_one_is_replaced(
         with RunLock(tmp_path):
             assert f"was left by process {process.pid}" in caplog.text
     assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_check_reports_a_living_holder_in_the_words_of_the_start_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    with hold(tmp_path) as process:
+        found = find_lock_refusal(tmp_path)
+        with pytest.raises(ConfigError) as of_the_start, RunLock(tmp_path):
+            pass
+        assert found == str(of_the_start.value)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        before = [(path, path.stat()) for path in tmp_path.iterdir()]
+        assert find_lock_refusal(tmp_path) is None, "the start takes over the lock of a dead owner"
+        assert [(path, path.stat()) for path in tmp_path.iterdir()] == before
+    assert find_lock_refusal(tmp_path / "new") is None
+
+
+def test_check_leaves_an_owner_on_another_host_to_the_start(tmp_path: Path) -> None:
+    write_lock(tmp_path, host="node17", pid=4711)
+    assert find_lock_refusal(tmp_path) is None
+    (tmp_path / LOCK_FILE).write_text("not a lock")
+    assert find_lock_refusal(tmp_path) is None
+
+
+def test_reused_process_id_is_not_reported_by_the_check(tmp_path: Path) -> None:
+    write_lock(tmp_path, host=socket.gethostname(), pid=os.getpid(), start=1)
+    assert find_lock_refusal(tmp_path) is None
 
 
 def test_exactly_one_of_several_starting_processes_gets_the_lock(tmp_path: Path) -> None:
@@ -134,21 +162,29 @@ def test_killed_container_with_the_same_host_name_is_replaced_after_the_lease(
     assert "running since" not in caplog.text
 
 
-# filelock itself takes over a file that is no record of any of its versions, after 2 s.
-@pytest.mark.parametrize(
-    ("content", "silence_s"), [("", 3.0), ("\0" * 64, 2.0)], ids=["empty", "zeros"]
-)
+@pytest.mark.parametrize("content", ["", "\0" * 64, "not a lock"], ids=["empty", "zeros", "text"])
 def test_lock_file_without_an_owner_is_replaced_after_the_lease(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str, silence_s: float
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
 ) -> None:
     (tmp_path / LOCK_FILE).write_text(content)
     begin = time.monotonic()
     with RunLock(tmp_path, lease_s=3.0) as lock:
-        assert silence_s <= time.monotonic() - begin < 30
+        assert 3.0 <= time.monotonic() - begin < 30
         lock.check()
         assert f"pid={os.getpid()}" in (tmp_path / LOCK_FILE).read_text()
     assert "names no owner: waiting up to 3 s to see whether it is being written" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_unreadable_lock_file_with_a_heartbeat_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / LOCK_FILE
+    path.write_text("record of another version")
+    timer = threading.Timer(4.0, os.utime, args=(path,))  # later than filelock would wait
+    timer.start()
+    with pytest.raises(ConfigError, match="in use by another process"), RunLock(tmp_path):
+        pass
+    timer.join()
+    assert path.read_text() == "record of another version"
 
 
 def test_lock_file_that_gets_its_owner_late_is_kept(tmp_path: Path) -> None:
@@ -186,7 +222,9 @@ def test_lost_lock_error_reports_a_deleted_lock_file(tmp_path: Path) -> None:
 def test_file_instead_of_the_run_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (
-        pytest.raises(ConfigError, match=r"run\.dir .*file is a file: choose a folder"),
+        pytest.raises(
+            ConfigError, match=r"run\.dir is .*file, but .*file is a file: choose another run\.dir"
+        ),
         RunLock(tmp_path / "file"),
     ):
         pass

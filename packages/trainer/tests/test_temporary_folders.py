@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from temper_trainer.temporary_folders import (
     announce_session,
     make_folder_path,
@@ -67,6 +69,36 @@ def test_folders_of_other_names_users_and_hosts_are_not_removed(tmp_path: Path) 
         (tmp_path / name).mkdir()
     assert remove_orphans(tmp_path) == []
     assert {path.name for path in tmp_path.iterdir()} == others
+
+
+def test_link_or_file_named_like_an_orphan_is_not_removed(tmp_path: Path) -> None:
+    parts = make_folder_path("weights", root=tmp_path).name.split("-")
+    parts[4] = str(int(parts[4]) - 1)  # a dead process
+    target = tmp_path / "target"
+    target.mkdir()
+    link = tmp_path / "-".join([*parts[:-1], "00000001"])
+    link.symlink_to(target)
+    file = tmp_path / "-".join([*parts[:-1], "00000002"])
+    file.write_text("a file")
+    assert remove_orphans(tmp_path) == []
+    assert link.is_symlink()
+    assert file.is_file()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, who can make another user's folder")
+def test_folder_of_another_user_under_our_name_is_not_removed(tmp_path: Path) -> None:
+    parts = make_folder_path("session", root=tmp_path).name.split("-")
+    parts[4] = str(int(parts[4]) - 1)
+    foreign, claimed = tmp_path / "-".join(parts), tmp_path / "claimed"
+    for folder in (foreign, claimed):
+        folder.mkdir()
+    (claimed / ".temper-owner").write_text(foreign.name)
+    for folder in (foreign, claimed):
+        os.chown(folder, 65534, 65534)
+    assert remove_orphans(tmp_path) == []
+    assert remove_claimed_folders(tmp_path) == []
+    assert foreign.is_dir()
+    assert claimed.is_dir()
 
 
 def test_temporary_folder_is_private() -> None:

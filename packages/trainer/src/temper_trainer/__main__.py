@@ -4,31 +4,39 @@ Failures that a user can fix are printed as a message without traceback.
 """
 
 import argparse
-import errno
 import logging
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from temper_engine_api.errors import ConfigError, TemperError
-from temper_trainer.config.run_files import contains_run
+from temper_trainer.checkpoint.checkpoint_messages import NOTHING_SAVED, find_last_save
+from temper_trainer.config.run_folder_checks import contains_run
 from temper_trainer.config_loading import LoadedConfig, format_config, load, write_resolved
 from temper_trainer.config_loading.composition import DEFAULT_CONFIG_NAME
-from temper_trainer.config_loading.external_checks import check_external_objects, check_libraries
+from temper_trainer.config_loading.external_checks import (
+    check_external_objects,
+    check_libraries,
+    check_models,
+)
 from temper_trainer.config_loading.help_text import USAGE, build_help_text
+from temper_trainer.config_loading.secrets import redact_override
 from temper_trainer.config_loading.sizes import describe_sizes
-from temper_trainer.run_lock import RunLock
+from temper_trainer.run_lock import NO_SPACE, RunLock
 from temper_trainer.runtime.placement import describe_plan
 
 EXIT_FAILED = 1
 EXIT_WRONG_CONFIG = 2
 EXIT_INTERRUPTED = 130
 EXIT_NO_READER = 141
-
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+EXIT_TERMINATED = 143
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # As with `python -m`, so that reward functions in the current directory can be imported.
     sys.path.insert(0, os.getcwd())
     try:
-        code = _execute(options)
+        with _end_at_sigterm(options) as early_stop:
+            code = _execute(options, early_stop=early_stop)
         # Flushed here, so that a reader that has exited (`| head`) gives an exit code and not a
         # traceback when the interpreter exits.
         sys.stdout.flush()
@@ -62,12 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         notes = getattr(error, "__notes__", [])  # such as the last saved step
         return _fail("\n".join([f"{type(error).__name__}: {error}", *notes]), code=EXIT_FAILED)
     except OSError as error:
-        if error.errno not in _NO_SPACE:
+        if error.errno not in NO_SPACE:
             raise
-        sentence = (
-            f"{error}. Complete checkpoints are not affected. Free space, then run: "
-            f"{_format_resume_command(options)}"
-        )
+        sentence = f"{error}. Free space, then run: {_format_resume_command(options)}"
         notes = getattr(error, "__notes__", [])
         return _fail("\n".join([sentence, *notes]), code=EXIT_FAILED)
     except KeyboardInterrupt:
@@ -92,7 +98,45 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(list(arguments))
 
 
-def _execute(options: argparse.Namespace) -> int:
+@dataclass(slots=True)
+class _EarlyStop:
+    """State that a SIGTERM must clean up before the run handles signals itself."""
+
+    lock: RunLock | None = None
+    """Lock of the run folder; it only removes what this process has made."""
+
+
+@contextmanager
+def _end_at_sigterm(options: argparse.Namespace) -> Iterator[_EarlyStop]:
+    """End the process at once at a SIGTERM in the body, until a run sets its own handler.
+
+    The handler does not raise: Python may be in a callback of the import system, which would print
+    the exception and go on.
+    """
+    stop, process = _EarlyStop(), os.getpid()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # only the main thread may set handlers
+        return
+    message = (
+        f"terminated before the run was started, start again with: {_format_command(options)}\n"
+    )
+
+    def end(number: int, frame: object) -> None:
+        if os.getpid() == process:  # a forked worker must not release the lock of its parent
+            if stop.lock is not None:
+                stop.lock.abandon()
+            # Not `print`, because the signal may have interrupted another one.
+            os.write(2, message.encode())
+        os._exit(EXIT_TERMINATED)
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _execute(options: argparse.Namespace, *, early_stop: _EarlyStop) -> int:
     if options.help:
         print(build_help_text(overrides=options.overrides, config_dir=options.config_dir), end="")
         return 0
@@ -104,6 +148,7 @@ def _execute(options: argparse.Namespace) -> int:
         return 0
     check_external_objects(loaded.config)
     if options.check:
+        check_models(loaded)
         placement = [f"  {line}" for line in describe_plan(loaded.config)]
         print(
             "\n  ".join(
@@ -121,17 +166,33 @@ def _execute(options: argparse.Namespace) -> int:
     # A missing vLLM would otherwise be noticed only after the warm start.
     check_libraries(loaded.config)
     # Before torch is imported, so that a second process is refused within a second.
-    with RunLock(Path(loaded.config.run.dir)) as lock:
+    lock = RunLock(Path(loaded.config.run.dir))
+    # Set before the lock is taken, so that a SIGTERM in between removes its file and folder.
+    early_stop.lock = lock
+    with lock:
         try:
             return _train(loaded, options, lock=lock)
         except KeyboardInterrupt:  # while torch is imported, or a second SIGINT during the run
             if not contains_run(Path(loaded.config.run.dir)):
                 raise
+            if _find_last_save(loaded) is None:
+                advice = "no checkpoint was saved, so all steps are lost. Start again with"
+            else:
+                advice = "steps after the last checkpoint are lost. Resume with"
             return _fail(
-                "interrupted; steps after the last checkpoint are lost. Resume with: "
-                f"{_format_resume_command(options)}",
-                code=EXIT_INTERRUPTED,
+                f"interrupted; {advice}: {_format_resume_command(options)}", code=EXIT_INTERRUPTED
             )
+        except OSError as error:
+            if error.errno in NO_SPACE and not getattr(error, "__notes__", []):
+                error.add_note(_find_last_save(loaded) or NOTHING_SAVED)
+            raise
+        finally:
+            early_stop.lock = None
+
+
+def _find_last_save(loaded: LoadedConfig) -> str | None:
+    root = Path(loaded.config.run.dir)
+    return find_last_save(root / "checkpoints", warm_start=root / "warm_start" / "checkpoints")
 
 
 def _print_missing_libraries(loaded: LoadedConfig) -> None:
@@ -164,8 +225,12 @@ def _train(loaded: LoadedConfig, options: argparse.Namespace, *, lock: RunLock) 
                 f"{_format_command(options)}",
                 code=code,
             )
-        where = f"at step {error.step}" if error.checkpoint else "before the first checkpoint"
         command = _format_resume_command(options)
+        if error.checkpoint is None and _find_last_save(loaded) is None:
+            return _fail(
+                f"interrupted before the first checkpoint, start again with: {command}", code=code
+            )
+        where = f"at step {error.step}" if error.checkpoint else "before the first checkpoint"
         return _fail(f"interrupted {where}, resume with: {command}", code=code)
     print(f"done: {_list_results(result.directory)}")
     return 0
@@ -208,7 +273,8 @@ def _format_resume_command(options: argparse.Namespace) -> str:
 
 def _format_command(options: argparse.Namespace) -> str:
     """Return the command that started this run."""
-    return shlex.join([*_list_program(options), *options.overrides])
+    # Redacted, because an early signal may come before secrets in plain text are refused.
+    return shlex.join([*_list_program(options), *map(redact_override, options.overrides)])
 
 
 def _list_program(options: argparse.Namespace) -> list[str]:

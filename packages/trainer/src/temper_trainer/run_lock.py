@@ -7,9 +7,11 @@ within a second.
 """
 
 import contextlib
+import errno
 import logging
 import os
 import socket
+import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +23,7 @@ from temper_engine_api.errors import ConfigError, TemperError
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 LEASE_S = 60.0
 """An owner on another host whose heartbeat stops for this long loses the lock."""
 HEARTBEAT_S = 5.0
@@ -40,12 +43,13 @@ class RunLock:
     If the owner was a process on this host and no longer exists, its lock is taken over at once.
     The owner is identified by process id, boot id and start time, so a reused process id is not
     mistaken for it. An owner on another host cannot be looked up: its heartbeat is watched for at
-    most `LEASE_S` seconds. The same applies to a lock file without an owner, which a power failure
-    may leave.
+    most `LEASE_S` seconds. An empty or unreadable lock file, for example after a power failure, is
+    watched in the same way: a living owner would change it every `HEARTBEAT_S` seconds.
     """
 
     def __init__(self, folder: Path, *, lease_s: float = LEASE_S) -> None:
         self._folder = folder
+        self._has_made_folder = False
         self._lease = SoftFileLease(
             folder / LOCK_FILE,
             lease_duration=lease_s,
@@ -61,15 +65,11 @@ class RunLock:
             ConfigError: If another process holds the lock, or the folder cannot be written.
         """
         try:
+            self._has_made_folder = not self._folder.exists()
             self._folder.mkdir(parents=True, exist_ok=True)
             self._acquire()
-        except (FileExistsError, NotADirectoryError) as error:
-            raise ConfigError(f"run.dir {self._folder} is a file: choose a folder.") from error
         except OSError as error:
-            raise ConfigError(
-                f"run.dir {self._folder} cannot be written: {error.strerror}. Choose a folder with "
-                "write permission."
-            ) from error
+            raise ConfigError(describe_write_error(self._folder, error)) from error
         return self
 
     def __exit__(
@@ -79,6 +79,18 @@ class RunLock:
         trace: TracebackType | None,
     ) -> None:
         self._lease.release()
+
+    def abandon(self) -> None:
+        """Remove the lock file, for a signal handler whose process then ends at once.
+
+        `release` takes locks of filelock, which the interrupted code may hold.
+        """
+        owner = self._lease.owner
+        if owner is not None and owner.pid == os.getpid() and _is_local(owner):
+            (self._folder / LOCK_FILE).unlink(missing_ok=True)
+        if self._has_made_folder:
+            with contextlib.suppress(OSError):  # it is no longer empty
+                self._folder.rmdir()
 
     def check(self) -> None:
         """Check that the lock was not lost; called before each save.
@@ -96,23 +108,27 @@ class RunLock:
             )
 
     def _acquire(self) -> None:
-        left_by = self._lease.owner
+        previous_owner = self._lease.owner
         try:
+            # filelock takes over an unreadable file after 2 s. That is less than a heartbeat
+            # interval, so the owner may still be alive.
+            if previous_owner is None and self._last_heartbeat_ns() is not None:
+                raise Timeout(str(self._folder / LOCK_FILE))
             self._lease.acquire(blocking=False)
         except Timeout:
             self._watch_holder()
-        if left_by is not None:
+        if previous_owner is not None:
             logger.warning(
                 "%s was left by %s, which has ended: taken over",
                 self._folder / LOCK_FILE,
-                describe_owner(left_by),
+                describe_owner(previous_owner),
             )
 
     def _watch_holder(self) -> None:
         """Take over the lock of an owner that cannot be looked up, once its heartbeat stops."""
-        owner, last_sign = self._lease.owner, self._last_sign()
+        owner, last_heartbeat_ns = self._lease.owner, self._last_heartbeat_ns()
         if owner is not None and _is_local(owner):
-            raise self._refusal(owner)
+            raise ConfigError(_describe_refusal(self._folder, owner))
         lease_s = self._lease.lease_duration
         logger.warning(
             "%s %s: waiting up to %.0f s to see whether it is %s",
@@ -122,44 +138,83 @@ class RunLock:
             "being written" if owner is None else "alive",
         )
         deadline = time.monotonic() + lease_s
-        while self._last_sign() == last_sign:
-            # filelock never takes over an empty file, because an old version of filelock could have
-            # written it. This package never used such a version.
-            if owner is None and time.monotonic() >= deadline:
-                self._remove_ownerless(last_sign)
+        while (heartbeat_ns := self._last_heartbeat_ns()) in (last_heartbeat_ns, None):
+            if owner is None and heartbeat_ns is not None:
+                # An owner writes its record and every heartbeat changes the file, so a file that
+                # did not change during the lease has no living owner.
+                if time.monotonic() < deadline:
+                    time.sleep(min(0.5, lease_s / 10))
+                    continue
+                self._remove_ownerless(last_heartbeat_ns)
             try:
                 self._lease.acquire(blocking=False)
                 return
             except Timeout:
                 time.sleep(min(0.5, lease_s / 10))
-        raise self._refusal(self._lease.owner)
+        raise ConfigError(_describe_refusal(self._folder, self._lease.owner))
 
-    def _remove_ownerless(self, last_sign: int | None) -> None:
+    def _remove_ownerless(self, last_heartbeat_ns: int | None) -> None:
         """Remove a lock file without an owner, unless another process has replaced it."""
         path = self._folder / LOCK_FILE
         aside = path.with_name(f"{LOCK_FILE}.{os.getpid()}")
-        # Renamed before it is checked: if two processes do this at the same time, the slower one
-        # renames the new lock of the faster one, sees that it changed, and puts it back.
+        # Rename the file before checking it: if two processes do this at the same time, the slower
+        # one renames the new lock of the faster one, sees that it changed, and puts it back.
         with contextlib.suppress(FileNotFoundError):
             path.rename(aside)
-            if aside.stat().st_mtime_ns != last_sign:
+            if aside.stat().st_mtime_ns != last_heartbeat_ns:
                 with contextlib.suppress(FileExistsError):
                     os.link(aside, path)
             aside.unlink()
 
-    def _last_sign(self) -> int | None:
+    def _last_heartbeat_ns(self) -> int | None:
         """Return the time of the holder's last heartbeat, or None if it has released the lock."""
         try:
             return (self._folder / LOCK_FILE).stat().st_mtime_ns
         except FileNotFoundError:
             return None
 
-    def _refusal(self, owner: OwnerRecord | None) -> ConfigError:
-        return ConfigError(
-            f"run.dir {self._folder} is in use by {describe_owner(owner)}. Wait until that process "
-            "ends, or choose another run.dir. If this folder is a copy, delete "
-            f"{self._folder / LOCK_FILE}."
-        )
+
+def find_lock_refusal(folder: Path) -> str | None:
+    """Return the message with which a start would refuse a folder at once, or None.
+
+    The folder and its lock file are only read. An owner on another host and an unreadable file are
+    left to the start, which watches their heartbeat.
+    """
+    owner = read_lock_owner(folder)
+    if owner is None or not _is_local(owner):
+        return None
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(scratch) / LOCK_FILE
+        # filelock has no public function that tells whether an owner is alive, but it takes over
+        # the lock of a dead one: try that with a copy.
+        try:
+            copy.write_bytes((folder / LOCK_FILE).read_bytes())
+            with SoftFileLease(copy, lease_duration=LEASE_S).acquire(blocking=False):
+                return None
+        except FileNotFoundError:  # the owner has just released the lock
+            return None
+        except Timeout:
+            return _describe_refusal(folder, owner)
+
+
+def _describe_refusal(folder: Path, owner: OwnerRecord | None) -> str:
+    return (
+        f"run.dir {folder} is in use by {describe_owner(owner)}. Wait until that process ends, or "
+        f"choose another run.dir. If this folder is a copy, delete {folder / LOCK_FILE}."
+    )
+
+
+def describe_write_error(folder: Path, error: OSError) -> str:
+    """Return the error message for a run folder that cannot be created or written."""
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        obstacle = next((path for path in (folder, *folder.parents) if path.is_file()), folder)
+        return f"run.dir is {folder}, but {obstacle} is a file: choose another run.dir."
+    remedy = (
+        "Free space, or choose a folder on another disk."
+        if error.errno in NO_SPACE
+        else "Choose a folder with write permission."
+    )
+    return f"run.dir {folder} cannot be written: {error.strerror}. {remedy}"
 
 
 def read_lock_owner(folder: Path) -> OwnerRecord | None:

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -61,6 +62,8 @@ def make_temporary_folder(kind: str) -> Path:
 def remove_orphans(root: Path) -> list[Path]:
     """Remove folders in `root` whose owner was a process of this user and is dead.
 
+    Two things must agree: the name (user, process id, start time, boot and PID namespace) and the
+    user who owns the folder on disk. A file or a symbolic link of that name is left alone.
     Folders of other users are not removed, nor those of processes in another container or before a
     reboot, because this process cannot look them up.
 
@@ -69,7 +72,7 @@ def remove_orphans(root: Path) -> list[Path]:
     """
     removed = []
     for folder in root.glob("temper-*"):
-        if not _is_orphan(folder.name):
+        if not _is_orphan(folder.name) or not _is_own_folder(folder):
             continue
         # Errors are ignored because another process may remove it at the same time.
         shutil.rmtree(folder, ignore_errors=True)
@@ -110,8 +113,16 @@ def announce_session(root: Path) -> Iterator[None]:
 
 def remove_claimed_folders(root: Path) -> list[Path]:
     """Remove folders in `root` that a dead process claimed or announced; return them."""
-    removed = [claim.parent for claim in root.glob(f"*/{_CLAIM}") if _is_orphan(claim.read_text())]
-    notes = [note for note in root.glob("temper-session-*") if _is_orphan(note.name)]
+    removed = [
+        claim.parent
+        for claim in root.glob(f"*/{_CLAIM}")
+        if _is_own_folder(claim.parent) and _is_orphan(claim.read_text())
+    ]
+    notes = [
+        note
+        for note in root.glob("temper-session-*")
+        if _is_orphan(note.name) and _is_own_folder(note)
+    ]
     for note in notes:
         removed += [folder for folder in root.glob("session_*") if _is_announced(folder, note=note)]
     for folder in removed:
@@ -129,15 +140,21 @@ def _is_announced(folder: Path, *, note: Path) -> bool:
         session is None
         or owner is None
         or session["process"] != owner["process"]
-        or folder.is_symlink()
+        or not _is_own_folder(folder)
     ):
         return False
     # The id may have been reused by a process with another cluster, so the time must match, too.
     begin = datetime.strptime(session["time"], "%Y-%m-%d_%H-%M-%S_%f").timestamp()
-    return (
-        -1.0 < begin - note.stat().st_mtime < _SESSION_STARTS_WITHIN_S
-        and folder.stat().st_uid == os.getuid()
-    )
+    return -1.0 < begin - note.stat().st_mtime < _SESSION_STARTS_WITHIN_S
+
+
+def _is_own_folder(folder: Path) -> bool:
+    """Return True if this user owns a folder; anyone may choose a name in a shared root."""
+    try:
+        state = folder.lstat()
+    except FileNotFoundError:  # removed by another process
+        return False
+    return stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid()
 
 
 def _is_orphan(name: str) -> bool:

@@ -12,7 +12,7 @@ from temper_engine_api.reduction import count_denominators, reduce_loss
 
 
 def batch_of(*sequences: dict[str, list[float]]) -> SequenceBatch:
-    """Sequences by their columns; the first token of each is the prompt, where every column holds NaN."""
+    """Build sequences from columns; the first token of each is the prompt, with NaN columns."""
     lengths = [len(next(iter(columns.values()))) + 1 for columns in sequences]
     names = sequences[0].keys()
     columns = {
@@ -24,17 +24,17 @@ def batch_of(*sequences: dict[str, list[float]]) -> SequenceBatch:
 
 
 def answers_of(*logprobs: list[float]) -> HeadOutputs:
-    whole = [x for sequence in logprobs for x in (0.0, *sequence)]
+    full_logprobs = [x for sequence in logprobs for x in (0.0, *sequence)]
     return HeadOutputs(
         columns={
-            HeadOutput.LOGPROB: torch.tensor(whole, requires_grad=True),
-            HeadOutput.ENTROPY: torch.full((len(whole),), 0.5),
+            HeadOutput.LOGPROB: torch.tensor(full_logprobs, requires_grad=True),
+            HeadOutput.ENTROPY: torch.full((len(full_logprobs),), 0.5),
         }
     )
 
 
 def losses(objective: Objective, head_outputs: HeadOutputs, batch: SequenceBatch) -> list[float]:
-    """At the trained tokens."""
+    """Return the losses at the trained tokens."""
     prepared = batch.with_columns(objective.prepare(batch, seed=1))
     found: list[float] = objective(head_outputs, prepared).loss[batch.loss_mask].tolist()
     return found
@@ -43,7 +43,7 @@ def losses(objective: Objective, head_outputs: HeadOutputs, batch: SequenceBatch
 def gradient(
     objective: Objective, head_outputs: HeadOutputs, batch: SequenceBatch
 ) -> Sequence[float]:
-    """Of the reduced loss, by the log-probs of the trained tokens."""
+    """Return the gradient of the reduced loss with respect to the trained log-probs."""
     prepared = batch.with_columns(objective.prepare(batch, seed=1))
     terms = objective(head_outputs, prepared)
     loss = reduce_loss(

@@ -1,4 +1,4 @@
-"""The door to every estimator."""
+"""Every advantage estimator, called by `estimate_advantages`."""
 
 import math
 from typing import get_args
@@ -29,7 +29,7 @@ def make_samples(group_ids: tuple[int, ...] = GROUPS) -> SequenceBatch:
 def estimate(
     config: AlgorithmConfig, *, samples: SequenceBatch, rewards: Tensor, **others: Tensor | None
 ) -> Advantages:
-    """With what the estimator compares rewards with: greedy rewards of 0.5 for remax, two equal parts of the reward for gdpo."""
+    """Estimate with baselines of 0.5 for remax, and two equal components for gdpo."""
     baselines = torch.full_like(rewards, 0.5) if config.advantage == "remax" else None
     components = (
         torch.stack([rewards / 2, rewards / 2], dim=1) if config.advantage == "gdpo" else None
@@ -52,7 +52,7 @@ def values_for(name: AdvantageName, samples: SequenceBatch) -> torch.Tensor | No
 @pytest.mark.parametrize("name", ESTIMATORS)
 @settings(max_examples=10)
 @given(order=st.permutations(range(len(LENGTHS))))
-def test_advantages_stay_with_their_sample_whatever_the_order(
+def test_advantages_do_not_depend_on_the_order_of_samples(
     name: AdvantageName, order: list[int]
 ) -> None:
     samples, config = make_samples(), AlgorithmConfig(advantage=name)
@@ -67,7 +67,7 @@ def test_advantages_stay_with_their_sample_whatever_the_order(
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_untrained_tokens_get_zero_and_nan_there_never_leaks(name: AdvantageName) -> None:
+def test_untrained_tokens_have_zero_advantage_and_their_nan_is_ignored(name: AdvantageName) -> None:
     samples = make_samples()
     hole = torch.where(samples.loss_mask, 0.1, math.nan)
     config = AlgorithmConfig(advantage=name, kl_reward_coef=0.5)
@@ -79,7 +79,7 @@ def test_untrained_tokens_get_zero_and_nan_there_never_leaks(name: AdvantageName
     assert found.advantages.dtype == torch.float32
 
 
-def test_only_gae_returns_targets_for_the_value_model() -> None:
+def test_only_gae_returns_value_targets() -> None:
     samples = make_samples()
     has_returns = {
         name: estimate(
@@ -94,8 +94,9 @@ def test_only_gae_returns_targets_for_the_value_model() -> None:
     assert [name for name, has in has_returns.items() if has] == ["gae"]
 
 
-def test_a_kl_penalty_is_taken_from_the_reward_of_whole_completions() -> None:
-    # Rewards 1 and 0; KL sums 2 * 0.5 = 1 and 1 * 0.5 = 0.5, weight 0.4: 1 - 0.4 = 0.6 and 0 - 0.2 = -0.2; mean 0.2, so 0.4 and -0.4.
+def test_kl_penalty_is_subtracted_from_the_reward_of_a_completion() -> None:
+    # Rewards 1 and 0; KL sums 2 * 0.5 = 1 and 1 * 0.5 = 0.5, weight 0.4: 1 - 0.4 = 0.6 and 0 - 0.2
+    # = -0.2; mean 0.2, so 0.4 and -0.4.
     samples = from_sequences(
         [torch.arange(3), torch.arange(2)],
         loss_masks=[torch.arange(n) >= 1 for n in (3, 2)],
@@ -108,7 +109,7 @@ def test_a_kl_penalty_is_taken_from_the_reward_of_whole_completions() -> None:
     assert found.advantages.tolist() == pytest.approx([0.0, 0.4, 0.4, 0.0, -0.4])
 
 
-def test_gae_takes_the_kl_penalty_token_by_token_with_the_controllers_weight() -> None:
+def test_gae_subtracts_the_kl_penalty_per_token_with_the_controllers_weight() -> None:
     # Zero values, gamma = lambda = 1: sums to go of (-0.1, -0.3, 1 - 0.2) = 0.4, 0.5, 0.8.
     samples = from_sequences([torch.arange(4)], loss_masks=[torch.arange(4) >= 1])
     kl = torch.tensor([7.0, 0.1, 0.3, 0.2])
@@ -123,7 +124,7 @@ def test_gae_takes_the_kl_penalty_token_by_token_with_the_controllers_weight() -
     assert found.advantages.tolist() == pytest.approx([0.0, 0.4, 0.5, 0.8])
 
 
-def test_whitening_gives_mean_zero_and_deviation_one_over_trained_tokens() -> None:
+def test_whitening_gives_mean_zero_and_std_one_over_trained_tokens() -> None:
     samples = make_samples()
     found = estimate_advantages(
         AlgorithmConfig(advantage="rloo", whiten_advantages=True), samples=samples, rewards=REWARDS
@@ -134,7 +135,7 @@ def test_whitening_gives_mean_zero_and_deviation_one_over_trained_tokens() -> No
     assert found.metrics["advantage/std"] == pytest.approx(1.0, abs=1e-6)
 
 
-def test_dead_groups_are_counted_and_give_zero() -> None:
+def test_zero_std_groups_are_counted_and_have_zero_advantage() -> None:
     samples = make_samples(group_ids=(0, 0, 1, 1, 2, 2))
     rewards = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 1.0])
     found = estimate_advantages(AlgorithmConfig(advantage="grpo"), samples=samples, rewards=rewards)
@@ -143,7 +144,7 @@ def test_dead_groups_are_counted_and_give_zero() -> None:
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_a_step_without_trained_tokens_gives_zeros(name: AdvantageName) -> None:
+def test_step_without_trained_tokens_has_zero_advantages(name: AdvantageName) -> None:
     samples = from_sequences(
         [torch.arange(3)] * 2, loss_masks=[torch.zeros(3, dtype=torch.bool)] * 2, group_ids=[0, 0]
     )
@@ -177,7 +178,7 @@ def test_a_step_without_trained_tokens_gives_zeros(name: AdvantageName) -> None:
         ),
     ],
 )
-def test_wrong_inputs_are_refused_with_a_sentence(
+def test_invalid_inputs_are_refused(
     config: AlgorithmConfig, rewards: list[float], values: torch.Tensor | None, sentence: str
 ) -> None:
     samples = from_sequences([torch.arange(2)] * 2, loss_masks=[torch.arange(2) >= 1] * 2)

@@ -5,13 +5,13 @@ import torch
 
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.errors import BatchError
-from temper_trainer.algorithms.advantages import estimate_advantages
-from temper_trainer.algorithms.group_advantages import (
+from temper_trainer.algorithms.advantage_estimators import (
     compute_gdpo_advantages,
     compute_gpg_advantages,
     compute_opo_advantages,
     compute_remax_advantages,
 )
+from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.config.algorithm import AlgorithmConfig
 
 TWO = from_sequences(
@@ -21,12 +21,12 @@ TWO = from_sequences(
 )
 
 
-def test_remax_takes_the_greedy_completions_reward_away() -> None:
+def test_remax_subtracts_the_reward_of_the_greedy_completion() -> None:
     rewards, baselines = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 1.0])
     assert compute_remax_advantages(rewards, baselines=baselines).tolist() == [1.0, -1.0, 0.0]
 
 
-def test_opo_weighs_the_baseline_by_length() -> None:
+def test_opo_weights_the_baseline_by_length() -> None:
     # (1 * 1 + 3 * 0) / 4 = 0.25. The second group is flat.
     found = compute_opo_advantages(
         torch.tensor([1.0, 0.0, 0.3, 0.3]),
@@ -36,7 +36,7 @@ def test_opo_weighs_the_baseline_by_length() -> None:
     assert found.tolist() == [0.75, -0.25, 0.0, 0.0]
 
 
-def test_gpg_is_scaled_by_the_share_that_teaches() -> None:
+def test_gpg_is_scaled_by_the_fraction_of_groups_with_a_signal() -> None:
     # B = 4, M = 2: twice (r - mean).
     found = compute_gpg_advantages(
         torch.tensor([1.0, 0.0, 1.0, 1.0]), group_ids=torch.tensor([0, 0, 1, 1])
@@ -44,16 +44,17 @@ def test_gpg_is_scaled_by_the_share_that_teaches() -> None:
     assert found.tolist() == [1.0, -1.0, 0.0, 0.0]
 
 
-def test_gpg_of_groups_that_teach_nothing_is_zero() -> None:
+def test_gpg_of_zero_std_groups_is_zero() -> None:
     assert (
         compute_gpg_advantages(torch.ones(4), group_ids=torch.tensor([0, 0, 1, 1])).tolist()
         == [0.0] * 4
     )
 
 
-def test_gdpo_normalises_each_reward_before_it_adds_them() -> None:
-    # Each reward alone gives +-1/sqrt(2); weights 1 and 2: -0.7071 and +0.7071. Over 1 and 3 tokens: mean 0.35355, deviation 0.61237:
-    # (-0.70711 - 0.35355) / 0.61237 = -1.73205, (0.70711 - 0.35355) / 0.61237 = 0.57735.
+def test_gdpo_normalizes_each_reward_before_adding_them() -> None:
+    # Each reward alone gives +-1/sqrt(2); weights 1 and 2: -0.7071 and +0.7071. Over 1 and 3
+    # tokens: mean 0.35355, deviation 0.61237: (-0.70711 - 0.35355) / 0.61237 = -1.73205, (0.70711 -
+    # 0.35355) / 0.61237 = 0.57735.
     found = compute_gdpo_advantages(
         torch.tensor([[1.0, 0.0], [0.0, 1.0]]),
         weights=(1.0, 2.0),
@@ -72,7 +73,7 @@ def test_estimators_are_found_by_name(name: str, expected: list[float]) -> None:
     assert found[TWO.loss_mask].tolist() == [expected[0]] + [expected[1]] * 3
 
 
-def test_remax_and_gdpo_need_what_they_compare_with() -> None:
+def test_remax_needs_baselines_and_gdpo_needs_components() -> None:
     with pytest.raises(BatchError, match="baselines are missing"):
         estimate_advantages(
             AlgorithmConfig(advantage="remax"), samples=TWO, rewards=torch.tensor([1.0, 0.0])

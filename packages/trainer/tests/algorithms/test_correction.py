@@ -32,7 +32,7 @@ def test_weights_are_truncated_above() -> None:
     assert found.metrics["correction/truncated_fraction"] == pytest.approx(1 / 3)
 
 
-def test_tokens_outside_the_bounds_are_left_out_and_the_rest_normalised() -> None:
+def test_tokens_outside_the_bounds_are_masked_and_the_rest_normalized() -> None:
     # 1.2 + 1 = 2.2 over 3 tokens: times 3 / 2.2.
     found = corrected(truncate_at=1.2, mask_low=0.5, self_normalize=True)
     assert found.weights.tolist() == pytest.approx([0.0, 1.636364, 0.0, 1.363636], abs=1e-6)
@@ -40,7 +40,7 @@ def test_tokens_outside_the_bounds_are_left_out_and_the_rest_normalised() -> Non
     assert found.metrics["correction/weight_mean"] == pytest.approx(1.0)
 
 
-def test_a_sequence_has_the_product_of_its_ratios() -> None:
+def test_sequence_weight_is_the_product_of_its_ratios() -> None:
     # e^(0.5 - 1 + 0) = 0.606531.
     assert corrected(level="sequence").weights.tolist() == pytest.approx(
         [0.0, 0.606531, 0.606531, 0.606531], abs=1e-6
@@ -48,16 +48,14 @@ def test_a_sequence_has_the_product_of_its_ratios() -> None:
 
 
 @pytest.mark.parametrize(("bound", "is_rejected"), [(0.172, True), (0.173, False)])
-def test_a_completion_too_far_from_the_trainer_is_left_out_whole(
-    bound: float, is_rejected: bool
-) -> None:
+def test_completion_with_too_large_a_kl_is_rejected(bound: float, is_rejected: bool) -> None:
     # k3 with d = 0.5, -1, 0: 0.148721, 0.367879, 0; mean 0.172200.
     found = corrected(level="none", reject_kl=bound)
     assert found.weights[1:].tolist() == ([0.0] * 3 if is_rejected else [1.0] * 3)
     assert found.metrics["correction/rejected_fraction"] == float(is_rejected)
 
 
-def test_equal_log_probs_correct_nothing() -> None:
+def test_equal_logprobs_give_weights_of_one() -> None:
     found = compute_rollout_correction(
         RolloutCorrectionConfig(), samples=SAMPLES, old_logprobs=OLD, rollout_logprobs=OLD
     )
@@ -65,13 +63,15 @@ def test_equal_log_probs_correct_nothing() -> None:
     assert found.metrics["correction/effective_sample_fraction"] == pytest.approx(1.0)
 
 
-def test_the_effective_sample_share_is_always_reported() -> None:
+def test_effective_sample_fraction_is_always_reported() -> None:
     # Weights 1 and 3: mean 2, mean of squares 5; 4 / 5.
-    ours, mask = (
+    trainer_logprobs, mask = (
         torch.tensor([0.0, 0.0, torch.tensor(3.0).log()]),
         torch.tensor([False, True, True]),
     )
-    found = compute_mismatch_metrics(ours, rollout_logprobs=torch.zeros(3), loss_mask=mask)
+    found = compute_mismatch_metrics(
+        trainer_logprobs, rollout_logprobs=torch.zeros(3), loss_mask=mask
+    )
     assert compute_effective_sample_fraction(found) == pytest.approx(0.8)
     assert found["mismatch/ratio_max"].result == pytest.approx(3.0)
 
@@ -86,6 +86,6 @@ def test_the_effective_sample_share_is_always_reported() -> None:
         ({"reject_kl_estimator": "k1"}, "has no effect without"),
     ],
 )
-def test_settings_that_contradict_are_refused(settings: dict[str, object], sentence: str) -> None:
+def test_contradicting_settings_are_refused(settings: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         RolloutCorrectionConfig(**settings)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""An estimator and an objective of a user's own take the places of the named ones, or are refused before anything starts."""
+"""Test estimators and objectives of users, which replace the built-in ones or are refused."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import BatchError, ConfigError
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.objective_factory import build_policy_objective, needs_old_logprobs
-from temper_trainer.algorithms.surrogate import SurrogateObjective
+from temper_trainer.algorithms.policy_losses import SurrogateObjective
 from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
 
 HERE = "test_custom_algorithms"
@@ -24,7 +24,7 @@ def half(rewards: Tensor, *, samples: SequenceBatch, factor: float = 0.5) -> Ten
     return factor * rewards
 
 
-def by_token(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:
+def return_token_index(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:
     return samples.get_position_ids().double()
 
 
@@ -58,22 +58,22 @@ def advantages(name: str, **arguments: float) -> list[float]:
     ).advantages.tolist()
 
 
-def test_an_own_estimator_answers_by_completion_or_by_token_and_prompts_stay_0() -> None:
+def test_custom_estimator_may_return_completion_or_token_advantages() -> None:
     assert advantages("half") == [0.0, 2.0, 2.0, 0.0, 1.0]
     assert advantages("half", factor=-1.0) == [0.0, -4.0, -4.0, 0.0, -2.0]
-    assert advantages("by_token") == [0.0, 1.0, 2.0, 0.0, 1.0]
+    assert advantages("return_token_index") == [0.0, 1.0, 2.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [("too_many", r"a tensor of shape \(4,\), but must return"), ("endless", "finite numbers")],
 )
-def test_what_it_must_not_return_is_refused(name: str, complaint: str) -> None:
+def test_invalid_results_of_a_custom_estimator_are_refused(name: str, complaint: str) -> None:
     with pytest.raises(BatchError, match=complaint):
         advantages(name)
 
 
-def test_an_own_objective_gets_its_arguments_and_the_keys_that_all_share() -> None:
+def test_custom_objective_gets_its_arguments_and_the_common_keys() -> None:
     config = AlgorithmConfig(
         policy_loss=f"{HERE}:Plain", policy_loss_arguments={"factor": 3.0}, entropy_coef=0.1
     )
@@ -93,7 +93,7 @@ def test_an_own_objective_gets_its_arguments_and_the_keys_that_all_share() -> No
         ),
     ],
 )
-def test_names_that_lead_nowhere_are_refused_with_the_nearest(
+def test_unknown_import_paths_are_refused_with_the_nearest_name(
     fields: dict[str, object], complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
@@ -112,13 +112,11 @@ def test_names_that_lead_nowhere_are_refused_with_the_nearest(
         ({"policy_loss": "no_such_module:Loss"}, "add the folder that contains it to PYTHONPATH"),
     ],
 )
-def test_an_own_objective_that_does_not_fit_is_refused(
-    fields: dict[str, object], complaint: str
-) -> None:
+def test_invalid_custom_objective_is_refused(fields: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         build_policy_objective(AlgorithmConfig(**fields))  # type: ignore[arg-type]
 
 
-def test_arguments_that_the_estimator_does_not_take_are_refused() -> None:
+def test_unknown_arguments_of_a_custom_estimator_are_refused() -> None:
     with pytest.raises(ConfigError, match="unexpected keyword argument 'width'"):
         advantages("half", width=1.0)

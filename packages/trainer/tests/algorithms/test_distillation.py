@@ -8,19 +8,19 @@ import torch
 from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import LOGPROB_AT_IDS, Aggregation, HeadOutput, HeadOutputs
-from temper_trainer.algorithms.combined_objective import CombinedObjective
 from temper_trainer.algorithms.distillation_losses import (
     ReverseKlObjective,
     TopKObjective,
     compute_teacher_reward,
 )
+from temper_trainer.algorithms.objective_factory import CombinedObjective
 from temper_trainer.algorithms.policy_losses import PpoObjective
 
 LOG = math.log
 
 
 def top_k_batch(teacher: list[list[float]], *, weights: list[float]) -> SequenceBatch:
-    """One sequence; its first token is the prompt."""
+    """Build one sequence whose first token is the prompt."""
     rows = torch.tensor([[math.nan] * len(teacher[0]), *teacher])
     columns = {
         LOGPROB_AT_IDS: [torch.zeros(len(rows), rows.shape[1], dtype=torch.int64)],
@@ -32,7 +32,7 @@ def top_k_batch(teacher: list[list[float]], *, weights: list[float]) -> Sequence
     )
 
 
-def asked(rows: list[list[float]]) -> HeadOutputs:
+def make_outputs(rows: list[list[float]]) -> HeadOutputs:
     return HeadOutputs(
         columns={
             HeadOutput.LOGPROB_AT: torch.tensor([[0.0] * len(rows[0]), *rows], requires_grad=True)
@@ -40,38 +40,39 @@ def asked(rows: list[list[float]]) -> HeadOutputs:
     )
 
 
-def test_forward_kl_over_named_tokens_and_the_rest() -> None:
+def test_forward_kl_sums_the_top_k_tokens_and_the_tail() -> None:
     # Teacher 0.5, 0.25 and a rest of 0.25; policy 0.25, 0.5 and a rest of 0.25.
     # 0.5 ln 2 - 0.25 ln 2 + 0 = 0.25 ln 2 = 0.173287; the second token has weight 2.
     teacher, policy = [LOG(0.5), LOG(0.25)], [LOG(0.25), LOG(0.5)]
     terms = TopKObjective()(
-        asked([policy, policy]), top_k_batch([teacher, teacher], weights=[1.0, 2.0])
+        make_outputs([policy, policy]), top_k_batch([teacher, teacher], weights=[1.0, 2.0])
     )
     assert terms.loss[1:].tolist() == pytest.approx([0.173287, 0.346574], abs=1e-5)
     assert terms.metrics["distill/top_k_mass"].result == pytest.approx(0.75)
 
 
-def test_without_the_rest_only_named_tokens_count_and_missing_ones_do_not() -> None:
+def test_without_tail_only_the_available_top_k_tokens_count() -> None:
     # 0.5 (ln 0.5 - ln 0.25) = 0.346574; the second token was not named.
     batch = top_k_batch([[LOG(0.5), -math.inf]], weights=[1.0])
-    head_outputs = asked([[LOG(0.25), LOG(0.5)]])
+    head_outputs = make_outputs([[LOG(0.25), LOG(0.5)]])
     loss = TopKObjective(tail=False)(head_outputs, batch).loss
     assert float(loss[1].detach()) == pytest.approx(0.346574, abs=1e-5)
     (gradient,) = torch.autograd.grad(loss.sum(), head_outputs[HeadOutput.LOGPROB_AT])
     assert gradient.tolist() == [[0.0, 0.0], [pytest.approx(-0.5), 0.0]]
 
 
-def test_jensen_shannon_is_symmetric_at_a_half_and_zero_where_they_agree() -> None:
-    # Teacher 0.8 and 0.2, policy 0.4 and 0.6: M = 0.6, 0.4. KL(q, M) = 0.8 ln(4/3) + 0.2 ln(1/2) = 0.230146 - 0.138629 = 0.091516;
-    # KL(p, M) = 0.4 ln(2/3) + 0.6 ln(3/2) = -0.162186 + 0.243279 = 0.081093; half of the sum 0.086305.
+def test_jensen_shannon_is_symmetric_at_one_half_and_zero_for_equal_models() -> None:
+    # Teacher 0.8 and 0.2, policy 0.4 and 0.6: M = 0.6, 0.4. KL(q, M) = 0.8 ln(4/3) + 0.2 ln(1/2) =
+    # 0.230146 - 0.138629 = 0.091516; KL(p, M) = 0.4 ln(2/3) + 0.6 ln(3/2) = -0.162186 + 0.243279 =
+    # 0.081093; half of the sum 0.086305.
     teacher, policy = [LOG(0.8)], [LOG(0.4)]
     objective = TopKObjective(divergence="jensen_shannon")
-    there = objective(asked([policy]), top_k_batch([teacher], weights=[1.0])).loss[1]
-    back = objective(asked([teacher]), top_k_batch([policy], weights=[1.0])).loss[1]
+    there = objective(make_outputs([policy]), top_k_batch([teacher], weights=[1.0])).loss[1]
+    back = objective(make_outputs([teacher]), top_k_batch([policy], weights=[1.0])).loss[1]
     assert float(there.detach()) == pytest.approx(0.086305, abs=1e-5)
     assert float(back.detach()) == pytest.approx(float(there.detach()), abs=1e-6)
     assert float(
-        objective(asked([teacher]), top_k_batch([teacher], weights=[1.0])).loss[1].detach()
+        objective(make_outputs([teacher]), top_k_batch([teacher], weights=[1.0])).loss[1].detach()
     ) == pytest.approx(0.0, abs=1e-6)
 
 
@@ -86,8 +87,9 @@ def reverse_batch(teacher: list[float], weights: list[float]) -> SequenceBatch:
     )
 
 
-def test_reverse_kl_by_k2_pulls_to_the_teacher_and_is_clamped() -> None:
-    # d = log q - log p = -1 and 2: d^2 / 2 = 0.5 and 2, the latter clamped to 1.5; the third has no teacher.
+def test_reverse_kl_with_k2_moves_toward_the_teacher_and_is_clamped() -> None:
+    # d = log q - log p = -1 and 2: d^2 / 2 = 0.5 and 2, the latter clamped to 1.5; the third has no
+    # teacher.
     head_outputs = HeadOutputs(
         columns={HeadOutput.LOGPROB: torch.tensor([0.0, -1.0, -3.0, -1.0], requires_grad=True)}
     )
@@ -118,7 +120,7 @@ def test_k1_as_a_loss_is_refused_and_as_a_reward_is_the_log_ratio() -> None:
     assert reward.tolist() == pytest.approx([0.0, -1.0, 0.75, 0.0])
 
 
-def test_a_distillation_is_added_to_the_policys_loss() -> None:
+def test_distillation_loss_is_added_to_the_policy_loss() -> None:
     # -A * 1 = -2, plus 0.5 * d^2 / 2 with d = -1: 0.25.
     batch = reverse_batch([-2.0], [1.0]).with_columns(
         {"advantages": torch.tensor([0.0, 2.0]), "old_logprobs": torch.tensor([0.0, -1.0])}
@@ -131,6 +133,6 @@ def test_a_distillation_is_added_to_the_policys_loss() -> None:
     assert objective.columns >= {"advantages", "teacher_logprobs"}
 
 
-def test_parts_that_are_reduced_in_different_ways_are_refused() -> None:
+def test_parts_with_different_aggregations_are_refused() -> None:
     with pytest.raises(ConfigError, match="the same aggregation everywhere"):
         CombinedObjective(parts=(PpoObjective(),), coefs=(1.0, 2.0), aggregation=Aggregation())

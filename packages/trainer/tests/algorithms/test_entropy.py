@@ -6,7 +6,7 @@ from temper_trainer.algorithms.adaptive_coefficients import build_entropy_contro
 from temper_trainer.config.algorithm import AlgorithmConfig
 
 
-def test_the_weight_rises_below_the_target_and_falls_above_it_down_to_zero() -> None:
+def test_coefficient_rises_below_the_target_and_falls_to_zero_above_it() -> None:
     controller = build_entropy_controller(
         AlgorithmConfig(entropy_target=0.5, entropy_coef_step=0.01)
     )
@@ -16,7 +16,7 @@ def test_the_weight_rises_below_the_target_and_falls_above_it_down_to_zero() -> 
     assert controller.updated(entropy=0.6).coef == 0.0
 
 
-def test_without_a_target_the_weight_is_fixed() -> None:
+def test_without_a_target_the_coefficient_is_fixed() -> None:
     assert (
         build_entropy_controller(AlgorithmConfig(entropy_coef=-0.1)).updated(entropy=0.0).coef
         == -0.1

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation over trained tokens, which need not be contiguous."""
+"""Generalized advantage estimation over trained tokens, which need not be contiguous."""
 
 import math
 
@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
-from temper_trainer.algorithms.token_advantages import (
+from temper_trainer.algorithms.advantage_estimators import (
+    assign_to_last_token,
     compute_discounted_sums,
     compute_gae,
-    place_at_last_token,
 )
 
 MASKS = st.lists(
@@ -26,11 +26,12 @@ def samples_of(*masks: list[bool]) -> SequenceBatch:
     )
 
 
-def test_three_tokens_by_hand() -> None:
-    # delta_3 = 1 - 0.7 = 0.3; delta_2 = 0.9 * 0.7 - 0.6 = 0.03; delta_1 = 0.9 * 0.6 - 0.5 = 0.04; decay 0.9 * 0.8 = 0.72.
-    # A_3 = 0.3; A_2 = 0.03 + 0.72 * 0.3 = 0.246; A_1 = 0.04 + 0.72 * 0.246 = 0.21712; returns are A + V.
+def test_gae_of_three_tokens_computed_by_hand() -> None:
+    # delta_3 = 1 - 0.7 = 0.3; delta_2 = 0.9 * 0.7 - 0.6 = 0.03; delta_1 = 0.9 * 0.6 - 0.5 = 0.04;
+    # decay 0.9 * 0.8 = 0.72. A_3 = 0.3; A_2 = 0.03 + 0.72 * 0.3 = 0.246; A_1 = 0.04 + 0.72 * 0.246
+    # = 0.21712; returns are A + V.
     samples = samples_of([False, True, True, True])
-    rewards = place_at_last_token(torch.tensor([1.0]), samples=samples)
+    rewards = assign_to_last_token(torch.tensor([1.0]), samples=samples)
     values = torch.tensor([9.0, 0.5, 0.6, 0.7])
     advantages, returns = compute_gae(
         rewards, values=values, samples=samples, gamma=0.9, gae_lambda=0.8
@@ -39,9 +40,9 @@ def test_three_tokens_by_hand() -> None:
     assert returns.tolist() == pytest.approx([0.0, 0.71712, 0.846, 1.0], abs=1e-6)
 
 
-def test_a_tool_span_between_trained_tokens_changes_nothing_even_when_its_values_are_nan() -> None:
+def test_untrained_tokens_between_turns_change_nothing_even_if_their_values_are_nan() -> None:
     samples = samples_of([False, True, False, False, True, True, False])
-    rewards = place_at_last_token(torch.tensor([1.0]), samples=samples)
+    rewards = assign_to_last_token(torch.tensor([1.0]), samples=samples)
     values = torch.tensor([math.nan, 0.5, math.nan, math.nan, 0.6, 0.7, math.nan])
     advantages, returns = compute_gae(
         rewards, values=values, samples=samples, gamma=0.9, gae_lambda=0.8
@@ -50,9 +51,9 @@ def test_a_tool_span_between_trained_tokens_changes_nothing_even_when_its_values
     assert returns.tolist() == pytest.approx([0.0, 0.71712, 0.0, 0.0, 0.846, 1.0, 0.0], abs=1e-6)
 
 
-def test_with_lambda_and_gamma_one_the_advantage_is_the_outcome_less_the_value() -> None:
+def test_with_lambda_and_gamma_one_the_advantage_is_reward_minus_value() -> None:
     samples = samples_of([False, True, True], [False, True])
-    rewards = place_at_last_token(torch.tensor([2.0, -1.0]), samples=samples)
+    rewards = assign_to_last_token(torch.tensor([2.0, -1.0]), samples=samples)
     values = torch.tensor([0.0, 0.5, 1.5, 0.0, 3.0])
     advantages, returns = compute_gae(
         rewards, values=values, samples=samples, gamma=1.0, gae_lambda=1.0
@@ -61,9 +62,9 @@ def test_with_lambda_and_gamma_one_the_advantage_is_the_outcome_less_the_value()
     assert returns.tolist() == pytest.approx([0.0, 2.0, 2.0, 0.0, -1.0])
 
 
-def test_the_outcome_of_a_sample_without_trained_tokens_lands_nowhere() -> None:
+def test_reward_of_a_sample_without_trained_tokens_is_dropped() -> None:
     samples = samples_of([False, False], [False, True, False])
-    assert place_at_last_token(torch.tensor([5.0, 3.0]), samples=samples).tolist() == [
+    assert assign_to_last_token(torch.tensor([5.0, 3.0]), samples=samples).tolist() == [
         0.0,
         0.0,
         0.0,
@@ -86,7 +87,7 @@ def test_gae_equals_a_loop_over_tokens(
     assert found.tolist() == pytest.approx(expected, abs=1e-9)
 
 
-def test_long_samples_are_summed_over_their_whole_length() -> None:
+def test_long_samples_are_summed_over_their_full_length() -> None:
     # 1 + 0.99 + ... + 0.99^999 = (1 - 0.99^1000) / 0.01.
     samples = samples_of([False] + [True] * 1000)
     sums = compute_discounted_sums(torch.ones(1001), samples=samples, decay=0.99)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_trainer.algorithms.group_advantages import (
+from temper_trainer.algorithms.advantage_estimators import (
     compute_group_statistics,
     compute_grpo_advantages,
 )
@@ -17,7 +17,7 @@ REWARDED_GROUPS = st.lists(
 )
 
 
-def test_grpo_divides_the_distance_to_the_mean_by_the_unbiased_deviation() -> None:
+def test_grpo_divides_by_the_unbiased_standard_deviation() -> None:
     # mean 0.5, std = sqrt(4 * 0.25 / 3) = 0.57735, so 0.5 / 0.577351 = 0.866024.
     found = compute_grpo_advantages(
         torch.tensor([1.0, 0.0, 0.0, 1.0]), group_ids=torch.tensor([7, 7, 7, 7]), scale_by_std=True
@@ -25,7 +25,7 @@ def test_grpo_divides_the_distance_to_the_mean_by_the_unbiased_deviation() -> No
     assert found.tolist() == pytest.approx([0.866024, -0.866024, -0.866024, 0.866024], abs=1e-6)
 
 
-def test_dr_grpo_leaves_the_distance_as_it_is() -> None:
+def test_dr_grpo_does_not_divide_by_the_standard_deviation() -> None:
     # Means 0.25 and 3, groups interleaved.
     rewards = torch.tensor([1.0, 2.0, 0.0, 4.0, 0.0, 0.0])
     found = compute_grpo_advantages(
@@ -41,14 +41,14 @@ def test_equal_rewards_whose_mean_rounds_give_exactly_zero() -> None:
     assert found.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_a_group_of_one_has_nothing_to_be_compared_with() -> None:
+def test_group_of_one_has_zero_advantage() -> None:
     found = compute_grpo_advantages(
         torch.tensor([1.0, 0.0, 2.0]), group_ids=torch.tensor([0, 1, 1]), scale_by_std=False
     )
     assert found.tolist() == [0.0, -1.0, 1.0]
 
 
-def test_flat_groups_and_groups_of_one_are_counted() -> None:
+def test_zero_std_groups_and_groups_of_one_are_counted() -> None:
     # Groups: 0 is one sample, 1 is flat with two, 2 differs; so 2 of 3 are flat and 1 of 3 single.
     found = compute_group_statistics(
         torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]), group_ids=torch.tensor([0, 1, 2, 2, 1])

@@ -13,8 +13,9 @@ from temper_trainer.config.algorithm import AlgorithmConfig
 EVERY: tuple[KlEstimator, ...] = ("k1", "k2", "k3")
 
 
-def test_the_three_estimators_by_hand() -> None:
-    # d = log ref - log policy = -1.0 - (-1.5) = 0.5: k1 = -0.5; k2 = 0.125; k3 = e^0.5 - 1 - 0.5 = 0.148721.
+def test_three_kl_estimators_computed_by_hand() -> None:
+    # d = log ref - log policy = -1.0 - (-1.5) = 0.5: k1 = -0.5; k2 = 0.125; k3 = e^0.5 - 1 - 0.5 =
+    # 0.148721.
     found = [
         float(estimate_kl(torch.tensor([-1.5]), ref_logprobs=torch.tensor([-1.0]), estimator=name))
         for name in EVERY
@@ -23,7 +24,7 @@ def test_the_three_estimators_by_hand() -> None:
 
 
 @pytest.mark.parametrize("estimator", EVERY)
-def test_the_kl_of_a_policy_to_itself_is_zero(estimator: KlEstimator) -> None:
+def test_kl_of_a_policy_to_itself_is_zero(estimator: KlEstimator) -> None:
     logprobs = torch.tensor([-0.1, -3.0, -12.0])
     assert estimate_kl(logprobs, ref_logprobs=logprobs, estimator=estimator).tolist() == [
         0.0,
@@ -33,7 +34,7 @@ def test_the_kl_of_a_policy_to_itself_is_zero(estimator: KlEstimator) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_the_gradient_pulls_each_log_prob_towards_the_reference(estimator: KlEstimator) -> None:
+def test_gradient_moves_each_logprob_toward_the_reference(estimator: KlEstimator) -> None:
     logprobs = torch.tensor([-1.0, -3.0], requires_grad=True)
     estimate_kl(
         logprobs, ref_logprobs=torch.tensor([-2.0, -2.0]), estimator=estimator
@@ -58,7 +59,7 @@ def test_k1_and_k3_are_unbiased_and_k2_is_close_for_near_distributions() -> None
 
 
 @pytest.mark.parametrize("estimator", EVERY)
-def test_a_huge_difference_stays_finite(estimator: KlEstimator) -> None:
+def test_kl_of_a_huge_difference_is_finite(estimator: KlEstimator) -> None:
     logprobs = torch.tensor([-1000.0, 0.0], requires_grad=True)
     kl = estimate_kl(logprobs, ref_logprobs=torch.tensor([0.0, -1000.0]), estimator=estimator)
     kl.sum().backward()
@@ -71,7 +72,7 @@ def test_a_huge_difference_stays_finite(estimator: KlEstimator) -> None:
     ("estimator", "divergence"),
     [("k1", "none"), ("k2", "policy_reference"), ("k3", "reference_policy")],
 )
-def test_the_expected_gradient_of_each_estimator_is_that_of_its_divergence(
+def test_expected_gradient_of_each_estimator_is_that_of_its_divergence(
     estimator: KlEstimator, divergence: str
 ) -> None:
     logits = torch.tensor([0.3, -0.2, 0.9, 0.0], requires_grad=True)
@@ -87,7 +88,7 @@ def test_the_expected_gradient_of_each_estimator_is_that_of_its_divergence(
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_controller_without_target_stays_as_it_is() -> None:
+def test_controller_without_a_target_does_not_change() -> None:
     controller = build_kl_controller(AlgorithmConfig(kl_reward_coef=0.1))
     assert controller.updated(kl=100.0, num_samples=64) == controller
 
@@ -96,14 +97,15 @@ def test_a_controller_without_target_stays_as_it_is() -> None:
     ("kl", "expected"),
     [(6.6, 0.2 * (1 + 0.1 * 0.01)), (60.0, 0.2 * 1.002), (0.0, 0.2 * 0.998), (6.0, 0.2)],
 )
-def test_an_adaptive_controller_follows_the_error_up_to_a_fifth(kl: float, expected: float) -> None:
-    # 100 samples over a horizon of 10,000 is 0.01; errors of 6.6, 60, 0 and 6 over 6 are 0.1, 9 (held at 0.2), -1 (held) and 0.
+def test_controller_follows_the_error_clipped_to_one_fifth(kl: float, expected: float) -> None:
+    # 100 samples over a horizon of 10,000 is 0.01; errors of 6.6, 60, 0 and 6 over 6 are 0.1, 9
+    # (held at 0.2), -1 (held) and 0.
     controller = build_kl_controller(AlgorithmConfig(kl_reward_coef=0.2, kl_target=6.0))
     assert controller.updated(kl=kl, num_samples=100).coef == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
-def test_a_step_whose_kl_is_no_number_leaves_an_adaptive_controller_as_it_was(kl: float) -> None:
+def test_step_with_nan_kl_does_not_change_the_controller(kl: float) -> None:
     controller = build_kl_controller(AlgorithmConfig(kl_reward_coef=0.2, kl_target=6.0))
     assert controller.updated(kl=kl, num_samples=100) == controller
 

@@ -8,20 +8,22 @@ import torch
 from temper_trainer.algorithms.rollout_correction import compute_mismatch_metrics
 
 
-def test_the_distance_is_measured_over_trained_tokens_only() -> None:
+def test_mismatch_is_measured_over_trained_tokens_only() -> None:
     # |log p - log q| = 0.1 and 0.3. k3 with d = log p - log q = 0.1 and -0.3:
     # (e^0.1 - 1.1) + (e^-0.3 - 1 + 0.3) = 0.005171 + 0.040818 = 0.045989, half of it 0.022995.
-    ours = torch.tensor([math.nan, -0.9, -1.3, 5.0])
-    theirs = torch.tensor([0.0, -1.0, -1.0, math.nan])
+    trainer_logprobs = torch.tensor([math.nan, -0.9, -1.3, 5.0])
+    sampler_logprobs = torch.tensor([0.0, -1.0, -1.0, math.nan])
     found = compute_mismatch_metrics(
-        ours, rollout_logprobs=theirs, loss_mask=torch.tensor([False, True, True, False])
+        trainer_logprobs,
+        rollout_logprobs=sampler_logprobs,
+        loss_mask=torch.tensor([False, True, True, False]),
     )
     assert found["mismatch/abs_mean"].result == pytest.approx(0.2, abs=1e-6)
     assert found["mismatch/abs_max"].result == pytest.approx(0.3, abs=1e-6)
     assert found["mismatch/kl"].result == pytest.approx(0.022995, abs=1e-5)
 
 
-def test_equal_measurements_have_no_mismatch() -> None:
+def test_equal_logprobs_have_no_mismatch() -> None:
     logprobs = torch.tensor([0.0, -2.0])
     found = compute_mismatch_metrics(
         logprobs, rollout_logprobs=logprobs, loss_mask=torch.tensor([False, True])

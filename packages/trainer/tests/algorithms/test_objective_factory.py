@@ -1,4 +1,4 @@
-"""From the configuration to objectives."""
+"""Test the objectives that a configuration describes."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from temper_trainer.config.algorithm import AggregationName, AlgorithmConfig, Ba
 
 
 def three_sequences() -> SequenceBatch:
-    """Trained tokens 1, 2 and 3, in two groups; advantages that make the losses 6 | 3, 3 | 2, 2, 2."""
+    """Build sequences of 1, 2 and 3 trained tokens with losses 6 | 3, 3 | 2, 2, 2."""
     losses = [
         torch.tensor([0.0, 6.0]),
         torch.tensor([0.0, 3.0, 3.0]),
@@ -41,7 +41,7 @@ def three_sequences() -> SequenceBatch:
         ("sequence_mean_token_sum_norm", 4, (6 / 4 + 6 / 4 + 6 / 4) / 3),
     ],
 )
-def test_every_aggregation_by_hand(
+def test_every_aggregation_computed_by_hand(
     mode: AggregationName, horizon: int | None, expected: float
 ) -> None:
     batch, objective = (

@@ -14,7 +14,7 @@ from temper_trainer.algorithms.policy_losses import PpoObjective
 
 
 def batch_of(**columns: list[float]) -> SequenceBatch:
-    """One sequence; its first token is the prompt, where every column holds NaN."""
+    """Build one sequence whose first token is a prompt token with NaN columns."""
     length = len(next(iter(columns.values()))) + 1
     padded = {name: [torch.tensor([math.nan, *column])] for name, column in columns.items()}
     return from_sequences(
@@ -45,9 +45,10 @@ def trained(terms: LossTerms) -> list[float]:
     return losses
 
 
-def test_the_clip_holds_gains_not_losses() -> None:
+def test_clip_limits_gains_but_not_losses() -> None:
     # Ratios e^0.5 = 1.648721 and e^-0.5 = 0.606531, clip [0.8, 1.28].
-    # A = 1: min(1.648721, 1.28) = 1.28; min(0.606531, 0.8) = 0.606531. A = -1: min(-1.648721, -1.28); min(-0.606531, -0.8) = -0.8.
+    # A = 1: min(1.648721, 1.28) = 1.28; min(0.606531, 0.8) = 0.606531. A = -1: min(-1.648721,
+    # -1.28); min(-0.606531, -0.8) = -0.8.
     batch = batch_of(advantages=[1.0, 1.0, -1.0, -1.0], old_logprobs=[-1.0] * 4)
     objective = PpoObjective(clip_low=0.2, clip_high=0.28)
     terms = objective(answers_of([-0.5, -1.5, -0.5, -1.5]), batch)
@@ -64,14 +65,14 @@ def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
     assert terms.metrics["policy/dual_clip_fraction"].result == pytest.approx(0.5)
 
 
-def test_clipped_tokens_get_no_gradient_and_others_the_ratio_times_the_advantage() -> None:
+def test_clipped_tokens_have_no_gradient_and_others_ratio_times_advantage() -> None:
     # Mean over 2 tokens: the first is clipped; the second has -ratio * A / 2 = -e^0.1 * 2 / 2.
     batch = batch_of(advantages=[1.0, 2.0], old_logprobs=[-1.0, -1.0])
     found = gradient(PpoObjective(), answers_of([-0.5, -0.9]), batch)
     assert found.tolist() == pytest.approx([0.0, 0.0, -math.exp(0.1)], abs=1e-6)
 
 
-def test_the_ratio_is_exactly_one_where_old_and_current_agree() -> None:
+def test_ratio_is_exactly_one_for_equal_logprobs() -> None:
     batch = batch_of(advantages=[1.0, -2.0, 0.3], old_logprobs=[-0.123, -4.567, -9.1])
     metrics = PpoObjective()(answers_of([-0.123, -4.567, -9.1]), batch).metrics
     assert metrics["policy/ratio_mean"].result == 1.0
@@ -91,14 +92,14 @@ def test_old_is_current_has_the_gradient_of_measured_old_logprobs_without_readin
     assert expected.tolist() == pytest.approx([0.0, -1 / 3, 2 / 3, -0.5 / 3])
 
 
-def test_old_is_current_reports_the_mismatch_and_no_ratio_that_nobody_measured() -> None:
+def test_old_is_current_reports_the_mismatch_and_no_ratio() -> None:
     batch = batch_of(advantages=[1.0, 1.0], rollout_logprobs=[-0.5, -2.2])
     metrics = PpoObjective(old_is_current=True)(answers_of([-0.5, -2.0]), batch).metrics
     assert metrics["mismatch/abs_max"].result == pytest.approx(0.2, abs=1e-6)
     assert not [name for name in metrics if name.startswith("policy/")]
 
 
-def test_the_entropy_is_asked_for_only_where_it_has_a_weight() -> None:
+def test_entropy_is_computed_only_if_it_has_a_weight() -> None:
     assert PpoObjective().required_outputs == {HeadOutput.LOGPROB}
     assert PpoObjective(entropy_coef=0.01).required_outputs == {
         HeadOutput.LOGPROB,
@@ -106,7 +107,7 @@ def test_the_entropy_is_asked_for_only_where_it_has_a_weight() -> None:
     }
 
 
-def test_the_entropy_bonus_lowers_the_loss() -> None:
+def test_entropy_bonus_lowers_the_loss() -> None:
     # Ratio 1 and advantage 0: what is left is -0.1 * H.
     batch = batch_of(advantages=[0.0, 0.0], old_logprobs=[-1.0, -1.0])
     terms = PpoObjective(entropy_coef=0.1)(answers_of([-1.0, -1.0], entropy=[2.0, 4.0]), batch)
@@ -114,7 +115,7 @@ def test_the_entropy_bonus_lowers_the_loss() -> None:
     assert terms.metrics["policy/entropy"].result == pytest.approx(3.0)
 
 
-def test_the_kl_to_the_reference_is_added_and_its_column_declared() -> None:
+def test_kl_to_the_reference_is_added_and_its_column_is_declared() -> None:
     # Advantage 0, d = log ref - log policy = 0.5: 2 * k2 = 2 * 0.125.
     batch = batch_of(advantages=[0.0], old_logprobs=[-1.5], ref_logprobs=[-1.0])
     objective = PpoObjective(kl_coef=2.0, kl_estimator="k2")
@@ -138,14 +139,14 @@ def test_nan_at_untrained_positions_reaches_neither_loss_nor_gradient_nor_metric
     )
 
 
-def test_a_ratio_beyond_float32_stays_finite() -> None:
+def test_ratio_beyond_float32_stays_finite() -> None:
     batch = batch_of(advantages=[0.0, -1.0], old_logprobs=[-500.0, -500.0])
     head_outputs = answers_of([0.0, 0.0])
     assert bool(PpoObjective()(head_outputs, batch).loss.isfinite().all())
     assert bool(gradient(PpoObjective(), head_outputs, batch).isfinite().all())
 
 
-def test_an_all_masked_batch_has_zero_loss_and_zero_gradient() -> None:
+def test_all_masked_batch_has_zero_loss_and_zero_gradient() -> None:
     nan = torch.full((3,), math.nan)
     batch = from_sequences(
         [torch.arange(3)],

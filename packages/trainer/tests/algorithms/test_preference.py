@@ -54,13 +54,15 @@ def loss_of(objective: Objective, head_outputs: HeadOutputs) -> Tensor:
         (DpoObjective(beta=0.5, has_reference=False, sft_coef=0.1), 0.793147),
     ],
 )
-def test_losses_of_a_pair(objective: DpoObjective, expected: float) -> None:
+def test_preference_losses_of_a_pair_computed_by_hand(
+    objective: DpoObjective, expected: float
+) -> None:
     assert float(
         loss_of(objective, HeadOutputs(columns={HeadOutput.LOGPROB: LOGPROBS}))
     ) == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_reward_models_loss_of_a_pair() -> None:
+def test_reward_models_loss_of_a_pair() -> None:
     # s = 1.5 and 0.5: ln(1 + e^-1) = 0.313262, plus 0.1 * (1.5 + 0.5)^2 = 0.4.
     head_outputs = HeadOutputs(columns={HeadOutput.SCORE: torch.tensor([1.5, 0.5])})
     assert float(loss_of(RewardModelObjective(center_coef=0.1), head_outputs)) == pytest.approx(
@@ -69,6 +71,6 @@ def test_the_reward_models_loss_of_a_pair() -> None:
     assert RewardModelObjective()(head_outputs, pair()).metrics["preference/accuracy"].result == 1.0
 
 
-def test_a_loss_of_pairs_is_a_mean_over_pairs() -> None:
+def test_preference_loss_is_the_mean_over_pairs() -> None:
     with pytest.raises(ConfigError, match="mean over pairs"):
         DpoObjective(aggregation=Aggregation())

@@ -10,63 +10,66 @@ from temper_trainer.config.algorithm import ReweightConfig
 NUM_DRAWS = 4000
 
 
-def shares(rewards: list[float], groups: list[int], config: ReweightConfig) -> Tensor:
-    """How often each completion was drawn, over many seeds, as a share of all draws."""
+def measure_frequencies(rewards: list[float], groups: list[int], config: ReweightConfig) -> Tensor:
+    """Return the fraction of draws that chose each completion, over many seeds."""
     drawn = [
         resample_by_reward(
             torch.tensor(rewards), group_ids=torch.tensor(groups), config=config, seed=seed
         )
         for seed in range(NUM_DRAWS // len(rewards))
     ]
-    assert all(len(places) == len(rewards) for places in drawn)
+    assert all(len(indices) == len(rewards) for indices in drawn)
     return torch.bincount(torch.cat(drawn), minlength=len(rewards)) / sum(map(len, drawn))
 
 
-def test_power_draws_by_the_size_of_the_reward() -> None:
+def test_power_draws_in_proportion_to_the_reward() -> None:
     # |1|^2, |-2|^2, 0, |1|^2 of 6.
-    found = shares([1.0, -2.0, 0.0, 1.0], [0, 0, 1, 1], ReweightConfig())
+    found = measure_frequencies([1.0, -2.0, 0.0, 1.0], [0, 0, 1, 1], ReweightConfig())
     assert found.tolist() == pytest.approx([1 / 6, 4 / 6, 0.0, 1 / 6], abs=0.03)
     assert found[2] == 0
 
 
-def test_power_zero_draws_all_alike() -> None:
-    assert shares(
+def test_power_zero_draws_uniformly() -> None:
+    assert measure_frequencies(
         [1.0, 5.0, 0.5, 3.0], [0, 0, 1, 1], ReweightConfig(exponent=0.0)
     ).tolist() == pytest.approx([0.25] * 4, abs=0.03)
 
 
-def test_best_and_worst_of_each_group_share_its_draws() -> None:
-    # Group 0 (places 0, 2, 4): best is 0, worst is 4; group 1: places 1 and 5 are best together, 3 is worst.
-    found = shares(
+def test_max_min_draws_only_the_best_and_the_worst_of_each_group() -> None:
+    # Group 0 (places 0, 2, 4): best is 0, worst is 4; group 1: places 1 and 5 are best together, 3
+    # is worst.
+    found = measure_frequencies(
         [3.0, 2.0, 1.0, 0.0, -1.0, 2.0], [0, 1, 0, 1, 0, 1], ReweightConfig(method="max_min")
     )
     assert found.tolist() == pytest.approx([1 / 4, 1 / 8, 0.0, 1 / 4, 1 / 4, 1 / 8], abs=0.03)
     assert found[2] == 0
 
 
-def test_best_and_any_of_each_group() -> None:
+def test_max_random_draws_the_best_or_any_of_each_group() -> None:
     # Half on the best, half on any of the four.
-    found = shares([0.0, 1.0, 0.0, 0.0], [7, 7, 7, 7], ReweightConfig(method="max_random"))
+    found = measure_frequencies(
+        [0.0, 1.0, 0.0, 0.0], [7, 7, 7, 7], ReweightConfig(method="max_random")
+    )
     assert found.tolist() == pytest.approx([1 / 8, 5 / 8, 1 / 8, 1 / 8], abs=0.03)
 
 
 @pytest.mark.parametrize("method", ["max_min", "max_random"])
-def test_groups_keep_their_size(method: str) -> None:
+def test_resampling_keeps_the_size_of_groups(method: str) -> None:
     groups = torch.tensor([0, 1, 1, 0, 2, 1])
     config = ReweightConfig(method=method)  # type: ignore[arg-type]
-    places = resample_by_reward(
+    indices = resample_by_reward(
         torch.tensor([1.0, 0.0, 2.0, 0.0, 5.0, 1.0]), group_ids=groups, config=config, seed=3
     )
-    assert groups[places].bincount().tolist() == [2, 3, 1]
+    assert groups[indices].bincount().tolist() == [2, 3, 1]
 
 
-def test_rewards_that_are_all_zero_leave_the_completions_as_they_are() -> None:
+def test_zero_rewards_keep_all_completions() -> None:
     assert resample_by_reward(
         torch.zeros(3), group_ids=torch.zeros(3, dtype=torch.long), config=ReweightConfig(), seed=0
     ).tolist() == [0, 1, 2]
 
 
-def test_a_draw_is_a_function_of_its_seed() -> None:
+def test_resampling_depends_only_on_the_seed() -> None:
     rewards, groups = (
         torch.rand(32, generator=torch.Generator().manual_seed(0)),
         torch.arange(32) // 4,

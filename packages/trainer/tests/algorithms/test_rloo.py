@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_trainer.algorithms.group_advantages import compute_rloo_advantages
+from temper_trainer.algorithms.advantage_estimators import compute_rloo_advantages
 
 
-def test_the_baseline_is_the_mean_of_the_others() -> None:
+def test_baseline_is_the_mean_of_the_other_completions() -> None:
     # 3 - (1 + 2) / 2 = 1.5;  1 - (3 + 2) / 2 = -1.5;  2 - (3 + 1) / 2 = 0.
     found = compute_rloo_advantages(
         torch.tensor([3.0, 1.0, 2.0]), group_ids=torch.tensor([4, 4, 4])
@@ -16,7 +16,7 @@ def test_the_baseline_is_the_mean_of_the_others() -> None:
     assert found.tolist() == pytest.approx([1.5, -1.5, 0.0])
 
 
-def test_a_group_of_one_has_no_others_and_gets_zero() -> None:
+def test_rloo_of_a_group_of_one_is_zero() -> None:
     assert compute_rloo_advantages(torch.tensor([5.0]), group_ids=torch.tensor([0])).tolist() == [
         0.0
     ]

@@ -9,8 +9,9 @@ from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.supervised_losses import SftObjective
 
 
-def test_the_loss_is_the_mean_over_all_trained_tokens_not_over_sequences() -> None:
-    # Trained log-probs -1 | -2, -3, -4: (1 + 2 + 3 + 4) / 4 = 2.5, where the mean of sequence means would be (1 + 3) / 2 = 2.
+def test_loss_is_the_mean_over_all_trained_tokens_not_over_sequences() -> None:
+    # Trained log-probs -1 | -2, -3, -4: (1 + 2 + 3 + 4) / 4 = 2.5, where the mean of sequence means
+    # would be (1 + 3) / 2 = 2.
     batch = from_sequences(
         [torch.arange(3), torch.arange(4)], loss_masks=[torch.arange(3) >= 2, torch.arange(4) >= 1]
     )

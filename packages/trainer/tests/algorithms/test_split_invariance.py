@@ -1,6 +1,7 @@
-"""Test that the gradient of a registered objective does not depend on how the mini-batch is split over ranks and micro-batches.
+"""Test that gradients of objectives do not depend on the split into ranks and micro-batches.
 
-No engine here: log-probs, entropies and values are linear in three parameters, so a gradient is three numbers.
+Without an engine: log-probs, entropies and values are linear in three parameters, so a gradient has
+three numbers.
 """
 
 from collections.abc import Mapping
@@ -22,9 +23,9 @@ from temper_engine_api.objective import (
 )
 from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators, reduce_loss, sum_per_sequence
-from temper_trainer.algorithms.combined_objective import CombinedObjective
 from temper_trainer.algorithms.covariance_losses import ClipCovObjective, KlCovObjective
 from temper_trainer.algorithms.distillation_losses import ReverseKlObjective, TopKObjective
+from temper_trainer.algorithms.objective_factory import CombinedObjective
 from temper_trainer.algorithms.policy_losses import (
     CispoObjective,
     GmpoObjective,
@@ -78,11 +79,11 @@ LENGTHS = (7, 2, 9, 4, 9, 5)
 PAIRS = (0, 0, 1, 1, 2, 2)
 
 
-def test_every_objective_of_the_trainer_is_held_to_the_law() -> None:
-    ours = {
+def test_every_objective_of_the_trainer_is_tested() -> None:
+    registered = {
         cls for cls in list_objectives().values() if cls.__module__.startswith("temper_trainer.")
     }
-    assert {type(objective) for objective in OBJECTIVES} == ours
+    assert {type(objective) for objective in OBJECTIVES} == registered
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
@@ -90,10 +91,10 @@ def test_every_objective_of_the_trainer_is_held_to_the_law() -> None:
 def test_gradient_and_metrics_are_independent_of_the_split(
     objective: Objective, dp_size: int, max_tokens: int
 ) -> None:
-    whole, metrics = run(objective, dp_size=1, max_tokens=sum(LENGTHS))
+    unsplit, metrics = run(objective, dp_size=1, max_tokens=sum(LENGTHS))
     split, split_metrics = run(objective, dp_size=dp_size, max_tokens=max_tokens)
-    assert float(whole.abs().max()) > 1e-3
-    torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-7)
+    assert float(unsplit.abs().max()) > 1e-3
+    torch.testing.assert_close(split, unsplit, rtol=1e-5, atol=1e-7)
     assert {name: m.result for name, m in split_metrics.items()} == pytest.approx(
         {name: m.result for name, m in metrics.items()}, rel=1e-5
     )
@@ -113,10 +114,10 @@ def run(
     )
     gradient, metrics = torch.zeros(3), []
     for rank in range(dp_size):
-        share: PackedBatch = build_packed_batch(
+        rank_batch: PackedBatch = build_packed_batch(
             batch, plan=plan, rank=rank, denominators=denominators
         )
-        for micro in share.micro_batches():
+        for micro in rank_batch.micro_batches():
             terms = objective(answers_of(theta, micro), micro)
             loss = reduce_loss(
                 terms, micro, denominators=denominators, aggregation=objective.aggregation

@@ -1,4 +1,4 @@
-"""The policy losses beside PPO's, token by token."""
+"""Test the policy losses other than PPO's, token by token."""
 
 import pytest
 import torch
@@ -29,7 +29,8 @@ PER_SEQUENCE = Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_MEAN)
 
 
 def test_gspo_clips_the_geometric_mean_of_a_completions_ratios() -> None:
-    # Log-ratios 0.1 and 0.3: mean 0.2, s = e^0.2 = 1.221403 on both tokens. A = 1: min(1.221403, 1.1). A = -1: -min(-1.221403, -1.1).
+    # Log-ratios 0.1 and 0.3: mean 0.2, s = e^0.2 = 1.221403 on both tokens. A = 1: min(1.221403,
+    # 1.1). A = -1: -min(-1.221403, -1.1).
     objective = GspoObjective(clip_low=0.1, clip_high=0.1, aggregation=PER_SEQUENCE)
     up, down = (
         {"advantages": [1.0, 1.0], "old_logprobs": [-1.0, -1.0]},
@@ -46,7 +47,8 @@ def test_gspo_clips_the_geometric_mean_of_a_completions_ratios() -> None:
 
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
-    # rho = e^1 = 2.718 is clipped to 1.5; A = 2, log p = -0.5: loss -1.5 * 2 * -0.5 = 1.5, gradient -3.
+    # rho = e^1 = 2.718 is clipped to 1.5; A = 2, log p = -0.5: loss -1.5 * 2 * -0.5 = 1.5, gradient
+    # -3.
     objective, batch = (
         CispoObjective(clip_high=0.5),
         batch_of({"advantages": [2.0], "old_logprobs": [-1.5]}),
@@ -57,7 +59,8 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
 
 
 def test_gmpo_is_the_geometric_mean_of_clipped_ratios() -> None:
-    # A = 1: c = min(0.6, 0.4), -0.2, mean 0.1, e^0.1 = 1.105171. A = -1: c = max(0.6, 0.4), -0.2, mean 0.2, e^0.2 = 1.221403.
+    # A = 1: c = min(0.6, 0.4), -0.2, mean 0.1, e^0.1 = 1.105171. A = -1: c = max(0.6, 0.4), -0.2,
+    # mean 0.2, e^0.2 = 1.221403.
     objective = GmpoObjective(aggregation=PER_SEQUENCE)
     up, down = (
         {"advantages": [1.0, 1.0], "old_logprobs": [-1.0, -1.0]},
@@ -67,14 +70,16 @@ def test_gmpo_is_the_geometric_mean_of_clipped_ratios() -> None:
     assert losses(objective, answers, batch) == pytest.approx(
         [-1.105171] * 2 + [1.221403] * 2, abs=1e-6
     )
-    # Each token's share of a mean over 2, in a mean over 2 sequences; the clipped one has none: -1.105171 / 4 and 1.221403 / 4.
+    # Each token's share of a mean over 2, in a mean over 2 sequences; the clipped one has none:
+    # -1.105171 / 4 and 1.221403 / 4.
     assert gradient(objective, answers, batch) == pytest.approx(
         [0.0, -0.276293, 0.305351, 0.305351], abs=1e-6
     )
 
 
-def test_sapo_fades_and_has_the_plain_gradient_at_a_ratio_of_one() -> None:
-    # rho = 1: -(4 / 1) * 0.5 * 3 = -6, and for A = -3, tau = 2: (4 / 2) * 0.5 * 3 = 3. Gradients -A / 2 tokens.
+def test_sapo_gradient_decays_and_equals_the_unclipped_one_at_ratio_one() -> None:
+    # rho = 1: -(4 / 1) * 0.5 * 3 = -6, and for A = -3, tau = 2: (4 / 2) * 0.5 * 3 = 3. Gradients -A
+    # / 2 tokens.
     objective = SapoObjective(negative_temperature=2.0)
     answers, batch = (
         answers_of([-1.0, -1.0]),
@@ -93,8 +98,9 @@ def test_sapo_refuses_a_temperature_of_zero() -> None:
         SapoObjective(positive_temperature=0.0)
 
 
-def test_clip_cov_silences_tokens_whose_covariance_is_large() -> None:
-    # Log-probs deviate by 1, 1, -1, -1, advantages by 1, -1, 1, -1: compute_covariances 1, -1, -1, 1. Half of 4 tokens: both candidates are held.
+def test_clip_cov_removes_the_loss_of_tokens_with_high_covariance() -> None:
+    # Log-probs deviate by 1, 1, -1, -1, advantages by 1, -1, 1, -1: compute_covariances 1, -1, -1,
+    # 1. Half of 4 tokens: both candidates are held.
     columns = {"advantages": [1.0, -1.0, 1.0, -1.0], "old_logprobs": [-1.0, -1.0, -3.0, -3.0]}
     objective, batch = (
         ClipCovObjective(fraction=0.5, min_covariance=0.5, max_covariance=2.0),
@@ -106,15 +112,16 @@ def test_clip_cov_silences_tokens_whose_covariance_is_large() -> None:
     )
 
 
-def test_kl_cov_holds_the_token_of_highest_covariance_near_the_old_policy() -> None:
-    # Deviations 2, 1, 0, -3 and 1, 1, -1, -1: compute_covariances 2, 1, 0, 3; a quarter of 4 is the last. rho = e^0.2 = 1.221403; 0.5 * 0.2 = 0.1.
+def test_kl_cov_penalizes_the_token_with_the_highest_covariance() -> None:
+    # Deviations 2, 1, 0, -3 and 1, 1, -1, -1: compute_covariances 2, 1, 0, 3; a quarter of 4 is the
+    # last. rho = e^0.2 = 1.221403; 0.5 * 0.2 = 0.1.
     columns = {"advantages": [1.0, 1.0, -1.0, -1.0], "old_logprobs": [-1.0, -2.0, -3.0, -6.0]}
     objective = KlCovObjective(fraction=0.25, kl_cov_coef=0.5)
     found = losses(objective, answers_of([-0.8, -1.8, -2.8, -5.8]), batch_of(columns))
     assert found == pytest.approx([-1.221403, -1.221403, 1.221403, 1.321403], abs=1e-6)
 
 
-def test_the_same_tokens_are_held_whatever_the_order_of_the_samples() -> None:
+def test_selected_tokens_do_not_depend_on_the_order_of_samples() -> None:
     draw = torch.Generator().manual_seed(3)
     sequences = [
         {name: torch.randn(5, generator=draw).tolist() for name in ("advantages", "old_logprobs")}
@@ -126,15 +133,19 @@ def test_the_same_tokens_are_held_whatever_the_order_of_the_samples() -> None:
         ClipCovObjective(fraction=0.2, min_covariance=0.0, max_covariance=9.0),
         KlCovObjective(fraction=0.2),
     ):
-        held, held_turned = (objective.prepare(b, seed=9)[IS_SELECTED] for b in (batch, turned))
-        assert float(held.sum()) == 6.0
+        is_selected, is_selected_permuted = (
+            objective.prepare(b, seed=9)[IS_SELECTED] for b in (batch, turned)
+        )
+        assert float(is_selected.sum()) == 6.0
         assert torch.equal(
-            batch.with_columns({IS_SELECTED: held}).select([4, 0, 5, 2, 1, 3]).columns[IS_SELECTED],
-            held_turned,
+            batch.with_columns({IS_SELECTED: is_selected})
+            .select([4, 0, 5, 2, 1, 3])
+            .columns[IS_SELECTED],
+            is_selected_permuted,
         )
 
 
-def test_correction_weights_multiply_the_surrogate_and_nothing_else() -> None:
+def test_correction_weights_multiply_only_the_surrogate() -> None:
     # rho = 1, A = 2, weight 0.5: -1; less 0.1 * entropy 0.5.
     columns = {"advantages": [2.0], "old_logprobs": [-1.0], "correction_weights": [0.5]}
     found = losses(

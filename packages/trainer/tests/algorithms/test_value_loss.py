@@ -13,7 +13,7 @@ from temper_trainer.algorithms.value_loss import ValueObjective, compute_explain
 
 
 def batch_of(returns: list[float], values: list[float] | None = None) -> SequenceBatch:
-    """One sequence; its first token is the prompt, where every column holds NaN."""
+    """Build one sequence whose first token is a prompt token with NaN columns."""
     columns = {"returns": returns} if values is None else {"returns": returns, "values": values}
     length = len(returns) + 1
     padded = {name: [torch.tensor([math.nan, *column])] for name, column in columns.items()}
@@ -26,13 +26,14 @@ def answers_of(values: list[float]) -> HeadOutputs:
     return HeadOutputs(columns={HeadOutput.VALUE: torch.tensor([5.0, *values], requires_grad=True)})
 
 
-def test_the_loss_is_half_the_squared_distance_to_the_return() -> None:
+def test_loss_is_half_the_squared_distance_to_the_return() -> None:
     terms = ValueObjective()(answers_of([1.0, -1.0]), batch_of([0.0, 2.0]))
     assert terms.loss[1:].tolist() == pytest.approx([0.5, 4.5])
 
 
-def test_the_clipped_loss_is_the_larger_of_both() -> None:
-    # Old 0, range 0.2. V = 1, R = 1: (0.2 - 1)^2 / 2 = 0.32 against 0. V = 1, R = 0: 0.02 against 0.5. V = 0.1: inside, 0.005.
+def test_clipped_value_loss_is_the_larger_of_both() -> None:
+    # Old 0, range 0.2. V = 1, R = 1: (0.2 - 1)^2 / 2 = 0.32 against 0. V = 1, R = 0: 0.02 against
+    # 0.5. V = 0.1: inside, 0.005.
     terms = ValueObjective(clip=0.2)(
         answers_of([1.0, 1.0, 0.1]), batch_of([1.0, 0.0, 0.0], [0.0, 0.0, 0.0])
     )
@@ -40,12 +41,12 @@ def test_the_clipped_loss_is_the_larger_of_both() -> None:
     assert terms.metrics["value/clip_fraction"].result == pytest.approx(1 / 3)
 
 
-def test_old_values_are_read_only_where_there_is_a_clip() -> None:
+def test_old_values_are_read_only_with_a_clip() -> None:
     assert ValueObjective().columns == {"returns"}
     assert ValueObjective(clip=0.1).columns == {"returns", "values"}
 
 
-def test_the_prompt_is_not_trained_and_nan_there_does_not_leak() -> None:
+def test_prompt_is_not_trained_and_its_nan_is_ignored() -> None:
     objective, batch, head_outputs = (
         ValueObjective(clip=0.2),
         batch_of([1.0, 2.0], [0.5, 0.5]),
@@ -71,7 +72,7 @@ def test_explained_variance_merges_over_micro_batches() -> None:
     assert compute_explained_variance(merge_metrics(parts)) == pytest.approx(0.75, abs=1e-6)
 
 
-def test_returns_that_never_vary_have_no_explained_variance() -> None:
+def test_constant_returns_have_no_explained_variance() -> None:
     assert math.isnan(
         compute_explained_variance(
             ValueObjective()(answers_of([1.0, 2.0]), batch_of([1.0, 1.0])).metrics

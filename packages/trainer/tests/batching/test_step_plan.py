@@ -81,7 +81,8 @@ def test_micro_batches_respect_the_token_limit_and_ranks_have_equally_many(
 
 
 def test_denominators_are_counted_over_the_mini_batch_after_masking() -> None:
-    # Lengths 4, 3, 2, each without its first token: 3 + 2 + 1 trained tokens, 3 sequences, 2 groups.
+    # Lengths 4, 3, 2, each without its first token: 3 + 2 + 1 trained tokens, 3 sequences, 2
+    # groups.
     (mini_batch,) = make_plan(make_samples([4, 3, 2], [0, 0, 1])).mini_batches
     counted = mini_batch.denominators
     assert (counted.tokens, counted.sequences, counted.groups) == (6, 3, 2)
@@ -151,7 +152,8 @@ def test_step_with_fewer_groups_than_mini_batches_makes_fewer_updates() -> None:
 
 
 def test_plan_metrics_describe_a_single_pass() -> None:
-    # Two ranks get 6 and 2 tokens: the fullest has 6 over a mean of 4, imbalance 0.5. One micro-batch each, no dummy.
+    # Two ranks get 6 and 2 tokens: the fullest has 6 over a mean of 4, imbalance 0.5. One
+    # micro-batch each, no dummy.
     samples = make_samples([6, 2], [0, 1])
     plan = plan_step(
         samples,
@@ -172,7 +174,8 @@ def test_plan_metrics_describe_a_single_pass() -> None:
 
 
 def test_micro_batches_with_only_a_dummy_are_counted() -> None:
-    # One sample on four ranks: three of four micro-batches hold a dummy; 5 tokens over a mean of 1.25 is 3 above 1.
+    # One sample on four ranks: three of four micro-batches hold a dummy; 5 tokens over a mean of
+    # 1.25 is 3 above 1.
     samples = make_samples([5], [0])
     plan = plan_step(
         samples, BatchingConfig(max_tokens=8), layouts={"actor": RoleLayout(dp_size=4)}, seed=0

@@ -22,7 +22,7 @@ LENGTHS = [4, 6, 3, 5, 7, 4]
 
 
 def make_samples(advantages: list[float]) -> SequenceBatch:
-    """Samples with a constant advantage each; the first token is not trained."""
+    """Build samples with a constant advantage each; the first token is not trained."""
     masks = [torch.arange(n) >= 1 for n in LENGTHS]
     draw = torch.Generator().manual_seed(0)
     noise = [-torch.rand(n, generator=draw) for n in LENGTHS]
@@ -38,7 +38,7 @@ def make_plan(samples: SequenceBatch) -> StepPlan:
 
 
 def update(samples: SequenceBatch, plan: StepPlan) -> tuple[Tensor, Tensor, list[int]]:
-    """Gradient and loss of log-probs old + theta * position, and the samples that were run."""
+    """Return gradient and loss of log-probs old + theta * position, and the run samples."""
     theta = torch.tensor(0.01, requires_grad=True)
     objective, loss, ran = PpoObjective(), torch.zeros(()), []
     for part in pack_mini_batch(samples, plan.mini_batches[0], "actor", objective=objective):

@@ -1,4 +1,4 @@
-"""CheckpointWriter that are written while a run goes on: when they are committed, and what is left where one fails."""
+"""Test when checkpoints written in the background are committed, and what a failed one leaves."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,7 +105,7 @@ def test_failed_save_raises_after_the_next_step_and_leaves_earlier_ones(tmp_path
         role.is_written = role.fails = True
         with pytest.raises(
             CheckpointError,
-            match=r"step 2 could not be saved: no space left.*earlier steps are untouched",
+            match=r"step 2 could not be saved: no space left.*Earlier steps have not changed",
         ):
             writer.commit_if_written()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]

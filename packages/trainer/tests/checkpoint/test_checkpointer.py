@@ -378,7 +378,7 @@ def test_retention_does_not_verify_checkpoints_of_this_process_again(tmp_path: P
     assert (read, list_complete_steps(tmp_path)) == ([], [2, 3])
 
 
-def test_a_run_keeps_its_id(tmp_path: Path) -> None:
+def test_run_keeps_its_id(tmp_path: Path) -> None:
     assert load_run_id(tmp_path / "a") == load_run_id(tmp_path / "a") != load_run_id(tmp_path / "b")
 
 
@@ -440,7 +440,8 @@ def test_checkpoint_with_a_directory_as_manifest_is_skipped(tmp_path: Path) -> N
 def test_lowered_retention_warns_how_many_checkpoints_it_deletes(tmp_path: Path) -> None:
     save(make_checkpointer(tmp_path), 1, 2, 3, 4, 5)
     assert describe_deletion(make_checkpointer(tmp_path, max_to_keep=2)) == (
-        f"warning: the next save deletes 4 older checkpoints in {tmp_path}, because run.max_ckpt_to_keep is 2: raise it to keep them."
+        f"warning: the next save deletes 4 older checkpoints in {tmp_path}, because "
+        "run.max_ckpt_to_keep is 2: raise it to keep them."
     )
     assert describe_deletion(make_checkpointer(tmp_path, max_to_keep=5)) is None  # as at every save
     assert describe_deletion(make_checkpointer(tmp_path)) is None

@@ -88,7 +88,7 @@ def test_failing_weight_stream_leaves_no_directory(tmp_path: Path) -> None:
 
 @contextmanager
 def full_disk(*, at: int) -> Iterator[None]:
-    """No file of this process grows beyond so many bytes."""
+    """Limit the size of every file that this process writes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (at, hard))
     try:
@@ -97,7 +97,8 @@ def full_disk(*, at: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-# Smaller than the weights, which safetensors writes; larger, and smaller than the tokenizer's file, which the tokenizers library writes.
+# Smaller than the weights, which safetensors writes; larger, and smaller than the tokenizer's file,
+# which the tokenizers library writes.
 @pytest.mark.parametrize(
     ("at", "vocabulary", "what"), [(1000, 2, "model"), (20_000, 200, "tokenizer")]
 )

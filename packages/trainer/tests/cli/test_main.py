@@ -1,12 +1,19 @@
 """The command as a person runs it: arguments in, text and an exit code out."""
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.process_group import choose_device
+from temper_engine_api.registry import load_engine_class
 from temper_trainer.__main__ import main
+from temper_trainer.config_loading import load
+from temper_trainer.run_lock import LOCK_FILE, RunLock
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -51,10 +58,70 @@ def test_wrong_configuration_prints_one_message_and_exits_with_2(
 ) -> None:
     code, out, err = run(capsys, "experiment=quickstart", "run.sed=1", "--check")
     assert (code, out) == (2, "")
-    assert (
-        err
-        == "configuration error:\nthere is no key run.sed: did you mean run.seed? (set by: command line)\n"
+    assert err == (
+        "configuration error:\nthere is no key run.sed: did you mean run.seed? (set by: "
+        "command line)\n"
     )
+
+
+ARCHITECTURE = "actor.engine.model.architecture"
+ADAPTER = ("actor.engine.lora.rank=4", "actor.engine.lora.alpha=8")
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            [f"{ARCHITECTURE}.hidden_size=abc"],
+            "model.architecture is not valid for model type qwen2: ",
+        ),
+        (
+            [f"{ARCHITECTURE}.num_attention_heads=3"],
+            "model.architecture.num_attention_heads is 3, but must divide hidden_size 128: ",
+        ),
+        (
+            [f"{ARCHITECTURE}.num_key_value_heads=3"],
+            "model.architecture.num_attention_heads is 4, but must be a multiple of num_key_value",
+        ),
+        (
+            [*ADAPTER, "actor.engine.lora.target_modules=[nope]"],
+            "lora.target_modules names nope, but no layer of this model has that name: ",
+        ),
+    ],
+)
+def test_check_refuses_a_model_that_cannot_be_built_in_the_words_of_the_engine(
+    capsys: pytest.CaptureFixture[str], engine: str, overrides: list[str], sentence: str
+) -> None:
+    changed = ["experiment=quickstart", f"model_engine={engine}", *overrides]
+    code, out, err = run(capsys, *changed, "--check")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"configuration error:\nactor.engine: {sentence}")
+    settings = load(changed).config.actor.engine
+    with pytest.raises(ConfigError) as of_the_run:
+        load_engine_class(engine)(settings).init_model()
+    assert str(of_the_run.value) in err
+
+
+def test_check_accepts_a_changed_model_and_an_adapter_that_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fitting = [f"{ARCHITECTURE}.num_hidden_layers=1", *ADAPTER]
+    code, out, err = run(capsys, "experiment=quickstart", *fitting, "--check")
+    assert (code, err) == (0, "")
+    assert out.startswith("OK\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_check_refuses_cuda_on_a_machine_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    on_cuda = ["experiment=quickstart", "actor.engine.device=cuda"]
+    code, _, err = run(capsys, *on_cuda, "--check")
+    assert code == 2
+    with pytest.raises(ConfigError) as of_the_run:
+        choose_device("cuda")
+    assert err == f"configuration error:\nactor.engine: {of_the_run.value}\n"
+    on_ray = [*on_cuda, "runtime.kind=ray", "runtime.gpus_per_worker=1"]
+    assert run(capsys, *on_ray, "--check")[0] == 0, "another host of the cluster may have a GPU"
 
 
 def test_missing_file_is_found_before_the_start(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,6 +182,19 @@ def test_run_folder_with_a_run_is_refused(
         "already contains a run: continue it with run.resume=auto, or choose another run.dir."
         in err
     )
+
+
+def test_check_refuses_a_run_folder_that_another_process_holds(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = ("experiment=quickstart", f"run.dir={tmp_path}")
+    with RunLock(tmp_path):
+        before = (tmp_path / LOCK_FILE).read_bytes()
+        code, _, err = run(capsys, *command, "--check")
+        assert code == 2
+        assert f"run.dir {tmp_path} is in use by process {os.getpid()} on host " in err
+        assert run(capsys, *command) == (code, "", err), "the start refuses in the same words"
+        assert (tmp_path / LOCK_FILE).read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command as a process of its own: what it imports, how it starts, and how it is interrupted."""
+"""Test the command in its own process: its imports, its start and its interruption."""
 
 import os
 import signal
@@ -47,7 +47,8 @@ def test_configuration_can_be_checked_without_torch(arguments: list[str]) -> Non
     program = (
         "import sys\nfrom temper_trainer.__main__ import main\n"
         f"code = main({arguments!r})\nassert code == 0\n"
-        "heavy = {'torch', 'transformers', 'ray', 'matplotlib', 'datasets'} & set(sys.modules)\nassert not heavy, heavy\n"
+        "heavy = {'torch', 'transformers', 'ray', 'matplotlib', 'datasets'} & "
+        "set(sys.modules)\nassert not heavy, heavy\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False

@@ -6,46 +6,46 @@ from temper_engine_api.errors import ConfigError
 from temper_trainer.config.algorithm import AdvantageName, AlgorithmConfig, BatchingConfig
 
 
-def test_the_defaults_stand() -> None:
+def test_default_algorithm_settings_are_unchanged() -> None:
     config = AlgorithmConfig()
     assert (config.advantage, config.aggregation, config.kl_target) == ("grpo", "token_mean", None)
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"])
-def test_comparing_completions_needs_two_of_a_prompt(name: AdvantageName) -> None:
+def test_group_estimators_need_two_completions_per_prompt(name: AdvantageName) -> None:
     with pytest.raises(ConfigError, match="raise it to 2"):
         AlgorithmConfig(advantage=name, group_size=1)
 
 
 @pytest.mark.parametrize("name", ["gae", "reinforce_plus_plus"])
-def test_other_estimators_take_one_completion_and_a_discount(name: AdvantageName) -> None:
+def test_other_estimators_accept_one_completion_and_a_discount(name: AdvantageName) -> None:
     assert AlgorithmConfig(advantage=name, group_size=1, gamma=0.99).gamma == 0.99
 
 
-def test_a_discount_without_effect_is_refused() -> None:
+def test_discount_without_effect_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.gamma has no effect"):
         AlgorithmConfig(advantage="rloo", gamma=0.99)
 
 
-def test_whitening_what_is_always_whitened_is_refused() -> None:
+def test_whitening_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="always whitens"):
         AlgorithmConfig(advantage="reinforce_plus_plus", whiten_advantages=True)
 
 
-def test_k1_in_the_loss_is_refused_and_in_the_reward_is_not() -> None:
+def test_k1_is_refused_in_the_loss_but_not_in_the_reward() -> None:
     with pytest.raises(ConfigError, match="zero expected gradient"):
         AlgorithmConfig(kl_loss_coef=0.1, kl_estimator="k1")
     assert AlgorithmConfig(kl_reward_coef=0.1, kl_estimator="k1").kl_estimator == "k1"
 
 
-def test_a_horizon_belongs_to_the_one_aggregation_that_divides_by_it() -> None:
+def test_horizon_is_accepted_only_by_the_aggregation_that_divides_by_it() -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.horizon is None"):
         AlgorithmConfig(aggregation="sequence_mean_token_sum_norm")
     with pytest.raises(ConfigError, match=r"algorithm\.horizon is 64"):
         AlgorithmConfig(horizon=64)
 
 
-def test_an_adaptive_kl_needs_a_coefficient_to_begin_with() -> None:
+def test_adaptive_kl_needs_an_initial_coefficient() -> None:
     with pytest.raises(
         ConfigError, match=r"algorithm\.kl_target is 6\.0 and algorithm\.kl_reward_coef is 0\.0"
     ):
@@ -54,7 +54,7 @@ def test_an_adaptive_kl_needs_a_coefficient_to_begin_with() -> None:
         AlgorithmConfig(kl_reward_coef=0.1, kl_horizon=100)
 
 
-def test_dual_clip_bounds_from_above_one() -> None:
+def test_dual_clip_must_be_above_one() -> None:
     with pytest.raises(ConfigError, match="above 1"):
         AlgorithmConfig(dual_clip=1.0)
 

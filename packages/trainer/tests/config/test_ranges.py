@@ -95,17 +95,17 @@ def test_number_outside_its_range_is_refused_with_key_and_value(
         ],
     ],
 )
-def test_the_ends_of_a_range_are_inside(overrides: list[str]) -> None:
+def test_bounds_of_a_range_are_inclusive(overrides: list[str]) -> None:
     load([*RL, *overrides])
 
 
-def test_ranks_that_would_not_wait_at_all_are_refused() -> None:
+def test_collective_timeout_of_zero_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"actor.*engine.*collective_timeout_s is 0\.0, but must be above 0"
     ):
         load([*RL, "actor.engine.collective_timeout_s=0"])
 
 
-def test_a_run_folder_is_no_url() -> None:
+def test_run_folder_must_not_be_a_url() -> None:
     with pytest.raises(ConfigError, match=r"run\.dir is 's3://bucket/run', a URL: give a folder"):
         load([*RL, "run.dir=s3://bucket/run"])

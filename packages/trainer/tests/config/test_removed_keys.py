@@ -9,11 +9,11 @@ KEYS = collect_keys(TrainerConfig, engine_class=FSDPConfig)
 
 
 @pytest.mark.parametrize("row", REMOVED_KEYS, ids=lambda row: row.key)
-def test_removed_key_is_not_a_living_one(row: object) -> None:
+def test_removed_keys_do_not_exist(row: object) -> None:
     assert row.key not in KEYS  # type: ignore[attr-defined]
 
 
-def test_every_replacement_names_living_keys() -> None:
+def test_every_replacement_names_existing_keys() -> None:
     roots = {key.partition(".")[0] for key in KEYS} | {
         "algorithm=NAME",
         "model_engine=fsdp",
@@ -31,16 +31,16 @@ def test_key_below_a_removed_one_is_refused_with_it() -> None:
     )
 
 
-def test_any_key_of_a_block_that_is_gone_is_refused() -> None:
-    assert "belongs to the block reward_model of the older generation" in str(
+def test_every_key_of_a_removed_block_is_refused() -> None:
+    assert "is in the config section reward_model of the older generation" in str(
         describe_removed_key("reward_model.megatron.seed")
     )
 
 
-def test_the_rfcs_spelling_of_the_worker_switch_is_told_where_it_lives() -> None:
+def test_old_key_of_the_worker_switch_names_the_new_one() -> None:
     text = str(describe_removed_key("trainer.use_legacy_worker_impl"))
     assert "use: use_legacy_worker_impl, at the top level." in text
 
 
-def test_living_keys_are_left_alone() -> None:
+def test_existing_keys_are_not_refused() -> None:
     assert [key for key in KEYS if describe_removed_key(key) is not None] == []

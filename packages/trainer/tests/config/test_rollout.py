@@ -1,4 +1,4 @@
-"""What a sampler's configuration resolves to."""
+"""Test values that are derived from a sampler's configuration."""
 
 import pytest
 
@@ -9,13 +9,13 @@ from temper_trainer.config.rollout import RolloutConfig
     ("sampler", "actor", "tolerance"),
     [("fp32", "fp32", 0.05), ("bf16", "bf16", 0.3), ("bf16", "fp32", 0.3), ("fp32", "bf16", 0.3)],
 )
-def test_canary_accepts_more_where_either_side_computes_in_bf16(
+def test_canary_tolerance_is_larger_if_either_side_computes_in_bf16(
     sampler: str, actor: str, tolerance: float
 ) -> None:
     config = RolloutConfig(dtype=sampler)  # type: ignore[arg-type]
     assert config.resolve_canary_tolerance(actor) == tolerance
 
 
-def test_given_canary_tolerance_holds_for_every_dtype() -> None:
+def test_configured_canary_tolerance_applies_to_every_dtype() -> None:
     config = RolloutConfig(dtype="bf16", canary_tolerance=1e-3)
     assert config.resolve_canary_tolerance("bf16") == 1e-3

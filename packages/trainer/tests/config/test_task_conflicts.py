@@ -1,4 +1,4 @@
-"""What a task needs and what contradicts it."""
+"""Test which settings a task needs, and which contradict it."""
 
 import re
 
@@ -26,7 +26,7 @@ JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
             "so it cannot be colocated. Give it its own pool",
         ),
         (
-            (TEACHER, "teachers.t.engine.residency.offload_parameters=true"),
+            (TEACHER, "teachers.t.engine.offload.parameters=true"),
             "a teacher has its own devices",
         ),
         ((TEACHER, "teachers.t.num_replicas=2"), "runtime.kind is inline"),
@@ -108,14 +108,12 @@ JUDGE = "reward.model.engine.model={path: judge, model_type: reward_model}"
         (("environment.max_turns=9", "batching.max_tokens=4096"), "the turns of environment"),
     ],
 )
-def test_contradictions_are_refused_with_a_sentence(
-    overrides: tuple[str, ...], sentence: str
-) -> None:
+def test_contradictions_of_tasks_are_refused(overrides: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         load([*BASE, *overrides])
 
 
-def test_a_teacher_alone_on_its_pool_is_accepted_and_placed_apart() -> None:
+def test_teacher_with_its_own_pool_is_accepted_and_placed_separately() -> None:
     config = load(
         [*BASE, "algorithm=distill", TEACHER, "teachers.t.num_replicas=2", "runtime.kind=ray"]
     ).config
@@ -128,7 +126,7 @@ def test_a_teacher_alone_on_its_pool_is_accepted_and_placed_apart() -> None:
     }
 
 
-def test_servers_of_a_teacher_may_be_several_and_spread_over_devices() -> None:
+def test_teacher_may_have_several_servers_on_different_devices() -> None:
     config = load(
         [
             *BASE,

@@ -1,4 +1,4 @@
-"""Overrides that make a small valid configuration, and distributions with entry points made on the spot."""
+"""Overrides of a small valid configuration, and temporary distributions with entry points."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ SFT = [*RL, "task=sft"]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Puts a distribution with one module and one entry point on the path; it goes away after the test."""
+    """Puts a distribution with one module and one entry point on the path for one test."""
 
     def install_distribution(entry_points: str, module: str) -> None:
         info = tmp_path / "guest-1.0.dist-info"

@@ -8,7 +8,7 @@ from temper_trainer.config_loading import load
 from .conftest import RL
 
 
-def test_a_file_of_the_users_begins_with_our_defaults(tmp_path: Path) -> None:
+def test_users_file_starts_from_the_built_in_defaults(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
         "defaults: [temper, _self_]\nrun: {seed: 5}\ndata: {train: {paths: [a.jsonl]}}\n"
     )
@@ -21,16 +21,20 @@ def test_a_file_of_the_users_begins_with_our_defaults(tmp_path: Path) -> None:
     assert loaded.origins["run.seed"] == f"file {tmp_path / 'mine.yaml'}"
 
 
-def test_a_file_of_the_users_may_choose_groups(tmp_path: Path) -> None:
+def test_users_file_may_choose_groups(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
-        "defaults:\n- temper\n- override experiment: quickstart\n- override algorithm: rloo\n- _self_\n"
+        "defaults:\n"
+        "- temper\n"
+        "- override experiment: quickstart\n"
+        "- override algorithm: rloo\n"
+        "- _self_\n"
     )
     assert (
         load([], config_dir=str(tmp_path), config_name="mine").config.algorithm.advantage == "rloo"
     )
 
 
-def test_an_experiment_of_the_users_is_a_choice_like_ours(tmp_path: Path) -> None:
+def test_users_experiment_can_be_chosen_like_a_built_in_one(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nrun:\n  seed: 11\n")
     loaded = load([*RL, "experiment=mine"], config_dir=str(tmp_path))
@@ -40,7 +44,7 @@ def test_an_experiment_of_the_users_is_a_choice_like_ours(tmp_path: Path) -> Non
     )
 
 
-def test_a_file_of_the_users_wins_over_ours_of_the_same_name(tmp_path: Path) -> None:
+def test_users_file_takes_precedence_over_a_built_in_one_of_the_same_name(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "quickstart.yaml").write_text(
         "# @package _global_\nrun:\n  seed: 12\n"
@@ -57,7 +61,7 @@ def test_yaml_error_names_file_and_line(tmp_path: Path) -> None:
         load(RL, config_dir=str(tmp_path), config_name="bad")
 
 
-def test_a_key_twice_in_a_file_names_file_and_line(tmp_path: Path) -> None:
+def test_repeated_key_in_a_file_names_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "twice.yaml").write_text("defaults: [temper, _self_]\nrun:\n  seed: 1\n  seed: 2\n")
     with pytest.raises(
         ConfigError, match=rf"{tmp_path / 'twice.yaml'}, line 4, column 3: found duplicate key seed"
@@ -65,7 +69,7 @@ def test_a_key_twice_in_a_file_names_file_and_line(tmp_path: Path) -> None:
         load(RL, config_dir=str(tmp_path), config_name="twice")
 
 
-def test_a_file_without_our_defaults_is_told_its_first_line(tmp_path: Path) -> None:
+def test_file_without_the_defaults_list_is_refused_with_the_missing_line(tmp_path: Path) -> None:
     (tmp_path / "bare.yaml").write_text("run:\n  seed: 1\n")
     with pytest.raises(
         ConfigError,
@@ -75,10 +79,13 @@ def test_a_file_without_our_defaults_is_told_its_first_line(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer", "sft_trainer"])
-def test_the_name_of_an_old_configuration_is_told_who_translates_it(name: str) -> None:
+def test_name_of_an_old_configuration_points_to_the_translator(name: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=rf"there is no file {name}.yaml.* of the older generation: `temper-migrate config --config-name NAME",
+        match=(
+            rf"there is no file {name}.yaml.* of the older generation: `temper-migrate "
+            rf"config --config-name NAME"
+        ),
     ):
         load(RL, config_name=name)
 
@@ -95,7 +102,10 @@ def test_missing_file_and_missing_folder_are_named(tmp_path: Path) -> None:
 def test_unknown_choice_lists_the_choices() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"there is no choice grop of the group algorithm: choose one of cispo, clip_cov, dapo,",
+        match=(
+            r"there is no choice grop of the group algorithm: choose one of cispo, "
+            r"clip_cov, dapo,"
+        ),
     ):
         load([*RL, "algorithm=grop"])
 
@@ -108,7 +118,10 @@ def test_unknown_choice_lists_the_choices() -> None:
         ("run.dir=(", "cannot parse 'run.dir=(' on the command line"),
         (
             "~run.seed",
-            "~run.seed resets a key that a file or group has set, but none sets run.seed: remove it.",
+            (
+                "~run.seed resets a key that a file or group has set, but none sets run.seed: "
+                "remove it."
+            ),
         ),
     ],
 )
@@ -142,7 +155,7 @@ def test_settings_of_hydras_own_application_are_unknown_keys(tmp_path: Path) -> 
         ),
     ],
 )
-def test_file_of_the_wrong_form_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+def test_malformed_file_is_reported_in_one_line(tmp_path: Path, text: str, sentence: str) -> None:
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         load(RL, config_dir=str(tmp_path), config_name="mine")

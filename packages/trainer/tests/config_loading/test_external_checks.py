@@ -8,10 +8,15 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.checkpoint import PartReport, report_part
+from temper_engine_api.errors import CheckpointError, ConfigError, IncompleteCheckpointError
+from temper_trainer.checkpoint.checkpointer import Checkpointer, check_resume_step
+from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config_loading import external_checks, load
 from temper_trainer.config_loading.external_checks import check_external_objects, check_libraries
 from temper_trainer.environment.sandbox import open_sandbox
+from temper_trainer.run_lock import RunLock
+from temper_trainer.types import DataCursor
 
 WEIGHTS = b'6\0\0\0\0\0\0\0{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}' + bytes(8)
 
@@ -41,7 +46,7 @@ def refusal(overrides: list[str]) -> str:
     return str(caught.value)
 
 
-def test_what_is_there_is_accepted(there: list[str]) -> None:
+def test_existing_files_and_models_are_accepted(there: list[str]) -> None:
     check_external_objects(load(there).config)
 
 
@@ -59,14 +64,15 @@ def test_missing_file_of_tools_is_named(there: list[str], tmp_path: Path) -> Non
     check_external_objects(load([*there, f"data.tools_path={tmp_path}/tools.yaml"]).config)
 
 
-def test_addresses_with_a_scheme_are_left_to_the_run(there: list[str]) -> None:
+def test_urls_are_not_checked_before_the_run(there: list[str]) -> None:
     check_external_objects(load([*there, "data.eval.paths=['s3://bucket/test.jsonl']"]).config)
 
 
 def test_directory_without_a_model_is_named(there: list[str], tmp_path: Path) -> None:
     text = refusal([*there, f"actor.engine.model.path={tmp_path}"])
     assert text.startswith(
-        f"actor.engine.model.path is {tmp_path}, but there is no Hugging Face model in that folder (no config.json)"
+        f"actor.engine.model.path is {tmp_path}, but there is no Hugging Face model in that folder "
+        "(no config.json)"
     )
 
 
@@ -89,13 +95,13 @@ def test_directory_without_a_model_is_named(there: list[str], tmp_path: Path) ->
         ),
     ],
 )
-def test_a_model_that_sees_is_refused_before_the_run(
+def test_vision_model_is_refused_before_the_run(
     there: list[str], tmp_path: Path, fields: dict[str, object], part: str
 ) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
     assert refusal(there) == (
-        f"actor.engine.model.path is {tmp_path}/model, whose config.json has {part}: a multimodal model, which "
-        "no engine can train. Give the folder of a text model."
+        f"actor.engine.model.path is {tmp_path}/model, whose config.json has {part}: a multimodal "
+        "model, which no engine can train. Give the folder of a text model."
     )
 
 
@@ -106,17 +112,16 @@ def test_a_model_that_sees_is_refused_before_the_run(
         {"architectures": ["DeepseekV3ForCausalLM"]},
     ],
 )
-def test_a_model_that_only_reads_is_accepted(
-    there: list[str], tmp_path: Path, fields: object
-) -> None:
+def test_text_model_is_accepted(there: list[str], tmp_path: Path, fields: object) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
     check_external_objects(load(there).config)
 
 
-def test_model_from_scratch_without_a_tokenizer_is_told_how_to_train_one() -> None:
+def test_model_from_scratch_without_a_tokenizer_explains_how_to_train_one() -> None:
     text = refusal(["experiment=quickstart", "data.tokenizer.kind=pretrained"])
     assert text.startswith(
-        "data.tokenizer.kind is pretrained, but neither data.tokenizer.path nor actor.engine.model.path is set"
+        "data.tokenizer.kind is pretrained, but neither data.tokenizer.path nor "
+        "actor.engine.model.path is set"
     )
 
 
@@ -127,20 +132,18 @@ def test_unknown_reward_is_refused_before_the_run(there: list[str]) -> None:
     )
 
 
-def test_sft_asks_for_no_reward(there: list[str]) -> None:
+def test_sft_does_not_check_the_reward(there: list[str]) -> None:
     check_external_objects(load([*there, "task=sft"]).config)
 
 
-def test_folder_that_holds_a_run_is_refused_before_the_run(
-    there: list[str], tmp_path: Path
-) -> None:
+def test_folder_with_a_run_is_refused_before_the_run(there: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text("")
     taken = [*there, f"run.dir={run}"]
-    assert (
-        refusal(taken)
-        == f"run.dir {run} already contains a run: continue it with run.resume=auto, or choose another run.dir."
+    assert refusal(taken) == (
+        f"run.dir {run} already contains a run: continue it with run.resume=auto, or "
+        f"choose another run.dir."
     )
     check_external_objects(load([*taken, "run.resume=auto"]).config)
 
@@ -161,7 +164,7 @@ def test_folder_that_holds_a_run_is_refused_before_the_run(
         ("+reward.arguments.answers", "{dir}/samples.jsonl"),
     ],
 )
-def test_an_input_inside_the_run_folder_is_refused_before_the_run(
+def test_input_inside_the_run_folder_is_refused_before_the_run(
     there: list[str], tmp_path: Path, key: str, value: str
 ) -> None:
     folder = tmp_path / "run"
@@ -175,24 +178,128 @@ def test_an_input_inside_the_run_folder_is_refused_before_the_run(
     servers = ["rollout=vllm"] if key == "runtime.rollout_python" else []
     text = refusal([*there, *servers, f"run.dir={folder}", "run.resume=auto", f"{key}={named}"])
     assert (
-        f"{key.removeprefix('+')} is {named.strip('[]')}, which is inside run.dir ({folder}), where the run "
-        "writes, renames and replaces files: move it out of run.dir, or choose another run.dir."
+        f"{key.removeprefix('+')} is {named.strip('[]')}, which is inside run.dir ({folder}), "
+        "where the run writes, renames and replaces files: move it out of run.dir, or choose "
+        "another run.dir."
     ) in text
 
 
-def test_the_checkpoint_to_resume_from_may_be_inside_the_run_folder(
+def test_checkpoint_to_resume_from_may_be_inside_the_run_folder(
     there: list[str], tmp_path: Path
 ) -> None:
-    step = tmp_path / "run" / "checkpoints" / "step_00000001"
-    step.mkdir(parents=True)
+    (step,) = save_steps(tmp_path / "run", 1)
     check_external_objects(load([*there, f"run.dir={tmp_path}/run", f"run.resume={step}"]).config)
 
 
-def test_misspelt_resume_is_told_what_there_is(there: list[str], tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="needs /proc (Linux), which root cannot write to either"
+)
+def test_run_folder_that_cannot_be_made_is_refused_in_the_words_of_the_run(
+    there: list[str],
+) -> None:
+    text = refusal([*there, "run.dir=/proc/x"])
+    with pytest.raises(ConfigError) as of_the_run, RunLock(Path("/proc/x")):
+        pass
+    assert text == str(of_the_run.value)
+    assert text.startswith("run.dir /proc/x cannot be written: ")
+
+
+def test_run_folder_with_a_name_that_is_too_long_is_refused(
+    there: list[str], tmp_path: Path
+) -> None:
+    text = refusal([*there, f"run.dir={tmp_path}/{'x' * 300}"])
+    assert "cannot be written: File name too long." in text
+
+
+def test_check_leaves_nothing_where_the_run_folder_will_be(
+    there: list[str], tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    check_external_objects(load([*there, f"run.dir={tmp_path}/runs/new"]).config)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_profile_folder_that_cannot_be_made_is_refused(there: list[str]) -> None:
+    profiled = [*there, "actor.engine.profile_to=/proc/x"]
+    assert refusal(profiled).startswith(
+        "actor.engine: profile_to is /proc/x, which cannot be written: "
+    )
+
+
+def test_bind_address_of_another_host_is_refused(there: list[str]) -> None:
+    # 192.0.2.0/24 is reserved for documentation, so no host has it.
+    assert refusal([*there, "runtime.bind_address=192.0.2.1"]).startswith(
+        "runtime.bind_address is 192.0.2.1, on which this host cannot listen: "
+    )
+
+
+def save_steps(run: Path, *steps: int) -> list[Path]:
+    """Save checkpoints of a run as the trainer does, with an actor of 200 bytes."""
+
+    def write_weights(directory: str) -> list[PartReport]:
+        Path(directory, "weights").write_bytes(bytes(200))
+        return [report_part(directory, ["weights"])]
+
+    checkpointer = Checkpointer(root=run / "checkpoints", max_to_keep=None)
+    states = [
+        TrainerState(phase="rl", step=s, cursor=DataCursor(), weight_version=1, config_digest="ab")
+        for s in steps
+    ]
+    return [
+        checkpointer.save(state, roles={"actor": write_weights}, topology={}) for state in states
+    ]
+
+
+def test_checkpoint_after_the_end_of_the_run_is_refused(there: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    *_, last = save_steps(run, 2, 5)
+    resumed = [*there, f"run.dir={run}", "run.resume=auto", "run.total_steps=3"]
+    with pytest.raises(CheckpointError) as of_the_run:
+        check_resume_step(5, total_steps=3, checkpoint=last)
+    assert refusal(resumed) == str(of_the_run.value)
+    assert str(of_the_run.value) == (
+        f"{last} is at step 5, after run.total_steps = 3, so nothing is left to train: raise "
+        "run.total_steps."
+    )
+    assert refusal([*resumed[:-2], f"run.resume={last}", "run.total_steps=3"]) == refusal(resumed)
+    check_external_objects(load([*resumed, "run.total_steps=5"]).config)
+
+
+def test_damaged_checkpoint_after_the_end_of_the_run_is_skipped_as_in_the_run(
+    there: list[str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    *_, last = save_steps(run, 2, 5)
+    (last / "actor" / "weights").write_bytes(bytes(199) + b"x")  # only its checksum shows it
+    resumed = [*there, f"run.dir={run}", "run.resume=auto", "run.total_steps=3"]
+    check_external_objects(load(resumed).config)
+    assert last.is_dir(), "a check renames nothing"
+    assert "is at step 5" in refusal([*resumed, "run.verify_checkpoints=size"])
+
+
+def test_checkpoint_of_another_phase_is_refused(there: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (step,) = save_steps(run, 2)
+    assert refusal([*there, "task=sft", f"run.dir={run}", "run.resume=auto"]).startswith(
+        f"{step} is a checkpoint of phase rl, but this run is in phase sft: "
+    )
+
+
+def test_folder_without_a_checkpoint_is_refused_with_the_message_of_the_run(
+    there: list[str], tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(IncompleteCheckpointError) as of_the_run:
+        Checkpointer(root=tmp_path / "run", max_to_keep=None).find(str(empty))
+    assert refusal([*there, f"run.resume={empty}"]) == str(of_the_run.value)
+    assert "load another step directory" in str(of_the_run.value)
+
+
+def test_misspelled_resume_lists_the_values(there: list[str], tmp_path: Path) -> None:
     assert refusal([*there, "run.resume=atuo"]).startswith(
         "run.resume is atuo, but there is no such directory: use never, auto, or "
     )
-    check_external_objects(load([*there, f"run.resume={tmp_path}"]).config)
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "mlflow", "trackio"])
@@ -200,7 +307,10 @@ def test_tracker_that_is_not_installed_is_named(
     there: list[str], monkeypatch: pytest.MonkeyPatch, tracker: str
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    expected = f"run.trackers has {tracker}, which is not installed: pip install 'temper-trainer[{tracker}]'"
+    expected = (
+        f"run.trackers has {tracker}, which is not installed: pip install "
+        f"'temper-trainer[{tracker}]'"
+    )
     assert refusal([*there, f"run.trackers=[jsonl,{tracker}]"]).startswith(expected)
 
 
@@ -213,24 +323,34 @@ def test_prometheus_that_is_not_installed_is_named(
     )
 
 
-def test_a_port_in_use_is_refused_before_the_run(there: list[str]) -> None:
+def test_port_in_use_is_refused_before_the_run(there: list[str]) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        expected = f"run.prometheus_port is {port}, which cannot be opened on run.prometheus_address 127.0.0.1: Address already in use."
+        expected = (
+            f"run.prometheus_port is {port}, which cannot be opened on "
+            f"run.prometheus_address 127.0.0.1: Address already in use."
+        )
         assert expected in refusal([*there, f"run.prometheus_port={port}"])
 
 
-def test_library_of_an_extra_is_missed_before_the_run_and_not_by_a_check(
+def test_missing_extra_is_refused_before_the_run_but_not_by_a_check(
     there: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for setting, sentence in {
-        "runtime.kind=ray": "runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or use inline.",
-        "rollout=vllm": "rollout.sampler is vllm, but vLLM is not installed here: pip install 'temper-trainer[vllm]', or set",
+        "runtime.kind=ray": (
+            "runtime.kind is ray, but Ray is not installed: pip install "
+            "'temper-trainer[ray]', or use inline."
+        ),
+        "rollout=vllm": (
+            "rollout.sampler is vllm, but vLLM is not installed here: pip "
+            "install 'temper-trainer[vllm]', or set"
+        ),
         "actor.engine.lora.rank=4 actor.engine.lora.alpha=8": (
-            "actor.engine.lora is on, but peft is not installed: pip install 'temper-engine-fsdp[lora]'."
+            "actor.engine.lora is on, but peft is not installed: pip install "
+            "'temper-engine-fsdp[lora]'."
         ),
     }.items():
         config = load([*there, *setting.split()]).config
@@ -241,7 +361,7 @@ def test_library_of_an_extra_is_missed_before_the_run_and_not_by_a_check(
 
 
 @pytest.mark.parametrize("asks", ["rollout=vllm", "+teachers.t.backend=vllm"])
-def test_interpreter_of_the_servers_that_is_not_there_is_missed_before_the_run(
+def test_missing_interpreter_of_the_servers_is_refused_before_the_run(
     there: list[str], tmp_path: Path, asks: str
 ) -> None:
     taught = [f"+teachers.t.engine.model.path={tmp_path}/model"] if "teachers" in asks else []
@@ -255,7 +375,7 @@ def test_interpreter_of_the_servers_that_is_not_there_is_missed_before_the_run(
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="needs an environment without vLLM")
-def test_folder_with_the_name_of_a_library_is_not_that_library(
+def test_folder_named_like_a_library_is_not_taken_for_it(
     there: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "vllm").mkdir()
@@ -265,7 +385,7 @@ def test_folder_with_the_name_of_a_library_is_not_that_library(
         check_libraries(load([*there, "rollout=vllm"]).config)
 
 
-def test_environment_that_is_not_there_is_refused_before_the_run(there: list[str]) -> None:
+def test_unknown_environment_is_refused_before_the_run(there: list[str]) -> None:
     assert (
         "environment.name is 'calculater', but must be calculator or python, or the import path"
         in refusal([*there, "+environment.name=calculater"])
@@ -294,7 +414,7 @@ def test_python_tool_without_its_sandbox_is_refused_before_the_run(
     )
 
 
-def test_home_directory_is_found_in_paths_and_nowhere_else(
+def test_home_directory_is_expanded_only_in_paths(
     there: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -329,12 +449,12 @@ def test_broken_row_is_refused_before_the_run(
     assert sentence in refusal(there)
 
 
-def test_name_on_the_hub_is_told_how_to_download_it(there: list[str]) -> None:
+def test_name_on_the_hub_explains_how_to_download_it(there: list[str]) -> None:
     text = refusal([*there, "actor.engine.model.path=Qwen/Qwen2.5-0.5B"])
     assert "hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B" in text
 
 
-def test_weights_that_are_cut_off_are_named(there: list[str], tmp_path: Path) -> None:
+def test_truncated_weights_are_named(there: list[str], tmp_path: Path) -> None:
     weights = tmp_path / "model" / "model.safetensors"
     check_external_objects(load(there).config)
     for size in (0, 20, len(WEIGHTS) - 1):
@@ -355,6 +475,17 @@ def test_adapter_without_a_base_is_refused_before_the_run(there: list[str], tmp_
     assert "servers have no base to put the adapter on" in refusal(overrides)
 
 
+def test_adapter_on_the_model_of_a_warm_start_is_accepted() -> None:
+    overrides = [
+        "experiment=quickstart",
+        "rollout=vllm",
+        "weight_sync.content=adapter",
+        "actor.engine.lora.rank=4",
+        "actor.engine.lora.alpha=8",
+    ]
+    check_external_objects(load(overrides).config)
+
+
 @pytest.mark.parametrize(
     ("overrides", "row", "sentence"),
     [
@@ -372,7 +503,10 @@ def test_adapter_without_a_base_is_refused_before_the_run(there: list[str], tmp_
         (
             ("task=dpo", "ref=frozen"),
             {"question": "a", "chosen": "b"},
-            "there is no field 'rejected' among ['chosen', 'question']: correct the row, or set rejected_key",
+            (
+                "there is no field 'rejected' among ['chosen', 'question']: correct the row, or "
+                "set rejected_key"
+            ),
         ),
         (
             ("task=dpo", "ref=frozen"),
@@ -381,7 +515,7 @@ def test_adapter_without_a_base_is_refused_before_the_run(there: list[str], tmp_
         ),
     ],
 )
-def test_a_first_row_that_the_task_cannot_read_is_refused(
+def test_first_row_that_the_task_cannot_read_is_refused(
     there: list[str],
     tmp_path: Path,
     overrides: tuple[str, ...],
@@ -407,11 +541,10 @@ def test_parquet_columns_are_compared_with_the_keys(there: list[str], tmp_path: 
     assert f"{path} is not a readable parquet file" in refusal(taken)
 
 
-def test_a_file_without_rows_is_refused(there: list[str], tmp_path: Path) -> None:
+def test_file_without_rows_is_refused(there: list[str], tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("\n")
-    assert (
-        refusal(there)
-        == f"data.train.paths names {tmp_path}/train.jsonl, which have no rows: give files with rows."
+    assert refusal(there) == (
+        f"data.train.paths names {tmp_path}/train.jsonl, which have no rows: give files with rows."
     )
 
 
@@ -419,7 +552,8 @@ def test_chat_messages_without_a_template_are_refused(there: list[str], tmp_path
     row = {"question": [{"role": "user", "content": "1+1?"}], "answer": "2"}
     (tmp_path / "train.jsonl").write_text(json.dumps(row))
     assert refusal(there).startswith(
-        "data.train has chat messages, but the tokenizer has no chat template: set data.chat_template"
+        "data.train has chat messages, but the tokenizer has no chat template: set "
+        "data.chat_template"
     )
     check_external_objects(load([*there, "data.chat_template=x"]).config)
     (tmp_path / "model" / "chat_template.jinja").write_text("x")
@@ -433,7 +567,7 @@ def test_string_prompts_as_messages_need_a_template(there: list[str]) -> None:
     )
 
 
-def test_a_route_without_a_teacher_is_refused(there: list[str], tmp_path: Path) -> None:
+def test_route_without_a_teacher_is_refused(there: list[str], tmp_path: Path) -> None:
     rows = [{"question": "a", "answer": "b", "kind": kind} for kind in ("math", "code")]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     teachers = [f"+teachers.{name}.engine.model.path={tmp_path}/model" for name in ("math", "law")]
@@ -475,7 +609,10 @@ def test_teacher_without_tokenizer_files_is_refused(there: list[str], tmp_path: 
         ("[]", "config.json is a list, but must be a JSON object"),
         (
             '{"model_type": "qwen0"}',
-            "actor.engine.model.path: model_type is 'qwen0', which the installed transformers does not know",
+            (
+                "actor.engine.model.path: model_type is 'qwen0', which the installed "
+                "transformers does not know"
+            ),
         ),
     ],
 )
@@ -486,7 +623,7 @@ def test_config_of_a_model_that_cannot_be_loaded_is_refused(
     assert sentence in refusal(there)
 
 
-def test_a_model_type_with_code_of_its_own_is_accepted(there: list[str], tmp_path: Path) -> None:
+def test_model_type_with_remote_code_is_accepted(there: list[str], tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text(
         '{"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}'
     )
@@ -497,7 +634,8 @@ def test_a_model_type_with_code_of_its_own_is_accepted(there: list[str], tmp_pat
 def test_unknown_architecture_of_a_model_from_scratch_is_refused() -> None:
     text = refusal(["experiment=quickstart", "actor.engine.model.architecture.model_type=qwen0"])
     assert text.startswith(
-        "actor.engine.model.architecture.model_type is 'qwen0', which the installed transformers does not know"
+        "actor.engine.model.architecture.model_type is 'qwen0', which the installed transformers "
+        "does not know"
     )
 
 
@@ -516,16 +654,14 @@ def test_model_without_weights_or_with_a_missing_shard_is_refused(
     assert f"{folder} has no weights" in refusal(there)
 
 
-def test_adapter_to_go_on_from_that_is_not_there_is_refused(
-    there: list[str], tmp_path: Path
-) -> None:
+def test_missing_initial_adapter_is_refused(there: list[str], tmp_path: Path) -> None:
     text = refusal([*there, f"actor.engine.lora.path={tmp_path}"])
     assert text.startswith(
         f"actor.engine.lora.path is {tmp_path}, but there is no PEFT adapter in that folder"
     )
 
 
-def test_run_folder_that_cannot_be_made_is_refused(there: list[str], tmp_path: Path) -> None:
+def test_run_folder_that_cannot_be_created_is_refused(there: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert refusal([*there, f"run.dir={tmp_path}/file/run"]).startswith(
         f"run.dir is {tmp_path}/file/run, but {tmp_path}/file is a file"
@@ -554,7 +690,7 @@ def interpreter(folder: Path, *, says: str, status: int = 0) -> str:
         ({"temper_trainer": "", "temper_engine_api": "", "vllm": "0.32.0"}, None),
     ],
 )
-def test_packages_of_the_servers_interpreter_are_known_before_the_run(
+def test_versions_of_the_servers_interpreter_are_checked_before_the_run(
     there: list[str], tmp_path: Path, packages: dict[str, str], sentence: str | None
 ) -> None:
     python = interpreter(tmp_path, says=json.dumps(packages))
@@ -567,13 +703,13 @@ def test_packages_of_the_servers_interpreter_are_known_before_the_run(
     assert sentence in str(caught.value)
 
 
-def test_an_interpreter_that_fails_is_named(there: list[str], tmp_path: Path) -> None:
+def test_interpreter_that_fails_is_named(there: list[str], tmp_path: Path) -> None:
     python = interpreter(tmp_path, says="", status=3)
     with pytest.raises(ConfigError, match=r"could not list its packages \(exit status 3\)"):
         check_libraries(load([*there, "rollout=vllm", f"runtime.rollout_python={python}"]).config)
 
 
-def test_an_interpreter_that_hangs_is_left_to_the_run(
+def test_hanging_interpreter_is_not_refused_before_the_run(
     there: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -587,13 +723,13 @@ def test_an_interpreter_that_hangs_is_left_to_the_run(
     assert "did not list its packages within 0.2 s" in caplog.text
 
 
-def test_the_interpreter_of_this_environment_lists_its_packages() -> None:
+def test_interpreter_of_this_environment_lists_its_packages() -> None:
     found = external_checks._list_versions(sys.executable)
     assert found is not None
     assert {"temper_trainer", "temper_engine_api", "torch"} <= found.keys()
 
 
-def test_library_of_a_data_source_is_missed_before_the_run(
+def test_missing_library_of_a_data_source_is_refused_before_the_run(
     there: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

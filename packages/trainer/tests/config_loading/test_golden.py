@@ -1,4 +1,4 @@
-"""A configuration that a released version wrote is still read, and every value in it is what it was."""
+"""Test that configurations of released versions are read with unchanged values."""
 
 from pathlib import Path
 
@@ -13,10 +13,13 @@ GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*/*/config.yaml"))
 
 @pytest.mark.skipif(
     not GOLDEN,
-    reason="no version is released yet whose configurations could be kept; the first release brings them",
+    reason=(
+        "no version is released yet whose configurations could be kept; the first "
+        "release brings them"
+    ),
 )
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: f"{file.parts[-3]}-{file.parts[-2]}")
-def test_a_released_configuration_still_means_the_same(file: Path) -> None:
+def test_released_configuration_has_the_same_values(file: Path) -> None:
     written = yaml.safe_load(file.read_text())
     del written["defaults"]
     now = flatten(load([], config_dir=str(file.parent), config_name="config").resolved)

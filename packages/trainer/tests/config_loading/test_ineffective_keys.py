@@ -96,7 +96,7 @@ ARITHMETIC = ["experiment=quickstart"]
         ),
     ],
 )
-def test_setting_without_effect_names_itself_and_the_key_that_idles_it(
+def test_setting_without_effect_is_refused_with_the_reason(
     overrides: list[str], key: str, other: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -127,17 +127,18 @@ def test_setting_without_effect_names_itself_and_the_key_that_idles_it(
         [*ARITHMETIC, "data.train.split=train", "data.train.seed=4", "actor.engine.model.seed=3"],
     ],
 )
-def test_the_same_setting_is_taken_where_it_has_an_effect(overrides: list[str]) -> None:
+def test_same_setting_is_accepted_if_it_has_an_effect(overrides: list[str]) -> None:
     load(overrides)
 
 
-def test_a_group_of_ours_may_say_more_than_a_run_needs() -> None:
-    # The quickstart sets sampling.max_tokens, which task sft does not use; the user did not write it.
+def test_built_in_group_may_contain_settings_without_effect() -> None:
+    # The quickstart sets sampling.max_tokens, which task sft does not use; the user did not write
+    # it.
     loaded = load(["experiment=quickstart", "task=sft", "warm_start=null", "run.seed=1"])
     assert loaded.origins["sampling.max_tokens"] == "group experiment=quickstart"
 
 
-def test_a_file_of_the_users_is_held_to_the_same(tmp_path: Path) -> None:
+def test_users_file_must_not_contain_settings_without_effect(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [temper, _self_]\nruntime: {address: auto}\n")
     with pytest.raises(
         ConfigError,

@@ -10,20 +10,23 @@ from temper_trainer.config_loading.loading import normalize_worker_switch
 from .conftest import RL, SFT
 
 
-def test_auto_is_disable_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_equals_disable_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load([*RL, "use_legacy_worker_impl=auto"])
     assert [record.message for record in caplog.records] == [
-        "use_legacy_worker_impl=auto is the same as disable and will be rejected from 0.3 on: remove it."
+        (
+            "use_legacy_worker_impl=auto is the same as disable and will be rejected from "
+            "0.3 on: remove it."
+        )
     ]
 
 
-def test_disable_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_disable_prints_nothing(caplog: pytest.LogCaptureFixture) -> None:
     load([*RL, "use_legacy_worker_impl=disable"])
     assert not caplog.records
 
 
-def test_the_rfcs_booleans_are_read_as_words(caplog: pytest.LogCaptureFixture) -> None:
+def test_booleans_are_accepted_as_enable_and_disable(caplog: pytest.LogCaptureFixture) -> None:
     assert load([*RL, "use_legacy_worker_impl=false"]).config.use_legacy_worker_impl == "disable"
     assert normalize_worker_switch(True) == "enable"
     assert normalize_worker_switch("auto") == "auto"
@@ -37,12 +40,15 @@ def test_enable_without_the_shim_says_how_to_install_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(loading, "LEGACY_WORKER_GROUP", "temper.a_group_that_nobody_fills")
     with pytest.raises(
         ConfigError,
-        match=r"no installed package provides the deprecated workers .*: pip install 'temper-legacy-shim\[workers\]'",
+        match=(
+            r"no installed package provides the deprecated workers .*: pip install "
+            r"'temper-legacy-shim\[workers\]'"
+        ),
     ):
         load([*RL, "use_legacy_worker_impl=enable"])
 
 
-def test_enable_where_no_role_could_use_it_is_refused(install: Callable[[str, str], None]) -> None:
+def test_enable_is_refused_if_no_role_could_use_it(install: Callable[[str, str], None]) -> None:
     install(
         "[temper.legacy_workers]\ntraining_worker = guest_engine:Worker\n", "class Worker: ...\n"
     )

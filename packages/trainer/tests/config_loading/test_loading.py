@@ -60,13 +60,13 @@ def test_roles_are_configured_by_the_engines_own_class() -> None:
     assert config.actor.engine.activation_checkpointing is True
 
 
-def test_default_of_a_field_that_is_an_instance_survives_a_setting_beside_it() -> None:
+def test_setting_one_key_keeps_the_other_defaults_of_its_block() -> None:
     # eval_sampling is greedy although SamplingConfig's own temperature is 1.
     config = load([*RL, "data.eval.paths=[test.jsonl]", "run.eval_sampling.max_tokens=9"]).config
     assert config.run.eval_sampling == SamplingConfig(temperature=0.0, max_tokens=9)
 
 
-def test_ppo_brings_a_critic_with_the_actors_trunk() -> None:
+def test_ppo_adds_a_critic_with_the_actors_architecture() -> None:
     config = load([*RL, "algorithm=ppo", "actor.engine.precision.compute=fp32"]).config
     assert config.algorithm.advantage == "gae"
     assert config.critic is not None
@@ -77,7 +77,7 @@ def test_ppo_brings_a_critic_with_the_actors_trunk() -> None:
     assert config.critic.engine.precision.compute == "fp32"
 
 
-def test_critic_may_override_its_own_block_without_touching_the_actor() -> None:
+def test_overriding_the_critic_does_not_change_the_actor() -> None:
     config = load(
         [
             *RL,
@@ -103,7 +103,7 @@ def test_reference_is_frozen_and_starts_from_the_actors_weights() -> None:
     assert (config.ref.engine.optimizer, config.ref.engine.model.path) == (None, "model")
 
 
-def test_a_group_choice_can_be_taken_back() -> None:
+def test_group_choice_can_be_reverted() -> None:
     assert load([*RL, "critic=value_model", "critic=null"]).config.critic is None
     assert load(["experiment=quickstart", "critic=none"]).config.critic is None
 
@@ -122,25 +122,25 @@ def test_every_gsm8k_experiment_needs_only_the_paths(experiment: str) -> None:
     )
 
 
-def test_deleting_an_override_goes_back_to_the_default() -> None:
+def test_deleting_an_override_restores_the_default() -> None:
     loaded = load(["experiment=quickstart", "~run.total_steps"])
     assert (loaded.config.run.total_steps, loaded.origins["run.total_steps"]) == (100, "default")
 
 
-def test_from_an_architecture_to_a_directory_by_deleting_the_former() -> None:
+def test_model_directory_can_replace_an_architecture() -> None:
     model = load(
         ["experiment=quickstart", "~actor.engine.model.architecture", "actor.engine.model.path=dir"]
     ).config.actor.engine.model
     assert (model.path, dict(model.architecture)) == ("dir", {})
 
 
-def test_plus_is_accepted_where_hydra_users_write_it() -> None:
+def test_hydras_plus_prefix_is_accepted() -> None:
     loaded = load([*RL, "+run.seed=7", "++run.dir=there", "+reward.arguments.scale=2.5"])
     assert (loaded.config.run.seed, loaded.config.run.dir) == (7, "there")
     assert loaded.config.reward.arguments == {"scale": 2.5}
 
 
-def test_interpolations_reach_defaults_too() -> None:
+def test_interpolations_can_refer_to_defaults() -> None:
     assert load([*RL, "run.dir=runs/seed-${run.seed}"]).config.run.dir == "runs/seed-0"
 
 
@@ -154,7 +154,7 @@ def test_interpolation_of_a_missing_key_names_both() -> None:
 @pytest.mark.skipif(
     find_spec("temper_engine_megatron") is None, reason="needs temper-engine-megatron"
 )
-def test_the_megatron_engine_is_configured_by_its_own_fields() -> None:
+def test_megatron_engine_is_configured_by_its_own_fields() -> None:
     config = load(
         [
             *RL,
@@ -168,7 +168,7 @@ def test_the_megatron_engine_is_configured_by_its_own_fields() -> None:
     assert config.actor.engine.tensor_parallel == 2
 
 
-def test_an_engine_that_is_not_installed_is_refused_with_those_that_are(
+def test_missing_engine_is_refused_with_the_installed_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("temper_engine_api.registry.entry_points", lambda *, group: [])
@@ -179,7 +179,7 @@ def test_an_engine_that_is_not_installed_is_refused_with_those_that_are(
         load([*RL, "model_engine=megatron"])
 
 
-def test_engine_that_is_not_installed_is_named_with_those_that_are() -> None:
+def test_missing_engine_group_is_refused_with_the_installed_ones() -> None:
     with pytest.raises(
         ConfigError,
         match=r"model_engine is nope, but no engine is called 'nope'; installed are: fsdp",
@@ -192,15 +192,19 @@ def test_engine_of_a_third_party_needs_only_its_entry_point(
 ) -> None:
     install(
         "[temper.engine_configs]\nguest = guest_engine:GuestConfig\n",
-        "from dataclasses import dataclass\nfrom temper_engine_api.specs import EngineConfig\n\n"
-        "@dataclass(frozen=True, slots=True, kw_only=True)\nclass GuestConfig(EngineConfig):\n    speed: int = 1\n",
+        "from dataclasses import dataclass\n"
+        "from temper_engine_api.specs import EngineConfig\n"
+        "\n"
+        "@dataclass(frozen=True, slots=True, kw_only=True)\n"
+        "class GuestConfig(EngineConfig):\n"
+        "    speed: int = 1\n",
     )
     loaded = load([*RL, "model_engine=guest", "actor.engine.speed=3"])
     assert (loaded.config.model_engine, loaded.resolved["actor"]["engine"]["speed"]) == ("guest", 3)  # type: ignore[index,call-overload]
     assert loaded.origins["model_engine"] == "command line"
 
 
-def test_loading_twice_in_one_process_leaves_nothing_behind() -> None:
+def test_loading_twice_in_one_process_gives_equal_results() -> None:
     first = load(["experiment=quickstart", "run.seed=3"])
     load([*RL, "algorithm=ppo"])
     assert load(["experiment=quickstart", "run.seed=3"]) == first

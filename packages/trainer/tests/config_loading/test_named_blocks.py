@@ -40,7 +40,7 @@ def test_keys_below_a_name_are_checked_like_any_other(key: str, is_known: bool) 
     assert is_known_key(key, known=collect_keys(TrainerConfig, engine_class=FSDPConfig)) is is_known
 
 
-def test_a_wrong_value_below_a_name_is_named_with_its_whole_key() -> None:
+def test_wrong_value_in_a_named_block_is_reported_with_its_full_key() -> None:
     teachers: dict[str, object] = {
         "math": {"engine": {"model": {"path": "teacher"}}, "num_replicas": "two"}
     }

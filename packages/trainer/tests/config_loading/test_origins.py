@@ -27,7 +27,7 @@ def test_origin_is_default_group_or_command_line() -> None:
     assert origins["sampling.top_p"] == "default"
 
 
-def test_last_layer_that_speaks_of_a_key_or_its_block_is_its_origin() -> None:
+def test_last_layer_that_sets_a_key_or_its_block_is_its_origin() -> None:
     layers = [
         Layer(origin="group a=b", leaves=("x.y", "x.z")),
         Layer(origin="file f.yaml", leaves=("x",)),
@@ -40,7 +40,7 @@ def test_last_layer_that_speaks_of_a_key_or_its_block_is_its_origin() -> None:
     }
 
 
-def test_a_deletion_makes_a_default_again() -> None:
+def test_deleted_key_has_the_origin_default() -> None:
     layers = [
         Layer(origin="group a=b", leaves=("x.y",)),
         Layer(origin="command line", leaves=("x",), is_deletion=True),
@@ -62,10 +62,11 @@ def test_written_config_repeats_the_run(tmp_path: Path) -> None:
     assert (again.config, again.digest) == (loaded.config, loaded.digest)
 
 
-def test_written_config_repeats_a_run_whose_experiment_says_more_than_it_uses(
+def test_written_config_repeats_a_run_whose_experiment_has_unused_settings(
     tmp_path: Path,
 ) -> None:
-    # The experiment brings run.eval_sampling, which has no effect without data.eval: the user never wrote it.
+    # The experiment brings run.eval_sampling, which has no effect without data.eval: the user never
+    # wrote it.
     loaded = load(
         [
             "experiment=gsm8k_grpo",
@@ -78,14 +79,14 @@ def test_written_config_repeats_a_run_whose_experiment_says_more_than_it_uses(
     assert load([], config_dir=str(tmp_path), config_name="config").config == loaded.config
 
 
-def test_written_files_say_where_values_came_from(tmp_path: Path) -> None:
+def test_written_files_contain_the_origins_of_values(tmp_path: Path) -> None:
     write_resolved(load([*RL, "run.seed=2"]), tmp_path)
     assert "  seed: 2  # command line\n" in (tmp_path / "config.yaml").read_text()
     origins = yaml.safe_load((tmp_path / "config_origins.yaml").read_text())
     assert (origins["run.seed"], origins["run.total_steps"]) == ("command line", "default")
 
 
-def test_a_template_of_several_lines_survives_writing(tmp_path: Path) -> None:
+def test_multi_line_template_is_written_unchanged(tmp_path: Path) -> None:
     loaded = load([*RL, 'data.prompt_template="first\n\n  {prompt}: x # y\n"'])
     write_resolved(loaded, tmp_path)
     assert (
@@ -94,7 +95,7 @@ def test_a_template_of_several_lines_survives_writing(tmp_path: Path) -> None:
     )
 
 
-def test_digest_does_not_depend_on_where_or_how_long_or_what_is_shown() -> None:
+def test_digest_does_not_depend_on_folder_length_or_logging() -> None:
     plain = load(RL).digest
     free = [
         "run.dir=elsewhere",
@@ -131,7 +132,7 @@ def test_settings_of_an_earlier_start_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"run: {seed: 1", b"\xff\xfe\xfa", b"- a list\n"])
-def test_a_config_that_a_full_disk_cut_off_does_not_stop_the_next_start(
+def test_truncated_config_file_does_not_stop_the_next_start(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
@@ -142,7 +143,7 @@ def test_a_config_that_a_full_disk_cut_off_does_not_stop_the_next_start(
     assert (tmp_path / "config.superseded-1.yaml").read_bytes() == content
 
 
-def test_a_config_that_cannot_be_written_leaves_the_earlier_one_and_is_named(
+def test_config_that_cannot_be_written_leaves_the_earlier_one_and_is_named(
     tmp_path: Path,
 ) -> None:
     write_resolved(load(RL), tmp_path)

@@ -14,7 +14,7 @@ class Outer:
     names: tuple[str, ...] = ("a",)
 
 
-def test_keys_go_through_optional_blocks_and_the_engines_own_class() -> None:
+def test_keys_are_found_in_optional_blocks_and_in_the_engines_class() -> None:
     keys = collect_keys(TrainerConfig, engine_class=FSDPConfig)
     assert {"critic.engine.fsdp_size", "data.eval.paths", "warm_start.optimizer.lr", "run"} <= set(
         keys
@@ -22,7 +22,7 @@ def test_keys_go_through_optional_blocks_and_the_engines_own_class() -> None:
     assert "critic.engine.fsdp_size" not in collect_keys(TrainerConfig, engine_class=EngineConfig)
 
 
-def test_defaults_leave_out_what_has_none_and_what_is_off() -> None:
+def test_defaults_omit_required_keys_and_disabled_blocks() -> None:
     defaults = collect_defaults(Outer, engine_class=EngineConfig, given={})
     assert defaults["optimizer"] is None
     assert defaults["names"] == ["a"]
@@ -35,7 +35,7 @@ def test_optional_block_gets_its_defaults_once_something_in_it_is_set() -> None:
     assert defaults["optimizer"] == to_plain(OptimizerSpec())
 
 
-def test_block_that_is_switched_off_stays_off() -> None:
+def test_disabled_block_stays_disabled() -> None:
     defaults = collect_defaults(
         Outer, engine_class=EngineConfig, given={"engine": {"optimizer": None}}
     )
@@ -52,7 +52,7 @@ def test_leaves_are_values_lists_and_empty_mappings() -> None:
     }
 
 
-def test_types_are_described_in_a_users_words() -> None:
+def test_types_are_described_in_plain_words() -> None:
     assert describe_type(float | None) == "number | null"
     assert describe_type(tuple[str, ...]) == "list of text"
     assert describe_type(str | tuple[str, ...]) == "text | list of text"

@@ -1,5 +1,6 @@
 """Passwords and tokens in a configuration: given by the environment, never written."""
 
+import traceback
 from importlib.resources import files
 from pathlib import Path
 
@@ -7,9 +8,16 @@ import pytest
 from omegaconf import OmegaConf
 
 from temper_engine_api.errors import ConfigError
+from temper_engine_fsdp.config import FSDPConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading import load, write_resolved
-from temper_trainer.config_loading.schema import flatten
-from temper_trainer.config_loading.secrets import _is_secret, check_secrets
+from temper_trainer.config_loading.schema import flatten, iterate_entries
+from temper_trainer.config_loading.secrets import (
+    _is_secret,
+    _names_secret,
+    check_secrets,
+    redact_override,
+)
 
 BASE = ("experiment=quickstart",)
 
@@ -17,7 +25,7 @@ BASE = ("experiment=quickstart",)
 @pytest.mark.parametrize(
     "key", ["api_key", "token", "hf_token", "password", "AWS_SECRET_ACCESS_KEY", "credentials"]
 )
-def test_a_secret_that_is_written_out_is_refused(key: str) -> None:
+def test_secret_given_literally_is_refused(key: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"^reward\.arguments\.{key} is a secret in plain text"
     ) as caught:
@@ -26,7 +34,7 @@ def test_a_secret_that_is_written_out_is_refused(key: str) -> None:
     assert "sentinel" not in str(caught.value)
 
 
-def test_a_secret_of_the_environment_reaches_the_function_and_no_file(
+def test_secret_from_the_environment_reaches_the_function_but_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE", "sentinel")
@@ -49,12 +57,44 @@ def test_other_variables_are_written_with_their_values(
 
 
 @pytest.mark.parametrize("key", ["end_token", "answer_key", "max_tokens"])
-def test_what_only_sounds_like_a_secret_is_written(key: str) -> None:
+def test_names_that_resemble_secrets_are_written(key: str) -> None:
     loaded = load([*BASE, "reward.function=my:judge", f"+reward.arguments.{key}=x"])
     assert loaded.config.reward.arguments[key] == "x"
 
 
-def test_an_address_with_a_password_is_refused() -> None:
+@pytest.mark.parametrize(
+    "override",
+    [
+        "reward.arguments.api_key=sentinel-1,sentinel-2",  # several values
+        "reward.arguments.api_key=[sentinel",  # cannot be parsed
+        "+reward.arguments={name: judge, api_key: sentinel",
+        "+'reward.arguments.api_key'=sentinel(",
+        "wandb_token=sentinel,b",  # no key of the configuration
+        "data.train.paths=https://user:sentinel@host/a,b",
+        "data.train.paths=https://host/a?token=sentinel,b",
+        "run.dir=hf_sentinel4567890123456789,b",
+        "hf_sentinel4567890123456789",
+        "run.dir=from-the-environment-sentinel,b",
+    ],
+)
+def test_no_message_repeats_a_secret_of_the_command_line(
+    override: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "from-the-environment-sentinel")
+    with pytest.raises(ConfigError) as caught:
+        load([*BASE, "reward.function=my:judge", override])
+    assert "sentinel" not in "".join(traceback.format_exception(caught.value))
+    assert "sentinel" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override", ["run.dir=a,b", "data.prompt_key=x,y", "reward.arguments.api_key=${oc.env:JUDGE}"]
+)
+def test_other_overrides_are_repeated(override: str) -> None:
+    assert redact_override(override) == override
+
+
+def test_address_with_a_password_is_refused() -> None:
     given = ["actor.engine.model.path=model"]
     with pytest.raises(
         ConfigError, match=r"^data\.train\.paths is a URL with a password"
@@ -82,6 +122,20 @@ def test_an_address_with_a_password_is_refused() -> None:
         "signing_key",
         "github_token",
         "session_token",
+        "bot_token",
+        "botToken",
+        "pass",
+        "db_pass",
+        "llm_key",
+        "user_token",
+        "api_key_2",
+        "key",
+        "apikey",
+        "api_keys",
+        "mypassword",
+        "password_of_judge",
+        "access_key_id",
+        "client_secret_value",
     ],
 )
 def test_more_names_of_secrets_are_refused(key: str) -> None:
@@ -104,7 +158,7 @@ def test_more_names_of_secrets_are_refused(key: str) -> None:
     ],
 )
 @pytest.mark.parametrize("key", ["note", "auth"])
-def test_a_variable_with_the_name_of_a_secret_is_never_written(
+def test_variable_with_the_name_of_a_secret_is_never_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, variable: str, key: str
 ) -> None:
     monkeypatch.setenv(variable, "sentinel")
@@ -117,7 +171,7 @@ def test_a_variable_with_the_name_of_a_secret_is_never_written(
     assert (again.config, again.digest) == (loaded.config, loaded.digest)
 
 
-def test_a_secret_in_a_list_or_behind_another_key_is_not_written(
+def test_secret_in_a_list_or_behind_another_key_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "sentinel")
@@ -136,7 +190,7 @@ def test_a_secret_in_a_list_or_behind_another_key_is_not_written(
     assert (again.config, again.digest) == (loaded.config, loaded.digest)
 
 
-def test_a_variable_with_a_harmless_name_and_the_value_of_a_token_is_not_written(
+def test_variable_with_a_harmless_name_and_the_value_of_a_token_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE", "hf_" + "sentinel123" * 3)
@@ -147,7 +201,7 @@ def test_a_variable_with_a_harmless_name_and_the_value_of_a_token_is_not_written
     assert "note: ${oc.env:JUDGE}" in (tmp_path / "config.yaml").read_text()
 
 
-def test_the_working_directory_is_written_with_its_value(
+def test_working_directory_is_written_with_its_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PWD", "/somewhere")
@@ -168,7 +222,7 @@ def test_the_working_directory_is_written_with_its_value(
         "https://user:sentinel@judge/v1",
     ],
 )
-def test_a_value_that_looks_like_a_token_is_refused(value: str) -> None:
+def test_value_that_looks_like_a_token_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=r"reward\.arguments\.note is a ") as caught:
         load([*BASE, "reward.function=my:judge", f"+reward.arguments.note='{value}'"])
     assert "sentinel" not in str(caught.value).lower()
@@ -190,6 +244,10 @@ def test_a_value_that_looks_like_a_token_is_refused(value: str) -> None:
         "compatible",
         "messages_key",
         "keys",
+        "pad_token_id",
+        "token_budget",
+        "pass_rate",
+        "key_path",
     ],
 )
 def test_harmless_names_are_written(key: str) -> None:
@@ -207,3 +265,19 @@ def test_no_key_of_the_built_in_configurations_is_a_secret() -> None:
         check_secrets(tree)  # type: ignore[arg-type]
         for key in flatten(tree):  # type: ignore[arg-type]
             assert not _is_secret(f"reward.arguments.{key.rpartition('.')[2]}"), f"{path}: {key}"
+
+
+def test_no_key_of_the_configuration_names_a_secret() -> None:
+    keys = list_keys(TrainerConfig)
+    assert {"prompt_key", "max_tokens"} <= keys
+    assert [key for key in sorted(keys) if _names_secret(key)] == []
+
+
+def list_keys(cls: type) -> set[str]:
+    keys: set[str] = set()
+    for entry in iterate_entries(cls, engine_class=FSDPConfig):
+        keys.add(entry.name)
+        for block in (entry.block, entry.item):
+            if block is not None:
+                keys |= list_keys(block)
+    return keys

@@ -4,7 +4,7 @@ from temper_trainer.config_loading.sizes import describe_sizes
 from .conftest import RL, SFT
 
 
-def test_sizes_of_rl_multiply_out() -> None:
+def test_sizes_of_an_rl_run_follow_from_its_settings() -> None:
     overrides = [
         "batching.prompts_per_step=6",
         "algorithm.group_size=4",
@@ -18,14 +18,14 @@ def test_sizes_of_rl_multiply_out() -> None:
     assert lines[3] == "a sample: at most 1,024 + 512 = 1,536 tokens"
 
 
-def test_a_step_is_told_in_tokens_too() -> None:
+def test_size_of_a_step_is_printed_in_tokens() -> None:
     lines = describe_sizes(
         load([*RL, "batching.prompts_per_step=6", "algorithm.group_size=4"]).config
     )
     assert lines[4] == "a step's tokens: at most 24 x 1,536 = 36,864"
 
 
-def test_turns_and_the_answers_between_them_count_in_a_sample() -> None:
+def test_turns_and_tool_answers_count_in_the_sample_size() -> None:
     # 3 completions of 20 tokens and 2 answers of 8 are 76.
     overrides = [
         "environment.name=calculator",
@@ -35,13 +35,13 @@ def test_turns_and_the_answers_between_them_count_in_a_sample() -> None:
     ]
     lines = describe_sizes(load([*RL, *overrides]).config)
     assert (
-        "a rollout: at most 3 completions of 20 tokens each, with observations of 8 tokens between them"
-        in lines
+        "a rollout: at most 3 completions of 20 tokens each, with observations of 8 tokens between "
+        "them" in lines
     )
     assert "a sample: at most 1,024 + 76 = 1,100 tokens" in lines
 
 
-def test_what_is_sampled_besides_is_told() -> None:
+def test_additional_samples_are_printed() -> None:
     lines = describe_sizes(load([*RL, "algorithm=remax", "batching.prompts_per_step=6"]).config)
     assert "additionally: 6 greedy completions per step as baselines, not trained on" in lines
     lines = describe_sizes(
@@ -50,12 +50,12 @@ def test_what_is_sampled_besides_is_told() -> None:
         ).config
     )
     assert (
-        "dynamic sampling: at most 10 rounds of 6 prompts x 4 = 240 completions per step, of which 24 are trained on"
-        in lines
+        "dynamic sampling: at most 10 rounds of 6 prompts x 4 = 240 completions per step, of which "
+        "24 are trained on" in lines
     )
 
 
-def test_tasks_without_training_tell_what_they_sample() -> None:
+def test_tasks_without_training_print_what_they_sample() -> None:
     lines = describe_sizes(load([*RL, "task=generate", "generate.num_completions=3"]).config)
     assert (
         lines[0]
@@ -83,6 +83,6 @@ def test_sizes_of_sft_count_demonstrations() -> None:
     assert lines[0] == "a run: 5 updates of 32 demonstrations = 160 demonstrations"
 
 
-def test_a_frozen_role_says_so() -> None:
+def test_frozen_role_is_printed_as_frozen() -> None:
     lines = describe_sizes(load([*RL, "ref=frozen", "algorithm.kl_loss_coef=0.1"]).config)
     assert "ref: model on fsdp, 1 worker, bf16, frozen" in lines

@@ -21,11 +21,17 @@ from .conftest import RL
         ("reward.timeout_s=true", "reward.timeout_s is true, but must be: number."),
         (
             "run.trackers=jsonl",
-            "run.trackers is 'jsonl', but must be: list of jsonl | tensorboard | wandb | mlflow | trackio. A list is written [jsonl].",
+            (
+                "run.trackers is 'jsonl', but must be: list of jsonl | tensorboard | wandb | "
+                "mlflow | trackio. A list is written [jsonl]."
+            ),
         ),
         (
             "run.trackers=[csv]",
-            "run.trackers is ['csv'], but must be: list of jsonl | tensorboard | wandb | mlflow | trackio.",
+            (
+                "run.trackers is ['csv'], but must be: list of jsonl | tensorboard | wandb | "
+                "mlflow | trackio."
+            ),
         ),
         (
             "task=dop",
@@ -39,13 +45,19 @@ from .conftest import RL
         ("run.num_threads=few", "run.num_threads is 'few', but must be: whole number | null."),
         (
             "reward.arguments.x=[1]",
-            "reward.arguments.x is [1], but must be: text | whole number | number | true or false | null.",
+            (
+                "reward.arguments.x is [1], but must be: text | whole number | number | true or "
+                "false | null."
+            ),
         ),
         ("reward.components.length=ten", "reward.components.length is 'ten', but must be: number."),
         ("reward.components=1", "reward.components is 1, but must be: mapping."),
         (
             "teachers.math.engine.model.architecture.sizes={a: 1}",
-            "teachers.math.engine.model.architecture.sizes is {'a': 1}, but must be: text | whole number | number | true or false | null.",
+            (
+                "teachers.math.engine.model.architecture.sizes is {'a': 1}, but must be: text | "
+                "whole number | number | true or false | null."
+            ),
         ),
     ],
 )
@@ -57,7 +69,7 @@ def test_value_of_the_wrong_type_is_named_with_what_is_expected(
     assert str(caught.value) == sentence
 
 
-def test_whole_number_is_taken_where_a_number_is_expected() -> None:
+def test_integer_is_accepted_as_a_number() -> None:
     value = load([*RL, "reward.timeout_s=3"]).config.reward.timeout_s
     assert (value, type(value)) == (3.0, float)
 
@@ -78,7 +90,7 @@ def test_free_mapping_keeps_the_type_of_each_value() -> None:
     assert [type(value) for value in arguments.values()] == [int, float, bool, str, type(None)]
 
 
-def test_message_of_a_dataclass_keeps_its_words_and_gains_the_key() -> None:
+def test_key_is_added_to_the_message_of_a_dataclass() -> None:
     with pytest.raises(
         ConfigError,
         match=r"^actor.engine.schedule: schedule.kind is linear, which needs schedule.total_steps",
@@ -86,7 +98,7 @@ def test_message_of_a_dataclass_keeps_its_words_and_gains_the_key() -> None:
         load([*RL, "actor.engine.schedule.kind=linear"])
 
 
-def test_message_that_already_begins_with_its_key_is_not_doubled() -> None:
+def test_key_is_not_added_twice_to_a_message() -> None:
     with pytest.raises(ConfigError, match=r"^run.total_steps is 0, but must be at least 1.$"):
         load([*RL, "run.total_steps=0"])
 
@@ -108,13 +120,13 @@ def test_every_bad_value_of_a_mapping_has_its_line() -> None:
     }
 
 
-def test_what_must_be_set_is_asked_for() -> None:
+def test_missing_required_key_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         load([])
     assert "data.train: paths is empty, but a source of kind jsonl needs at least one." in str(
         caught.value
     )
     assert (
-        "actor.engine.model: exactly one of model.path (now None) and model.architecture (now {}) must be set"
-        in str(caught.value)
-    )
+        "actor.engine.model: exactly one of model.path (now None) and model.architecture "
+        "(now {}) must be set"
+    ) in str(caught.value)

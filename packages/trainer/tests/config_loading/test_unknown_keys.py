@@ -60,20 +60,19 @@ def test_every_unknown_key_has_its_line() -> None:
 def test_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [temper, _self_]\nrun:\n  sed: 3\n")
     text = refusal(config_dir=tmp_path, config_name="mine")
-    assert (
-        text
-        == f"there is no key run.sed: did you mean run.seed? (set by: file {tmp_path / 'mine.yaml'})"
+    assert text == (
+        f"there is no key run.sed: did you mean run.seed? (set by: file {tmp_path / 'mine.yaml'})"
     )
 
 
-def test_a_file_of_the_older_generation_is_not_listed_to_its_end(tmp_path: Path) -> None:
+def test_unknown_keys_of_an_old_configuration_are_not_all_listed(tmp_path: Path) -> None:
     keys = "".join(f"  key_{i}: 1\n" for i in range(30))
     (tmp_path / "old.yaml").write_text(f"defaults: [temper, _self_]\ntrainer:\n{keys}")
     lines = refusal(config_dir=tmp_path, config_name="old").splitlines()
     assert (len(lines), lines[-1]) == (13, "and 18 more.")  # 12 shown, 30 - 12 = 18
 
 
-def test_removed_key_says_what_replaced_it() -> None:
+def test_removed_key_names_its_replacement() -> None:
     text = refusal("actor_rollout_ref.rollout.n=5")
     assert text.startswith(
         "actor_rollout_ref.rollout.n was removed in 0.1; use: algorithm.group_size. "
@@ -90,9 +89,9 @@ def test_keys_of_a_mapping_are_free() -> None:
 
 def test_critic_settings_without_a_critic_name_the_group() -> None:
     text = refusal("critic.num_workers=2")
-    assert (
-        text
-        == "critic.num_workers has no effect without a critic: add critic=value_model (or algorithm=ppo), or remove it."
+    assert text == (
+        "critic.num_workers has no effect without a critic: add critic=value_model (or "
+        "algorithm=ppo), or remove it."
     )
 
 
@@ -114,16 +113,15 @@ def test_reference_settings_without_a_reference_name_the_group() -> None:
         ("teachers.math.free_cache_engine", "sleeps"),
     ],
 )
-def test_a_teacher_that_shares_devices_or_sleeps_is_refused_with_the_reason(
-    key: str, kind: str
-) -> None:
+def test_colocated_or_sleeping_teacher_is_refused_with_the_reason(key: str, kind: str) -> None:
     text = refusal(f"{key}=true")
     assert text.startswith(
-        f"{key} is for a teacher that {kind}, which is not supported: teachers are queried in every step"
+        f"{key} is for a teacher that {kind}, which is not supported: teachers are queried in "
+        "every step"
     )
     assert "they have their own resource pool (teachers.NAME.pool) and never sleep" in text
     assert text.endswith("(set by: command line)")
 
 
-def test_a_slip_in_a_teachers_key_still_names_the_nearest() -> None:
+def test_misspelled_key_of_a_teacher_names_the_nearest() -> None:
     assert "did you mean teachers.NAME.num_replicas" in refusal("teachers.math.num_replica=2")

@@ -30,7 +30,7 @@ def source(
 
 
 def check_text(text: str) -> int:
-    """Redo every line of an answer text with Python's own arithmetic; its final number."""
+    """Check every line of an answer text with Python's arithmetic, and return its final number."""
     *lines, final = text.split("\n")
     for line in lines:
         found = EQUATION.fullmatch(line)
@@ -47,7 +47,7 @@ def check_text(text: str) -> int:
     return int(final.removeprefix("#### "))
 
 
-def test_a_worked_example() -> None:
+def test_example_problem_is_solved_step_by_step() -> None:
     # 6 boxes of 4 pens are 24, and 3 more are 27.
     steps = (Step(left=6, operator="*", right=4), Step(left=None, operator="+", right=3))
     assert solve(steps) == "6*4=24\n24+3=27\n#### 27"
@@ -55,8 +55,9 @@ def test_a_worked_example() -> None:
     assert solve(replace_first_operation(steps)) == "6+4=10\n10+3=13\n#### 13"
 
 
-def test_a_wrong_first_operation_never_falls_below_one() -> None:
-    # 3 + 5 can't become 3 - 5, so it becomes 3 * 5; 7 + 2 becomes 7 - 2 = 5, from which 6 can't be taken, so 6 is added.
+def test_wrong_first_operation_never_falls_below_one() -> None:
+    # 3 + 5 can't become 3 - 5, so it becomes 3 * 5; 7 + 2 becomes 7 - 2 = 5, from which 6 can't be
+    # taken, so 6 is added.
     assert (
         solve(replace_first_operation((Step(left=3, operator="+", right=5),))) == "3*5=15\n#### 15"
     )
@@ -73,7 +74,7 @@ def test_every_answer_text_is_right_and_every_wrong_one_is_consistent(seed: int)
     assert wrong[0].operator != problem.steps[0].operator
 
 
-def test_train_and_test_never_share_a_question_whatever_their_seeds() -> None:
+def test_train_and_test_questions_are_disjoint_for_all_seeds() -> None:
     train = {
         row.prompt for seed in range(3) for row in generate_arithmetic_rows(source(500, seed=seed))
     }
@@ -96,7 +97,7 @@ def test_rows_are_a_function_of_the_seed_and_all_different() -> None:
     assert len({row.prompt for row in rows}) == 300
 
 
-def test_the_share_of_wrong_demonstrations_leaves_questions_and_answers_alone() -> None:
+def test_fraction_of_wrong_demonstrations_does_not_change_questions_and_answers() -> None:
     right, half = (
         generate_arithmetic_rows(source(1000)),
         generate_arithmetic_rows(source(1000, wrong=0.5)),
@@ -107,7 +108,7 @@ def test_the_share_of_wrong_demonstrations_leaves_questions_and_answers_alone() 
     assert 405 < sum(row.solution != row.answer for row in half) < 595
 
 
-def test_a_split_that_does_not_exist_is_refused() -> None:
+def test_split_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="'dev', but must be train or test"):
         generate_arithmetic_rows(source(1, split="dev"))
 

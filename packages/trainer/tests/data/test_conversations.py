@@ -15,10 +15,11 @@ from temper_trainer.types import Demonstration
 
 WORDS = ["<eos>", "<unk>", "U", "A", "hi", "ho", "he", "!"]
 CHAT = (
-    "{% for m in messages %}{{ 'U' if m.role == 'user' else 'A' }}{{ m.content }}{% if m.role != 'user' %}<eos>!{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ 'U' if m.role == 'user' else 'A' }}{{ m.content }}{% "
+    "if m.role != 'user' %}<eos>!{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}A{% endif %}"
 )
-TALK = Row(
+CONVERSATION = Row(
     row_id=0,
     prompt=tuple(
         ChatMessage(role=r, content=c)
@@ -44,35 +45,40 @@ def config(**settings: str) -> DataConfig:
 def shown(demonstration: Demonstration) -> tuple[str, str]:
     """(prompt, completion), the completion's untrained tokens in brackets."""
     assert demonstration.loss_mask is not None
-    said = zip(demonstration.tokens, demonstration.loss_mask, strict=True)
+    completion = zip(demonstration.tokens, demonstration.loss_mask, strict=True)
     prompt = " ".join(WORDS[i] for i in demonstration.prompt.tokens)
-    return prompt, " ".join(WORDS[i] if is_trained else f"({WORDS[i]})" for i, is_trained in said)
+    return prompt, " ".join(
+        WORDS[i] if is_trained else f"({WORDS[i]})" for i, is_trained in completion
+    )
 
 
 def test_every_assistant_turn_is_trained_up_to_its_end_token() -> None:
-    assert shown(encode_conversation(TALK, tokenizer(), config())) == (
+    assert shown(encode_conversation(CONVERSATION, tokenizer(), config())) == (
         "U hi A",
         "ho <eos> (!) (U) (hi) (A) he <eos> (!)",
     )
 
 
-def test_only_the_last_turn_where_that_is_asked() -> None:
-    assert shown(encode_conversation(TALK, tokenizer(), config(train_on="last"))) == (
+def test_only_the_last_turn_is_trained_with_train_on_last() -> None:
+    assert shown(encode_conversation(CONVERSATION, tokenizer(), config(train_on="last"))) == (
         "U hi A ho <eos> ! U hi A",
         "he <eos> (!)",
     )
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+def test_template_that_rewrites_earlier_turns_is_refused() -> None:
     rewriting = "{{ 'U' * (messages | length // 2) }}" + CHAT
     with pytest.raises(
         DataError,
-        match=r"talk 0: the chat template rewrites turn 1 when another follows.*data\.train_on=last",
+        match=(
+            r"talk 0: the chat template rewrites turn 1 when another "
+            r"follows.*data\.train_on=last"
+        ),
     ):
-        encode_conversation(TALK, tokenizer(), config(chat_template=rewriting))
+        encode_conversation(CONVERSATION, tokenizer(), config(chat_template=rewriting))
 
 
-def test_a_conversation_without_an_assistant_is_refused() -> None:
+def test_conversation_without_an_assistant_is_refused() -> None:
     record = {"messages": [{"role": "user", "content": "hi"}]}
     with pytest.raises(DataError, match="one of role assistant: there is nothing to imitate"):
         build_row(record, config=config().train, row_id=0, source="talks.jsonl:1")

@@ -1,4 +1,4 @@
-"""Order of the data, and resuming in it (law 41)."""
+"""The order of the data, and resuming within it."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ TAKES = st.lists(st.integers(0, 25), min_size=1, max_size=8)
 
 
 @given(num_items=st.integers(1, 12), seed=st.integers(), takes=TAKES, shuffle=st.booleans())
-def test_every_epoch_hands_out_every_item_once(
+def test_every_epoch_contains_every_item_once(
     num_items: int, seed: int, takes: list[int], shuffle: bool
 ) -> None:
     stream = InMemoryStream(range(num_items), seed=seed, shuffle=shuffle)
@@ -32,17 +32,17 @@ def test_every_epoch_hands_out_every_item_once(
     before=st.integers(0, 40),
     after=st.integers(0, 40),
 )
-def test_resuming_at_any_cursor_goes_on_exactly(
+def test_resuming_at_any_cursor_continues_exactly(
     num_items: int, seed: int, before: int, after: int
 ) -> None:
-    whole = InMemoryStream(range(num_items), seed=seed, shuffle=True)
-    whole.take(before)
-    resumed = InMemoryStream(range(num_items), seed=seed, shuffle=True, cursor=whole.cursor)
-    assert resumed.take(after) == whole.take(after)
-    assert resumed.cursor == whole.cursor
+    uninterrupted = InMemoryStream(range(num_items), seed=seed, shuffle=True)
+    uninterrupted.take(before)
+    resumed = InMemoryStream(range(num_items), seed=seed, shuffle=True, cursor=uninterrupted.cursor)
+    assert resumed.take(after) == uninterrupted.take(after)
+    assert resumed.cursor == uninterrupted.cursor
 
 
-def test_a_cursor_at_the_end_of_an_epoch_begins_the_next() -> None:
+def test_cursor_at_the_end_of_an_epoch_starts_the_next() -> None:
     stream = InMemoryStream("abc", seed=1, shuffle=True, cursor=DataCursor(epoch=4, index=3))
     assert stream.cursor == DataCursor(epoch=5, index=0)
     assert stream.take(3) == [
@@ -50,19 +50,20 @@ def test_a_cursor_at_the_end_of_an_epoch_begins_the_next() -> None:
     ]
 
 
-def test_the_order_of_an_epoch_is_the_same_in_every_python() -> None:
-    # Fixed by random.Random's promise for string seeds; written down so that a change of our own shows.
+def test_order_of_an_epoch_does_not_depend_on_the_python_version() -> None:
+    # Fixed by random.Random's promise for string seeds; written down so that a change of our own
+    # shows.
     assert epoch_order(8, seed=0, epoch=0, shuffle=True) == ORDER_OF_SEED_0
     assert epoch_order(8, seed=0, epoch=1, shuffle=True) != ORDER_OF_SEED_0
     assert epoch_order(8, seed=1, epoch=0, shuffle=True) != ORDER_OF_SEED_0
     assert epoch_order(3, seed=0, epoch=9, shuffle=False) == [0, 1, 2]
 
 
-def test_nothing_to_hand_out_is_refused() -> None:
+def test_empty_stream_is_refused() -> None:
     with pytest.raises(DataError, match="there are no training items"):
         InMemoryStream([], seed=0, shuffle=True)
 
 
-def test_a_cursor_of_other_data_is_refused() -> None:
+def test_cursor_of_other_data_is_refused() -> None:
     with pytest.raises(DataError, match="is at 4 of epoch 1, but there are 3 items"):
         InMemoryStream("abc", seed=0, shuffle=True, cursor=DataCursor(epoch=1, index=4))

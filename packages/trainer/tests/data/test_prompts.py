@@ -1,4 +1,4 @@
-"""From rows to token ids."""
+"""Test how rows become token ids."""
 
 import json
 import re
@@ -16,7 +16,10 @@ from temper_trainer.data.rows import ChatMessage, DataError, Row
 from temper_trainer.data.tokenizer import build_tokenizer
 
 CONFIG = DataConfig(train=SourceConfig(paths=("unused",)), prompt_template="Q: {prompt}\n")
-TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if "
+    "add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 def row(row_id: int, prompt: str | tuple[ChatMessage, ...], solution: str = "#### 2") -> Row:
@@ -33,7 +36,7 @@ def tokenizer(tmp_path: Path) -> PreTrainedTokenizerBase:
     )
 
 
-def test_a_string_prompt_goes_into_the_template_braces_and_all(
+def test_string_prompt_with_braces_is_inserted_into_the_template(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     ([prompt], num_dropped) = encode_prompts([row(4, "1 + {1}?")], tokenizer, CONFIG)
@@ -46,7 +49,7 @@ def test_a_string_prompt_goes_into_the_template_braces_and_all(
     assert tokenizer.decode(prompt.tokens) == "Q: 1 + {1}?\n"
 
 
-def test_chat_messages_go_through_the_chat_template_with_the_assistants_turn_open(
+def test_chat_messages_are_rendered_with_a_generation_prompt(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     messages = (ChatMessage(role="user", content="one two"),)
@@ -69,7 +72,7 @@ TOOL = {"type": "function", "function": {"name": "two", "description": "counts",
 @pytest.mark.parametrize(
     "content", [[TOOL], {"tools": [{"class_name": "package.Class", "tool_schema": TOOL}]}]
 )
-def test_the_chat_template_describes_tools_of_a_file(
+def test_chat_template_describes_tools_of_a_file(
     content: object, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     (tmp_path / "tools.json").write_text(json.dumps(content))
@@ -80,7 +83,7 @@ def test_the_chat_template_describes_tools_of_a_file(
     assert prompt.text == "<two>[user] one\n[assistant]"
 
 
-def test_tools_that_no_prompt_would_mention_are_refused(
+def test_tools_that_the_template_ignores_are_refused(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     path = tmp_path / "tools.json"
@@ -100,13 +103,13 @@ def test_tools_that_no_prompt_would_mention_are_refused(
         ("[", "cannot be read"),
     ],
 )
-def test_a_file_without_schemas_is_refused(content: str, message: str, tmp_path: Path) -> None:
+def test_file_without_schemas_is_refused(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "tools.yaml").write_text(content)
     with pytest.raises(ConfigError, match=re.escape(message)):
         read_tools(str(tmp_path / "tools.yaml"))
 
 
-def test_a_tokenizers_own_begin_token_stays_and_its_end_token_goes(
+def test_begin_token_of_the_tokenizer_is_kept_and_its_end_token_removed(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     specials = [("<unk>", 2), ("<eos>", 1)]
@@ -119,7 +122,7 @@ def test_a_tokenizers_own_begin_token_stays_and_its_end_token_goes(
     assert tokenizer.convert_ids_to_tokens(prompt.tokens) == ["<unk>", "one"]
 
 
-def test_a_demonstration_ends_with_the_end_token(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_demonstration_ends_with_the_end_token(tokenizer: PreTrainedTokenizerBase) -> None:
     ([demonstration], _) = encode_demonstrations(
         [row(0, "one", solution="three four")], tokenizer, CONFIG
     )
@@ -127,7 +130,7 @@ def test_a_demonstration_ends_with_the_end_token(tokenizer: PreTrainedTokenizerB
     assert demonstration.prompt.text == "Q: one\n"
 
 
-def test_an_overlong_prompt_is_refused_by_name_or_dropped_and_counted(
+def test_overlong_prompt_is_refused_by_name_or_dropped_and_counted(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     rows = [row(0, "one"), row(1, "one two three four"), row(2, "two")]
@@ -146,7 +149,7 @@ def test_an_overlong_prompt_is_refused_by_name_or_dropped_and_counted(
     assert ([item.prompt.prompt_id for item in demonstrations], num_dropped) == ([0, 2], 1)
 
 
-def test_a_data_set_of_which_nothing_is_left_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_dataset_without_remaining_rows_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(DataError, match="all 1 prompts are longer than"):
         encode_prompts(
             [row(0, "one")],
@@ -160,14 +163,14 @@ def test_no_rows_are_no_prompts(tokenizer: PreTrainedTokenizerBase) -> None:
     assert encode_demonstrations([], tokenizer, CONFIG) == ([], 0)
 
 
-def test_a_template_without_a_place_for_the_prompt_is_refused(
+def test_template_without_a_placeholder_for_the_prompt_is_refused(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     with pytest.raises(ConfigError, match=r"must contain \{prompt\}"):
         encode_prompts([row(0, "one")], tokenizer, replace(CONFIG, prompt_template="Question:"))
 
 
-def test_a_string_prompt_may_be_a_users_message(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_string_prompt_can_be_a_user_message(tokenizer: PreTrainedTokenizerBase) -> None:
     config = replace(
         CONFIG,
         prompt_template="{prompt} two",

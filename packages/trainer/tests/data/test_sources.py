@@ -56,7 +56,7 @@ def test_hugging_face_datasets_of_the_same_problems_give_the_same_rows(tmp_path:
         load_rows(SourceConfig(kind="datasets", paths=("saved",), split="dev"), base_dir=tmp_path)
 
 
-def test_rows_are_numbered_over_all_files_and_cut_at_max_rows(tmp_path: Path) -> None:
+def test_rows_are_numbered_over_all_files_up_to_max_rows(tmp_path: Path) -> None:
     for name in "ab":
         write_lines(tmp_path / name, *(json.dumps(problem) for problem in PROBLEMS))
     rows = load_rows(SourceConfig(paths=("a", "b"), max_rows=3), base_dir=tmp_path)
@@ -68,7 +68,7 @@ def test_rows_are_numbered_over_all_files_and_cut_at_max_rows(tmp_path: Path) ->
     assert rows[2].source == f"{tmp_path / 'b'}:1"
 
 
-def test_a_file_system_url_is_read_as_it_is(tmp_path: Path) -> None:
+def test_file_system_url_is_passed_on_unchanged(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", json.dumps(PROBLEMS[0]))
     (row,) = load_rows(
         SourceConfig(paths=(f"file://{tmp_path}/a.jsonl",)), base_dir=Path("elsewhere")
@@ -100,7 +100,7 @@ def test_chat_messages_become_a_tuple(tmp_path: Path) -> None:
         ('{"question": [{"role": "user"}], "answer": "2"}', "message 0 must have role and content"),
     ],
 )
-def test_a_malformed_row_is_named_with_its_line(tmp_path: Path, line: str, complaint: str) -> None:
+def test_malformed_row_is_named_with_its_line(tmp_path: Path, line: str, complaint: str) -> None:
     source = write_lines(tmp_path / "a.jsonl", json.dumps(PROBLEMS[0]), "", line)
     with pytest.raises(DataError, match=complaint) as caught:
         load_rows(source)
@@ -120,7 +120,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         assert str(tmp_path / name) in str(caught.value)
 
 
-def test_parquet_without_the_columns_says_which_it_has(tmp_path: Path) -> None:
+def test_parquet_file_without_the_columns_lists_its_columns(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"problem": ["1 + 1?"], "answer": ["2"]}), tmp_path / "a.parquet")
     with pytest.raises(
         DataError,
@@ -129,27 +129,30 @@ def test_parquet_without_the_columns_says_which_it_has(tmp_path: Path) -> None:
         load_rows(SourceConfig(kind="parquet", paths=("a.parquet",)), base_dir=tmp_path)
 
 
-def test_an_empty_data_set_is_refused(tmp_path: Path) -> None:
+def test_empty_data_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no rows"):
         load_rows(write_lines(tmp_path / "a.jsonl", ""))
 
 
-def test_a_source_of_kind_datasets_takes_one_name() -> None:
+def test_source_of_kind_datasets_accepts_one_name() -> None:
     pytest.importorskip("datasets", reason="needs the extra temper-trainer[datasets]")
     with pytest.raises(ConfigError, match="takes one name or directory"):
         load_rows(SourceConfig(kind="datasets", paths=("a", "b")))
 
 
-def test_a_missing_datasets_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_datasets_library_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
         ConfigError,
-        match=r"needs the Hugging Face datasets library: pip install 'temper-trainer\[datasets\]'\.",
+        match=(
+            r"needs the Hugging Face datasets library: pip install "
+            r"'temper-trainer\[datasets\]'\."
+        ),
     ):
         load_rows(SourceConfig(kind="datasets", paths=("any",)))
 
 
-def test_fields_within_fields_are_found_in_both_kinds_of_file(tmp_path: Path) -> None:
+def test_nested_fields_are_found_in_jsonl_and_parquet(tmp_path: Path) -> None:
     record = {
         "prompt": "1 + 1?",
         "reward_model": {"ground_truth": "2", "style": "rule"},
@@ -171,7 +174,7 @@ def test_fields_within_fields_are_found_in_both_kinds_of_file(tmp_path: Path) ->
         assert row.extra == {"data_source": "sums", "extra_info.index": 7, "nothing": None}
 
 
-def test_a_field_with_a_dot_in_its_name_comes_before_a_path(tmp_path: Path) -> None:
+def test_field_with_a_dot_in_its_name_takes_precedence_over_a_nested_field(tmp_path: Path) -> None:
     source = write_lines(
         tmp_path / "a.jsonl", json.dumps({"question": "1?", "a.b": "named", "a": {"b": "within"}})
     )

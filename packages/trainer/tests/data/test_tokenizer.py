@@ -26,7 +26,7 @@ def build(
 @pytest.mark.parametrize(
     "config", [TokenizerConfig(kind="word_level"), TokenizerConfig(kind="bpe", vocab_size=300)]
 )
-def test_a_saved_tokenizer_loads_and_gives_every_text_back(
+def test_saved_tokenizer_loads_and_decodes_every_text(
     config: TokenizerConfig, tmp_path: Path
 ) -> None:
     made = build(config, tmp_path)
@@ -56,7 +56,7 @@ def test_word_level_splits_words_with_their_space_and_single_digits(tmp_path: Pa
     ]
 
 
-def test_word_level_calls_a_word_it_has_not_seen_unknown(tmp_path: Path) -> None:
+def test_word_level_encodes_new_words_as_unknown(tmp_path: Path) -> None:
     tokenizer = build(TokenizerConfig(kind="word_level"), tmp_path)
     assert tokenizer.unk_token_id in tokenizer("Tom has pears")["input_ids"]
 
@@ -71,7 +71,7 @@ def test_bpe_keeps_its_size_and_never_merges_digits(tmp_path: Path) -> None:
 
 
 @given(text=st.text())
-def test_bpe_gives_any_text_back(text: str, bpe: PreTrainedTokenizerBase) -> None:
+def test_bpe_decodes_any_text_unchanged(text: str, bpe: PreTrainedTokenizerBase) -> None:
     assert bpe.decode(bpe(text)["input_ids"]) == text
 
 
@@ -80,18 +80,20 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
     return build(TokenizerConfig(kind="bpe", vocab_size=300), tmp_path_factory.mktemp("bpe"))
 
 
-def test_the_arithmetic_problems_need_few_words_and_no_unknown(tmp_path: Path) -> None:
+def test_arithmetic_problems_need_few_words_and_no_unknown_token(tmp_path: Path) -> None:
     rows = generate_arithmetic_rows(SourceConfig(kind="arithmetic", max_rows=3000))
     tokenizer = build(
         TokenizerConfig(kind="word_level"), tmp_path, [text for row in rows for text in row.texts]
     )
-    held_out = generate_arithmetic_rows(SourceConfig(kind="arithmetic", max_rows=300, split="test"))
+    test_rows = generate_arithmetic_rows(
+        SourceConfig(kind="arithmetic", max_rows=300, split="test")
+    )
     assert len(tokenizer) < 100
-    encoded = tokenizer([text for row in held_out for text in row.texts])["input_ids"]
+    encoded = tokenizer([text for row in test_rows for text in row.texts])["input_ids"]
     assert not any(tokenizer.unk_token_id in ids for ids in encoded)
 
 
-def test_a_text_that_would_change_is_refused() -> None:
+def test_text_that_would_change_is_refused() -> None:
     lossy = Tokenizer(models.WordLevel({"tom": 0, "<unk>": 1}, unk_token="<unk>"))
     lossy.normalizer = normalizers.Lowercase()
     check_round_trip(lossy, ["tom"])
@@ -99,7 +101,7 @@ def test_a_text_that_would_change_is_refused() -> None:
         check_round_trip(lossy, ["tom", "Tom"])
 
 
-def test_a_text_that_holds_a_special_token_is_refused(tmp_path: Path) -> None:
+def test_text_with_a_special_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="contains one of the special tokens"):
         build(TokenizerConfig(kind="word_level"), tmp_path, ["it would end <eos> here"])
 
@@ -115,13 +117,13 @@ def test_a_text_that_holds_a_special_token_is_refused(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_tokenizer_that_cannot_be_is_refused(
+def test_impossible_tokenizer_settings_are_refused(
     config: TokenizerConfig, complaint: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         build(config, tmp_path)
 
 
-def test_no_texts_to_learn_from_are_refused(tmp_path: Path) -> None:
+def test_training_a_tokenizer_without_texts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="learns from the training texts"):
         build(TokenizerConfig(kind="word_level"), tmp_path, [])

@@ -12,10 +12,16 @@ HOST = {host!r}
 LIBRARY = os.path.dirname(os.__file__)
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = libc.shmat.restype = ctypes.c_void_p
-NUMBERS = {{"x86_64": dict(pivot_root=155, init_module=175, add_key=248, keyctl=250, perf_event_open=298, open_by_handle_at=304,
-                         bpf=321, userfaultfd=323, clone=56),
-           "aarch64": dict(pivot_root=41, init_module=105, add_key=217, keyctl=219, perf_event_open=241, open_by_handle_at=265,
-                          bpf=280, userfaultfd=282, clone=220)}}.get(platform.machine(), {{}})
+NUMBERS = {{
+    "x86_64": dict(
+        pivot_root=155, init_module=175, add_key=248, keyctl=250, perf_event_open=298,
+        open_by_handle_at=304, bpf=321, userfaultfd=323, clone=56,
+    ),
+    "aarch64": dict(
+        pivot_root=41, init_module=105, add_key=217, keyctl=219, perf_event_open=241,
+        open_by_handle_at=265, bpf=280, userfaultfd=282, clone=220,
+    ),
+}}.get(platform.machine(), {{}})
 
 def checked(result):
     if result in (-1, ctypes.c_void_p(-1).value):
@@ -41,9 +47,10 @@ class Attempt:
     name: str
     code: str
     unconfined: Unconfined = "escapes"
-    """What it does without a sandbox, proof that the program does what its name says: it gets out, as
-    any user or as root with all capabilities, or where the kernel is set up to allow it. Those that would
-    harm the machine are not run."""
+    """Its result without a sandbox, to show that the program does what its name says.
+
+    It escapes as any user, as root with all capabilities, or if the kernel is set up to allow it.
+    Programs that would harm the host are not run."""
     says: str = ""
     """Part of the output in the sandbox."""
     timeout_s: float = 60.0
@@ -765,6 +772,51 @@ while True: x.append(os.pipe())
 """,
         unconfined="not run",
         says="Too many open files",
+    ),
+    Attempt(
+        name="record locks without number",
+        code="""
+import fcntl
+f = open('f', 'wb'); n = 0
+while n < 1 << 12: fcntl.lockf(f, fcntl.LOCK_EX, 1, n); n += 2
+escaped()
+""",
+        says="Operation not permitted",
+    ),
+    Attempt(
+        name="record locks of open files without number",
+        code="""
+import fcntl, struct
+f = open('f', 'wb'); n = 0
+while n < 1 << 12: fcntl.fcntl(f, 37, struct.pack('hhqqi4x', 1, 0, n, 1, 0)); n += 2
+escaped()
+""",
+        says="Operation not permitted",
+    ),
+    Attempt(
+        name="wait for record locks",
+        code="""
+import fcntl, struct
+f = open('f', 'wb')
+for command in 7, 38: fcntl.fcntl(f, command, struct.pack('hhqqi4x', 1, 0, command, 1, 0))
+escaped()
+""",
+        says="Operation not permitted",
+    ),
+    Attempt(
+        name="ask who locks a file of the interpreter",
+        code="""
+import fcntl, struct
+for command in 5, 36:
+  try: fcntl.fcntl(os.open(os.__file__, os.O_RDONLY), command, struct.pack('hhqqi4x', 1, 0, 0, 0, 0)); escaped()
+  except PermissionError as error: print(error)
+""",
+        says="Operation not permitted",
+    ),
+    Attempt(
+        name="lock a file of the interpreter for reading",
+        code="import fcntl; fcntl.lockf(os.open(os.__file__, os.O_RDONLY), fcntl.LOCK_SH); escaped()",
+        says="Operation not permitted",
     ),
     Attempt(
         name="errors without end",

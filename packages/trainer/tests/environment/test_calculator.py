@@ -18,7 +18,7 @@ from temper_trainer.environment.calculator import CalculationError, calculate
         ("6/3", "2"),
     ],
 )
-def test_values(expression: str, value: str) -> None:
+def test_expressions_have_the_expected_values(expression: str, value: str) -> None:
     assert calculate(expression) == value
 
 
@@ -34,6 +34,6 @@ def test_values(expression: str, value: str) -> None:
         ("True+1", "not an arithmetic expression"),
     ],
 )
-def test_what_has_no_value_says_why(expression: str, sentence: str) -> None:
+def test_invalid_expression_is_refused_with_the_reason(expression: str, sentence: str) -> None:
     with pytest.raises(CalculationError, match=sentence):
         calculate(expression)

@@ -1,4 +1,4 @@
-"""Programs that try to leave the sandbox of the Python tool, started by root and by another user."""
+"""Run programs that try to leave the sandbox of the Python tool, as root and as another user."""
 
 import json
 import os
@@ -44,7 +44,7 @@ Results = dict[str, SandboxResult]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What the programs try to reach. All of it is open to every user of this machine."""
+    """The targets of the programs. Every user of this host can reach them."""
 
     folder: str
     manifest: str
@@ -127,7 +127,7 @@ def run_all(request: pytest.FixtureRequest, needs_bubblewrap: None) -> RunAll:
 
 @pytest.fixture(scope="module")
 def results(run_all: RunAll, host: Host) -> Results:
-    """What every attempt came to, and that the host is as it was."""
+    """Run all attempts, and check that the host is unchanged."""
     found = {}
     for timeout_s in {attempt.timeout_s for attempt in ATTEMPTS}:
         alike = [
@@ -180,8 +180,8 @@ def has_all_capabilities() -> bool:
     )
 
 
-def test_the_same_programs_get_out_without_a_sandbox(host: Host, needs_bubblewrap: None) -> None:
-    """The programs do what their names say: where there is no sandbox, they succeed."""
+def test_same_programs_escape_without_a_sandbox(host: Host, needs_bubblewrap: None) -> None:
+    """Check that the programs test what they claim: without a sandbox they succeed."""
     del needs_bubblewrap  # they are written for Linux
     expected = {"escapes", "as root"} if has_all_capabilities() else {"escapes"}
     attempts = [
@@ -202,7 +202,7 @@ def test_the_same_programs_get_out_without_a_sandbox(host: Host, needs_bubblewra
     assert not failed
 
 
-def test_what_one_program_leaves_another_does_not_find(run_all: RunAll) -> None:
+def test_program_does_not_see_files_of_an_earlier_one(run_all: RunAll) -> None:
     code = "import os; print(os.listdir('.')); open('left', 'w').write('x')"
     assert [result.output for result in run_all([code] * 20)] == ["[]"] * 20
 
@@ -232,7 +232,22 @@ print(asyncio.run(add(40, 2)), len(uuid.uuid4().hex), hashlib.sha256(b"x").hexdi
     assert not result.is_failed
 
 
-def test_a_killed_trainer_takes_the_program_with_it(host: Host, needs_bubblewrap: None) -> None:
+def test_database_in_a_file_needs_no_locks_or_gets_a_clear_error(run_all: RunAll) -> None:
+    code = """
+import sqlite3
+query = "create table t (x)"
+try:
+    sqlite3.connect("a.db").execute(query)
+except sqlite3.OperationalError as error:
+    print(error)
+sqlite3.connect("file:b.db?nolock=1", uri=True).execute(query)
+print("created")
+"""
+    (result,) = run_all([code])
+    assert result.output == "access permission denied\ncreated"
+
+
+def test_program_ends_if_the_trainer_is_killed(host: Host, needs_bubblewrap: None) -> None:
     del needs_bubblewrap
     limit = int(host.nap)  # a limit that no other process of this machine has marks this one
     driver = (

@@ -1,4 +1,4 @@
-"""What both sandboxes of the Python tool promise, and when a run is refused."""
+"""Test the properties of both sandboxes of the Python tool, and when a run is refused."""
 
 import logging
 import os
@@ -36,23 +36,23 @@ def fresh() -> Iterator[None]:
     open_sandbox.cache_clear()
 
 
-def test_what_is_printed_comes_back(sandbox: Sandbox) -> None:
+def test_output_of_a_program_is_returned(sandbox: Sandbox) -> None:
     result = sandbox.run("import math\nprint(math.gcd(12, 18))", timeout_s=30.0, memory_mib=256)
     assert (result.output, result.is_failed, result.is_timeout) == ("6", False, False)
 
 
-def test_an_error_is_its_last_line(sandbox: Sandbox) -> None:
+def test_last_line_of_an_error_is_returned(sandbox: Sandbox) -> None:
     result = sandbox.run("print(1)\nprint(1 / 0)", timeout_s=30.0, memory_mib=256)
     assert result.output == "1\nZeroDivisionError: division by zero"
     assert result.is_failed
 
 
-def test_an_exit_without_a_word_is_told_by_its_status(sandbox: Sandbox) -> None:
+def test_silent_exit_is_described_by_its_status(sandbox: Sandbox) -> None:
     result = sandbox.run("raise SystemExit(3)", timeout_s=30.0, memory_mib=256)
     assert result.output == "error: the program ended with status 3"
 
 
-def test_a_loop_is_ended(sandbox: Sandbox) -> None:
+def test_endless_loop_times_out(sandbox: Sandbox) -> None:
     result = sandbox.run(
         "print('begun', flush=True)\nwhile True: pass", timeout_s=1.0, memory_mib=256
     )
@@ -74,16 +74,16 @@ def test_output_is_bounded(sandbox: Sandbox) -> None:
     assert not result.is_timeout
 
 
-def test_a_program_longer_than_a_pipe_is_read_whole(sandbox: Sandbox) -> None:
+def test_program_longer_than_a_pipe_buffer_runs(sandbox: Sandbox) -> None:
     code = f"text = {'x' * 500_000!r}\nprint(len(text))"
     assert sandbox.run(code, timeout_s=30.0, memory_mib=256).output == "500000"
 
 
-def test_half_a_surrogate_pair_is_an_answer_and_no_error_of_the_run(sandbox: Sandbox) -> None:
+def test_unpaired_surrogate_is_printed_as_a_question_mark(sandbox: Sandbox) -> None:
     assert sandbox.run("print('\ud800')", timeout_s=30.0, memory_mib=256).output == "?"
 
 
-def test_calls_leave_no_descriptor_and_no_process(sandbox: Sandbox) -> None:
+def test_calls_leak_no_descriptor_and_no_process(sandbox: Sandbox) -> None:
     def usage() -> tuple[int, str]:
         children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
         return len(os.listdir("/proc/self/fd")), children
@@ -99,7 +99,7 @@ def test_calls_leave_no_descriptor_and_no_process(sandbox: Sandbox) -> None:
     assert usage() == before
 
 
-def test_a_program_has_no_environment_of_the_trainer(
+def test_program_does_not_inherit_environment_variables(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "sentinel")
@@ -127,13 +127,13 @@ NoSandbox().run(sys.stdin.read(), timeout_s=600.0, memory_mib=256)
 def test_without_a_sandbox_a_sleeping_program_and_its_processes_end_with_a_killed_driver(
     tmp_path: Path,
 ) -> None:
-    told = tmp_path / "pids"
+    pid_file = tmp_path / "pids"
     code = f"""
 import os, subprocess, time
 child = subprocess.Popen(["sleep", "1000"])
-with open({str(told)!r} + ".partial", "w") as file:
+with open({str(pid_file)!r} + ".partial", "w") as file:
     print(os.getpid(), child.pid, file=file)
-os.rename({str(told)!r} + ".partial", {str(told)!r})
+os.rename({str(pid_file)!r} + ".partial", {str(pid_file)!r})
 time.sleep(1000)
 """
     with subprocess.Popen(
@@ -142,11 +142,11 @@ time.sleep(1000)
         assert driver.stdin is not None
         driver.stdin.write(code)
         driver.stdin.close()
-        while not told.exists():
+        while not pid_file.exists():
             assert driver.poll() is None
             time.sleep(0.05)
         driver.kill()
-    left = [Path(f"/proc/{pid}") for pid in told.read_text().split()]
+    left = [Path(f"/proc/{pid}") for pid in pid_file.read_text().split()]
     deadline = time.monotonic() + 10
     while any(path.exists() for path in left) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -165,14 +165,14 @@ def test_without_a_sandbox_the_folder_of_a_program_names_its_owner_and_is_remove
 
 
 @pytest.mark.usefixtures("needs_bubblewrap")
-def test_a_program_cannot_lock_the_files_of_the_interpreter() -> None:
+def test_program_cannot_lock_the_files_of_the_interpreter() -> None:
     code = "import fcntl, os\nfcntl.flock(open(os.__file__), fcntl.LOCK_EX)"
     result = open_sandbox("bubblewrap").run(code, timeout_s=30.0, memory_mib=256)
     assert result.is_failed
     assert "Function not implemented" in result.output
 
 
-def test_the_policy_reads_that_its_time_was_up(sandbox: Sandbox) -> None:
+def test_timeout_is_reported_to_the_policy(sandbox: Sandbox) -> None:
     tool = make_python_tool(EnvironmentConfig(name="python", tool_timeout_s=0.5), sandbox)
     assert tool("print('x', flush=True)\nwhile True: pass") == (
         "error: no result within 0.5 s",
@@ -188,13 +188,14 @@ def test_without_bubblewrap_the_python_tool_is_refused(
     with pytest.raises(ConfigError) as caught:
         open_sandbox("bubblewrap")
     assert str(caught.value).startswith(
-        "environment.name is python, but its sandbox cannot be started: the program bwrap is not installed. It needs Linux, bubblewrap"
+        "environment.name is python, but its sandbox cannot be started: the program bwrap is not "
+        "installed. It needs Linux, bubblewrap"
     )
     assert "apt-get install bubblewrap" in str(caught.value)
     assert str(caught.value).endswith("set environment.sandbox=none.")
 
 
-def test_a_sandbox_that_cannot_start_is_no_fault_of_the_program(needs_bubblewrap: None) -> None:
+def test_failing_sandbox_raises_instead_of_failing_the_program(needs_bubblewrap: None) -> None:
     del needs_bubblewrap
     found = Bubblewrap.find()
     broken = replace(found, inner=(*found.inner, "--bind", "/nowhere", "/nowhere"))
@@ -204,7 +205,7 @@ def test_a_sandbox_that_cannot_start_is_no_fault_of_the_program(needs_bubblewrap
         broken.run("print(1)", timeout_s=30.0, memory_mib=256)
 
 
-def test_running_without_a_sandbox_is_warned_of_once(
+def test_missing_sandbox_is_warned_about_once(
     fresh: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     del fresh
@@ -217,7 +218,7 @@ def test_running_without_a_sandbox_is_warned_of_once(
     )
 
 
-def test_a_sandbox_is_set_for_the_python_tool_alone() -> None:
+def test_sandbox_setting_is_refused_without_the_python_tool() -> None:
     with pytest.raises(
         ConfigError,
         match=r"environment\.sandbox is none, but only the environment python uses it, not calculator",

@@ -1,4 +1,4 @@
-"""Small real runs: the quickstart's program with a model of two narrow layers and a handful of problems."""
+"""Helpers for small real runs: the quickstart with a tiny model and few problems."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunResult]:
 
 @pytest.fixture
 def rows() -> Callable[..., Rows]:
-    """Logged rows of a phase, without what a clock or a meter measured; every number must be finite."""
+    """Return the logged rows of a phase without times and memory; every number must be finite."""
 
     def read(directory: Path, *, phase: str = "rl") -> Rows:
         parsed = [

@@ -39,7 +39,7 @@ SETTINGS = (
     "run.stop_grace_s=6",
     f"run.total_steps={STEPS}",
     "run.trackers=[jsonl]",
-    "reward.function=temper_trainer_test_rewards:hangs_when_told",
+    "reward.function=temper_trainer_test_rewards:hangs_on_request",
     "reward.timeout_s=1000",
     "run.resume=auto",
 )
@@ -83,12 +83,12 @@ class Fault:
             return "when the disk is full"
         if self.kind == "two processes":
             return f"{self.delay_s:.2f} s after the first"
-        place = {
+        phase = {
             "start": "start",
             "step": f"step {self.step}",
             "save": f"save of step {self.step}",
         }[self.moment]
-        return f"{place} + {self.delay_s:.2f} s"
+        return f"{phase} + {self.delay_s:.2f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class Case:
     in_background: bool
     num_workers: int
     is_cold: bool
-    """Whether each start is a new interpreter."""
+    """True if each start is a new interpreter."""
 
     @property
     def overrides(self) -> list[str]:
@@ -126,7 +126,7 @@ class Row:
     equal: bool = False
     leftovers: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """Why the case failed; empty if it passed."""
+    """Reason of the failure; empty if the case passed."""
     seconds: float = 0.0
 
 
@@ -165,7 +165,7 @@ def _draw_fault(kind: str, draw: random.Random) -> Fault:
 
 
 def damage(checkpoint: Path, draw: random.Random) -> None:
-    """Do to a checkpoint one of the things that disks, kills and people do."""
+    """Apply one random kind of damage to a checkpoint."""
     victim = draw.choice(sorted(path for path in checkpoint.rglob("*") if path.is_file()))
     content = victim.read_bytes()
     match draw.choice(["flip", "cut", "empty", "delete", "garbage", "no manifest", "nothing"]):
@@ -300,7 +300,7 @@ def _drive(
     log: Path,
     max_file_bytes: int | None,
 ) -> None:
-    """Be `temper-train` in a forked process."""
+    """Run `temper-train` in a forked process."""
     _become_driver(max_file_bytes)
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 1)
@@ -374,7 +374,7 @@ class CaseRunner:
             (self.folder / name).mkdir(parents=True)
         faults = list(self.case.faults)
         has_disk = any(fault.kind == "full disk" for fault in faults)
-        with small_disk(self.folder / "disk", is_wanted=has_disk) as resize:
+        with small_disk(self.folder / "disk", is_enabled=has_disk) as resize:
             code: int | None = None
             while code != 0 and self.row.starts <= len(self.case.faults):
                 code = self._start(faults.pop(0) if faults else None, resize=resize)
@@ -403,7 +403,9 @@ class CaseRunner:
 
     def _start(self, fault: Fault | None, *, resize: Callable[[int | None], bool]) -> int | None:
         before, may_repeat = logged_steps(self.run), self.may_repeat
-        self.may_repeat = self.case.save_every + int(self.case.in_background)
+        # A background save of a step is committed before the next saved step is logged.
+        num_logged = 2 * self.case.save_every - 1
+        self.may_repeat = num_logged if self.case.in_background else self.case.save_every
         max_file_bytes = None
         if fault is not None and fault.kind == "full disk":
             # Between one small file and all that a run writes.
@@ -481,7 +483,7 @@ class CaseRunner:
         start.send(self.draw.choice([signal.SIGKILL, signal.SIGTERM]))
 
     def _second_process(self, first: Start, fault: Fault) -> int | None:
-        """Start the command a second time; one of the two must train, and the other one must not disturb it."""
+        """Start the command a second time: only one of the two may train."""
         time.sleep(fault.delay_s)
         second = self._new()
         self.row.starts -= 1  # the second one was not needed
@@ -555,12 +557,12 @@ class CaseRunner:
 
 
 @contextmanager
-def small_disk(mount_point: Path, *, is_wanted: bool) -> Iterator[Callable[[int | None], bool]]:
+def small_disk(mount_point: Path, *, is_enabled: bool) -> Iterator[Callable[[int | None], bool]]:
     """Mount a file system whose size the body can change; yields a function that says if it did.
 
     Root alone can mount. The size None is one that no run fills.
     """
-    if not is_wanted or not _mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", str(mount_point)):
+    if not is_enabled or not _mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", str(mount_point)):
         yield lambda size: False
         return
     try:

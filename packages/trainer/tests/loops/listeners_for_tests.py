@@ -1,4 +1,4 @@
-"""The listening TCP sockets of this process and its descendants, beside the table of SECURITY.md. Linux only."""
+"""Compare the listening TCP sockets of a run with the table in SECURITY.md (Linux only)."""
 
 import os
 import socket
@@ -27,7 +27,7 @@ class Row:
 
 
 def rows(*, run: str) -> list[Row]:
-    """Of the table in SECURITY.md, those of one kind of run."""
+    """Return the rows of the table in SECURITY.md for one kind of run."""
     lines = (
         SECURITY.read_text()
         .split("<!-- listeners -->")[1]
@@ -73,7 +73,7 @@ class Listeners:
         self._thread.join()
 
     def check(self, expected: list[Row]) -> None:
-        """Every socket is listed, no process has more of them than is listed, and every row is met."""
+        """Check that the observed sockets are the expected ones, at most as many as listed."""
         found = Counter(
             (process_id, name, socket.inet_aton(address)[0] == 127)
             for process_id, name, address in self._seen.values()
@@ -85,7 +85,8 @@ class Listeners:
                 if name.startswith(row.process) and row.is_on_loopback == is_on_loopback
             )
             assert count <= listed, (
-                f"{name} has {count} sockets (loopback: {is_on_loopback}), SECURITY.md lists {listed}: {self._seen}"
+                f"{name} has {count} sockets (loopback: {is_on_loopback}), SECURITY.md lists "
+                f"{listed}: {self._seen}"
             )
         for row in expected:
             is_met = any(
@@ -95,7 +96,7 @@ class Listeners:
             assert is_met, f"SECURITY.md lists {row}, which no process opened: {self._seen}"
 
     def check_secret(self, secret: str, *, folder: Path) -> None:
-        """Neither the command line of a process nor a file below a folder has it."""
+        """Check that a secret is in no command line of a process and in no file below a folder."""
         assert self._commands
         assert not [command for command in self._commands if secret.encode() in command]
         files = [path for path in folder.rglob("*") if path.is_file()]
@@ -103,7 +104,7 @@ class Listeners:
         assert not [path for path in files if secret.encode() in path.read_bytes()]
 
     def wait_for(self, listening: socket.socket) -> bool:
-        """Whether a socket of this process is noted within seconds."""
+        """Return True if a socket of this process is observed within seconds."""
         inode = str(os.fstat(listening.fileno()).st_ino)
         deadline = time.monotonic() + 20
         while inode not in self._seen and time.monotonic() < deadline:
@@ -124,7 +125,7 @@ class Listeners:
 
 
 def _listening() -> list[tuple[str, str, int]]:
-    """(address, inode, process) of every listening TCP socket of this process and its descendants."""
+    """List (address, inode, process) of listening TCP sockets of this process tree."""
     found = []
     for process_id in _tree():
         for number in _entries(f"/proc/{process_id}/fd"):
@@ -143,7 +144,7 @@ def _listening() -> list[tuple[str, str, int]]:
 
 
 def _address(words: str) -> str:
-    """IPv4 as text; that of IPv6 whose last word it is, which the unspecified one and mapped ones are."""
+    """Format an address as IPv4; of IPv6 the last word, enough for mapped addresses."""
     return socket.inet_ntoa(struct.pack("<I", int(words[-8:], 16)))
 
 
@@ -164,7 +165,7 @@ def _tree() -> list[int]:
 
 
 def _name_of(process_id: int) -> str:
-    """Driver, a server, or the command without its folder."""
+    """Return "driver", the name of a server, or the command without its folder."""
     if process_id == os.getpid():
         return "driver"
     words = _command(process_id).decode(errors="replace").replace("\0", " ").split()

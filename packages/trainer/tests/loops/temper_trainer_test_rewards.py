@@ -18,19 +18,19 @@ def share_of_digits(prompt: Prompt, completion: str) -> float:
 
 
 def fails_on_even(prompt: Prompt, completion: str) -> float:
-    """Raises for every second prompt."""
+    """Raise for every second prompt."""
     if prompt.prompt_id % 2 == 0:
         raise ValueError("even prompts cannot be scored")
     return share_of_digits(prompt, completion)
 
 
 def always_fails(prompt: Prompt, completion: str) -> float:
-    """Raises for every completion."""
+    """Raise for every completion."""
     raise ValueError("nothing can be scored")
 
 
 def waits(prompt: Prompt, completion: str) -> float:
-    """Slow enough to be interrupted; says that it began."""
+    """Wait long enough to be interrupted, and signal the start by a file."""
     marker = os.environ["TEMPER_TEST_MARKER"]
     with open(marker, "a") as file:
         file.write("x")
@@ -39,18 +39,18 @@ def waits(prompt: Prompt, completion: str) -> float:
 
 
 def often_equal(prompt: Prompt, completion: str) -> float:
-    """1 for every completion of two prompts in three; the rest varies."""
+    """Return 1 for all completions of two prompts in three; the others vary."""
     return 1.0 if prompt.prompt_id % 3 else share_of_digits(prompt, completion)
 
 
 def always_one(prompt: Prompt, completion: str) -> float:
-    """Nothing to learn."""
+    """Return 1, so that no group has a learning signal."""
     del prompt, completion
     return 1.0
 
 
 def breaks_down(prompt: Prompt, completion: str) -> float:
-    """Fails after 32 calls, until a file beside the marker says that it was mended."""
+    """Fail after 32 calls until a file next to the marker exists."""
     marker = os.environ["TEMPER_TEST_MARKER"]
     with open(marker, "a") as file:
         file.write("x")
@@ -60,12 +60,12 @@ def breaks_down(prompt: Prompt, completion: str) -> float:
 
 
 def slow_after_two_steps(prompt: Prompt, completion: str) -> float:
-    """Takes a second for each completion but the first 32."""
+    """Wait for each completion after the first 32: a second, or TEMPER_TEST_WAIT_S seconds."""
     marker = os.environ["TEMPER_TEST_MARKER"]
     with open(marker, "a") as file:
         file.write("x")
     if os.path.getsize(marker) > 32:
-        time.sleep(1)
+        time.sleep(float(os.environ.get("TEMPER_TEST_WAIT_S", "1")))
     return share_of_digits(prompt, completion)
 
 
@@ -85,12 +85,12 @@ class Fee:
 
 
 def judged(prompt: Prompt, completion: str, *, api_key: str) -> float:
-    """A judge that needs a key."""
+    """Score with a judge that needs a key."""
     assert api_key
     return share_of_digits(prompt, completion)
 
 
-def hangs_when_told(prompt: Prompt, completion: str) -> float:
+def hangs_on_request(prompt: Prompt, completion: str) -> float:
     """Hang once, if the file that TEMPER_TEST_HANG names exists."""
     marker = os.environ["TEMPER_TEST_HANG"]
     if os.path.exists(marker):

@@ -35,9 +35,9 @@ def test_run_with_an_adapter_resumes_bitwise_and_exports_a_merged_model(
     run(tmp_path / "parts", *LORA, "run.total_steps=2", "run.save_model=false")
     run(tmp_path / "parts", *LORA, "run.resume=auto")
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
-    whole, parts = (
+    uninterrupted, parts = (
         load_file(tmp_path / name / "huggingface" / "model.safetensors")
         for name in ("whole", "parts")
     )
-    assert not [name for name in whole if "lora" in name]
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert not [name for name in uninterrupted if "lora" in name]
+    assert all(torch.equal(uninterrupted[name], parts[name]) for name in uninterrupted)

@@ -1,4 +1,4 @@
-"""Every objective and estimator in a small real run; what moves from step to step survives a checkpoint."""
+"""Run every objective and estimator in a small real run, and resume their state."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +70,10 @@ def test_remax_baseline_includes_the_rewards_of_the_environment(
 
 def test_gdpo_refuses_rewards_of_an_environment(run: Run, tmp_path: Path) -> None:
     parts = ("algorithm=gdpo", "~reward.function", "reward.components={exact_match: 1.0}")
-    environment = "environment={name: 'temper_trainer_test_rewards:Fee', call_end: '=', max_turns: 1, arguments: {fee: 0.5}}"
+    environment = (
+        "environment={name: 'temper_trainer_test_rewards:Fee', call_end: '=', "
+        "max_turns: 1, arguments: {fee: 0.5}}"
+    )
     with pytest.raises(
         ConfigError,
         match=r"gdpo uses only reward\.components.*gave a reward \(0\.5\)",
@@ -81,7 +84,10 @@ def test_gdpo_refuses_rewards_of_an_environment(run: Run, tmp_path: Path) -> Non
 def test_rollout_correction_reports_weights_and_changes_the_update(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
-    correction = "algorithm.rollout_correction={level: sequence, truncate_at: 1.5, self_normalize: true, reject_kl: 1.0}"
+    correction = (
+        "algorithm.rollout_correction={level: sequence, truncate_at: 1.5, "
+        "self_normalize: true, reject_kl: 1.0}"
+    )
     run(tmp_path / "run", *SHORT, correction)
     (first, _) = rows(tmp_path / "run")
     assert first["correction/weight_mean"] == pytest.approx(1.0, abs=1e-6)
@@ -104,7 +110,8 @@ def test_completions_resampled_by_reward_are_trained(run: Run, rows: Rows, tmp_p
     # Of 4 completions of a prompt at most two are the best and the worst, unless several are.
     assert all(0.0 < row["reweight/distinct_fraction"] < 1.0 for row in found)
     assert all(row["actor/grad_norm"] > 0 for row in found)
-    # Drawn again means other micro-batches than those that old log-probs were measured over: 1 up to rounding.
+    # Drawn again means other micro-batches than those that old log-probs were measured over: 1 up
+    # to rounding.
     assert all(row["policy/first_ratio_error_max"] < 1e-4 for row in found)
 
 

@@ -1,4 +1,4 @@
-"""Several Ray nodes on this machine: roles on different nodes, equal numbers, and a node that is lost."""
+"""Run roles on several Ray nodes of this host, with equal metrics, and lose a node."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
-LEAN = (
+SHORT_RUN = (
     "warm_start=null",
     "data.eval=null",
     "run.save_model=false",
@@ -48,8 +48,8 @@ def cluster() -> Iterator[Any]:
 def test_roles_on_different_nodes_give_the_metrics_of_one_process(
     run: Run, rows: Rows, tmp_path: Path, cluster: Any
 ) -> None:
-    run(tmp_path / "inline", *LEAN)
-    run(tmp_path / "apart", *LEAN, *APART)
+    run(tmp_path / "inline", *SHORT_RUN)
+    run(tmp_path / "apart", *SHORT_RUN, *APART)
     assert rows(tmp_path / "apart") == rows(tmp_path / "inline")
 
 
@@ -64,13 +64,19 @@ def test_lost_node_is_named_and_the_run_resumes_from_its_checkpoint(
         return run_step(loop, step=step, **given)  # type: ignore[arg-type]
 
     # Steps are short, and Ray may notice the loss only after the one in which it happens.
-    lean = [*LEAN, "run.total_steps=30"]
+    longer_run = [*SHORT_RUN, "run.total_steps=30"]
     monkeypatch.setattr(SyncLoop, "run_step", step_that_loses_a_node)
     with pytest.raises(WorkerError, match=r"(?s)died.*run\.resume=auto"):
-        run(tmp_path / "lost", *lean, *APART, "run.save_every=1", "runtime.worker_timeout_s=120")
+        run(
+            tmp_path / "lost",
+            *longer_run,
+            *APART,
+            "run.save_every=1",
+            "runtime.worker_timeout_s=120",
+        )
     monkeypatch.undo()
     cluster.add_node(num_cpus=1)
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    run(tmp_path / "lost", *lean, *APART, "run.save_every=1", "run.resume=auto")
-    run(tmp_path / "whole", *lean)
+    run(tmp_path / "lost", *longer_run, *APART, "run.save_every=1", "run.resume=auto")
+    run(tmp_path / "whole", *longer_run)
     assert rows(tmp_path / "lost") == rows(tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""Small real runs with teachers: two of them by route, as a loss and as a reward, alone and beside RL."""
+"""Run small distillations: two teachers by route, as loss and reward, without and with RL."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,8 @@ SHORT = (
     "actor.engine.optimizer.lr=1e-2",
 )
 MODEL = (
-    "{model_type: qwen2, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 4, num_key_value_heads: 2, "
+    "{model_type: qwen2, hidden_size: 32, intermediate_size: 64, num_hidden_layers: "
+    "1, num_attention_heads: 4, num_key_value_heads: 2, "
     "max_position_embeddings: 256}"
 )
 
@@ -84,6 +85,9 @@ def test_distillation_can_be_added_to_rl(run: Run, rows: Rows, tmp_path: Path) -
 def test_prompt_without_a_teacher_for_its_route_is_named(run: Run, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"a prompt has the route 'two', but the teachers' routes are one, three: set data\.train\.route_key",
+        match=(
+            r"a prompt has the route 'two', but the teachers' routes are one, three: set "
+            r"data\.train\.route_key"
+        ),
     ):
         run(tmp_path / "run", *SHORT, "algorithm=distill", *TWO, "teachers.mixer.route=three")

@@ -44,7 +44,7 @@ def test_evaluation_reports_unscored_problems_and_those_in_the_training_data(
         assert (row["eval/greedy/failed"], row["eval/sampled/failed"]) == (4, 4)
 
 
-def test_evaluation_reports_problems_of_another_split_as_held_out(
+def test_evaluation_reports_problems_of_another_split_as_untrained(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(tmp_path / "run", "warm_start=null", "run.total_steps=1", "run.save_model=false")
@@ -53,7 +53,8 @@ def test_evaluation_reports_problems_of_another_split_as_held_out(
     ]
     (line,) = lines
     assert line.startswith(
-        "before RL: held-out temper_trainer_test_rewards:share_of_digits over 8 problems never trained on: greedy 0."
+        "before RL: held-out temper_trainer_test_rewards:share_of_digits over 8 problems never "
+        "trained on: greedy 0."
     )
     assert "could be scored" not in line
 
@@ -71,7 +72,7 @@ def test_questions_are_compared_without_white_space_but_with_roles() -> None:
         ChatMessage(role="user", content="2 + 2?"),
         ChatMessage(role="system", content="2 + 2?"),
     )
-    held_out = [
+    eval_rows = [
         row(0, "2 + 2?"),
         row(1, "3 + 3?"),
         row(2, (ask,)),
@@ -79,6 +80,9 @@ def test_questions_are_compared_without_white_space_but_with_roles() -> None:
         row(4, "2 + 2?"),
     ]
     trained = [row(0, " 2 +\n2?"), row(1, (ask,))]
-    # Of the rows 0, 2 and 4, which are trained on, the last was dropped for its length; 1 and 3 are new.
-    assert count_trained_prompts([prompt(i) for i in range(4)], rows=held_out, trained=trained) == 2
-    assert count_trained_prompts([prompt(i) for i in range(4)], rows=held_out, trained=[]) == 0
+    # Of the rows 0, 2 and 4, which are trained on, the last was dropped for its length; 1 and 3 are
+    # new.
+    assert (
+        count_trained_prompts([prompt(i) for i in range(4)], rows=eval_rows, trained=trained) == 2
+    )
+    assert count_trained_prompts([prompt(i) for i in range(4)], rows=eval_rows, trained=[]) == 0

@@ -1,4 +1,4 @@
-"""A run that a released version began goes on from its checkpoint, as it would have gone on itself."""
+"""Resume the checkpoint of a released version, and compare with its own next steps."""
 
 import json
 import shutil
@@ -47,4 +47,4 @@ def test_run_of_a_released_version_resumes(
 
 
 PROMISED = {"weight_sync/version", "reward/mean", "actor/loss", "actor/grad_norm"}
-"""Numbers of the second step that follow from the weights, the moments, the place in the data and the seeds that were saved."""
+"""Metrics of the second step that depend on saved weights, moments, data position or seeds."""

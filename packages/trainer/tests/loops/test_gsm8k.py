@@ -1,4 +1,4 @@
-"""The real GSM8K files, end to end: a tokenizer trained on them, SFT, GRPO, PPO with a critic; a few updates, nightly a few dozen."""
+"""Train on the GSM8K files end to end: tokenizer, SFT, GRPO and PPO, for a few updates."""
 
 import json
 import os
@@ -29,7 +29,7 @@ Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
 FEW, FEW_DOZEN = 6, 24
 SAMPLERS_OWN = ("mismatch/", "weight_sync/canary_difference")
-"""What sampler and engine differ by: rounding alone, and in another process it may be another rounding."""
+"""Metrics that compare sampler and engine; they are rounding and differ between processes."""
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def assert_equal_runs(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
-    """Every number of every step is the same; those of SAMPLERS_OWN to float32's rounding."""
-    for row, want in zip(found, wanted, strict=True):
+def assert_equal_runs(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    """Check that all metrics are equal; those of SAMPLERS_OWN up to float32 rounding."""
+    for row, want in zip(found, expected, strict=True):
         assert {k: v for k, v in row.items() if not k.startswith(SAMPLERS_OWN)} == {
             k: v for k, v in want.items() if not k.startswith(SAMPLERS_OWN)
         }
@@ -81,7 +81,7 @@ def test_sft_then_grpo_then_ppo_on_real_problems(
     on_ray: tuple[str, ...],
 ) -> None:
     def stage(name: str, *base: str) -> list[dict[str, float]]:
-        """Whole, in two parts, and on Ray: one set of numbers, and one model."""
+        """Run a stage without interruption, in two parts and on Ray, with equal results."""
         phase, steps = "sft" if name == "sft" else "rl", f"run.total_steps={num_steps}"
         run(tmp_path / name, steps, base=base)
         found = rows(tmp_path / name, phase=phase)
@@ -94,11 +94,11 @@ def test_sft_then_grpo_then_ppo_on_real_problems(
         )
         run(tmp_path / f"{name}_parts", steps, "run.resume=auto", base=base)
         assert_equal_runs(rows(tmp_path / f"{name}_parts", phase=phase), found)
-        whole, parts = (
+        uninterrupted, parts = (
             load_file(tmp_path / folder / "huggingface" / "model.safetensors")
             for folder in (name, f"{name}_parts")
         )
-        assert all(torch.equal(whole[tensor], parts[tensor]) for tensor in whole)
+        assert all(torch.equal(uninterrupted[tensor], parts[tensor]) for tensor in uninterrupted)
         if name in on_ray:
             run(
                 tmp_path / f"{name}_ray",
@@ -124,10 +124,11 @@ def test_sft_then_grpo_then_ppo_on_real_problems(
         parquet = ("data.train.kind=parquet", f"data.train.paths=[{files['train_parquet']}]")
         return (model, *parquet, "sampling.max_tokens=24", "run.table_every=0", *always)
 
-    # A model this small and this new is never right: GRPO gets a reward that varies, and PPO, whose critic differs anyway, the real one.
+    # A model this small and this new is never right: GRPO gets a reward that varies, and PPO, whose
+    # critic differs anyway, the real one.
     varied = ("reward.function=temper_trainer_test_rewards:share_of_digits",)
-    held_out = (f"data.eval.paths=[{files['test']}]", "run.eval_sampling.max_tokens=24")
-    found = stage("grpo", "experiment=gsm8k_grpo", *policy("sft"), *varied, *held_out)
+    evaluated = (f"data.eval.paths=[{files['test']}]", "run.eval_sampling.max_tokens=24")
+    found = stage("grpo", "experiment=gsm8k_grpo", *policy("sft"), *varied, *evaluated)
     assert found[0]["policy/first_ratio_error_max"] == 0.0
 
     few_prompts = ("batching.prompts_per_step=16", "batching.num_mini_batches=2")

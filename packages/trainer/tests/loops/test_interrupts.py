@@ -119,3 +119,22 @@ def test_process_that_does_not_stop_is_ended_after_the_grace_period(work: str) -
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(timeout=30) == 128 + signal.SIGTERM
         assert time.monotonic() - begin < 10
+
+
+def test_late_wake_up_does_not_reach_handlers_that_a_second_ctrl_c_restored() -> None:
+    received = []
+
+    def interrupt_twice() -> None:
+        with StopRequest(grace_s=4.0) as stop, stop.defer():
+            receive(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                receive(signal.SIGINT)
+            time.sleep(2.5)  # beyond half of the grace period
+
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        with pytest.raises(WorkAbandoned):
+            interrupt_twice()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == []

@@ -1,8 +1,9 @@
-"""What is left of a run that was killed, stopped, or ended by itself: processes after 10 s, and files after the next start."""
+"""Check for processes and files that killed, stopped and finished runs leave behind."""
 
 import contextlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -28,19 +29,20 @@ pytestmark = [
     ),
 ]
 
-LEAN = (
+SHORT_RUN = (
     *SMALL,
     "warm_start=null",
     "data.eval=null",
     "run.save_model=false",
     "run.progress=false",
     "sampling.max_tokens=12",
-    "actor.engine.model.architecture.hidden_size=128",  # heads of 32: vLLM's attention on CPUs has no smaller ones
+    # Heads of 32, because vLLM's attention on CPUs has no smaller ones.
+    "actor.engine.model.architecture.hidden_size=128",
 )
 ON_RAY = ("runtime.kind=ray", "runtime.cpus_per_worker=0.5")
 ENDLESS = ("run.total_steps=100000",)
 LIMIT_S = 10.0
-"""For the last process to end."""
+"""Seconds until the last process must have ended."""
 
 RAY = pytest.param("ray", marks=pytest.mark.ray)
 VLLM = pytest.param("vllm", marks=pytest.mark.vllm)
@@ -57,7 +59,8 @@ def overrides_of(kind: str) -> tuple[str, ...]:
         named = os.environ.get("TEMPER_ROLLOUT_PYTHON")
         if named is None and importlib.util.find_spec("vllm") is None:
             pytest.skip(
-                "vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm runs this"
+                "vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm "
+                "runs this"
             )
         found += (
             "rollout=vllm",
@@ -76,6 +79,26 @@ def start_time(process: int) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if state in ("Z", "X") else fields[18]
+
+
+def leftover_in_shared_memory(names: frozenset[str]) -> list[str]:
+    """Return those of these files that exist and that no living process maps.
+
+    Semaphores of other programs on the host have no owner in their names.
+    """
+    mapped: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps") if names else ():
+        with contextlib.suppress(OSError):
+            # Inodes, because the C library renames a semaphore's file after mapping it.
+            mapped |= {
+                line.split()[4] for line in maps.read_text().splitlines() if "/dev/shm/" in line
+            }
+    found = []
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):  # its program has ended since
+            if str((Path("/dev/shm") / name).stat().st_ino) not in mapped:
+                found.append(f"/dev/shm/{name}")
+    return found
 
 
 @dataclass
@@ -104,7 +127,7 @@ class Site:
             "TEMPER_TEST_SITE": self.token,
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-m", "temper_trainer", *LEAN, f"run.dir={run}", *overrides]
+        command = [sys.executable, "-m", "temper_trainer", *SHORT_RUN, f"run.dir={run}", *overrides]
         self.runs += 1
         with (self.folder.parent / f"{self.runs}.log").open("wb") as log:
             return subprocess.Popen(
@@ -143,9 +166,8 @@ class Site:
         for process, start in self.seen.items():
             if start_time(process) == start:
                 with contextlib.suppress(OSError):
-                    names.append(
-                        f"{process} {Path(f'/proc/{process}/cmdline').read_bytes().replace(bytes(1), b' ').decode()[:150]}"
-                    )
+                    command = Path(f"/proc/{process}/cmdline").read_bytes()
+                    names.append(f"{process} {command.replace(bytes(1), b' ').decode()[:150]}")
         return names
 
     def process(self, word: str) -> int:
@@ -162,7 +184,7 @@ class Site:
         return time.monotonic() - begin
 
     def files(self) -> list[str]:
-        """Return files of runs in the temporary directory and shared memory, but for those of live processes."""
+        """Return files of ended runs in the temporary directory and in shared memory."""
         shared = frozenset(os.listdir("/dev/shm")) - self.shared_before
         found = [
             str(path.relative_to(self.folder))
@@ -175,7 +197,7 @@ class Site:
         return sorted(
             [
                 *found,
-                *(f"/dev/shm/{name}" for name in shared),
+                *leftover_in_shared_memory(shared),
                 *(str(path.relative_to(self.folder)) for path in sessions),
             ]
         )
@@ -204,6 +226,17 @@ def has_step(run: Path, step: int) -> Callable[[], bool]:
         )
 
     return reached
+
+
+def test_only_files_that_no_living_process_maps_are_leftovers(site: Site) -> None:
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    leftover = Path("/dev/shm") / f"sem.mp-{site.token}"
+    leftover.touch()
+    try:
+        assert site.files() == [str(leftover)]
+    finally:
+        leftover.unlink()
+    assert semaphore.acquire(block=False)
 
 
 @pytest.mark.parametrize("kind", ["", RAY, VLLM, RAY_AND_VLLM])

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 Run = Callable[..., RunResult]
-LEAN = (
+SHORT_RUN = (
     "warm_start=null",
     "data.eval=null",
     "run.save_model=false",
@@ -32,7 +32,7 @@ def test_run_in_one_process_opens_only_the_listed_sockets_and_shows_no_token(
     run: Run, tmp_path: Path
 ) -> None:
     with Listeners() as listeners:
-        run(tmp_path / "run", *LEAN)
+        run(tmp_path / "run", *SHORT_RUN)
     listeners.check(rows(run="inline"))
     listeners.check_secret(get_run_token(), folder=tmp_path)
 
@@ -64,7 +64,7 @@ def test_run_on_ray_opens_only_the_listed_sockets_and_shows_no_token(
     with Listeners() as listeners:
         run(
             tmp_path / "run",
-            *LEAN,
+            *SHORT_RUN,
             "runtime.kind=ray",
             "runtime.cpus_per_worker=0.5",
             "actor.num_workers=2",

@@ -1,4 +1,4 @@
-"""Whole small runs on the Megatron engine: the FSDP engine's numbers to rounding, and each goes on from the other's checkpoints."""
+"""Compare small runs on the Megatron engine with the FSDP engine, and resume across engines."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -145,7 +145,8 @@ def test_sft_of_an_adapter_resumes_in_the_other_engine(
 
 
 TEACHER = (
-    "{model_type: qwen2, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, "
+    "{model_type: qwen2, hidden_size: 32, intermediate_size: 64, num_hidden_layers: "
+    "2, num_attention_heads: 4, num_key_value_heads: 2, "
     "max_position_embeddings: 256}"
 )
 TAUGHT = (

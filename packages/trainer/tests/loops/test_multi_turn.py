@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from temper_trainer.batching.samples import to_samples
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.environment.environment_factory import make_environment_factory
+from temper_trainer.environment.tool_environment import make_environment_factory
 from temper_trainer.loops.multi_turn import Conversation, RolloutLimits, run_conversations
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler
 from temper_trainer.types import Completion, Prompt, Rollout, SamplingRequest
@@ -22,7 +22,7 @@ CONFIG = EnvironmentConfig(call_start="", call_end="=", answer_start="", answer_
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer that merges "12": tokenizing the text of sampled "1", "2" gives another token."""
+    """Return a tokenizer that merges "12", so that sampled "1", "2" is another token as text."""
     inner = Tokenizer(WordLevel(IDS, unk_token="<unk>"))
     inner.pre_tokenizer = Split(Regex(r"12|error|[\s\S]"), "isolated")
     inner.decoder = Fuse()
@@ -46,7 +46,7 @@ class RecordingSampler(ScriptedSampler):
         return made
 
 
-def talk(
+def run_conversation(
     *turns: Sequence[str], limits: RolloutLimits, config: EnvironmentConfig = CONFIG
 ) -> tuple[Conversation, RecordingSampler, dict[str, float]]:
     sampler = RecordingSampler(turns)
@@ -68,7 +68,7 @@ LIMITS = RolloutLimits(max_turns=3, max_tokens=40, stop="=")
 
 
 def test_calculator_answers_between_completions_and_only_sampled_tokens_are_trained() -> None:
-    found, sampler, metrics = talk(
+    found, sampler, metrics = run_conversation(
         ("3", "*", "4", "="), ("\n", "1", "2", "-", "2", "="), ("\n", "#", "<eos>"), limits=LIMITS
     )
     assert tokenizer().decode(found.tokens, skip_special_tokens=True) == "3*4=12\n12-2=10\n#"
@@ -82,46 +82,53 @@ def test_calculator_answers_between_completions_and_only_sampled_tokens_are_trai
         sample_id=0,
     )
     samples = to_samples([rollout], temperature=1.0)
-    said = [
+    trained_words = [
         WORDS[i]
         for i, is_trained in zip(samples.tokens.tolist(), samples.loss_mask.tolist(), strict=True)
         if is_trained
     ]
-    assert said == [*"3*4=", "\n", *"12-2=", "\n", "#", "<eos>"]
+    assert trained_words == [*"3*4=", "\n", *"12-2=", "\n", "#", "<eos>"]
     assert metrics["tool/calls"] == 2.0
     assert metrics["rollout/turns_mean"] == 3.0
-    # The comparator: the policy saw exactly the tokens that are trained on, although their text has another spelling in tokens.
-    whole = tuple(samples.tokens.tolist())
+    # The comparator: the policy saw exactly the tokens that are trained on, although their text has
+    # another spelling in tokens.
+    sample_tokens = tuple(samples.tokens.tolist())
     for request, completion in sampler.seen:
         length = len(request.prompt_tokens)
-        assert whole[:length] == request.prompt_tokens
-        assert whole[length : length + len(completion.tokens)] == completion.tokens
-    again = tokenizer()(tokenizer().decode(whole[1:]), add_special_tokens=False)["input_ids"]
-    assert tuple(again) != whole[1:], "1 and 2 were sampled apart, and would come back as one token"
+        assert sample_tokens[:length] == request.prompt_tokens
+        assert sample_tokens[length : length + len(completion.tokens)] == completion.tokens
+    again = tokenizer()(tokenizer().decode(sample_tokens[1:]), add_special_tokens=False)[
+        "input_ids"
+    ]
+    assert tuple(again) != sample_tokens[1:], (
+        "1 and 2 were sampled apart, and would come back as one token"
+    )
 
 
 def test_rollout_ends_with_an_end_token_or_without_a_call() -> None:
-    ended, _, _ = talk(("3", "<eos>"), limits=LIMITS)
-    silent, _, _ = talk(("3", "+"), limits=LIMITS)
+    ended, _, _ = run_conversation(("3", "<eos>"), limits=LIMITS)
+    silent, _, _ = run_conversation(("3", "+"), limits=LIMITS)
     assert len(ended.completions) == len(silent.completions) == 1
 
 
 def test_invalid_call_gets_an_answer_and_is_counted() -> None:
-    found, _, metrics = talk(("+", "="), ("\n", "<eos>"), limits=LIMITS)
+    found, _, metrics = run_conversation(("+", "="), ("\n", "<eos>"), limits=LIMITS)
     assert metrics["tool/failed"] == 1.0
     assert found.turns[0].observation[:2] == (IDS["error"], IDS[":"])
 
 
 def test_turns_and_tokens_are_limited() -> None:
     calls = [("\n", "1", "+", "1", "=")] * 9
-    assert len(talk(*calls, limits=LIMITS)[0].completions) == 3
+    assert len(run_conversation(*calls, limits=LIMITS)[0].completions) == 3
     # 5 tokens and an answer of 1, then 1 token of the next completion: 7 in all.
-    short, _, _ = talk(*calls, limits=RolloutLimits(max_turns=9, max_tokens=7, stop="="))
+    short, _, _ = run_conversation(
+        *calls, limits=RolloutLimits(max_turns=9, max_tokens=7, stop="=")
+    )
     assert len(short.tokens) == 7
 
 
 def test_long_answer_is_truncated_and_counted() -> None:
-    found, _, metrics = talk(
+    found, _, metrics = run_conversation(
         ("9", "*", "9", "="),
         ("<eos>",),
         limits=LIMITS,

@@ -1,4 +1,4 @@
-"""Two Ray nodes in network namespaces of their own: they share no loopback, so whatever reaches the other one went by its address."""
+"""Run two Ray nodes in network namespaces without a common loopback address."""
 
 import importlib.util
 import os
@@ -24,7 +24,7 @@ Rows = Callable[..., list[dict[str, float]]]
 NAMES = (f"temper-{os.getpid()}-a", f"temper-{os.getpid()}-b")
 ADDRESSES = ("10.211.77.1", "10.211.77.2")
 PORT = 6391
-LEAN = (
+SHORT_RUN = (
     "warm_start=null",
     "data.eval=null",
     "run.save_model=false",
@@ -44,19 +44,24 @@ APART = (
 
 COUNT_NODES = f"""
 import ray
-ray.init(address="{ADDRESSES[0]}:{PORT}", include_dashboard=False, log_to_driver=False, configure_logging=False)
+ray.init(
+    address="{ADDRESSES[0]}:{PORT}",
+    include_dashboard=False,
+    log_to_driver=False,
+    configure_logging=False,
+)
 print(sum(node["Alive"] for node in ray.nodes()))
 """
 
 
 def environment() -> dict[str, str]:
-    """Of every process here; nobody else reaches these namespaces, so Ray needs no token."""
+    """Return the environment of all processes; in isolated namespaces Ray needs no token."""
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     return os.environ | {"PYTHONPATH": path, "RAY_AUTH_MODE": "disabled"}
 
 
 def on_head(*command: str) -> "subprocess.CompletedProcess[str]":
-    """A command beside the head."""
+    """Run a command in the namespace of the head node."""
     inside = ["ip", "netns", "exec", NAMES[0], sys.executable, *command]
     return subprocess.run(
         inside, env=environment(), capture_output=True, text=True, timeout=900, check=False
@@ -68,7 +73,7 @@ def ip(*arguments: str) -> None:
 
 
 def remove_namespaces() -> None:
-    """With every process in them, all of which were started here."""
+    """Remove the namespaces with all processes in them, which were started here."""
     for name in NAMES:
         for word in subprocess.run(
             ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
@@ -77,13 +82,13 @@ def remove_namespaces() -> None:
         subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
-def node(place: int, *arguments: str, folder: str) -> "subprocess.Popen[bytes]":
-    """One Ray node of one core in its namespace."""
+def node(node_index: int, *arguments: str, folder: str) -> "subprocess.Popen[bytes]":
+    """Start one Ray node of one core in its namespace."""
     command = [
         "ip",
         "netns",
         "exec",
-        NAMES[place],
+        NAMES[node_index],
         sys.executable,
         "-m",
         "ray.scripts.scripts",
@@ -91,9 +96,9 @@ def node(place: int, *arguments: str, folder: str) -> "subprocess.Popen[bytes]":
         "--block",
         "--num-cpus=1",
     ]
-    with Path(folder, f"node-{place}.log").open("wb") as log:
+    with Path(folder, f"node-{node_index}.log").open("wb") as log:
         return subprocess.Popen(
-            [*command, f"--node-ip-address={ADDRESSES[place]}", *arguments],
+            [*command, f"--node-ip-address={ADDRESSES[node_index]}", *arguments],
             env=environment(),
             stdout=log,
             stderr=log,
@@ -150,8 +155,10 @@ def nodes() -> Iterator[None]:
 
 
 def run_apart(folder: Path, *overrides: str) -> str:
-    """A run whose driver is on the head; what it said."""
-    done = on_head("-m", "temper_trainer", *SMALL, *LEAN, *APART, f"run.dir={folder}", *overrides)
+    """Run with the driver on the head node, and return its output."""
+    done = on_head(
+        "-m", "temper_trainer", *SMALL, *SHORT_RUN, *APART, f"run.dir={folder}", *overrides
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -160,16 +167,16 @@ def run_apart(folder: Path, *overrides: str) -> str:
 def test_roles_in_separate_namespaces_give_the_metrics_of_one_process(
     run: Run, rows: Rows, tmp_path: Path, nodes: None
 ) -> None:
-    run(tmp_path / "inline", *LEAN)
-    said = run_apart(tmp_path / "apart")
-    assert "train[0]: actor on 1 CPU" in said
-    assert "rollout[0]: rollout on 1 CPU" in said
+    run(tmp_path / "inline", *SHORT_RUN)
+    output = run_apart(tmp_path / "apart")
+    assert "train[0]: actor on 1 CPU" in output
+    assert "rollout[0]: rollout on 1 CPU" in output
     assert {f"train[0]: {ADDRESSES[0]}", f"rollout[0]: {ADDRESSES[1]}"} <= set(
-        said.splitlines()
+        output.splitlines()
     ) or {
         f"train[0]: {ADDRESSES[1]}",
         f"rollout[0]: {ADDRESSES[0]}",
-    } <= set(said.splitlines())
+    } <= set(output.splitlines())
     assert rows(tmp_path / "apart") == rows(tmp_path / "inline")
 
 
@@ -180,7 +187,8 @@ def test_weights_reach_a_server_on_another_host_by_broadcast(
     named = os.environ.get("TEMPER_ROLLOUT_PYTHON")
     if named is None and importlib.util.find_spec("vllm") is None:
         pytest.skip(
-            "vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm makes an environment and runs this"
+            "vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm makes "
+            "an environment and runs this"
         )
     served = (
         "rollout=vllm",
@@ -193,7 +201,7 @@ def test_weights_reach_a_server_on_another_host_by_broadcast(
         "rollout.max_concurrent=16",
         "weight_sync.transport=collective",
     )
-    run(tmp_path / "inline", *LEAN)
+    run(tmp_path / "inline", *SHORT_RUN)
     run_apart(tmp_path / "apart", *served)
     for name in ("actor/loss", "actor/grad_norm", "reward/mean", "rollout/tokens"):
         expected = [row[name] for row in rows(tmp_path / "inline")]

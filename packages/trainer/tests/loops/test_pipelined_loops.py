@@ -14,15 +14,15 @@ from temper_trainer.loops import RunResult, pipelined_loops
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
-LEAN = (
+SHORT_RUN = (
     "warm_start=null",
     "data.eval=null",
     "run.save_model=false",
     "run.total_steps=4",
     "sampling.max_tokens=12",
 )
-ONE = (*LEAN, "loop=one_step_off")
-ASYNC = (*LEAN, "loop=async")
+ONE = (*SHORT_RUN, "loop=one_step_off")
+ASYNC = (*SHORT_RUN, "loop=async")
 
 
 @pytest.mark.bitwise
@@ -33,9 +33,10 @@ def test_one_step_off_trains_one_update_behind_and_repeats_bitwise(
     run(tmp_path / "b", *ONE)
     assert [row["staleness/max"] for row in rows(tmp_path / "a")] == [0, 1, 1, 1]
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
-    run(tmp_path / "sync", *LEAN)
+    run(tmp_path / "sync", *SHORT_RUN)
     one, sync = rows(tmp_path / "a"), rows(tmp_path / "sync")
-    # Both sample steps 1 with the first weights; so does one_step_off its second step, with the seeds of step 2.
+    # Both sample steps 1 with the first weights; so does one_step_off its second step, with the
+    # seeds of step 2.
     assert one[0]["actor/grad_norm"] == sync[0]["actor/grad_norm"]
     assert one[2] != sync[2]
 
@@ -53,7 +54,7 @@ def test_sampling_thread_computes_with_the_default_matmul_kernels(run: Run, tmp_
         run(tmp_path / "run", *ONE)
     finally:
         hook.remove()
-    # The engine sets "medium", for the whole process, while it trains the batch before.
+    # The engine sets "medium" for its process while it trains the previous batch.
     assert seen == {"highest"}
 
 

@@ -1,4 +1,4 @@
-"""Small real runs with the Python tool: a policy that looks for the trainer's secrets, and what the run writes."""
+"""Run a policy with the Python tool that looks for the trainer's secrets."""
 
 import os
 import subprocess
@@ -38,12 +38,13 @@ def scripted(self, config, *, tokenizer):
 
 InlineRuntime.open_sampler = scripted
 loaded = load(sys.argv[1:])
-train(loaded.config, digest=loaded.digest, write_config=lambda folder: write_resolved(loaded, folder))
+write = lambda folder: write_resolved(loaded, folder)
+train(loaded.config, digest=loaded.digest, write_config=write)
 """
 
 
 def written_by(directory: Path, *overrides: str) -> dict[str, str]:
-    """Train with a policy that calls the tool with PROGRAM, and return what the run wrote and printed."""
+    """Train a policy that calls the tool with PROGRAM; return what the run wrote and printed."""
     command = [sys.executable, "-c", f"PROGRAM = {PROGRAM!r}\n{DRIVER}", *SMALL]
     settings = [
         "environment={name: python, max_turns: 2, max_observation_tokens: 900}",

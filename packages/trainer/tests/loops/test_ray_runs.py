@@ -66,10 +66,10 @@ def test_deltas_through_the_object_store_give_the_metrics_of_full_weights(
     run(tmp_path / "inline", *small)
     run(tmp_path / "ray", *small, *ON_RAY, "weight_sync.content=delta")
     found, expected = rows(tmp_path / "ray"), rows(tmp_path / "inline")
-    shares = [row.pop("weight_sync/sent_fraction") for row in found]
+    fractions = [row.pop("weight_sync/sent_fraction") for row in found]
     for row in (*found, *expected):
         row.pop("weight_sync/bytes")
-    assert 0 < min(shares) <= max(shares) < 0.5
+    assert 0 < min(fractions) <= max(fractions) < 0.5
     assert found == [
         {name: value for name, value in row.items() if name != "weight_sync/sent_fraction"}
         for row in expected
@@ -131,7 +131,8 @@ def test_rank_killed_in_an_update_is_named_and_the_run_resumes_on_one_rank(
             victim, update = actor.run(process_id, [(), ()])[1], actor.update
 
             def update_that_loses_a_rank(*arguments: object, **more: object) -> object:
-                # A rank that stands still cannot end its part before the kill, however fast the machine is.
+                # A rank that stands still cannot end its part before the kill, however fast the
+                # machine is.
                 os.kill(victim, signal.SIGSTOP)
                 threading.Timer(0.5, os.kill, (victim, signal.SIGKILL)).start()
                 return update(*arguments, **more)  # type: ignore[arg-type]
@@ -150,16 +151,17 @@ def test_rank_killed_in_an_update_is_named_and_the_run_resumes_on_one_rank(
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     run(tmp_path / "killed", *kept, "actor.num_workers=1", "run.resume=auto")
     run(tmp_path / "whole", "data.eval=null", "run.save_model=false")
-    found, whole = rows(tmp_path / "killed"), rows(tmp_path / "whole")
+    found, uninterrupted = rows(tmp_path / "killed"), rows(tmp_path / "whole")
     assert [row["step"] for row in found] == [1, 2, 3, 4]
     for name in ("actor/loss", "actor/grad_norm", "reward/mean", "rollout/tokens"):
         assert [row[name] for row in found] == pytest.approx(
-            [row[name] for row in whole], rel=1e-4, abs=1e-6
+            [row[name] for row in uninterrupted], rel=1e-4, abs=1e-6
         )
 
 
 MODEL = (
-    "{model_type: qwen2, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, num_attention_heads: 4, num_key_value_heads: 2, "
+    "{model_type: qwen2, hidden_size: 32, intermediate_size: 64, num_hidden_layers: "
+    "1, num_attention_heads: 4, num_key_value_heads: 2, "
     "max_position_embeddings: 256}"
 )
 TAUGHT = (

@@ -1,4 +1,4 @@
-"""Random damage to the checkpoints of a real run: the resumed run logs what the uninterrupted one did."""
+"""Damage checkpoints of a real run at random, resume, and compare with an uninterrupted run."""
 
 import random
 import shutil
@@ -48,15 +48,46 @@ def test_resumed_run_logs_the_metrics_of_the_uninterrupted_one(
     assert (checkpoints / f"step_{NUM_STEPS:08d}" / "manifest.json").is_file()
 
 
+SHORT = ("data.eval=null", "run.save_model=false", "run.save_every=1", "run.total_steps=1")
+
+
+@pytest.fixture(scope="module")
+def warm_started(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder that the first test with a warm start trains in."""
+    return tmp_path_factory.mktemp("warm_started") / "run"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_lost_bytes"),
+    [("model.safetensors", 100), ("config.json", None), ("tokenizer_config.json", 3)],
+)
 def test_damaged_model_of_the_warm_start_is_written_again_from_its_checkpoint(
-    run: Run, tmp_path: Path
+    run: Run, warm_started: Path, tmp_path: Path, name: str, num_lost_bytes: int | None
 ) -> None:
-    short = ("data.eval=null", "run.save_model=false", "run.save_every=1", "run.total_steps=1")
-    run(tmp_path / "run", *short)
+    if not warm_started.exists():
+        run(warm_started, *SHORT)
+    shutil.copytree(warm_started, tmp_path / "run")
     model = tmp_path / "run" / "warm_start" / "huggingface"
-    content = (model / "model.safetensors").read_bytes()
-    (model / "model.safetensors").write_bytes(content[:-100])
-    run(tmp_path / "run", *short, "run.resume=auto")
-    assert (model / "model.safetensors").read_bytes() == content
-    damaged = model.with_name("huggingface.damaged-1") / "model.safetensors"
-    assert damaged.read_bytes() == content[:-100]
+    content = (model / name).read_bytes()
+    damaged_content = b"" if num_lost_bytes is None else content[:-num_lost_bytes]
+    (model / name).write_bytes(damaged_content)
+    run(tmp_path / "run", *SHORT, "run.resume=auto")
+    assert (model / name).read_bytes() == content
+    assert (model.with_name("huggingface.damaged-1") / name).read_bytes() == damaged_content
+
+
+def test_model_of_the_warm_start_without_a_config_is_written_again(
+    run: Run, warm_started: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not warm_started.exists():
+        run(warm_started, *SHORT)
+    shutil.copytree(warm_started, tmp_path / "run")
+    model = tmp_path / "run" / "warm_start" / "huggingface"
+    content = (model / "config.json").read_bytes()
+    (model / "config.json").unlink()
+    run(tmp_path / "run", *SHORT, "run.resume=auto")
+    assert (model / "config.json").read_bytes() == content
+    assert (
+        f"the model of the warm start is damaged ({model / 'config.json'} is not there): renamed "
+        "to huggingface.damaged-1" in capsys.readouterr().out
+    )

@@ -63,7 +63,7 @@ def settings(trained: tuple[Path, str], *more: str) -> tuple[str, ...]:
 
 
 def scores_of(model: Path, rollouts: Sequence[Rollout]) -> list[float]:
-    """What transformers says of prompt and completion, one sequence at a time."""
+    """Score prompt and completion with transformers, one sequence at a time."""
     judge = AutoModelForTokenClassification.from_pretrained(model)
     with torch.no_grad():
         rows = [

@@ -35,16 +35,16 @@ def test_epoch_without_a_full_batch_is_refused() -> None:
 
 
 def test_schedule_of_length_0_gets_the_length_of_the_run_in_its_unit() -> None:
-    asked = (
+    epochs = (
         "actor.engine.schedule.kind=cosine",
         "actor.engine.schedule.total_steps=0",
         "run.total_epochs=2",
     )
     two_updates = ("batching.prompts_per_step=10", "batching.num_mini_batches=2")
-    by_update = with_run_length(composed(*asked, *two_updates), num_problems=50)
+    by_update = with_run_length(composed(*epochs, *two_updates), num_problems=50)
     assert by_update.actor.engine.schedule.total_steps == 20  # 2 passes x 5 steps x 2 updates
     by_step = with_run_length(
-        composed(*asked, *two_updates, "actor.engine.schedule.advance=rl_step"), num_problems=50
+        composed(*epochs, *two_updates, "actor.engine.schedule.advance=rl_step"), num_problems=50
     )
     assert by_step.actor.engine.schedule.total_steps == 10
 

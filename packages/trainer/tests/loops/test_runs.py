@@ -1,7 +1,10 @@
 """Whole small runs in one process: what they leave, how they resume, what they refuse."""
 
 import json
+import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -75,12 +78,12 @@ def test_two_steps_then_two_more_equal_four_bitwise(run: Run, rows: Rows, tmp_pa
         "step_00000004",
     ]
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
-    whole, parts = (
+    uninterrupted, parts = (
         load_file(tmp_path / name / "huggingface" / "model.safetensors")
         for name in ("whole", "parts")
     )
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert uninterrupted.keys() == parts.keys()
+    assert all(torch.equal(uninterrupted[name], parts[name]) for name in uninterrupted)
 
 
 def test_weight_deltas_give_the_metrics_of_full_weights_also_after_a_resume(
@@ -102,15 +105,16 @@ def test_weight_deltas_give_the_metrics_of_full_weights_also_after_a_resume(
         (row.pop("weight_sync/bytes"), other.pop("weight_sync/bytes"))
         for row, other in zip(changes, full, strict=True)
     ]
-    shares = [
+    fractions = [
         (row.pop("weight_sync/sent_fraction"), other.pop("weight_sync/sent_fraction"))
         for row, other in zip(changes, full, strict=True)
     ]
     assert changes == full
-    # Before its first step each of the two processes sent a whole set, which no step's row tells of.
-    for (share, whole_share), (size, whole_size) in zip(shares, sizes, strict=True):
-        assert 0 < share < 0.5 < whole_share == 1.0
-        assert size < whole_size / 2
+    # Before its first step each of the two processes sent a whole set, which no step's row tells
+    # of.
+    for (fraction, full_fraction), (size, full_size) in zip(fractions, sizes, strict=True):
+        assert 0 < fraction < 0.5 < full_fraction == 1.0
+        assert size < full_size / 2
 
 
 @pytest.mark.bitwise
@@ -119,15 +123,16 @@ def test_failing_reward_loses_no_completed_step(
     run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str
 ) -> None:
     monkeypatch.setenv("TEMPER_TEST_MARKER", str(tmp_path / "marker"))
-    lean = ("warm_start=null", "data.eval=null", "run.save_model=false", f"loop={loop}")
-    service = "reward.function=temper_trainer_test_rewards:breaks_down"  # of 4 x 4 completions a step: in the third
+    short_run = ("warm_start=null", "data.eval=null", "run.save_model=false", f"loop={loop}")
+    # It fails after 32 calls, in the third step of 4 x 4 completions.
+    service = "reward.function=temper_trainer_test_rewards:breaks_down"
     with pytest.raises(RewardFailureError, match="the service is gone"):
-        run(tmp_path / "run", *lean, service)
+        run(tmp_path / "run", *short_run, service)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
     (tmp_path / "marker.mended").touch()
-    run(tmp_path / "run", *lean, service, "run.resume=auto")
+    run(tmp_path / "run", *short_run, service, "run.resume=auto")
     if loop == "sync":  # one_step_off samples its first batch with the weights of the checkpoint
-        run(tmp_path / "whole", *lean)
+        run(tmp_path / "whole", *short_run)
         assert rows(tmp_path / "run") == rows(tmp_path / "whole")
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
 
@@ -143,14 +148,14 @@ def test_sampling_scoring_and_updates_report_progress(
             super().remove(done)
 
     monkeypatch.setattr(progress, "_active", FinishedTasks())
-    lean = (
+    short_run = (
         "warm_start=null",
         "data.eval=null",
         "run.save_model=false",
         "run.total_steps=1",
         "batching.num_mini_batches=2",
     )
-    run(tmp_path / "run", *lean)
+    run(tmp_path / "run", *short_run)
     counted = [each for each in printed if each[1] is not None]
     assert counted == [
         ("completions", 16, 16),
@@ -167,7 +172,7 @@ def test_sampling_scoring_and_updates_report_progress(
 
 
 def cut_back_to(folder: Path, step: int) -> None:
-    """As if the run had been killed before it saved any later step."""
+    """Remove all later steps, as if the run had been killed before saving them."""
     for later in (folder / "checkpoints").iterdir():
         if later.name > f"step_{step:08d}":
             shutil.rmtree(later)
@@ -184,7 +189,7 @@ def test_step_saved_in_the_background_resumes_bitwise(
         if task == "sft"
         else ("data.eval=null",)
     )
-    lean = (
+    short_run = (
         *sft,
         "run.total_steps=3",
         "run.save_every=1",
@@ -192,8 +197,8 @@ def test_step_saved_in_the_background_resumes_bitwise(
         "run.max_ckpt_to_keep=null",
     )
     base = {"base": TINY} if task == "sft" else {}
-    run(tmp_path / "run", *lean, **base)
-    whole, model = (
+    run(tmp_path / "run", *short_run, **base)
+    uninterrupted, model = (
         rows(tmp_path / "run", phase=task),
         load_file(tmp_path / "run" / "huggingface" / "model.safetensors"),
     )
@@ -201,10 +206,47 @@ def test_step_saved_in_the_background_resumes_bitwise(
         f"step_{n:08d}" for n in (1, 2, 3)
     ]
     cut_back_to(tmp_path / "run", 1)
-    run(tmp_path / "run", *lean, "run.resume=auto", **base)
-    assert rows(tmp_path / "run", phase=task) == whole
+    run(tmp_path / "run", *short_run, "run.resume=auto", **base)
+    assert rows(tmp_path / "run", phase=task) == uninterrupted
     again = load_file(tmp_path / "run" / "huggingface" / "model.safetensors")
     assert all(torch.equal(again[name], model[name]) for name in model)
+
+
+@pytest.mark.parametrize("task", ["rl", "sft"])
+def test_step_is_logged_after_the_background_save_of_the_step_before_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    fsync = os.fsync
+
+    def fsync_slowly(file: int) -> None:
+        # Engines write in a thread, so the driver's own small files are not slow.
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.5)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", fsync_slowly)
+    run(
+        tmp_path / "run",
+        f"task={task}",
+        "warm_start=null",
+        *(("data.eval=null",) if task == "rl" else ()),
+        "batching.prompts_per_step=4",
+        "run.total_steps=4",
+        "run.save_every=1",
+        "run.save_in_background=true",
+        "run.max_ckpt_to_keep=null",
+        "run.save_model=false",
+        base=TINY,
+    )
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    logged_at = {row["step"]: row["time_s"] for row in map(json.loads, lines)}
+    committed_at = {
+        step: (tmp_path / f"run/checkpoints/step_{step:08d}/manifest.json").stat().st_mtime
+        for step in logged_at
+    }
+    # So a run that is killed at any time computes at most one logged step again. `time_s` is
+    # rounded to milliseconds.
+    assert all(committed_at[step - 1] < logged_at[step] + 0.001 for step in (2, 3, 4))
 
 
 @pytest.mark.bitwise
@@ -290,45 +332,47 @@ def test_folder_with_a_run_is_refused_and_not_changed(run: Run, tmp_path: Path) 
     } == before
 
 
-LEAN = ("warm_start=null", "data.eval=null", "run.save_model=false", "run.total_steps=2")
+SHORT_RUN = ("warm_start=null", "data.eval=null", "run.save_model=false", "run.total_steps=2")
 
 
 def test_corrected_command_can_use_the_folder_of_a_failed_start(run: Run, tmp_path: Path) -> None:
     folder, template = tmp_path / "run", "data.tokenizer.kind=bpe"
     with pytest.raises(ConfigError, match=r"tokenizer\.vocab_size is 7"):
-        run(folder, *LEAN, template, "data.tokenizer.vocab_size=7")
+        run(folder, *SHORT_RUN, template, "data.tokenizer.vocab_size=7")
     with pytest.raises(DataError, match="tokens"):
-        run(folder, *LEAN, "data.max_prompt_tokens=1")
+        run(folder, *SHORT_RUN, "data.max_prompt_tokens=1")
     (folder / "tokenizer" / "left_by_the_failed_start.json").write_text("{}")
     (folder / "notes.txt").write_text("mine")
-    run(folder, *LEAN)
+    run(folder, *SHORT_RUN)
     assert not (folder / "tokenizer" / "left_by_the_failed_start.json").exists()
     assert len(list(folder.glob("tokenizer.superseded-*/left_by_the_failed_start.json"))) == 1
     assert (folder / "notes.txt").read_text() == "mine"
     with pytest.raises(ConfigError, match="already holds a run"):
-        run(folder, *LEAN)
+        run(folder, *SHORT_RUN)
 
 
 def test_corrected_command_can_use_the_folder_after_a_failed_first_step(
     run: Run, tmp_path: Path
 ) -> None:
     with pytest.raises(RewardFailureError):
-        run(tmp_path / "run", *LEAN, "reward.function=temper_trainer_test_rewards:always_fails")
-    run(tmp_path / "run", *LEAN)
+        run(
+            tmp_path / "run", *SHORT_RUN, "reward.function=temper_trainer_test_rewards:always_fails"
+        )
+    run(tmp_path / "run", *SHORT_RUN)
 
 
 def test_files_of_a_user_are_not_taken_for_a_failed_start(run: Run, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("mine: 1\n")
     with pytest.raises(ConfigError, match="already holds a run"):
-        run(tmp_path / "run", *LEAN)
+        run(tmp_path / "run", *SHORT_RUN)
     assert (tmp_path / "run" / "config.yaml").read_text() == "mine: 1\n"
 
 
 def test_run_saves_at_the_end_of_a_step_after_the_interval(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(tmp_path / "run", *LEAN, "run.total_steps=3", "run.save_interval_s=0.001")
+    run(tmp_path / "run", *SHORT_RUN, "run.total_steps=3", "run.save_interval_s=0.001")
     # All three are saved, and the default keeps two.
     assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [
         "step_00000002",
@@ -340,7 +384,7 @@ def test_run_saves_at_the_end_of_a_step_after_the_interval(
 def test_resumed_run_lists_changed_settings_and_those_without_effect(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(tmp_path / "run", *LEAN)
+    run(tmp_path / "run", *SHORT_RUN)
     capsys.readouterr()
     changes = (
         "run.total_steps=3",
@@ -348,16 +392,42 @@ def test_resumed_run_lists_changed_settings_and_those_without_effect(
         "actor.engine.model.seed=5",
         "run.resume=auto",
     )
-    run(tmp_path / "run", *LEAN, *changes)
+    run(tmp_path / "run", *SHORT_RUN, *changes)
     out = capsys.readouterr().out
     assert "  actor.engine.model.seed: 0 -> 5\n  actor.engine.optimizer.lr: " in out
     assert "  run.total_steps: 2 -> 3\n" in out
     assert out.count("has no effect on a resumed run") == 1
     assert (
-        "warning: actor.engine.model.seed has no effect on a resumed run: the weights are those of the checkpoint."
-        in out
+        "warning: actor.engine.model.seed has no effect on a resumed run: the weights are those of "
+        "the checkpoint." in out
     )
     assert "run.resume:" not in out
+
+
+def test_resumed_run_warns_about_changed_settings_that_only_its_finished_warm_start_uses(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ("data.eval=null", "run.save_model=false", "run.total_steps=1")
+    with pytest.raises(RewardFailureError):
+        run(tmp_path / "run", *short, "reward.function=temper_trainer_test_rewards:always_fails")
+    capsys.readouterr()
+    changes = (
+        "warm_start.total_steps=9",
+        "actor.engine.model.architecture.num_hidden_layers=3",
+        "actor.engine.model.seed=5",
+        "run.resume=auto",
+    )
+    run(tmp_path / "run", *short, *changes)
+    out = capsys.readouterr().out
+    assert "  warm_start.total_steps: 4 -> 9\n" in out
+    reason = "has no effect on a resumed run: "
+    assert f"warning: warm_start.total_steps {reason}the warm start is done." in out
+    for key in ("architecture.num_hidden_layers", "seed"):
+        assert (
+            f"warning: actor.engine.model.{key} {reason}the model is that of the warm start." in out
+        )
+    assert out.count(reason) == 3
+    assert "continuing from step" not in out
 
 
 def test_failing_run_writes_a_report_up_to_its_last_step(
@@ -366,7 +436,7 @@ def test_failing_run_writes_a_report_up_to_its_last_step(
     monkeypatch.setenv("TEMPER_TEST_MARKER", str(tmp_path / "marker"))
     service = "reward.function=temper_trainer_test_rewards:breaks_down"
     with pytest.raises(RewardFailureError):
-        run(tmp_path / "run", *LEAN, "run.total_steps=4", service)
+        run(tmp_path / "run", *SHORT_RUN, "run.total_steps=4", service)
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (
         "<td class=text>rl</td><td class=text>step</td><td class=number>2</td>"
@@ -386,11 +456,11 @@ def test_run_resumes_before_a_damaged_checkpoint_with_equal_results(
 ) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
     run(tmp_path / "run", "run.total_steps=2", *SHORT)
-    whole = rows(tmp_path / "run")
+    uninterrupted = rows(tmp_path / "run")
     victim = checkpoints / "step_00000002" / "trainer" / "state.json"
     victim.write_text(victim.read_text().replace("2", "3"))
     run(tmp_path / "run", "run.total_steps=2", "run.resume=auto", *SHORT)
-    assert rows(tmp_path / "run") == whole
+    assert rows(tmp_path / "run") == uninterrupted
     assert "renamed to step_00000002.damaged-1" in caplog.text
     assert f"continuing from step 1 ({checkpoints / 'step_00000001'})" in capsys.readouterr().out
     assert sorted(path.name for path in checkpoints.iterdir()) == [
@@ -411,9 +481,12 @@ def test_remains_of_a_killed_save_are_never_resumed(run: Run, rows: Rows, tmp_pa
 
 def test_run_resumes_from_a_requested_earlier_step(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(tmp_path / "run", "run.total_steps=2", *SHORT)
-    whole, earlier = rows(tmp_path / "run"), tmp_path / "run" / "checkpoints" / "step_00000001"
+    uninterrupted, earlier = (
+        rows(tmp_path / "run"),
+        tmp_path / "run" / "checkpoints" / "step_00000001",
+    )
     run(tmp_path / "run", f"run.resume={earlier}", "run.total_steps=2", *SHORT)
-    assert rows(tmp_path / "run") == whole
+    assert rows(tmp_path / "run") == uninterrupted
     names = sorted(path.name for path in earlier.parent.iterdir())
     assert names == ["step_00000001", "step_00000002", "step_00000002.superseded-1"]
 
@@ -432,9 +505,9 @@ def test_resume_without_a_checkpoint_reports_that_it_starts_again(
         "No checkpoint of this run was saved yet: run.resume=auto would start at step 1."
     ]
     run(tmp_path / "run", "run.total_steps=1", "run.resume=auto", *SHORT)
-    said = capsys.readouterr().out
-    assert f"no checkpoint in {tmp_path / 'run' / 'checkpoints'}: starting from step 1" in said
-    assert "the newest 2 verified ones are kept" in said
+    output = capsys.readouterr().out
+    assert f"no checkpoint in {tmp_path / 'run' / 'checkpoints'}: starting from step 1" in output
+    assert "the newest 2 verified ones are kept" in output
 
 
 def test_failing_rewards_are_counted_and_left_out(run: Run, rows: Rows, tmp_path: Path) -> None:
@@ -567,7 +640,7 @@ def test_run_folder_that_cannot_be_created_is_a_configuration_error(run: Run) ->
 
 
 def as_converted(step: Path, folder: Path, *, roles: Sequence[str]) -> None:
-    """What a run saved, in the layout of ``temper-migrate checkpoint --to temper``: each engine alone, and nothing of the trainer."""
+    """Convert a saved step to the layout of ``temper-migrate checkpoint --to temper``."""
     for role in roles:
         transaction = begin_checkpoint(
             folder / role if len(roles) > 1 else folder, int(step.name.removeprefix("step_"))
@@ -611,14 +684,14 @@ def test_converted_policy_and_critic_resume_like_native_ones(
 def test_converted_roles_of_different_steps_are_refused_and_a_missing_role_is_named(
     run: Run, tmp_path: Path
 ) -> None:
-    lean = (
+    short_run = (
         "data.eval=null",
         "warm_start=null",
         "run.save_model=false",
         "run.save_every=1",
         "run.total_steps=2",
     )
-    run(tmp_path / "run", *lean)
+    run(tmp_path / "run", *short_run)
     for step, role in enumerate(("actor", "critic"), start=1):
         as_converted(
             tmp_path / f"run/checkpoints/step_0000000{step}",
@@ -629,13 +702,13 @@ def test_converted_roles_of_different_steps_are_refused_and_a_missing_role_is_na
         CheckpointError,
         match="mixed has actor of step 1, critic of step 2: convert all roles of one step",
     ):
-        run(tmp_path / "of_mixed", *lean, f"run.resume={tmp_path / 'mixed'}")
+        run(tmp_path / "of_mixed", *short_run, f"run.resume={tmp_path / 'mixed'}")
     with pytest.raises(
         CheckpointError, match="has no part for critic, which this configuration has"
     ):
         run(
             tmp_path / "lacking",
-            *lean,
+            *short_run,
             "algorithm=ppo",
             "run.total_steps=3",
             f"run.resume={tmp_path / 'mixed/actor'}",

@@ -1,4 +1,4 @@
-"""Tasks beside RL: preferences, reward models, conversations, streams, evaluation and generation, each as a small real run."""
+"""Run tasks other than RL: preferences, reward models, conversations, streams, evaluation."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from temper_trainer.loops import RunResult
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
 MODEL = (
-    "{model_type: qwen2, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, "
+    "{model_type: qwen2, hidden_size: 32, intermediate_size: 64, num_hidden_layers: "
+    "2, num_attention_heads: 4, num_key_value_heads: 2, "
     "max_position_embeddings: 128}"
 )
 TINY = (
@@ -27,7 +28,8 @@ TINY = (
     "data.max_prompt_tokens=32",
 )
 CHAT = (
-    "{% for m in messages %}{{ m.role }} {{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %} {% endfor %}"
+    "{% for m in messages %}{{ m.role }} {{ m.content }}{% if m.role == 'assistant' "
+    "%}<eos>{% endif %} {% endfor %}"
     "{% if add_generation_prompt %}assistant {% endif %}"
 )
 
@@ -38,7 +40,7 @@ def write(path: Path, records: list[dict[str, object]]) -> str:
 
 
 def pairs(tmp_path: Path) -> str:
-    """A good answer is preferred to a bad one of the same sum."""
+    """Write pairs that prefer a good answer to a bad one of the same sum."""
     sums = [(a, b) for a in range(1, 5) for b in range(1, 5)]
     return write(
         tmp_path / "pairs.jsonl",
@@ -94,7 +96,7 @@ def test_reward_model_scores_preferred_completions_higher_and_loads_in_transform
 
 
 def conversations(tmp_path: Path) -> str:
-    talks = [
+    turns = [
         [
             {"role": "user", "content": f"say {i}"},
             {"role": "assistant", "content": f"{i}"},
@@ -103,7 +105,7 @@ def conversations(tmp_path: Path) -> str:
         ]
         for i in range(12)
     ]
-    return write(tmp_path / "talks.jsonl", [{"messages": talk} for talk in talks])
+    return write(tmp_path / "talks.jsonl", [{"messages": messages} for messages in turns])
 
 
 def test_every_assistant_turn_of_a_conversation_is_trained(
@@ -153,10 +155,10 @@ def test_streamed_data_is_packed_by_tokens_and_resumes_where_it_stopped(
     run(tmp_path / "whole", *streamed, "run.total_steps=6", base=TINY)
     run(tmp_path / "parts", *streamed, "run.total_steps=4", base=TINY)
     run(tmp_path / "parts", *streamed, "run.total_steps=6", "run.resume=auto", base=TINY)
-    whole = rows(tmp_path / "whole", phase="sft")
-    assert rows(tmp_path / "parts", phase="sft") == whole
-    assert all(row["data/tokens"] <= 80 for row in whole)
-    assert whole[-1]["data/epoch"] >= 1.0
+    uninterrupted = rows(tmp_path / "whole", phase="sft")
+    assert rows(tmp_path / "parts", phase="sft") == uninterrupted
+    assert all(row["data/tokens"] <= 80 for row in uninterrupted)
+    assert uninterrupted[-1]["data/epoch"] >= 1.0
 
 
 def test_tasks_eval_and_generate_score_and_write_completions(

@@ -1,4 +1,4 @@
-"""Trouble from outside, on the real program in a process of its own: Ctrl-C, kill, a disk that is full."""
+"""Interrupt, kill and fill the disk of the real program in its own process."""
 
 import json
 import os
@@ -37,7 +37,10 @@ SMALL = (
 def environment(tmp_path: Path) -> dict[str, str]:
     return {
         **os.environ,
-        "PYTHONPATH": str(Path(__file__).parent),
+        # In front of the tests' own path, which may name the sources under test.
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
         "TEMPER_TEST_MARKER": str(tmp_path / "marker"),
         "OMP_NUM_THREADS": "1",
     }
@@ -131,6 +134,96 @@ def test_sigterm_during_startup_starts_no_step_and_the_command_can_be_repeated(
     assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.parametrize("delay_s", [0.1, 0.5, 1.0, 2.0])
+def test_sigterm_in_the_first_seconds_ends_the_process_and_leaves_nothing(
+    environment: dict[str, str], tmp_path: Path, delay_s: float
+) -> None:
+    run = tmp_path / "run"
+    process = start(environment, run)
+    time.sleep(delay_s)
+    check_early_sigterm(process, run)
+
+
+def test_sigterm_while_torch_is_imported_releases_the_run_folder(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = start(environment, run)
+    while not (run / "run.lock").exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    stopped = check_early_sigterm(process, run)
+    assert stopped.returncode == 143
+    assert stopped.stderr.startswith(
+        "terminated before the run was started, start again with: temper-train "
+    )
+
+
+def check_early_sigterm(
+    process: "subprocess.Popen[str]", run: Path
+) -> "subprocess.CompletedProcess[str]":
+    """Send SIGTERM; check that the process ends soon and that nothing of it is left."""
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    stopped = finish(process)
+    assert time.monotonic() - begin < 10  # a busy machine; 0.1 s on an idle one
+    # Before `main`, the signal itself ends the process, which shells report as 143, too.
+    assert stopped.returncode in (143, -signal.SIGTERM)
+    assert "Traceback" not in stopped.stderr
+    assert not run.exists()
+    return stopped
+
+
+def test_second_ctrl_c_without_a_checkpoint_does_not_promise_one(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    run, slow = tmp_path / "run", "reward.function=temper_trainer_test_rewards:slow_after_two_steps"
+    # Longer than the time between the two signals, so that the step does not end and save.
+    environment = environment | {"TEMPER_TEST_WAIT_S": "5"}
+    process = start(environment, run, slow, "run.total_steps=1000", "run.save_interval_s=null")
+    wait_for_step(run, step=2, process=process)
+    while Path(environment["TEMPER_TEST_MARKER"]).stat().st_size <= 32:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    stopped = finish(process)
+    assert stopped.returncode == 130, stopped.stderr
+    assert not list((run / "checkpoints").glob("step_*"))
+    last = stopped.stderr.splitlines()[-1]
+    assert last.startswith(
+        "interrupted; no checkpoint was saved, so all steps are lost. "
+        "Start again with: temper-train"
+    )
+    assert last.endswith("run.resume=auto")
+    assert "Resume with" not in stopped.stderr
+
+
+def test_full_disk_at_start_up_and_in_the_last_report_names_the_saved_step(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    run, short = tmp_path / "run", ("run.save_model=false", "run.resume=auto")
+    run.mkdir()
+    draft = run / "config.yaml.new.draft"
+    draft.symlink_to("/dev/full")  # every write to it fails with ENOSPC
+    first = finish(start(environment, run, "run.total_steps=1", *short))
+    assert first.returncode == 1, first.stderr
+    assert f"[Errno 28] No space left on device: '{run / 'config.yaml'}'. Free" in first.stderr
+    assert "No checkpoint of this run was saved yet" in first.stderr
+    draft.unlink(missing_ok=True)
+    (run / ".report.html.partial").symlink_to("/dev/full")
+    second = finish(start(environment, run, "run.total_steps=1", *short))
+    assert second.returncode == 1, second.stderr
+    saved = run / "checkpoints" / "step_00000001"
+    named = f"step 1 is saved in {saved}: continue with run.resume=auto."
+    assert second.stderr.rstrip().endswith(named)
+    draft.symlink_to("/dev/full")
+    third = finish(start(environment, run, "run.total_steps=2", *short))
+    assert third.returncode == 1, third.stderr
+    assert third.stderr.rstrip().endswith(named)
+
+
 def test_second_process_in_the_folder_of_a_run_changes_no_file(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -150,7 +243,7 @@ def test_second_process_in_the_folder_of_a_run_changes_no_file(
     assert not list(run.glob("*.superseded-*"))
 
 
-def test_killed_run_resumes_from_its_last_complete_checkpoint(
+def test_killed_run_has_all_metrics_and_resumes_from_its_last_complete_checkpoint(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -160,6 +253,9 @@ def test_killed_run_resumes_from_its_last_complete_checkpoint(
     finish(process)
     complete = [name for name in steps_of(run) if name.startswith("step_")]
     last = int(complete[-1].removeprefix("step_"))
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(1, len(lines) + 1)]
+    assert len(lines) >= last
     again = start(
         environment, run, f"run.total_steps={last + 1}", "run.resume=auto", "run.save_model=false"
     )

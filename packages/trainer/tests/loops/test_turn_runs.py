@@ -1,4 +1,4 @@
-"""A small real run with the calculator: the policy calls it, its answers are read and not trained."""
+"""Run a small policy with the calculator, whose answers are read but not trained."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from temper_trainer.loops import RunResult
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
 CALCULATOR = (
-    "environment={name: calculator, call_start: '', call_end: '=', answer_start: '', answer_end: '', turn_discount: 0.9, "
+    "environment={name: calculator, call_start: '', call_end: '=', answer_start: '', "
+    "answer_end: '', turn_discount: 0.9, "
     "max_observation_tokens: 8}"
 )
 
@@ -41,25 +42,25 @@ def test_policy_is_trained_on_rollouts_with_a_calculator(
 def test_rewards_of_an_environment_are_in_all_logged_rewards(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
-    lean = (
+    short_run = (
         "warm_start=null",
         "run.num_table_rows=8",
         "environment={name: 'temper_trainer_test_rewards:Fee', call_end: '=', max_turns: 1}",
     )
-    told = {}
+    logged_rewards = {}
     for fee in (0.0, 0.5):
         scored, written = tmp_path / f"eval-{fee}", tmp_path / f"generate-{fee}"
-        run(scored, *lean, f"environment.arguments.fee={fee}", "task=eval")
-        run(written, *lean, f"environment.arguments.fee={fee}", "task=generate")
+        run(scored, *short_run, f"environment.arguments.fee={fee}", "task=eval")
+        run(written, *short_run, f"environment.arguments.fee={fee}", "task=generate")
         lines = [
             json.loads(line)
             for file in ("eval", "generate")
             for line in (tmp_path / f"{file}-{fee}" / FILES[file]).read_text().splitlines()
         ]
         means = [*rows(scored, phase="eval"), *rows(written, phase="generate")]
-        told[fee] = [line["reward"] for line in lines] + [
+        logged_rewards[fee] = [line["reward"] for line in lines] + [
             means[0]["eval/greedy/reward"],
             means[1]["generate/reward"],
         ]
-    assert len(told[0.0]) > 2
-    assert told[0.5] == pytest.approx([reward + 0.5 for reward in told[0.0]])
+    assert len(logged_rewards[0.0]) > 2
+    assert logged_rewards[0.5] == pytest.approx([reward + 0.5 for reward in logged_rewards[0.0]])

@@ -1,4 +1,4 @@
-"""Whole runs on real vLLM servers, beside the same runs on the transformers sampler."""
+"""Compare small runs on vLLM servers with the same runs on the transformers sampler."""
 
 import importlib.util
 import json
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
-LEAN = (
+SHORT_RUN = (
     "warm_start=null",
     "data.eval=null",
     "run.save_model=false",
@@ -38,14 +38,18 @@ LEAN = (
     "sampling.max_tokens=12",
     "algorithm=reinforce_plus_plus",
     "actor.engine.optimizer.lr=1e-2",
-    "actor.engine.model.architecture.hidden_size=128",  # heads of 32: vLLM's attention on CPUs has no smaller ones
+    # Heads of 32, because vLLM's attention on CPUs has no smaller ones.
+    "actor.engine.model.architecture.hidden_size=128",
 )
 """Rewards that need no second completion of a prompt to differ: greedy ones are all equal."""
 GREEDY = ("sampling.top_k=1",)
-"""Log-probs are of the whole distribution, tokens are the likeliest."""
-PPO = (*(setting for setting in LEAN if not setting.startswith("algorithm=")), "algorithm=ppo")
+"""Settings of greedy sampling, whose log-probs are still those of the full distribution."""
+PPO = (*(setting for setting in SHORT_RUN if not setting.startswith("algorithm=")), "algorithm=ppo")
 CALCULATOR = (
-    "environment={name: calculator, call_start: '', call_end: '=', answer_start: '', answer_end: '', max_observation_tokens: 8}",
+    (
+        "environment={name: calculator, call_start: '', call_end: '=', answer_start: '', "
+        "answer_end: '', max_observation_tokens: 8}"
+    ),
     "warm_start.total_steps=30",  # its demonstrations show calls
     "sampling.max_tokens=16",
 )
@@ -58,7 +62,8 @@ def on_vllm() -> tuple[str, ...]:
     named = os.environ.get("TEMPER_ROLLOUT_PYTHON")
     if named is None and importlib.util.find_spec("vllm") is None:
         pytest.skip(
-            "vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm makes an environment and runs this"
+            "vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm makes "
+            "an environment and runs this"
         )
     return (
         "rollout=vllm",
@@ -88,7 +93,7 @@ def test_run_with_a_server_opens_only_the_sockets_in_security_md(
     run: Run, tmp_path: Path, on_vllm: tuple[str, ...]
 ) -> None:
     with Listeners() as listeners:
-        run(tmp_path / "run", *LEAN, *on_vllm, "weight_sync.transport=collective")
+        run(tmp_path / "run", *SHORT_RUN, *on_vllm, "weight_sync.transport=collective")
     expected = listed(run="vllm")
     if version_of_vllm() < (0, 32):  # processes of newer ones meet through a file
         expected += listed(run="vllm 0.27")
@@ -108,7 +113,7 @@ def version_of_vllm() -> tuple[int, ...]:
     return tuple(int(part) for part in found.split(".")[:2])
 
 
-def without_sizes(found: list[dict[str, float]]) -> list[dict[str, float]]:
+def drop_sizes(found: list[dict[str, float]]) -> list[dict[str, float]]:
     return [
         {
             k: v
@@ -122,7 +127,7 @@ def without_sizes(found: list[dict[str, float]]) -> list[dict[str, float]]:
 def killing_in_step_two(
     restarts: list[int], kill: Callable[[VllmSampler], None]
 ) -> Callable[..., StepResult]:
-    """A step that loses its first server in step 2, before it samples."""
+    """Return a step function that kills the first server in step 2, before sampling."""
 
     def step_that_loses_a_server(loop: SyncLoop, *, step: int, **given: object) -> StepResult:
         assert isinstance(loop.components.sampler, VllmSampler)
@@ -138,8 +143,8 @@ def killing_in_step_two(
 def test_greedy_rollouts_give_the_losses_of_the_transformers_sampler(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
 ) -> None:
-    run(tmp_path / "hf", *LEAN, *GREEDY)
-    run(tmp_path / "vllm", *LEAN, *GREEDY, *on_vllm, "weight_sync.bucket_bytes=20000")
+    run(tmp_path / "hf", *SHORT_RUN, *GREEDY)
+    run(tmp_path / "vllm", *SHORT_RUN, *GREEDY, *on_vllm, "weight_sync.bucket_bytes=20000")
     assert_close(rows(tmp_path / "vllm"), rows(tmp_path / "hf"))
     assert not list(Path("/dev/shm").glob(f"temper-{os.getuid()}-*")), (
         "a run leaves nothing in shared memory"
@@ -149,10 +154,10 @@ def test_greedy_rollouts_give_the_losses_of_the_transformers_sampler(
 def test_weights_by_broadcast_give_the_same_losses(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
 ) -> None:
-    run(tmp_path / "hf", *LEAN, *GREEDY)
+    run(tmp_path / "hf", *SHORT_RUN, *GREEDY)
     run(
         tmp_path / "vllm",
-        *LEAN,
+        *SHORT_RUN,
         *GREEDY,
         *on_vllm,
         "weight_sync.transport=collective",
@@ -167,26 +172,26 @@ SMALL_STEPS = (
     "rollout.canary_tolerance=0.05",
     "actor.engine.optimizer.lr=1e-5",
 )
-"""Of weights near 0.02, steps of 1e-5 leave most as they are in bfloat16."""
+"""Learning rate at which most bfloat16 weights near 0.02 do not change in a step."""
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "collective"])
 def test_run_with_weight_deltas_has_the_metrics_of_one_with_full_weights(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], transport: str
 ) -> None:
-    lean = (
-        *LEAN,
+    short_run = (
+        *SHORT_RUN,
         *on_vllm,
         *SMALL_STEPS,
         f"weight_sync.transport={transport}",
         "weight_sync.bucket_bytes=20000",
     )
-    run(tmp_path / "full", *lean)
-    run(tmp_path / "delta", *lean, "weight_sync.content=delta")
+    run(tmp_path / "full", *short_run)
+    run(tmp_path / "delta", *short_run, "weight_sync.content=delta")
     found, expected = rows(tmp_path / "delta"), rows(tmp_path / "full")
-    assert without_sizes(found) == without_sizes(expected)
-    shares = [row["weight_sync/sent_fraction"] for row in found]
-    assert 0 < min(shares) <= max(shares) < 0.5
+    assert drop_sizes(found) == drop_sizes(expected)
+    fractions = [row["weight_sync/sent_fraction"] for row in found]
+    assert 0 < min(fractions) <= max(fractions) < 0.5
     assert all(
         row["weight_sync/bytes"] < other["weight_sync/bytes"]
         for row, other in zip(found, expected, strict=True)
@@ -215,17 +220,17 @@ def test_server_killed_in_a_step_loses_no_completion(
         assert replica.process_id is not None
         os.killpg(replica.process_id, signal.SIGKILL)
 
-    run(tmp_path / "whole", *LEAN, *on_vllm)
+    run(tmp_path / "whole", *SHORT_RUN, *on_vllm)
     monkeypatch.setattr(SyncLoop, "run_step", killing_in_step_two(restarts, kill))
     run(
         tmp_path / "killed",
-        *LEAN,
+        *SHORT_RUN,
         *on_vllm,
         f"weight_sync.transport={transport}",
         f"weight_sync.content={content}",
     )
     assert restarts == [0, 1, 1]
-    assert without_sizes(rows(tmp_path / "killed")) == without_sizes(rows(tmp_path / "whole"))
+    assert drop_sizes(rows(tmp_path / "killed")) == drop_sizes(rows(tmp_path / "whole"))
 
 
 def test_ppo_with_a_critic_gives_the_losses_of_the_transformers_sampler(
@@ -241,9 +246,13 @@ def test_ppo_with_a_critic_gives_the_losses_of_the_transformers_sampler(
 def test_multi_turn_rollouts_give_the_losses_of_the_transformers_sampler(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
 ) -> None:
-    lean = (*(setting for setting in LEAN if setting != "warm_start=null"), *CALCULATOR, *GREEDY)
-    run(tmp_path / "hf", *lean)
-    run(tmp_path / "vllm", *lean, *on_vllm)
+    short_run = (
+        *(setting for setting in SHORT_RUN if setting != "warm_start=null"),
+        *CALCULATOR,
+        *GREEDY,
+    )
+    run(tmp_path / "hf", *short_run)
+    run(tmp_path / "vllm", *short_run, *on_vllm)
     found = rows(tmp_path / "vllm")
     assert sum(row["tool/calls"] for row in found) > 0
     assert_close(found, rows(tmp_path / "hf"), more=("tool/calls", "rollout/turns_mean"))
@@ -253,7 +262,7 @@ def test_reward_rises_on_servers(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
 ) -> None:
     grpo = ("algorithm=grpo", "run.total_steps=20", "batching.prompts_per_step=8")
-    run(tmp_path / "run", *LEAN, *grpo, *on_vllm, "rollout.canary_tolerance=1e-3")
+    run(tmp_path / "run", *SHORT_RUN, *grpo, *on_vllm, "rollout.canary_tolerance=1e-3")
     rewards = [row["reward/mean"] for row in rows(tmp_path / "run")]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1, rewards
 
@@ -266,15 +275,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         patch.syspath_prepend(str(Path(__file__).parent))
         for name, seed in {"adder": 5, "mixer": 6}.items():
             folder = tmp_path_factory.mktemp("saved") / name
-            lean = (
+            short_run = (
                 *SMALL,
-                *LEAN,
+                *SHORT_RUN,
                 f"run.dir={folder}",
                 f"actor.engine.model.seed={seed}",
                 "run.save_model=true",
                 "run.total_steps=1",
             )
-            loaded = load(lean)
+            loaded = load(short_run)
             train(
                 loaded.config,
                 digest=loaded.digest,
@@ -285,15 +294,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def taught_by(saved: dict[str, Path], *more: str) -> tuple[str, ...]:
-    """Distillation from both, by the number of a problem's operations."""
+    """Return overrides to distill from two teachers by the number of operations of a problem."""
     routes = {"adder": "one", "mixer": "two"}
     models = (f"teachers.{name}.engine.model.path={path}" for name, path in saved.items())
     named = (f"teachers.{name}.route={routes[name]}" for name in saved)
     exact = (f"teachers.{name}.engine.precision.compute=fp32" for name in saved)
-    lean = (setting for setting in LEAN if not setting.startswith("algorithm="))
+    short_run = (setting for setting in SHORT_RUN if not setting.startswith("algorithm="))
     top_k = ("distillation={objective: forward_kl, top_k: 8}",)
     return (
-        *lean,
+        *short_run,
         *GREEDY,
         "algorithm=distill",
         "data.train.route_key=operations",
@@ -340,7 +349,7 @@ def test_evaluation_and_generation_equal_those_of_the_transformers_sampler(
         "data.max_prompt_tokens=96",
         "run.num_threads=1",
     )
-    lean = (
+    short_run = (
         *data,
         f"actor.engine.model.path={saved['adder']}",
         "reward.function=temper_trainer_test_rewards:share_of_digits",
@@ -348,11 +357,11 @@ def test_evaluation_and_generation_equal_those_of_the_transformers_sampler(
     served = tuple(setting for setting in on_vllm if not setting.startswith("rollout.canary"))
     for name, more in {"hf": (), "vllm": served}.items():
         greedy = ("sampling.temperature=0", "sampling.max_tokens=12")
-        run(tmp_path / f"generate-{name}", "task=generate", *lean, *greedy, *more, base=())
+        run(tmp_path / f"generate-{name}", "task=generate", *short_run, *greedy, *more, base=())
         run(
             tmp_path / f"eval-{name}",
             "task=eval",
-            *lean,
+            *short_run,
             "run.eval_sampling.max_tokens=12",
             *more,
             base=(),
@@ -371,8 +380,8 @@ def test_one_step_off_gives_the_losses_of_the_transformers_sampler(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
 ) -> None:
     ahead = ("loop=one_step_off", "run.total_steps=4")
-    run(tmp_path / "hf", *LEAN, *GREEDY, *ahead)
-    run(tmp_path / "vllm", *LEAN, *GREEDY, *on_vllm, *ahead)
+    run(tmp_path / "hf", *SHORT_RUN, *GREEDY, *ahead)
+    run(tmp_path / "vllm", *SHORT_RUN, *GREEDY, *on_vllm, *ahead)
     assert_close(rows(tmp_path / "vllm"), rows(tmp_path / "hf"))
     assert [row["staleness/max"] for row in rows(tmp_path / "vllm")] == [0, 1, 1, 1]
 
@@ -383,7 +392,7 @@ def test_loop_async_stays_within_its_staleness_limit_on_servers(
     correction = "algorithm.rollout_correction={level: token}"
     run(
         tmp_path / "run",
-        *LEAN,
+        *SHORT_RUN,
         *on_vllm,
         "loop=async",
         "asynchrony.max_staleness=2",
@@ -393,7 +402,8 @@ def test_loop_async_stays_within_its_staleness_limit_on_servers(
     found = rows(tmp_path / "run")
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
     assert all(row["staleness/max"] <= 2 for row in found)
-    # The first batch has the trainer's own weights; later ones are one or two updates older, and the correction sees how far that is.
+    # The first batch has the trainer's own weights; later ones are one or two updates older, and
+    # the correction sees how far that is.
     assert found[0]["mismatch/abs_max"] < 1e-4
     assert all(1e-9 < row["mismatch/kl"] < 5.0 for row in found[2:])
 
@@ -402,11 +412,11 @@ def test_sending_only_the_adapter_gives_the_losses_of_merged_weights(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
 ) -> None:
     lora = ("actor.engine.lora.rank=4", "actor.engine.lora.alpha=8", "warm_start.total_steps=2")
-    lean = tuple(
-        setting for setting in LEAN if setting != "warm_start=null"
+    short_run = tuple(
+        setting for setting in SHORT_RUN if setting != "warm_start=null"
     )  # servers read the base from the warm start's directory
-    run(tmp_path / "hf", *lean, *lora, *GREEDY)
-    run(tmp_path / "vllm", *lean, *lora, *GREEDY, *on_vllm, "weight_sync.content=adapter")
+    run(tmp_path / "hf", *short_run, *lora, *GREEDY)
+    run(tmp_path / "vllm", *short_run, *lora, *GREEDY, *on_vllm, "weight_sync.content=adapter")
     assert_close(rows(tmp_path / "vllm"), rows(tmp_path / "hf"))
 
 
@@ -427,13 +437,13 @@ def test_two_replicas_on_ray_equal_one_server_even_if_one_is_killed(
         assert replica.process_id is not None
         os.killpg(replica.process_id, signal.SIGKILL)
 
-    run(tmp_path / "one", *LEAN, *on_vllm)
+    run(tmp_path / "one", *SHORT_RUN, *on_vllm)
     monkeypatch.setattr(SyncLoop, "run_step", killing_in_step_two(restarts, kill))
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         run(
             tmp_path / "two",
-            *LEAN,
+            *SHORT_RUN,
             *on_vllm,
             "runtime.kind=ray",
             "runtime.cpus_per_worker=0.5",

@@ -39,7 +39,8 @@ def test_curves_of_a_run_with_warm_start_and_evaluations_are_drawn(tmp_path: Pat
     write(tmp_path, rows)
     assert draw_curves(tmp_path) == tmp_path / "curves.png"
     pixels = image.imread(tmp_path / "curves.png")
-    # Rows: reward; the two of the warm start; loss and seconds: 3 of 2.5 inches, 0.5 for the title, 2 panels of 5.6, 130 dots per inch.
+    # Rows: reward; the two of the warm start; loss and seconds: 3 of 2.5 inches, 0.5 for the title,
+    # 2 panels of 5.6, 130 dots per inch.
     assert pixels.shape[:2] == (int((2.5 * 3 + 0.5) * 130), int(5.6 * 2 * 130))
     assert (
         len({tuple(pixel) for pixel in pixels.reshape(-1, pixels.shape[2])[::7].round(2).tolist()})
@@ -54,7 +55,7 @@ def test_no_image_is_drawn_without_metrics(tmp_path: Path) -> None:
     assert not (tmp_path / "curves.png").exists()
 
 
-def test_a_single_step_with_nan_is_drawn(tmp_path: Path) -> None:
+def test_single_step_with_nan_is_drawn(tmp_path: Path) -> None:
     write(tmp_path, [row(1, "sft", actor__loss=2.0, actor__grad_norm=math.nan)])
     assert draw_curves(tmp_path) is not None
 
@@ -70,7 +71,7 @@ def test_points_are_finite_and_sorted_by_step() -> None:
     assert _points(rows, "rl", "x") == ([1, 3], [1.0, 3.0])
 
 
-def test_the_last_row_counts_if_a_step_was_logged_twice() -> None:
+def test_last_row_counts_if_a_step_was_logged_twice() -> None:
     assert keep_latest([row(1, "rl", x=1.0), row(1, "eval", x=2.0), row(1, "rl", x=3.0)]) == [
         row(1, "rl", x=3.0),
         row(1, "eval", x=2.0),
@@ -82,7 +83,7 @@ def test_running_mean_is_centered() -> None:
     assert _running_mean([0.0, 3.0, 6.0, 0.0], window=3) == [1.5, 3.0, 3.0, 3.0]
 
 
-def test_a_wide_panel_takes_a_full_row() -> None:
+def test_wide_panel_takes_a_full_row() -> None:
     wide = next(panel for panel in PANELS if panel.is_wide)
     narrow = next(panel for panel in PANELS if not panel.is_wide)
     assert _arrange_panels([narrow, wide, narrow, narrow]) == [(0, 0), (1, 0), (2, 0), (2, 1)]

@@ -41,8 +41,8 @@ def test_non_finite_values_are_null_and_listed() -> None:
         Row(step=1, phase="rl", time_s=0.0, values={"a": math.nan, "b": -math.inf, "c": 1.0})
     )
     assert (
-        line
-        == '{"step": 1, "phase": "rl", "time_s": 0.0, "a": null, "b": null, "c": 1.0, "not_finite": {"a": "nan", "b": "-inf"}}'
+        line == '{"step": 1, "phase": "rl", "time_s": 0.0, "a": null, "b": null, "c": 1.0, '
+        '"not_finite": {"a": "nan", "b": "-inf"}}'
     )
 
 

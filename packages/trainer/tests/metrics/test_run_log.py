@@ -150,7 +150,10 @@ def test_non_finite_values_reach_every_tracker(tmp_path: Path) -> None:
 def test_missing_wandb_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"run.trackers names wandb, which is not installed: pip install 'temper-trainer\[wandb\]'",
+        match=(
+            r"run.trackers names wandb, which is not installed: pip install "
+            r"'temper-trainer\[wandb\]'"
+        ),
     ):
         open_log(tmp_path, trackers=["wandb"])
 

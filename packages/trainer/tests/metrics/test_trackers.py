@@ -2,9 +2,13 @@
 
 import io
 import math
+import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +23,7 @@ from rich.console import Console
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.rendezvous import get_run_token
+from temper_trainer.metrics import prometheus
 from temper_trainer.metrics.run_log import RunLog
 
 # Raised between the dependencies of the trackers' clients.
@@ -78,7 +83,10 @@ def test_missing_tracker_package_is_a_configuration_error(
     monkeypatch.setitem(__import__("sys").modules, tracker, None)
     with pytest.raises(
         ConfigError,
-        match=rf"run\.trackers names {tracker}, which is not installed: pip install 'temper-trainer\[{tracker}\]'",
+        match=(
+            rf"run\.trackers names {tracker}, which is not installed: pip install "
+            rf"'temper-trainer\[{tracker}\]'"
+        ),
     ):
         open_log(tmp_path, tracker)
 
@@ -399,6 +407,66 @@ def test_prometheus_listens_only_on_loopback(tmp_path: Path, port: int) -> None:
 
 
 @PROMETHEUS
+def test_silent_connections_neither_stop_prometheus_nor_take_threads_and_descriptors(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prometheus, "REQUEST_S", 1.0)
+    # In another process, so that the descriptors counted here are those of the server.
+    program = f"""
+import socket, time
+silent = []
+for _ in range(300):
+    silent.append(socket.socket())
+    silent[-1].setblocking(False)
+    silent[-1].connect_ex(("127.0.0.1", {port}))
+    time.sleep(0.001)
+print("connected", flush=True)
+time.sleep(600)
+"""
+    with open_log(tmp_path, "", port=port) as log:
+        log_steps(log, [1])
+        num_threads, num_open = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        stranger = subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert stranger.stdout is not None
+            assert stranger.stdout.readline() == "connected\n"
+            limit = prometheus.MAX_CONNECTIONS + 2  # and the pipe of the stranger, and the listing
+            assert threading.active_count() - num_threads <= prometheus.MAX_CONNECTIONS
+            assert len(os.listdir("/proc/self/fd")) - num_open <= limit
+            assert 'temper_step{phase="rl"} 1.0\n' in scrape(port, token=read_token(tmp_path))
+            time.sleep(2)
+            assert threading.active_count() <= num_threads
+        finally:
+            stranger.kill()
+            stranger.communicate()
+    assert capfd.readouterr().err == ""
+
+
+@PROMETHEUS
+def test_request_of_single_bytes_is_dropped_at_the_deadline(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prometheus, "REQUEST_S", 1.0)
+    begin = time.monotonic()
+
+    def send_slowly(connection: socket.socket) -> None:
+        while time.monotonic() - begin < 10:
+            connection.send(b"G")
+            time.sleep(0.2)
+
+    with (
+        open_log(tmp_path, "", port=port),
+        socket.create_connection(("127.0.0.1", port)) as slow,
+        pytest.raises(OSError, match=r"reset|Broken pipe"),
+    ):
+        send_slowly(slow)
+    assert time.monotonic() - begin < 5
+    assert capfd.readouterr().err == ""
+
+
+@PROMETHEUS
 def test_port_in_use_is_a_configuration_error(tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -406,6 +474,9 @@ def test_port_in_use_is_a_configuration_error(tmp_path: Path) -> None:
         port = other.getsockname()[1]
         with pytest.raises(
             ConfigError,
-            match=rf"run\.prometheus_port is {port}, which can't be opened on run\.prometheus_address 127\.0\.0\.1: Address already in use",
+            match=(
+                rf"run\.prometheus_port is {port}, which can't be opened on "
+                rf"run\.prometheus_address 127\.0\.0\.1: Address already in use"
+            ),
         ):
             open_log(tmp_path, "", port=port)

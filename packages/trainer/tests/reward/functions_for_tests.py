@@ -10,8 +10,8 @@ import time
 from temper_trainer.types import Prompt
 
 
-def by_text(prompt: Prompt, completion_text: str, *, bonus: float = 0.0) -> float:
-    """Does what the completion says."""
+def follow_text(prompt: Prompt, completion_text: str, *, bonus: float = 0.0) -> float:
+    """Do what the completion says."""
     match completion_text:
         case "hang":
             time.sleep(3600)
@@ -35,15 +35,15 @@ def by_text(prompt: Prompt, completion_text: str, *, bonus: float = 0.0) -> floa
 
 
 def process_id(prompt: Prompt, completion_text: str) -> float:
-    """Where it ran."""
+    """Return the id of the process that scores."""
     return float(os.getpid())
 
 
 def thread_id(prompt: Prompt, completion_text: str) -> float:
-    """Where it ran, more exactly."""
+    """Return the id of the thread that scores."""
     return float(threading.get_ident())
 
 
 def has_torch(prompt: Prompt, completion_text: str) -> float:
-    """Whether the process has imported torch."""
+    """Return 1 if the process has imported torch, else 0."""
     return float("torch" in sys.modules)

@@ -13,7 +13,7 @@ from temper_trainer.reward.builtin_rewards import (
 from temper_trainer.types import Prompt
 
 
-def asked(answer: str) -> Prompt:
+def make_prompt(answer: str) -> Prompt:
     return Prompt(prompt_id=3, text="?", tokens=(1,), answer=answer, source="file:3")
 
 
@@ -37,24 +37,24 @@ def asked(answer: str) -> Prompt:
         ("#### 24", "", 0, 0),
     ],
 )
-def test_gsm8k_strict_wants_the_last_line_and_flexible_the_last_number(
+def test_gsm8k_strict_reads_the_last_line_and_flexible_the_last_number(
     answer: str, completion: str, strict: float, flexible: float
 ) -> None:
-    assert gsm8k_strict(asked(answer), completion) == strict
-    assert gsm8k_flexible(asked(answer), completion) == flexible
+    assert gsm8k_strict(make_prompt(answer), completion) == strict
+    assert gsm8k_flexible(make_prompt(answer), completion) == flexible
 
 
-def test_a_reference_that_is_no_number_is_an_error_not_a_zero() -> None:
+def test_reference_that_is_not_a_number_raises() -> None:
     for function in (gsm8k_strict, gsm8k_flexible):
         with pytest.raises(
             ValueError, match=r"prompt 3 \(file:3\) is 'many', but must be a number"
         ):
-            function(asked("#### many"), "#### 1")
+            function(make_prompt("#### many"), "#### 1")
 
 
 def test_exact_match_ignores_only_white_space_at_the_ends() -> None:
-    assert exact_match(asked("a b"), " a b\n") == 1
-    assert exact_match(asked("a b"), "a  b") == 0
+    assert exact_match(make_prompt("a b"), " a b\n") == 1
+    assert exact_match(make_prompt("a b"), "a  b") == 0
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,15 @@ def test_exact_match_ignores_only_white_space_at_the_ends() -> None:
         ("72", "no idea", 0),
     ],
 )
-def test_math_verify_knows_equal_mathematics_in_a_thread(
+def test_math_verify_recognizes_equal_expressions_in_a_thread(
     answer: str, completion: str, expected: float
 ) -> None:
-    """Law 55: with the library's own time-outs every answer scored outside the main thread was wrong."""
+    """Check that the library's own timeouts are off, which fail outside the main thread."""
     pytest.importorskip("math_verify", reason="needs the extra temper-trainer[math]")
     found: list[float] = []
-    thread = threading.Thread(target=lambda: found.append(math_verify(asked(answer), completion)))
+    thread = threading.Thread(
+        target=lambda: found.append(math_verify(make_prompt(answer), completion))
+    )
     thread.start()
     thread.join()
     assert found == [expected]
@@ -83,4 +85,4 @@ def test_math_verify_knows_equal_mathematics_in_a_thread(
 def test_math_verify_refuses_a_reference_that_it_cannot_read() -> None:
     pytest.importorskip("math_verify", reason="needs the extra temper-trainer[math]")
     with pytest.raises(ValueError, match="math-verify cannot parse"):
-        math_verify(asked("####"), "1")
+        math_verify(make_prompt("####"), "1")

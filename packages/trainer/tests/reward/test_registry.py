@@ -12,7 +12,7 @@ from temper_trainer.reward.registry import register_reward, resolve_reward
 from temper_trainer.types import Prompt
 
 
-def test_a_registered_name_and_an_import_path_find_the_same_function() -> None:
+def test_registered_name_and_import_path_give_the_same_function() -> None:
     assert resolve_reward(RewardConfig(function="gsm8k_strict")) is gsm8k_strict
     assert (
         resolve_reward(RewardConfig(function="temper_trainer.reward.builtin_rewards:gsm8k_strict"))
@@ -20,7 +20,7 @@ def test_a_registered_name_and_an_import_path_find_the_same_function() -> None:
     )
 
 
-def test_a_function_can_be_registered_once_under_a_name() -> None:
+def test_function_can_be_registered_once_under_a_name() -> None:
     @register_reward("length")
     def length(prompt: Prompt, completion_text: str, *, scale: float = 1.0) -> float:
         return scale * len(completion_text)
@@ -38,27 +38,31 @@ def test_a_function_can_be_registered_once_under_a_name() -> None:
         ("quality", "Use one of exact_match, gsm8k_flexible"),
         (
             "no_such_module:f",
-            "names module 'no_such_module', which cannot be imported .*: add the folder that contains it to PYTHONPATH",
+            (
+                "names module 'no_such_module', which cannot be imported .*: add the folder that "
+                "contains it to PYTHONPATH"
+            ),
         ),
         ("temper_trainer.reward.builtin_rewards:gsm8k_stict", "did you mean 'gsm8k_strict'"),
         ("temper_trainer.reward.builtin_rewards:MARK", "has no function or class of that name"),
     ],
 )
-def test_a_name_that_leads_nowhere_is_refused_with_the_nearest(
-    function: str, complaint: str
-) -> None:
+def test_unknown_reward_is_refused_with_the_nearest_name(function: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         resolve_reward(RewardConfig(function=function))
 
 
-def test_a_module_that_raises_while_it_is_imported_is_refused_with_its_error(
+def test_module_that_raises_while_it_is_imported_is_refused_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "reward_that_raises.py").write_text("SCALE = 1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(
         ConfigError,
-        match=r"module 'reward_that_raises', .* \(ZeroDivisionError: division by zero\): fix the module",
+        match=(
+            r"module 'reward_that_raises', .* \(ZeroDivisionError: division by zero\): fix "
+            r"the module"
+        ),
     ):
         resolve_reward(RewardConfig(function="reward_that_raises:f"))
 
@@ -68,7 +72,9 @@ def test_arguments_that_the_function_does_not_take_are_refused_at_once() -> None
         resolve_reward(RewardConfig(arguments={"tolerance": 0.1}))
 
 
-def test_a_missing_math_verify_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_math_verify_library_is_a_configuration_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=r"needs the math-verify library: pip install 'temper-trainer\[math\]'\."
@@ -76,7 +82,7 @@ def test_a_missing_math_verify_library_is_one_sentence(monkeypatch: pytest.Monke
         resolve_reward(RewardConfig(function="math_verify"))
 
 
-def test_module_of_the_migration_layer_asks_for_its_package(
+def test_missing_migration_module_names_its_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "temper_legacy_shim", None)

@@ -13,13 +13,13 @@ import pytest
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.reward import RewardConfig
-from temper_trainer.reward.outcome import Item
 from temper_trainer.reward.registry import register_reward
+from temper_trainer.reward.reward_calls import Item
 from temper_trainer.reward.scoring import RewardFailureError, Scorer
 from temper_trainer.types import Prompt
 
 PATIENT = RewardConfig(
-    function="functions_for_tests:by_text", timeout_s=1.0, max_failure_fraction=1.0
+    function="functions_for_tests:follow_text", timeout_s=1.0, max_failure_fraction=1.0
 )
 
 
@@ -52,7 +52,7 @@ def test_rewards_come_in_the_order_of_the_items(scorer: Scorer) -> None:
     assert not any(scorer.metrics().values())
 
 
-def test_failures_are_told_apart_and_counted_and_the_others_keep_their_rewards(
+def test_failures_are_counted_by_kind_and_other_rewards_are_kept(
     scorer: Scorer,
 ) -> None:
     scores = scorer.score(items("1", "raise", "2", "nan", "infinity", "word", "hang", "3"))
@@ -69,7 +69,7 @@ def test_failures_are_told_apart_and_counted_and_the_others_keep_their_rewards(
     }
 
 
-def test_a_call_that_hangs_costs_its_own_time_only(scorer: Scorer) -> None:
+def test_hanging_call_delays_only_itself(scorer: Scorer) -> None:
     begin = time.monotonic()
     scores = scorer.score(items("hang", *["1"] * 50))
     assert [score.reward for score in scores] == [None, *[1.5] * 50]
@@ -78,7 +78,7 @@ def test_a_call_that_hangs_costs_its_own_time_only(scorer: Scorer) -> None:
     )  # one second, and the start of a new process on a busy machine
 
 
-def test_an_answer_that_comes_too_late_is_a_timeout_even_where_nobody_could_interrupt_it(
+def test_late_result_of_an_uninterruptible_call_is_a_timeout(
     scorer: Scorer,
 ) -> None:
     scores = scorer.score(items("seize", "1", "seize"))  # 1.5 seconds each, and 1.0 is the limit
@@ -89,7 +89,7 @@ def test_an_answer_that_comes_too_late_is_a_timeout_even_where_nobody_could_inte
     assert scorer.metrics()["reward/timeout"] == 2.0
 
 
-def test_a_function_that_takes_its_process_down_is_counted() -> None:
+def test_function_that_kills_its_process_is_counted() -> None:
     with Scorer(replace(PATIENT, num_workers=1)) as scorer:
         scores = scorer.score(items("1", "die", "2"))
         assert [score.reward for score in scores] == [1.0, None, 2.0]
@@ -99,7 +99,7 @@ def test_a_function_that_takes_its_process_down_is_counted() -> None:
         )
 
 
-def test_a_worker_killed_between_batches_is_replaced() -> None:
+def test_worker_killed_between_batches_is_replaced() -> None:
     with Scorer(
         replace(PATIENT, num_workers=1, function="functions_for_tests:process_id")
     ) as scorer:
@@ -113,7 +113,7 @@ def test_a_worker_killed_between_batches_is_replaced() -> None:
         assert not any(scorer.metrics().values())
 
 
-def test_a_call_whose_process_is_killed_twice_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_call_whose_process_is_killed_twice_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     with Scorer(replace(PATIENT, num_workers=1)) as scorer:
         scores = scorer.score(items("1", "kill", "2"))
     assert [score.reward for score in scores] == [1.0, None, 2.0]
@@ -134,7 +134,7 @@ from temper_trainer.reward.scoring import Scorer
 from temper_trainer.types import Prompt
 prompt = Prompt(prompt_id=0, text="?", tokens=(1,), answer="", source="")
 if __name__ == "__main__":
-    with Scorer(RewardConfig(function="functions_for_tests:by_text", num_workers=1)) as scorer:
+    with Scorer(RewardConfig(function="functions_for_tests:follow_text", num_workers=1)) as scorer:
         scorer.score([(prompt, "1")])
         print("ready", flush=True)
         scorer.score([(prompt, "hang")])
@@ -143,7 +143,7 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc (Linux)")
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["hangs", "stopped"])
-def test_a_busy_worker_does_not_outlive_a_killed_driver(tmp_path: Path, is_stopped: bool) -> None:
+def test_busy_worker_does_not_outlive_a_killed_driver(tmp_path: Path, is_stopped: bool) -> None:
     (tmp_path / "driver.py").write_text(DRIVER)
     command = [sys.executable, str(tmp_path / "driver.py"), str(Path(__file__).parent)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
@@ -194,11 +194,11 @@ def test_more_failures_than_accepted_stop_the_run_with_the_first_traceback() -> 
         }
 
 
-def test_no_items_are_no_scores(scorer: Scorer) -> None:
+def test_no_items_give_no_scores(scorer: Scorer) -> None:
     assert scorer.score([]) == []
 
 
-def test_a_batch_is_scored_by_one_thread() -> None:
+def test_batch_is_scored_by_one_thread() -> None:
     with Scorer(replace(PATIENT, function="functions_for_tests:thread_id")) as scorer:
         assert len({score.reward for score in scorer.score(items(*["1"] * 500))}) == 1
 
@@ -210,7 +210,7 @@ def test_worker_processes_start_without_torch() -> None:
         assert scorer.score(items("1"))[0].reward == 0.0
 
 
-def test_a_function_that_cannot_travel_is_refused_where_there_are_workers() -> None:
+def test_unpicklable_function_is_refused_with_workers() -> None:
     @register_reward("local_function")
     def local_function(prompt: Prompt, completion_text: str) -> float:
         return 0.0
@@ -224,7 +224,7 @@ def test_a_function_that_cannot_travel_is_refused_where_there_are_workers() -> N
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_math_verify_scores_a_right_answer_in_a_thread_and_in_a_process(num_workers: int) -> None:
-    """Law 55: with the library's own time-outs a right answer was silently worth 0 in a worker."""
+    """Check that the library's own timeouts are off, which score 0 in a worker."""
     pytest.importorskip("math_verify", reason="needs the extra temper-trainer[math]")
     with Scorer(
         RewardConfig(function="math_verify", num_workers=num_workers, timeout_s=60.0)

@@ -1,16 +1,16 @@
-"""From score to reward."""
+"""Test how scores become rewards."""
 
 import pytest
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.reward import OverlongConfig, ShapingConfig
-from temper_trainer.reward.shaping import RunningStats, compute_overlong_penalty, shape_rewards
+from temper_trainer.reward.scoring import RunningStats, compute_overlong_penalty, shape_rewards
 
 
 @pytest.mark.parametrize(
     ("length", "expected"), [(1, 0.0), (80, 0.0), (85, -0.5), (90, -1.0), (100, -2.0), (120, -2.0)]
 )
-def test_the_overlong_penalty_grows_over_the_buffer(length: int, expected: float) -> None:
+def test_overlong_penalty_grows_over_the_buffer(length: int, expected: float) -> None:
     # 100 tokens at most, a buffer of 20: nothing up to 80, then -2 * (length - 80) / 20.
     assert compute_overlong_penalty(
         length, max_tokens=100, config=OverlongConfig(buffer_tokens=20, penalty=2.0)
@@ -29,7 +29,7 @@ def test_scale_penalty_and_bounds_in_this_order() -> None:
     )
 
 
-def test_normalisation_over_the_step() -> None:
+def test_rewards_are_normalized_over_the_step() -> None:
     # Mean 2, deviation sqrt((1 + 1) / 2) = 1.
     shaped = shape_rewards(
         [1.0, 3.0],
@@ -41,7 +41,7 @@ def test_normalisation_over_the_step() -> None:
     assert shaped.rewards == pytest.approx([-1.0, 1.0])
 
 
-def test_running_moments_are_those_of_everything_seen() -> None:
+def test_running_moments_cover_all_rewards_so_far() -> None:
     # 1, 3, then 5: mean 3, squares 4 + 0 + 4 = 8.
     moments = RunningStats().updated([1.0, 3.0]).updated([5.0])
     assert (moments.count, moments.mean, moments.squares) == pytest.approx((3.0, 3.0, 8.0))
@@ -55,7 +55,7 @@ def test_running_moments_are_those_of_everything_seen() -> None:
     assert shaped.rewards == pytest.approx([2.0 / (8.0 / 3.0) ** 0.5])
 
 
-def test_baselines_are_shaped_alike_and_counted_nowhere() -> None:
+def test_baselines_are_shaped_but_not_counted() -> None:
     # 2 * 1 - 0.5 = 1.5, less the mean of 2 and 6, over their deviation of 2: -1.25.
     config = ShapingConfig(
         scale=2.0, overlong=OverlongConfig(buffer_tokens=10), normalization="step"
@@ -74,7 +74,7 @@ def test_baselines_are_shaped_alike_and_counted_nowhere() -> None:
     assert shaped.metrics["reward/overlong_fraction"] == 0.0
 
 
-def test_no_shaping_leaves_scores_as_they_are() -> None:
+def test_default_shaping_returns_the_scores() -> None:
     assert shape_rewards(
         [0.1, 0.7], lengths=[1, 1], max_tokens=1, config=ShapingConfig(), moments=RunningStats()
     ).rewards == [0.1, 0.7]
@@ -84,6 +84,6 @@ def test_no_shaping_leaves_scores_as_they_are() -> None:
     ("settings", "sentence"),
     [({"scale": 0.0}, "would make all scores equal"), ({"low": 1.0, "high": 0.0}, "smaller")],
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, float], sentence: str) -> None:
+def test_invalid_shaping_settings_are_refused(settings: dict[str, float], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         ShapingConfig(**settings)  # type: ignore[arg-type]

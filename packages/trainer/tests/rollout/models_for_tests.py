@@ -1,4 +1,4 @@
-"""Tiny seeded models, requests for them, and the slow independent formulas that the sampler is held to."""
+"""Tiny seeded models, requests for them, and slow independent formulas to compare with."""
 
 import json
 from collections.abc import Sequence
@@ -51,11 +51,11 @@ WIDE = {
         "head_dim": 32,
     },
 }
-"""For vLLM, whose attention on CPUs has no smaller heads."""
+"""Head size that vLLM's attention on CPUs supports."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One letter or sign per token: token 2 + i is the i-th of the alphabet."""
+    """Return a tokenizer with one character per token: token 2 + i is the i-th of the alphabet."""
     alphabet = "abcdefghijklmnopqrstuvwxyz0123456789.,;"
     entries = {"<pad>": 0, "<eos>": 1, **{sign: 2 + i for i, sign in enumerate(alphabet)}}
     tokenizer = Tokenizer(models.WordLevel(entries, unk_token="<pad>"))
@@ -66,17 +66,17 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A reference model, what transformers itself computes, and where its weights lie."""
+    """A reference model of transformers and the folder of its weights."""
 
     model: PreTrainedModel
-    """With eager attention."""
+    """The reference model, with eager attention."""
     directory: Path
-    """Of its weights and config."""
+    """Folder with its weights and configuration."""
 
     def sampler(
         self, *, max_concurrent: int = 256, dtype: Literal["bf16", "fp32"] = "fp32"
     ) -> HfSampler:
-        """A sampler with the same weights."""
+        """Build a sampler with the same weights."""
         config = RolloutConfig(max_concurrent=max_concurrent, dtype=dtype)
         return HfSampler(
             model=ModelSpec(path=str(self.directory)),
@@ -87,7 +87,7 @@ class Pair:
 
     @torch.no_grad()
     def next_logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """[V] from a full forward pass over one sequence, nothing cached."""
+        """Return logits [V] after one sequence, from a full forward pass without a cache."""
         logits: torch.Tensor = (
             self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
             .logits[0, -1]
@@ -96,7 +96,7 @@ class Pair:
         return logits
 
     def greedy(self, prompt: Sequence[int], *, max_tokens: int) -> tuple[int, ...]:
-        """What ``generate`` of transformers makes of one prompt."""
+        """Return the greedy completion of ``generate`` of transformers."""
         inputs = torch.tensor([list(prompt)])
         settings = {
             "do_sample": False,
@@ -108,7 +108,7 @@ class Pair:
 
 
 def make_pair(name: str, directory: Path) -> Pair:
-    """A seeded model and its saved weights."""
+    """Build a seeded model and save its weights."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = AutoModelForCausalLM.from_config(
@@ -128,7 +128,7 @@ def make_requests(
     *,
     seeds: Sequence[int] | None = None,
 ) -> list[SamplingRequest]:
-    """One request per prompt, seeded by its place unless seeds are given."""
+    """Make one request per prompt, seeded by its index unless seeds are given."""
     chosen = range(len(prompts)) if seeds is None else seeds
     return [
         SamplingRequest(request_id=i, prompt_tokens=tuple(prompt), sampling=sampling, seed=seed)
@@ -137,7 +137,7 @@ def make_requests(
 
 
 def make_prompts(count: int, *, seed: int = 0, longest: int = 20) -> list[list[int]]:
-    """Prompts of 1 to ``longest`` tokens."""
+    """Make random prompts of 1 to ``longest`` tokens."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (count,), generator=generator)
     return [

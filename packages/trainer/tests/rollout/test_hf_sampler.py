@@ -31,7 +31,7 @@ MASK = 2**64 - 1
 
 
 def uniform(seed: int, position: int) -> float:
-    """SplitMix64 in Python's own integers."""
+    """Compute SplitMix64 with Python integers."""
 
     def mix(state: int) -> int:
         state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & MASK
@@ -44,7 +44,7 @@ def uniform(seed: int, position: int) -> float:
 def draw_one_by_one(
     pair: Pair, prompt: Sequence[int], sampling: SamplingConfig, *, seed: int
 ) -> tuple[list[int], list[float]]:
-    """A completion from full forward passes and a running sum in float64."""
+    """Sample a completion from full forward passes and a cumulative sum in float64."""
     tokens: list[int] = []
     logprobs: list[float] = []
     while len(tokens) < sampling.max_tokens and tokens[-1:] != [END]:
@@ -58,7 +58,9 @@ def draw_one_by_one(
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_greedy_equals_generate_with_more_requests_than_slots(name: str, pairs: Pairs) -> None:
+def test_greedy_tokens_equal_generate_with_more_requests_than_slots(
+    name: str, pairs: Pairs
+) -> None:
     pair, prompts = pairs.get(name), make_prompts(11)
     completions = pair.sampler(max_concurrent=3).sample(make_requests(prompts, GREEDY))
     assert [c.tokens for c in completions] == [
@@ -68,7 +70,7 @@ def test_greedy_equals_generate_with_more_requests_than_slots(name: str, pairs: 
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_memory_grows_with_longer_prompts_and_shrinks_at_the_end(name: str, pairs: Pairs) -> None:
+def test_cache_grows_with_longer_prompts_and_shrinks_at_the_end(name: str, pairs: Pairs) -> None:
     pair, prompts = (
         pairs.get(name),
         [[5], *make_prompts(6, longest=70), *make_prompts(5, seed=2, longest=230)],
@@ -97,20 +99,20 @@ def test_sampled_tokens_and_logprobs_equal_draws_from_full_forward_passes(
 
 @settings(max_examples=15)
 @given(data=st.data(), max_concurrent=st.integers(1, 9))
-def test_a_completion_does_not_depend_on_what_else_is_decoded(
+def test_completion_does_not_depend_on_other_requests(
     data: st.DataObject, max_concurrent: int, qwen2: Pair
 ) -> None:
     requests = make_requests(make_prompts(4) * 2, SAMPLED)
-    alone = {r.request_id: qwen2.sampler().sample([r])[0] for r in requests[:2]}
+    separate = {r.request_id: qwen2.sampler().sample([r])[0] for r in requests[:2]}
     others = data.draw(st.permutations(requests))[: data.draw(st.integers(2, 8))]
     together = qwen2.sampler(max_concurrent=max_concurrent).sample(
         [*others, *(r for r in requests[:2] if r not in others)]
     )
     for completion in together:
-        if completion.request_id in alone:
-            assert completion.tokens == alone[completion.request_id].tokens
+        if completion.request_id in separate:
+            assert completion.tokens == separate[completion.request_id].tokens
             assert completion.rollout_logprobs == pytest.approx(
-                alone[completion.request_id].rollout_logprobs, abs=1e-5
+                separate[completion.request_id].rollout_logprobs, abs=1e-5
             )
 
 
@@ -122,7 +124,7 @@ def test_equal_prompts_with_different_seeds_give_different_completions(qwen2: Pa
     assert again == completions
 
 
-def test_greedy_and_sampled_requests_share_a_batch(qwen2: Pair) -> None:
+def test_greedy_and_sampled_requests_can_be_in_one_batch(qwen2: Pair) -> None:
     prompts = make_prompts(2)
     greedy, sampled = make_requests(prompts, GREEDY)[0], make_requests(prompts, SAMPLED)[1]
     first, second = qwen2.sampler().sample([greedy, sampled])
@@ -148,7 +150,7 @@ def test_teacher_forced_logprobs_equal_those_of_sampling(qwen2: Pair) -> None:
 
 @settings(max_examples=10)
 @given(top_k=st.sampled_from([0, 1, 3]), top_p=st.sampled_from([1.0, 0.6, 0.05]))
-def test_every_token_lies_in_the_support_of_top_k_and_top_p(
+def test_every_token_is_in_the_support_of_top_k_and_top_p(
     top_k: int, top_p: float, qwen2: Pair
 ) -> None:
     sampling = SamplingConfig(max_tokens=6, top_k=top_k, top_p=top_p)
@@ -168,7 +170,7 @@ def test_every_token_lies_in_the_support_of_top_k_and_top_p(
             )
 
 
-def test_a_completion_says_why_it_ended(qwen2: Pair) -> None:
+def test_completion_has_its_finish_reason(qwen2: Pair) -> None:
     completions = qwen2.sampler().sample(
         make_requests(make_prompts(40), SamplingConfig(max_tokens=9))
     )
@@ -182,9 +184,7 @@ def test_a_completion_says_why_it_ended(qwen2: Pair) -> None:
     assert len({completion.finish_reason for completion in completions}) == 2
 
 
-def test_an_end_token_that_only_the_models_generation_config_names_ends_too(
-    qwen2: Pair, tmp_path: Path
-) -> None:
+def test_end_token_of_the_generation_config_ends_a_completion(qwen2: Pair, tmp_path: Path) -> None:
     shutil.copytree(qwen2.directory, tmp_path, dirs_exist_ok=True)
     free = qwen2.sampler().sample(make_requests(make_prompts(1), SAMPLED))[0].tokens
     GenerationConfig(eos_token_id=[END, free[2]]).save_pretrained(tmp_path)
@@ -197,10 +197,11 @@ def test_an_end_token_that_only_the_models_generation_config_names_ends_too(
     assert ended.tokens == free[: free.index(free[2]) + 1]
 
 
-def test_a_stop_text_ends_a_completion_and_stays_in_it(qwen2: Pair) -> None:
+def test_stop_text_ends_a_completion_and_is_part_of_it(qwen2: Pair) -> None:
     prompt = make_prompts(1)[0]
     free = qwen2.sampler().sample(make_requests([prompt], SAMPLED, seeds=[3]))[0].tokens
-    # Tokens 2 to 40 are a to z, 0 to 9 and three signs: the third and fourth drawn are the stop text.
+    # Tokens 2 to 40 are a to z, 0 to 9 and three signs: the third and fourth drawn are the stop
+    # text.
     text = "".join(
         "abcdefghijklmnopqrstuvwxyz0123456789.,;"[token - 2] for token in free if token > END
     )
@@ -219,11 +220,11 @@ def test_one_token_prompts_and_one_token_completions_work(qwen2: Pair) -> None:
     ]
 
 
-def test_no_requests_are_no_completions(qwen2: Pair) -> None:
+def test_no_requests_give_no_completions(qwen2: Pair) -> None:
     assert qwen2.sampler().sample([]) == []
 
 
-def test_a_sampler_is_what_the_loops_ask_for(qwen2: Pair) -> None:
+def test_hf_sampler_implements_the_sampler_protocol(qwen2: Pair) -> None:
     assert isinstance(qwen2.sampler(), Sampler)
 
 
@@ -239,14 +240,14 @@ def test_a_sampler_is_what_the_loops_ask_for(qwen2: Pair) -> None:
         ([41], 5, "ids from 0 to 40"),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused(
+def test_request_that_cannot_be_served_is_refused(
     prompt: list[int], max_tokens: int, complaint: str, qwen2: Pair
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         qwen2.sampler().sample(make_requests([prompt], SamplingConfig(max_tokens=max_tokens)))
 
 
-def test_requests_that_share_an_id_are_refused(qwen2: Pair) -> None:
+def test_requests_with_equal_ids_are_refused(qwen2: Pair) -> None:
     with pytest.raises(ConfigError, match="share a request_id"):
         qwen2.sampler().sample(make_requests([[5]], GREEDY) * 2)
 
@@ -257,14 +258,14 @@ def test_all_positions_of_the_model_can_be_used(qwen2: Pair) -> None:
     assert completion.tokens == qwen2.greedy([5] * 252, max_tokens=4)
 
 
-def test_a_closed_sampler_says_so(qwen2: Pair) -> None:
+def test_closed_sampler_raises(qwen2: Pair) -> None:
     sampler = qwen2.sampler()
     sampler.close()
     with pytest.raises(EngineStateError, match="is closed"):
         sampler.sample(make_requests([[5]], GREEDY))
 
 
-def test_bf16_stays_near_fp32(qwen2: Pair) -> None:
+def test_bf16_logprobs_are_close_to_fp32(qwen2: Pair) -> None:
     sequences = make_prompts(6)
     low, high = (
         qwen2.sampler(dtype=dtype).logprobs(sequences, temperature=1.0)

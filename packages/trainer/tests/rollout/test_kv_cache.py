@@ -9,7 +9,7 @@ from temper_trainer.rollout.kv_cache import SLOT_ATTENTION, CausalAttention, Slo
 
 
 def keys_of(memory: SlotKVCache, *, num_slots: int, length: int) -> torch.Tensor:
-    """[n, length] what the first slots remember, the last position overwritten by -1."""
+    """Return [n, length] cached keys of the first slots; the last position is set to -1."""
     last = torch.full((num_slots, 1, 1, 1), -1.0)
     slots = torch.arange(num_slots)
     keys, values = memory.append(
@@ -19,7 +19,7 @@ def keys_of(memory: SlotKVCache, *, num_slots: int, length: int) -> torch.Tensor
     return keys[:, 0, :, 0]
 
 
-def test_what_is_remembered_survives_growth_and_moves() -> None:
+def test_cached_keys_survive_growth_and_moves() -> None:
     memory = SlotKVCache(num_layers=1)
     memory.reserve(num_slots=3, length=2, max_length=500)
     prompts = torch.tensor([[1.0, 2.0], [3.0, 4.0]])[:, None, :, None]
@@ -32,7 +32,7 @@ def test_what_is_remembered_survives_growth_and_moves() -> None:
     assert keys_of(memory, num_slots=2, length=300)[:, 3:299].abs().max() == 0
 
 
-def test_a_model_whose_scores_are_capped_is_refused() -> None:
+def test_model_with_softcapping_is_refused() -> None:
     shape = {
         "vocab_size": 16,
         "hidden_size": 16,

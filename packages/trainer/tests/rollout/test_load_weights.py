@@ -1,4 +1,4 @@
-"""Weights arrive whole or not at all, and every completion says which made it."""
+"""A weight update is atomic, and every completion names its weight version."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -29,21 +29,19 @@ GREEDY = SamplingConfig(temperature=0.0, max_tokens=8)
 
 
 def stream(pair: Pair) -> Iterator[NamedWeight]:
-    """Every tensor once; a tied head does not come."""
+    """Yield every tensor once; a tied head is left out."""
     for name, tensor in pair.model.state_dict().items():
         if name != "lm_head.weight" or not pair.model.config.tie_word_embeddings:
             yield NamedWeight(name, tensor.clone())
 
 
 def from_scratch(name: str) -> HfSampler:
-    """A sampler with random weights of its own."""
+    """Build a sampler with random weights."""
     spec = ModelSpec(architecture=ARCHITECTURES[name], seed=3)
     return HfSampler(model=spec, tokenizer=make_tokenizer(), config=RolloutConfig(), device="cpu")
 
 
-def test_weights_lie_in_aligned_memory_of_their_own_and_not_in_the_file(
-    pairs: Pairs, tmp_path: Path
-) -> None:
+def test_weights_are_copied_from_the_file_to_aligned_memory(pairs: Pairs, tmp_path: Path) -> None:
     pair = pairs.get("qwen2")
     folder = shutil.copytree(pair.directory, tmp_path / "model")
     model = build_model(
@@ -63,9 +61,7 @@ def test_weights_lie_in_aligned_memory_of_their_own_and_not_in_the_file(
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
-def test_loaded_weights_are_sampled_from_and_their_version_is_echoed(
-    name: str, pairs: Pairs
-) -> None:
+def test_loaded_weights_are_used_and_their_version_is_returned(name: str, pairs: Pairs) -> None:
     pair, sampler, prompts = pairs.get(name), from_scratch(name), make_prompts(3)
     assert sampler.weight_version == 0
     sampler.load_weights(stream(pair), version=7)
@@ -91,9 +87,7 @@ def test_loaded_weights_are_sampled_from_and_their_version_is_echoed(
         ),
     ],
 )
-def test_a_set_that_does_not_match_changes_nothing(
-    broken: Change, complaint: str, qwen2: Pair
-) -> None:
+def test_mismatching_weights_change_nothing(broken: Change, complaint: str, qwen2: Pair) -> None:
     sampler = from_scratch("qwen2")
     before = sampler.logprobs([[3, 4, 5]], temperature=1.0)
     with pytest.raises(WeightError, match=complaint):
@@ -102,7 +96,7 @@ def test_a_set_that_does_not_match_changes_nothing(
     assert sampler.logprobs([[3, 4, 5]], temperature=1.0) == before
 
 
-def test_weights_that_give_no_finite_logits_stop_sampling(qwen2: Pair) -> None:
+def test_nonfinite_logits_stop_sampling(qwen2: Pair) -> None:
     sampler = from_scratch("qwen2")
     sampler.load_weights(
         (NamedWeight(name, tensor * float("nan")) for name, tensor in stream(qwen2)), version=1
@@ -111,14 +105,14 @@ def test_weights_that_give_no_finite_logits_stop_sampling(qwen2: Pair) -> None:
         sampler.sample(make_requests([[3, 4]], GREEDY))
 
 
-def test_random_weights_depend_on_the_seed_of_the_spec_only() -> None:
+def test_random_weights_depend_only_on_the_seed_of_the_spec() -> None:
     torch.manual_seed(1)
     first = from_scratch("qwen2").logprobs([[3, 4, 5]], temperature=1.0)
     torch.manual_seed(2)
     assert from_scratch("qwen2").logprobs([[3, 4, 5]], temperature=1.0) == first
 
 
-def test_a_model_that_cannot_be_built_is_refused() -> None:
+def test_model_that_cannot_be_built_is_refused() -> None:
     for spec in (ModelSpec(path="absent"), ModelSpec(architecture={"model_type": "qwen99"})):
         with pytest.raises(
             ConfigError, match=r"cannot (load|build) a model from .*(absent|qwen99)"
@@ -127,9 +121,7 @@ def test_a_model_that_cannot_be_built_is_refused() -> None:
 
 
 @pytest.mark.parametrize("are_joined", [False, True])
-def test_experts_arrive_one_by_one_as_files_have_them_or_joined_as_in_memory(
-    are_joined: bool, tmp_path: Path
-) -> None:
+def test_experts_can_be_loaded_separately_or_joined(are_joined: bool, tmp_path: Path) -> None:
     experts = {
         "model_type": "qwen3_moe",
         "num_experts": 4,

@@ -41,33 +41,33 @@ def assert_equal(found: list[NamedWeight], expected: list[NamedWeight]) -> None:
         assert torch.equal(one.tensor, other.tensor)
 
 
-def test_a_parcel_holds_its_tensors_bit_for_bit(tmp_path: Path) -> None:
-    parcel = write_weight_file(WEIGHTS, tmp_path / "p", with_digest=True)
-    data = open_weight_file(parcel)
-    check_digest(data, parcel)
-    assert_equal(list(unpack_tensors(data, parcel)), WEIGHTS)
+def test_weight_file_contains_its_tensors_bit_for_bit(tmp_path: Path) -> None:
+    weight_file = write_weight_file(WEIGHTS, tmp_path / "p", with_digest=True)
+    data = open_weight_file(weight_file)
+    check_digest(data, weight_file)
+    assert_equal(list(unpack_tensors(data, weight_file)), WEIGHTS)
 
 
-def test_a_single_changed_bit_is_found(tmp_path: Path) -> None:
-    parcel = write_weight_file(WEIGHTS, tmp_path / "p", with_digest=True)
-    data = open_weight_file(parcel).clone()
-    for place in (0, 17, len(data) - 1):
+def test_single_changed_bit_is_found(tmp_path: Path) -> None:
+    weight_file = write_weight_file(WEIGHTS, tmp_path / "p", with_digest=True)
+    data = open_weight_file(weight_file).clone()
+    for position in (0, 17, len(data) - 1):
         changed = data.clone()
-        changed[place] ^= 128
+        changed[position] ^= 128
         with pytest.raises(WeightError, match="starts with a arrived damaged"):
-            check_digest(changed, parcel)
+            check_digest(changed, weight_file)
 
 
-def test_a_file_that_is_gone_or_cut_is_named(tmp_path: Path) -> None:
-    parcel = write_weight_file(WEIGHTS, tmp_path / "p", with_digest=False)
+def test_missing_or_truncated_weight_file_is_named(tmp_path: Path) -> None:
+    weight_file = write_weight_file(WEIGHTS, tmp_path / "p", with_digest=False)
     os.truncate(tmp_path / "p", 8)
     with pytest.raises(WeightError, match=r"p has 8 bytes, but \d+ bytes were expected"):
-        open_weight_file(parcel)
+        open_weight_file(weight_file)
     with pytest.raises(WeightError, match="is missing"):
-        open_weight_file(replace(parcel, path=str(tmp_path / "q")))
+        open_weight_file(replace(weight_file, path=str(tmp_path / "q")))
 
 
-def test_no_room_is_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+def test_full_memory_is_reported_and_leaves_no_file(tmp_path: Path) -> None:
     # A sparse tensor of more bytes than any file may have: only its size is looked at.
     huge = NamedWeight("huge", torch.empty(1, dtype=torch.uint8).expand(1 << 62))
     with pytest.raises(
@@ -78,7 +78,7 @@ def test_no_room_is_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 @given(sizes=st.lists(st.integers(1, 50), max_size=20), bucket=st.integers(1, 400))
-def test_cutting_loses_nothing_keeps_the_order_and_its_bound(sizes: list[int], bucket: int) -> None:
+def test_chunks_are_complete_ordered_and_bounded(sizes: list[int], bucket: int) -> None:
     weights = [NamedWeight(str(i), torch.zeros(size)) for i, size in enumerate(sizes)]
     parts = list(split_into_buckets(weights, bucket_bytes=bucket))
     assert [weight.name for part in parts for weight in part] == [weight.name for weight in weights]
@@ -94,12 +94,13 @@ def test_swapped_blocks_have_another_digest() -> None:
     assert compute_digest(data) == compute_digest(data.clone())
 
 
-def test_a_digest_is_the_sum_of_words_weighted_by_odd_numbers_of_their_places() -> None:
+def test_digest_is_the_sum_of_words_weighted_by_their_position() -> None:
     block = 1 << 19
     words = torch.zeros(3 * block + 7, dtype=torch.int64)
     words[0], words[1], words[2 * block + 4], words[3 * block + 6] = 2, -3, 5, 11
     data = torch.cat([words.view(torch.uint8), torch.tensor([9, 0, 1], dtype=torch.uint8)])
-    # Place p of block b weighs (2p + 1)(2b + 1); what is less than a word counts as one, little end first; the length is added.
+    # Place p of block b weighs (2p + 1)(2b + 1); what is less than a word counts as one, little end
+    # first; the length is added.
     expected = 2 * 1 * 1 - 3 * 3 * 1 + 5 * 9 * 5 + 11 * 13 * 7 + (9 + (1 << 16)) + len(data)
     assert compute_digest(data) == expected
 
@@ -112,13 +113,13 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("with_digest", [True, False])
-def test_a_broadcast_brings_every_bucket_to_every_receiver(with_digest: bool) -> None:
+def test_broadcast_sends_every_bucket_to_every_receiver(with_digest: bool) -> None:
     parts = list(split_into_buckets(WEIGHTS, bucket_bytes=40))
-    parcels = [
+    weight_files = [
         PackedBucket(entries=plan_layout(part)[0], num_bytes=plan_layout(part)[1], digest=None)
         for part in parts
     ]
-    largest = max(parcel.num_bytes for parcel in parcels)
+    largest = max(weight_file.num_bytes for weight_file in weight_files)
     spec = ChannelSpec(
         backend="gloo",
         address="127.0.0.1",
@@ -132,19 +133,19 @@ def test_a_broadcast_brings_every_bucket_to_every_receiver(with_digest: bool) ->
 
     def receive(rank: int) -> None:
         channel = WeightChannel(spec, rank=rank, device=torch.device("cpu"))
-        for parcel in parcels:
+        for weight_file in weight_files:
             found[rank] += [
                 NamedWeight(n, t.clone())
-                for n, t in unpack_tensors(channel.receive(parcel), parcel)
+                for n, t in unpack_tensors(channel.receive(weight_file), weight_file)
             ]
 
     threads = [threading.Thread(target=receive, args=(rank,)) for rank in found]
     for thread in threads:
         thread.start()
     channel = WeightChannel(spec, rank=0, device=torch.device("cpu"))
-    for part, parcel in zip(parts, parcels, strict=True):
-        data = channel.bucket_buffer(parcel.num_bytes)
-        pack_tensors(data, part, parcel.entries)
+    for part, weight_file in zip(parts, weight_files, strict=True):
+        data = channel.bucket_buffer(weight_file.num_bytes)
+        pack_tensors(data, part, weight_file.entries)
         channel.send(data)
     for thread in threads:
         thread.join(60)

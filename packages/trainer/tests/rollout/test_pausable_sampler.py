@@ -1,4 +1,4 @@
-"""Completions that are stopped for new weights and go on under them, with the transformers sampler."""
+"""Test completions that are interrupted for new weights and continue under them."""
 
 import threading
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def other_weights(pair: Pair) -> list[NamedWeight]:
 
 
 class StopsAtToken:
-    """The transformers sampler, interrupted by itself once its sequences have so many tokens: the same place every time."""
+    """A transformers sampler that interrupts itself after a fixed number of tokens."""
 
     def __init__(self, sampler: HfSampler, *, at: int) -> None:
         self.inner = sampler
@@ -53,7 +53,7 @@ class StopsAtToken:
         ]
 
 
-def test_every_token_has_the_version_and_the_logprob_of_the_weights_that_drew_it(
+def test_every_token_has_version_and_logprob_of_the_weights_that_sampled_it(
     qwen2: Pair,
 ) -> None:
     stopping = StopsAtToken(qwen2.sampler(), at=10)
@@ -77,7 +77,7 @@ def test_every_token_has_the_version_and_the_logprob_of_the_weights_that_drew_it
         assert len(completion.tokens) <= 60
 
 
-def test_an_interrupt_from_outside_returns_what_there_is(qwen2: Pair) -> None:
+def test_interrupt_returns_partial_completions(qwen2: Pair) -> None:
     sampler = qwen2.sampler()
     sampler.interrupt()
     completions = sampler.sample(REQUESTS)
@@ -87,7 +87,7 @@ def test_an_interrupt_from_outside_returns_what_there_is(qwen2: Pair) -> None:
     assert FinishReason.INTERRUPTED not in {c.finish_reason for c in sampler.sample(REQUESTS)}
 
 
-def test_a_pause_without_interrupts_waits_for_whole_completions(qwen2: Pair) -> None:
+def test_pause_without_interrupts_waits_for_complete_completions(qwen2: Pair) -> None:
     sampler = PausableSampler(qwen2.sampler(), interrupts=False)
     found: list[Completion] = []
     thread = threading.Thread(target=lambda: found.extend(sampler.sample(REQUESTS)))
@@ -101,7 +101,7 @@ def test_a_pause_without_interrupts_waits_for_whole_completions(qwen2: Pair) -> 
     assert [c.tokens for c in found] == [c.tokens for c in qwen2.sampler().sample(REQUESTS)]
 
 
-def test_completions_with_stop_texts_begin_anew_because_a_text_may_stand_across_the_cut(
+def test_interrupted_completions_with_stop_texts_start_again(
     qwen2: Pair,
 ) -> None:
     stopping = StopsAtToken(qwen2.sampler(), at=3)
@@ -112,7 +112,7 @@ def test_completions_with_stop_texts_begin_anew_because_a_text_may_stand_across_
     assert sampler.sample(requests) == qwen2.sampler().sample(requests)
 
 
-def test_giving_up_ends_an_open_call_with_an_error(qwen2: Pair) -> None:
+def test_canceling_ends_an_open_call_with_an_error(qwen2: Pair) -> None:
     sampler = PausableSampler(qwen2.sampler(), interrupts=True)
     sampler.cancel()
     with pytest.raises(SamplingCancelledError):

@@ -1,4 +1,4 @@
-"""The fake sampler behaves as a real one would where rooms can tell."""
+"""The fake sampler behaves as a real one wherever the trainer can see a difference."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from temper_trainer.rollout.scripted_sampler import ScriptedSampler
 from temper_trainer.types import FinishReason
 
 
-def test_a_script_is_cut_at_max_tokens_and_carries_the_version() -> None:
+def test_script_is_truncated_at_max_tokens_and_has_the_version() -> None:
     sampler = ScriptedSampler(lambda request: [*request.prompt_tokens, 1], end_token_id=1)
     assert isinstance(sampler, Sampler)
     sampler.load_weights([NamedWeight("w", torch.ones(2))], version=4)
@@ -31,7 +31,7 @@ def test_a_script_is_cut_at_max_tokens_and_carries_the_version() -> None:
     assert list(sampler.weights) == ["w"]
 
 
-def test_a_script_without_tokens_is_refused() -> None:
+def test_script_without_tokens_is_refused() -> None:
     with pytest.raises(ConfigError, match="returned no tokens for request 0"):
         ScriptedSampler(lambda request: [], end_token_id=1).sample(
             make_requests([[8]], SamplingConfig())

@@ -1,4 +1,4 @@
-"""A buffer that another process maps: what is read from the channel's store, and what is refused."""
+"""Test descriptions of a buffer that another process maps, and which are refused."""
 
 import json
 import multiprocessing
@@ -49,7 +49,7 @@ def read(message: bytes) -> SharedBuffer:
     return parse_shared_buffer(message, nonce="right", num_bytes=256)
 
 
-def test_what_was_written_is_read() -> None:
+def test_buffer_description_survives_a_round_trip() -> None:
     assert read(BUFFER.to_json()) == BUFFER
 
 
@@ -71,7 +71,7 @@ def test_what_was_written_is_read() -> None:
         ({"more": 1}, "not exactly the fields"),
     ],
 )
-def test_a_value_out_of_its_range_is_refused(change: dict[str, object], sentence: str) -> None:
+def test_value_out_of_its_range_is_refused(change: dict[str, object], sentence: str) -> None:
     with pytest.raises(WeightError, match=sentence):
         read(json.dumps({**asdict(BUFFER), **change}).encode())
 
@@ -79,14 +79,14 @@ def test_a_value_out_of_its_range_is_refused(change: dict[str, object], sentence
 @pytest.mark.parametrize(
     "message", [b"", b"[1]", b"\xff\xfe", b"3", pickle.dumps({"nonce": "right"})]
 )
-def test_what_is_no_description_is_refused(message: bytes) -> None:
+def test_invalid_description_of_a_buffer_is_refused(message: bytes) -> None:
     with pytest.raises(WeightError, match="so it is not mapped"):
         read(message)
 
 
 @pytest.fixture
 def spec() -> ChannelSpec:
-    """Of a channel whose receivers map a buffer; its port is opened by the test."""
+    """Return the spec of a channel whose receivers map a buffer; the test opens its port."""
     return ChannelSpec(
         backend="cuda_ipc",
         address="127.0.0.1",
@@ -98,9 +98,11 @@ def spec() -> ChannelSpec:
     )
 
 
-def test_a_pickle_in_the_store_of_a_channel_runs_nothing(spec: ChannelSpec, tmp_path: Path) -> None:
-    # The exploit of which this is the regression test: whoever knew the port could set the key "buffer" to a pickle, which every
-    # receiver executed. Here the stranger even knows the token.
+def test_pickle_in_the_store_of_a_channel_is_not_executed(
+    spec: ChannelSpec, tmp_path: Path
+) -> None:
+    # The exploit of which this is the regression test: whoever knew the port could set the key
+    # "buffer" to a pickle, which every receiver executed. Here the stranger even knows the token.
     server = StoreServer(spec.address, token=spec.token)
     spec = replace(spec, port=server.port)
     proof = tmp_path / "executed"
@@ -121,7 +123,7 @@ def test_a_pickle_in_the_store_of_a_channel_runs_nothing(spec: ChannelSpec, tmp_
     assert proof.exists(), "the pickle would have done it"
 
 
-def test_a_stranger_without_the_token_can_not_write_to_the_store_of_a_channel(
+def test_store_of_a_channel_cannot_be_written_without_the_token(
     spec: ChannelSpec,
 ) -> None:
     server = StoreServer(spec.address, token=spec.token)
@@ -139,7 +141,7 @@ def test_a_stranger_without_the_token_can_not_write_to_the_store_of_a_channel(
 
 
 def receive(spec: ChannelSpec, results: "Queue[list[int]]", num_sets: int) -> None:
-    """Runs in another process on the same GPU."""
+    """Receive weights in another process on the same GPU."""
     channel = WeightChannel(spec, rank=1, device=torch.device("cuda", 0))
     for _ in range(num_sets):
         data = channel.receive(PackedBucket(entries=(), num_bytes=256, digest=None))
@@ -149,7 +151,7 @@ def receive(spec: ChannelSpec, results: "Queue[list[int]]", num_sets: int) -> No
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
-def test_a_buffer_on_the_gpu_is_read_by_another_process(spec: ChannelSpec) -> None:
+def test_buffer_on_the_gpu_is_read_by_another_process(spec: ChannelSpec) -> None:
     context = multiprocessing.get_context("spawn")
     results: Queue[list[int]] = context.Queue()
     server = StoreServer(spec.address, token=spec.token)
@@ -169,7 +171,7 @@ def test_a_buffer_on_the_gpu_is_read_by_another_process(spec: ChannelSpec) -> No
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
-def test_nccl_meets_at_the_store_and_leaves_it() -> None:
+def test_nccl_group_is_opened_and_closed_through_the_store() -> None:
     server = StoreServer("127.0.0.1", token="t")
     store = TokenStore("127.0.0.1", server.port, token="t", timeout=SOON)
     for number in range(2):  # as an engine that is closed and made again

@@ -1,4 +1,4 @@
-"""What changed in a bucket, as bytes: a bucket with its changes is the next bucket, bit for bit."""
+"""Test deltas of buckets: a bucket with its delta is the next bucket, bit for bit."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,16 +37,16 @@ def bits(tensor: Tensor) -> list[int]:
 
 
 def carried(
-    held: list[Tensor], now: list[Tensor], *, max_changed_fraction: float = 0.25
+    cached: list[Tensor], now: list[Tensor], *, max_changed_fraction: float = 0.25
 ) -> tuple[tuple[int, ...], Tensor]:
-    """Changes found, as bytes, and written into ``held``."""
+    """Compute the delta, apply it to ``cached``, and return counts and bytes."""
     part = [NamedWeight(f"w{i}", tensor) for i, tensor in enumerate(now)]
     entries, _ = plan_layout(part)
-    found = compute_delta(part, held, max_changed_fraction=max_changed_fraction)
+    found = compute_delta(part, cached, max_changed_fraction=max_changed_fraction)
     counts = tuple(change.count for change in found)
     data = torch.full((count_delta_bytes(entries, counts),), 7, dtype=torch.uint8)
     pack_delta(data, found, entries)
-    apply_delta(held, data, entries, counts)
+    apply_delta(cached, data, entries, counts)
     return counts, data
 
 
@@ -54,14 +54,14 @@ def carried(
     seed=st.integers(0, 2**31),
     dtype=st.sampled_from(DTYPES),
     shapes=st.lists(st.lists(st.integers(0, 40), max_size=3), min_size=1, max_size=4),
-    share=st.floats(0, 1),
+    fraction=st.floats(0, 1),
     max_changed_fraction=st.floats(0, 1),
 )
-def test_a_bucket_with_its_changes_is_the_next_bucket_whatever_changed(
+def test_bucket_with_its_delta_equals_the_next_bucket(
     seed: int,
     dtype: torch.dtype,
     shapes: list[list[int]],
-    share: float,
+    fraction: float,
     max_changed_fraction: float,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -75,36 +75,36 @@ def test_a_bucket_with_its_changes_is_the_next_bucket_whatever_changed(
 
     before = [some(shape) for shape in shapes]
     now = [
-        torch.where(torch.rand(shape, generator=generator) < share, some(shape), old)
+        torch.where(torch.rand(shape, generator=generator) < fraction, some(shape), old)
         for shape, old in zip(shapes, before, strict=True)
     ]
-    held = [tensor.clone() for tensor in before]
-    counts, data = carried(held, now, max_changed_fraction=max_changed_fraction)
-    assert [bits(tensor) for tensor in held] == [bits(tensor) for tensor in now]
+    cached = [tensor.clone() for tensor in before]
+    counts, data = carried(cached, now, max_changed_fraction=max_changed_fraction)
+    assert [bits(tensor) for tensor in cached] == [bits(tensor) for tensor in now]
     for count, tensor in zip(counts, now, strict=True):
         assert count == FULL_TENSOR or count <= max_changed_fraction * tensor.numel()
-    whole = plan_layout([NamedWeight(f"w{i}", tensor) for i, tensor in enumerate(now)])[1]
-    assert len(data) <= whole, (
-        "changes never take more than the bucket that they are changes of: the channel's buffer is that large"
+    full_bytes = plan_layout([NamedWeight(f"w{i}", tensor) for i, tensor in enumerate(now)])[1]
+    assert len(data) <= full_bytes, (
+        "changes never take more than the bucket that they are changes of: the channel's buffer is "
+        "that large"
     )
 
 
-def test_minus_zero_and_the_bits_of_a_nan_are_changes_and_arrive() -> None:
+def test_minus_zero_and_nan_bits_are_part_of_a_delta() -> None:
     before = torch.zeros(100)
     now = before.clone()
     now[3] = -0.0
     now.view(torch.int32)[5] = 0x7FC00123
-    held = [before.clone()]
-    counts, _ = carried(held, [now])
+    cached = [before.clone()]
+    counts, _ = carried(cached, [now])
     assert counts == (2,)
-    assert bits(held[0]) == bits(now)
+    assert bits(cached[0]) == bits(now)
 
 
 @pytest.mark.parametrize(("num_changed", "count"), [(0, 0), (25, 25), (26, FULL_TENSOR)])
-def test_a_tensor_of_which_a_larger_share_changed_is_sent_whole(
-    num_changed: int, count: int
-) -> None:
-    # A quarter of 100 elements is 25. Changes of 25: 128 bytes of places and 128 of values; the tensor itself has 400.
+def test_tensor_with_too_many_changes_is_sent_in_full(num_changed: int, count: int) -> None:
+    # A quarter of 100 elements is 25. Changes of 25: 128 bytes of places and 128 of values; the
+    # tensor itself has 400.
     now = torch.zeros(100)
     now[:num_changed] = 1.0
     counts, data = carried([torch.zeros(100)], [now], max_changed_fraction=0.25)
@@ -112,7 +112,7 @@ def test_a_tensor_of_which_a_larger_share_changed_is_sent_whole(
     assert len(data) == {0: 0, 25: 256, FULL_TENSOR: 448}[count]
 
 
-def test_a_tensor_whose_changes_would_take_more_bytes_than_itself_is_sent_whole() -> None:
+def test_tensor_whose_delta_would_be_larger_is_sent_in_full() -> None:
     # One changed element takes two times 64 bytes, the tensor of 8 floats 32, in a place of 64.
     counts, data = carried([torch.zeros(8)], [torch.eye(8)[0]], max_changed_fraction=1.0)
     assert counts == (FULL_TENSOR,)
@@ -125,20 +125,20 @@ def test_changes_beyond_one_block_of_the_comparison_are_found(
     monkeypatch.setattr(weight_delta, "_BLOCK", 10)
     now = torch.zeros(100)
     now[[0, 9, 10, 55, 99]] = 1.0
-    held = [torch.zeros(100)]
-    assert carried(held, [now])[0] == (5,)
-    assert held[0].equal(now)
+    cached = [torch.zeros(100)]
+    assert carried(cached, [now])[0] == (5,)
+    assert cached[0].equal(now)
 
 
-def test_changes_of_a_view_that_is_not_contiguous_are_those_of_what_it_shows() -> None:
+def test_delta_of_a_noncontiguous_view_covers_its_elements() -> None:
     now = torch.zeros(10, 20)
     now[3, 4] = 1.0
-    held = [torch.zeros(20, 10)]
-    assert carried(held, [now.t()])[0] == (1,)
-    assert held[0].equal(now.t())
+    cached = [torch.zeros(20, 10)]
+    assert carried(cached, [now.t()])[0] == (1,)
+    assert cached[0].equal(now.t())
 
 
-def test_a_place_outside_its_tensor_is_refused() -> None:
+def test_index_outside_its_tensor_is_refused() -> None:
     now = torch.zeros(100)
     now[7] = 1.0
     part = [NamedWeight("w", now)]
@@ -152,70 +152,70 @@ def test_a_place_outside_its_tensor_is_refused() -> None:
             list(unpack_delta(data, entries, [1]))
 
 
-def test_a_bucket_onto_another_base_is_found_by_the_checksum_of_its_result(tmp_path: Path) -> None:
+def test_delta_to_another_base_is_found_by_the_checksum_of_its_result(tmp_path: Path) -> None:
     before, now = [torch.zeros(100)], torch.zeros(100)
     now[7] = 1.0
     part = [NamedWeight("w", now)]
     entries, _ = plan_layout(part)
     found = compute_delta(part, before, max_changed_fraction=0.5)
-    parcel = write_delta_file(part, found, entries, tmp_path / "c", with_digest=True)
+    delta_file = write_delta_file(part, found, entries, tmp_path / "c", with_digest=True)
     for other, fits in ((torch.zeros(100), True), (torch.ones(100), False)):
-        apply_delta([other], open_delta_file(parcel), entries, parcel.counts)
+        apply_delta([other], open_delta_file(delta_file), entries, delta_file.counts)
         if fits:
-            check_updated_bucket([other], parcel.updated_digest, version=2, base_version=1)
+            check_updated_bucket([other], delta_file.updated_digest, version=2, base_version=1)
         else:
             with pytest.raises(
                 WeightError, match="a bucket of weights 1 plus its delta differs from weights 2"
             ):
-                check_updated_bucket([other], parcel.updated_digest, version=2, base_version=1)
+                check_updated_bucket([other], delta_file.updated_digest, version=2, base_version=1)
 
 
-def test_a_damaged_file_of_changes_is_refused(tmp_path: Path) -> None:
+def test_damaged_delta_file_is_refused(tmp_path: Path) -> None:
     now = torch.zeros(100)
     now[7] = 1.0
     part = [NamedWeight("w", now)]
     entries, _ = plan_layout(part)
-    parcel = write_delta_file(
+    delta_file = write_delta_file(
         part,
         compute_delta(part, [torch.zeros(100)], max_changed_fraction=0.5),
         entries,
         tmp_path / "c",
         with_digest=True,
     )
-    assert count_sent_elements(entries, parcel.counts) == 1
+    assert count_sent_elements(entries, delta_file.counts) == 1
     content = bytearray((tmp_path / "c").read_bytes())
     content[70] ^= 1
     (tmp_path / "c").write_bytes(content)
     with pytest.raises(WeightError, match="arrived damaged"):
-        open_delta_file(parcel)
+        open_delta_file(delta_file)
 
 
-def test_nothing_is_written_where_nothing_changed(tmp_path: Path) -> None:
+def test_unchanged_weights_write_no_file(tmp_path: Path) -> None:
     part = [NamedWeight("w", torch.zeros(100))]
     entries, _ = plan_layout(part)
-    parcel = write_delta_file(
+    delta_file = write_delta_file(
         part,
         compute_delta(part, [torch.zeros(100)], max_changed_fraction=0.5),
         entries,
         tmp_path / "c",
         with_digest=True,
     )
-    assert (parcel.num_bytes, parcel.path, list(tmp_path.iterdir())) == (0, None, [])
-    assert len(open_delta_file(parcel)) == 0
+    assert (delta_file.num_bytes, delta_file.path, list(tmp_path.iterdir())) == (0, None, [])
+    assert len(open_delta_file(delta_file)) == 0
 
 
-def test_the_checksum_of_tensors_knows_their_order() -> None:
+def test_checksum_depends_on_the_order_of_tensors() -> None:
     one, other = torch.arange(5.0), torch.arange(7.0)
     assert compute_tensors_digest([one, other]) != compute_tensors_digest([other, one])
 
 
-def test_the_checksum_of_a_tensor_is_that_of_what_it_shows() -> None:
-    whole = torch.arange(20, dtype=torch.bfloat16)
-    for view in (whole[3:14], whole[::2], whole.view(4, 5).t(), whole[3]):
+def test_checksum_of_a_view_covers_its_elements() -> None:
+    full_bytes = torch.arange(20, dtype=torch.bfloat16)
+    for view in (full_bytes[3:14], full_bytes[::2], full_bytes.view(4, 5).t(), full_bytes[3]):
         assert compute_tensors_digest([view]) == compute_tensors_digest([view.clone()])
 
 
-def test_buckets_of_changes_that_are_missing_misplaced_or_damaged_are_refused() -> None:
+def test_missing_misplaced_or_damaged_delta_buckets_are_refused() -> None:
     part = [NamedWeight("w", torch.zeros(100))]
     data = torch.arange(64, dtype=torch.uint8)
     first = DeltaBucket(

@@ -9,11 +9,11 @@ pytest.importorskip("ray", reason="needs the extra ray")
 from temper_engine_api.checkpoint import ManifestInfo, begin_checkpoint, report_part
 from temper_engine_api.errors import DamagedCheckpointError
 from temper_trainer.config.run import RuntimeConfig
-from temper_trainer.runtime.ray.ray_verification import verify_on_cluster
+from temper_trainer.runtime.checkpoint_verification import verify_on_cluster
 
 
 @pytest.mark.ray
-def test_processes_verify_their_shares_and_damage_is_named(tmp_path: Path) -> None:
+def test_processes_verify_different_files_and_damage_is_named(tmp_path: Path) -> None:
     import ray
 
     names = [f"{i}.bin" for i in range(4)]

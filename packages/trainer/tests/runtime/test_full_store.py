@@ -1,4 +1,4 @@
-"""Ray's object store without room: a sentence that says what to do, whichever way the data went."""
+"""A full object store of Ray gives an error that says what to do, for each way to send data."""
 
 import os
 from collections.abc import Iterator
@@ -8,13 +8,12 @@ import pytest
 
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
-from temper_trainer.runtime.training_worker import TrainingWorker
-from temper_trainer.runtime.worker_group import FullStoreError, WorkerGroup
+from temper_trainer.runtime.worker_group import FullStoreError, TrainingWorker, WorkerGroup
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-ROOM = 80 << 20
+STORE_BYTES = 80 << 20
 """Bytes; Ray takes no less than 75 MiB."""
 SENTENCE = r"actor: {name}.*Ray's object store is full.*object_store_memory of ray start"
 
@@ -33,7 +32,7 @@ def group() -> Iterator[WorkerGroup]:
 
     ray.init(
         num_cpus=1,
-        object_store_memory=ROOM,
+        object_store_memory=STORE_BYTES,
         _system_config={"local_fs_capacity_threshold": 0.001},  # every disk counts as full
         include_dashboard=False,
         log_to_driver=False,
@@ -62,14 +61,16 @@ def group() -> Iterator[WorkerGroup]:
     ray.shutdown()
 
 
-def test_arguments_that_do_not_fit_are_told_and_the_worker_lives_on(group: WorkerGroup) -> None:
+def test_arguments_that_do_not_fit_are_reported_and_the_worker_stays_usable(
+    group: WorkerGroup,
+) -> None:
     with pytest.raises(FullStoreError, match=SENTENCE.format(name="takes")):
-        group.run(takes, [(bytes(2 * ROOM),)])
+        group.run(takes, [(bytes(2 * STORE_BYTES),)])
     assert group.run(takes, [(b"123",)]) == [3]
 
 
-def test_an_answer_that_does_not_fit_is_told(group: WorkerGroup) -> None:
+def test_result_that_does_not_fit_is_reported(group: WorkerGroup) -> None:
     with pytest.raises(FullStoreError, match=SENTENCE.format(name="gives")):
-        group.run(gives, [(2 * ROOM,)])
+        group.run(gives, [(2 * STORE_BYTES,)])
     assert not group.is_broken
     assert group.run(gives, [(3,)]) == [bytes(3)]

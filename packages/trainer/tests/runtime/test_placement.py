@@ -7,7 +7,7 @@ from temper_trainer.config.run import RuntimeConfig
 from temper_trainer.runtime.placement import RoleRequest, plan_placement
 
 
-def test_roles_of_one_pool_share_the_bundle_of_their_rank() -> None:
+def test_roles_of_one_pool_use_the_same_bundle_per_rank() -> None:
     roles = {
         "actor": RoleRequest(num_workers=2, pool="train"),
         "critic": RoleRequest(num_workers=1, pool="train"),
@@ -24,7 +24,7 @@ def test_roles_of_one_pool_share_the_bundle_of_their_rank() -> None:
     assert placement.find_bundle("critic", 0) == 0
 
 
-def test_pools_of_their_own_get_bundles_of_their_own() -> None:
+def test_different_pools_get_different_bundles() -> None:
     roles = {
         "actor": RoleRequest(num_workers=1, pool="train"),
         "rollout": RoleRequest(num_workers=1, pool="sample"),
@@ -39,7 +39,7 @@ def test_pools_of_their_own_get_bundles_of_their_own() -> None:
     assert "sample[0]: rollout on 1 CPU, 1 GPU" in placement.describe()
 
 
-def test_a_cluster_that_is_too_small_is_refused_with_what_is_missing() -> None:
+def test_cluster_that_is_too_small_is_refused_with_what_is_missing() -> None:
     roles = {"actor": RoleRequest(num_workers=3, pool="train")}
     with pytest.raises(
         ConfigError,

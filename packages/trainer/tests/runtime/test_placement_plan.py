@@ -21,29 +21,29 @@ def lines(*overrides: str) -> list[str]:
     return describe_plan(load([*BASE, *overrides]).config)
 
 
-def test_on_ray_every_bundle_is_told_with_what_the_cluster_needs() -> None:
+def test_plan_on_ray_lists_every_bundle_and_the_needed_resources() -> None:
     servers = (
         "rollout=vllm",
         "rollout.pool=rollout",
         "rollout.num_replicas=2",
         "rollout.vllm.tensor_parallel_size=2",
     )
-    assert (
-        lines(*ON_RAY, *servers, *TEACHERS, "actor.num_workers=2", "teachers.t.num_workers=4")
-        == [
-            "train[0]: actor on 1 CPU, 1 GPU",
-            "train[1]: actor on 1 CPU, 1 GPU",
-            "rollout[0]: rollout on 2 CPU, 2 GPU",
-            "rollout[1]: rollout on 2 CPU, 2 GPU",
-            "teacher/teacher.t.0[0]: teacher.t.0 on 4 CPU, 4 GPU",
-            "teacher/teacher.t.1[0]: teacher.t.1 on 4 CPU, 4 GPU",
-            "the cluster needs 14 CPU and 14 GPU",  # 2 of the actor, 2 x 2 of the rollout, 2 x 4 of the teacher
-            f"weights to the sampler: {CHOSEN_LATER}",
-        ]
-    )
+    assert lines(
+        *ON_RAY, *servers, *TEACHERS, "actor.num_workers=2", "teachers.t.num_workers=4"
+    ) == [
+        "train[0]: actor on 1 CPU, 1 GPU",
+        "train[1]: actor on 1 CPU, 1 GPU",
+        "rollout[0]: rollout on 2 CPU, 2 GPU",
+        "rollout[1]: rollout on 2 CPU, 2 GPU",
+        "teacher/teacher.t.0[0]: teacher.t.0 on 4 CPU, 4 GPU",
+        "teacher/teacher.t.1[0]: teacher.t.1 on 4 CPU, 4 GPU",
+        # 2 of the actor, 2 x 2 of the rollout, 2 x 4 of the teacher.
+        "the cluster needs 14 CPU and 14 GPU",
+        f"weights to the sampler: {CHOSEN_LATER}",
+    ]
 
 
-def test_inline_servers_stand_beside_the_process_on_devices_where_they_are_named() -> None:
+def test_plan_inline_lists_the_process_and_its_servers_with_devices() -> None:
     devices = (
         "runtime.rollout_devices=['1']",
         "teachers.t.devices=['2','3']",
@@ -59,7 +59,7 @@ def test_inline_servers_stand_beside_the_process_on_devices_where_they_are_named
     assert lines() == ["this process: actor, rollout", "weights to the sampler: in this process"]
 
 
-def test_a_task_that_trains_nothing_sends_no_weights_and_starts_no_actor() -> None:
+def test_plan_of_a_task_without_training_has_no_actor_and_no_weight_sync() -> None:
     assert lines("task=generate", *ON_RAY) == [
         "train[0]: rollout on 1 CPU, 1 GPU",
         "the cluster needs 1 CPU and 1 GPU",

@@ -1,4 +1,4 @@
-"""What is left of a cluster that a run started, once the run was killed."""
+"""Test that a killed run leaves no process of its Ray cluster."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def wait_until(condition: Callable[[], bool], *, timeout_s: float) -> bool:
     return condition()
 
 
-def test_guard_ends_what_was_started_under_it_and_nothing_else() -> None:
+def test_guard_ends_only_processes_started_under_it() -> None:
     guard = RayGuard()
     with guard:
         own = subprocess.Popen(SLEEPER, start_new_session=True)

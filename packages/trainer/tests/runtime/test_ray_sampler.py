@@ -1,4 +1,4 @@
-"""Weights on their way through Ray's object store: one copy of each tensor between the engine's and the sampler's."""
+"""Test weights sent through Ray's object store: one copy per tensor between engine and sampler."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import NamedWeight, WeightStream
 from temper_trainer.runtime.ray.ray_sampler import StoredBucket, hand_over_weights
-from temper_trainer.runtime.training_worker import TrainingWorker
+from temper_trainer.runtime.worker_group import TrainingWorker
 
 WEIGHTS = {
     "small": torch.arange(6.0).reshape(2, 3),
@@ -50,7 +50,7 @@ def given_by(worker: Worker) -> list[StoredBucket]:
     )
 
 
-def test_what_is_given_away_is_the_engines_own_memory() -> None:
+def test_sent_buckets_use_the_engines_memory() -> None:
     buckets = given_by(Worker())
     assert [[entry.name for entry in bucket.entries] for bucket in buckets] == [
         ["small"],
@@ -60,7 +60,7 @@ def test_what_is_given_away_is_the_engines_own_memory() -> None:
     assert np.shares_memory(buckets[1].arrays[0], WEIGHTS["large"].view(torch.uint8).numpy())
 
 
-def test_what_arrives_is_what_was_given() -> None:
+def test_received_weights_equal_the_sent_ones() -> None:
     arrived = {name: tensor for bucket in given_by(Worker()) for name, tensor in bucket.weights()}
     assert arrived.keys() == WEIGHTS.keys()
     assert all(
@@ -69,7 +69,7 @@ def test_what_arrives_is_what_was_given() -> None:
     )
 
 
-def test_a_changed_byte_is_refused() -> None:
+def test_changed_byte_is_refused() -> None:
     (_, bucket, _) = given_by(Worker())
     (array,) = bucket.arrays
     damaged = StoredBucket(
@@ -82,13 +82,13 @@ def test_a_changed_byte_is_refused() -> None:
         damaged.weights()
 
 
-def test_other_ranks_take_part_and_give_nothing() -> None:
+def test_other_ranks_take_part_in_gathering_and_send_nothing() -> None:
     worker = Worker(is_first=False)
     assert given_by(worker) == []
     assert worker.seen == list(WEIGHTS)
 
 
-def test_an_error_on_the_way_leaves_no_rank_waiting_in_the_gathering() -> None:
+def test_error_while_sending_leaves_no_rank_waiting() -> None:
     def fails(bucket: StoredBucket) -> None:
         raise MemoryError("no room")
 
@@ -98,8 +98,8 @@ def test_an_error_on_the_way_leaves_no_rank_waiting_in_the_gathering() -> None:
     assert worker.seen == list(WEIGHTS)
 
 
-def in_shared_memory(tensor: torch.Tensor) -> bool:
-    """Whether its bytes lie in a file of the object store that is mapped here."""
+def is_in_shared_memory(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor's bytes are in a mapped file of the object store."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, *_, name = line.split(maxsplit=5)
         begin, end = (int(word, 16) for word in span.split("-"))
@@ -109,14 +109,14 @@ def in_shared_memory(tensor: torch.Tensor) -> bool:
 
 
 @pytest.mark.ray
-def test_a_receiver_maps_the_store_and_copies_nothing() -> None:
+def test_receiver_maps_the_object_store_without_a_copy() -> None:
     ray = pytest.importorskip(
         "ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'"
     )
 
     def look(bucket: StoredBucket) -> tuple[list[bool], list[float]]:
         weights = bucket.weights()
-        return [in_shared_memory(tensor) for _, tensor in weights], [
+        return [is_in_shared_memory(tensor) for _, tensor in weights], [
             float(tensor.float().sum()) for _, tensor in weights
         ]
 

@@ -1,4 +1,4 @@
-"""A role beside sleeping servers on one GPU."""
+"""Test a role that is colocated with sleeping servers on one GPU."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ ARCHITECTURE = {
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, such as one H200")
-def test_what_the_allocator_keeps_can_be_had_by_another_process() -> None:
+def test_released_cache_is_available_to_another_process() -> None:
     group = InlineWorkerGroup(
         "actor",
         engine_name="fsdp",

@@ -9,9 +9,9 @@ from temper_trainer.runtime.runtime_factory import open_runtime
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
 
 
-def test_an_address_where_nobody_answers_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_ray_address_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def gives_up(*, address: str, **settings: object) -> None:
-        """What ``ray.init`` ends with, after it has tried for two minutes."""
+        """Raise the error that ``ray.init`` raises after trying for two minutes."""
         raise ConnectionError(f"Failed to connect to Ray cluster at {address}")
 
     monkeypatch.setattr(ray, "init", gives_up)

@@ -1,4 +1,4 @@
-"""What the driver may rely on in a role, in this process and as actors of Ray: one class of tests for both."""
+"""Test the worker group of a role, inline and as Ray actors, with the same tests."""
 
 import os
 import socket
@@ -17,8 +17,7 @@ from temper_engine_api.reduction import count_denominators
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_trainer.algorithms.supervised_losses import SftObjective
-from temper_trainer.runtime.training_worker import TrainingWorker
-from temper_trainer.runtime.worker_group import InlineWorkerGroup, WorkerGroup
+from temper_trainer.runtime.worker_group import InlineWorkerGroup, TrainingWorker, WorkerGroup
 
 SIZES = {
     "hidden_size": 16,
@@ -32,7 +31,7 @@ CONFIG = FSDPConfig(model=ModelSpec(architecture=ARCHITECTURE, seed=1), device="
 TOKENS = [torch.tensor([3, 1, 4, 1, 5]), torch.tensor([9, 2, 6]), torch.tensor([5, 3, 5, 8])]
 LENGTHS = [len(tokens) for tokens in TOKENS]
 SAMPLES = from_sequences(TOKENS, loss_masks=[torch.arange(length) > 0 for length in LENGTHS])
-SHARE = build_packed_batch(
+RANK_BATCH = build_packed_batch(
     SAMPLES,
     plan=plan_mini_batch(LENGTHS, dp_size=1, max_tokens=9),
     rank=0,
@@ -92,59 +91,59 @@ def engine_logprobs() -> torch.Tensor:
     engine.init_model()
     with engine.eval_mode():
         found = engine.forward_backward_batch(
-            SHARE, forward_only=True, outputs=(HeadOutput.LOGPROB,)
+            RANK_BATCH, forward_only=True, outputs=(HeadOutput.LOGPROB,)
         ).outputs
     engine.close()
     assert found is not None
     return found.reorder(SAMPLES.sample_ids).columns[HeadOutput.LOGPROB]
 
 
-def test_nobody_else_can_take_the_port_at_which_rank_0_is_met() -> None:
+def test_rendezvous_port_of_rank_0_is_reserved() -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
     from temper_trainer.runtime.ray.ray_worker_group import RoleActor
 
     actor = RoleActor()
-    place = actor.rendezvous("token")
+    meeting_point = actor.rendezvous("token")
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
-        other.bind(place)
+        other.bind(meeting_point)
 
 
 @pytest.mark.parametrize(
     "group", ["inline", pytest.param("ray", marks=pytest.mark.ray)], indirect=True
 )
 class TestWorkerGroup:
-    def test_a_role_says_how_many_shares_it_takes(self, group: WorkerGroup) -> None:
+    def test_role_reports_its_data_parallel_size(self, group: WorkerGroup) -> None:
         assert (group.num_workers, group.dp_size) == (1, 1)
         with pytest.raises(EngineStateError, match="1 data-parallel ranks, but got 2 parts"):
-            group.update([SHARE, SHARE], is_last_of_step=True)
+            group.update([RANK_BATCH, RANK_BATCH], is_last_of_step=True)
 
-    def test_answers_are_the_engines_in_the_order_that_is_asked_for(
+    def test_outputs_are_the_engines_in_the_requested_order(
         self, group: WorkerGroup, engine_logprobs: torch.Tensor
     ) -> None:
         backwards = SAMPLES.sample_ids.flip(0)
         answered = group.forward(
-            [SHARE], outputs=(HeadOutput.LOGPROB,), sample_ids=backwards
+            [RANK_BATCH], outputs=(HeadOutput.LOGPROB,), sample_ids=backwards
         ).columns[HeadOutput.LOGPROB]
         assert torch.equal(answered, torch.cat(engine_logprobs.split(LENGTHS)[::-1]))
 
-    def test_an_error_of_a_worker_comes_through_as_it_is(self, group: WorkerGroup) -> None:
+    def test_error_of_a_worker_is_raised_unchanged(self, group: WorkerGroup) -> None:
         with pytest.raises(KeyError, match="no such thing"):
             group.run(raises, [("no such thing",)])
 
-    def test_what_the_engine_does_not_offer_is_refused(self, group: WorkerGroup) -> None:
+    def test_missing_capability_of_the_engine_is_refused(self, group: WorkerGroup) -> None:
         with pytest.raises(CapabilityError, match="FSDPEngine does not offer 'pipeline_parallel'"):
             group.require(Capability.PIPELINE_PARALLEL)
 
-    def test_a_part_that_is_written_is_read_again_with_its_moments(
+    def test_written_part_restores_weights_and_moments(
         self, group: WorkerGroup, tmp_path: Path
     ) -> None:
         group.set_objective(SftObjective())
-        group.update([SHARE], is_last_of_step=True)
+        group.update([RANK_BATCH], is_last_of_step=True)
         (report,) = group.write_part(str(tmp_path))
         assert report.files
-        once = group.update([SHARE], is_last_of_step=True)
+        once = group.update([RANK_BATCH], is_last_of_step=True)
         group.read_part(str(tmp_path))
-        again = group.update([SHARE], is_last_of_step=True)
+        again = group.update([RANK_BATCH], is_last_of_step=True)
         assert again.report.outcome == "stepped"
         assert again.report.grad_norm == once.report.grad_norm
         assert again.metrics["loss"].result == once.metrics["loss"].result

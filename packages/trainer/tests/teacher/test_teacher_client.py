@@ -36,7 +36,7 @@ from temper_trainer.teacher.token_map import TokenMap, build_token_map
 
 
 class CountingTeacher:
-    """Says that token t has log-prob -t / 10, and that the likeliest tokens are t + 1, t + 2, ...; honest but for ``forgets``."""
+    """A teacher with log-prob -t / 10 for token t and top-k t + 1, t + 2, ...; see ``forgets``."""
 
     def __init__(self, *, forgets: int = 0) -> None:
         self._forgets = forgets
@@ -68,8 +68,8 @@ class CountingTeacher:
 
 
 SPEC = TeacherSpec(
-    routes=(("m", "maths"), ("c", "code")),
-    weights=(("maths", 1.0), ("code", 0.5)),
+    routes=(("m", "math"), ("c", "code")),
+    weights=(("math", 1.0), ("code", 0.5)),
     top_k=2,
     timeout_s=9.0,
 )
@@ -83,28 +83,28 @@ def two_samples() -> SequenceBatch:
     )
 
 
-def test_each_sample_is_judged_by_the_teacher_of_its_route() -> None:
-    teachers = {"maths": CountingTeacher(), "code": CountingTeacher()}
+def test_each_sample_is_scored_by_the_teacher_of_its_route() -> None:
+    teachers = {"math": CountingTeacher(), "code": CountingTeacher()}
     columns, metrics = TeacherClient(spec=SPEC, teachers=teachers).fetch_columns(
         two_samples(), routes=["c", "m"]
     )
     assert columns[TEACHER_LOGPROBS].tolist() == pytest.approx([0.0, -0.2, -0.3, 0.0, -0.5])
     assert columns[TEACHER_WEIGHTS].tolist() == [0.0, 0.5, 0.5, 0.0, 1.0]
     assert columns[LOGPROB_AT_IDS].tolist() == [[0, 0], [3, 4], [4, 5], [0, 0], [6, 7]]
-    assert metrics["teacher/maths/samples"] == metrics["teacher/code/samples"] == 1.0
+    assert metrics["teacher/math/samples"] == metrics["teacher/code/samples"] == 1.0
     assert teachers["code"].seen[0].first_position == 1
     assert teachers["code"].seen[0].temperature == pytest.approx(0.7)
 
 
-def test_a_route_without_a_teacher_is_named() -> None:
+def test_route_without_a_teacher_is_named() -> None:
     client = TeacherClient(
-        spec=SPEC, teachers={"maths": CountingTeacher(), "code": CountingTeacher()}
+        spec=SPEC, teachers={"math": CountingTeacher(), "code": CountingTeacher()}
     )
     with pytest.raises(ConfigError, match=r"route 'poetry', but the teachers' routes are m, c"):
         client.fetch_columns(two_samples(), routes=["m", "poetry"])
 
 
-def test_the_only_teacher_teaches_every_route() -> None:
+def test_single_teacher_scores_every_route() -> None:
     spec = TeacherSpec(routes=(("t", "t"),), weights=(("t", 1.0),), top_k=0, timeout_s=9.0)
     columns, _ = TeacherClient(spec=spec, teachers={"t": CountingTeacher()}).fetch_columns(
         two_samples(), routes=["", "x"]
@@ -113,18 +113,18 @@ def test_the_only_teacher_teaches_every_route() -> None:
     assert TEACHER_TOP_LOGPROBS not in columns
 
 
-def test_a_teacher_that_answers_too_little_is_an_error() -> None:
+def test_teacher_with_too_few_logprobs_is_an_error() -> None:
     client = TeacherClient(
-        spec=SPEC, teachers={"maths": CountingTeacher(forgets=1), "code": CountingTeacher()}
+        spec=SPEC, teachers={"math": CountingTeacher(forgets=1), "code": CountingTeacher()}
     )
     with pytest.raises(
-        TeacherError, match="teacher maths returned 1 log-probs for request 0, but 2 were expected"
+        TeacherError, match="teacher math returned 1 log-probs for request 0, but 2 were expected"
     ):
         client.fetch_columns(two_samples(), routes=["m", "c"])
 
 
 @pytest.mark.parametrize("spoiled", ["logprobs", "top_logprobs"])
-def test_a_teacher_that_answers_nan_is_an_error(spoiled: str) -> None:
+def test_teacher_with_nan_logprobs_is_an_error(spoiled: str) -> None:
     class Spoiled(CountingTeacher):
         def _score_one(self, question: TeacherRequest, *, top_k: int) -> TeacherScores:
             answer = super()._score_one(question, top_k=top_k)
@@ -133,7 +133,7 @@ def test_a_teacher_that_answers_nan_is_an_error(spoiled: str) -> None:
             column[-1] = torch.nan
             return answer
 
-    client = TeacherClient(spec=SPEC, teachers={"maths": CountingTeacher(), "code": Spoiled()})
+    client = TeacherClient(spec=SPEC, teachers={"math": CountingTeacher(), "code": Spoiled()})
     with pytest.raises(
         TeacherError,
         match="teacher code returned NaN for request 1: check its weights and its precision",
@@ -141,7 +141,7 @@ def test_a_teacher_that_answers_nan_is_an_error(spoiled: str) -> None:
         client.fetch_columns(two_samples(), routes=["m", "c"])
 
 
-def test_the_clients_spec_stays_small_however_large_the_configuration() -> None:
+def test_spec_of_the_client_does_not_grow_with_the_configuration() -> None:
     paths = {f"teacher_{i}": f"/models/{i}/" + "x" * 500 for i in range(32)}
     teachers = {
         name: TeacherConfig(engine=FSDPConfig(model=ModelSpec(path=path)))
@@ -167,15 +167,18 @@ def tokenizer_of(*words: str, end: str | None = None) -> PreTrainedTokenizerFast
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token=end)
 
 
-def test_another_tokenizer_is_refused_unless_it_may_be_mapped() -> None:
-    ours, theirs = tokenizer_of("a", "b", "c"), tokenizer_of("c", "a", "d")
-    assert build_token_map(ours, tokenizer_of("a", "b", "c"), name="t", may_map=False) is None
+def test_different_tokenizer_is_refused_unless_mapping_is_enabled() -> None:
+    policy_tokenizer, teacher_tokenizer = tokenizer_of("a", "b", "c"), tokenizer_of("c", "a", "d")
+    assert (
+        build_token_map(policy_tokenizer, tokenizer_of("a", "b", "c"), name="t", may_map=False)
+        is None
+    )
     with pytest.raises(
         ConfigError,
         match=r"teachers\.t has another tokenizer .* 3 and 3 tokens, 2 of them in both; 'a' is 0",
     ):
-        build_token_map(ours, theirs, name="t", may_map=False)
-    found = build_token_map(ours, theirs, name="t", may_map=True)
+        build_token_map(policy_tokenizer, teacher_tokenizer, name="t", may_map=False)
+    found = build_token_map(policy_tokenizer, teacher_tokenizer, name="t", may_map=True)
     assert found is not None
     assert found.to_teacher([0, 2]) == (1, 0)
     assert found.to_teacher([0, 1]) is None
@@ -184,34 +187,34 @@ def test_another_tokenizer_is_refused_unless_it_may_be_mapped() -> None:
     assert logs.tolist() == [[pytest.approx(-0.1), -torch.inf]]
 
 
-def test_end_tokens_are_mapped_though_they_are_written_differently() -> None:
-    ours, theirs = (
+def test_end_tokens_with_different_texts_are_mapped() -> None:
+    policy_tokenizer, teacher_tokenizer = (
         tokenizer_of("a", "b", "<end>", end="<end>"),
         tokenizer_of("</s>", "b", "a", end="</s>"),
     )
-    found = build_token_map(ours, theirs, name="t", may_map=True)
+    found = build_token_map(policy_tokenizer, teacher_tokenizer, name="t", may_map=True)
     assert found is not None
     assert found.to_teacher([0, 1, 2]) == (2, 1, 0)
     assert found.teacher_to_policy.tolist() == [2, 1, 0]
 
 
-def test_an_end_token_that_the_teacher_writes_too_stays_what_is_written() -> None:
-    ours, theirs = (
+def test_end_token_that_the_teacher_also_has_is_mapped_by_text() -> None:
+    policy_tokenizer, teacher_tokenizer = (
         tokenizer_of("a", "<turn>", "</s>", end="<turn>"),
         tokenizer_of("</s>", "<turn>", "a", end="</s>"),
     )
-    found = build_token_map(ours, theirs, name="t", may_map=True)
+    found = build_token_map(policy_tokenizer, teacher_tokenizer, name="t", may_map=True)
     assert found is not None
     assert found.to_teacher([0, 1, 2]) == (2, 1, 0)
     assert found.teacher_to_policy.tolist() == [2, 1, 0]
 
 
-def test_a_step_of_which_no_teacher_can_read_anything_is_an_error() -> None:
+def test_step_without_any_mapped_sample_is_an_error() -> None:
     nothing = TokenMap(policy_to_teacher={}, teacher_to_policy=torch.tensor([-1]))
     client = TeacherClient(
         spec=SPEC,
-        teachers={"maths": CountingTeacher(), "code": CountingTeacher()},
-        token_maps={"maths": nothing},
+        teachers={"math": CountingTeacher(), "code": CountingTeacher()},
+        token_maps={"math": nothing},
     )
     with pytest.raises(TeacherError, match="none of 2 completions could be translated"):
         client.fetch_columns(two_samples(), routes=["m", "m"])
@@ -219,7 +222,7 @@ def test_a_step_of_which_no_teacher_can_read_anything_is_an_error() -> None:
     assert (metrics["teacher/unmapped_samples"], metrics["teacher/code/samples"]) == (1.0, 1.0)
 
 
-def test_a_teacher_that_fails_is_told_while_another_one_hangs() -> None:
+def test_failing_teacher_is_reported_while_another_one_hangs() -> None:
     awaited = threading.Event()
 
     class Hanging(CountingTeacher):
@@ -230,10 +233,10 @@ def test_a_teacher_that_fails_is_told_while_another_one_hangs() -> None:
             return super().score(requests, top_k=top_k, timeout_s=timeout_s)
 
     client = TeacherClient(
-        spec=SPEC, teachers={"maths": CountingTeacher(forgets=1), "code": Hanging()}
+        spec=SPEC, teachers={"math": CountingTeacher(forgets=1), "code": Hanging()}
     )
     begin = time.monotonic()
-    with pytest.raises(TeacherError, match="teacher maths returned 1 log-probs"):
+    with pytest.raises(TeacherError, match="teacher math returned 1 log-probs"):
         client.fetch_columns(two_samples(), routes=["m", "c"])
     assert time.monotonic() - begin < 30
     awaited.set()

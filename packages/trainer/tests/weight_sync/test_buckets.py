@@ -16,7 +16,7 @@ def weights() -> list[NamedWeight]:
     ]  # 16, 32, 48 and 64 bytes
 
 
-def test_what_is_packed_comes_out_again() -> None:
+def test_unpacked_bucket_equals_the_packed_tensors() -> None:
     buckets = list(pack_buckets(weights(), bucket_bytes=50))
     assert [len(bucket.entries) for bucket in buckets] == [
         2,
@@ -29,20 +29,20 @@ def test_what_is_packed_comes_out_again() -> None:
     assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(back, weights(), strict=True))
 
 
-def test_a_bucket_owns_its_tensors() -> None:
+def test_bucket_owns_its_tensors() -> None:
     parameter = torch.zeros(4)
     (bucket,) = pack_buckets([NamedWeight("w", parameter)], bucket_bytes=100)
     parameter.fill_(1.0)
     assert torch.equal(bucket.tensors[0], torch.zeros(4))
 
 
-def test_views_are_sent_as_what_they_show() -> None:
+def test_views_are_packed_with_their_elements_only() -> None:
     view = torch.arange(6.0).reshape(2, 3).t()
     (back,) = unpack_buckets(pack_buckets([NamedWeight("w", view)], bucket_bytes=100))
     assert torch.equal(back.tensor, view)
 
 
-def test_a_changed_byte_is_refused() -> None:
+def test_changed_byte_is_refused() -> None:
     first, *rest = pack_buckets(weights(), bucket_bytes=50)
     first.tensors[0][0, 0] += 1.0
     with pytest.raises(WeightError, match="bucket 0 arrived damaged"):

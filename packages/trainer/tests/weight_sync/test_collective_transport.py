@@ -31,7 +31,7 @@ class Actor:
         self.weights = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
 
     def export_weights(self) -> WeightStream:
-        """All of them."""
+        """Yield all weights."""
         return WeightStream(
             iter([NamedWeight(name, tensor) for name, tensor in self.weights.items()])
         )
@@ -43,17 +43,17 @@ class Actor:
 class Worker:
     """The other end, in a thread."""
 
-    held: list[list[Tensor]]
+    cached: list[list[Tensor]]
     version = 0
 
     def __init__(self) -> None:
         self.name = "rollout replica 0"
         self.replicas, self._thread = [self], ThreadPoolExecutor(1)
         self.received: dict[str, Tensor] = {}
-        self.places: set[int] = set()
+        self.buffer_addresses: set[int] = set()
 
     def call(self, method: str, *arguments: Any) -> "Future[object]":
-        """What a server answers."""
+        """Return the result of a server's method."""
         return self._thread.submit(getattr(self, method), *arguments)
 
     def join_channel(self, spec: ChannelSpec) -> None:
@@ -65,27 +65,27 @@ class Worker:
     def receive_weights(
         self, layout: list[PackedBucket], version: int, keep_copy: bool = False
     ) -> None:
-        """Every bucket."""
-        self.held, self.version = [], version
-        for parcel in layout:
-            data = self._channel.receive(parcel)
-            self.places.add(data.data_ptr())
-            own = {name: tensor.clone() for name, tensor in unpack_tensors(data, parcel)}
+        """Receive every bucket."""
+        self.cached, self.version = [], version
+        for bucket in layout:
+            data = self._channel.receive(bucket)
+            self.buffer_addresses.add(data.data_ptr())
+            own = {name: tensor.clone() for name, tensor in unpack_tensors(data, bucket)}
             self.received |= own
-            self.held.append(list(own.values()))
+            self.cached.append(list(own.values()))
 
     def cached_version(self) -> int:
-        """Of what is held."""
+        """Return the version of the cached weights."""
         return self.version
 
     def receive_delta(self, layout: list[PackedBucket], base_version: int, version: int) -> None:
-        """Every bucket's changes."""
+        """Receive and apply the delta of every bucket."""
         assert base_version == self.version
-        for parcel, held in zip(layout, self.held, strict=True):
-            changes, data = self._channel.receive_delta(parcel.entries)
-            apply_delta(held, data, parcel.entries, changes.counts)
+        for bucket, cached in zip(layout, self.cached, strict=True):
+            changes, data = self._channel.receive_delta(bucket.entries)
+            apply_delta(cached, data, bucket.entries, changes.counts)
             check_updated_bucket(
-                held, changes.updated_digest, version=version, base_version=base_version
+                cached, changes.updated_digest, version=version, base_version=base_version
             )
         self.version = version
 
@@ -97,7 +97,7 @@ class Worker:
         version: int,
         reload: object,
     ) -> None:
-        """Both at once."""
+        """Receive and send at the same time."""
         self.reload = cast('Callable[[Worker], "Future[object]"]', reload)
         answer = receive(self)
         send()
@@ -127,20 +127,19 @@ def transport_between(
 def test_every_bucket_arrives_in_the_same_memory_also_a_tensor_larger_than_a_bucket(
     bucket_bytes: int,
 ) -> None:
-    # The memory is agreed on when the channel is opened, and with cuda_ipc it can't be changed afterwards.
+    # The memory is agreed on when the channel is opened, and with cuda_ipc it can't be changed
+    # afterwards.
     worker = Worker()
     transport = transport_between(Actor(), worker, bucket_bytes=bucket_bytes)
     for version in (1, 2):
         transport.send(version)
         assert worker.received.keys() == WEIGHTS.keys()
         assert all(worker.received[name].equal(tensor) for name, tensor in WEIGHTS.items())
-    assert len(worker.places) == 1
+    assert len(worker.buffer_addresses) == 1
     transport.close()
 
 
-def test_a_server_that_is_started_again_is_sent_the_weights_again_and_takes_part_in_the_next_set() -> (
-    None
-):
+def test_restarted_server_gets_the_weights_again_and_takes_part_in_the_next_publish() -> None:
     actor, worker = Actor(), Worker()
     transport = transport_between(actor, worker)
     transport.send(1)
@@ -155,7 +154,7 @@ def test_a_server_that_is_started_again_is_sent_the_weights_again_and_takes_part
     transport.close()
 
 
-def test_a_channel_listens_on_the_configured_address_alone() -> None:
+def test_channel_listens_only_on_the_configured_address() -> None:
     address, port, token = open_store(cast("Any", Actor()), "127.0.0.3")
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind((address, port))
@@ -164,16 +163,16 @@ def test_a_channel_listens_on_the_configured_address_alone() -> None:
     assert (address, token) == ("127.0.0.3", get_run_token())
 
 
-def test_a_channel_stops_listening_when_it_is_closed() -> None:
+def test_channel_stops_listening_when_it_is_closed() -> None:
     transport = transport_between(Actor(), Worker())
-    place = (transport._spec.address, transport._spec.port)
+    listen_address = (transport._spec.address, transport._spec.port)
     transport.send(1)
     transport.close()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(place)
+        socket.create_connection(listen_address)
 
 
-def test_neither_token_nor_nonce_of_a_channel_is_shown_in_its_spec() -> None:
+def test_repr_of_a_channel_spec_hides_token_and_nonce() -> None:
     spec = ChannelSpec(
         backend="gloo",
         address="a",
@@ -188,7 +187,7 @@ def test_neither_token_nor_nonce_of_a_channel_is_shown_in_its_spec() -> None:
     assert "N0NC3" not in repr(spec)
 
 
-def test_weights_that_have_changed_meanwhile_are_not_sent_under_their_old_number() -> None:
+def test_weights_that_have_changed_are_not_sent_under_their_old_version() -> None:
     actor, worker = Actor(), Worker()
     transport = transport_between(actor, worker)
     transport.send(1)
@@ -199,7 +198,7 @@ def test_weights_that_have_changed_meanwhile_are_not_sent_under_their_old_number
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
-def test_after_the_first_set_only_what_changed_is_broadcast(bucket_bytes: int) -> None:
+def test_after_the_first_publish_only_the_delta_is_broadcast(bucket_bytes: int) -> None:
     actor, worker = Actor(), Worker()
     transport = transport_between(
         actor, worker, bucket_bytes=bucket_bytes, max_changed_fraction=0.25
@@ -209,15 +208,16 @@ def test_after_the_first_set_only_what_changed_is_broadcast(bucket_bytes: int) -
     actor.weights["wide"][3] = -1.0
     actor.weights["last"][0] = 8.0
     sent = transport.send(3)
-    # A place and a value of "wide", in 64 bytes each; "last" is one element, whose place would double it.
+    # A place and a value of "wide", in 64 bytes each; "last" is one element, whose place would
+    # double it.
     assert (sent.num_bytes, sent.fraction) == (3 * 64, pytest.approx(2 / 1005))
-    assert [tensor.tolist() for held in worker.held for tensor in held] == [
+    assert [tensor.tolist() for cached in worker.cached for tensor in cached] == [
         tensor.tolist() for tensor in actor.weights.values()
     ]
     transport.close()
 
 
-def test_a_server_that_holds_other_weights_is_sent_the_whole_set(
+def test_server_with_other_weights_gets_full_weights(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     actor, worker = Actor(), Worker()
@@ -229,7 +229,7 @@ def test_a_server_that_holds_other_weights_is_sent_the_whole_set(
     transport.close()
 
 
-def test_a_server_that_was_sent_the_weights_again_takes_changes_afterwards() -> None:
+def test_server_that_got_full_weights_again_accepts_deltas_afterwards() -> None:
     actor, worker = Actor(), Worker()
     transport = transport_between(actor, worker, max_changed_fraction=0.25)
     transport.send(1)
@@ -239,5 +239,5 @@ def test_a_server_that_was_sent_the_weights_again_takes_changes_afterwards() -> 
     worker.call = again.call  # type: ignore[method-assign]
     actor.weights["wide"][3] = -1.0
     assert transport.send(2).num_bytes == 2 * 64
-    assert again.held[1][0].equal(actor.weights["wide"])
+    assert again.cached[1][0].equal(actor.weights["wide"])
     transport.close()

@@ -1,4 +1,4 @@
-"""A tensor larger than a bucket is in a process once beside source and target: packing, sending and loading are measured."""
+"""Measure that a tensor larger than a bucket is copied once while packing, sending and loading."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -30,13 +30,13 @@ from .test_collective_transport import Actor, Worker, transport_between
 BUCKET = 16 << 20
 """Bytes; above what a checksum computes at once, which is bounded however large a bucket is."""
 WIDE = 5 * BUCKET
-"""Of the one tensor that is larger than a bucket."""
+"""Elements of the one tensor that is larger than a bucket."""
 ONCE = WIDE + 2 * BUCKET
 """One copy of it, and two buckets; two copies would be 10 buckets."""
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes of tensors that were alive after any operation of this thread, of those that it made."""
+    """Records the peak of bytes of tensors that operations of this thread allocated."""
 
     def __init__(self, *given: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -88,7 +88,7 @@ class Rank:
         self.transport_state: dict[str, object] = {}
 
     def export_weights(self) -> WeightStream:
-        """All of them, as views of the source."""
+        """Yield all weights as views of the source."""
         return WeightStream(stream(self._source))
 
 
@@ -96,7 +96,7 @@ def same(source: dict[str, Tensor], target: dict[str, Tensor]) -> bool:
     return all(target[name].equal(tensor) for name, tensor in source.items())
 
 
-def test_two_copies_are_seen() -> None:
+def test_peak_memory_counts_two_copies() -> None:
     source = torch.rand(WIDE // 4)
     with LiveBytes(source) as live:
         first = source.clone()
@@ -107,7 +107,7 @@ def test_two_copies_are_seen() -> None:
 
 
 @pytest.mark.parametrize("make", [weights, transposed])
-def test_a_wide_tensor_is_copied_once_in_one_process(make: Callable[[], dict[str, Tensor]]) -> None:
+def test_wide_tensor_is_copied_once_in_one_process(make: Callable[[], dict[str, Tensor]]) -> None:
     source = make()
     target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
     with LiveBytes(*source.values(), *target.values()) as live:
@@ -117,19 +117,19 @@ def test_a_wide_tensor_is_copied_once_in_one_process(make: Callable[[], dict[str
 
 
 @pytest.mark.parametrize("make", [weights, transposed])
-def test_a_wide_tensor_is_written_once_into_shared_memory_and_read_from_there(
+def test_wide_tensor_is_written_once_into_shared_memory_and_read_from_there(
     make: Callable[[], dict[str, Tensor]], tmp_path: Path
 ) -> None:
     source = make()
     target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
     with LiveBytes(*source.values()) as sending:
-        parcels = write_weight_files(Rank(source), str(tmp_path / "set"), BUCKET, True)
+        weight_files = write_weight_files(Rank(source), str(tmp_path / "set"), BUCKET, True)
     gc.collect()
     with LiveBytes(*target.values()) as receiving:
-        for parcel in parcels:
-            data = open_weight_file(parcel)
-            check_digest(data, parcel)
-            load(unpack_tensors(data, parcel), target)
+        for weight_file in weight_files:
+            data = open_weight_file(weight_file)
+            check_digest(data, weight_file)
+            load(unpack_tensors(data, weight_file), target)
     # Here the pages of the file are counted on both sides, though they are the same memory.
     assert WIDE <= sending.peak <= ONCE
     assert WIDE <= receiving.peak <= ONCE
@@ -152,14 +152,14 @@ class Receiver(Worker):
     def receive_weights(
         self, layout: list[PackedBucket], version: int, keep_copy: bool = False
     ) -> None:
-        """Every bucket."""
+        """Receive every bucket."""
         self.version = version
         with self.live:
-            for parcel in layout:
-                load(unpack_tensors(self._channel.receive(parcel), parcel), self.target)
+            for weight_file in layout:
+                load(unpack_tensors(self._channel.receive(weight_file), weight_file), self.target)
 
 
-def test_a_wide_tensor_is_copied_once_on_each_side_of_a_broadcast() -> None:
+def test_wide_tensor_is_copied_once_on_each_side_of_a_broadcast() -> None:
     actor = Actor()
     actor.weights = weights()
     receiver = Receiver({name: torch.zeros_like(tensor) for name, tensor in actor.weights.items()})
@@ -173,7 +173,7 @@ def test_a_wide_tensor_is_copied_once_on_each_side_of_a_broadcast() -> None:
     assert same(actor.weights, receiver.target)
 
 
-def test_a_set_that_is_kept_for_changes_is_not_beside_the_one_before() -> None:
+def test_copy_for_deltas_replaces_the_previous_one() -> None:
     actor = Actor()
     actor.weights = weights()
     total = sum(tensor.nbytes for tensor in actor.weights.values())
@@ -183,14 +183,14 @@ def test_a_set_that_is_kept_for_changes_is_not_beside_the_one_before() -> None:
             actor, receiver, bucket_bytes=BUCKET, max_changed_fraction=0.25
         )
         transport.send(1)
-        receiver.version = -1  # as one that was started again: the whole set is sent once more
+        receiver.version = -1  # like a restarted receiver: all weights are sent again
         transport.send(2)
     transport.close()
     # The kept set, whose tensors lie where they were received, and the channel's buffer.
     assert total + WIDE <= sending.peak <= total + ONCE
 
 
-def test_a_set_that_is_kept_for_a_sampler_is_not_beside_the_one_before() -> None:
+def test_copy_for_a_sampler_replaces_the_previous_one() -> None:
     source = transposed()
     rank = Rank(source)
     with LiveBytes(*source.values()) as live:

@@ -29,27 +29,27 @@ def publisher_of(receiver: ScriptedSampler, *, version: int = 0) -> Publisher:
     )
 
 
-def test_every_publish_has_the_next_number() -> None:
+def test_every_publish_has_the_next_version() -> None:
     receiver = sampler()
     publisher = publisher_of(receiver, version=4)
     assert [publisher.publish()["weight_sync/version"] for _ in range(3)] == [5.0, 6.0, 7.0]
     assert receiver.weight_version == 7
 
 
-def test_a_canary_that_agrees_reports_its_difference() -> None:
+def test_agreeing_canary_reports_its_difference() -> None:
     canary = Canary(tokens=(3, 4, 5), engine_logprobs=lambda: [-1.0, -1.01], tolerance=0.05)
     metrics = publisher_of(sampler()).publish(canary)
     assert metrics["weight_sync/canary_difference"] == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("wrong", [-1.2, float("nan")])
-def test_a_canary_that_differs_stops_the_run(wrong: float) -> None:
+def test_differing_canary_stops_the_run(wrong: float) -> None:
     canary = Canary(tokens=(3, 4, 5), engine_logprobs=lambda: [-1.0, wrong], tolerance=0.05)
     with pytest.raises(WeightError, match=r"differ by .* rollout\.canary_tolerance"):
         publisher_of(sampler()).publish(canary)
 
 
-def test_a_sampler_that_keeps_its_old_weights_is_found_out() -> None:
+def test_sampler_with_old_weights_is_refused() -> None:
     class Deaf(ScriptedSampler):
         """Takes weights and stays at its version."""
 
@@ -64,7 +64,7 @@ def test_a_sampler_that_keeps_its_old_weights_is_found_out() -> None:
         publisher_of(deaf).publish()
 
 
-def test_canary_that_differs_names_the_versions_that_the_sampler_runs_on() -> None:
+def test_differing_canary_names_the_versions_of_the_sampler() -> None:
     receiver = sampler()
     transport = StreamTransport(export=export, sampler=receiver)
     publisher = Publisher(

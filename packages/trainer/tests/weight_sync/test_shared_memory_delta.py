@@ -1,4 +1,4 @@
-"""The whole set in shared memory and what changed since: whoever reads both has the newest weights, whenever it reads."""
+"""Test full weights and their delta in shared memory: reading both gives the newest weights."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ from temper_trainer.rollout.weight_delta import (
 from temper_trainer.weight_sync.shared_memory_transport import write_delta, write_weight_files
 
 BUCKET_BYTES = 1000
-WHOLE = DeltaManifest(version=1, base_version=1, deltas=())
+FULL = DeltaManifest(version=1, base_version=1, deltas=())
 
 
 class Rank:
@@ -44,7 +44,7 @@ class Rank:
             yield NamedWeight(name, tensor)
 
     def train(self, *names: str) -> None:
-        """One step."""
+        """Change some weights, as a training step does."""
         for name in names:
             self.weights[name] = self.weights[name] + torch.nn.functional.one_hot(
                 torch.tensor(7), len(self.weights[name])
@@ -52,14 +52,14 @@ class Rank:
 
 
 def read(base: list[PackedBucket], manifest: DeltaManifest) -> dict[str, Tensor]:
-    """As a server does."""
+    """Read full weights and their delta as a server does."""
     found: dict[str, Tensor] = {}
-    for parcel, changes in zip(base, manifest.deltas, strict=True):
-        weights = list(unpack_tensors(open_weight_file(parcel), parcel))
-        held = [weight.tensor for weight in weights]
-        apply_delta(held, open_delta_file(changes), parcel.entries, changes.counts)
+    for bucket, changes in zip(base, manifest.deltas, strict=True):
+        weights = list(unpack_tensors(open_weight_file(bucket), bucket))
+        tensors = [weight.tensor for weight in weights]
+        apply_delta(tensors, open_delta_file(changes), bucket.entries, changes.counts)
         check_updated_bucket(
-            held,
+            tensors,
             changes.updated_digest,
             version=manifest.version,
             base_version=manifest.base_version,
@@ -79,15 +79,15 @@ def assert_read(found: dict[str, Tensor], rank: Rank) -> None:
     assert all(found[name].equal(tensor) for name, tensor in rank.weights.items())
 
 
-def test_every_set_is_the_files_with_the_changes_also_after_the_files_were_brought_up_to_date(
+def test_files_with_their_delta_equal_the_weights_also_after_the_files_are_updated(
     tmp_path: Path,
 ) -> None:
     rank = Rank()
     base = write_weight_files(rank, str(tmp_path / "whole"), BUCKET_BYTES, True)
-    assert [len(parcel.entries) for parcel in base] == [2, 1, 1]
+    assert [len(bucket.entries) for bucket in base] == [2, 1, 1]
     rank.train("a", "c")
-    second = changes_of(rank, base, WHOLE, tmp_path / "2", version=2)
-    assert (second.base_version, [parcel.counts for parcel in second.deltas]) == (
+    second = changes_of(rank, base, FULL, tmp_path / "2", version=2)
+    assert (second.base_version, [bucket.counts for bucket in second.deltas]) == (
         1,
         [(1, 0), (1,), (0,)],
     )
@@ -96,30 +96,31 @@ def test_every_set_is_the_files_with_the_changes_also_after_the_files_were_broug
     then = {name: tensor.clone() for name, tensor in rank.weights.items()}
     rank.train("c", "d")
     third = changes_of(rank, base, second, tmp_path / "3", version=3)
-    # A server that is started again before the third set is loaded reads the second one from files that have it already.
+    # A server that is started again before the third set is loaded reads the second one from files
+    # that have it already.
     assert all(read(base, second)[name].equal(tensor) for name, tensor in then.items())
-    assert (third.base_version, [parcel.counts for parcel in third.deltas]) == (
+    assert (third.base_version, [bucket.counts for bucket in third.deltas]) == (
         2,
         [(0, 0), (1,), (1,)],
     )
     assert_read(read(base, third), rank)
 
 
-def test_a_set_that_was_not_loaded_is_looked_for_again_from_the_same_base(tmp_path: Path) -> None:
+def test_delta_that_was_not_loaded_is_computed_again_from_the_same_base(tmp_path: Path) -> None:
     rank = Rank()
     base = write_weight_files(rank, str(tmp_path / "whole"), BUCKET_BYTES, True)
     rank.train("a")
-    changes_of(rank, base, WHOLE, tmp_path / "2", version=2)
+    changes_of(rank, base, FULL, tmp_path / "2", version=2)
     rank.train("a")
-    again = changes_of(rank, base, WHOLE, tmp_path / "2", version=2)
+    again = changes_of(rank, base, FULL, tmp_path / "2", version=2)
     assert_read(read(base, again), rank)
 
 
-def test_files_that_are_not_the_base_are_found_out(tmp_path: Path) -> None:
+def test_files_of_another_base_are_refused(tmp_path: Path) -> None:
     rank = Rank()
     base = write_weight_files(rank, str(tmp_path / "whole"), BUCKET_BYTES, True)
     rank.train("a")
-    manifest = changes_of(rank, base, WHOLE, tmp_path / "2", version=2)
+    manifest = changes_of(rank, base, FULL, tmp_path / "2", version=2)
     with Path(str(base[0].path)).open("r+b") as file:
         file.write(b"\x01\x02\x03\x04")
     with pytest.raises(WeightError, match="weights 1 plus its delta differs from weights 2"):
@@ -127,7 +128,7 @@ def test_files_that_are_not_the_base_are_found_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["shapes", "room"])
-def test_a_fault_is_said_after_every_rank_has_gathered_everything(
+def test_error_is_raised_after_every_rank_has_gathered_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     rank, other = Rank(), Rank(is_first=False)
@@ -143,7 +144,7 @@ def test_a_fault_is_said_after_every_rank_has_gathered_everything(
 
         monkeypatch.setattr(os, "posix_fallocate", reserve)
     with pytest.raises(WeightError, match=r"other names, shapes or dtypes|No space left on device"):
-        changes_of(rank, base, WHOLE, tmp_path / "2", version=2)
-    assert changes_of(other, base, WHOLE, tmp_path / "2", version=2).deltas == ()
+        changes_of(rank, base, FULL, tmp_path / "2", version=2)
+    assert changes_of(other, base, FULL, tmp_path / "2", version=2).deltas == ()
     assert rank.num_gathered == other.num_gathered == 4
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]

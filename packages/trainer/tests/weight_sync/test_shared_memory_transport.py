@@ -1,4 +1,4 @@
-"""Shared memory that is full ends a weight sync with a sentence, on every rank, and leaves nothing behind."""
+"""Test that full shared memory fails a weight sync on every rank and leaves no files."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ NAMES = tuple("abcde")
 
 
 class Rank:
-    """A training worker whose weights are gathered with other ranks: it counts how far the gathering came."""
+    """A training worker that counts how many weights were gathered with other ranks."""
 
     def __init__(self, *, is_first: bool) -> None:
         self.is_first = is_first
@@ -32,28 +32,31 @@ class Rank:
             yield NamedWeight(name, torch.ones(4))
 
 
-def test_a_set_is_cut_into_buckets(tmp_path: Path) -> None:
-    parcels = write_weight_files(Rank(is_first=True), str(tmp_path / "set"), 32, True)
-    assert [len(parcel.entries) for parcel in parcels] == [2, 2, 1]
-    assert all(len(open_weight_file(parcel)) == parcel.num_bytes for parcel in parcels)
+def test_weights_are_split_into_buckets(tmp_path: Path) -> None:
+    buckets = write_weight_files(Rank(is_first=True), str(tmp_path / "set"), 32, True)
+    assert [len(bucket.entries) for bucket in buckets] == [2, 2, 1]
+    assert all(len(open_weight_file(bucket)) == bucket.num_bytes for bucket in buckets)
 
 
-def test_full_memory_is_said_after_every_rank_has_gathered_everything(
+def test_full_memory_is_reported_after_every_rank_has_gathered_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room, reserve = [1], os.posix_fallocate
+    free_files, reserve = [1], os.posix_fallocate
 
     def reserve_once(file: int, start: int, length: int) -> None:
-        if not room:
+        if not free_files:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        room.pop()
+        free_files.pop()
         reserve(file, start, length)
 
     monkeypatch.setattr(os, "posix_fallocate", reserve_once)
     first, other = Rank(is_first=True), Rank(is_first=False)
     with pytest.raises(
         WeightError,
-        match=r"\d+ bytes of weights don't fit into .*No space left on device\. Give shared memory more room",
+        match=(
+            r"\d+ bytes of weights don't fit into .*No space left on device\. Give shared "
+            r"memory more room"
+        ),
     ):
         write_weight_files(first, str(tmp_path / "set"), 32, False)
     write_weight_files(other, str(tmp_path / "set"), 32, False)
@@ -61,7 +64,7 @@ def test_full_memory_is_said_after_every_rank_has_gathered_everything(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_can_not_be_made_is_said_too(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     rank = Rank(is_first=True)
     with pytest.raises(WeightError, match="weights cannot be written to"):

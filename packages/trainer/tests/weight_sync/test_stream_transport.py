@@ -24,7 +24,7 @@ from temper_trainer.weight_sync.stream_transport import (
 )
 
 BUCKET_BYTES = 3000
-"""Of matrices of 24 x 40 and 41 x 24 in float32, one fits."""
+"""Bucket size that one float32 matrix of 24 x 40 or 41 x 24 fits into."""
 
 
 class Actor:
@@ -37,7 +37,7 @@ class Actor:
         self.weights = weights
 
     def export_weights(self) -> WeightStream:
-        """All of them."""
+        """Yield all weights."""
         return WeightStream(
             iter([NamedWeight(name, tensor) for name, tensor in self.weights.items()])
         )
@@ -45,11 +45,11 @@ class Actor:
     def run_on_all(self, call: Callable[..., Any], *arguments: object) -> list[Any]:
         return [call(self, *arguments)]
 
-    def train(self, seed: int, *, share: float) -> None:
+    def train(self, seed: int, *, changed_fraction: float) -> None:
         """Change a share of the elements of every tensor."""
         generator = torch.Generator().manual_seed(seed)
         for name, tensor in self.weights.items():
-            is_changed = torch.rand(tensor.shape, generator=generator) < share
+            is_changed = torch.rand(tensor.shape, generator=generator) < changed_fraction
             self.weights[name] = torch.where(is_changed, tensor + 1, tensor)
 
 
@@ -79,14 +79,18 @@ def weights_of(sampler: HfSampler) -> dict[str, Tensor]:
 
 
 def transport_to(sampler: HfSampler, actor: Actor) -> StreamDeltaTransport:
-    whole = InProcessTransport(actor=actor, sampler=sampler)
+    send_full_weights = InProcessTransport(actor=actor, sampler=sampler)
     return StreamDeltaTransport(
-        whole, actor=actor, sampler=sampler, bucket_bytes=BUCKET_BYTES, max_changed_fraction=0.25
+        send_full_weights,
+        actor=actor,
+        sampler=sampler,
+        bucket_bytes=BUCKET_BYTES,
+        max_changed_fraction=0.25,
     )
 
 
-def whole(actor: Actor, pair: Pair) -> dict[str, Tensor]:
-    """What a sampler has that got the actor's weights as one whole set."""
+def send_full_weights(actor: Actor, pair: Pair) -> dict[str, Tensor]:
+    """Return the weights of a sampler that got all of the actor's weights at once."""
     fresh = sampler_of(pair)
     fresh.load_weights(
         (NamedWeight(name, tensor) for name, tensor in actor.weights.items()), version=1
@@ -102,45 +106,48 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 
 @pytest.mark.bitwise
-def test_after_changes_the_sampler_has_the_bits_of_a_whole_set(pair: Pair, actor: Actor) -> None:
+def test_after_a_delta_the_sampler_has_the_bits_of_full_weights(pair: Pair, actor: Actor) -> None:
     sampler = sampler_of(pair)
     transport = transport_to(sampler, actor)
-    shares, sizes = [], []
-    for version, share in enumerate((0.0, 0.02, 0.0, 0.9, 0.02), start=1):
-        actor.train(version, share=share)
+    sent_fractions, sizes = [], []
+    for version, changed_fraction in enumerate((0.0, 0.02, 0.0, 0.9, 0.02), start=1):
+        actor.train(version, changed_fraction=changed_fraction)
         sent = transport.send(version)
-        shares.append(sent.fraction)
+        sent_fractions.append(sent.fraction)
         sizes.append(sent.num_bytes)
         assert sampler.weight_version == version
-        assert_same_bits(weights_of(sampler), whole(actor, pair))
-    assert shares[0] == shares[3] == 1.0, (
+        assert_same_bits(weights_of(sampler), send_full_weights(actor, pair))
+    assert sent_fractions[0] == sent_fractions[3] == 1.0, (
         "the first set, and one of which nearly everything changed"
     )
-    assert (shares[2], sizes[2]) == (0.0, 0)
-    assert 0 < shares[1] < 0.3  # 2 %, and the small tensors whole
+    assert (sent_fractions[2], sizes[2]) == (0.0, 0)
+    assert 0 < sent_fractions[1] < 0.3  # 2 %, and the small tensors whole
     assert sizes[1] < sizes[0] / 2
 
 
-def test_a_sampler_that_was_started_again_gets_the_whole_set(
+def test_restarted_sampler_gets_full_weights(
     pair: Pair, actor: Actor, caplog: pytest.LogCaptureFixture
 ) -> None:
     sampler = sampler_of(pair)
     transport = transport_to(sampler, actor)
     transport.send(1)
-    actor.train(1, share=0.02)
+    actor.train(1, changed_fraction=0.02)
     again = sampler_of(pair)
     restarted = transport_to(again, actor)
     restarted._key, restarted._base_version = transport._key, 1
     sent = restarted.send(2)
-    assert "a delta to weights 1 arrived, but the sampler has weights 0. Sending all" in caplog.text
+    assert (
+        "a delta relative to weights 1 arrived, but the sampler has weights 0. Sending all"
+        in caplog.text
+    )
     assert sent.fraction == 1.0
-    assert_same_bits(weights_of(again), whole(actor, pair))
-    actor.train(2, share=0.02)
+    assert_same_bits(weights_of(again), send_full_weights(actor, pair))
+    actor.train(2, changed_fraction=0.02)
     assert restarted.send(3).fraction < 1.0
-    assert_same_bits(weights_of(again), whole(actor, pair))
+    assert_same_bits(weights_of(again), send_full_weights(actor, pair))
 
 
-def test_after_a_set_that_failed_the_next_one_is_whole(pair: Pair, actor: Actor) -> None:
+def test_after_a_failed_publish_the_next_one_sends_full_weights(pair: Pair, actor: Actor) -> None:
     sampler = sampler_of(pair)
     transport = transport_to(sampler, actor)
     transport.send(1)
@@ -149,22 +156,20 @@ def test_after_a_set_that_failed_the_next_one_is_whole(pair: Pair, actor: Actor)
         transport.send(2)
     actor.weights |= dict([left])
     assert transport.send(2).fraction == 1.0
-    assert_same_bits(weights_of(sampler), whole(actor, pair))
+    assert_same_bits(weights_of(sampler), send_full_weights(actor, pair))
 
 
-def test_changes_that_are_stale_damaged_or_do_not_fit_change_nothing(
-    pair: Pair, actor: Actor
-) -> None:
+def test_stale_damaged_or_mismatching_deltas_change_nothing(pair: Pair, actor: Actor) -> None:
     sampler = sampler_of(pair)
     sampler.load_weights(
         (NamedWeight(name, tensor) for name, tensor in actor.weights.items()), version=1
     )
     before = weights_of(sampler)
     cache_current_weights(actor, "key", BUCKET_BYTES, 1)
-    actor.train(1, share=0.02)
+    actor.train(1, changed_fraction=0.02)
     first, *rest = export_delta(actor, "key", BUCKET_BYTES, 2, 1, 0.25)
     with pytest.raises(
-        StaleBaseError, match="a delta to weights 7 arrived, but the sampler has weights 1"
+        StaleBaseError, match="a delta relative to weights 7 arrived, but the sampler has weights 1"
     ):
         sampler.load_delta([first, *rest], base_version=7, version=8)
     damaged = replace(rest[-1], data=rest[-1].data.flip(0))
@@ -181,15 +186,15 @@ def test_changes_that_are_stale_damaged_or_do_not_fit_change_nothing(
     assert sampler.weight_version == 1
     assert_same_bits(weights_of(sampler), before)
     sampler.load_delta([first, *rest], base_version=1, version=2)
-    assert_same_bits(weights_of(sampler), whole(actor, pair))
+    assert_same_bits(weights_of(sampler), send_full_weights(actor, pair))
 
 
-def test_rank_0_says_so_when_it_does_not_hold_the_base(actor: Actor) -> None:
+def test_rank_0_reports_a_missing_base(actor: Actor) -> None:
     with pytest.raises(WeightError, match="does not have weights 3 any more"):
         export_delta(actor, "another key", BUCKET_BYTES, 4, 3, 0.25)
 
 
-def test_other_ranks_take_part_in_both_gatherings() -> None:
+def test_other_ranks_take_part_in_gathering_full_weights_and_deltas() -> None:
     gathered: list[str] = []
 
     class Other(Actor):

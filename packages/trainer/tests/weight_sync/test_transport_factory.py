@@ -1,4 +1,4 @@
-"""Which transport takes the weights, by where actor and servers are."""
+"""Test which transport is chosen for the locations of actor and servers."""
 
 import os
 
@@ -34,7 +34,7 @@ FAR_CPU, FAR_GPU = DeviceLocation(host="b"), DeviceLocation(host="b", gpu="GPU-9
         (CPU, [GPU_0], "shared_memory", "only one side has a GPU"),
     ],
 )
-def test_the_fastest_way_that_works_is_taken(
+def test_fastest_working_transport_is_chosen(
     sender: DeviceLocation, receivers: list[DeviceLocation], transport: str, reason: str
 ) -> None:
     choice = choose_transport(sender, receivers)
@@ -44,26 +44,29 @@ def test_the_fastest_way_that_works_is_taken(
 @pytest.mark.parametrize(
     ("sender", "receivers"), [(GPU_0, [GPU_0, FAR_GPU]), (GPU_0, [FAR_CPU]), (CPU, [FAR_GPU])]
 )
-def test_where_no_way_leads_to_all_servers_it_is_said(
+def test_missing_transport_to_all_servers_is_an_error(
     sender: DeviceLocation, receivers: list[DeviceLocation]
 ) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"weight_sync\.transport is auto, but no transport reaches all servers: .*on the actor's host",
+        match=(
+            r"weight_sync\.transport is auto, but no transport reaches all servers: .*on "
+            r"the actor's host"
+        ),
     ):
         choose_transport(sender, receivers)
 
 
-def test_processes_of_one_machine_have_one_place() -> None:
-    place = locate_device(torch.device("cpu"))
-    assert place.gpu is None
-    assert place.host.startswith(os.uname().nodename)
-    assert place == locate_device(torch.device("cpu"))
+def test_processes_of_one_host_have_the_same_location() -> None:
+    location = locate_device(torch.device("cpu"))
+    assert location.gpu is None
+    assert location.host.startswith(os.uname().nodename)
+    assert location == locate_device(torch.device("cpu"))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, such as one H200")
-def test_a_gpu_is_named_by_its_uuid() -> None:
-    place = locate_device(torch.device("cuda", 0))
-    assert place.gpu is not None
-    assert len(place.gpu) == 36
+def test_gpu_is_identified_by_its_uuid() -> None:
+    location = locate_device(torch.device("cuda", 0))
+    assert location.gpu is not None
+    assert len(location.gpu) == 36

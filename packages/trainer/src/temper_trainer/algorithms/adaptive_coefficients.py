@@ -30,6 +30,7 @@ class EntropyController:
         if self.target is None:
             return self
         moved = self.coef + self.step if entropy < self.target else self.coef - self.step
+        # Not below 0: a negative bonus would lower the entropy even more.
         return replace(self, coef=max(0.0, moved))
 
 
@@ -45,7 +46,7 @@ class KlController:
     """Adapt the weight of the KL penalty; its fields are saved in checkpoints."""
 
     coef: float
-    """Current weight."""
+    """Current weight of the KL in the reward, above 0 if a target is set."""
     target: float | None
     """Desired KL per completion, in nats; None keeps the weight fixed."""
     horizon: int
@@ -66,6 +67,7 @@ class KlController:
         # NaN for the rest of the run.
         if self.target is None or not math.isfinite(kl):
             return self
+        # Bounded, because the KL of a single step is noisy.
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return replace(self, coef=self.coef * (1.0 + error * num_samples / self.horizon))
 

@@ -13,23 +13,21 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError
 from temper_engine_api.reduction import sum_per_sequence
-from temper_trainer.algorithms.custom_algorithms import compute_custom_advantages
-from temper_trainer.algorithms.group_advantages import (
+from temper_trainer.algorithms.advantage_estimators import (
+    assign_to_last_token,
+    compute_gae,
     compute_gdpo_advantages,
     compute_gpg_advantages,
     compute_group_statistics,
     compute_grpo_advantages,
     compute_opo_advantages,
+    compute_reinforce_plus_plus_advantages,
     compute_reinforce_plus_plus_baseline_advantages,
     compute_remax_advantages,
     compute_rloo_advantages,
-)
-from temper_trainer.algorithms.token_advantages import (
-    compute_gae,
-    compute_reinforce_plus_plus_advantages,
-    place_at_last_token,
     whiten,
 )
+from temper_trainer.algorithms.custom_algorithms import compute_custom_advantages
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.import_path import is_import_path
 from temper_trainer.types import Advantages
@@ -67,6 +65,7 @@ def estimate_advantages(
     """
     coef = config.kl_reward_coef if kl_coef is None else kl_coef
     _check(config, samples=samples, rewards=rewards, values=values, kl=kl, coef=coef)
+    # Superfluous inputs are refused, too: whoever passes them expects an effect.
     if (baselines is not None) != (config.advantage == "remax"):
         raise BatchError(
             f"baselines are {'given' if baselines is not None else 'missing'} for "
@@ -122,7 +121,7 @@ def compute_token_rewards(rewards: Tensor, *, penalty: Tensor, samples: Sequence
     Returns:
         [T] float64.
     """
-    return place_at_last_token(rewards, samples=samples) - penalty
+    return assign_to_last_token(rewards, samples=samples) - penalty
 
 
 def _estimate(
@@ -135,6 +134,7 @@ def _estimate(
     baselines: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     by_token = compute_token_rewards(rewards, penalty=penalty, samples=samples)
+    # A sum and not a mean: the KL of a completion is the sum of the KL of its tokens.
     sequence_rewards = rewards.double() - sum_per_sequence(penalty, samples)
     name, groups = config.advantage, samples.group_ids
     if name == "gae":
@@ -159,6 +159,7 @@ def _estimate(
         by_token = (
             custom if custom.shape == (samples.num_tokens,) else custom[samples.sequence_index]
         )
+        # Masked here, so that a custom estimator need not know which tokens are trained.
         return torch.where(samples.loss_mask, by_token.double(), 0.0), None
     match name:
         case "rloo":

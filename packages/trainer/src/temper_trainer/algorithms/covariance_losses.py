@@ -15,8 +15,7 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.metrics import Metric, weighted_mean
 from temper_engine_api.objective import register_objective
-from temper_trainer.algorithms.policy_losses import ClippedObjective
-from temper_trainer.algorithms.surrogate import SurrogateObjective
+from temper_trainer.algorithms.policy_losses import ClippedObjective, SurrogateObjective
 
 IS_SELECTED = "is_selected"
 """Name of the [T] float32 column from ``prepare``: 1 at the tokens selected by covariance."""
@@ -158,6 +157,7 @@ class KlCovObjective(SurrogateObjective):
 
 def _num_selected(batch: SequenceBatch, fraction: float) -> int:
     trained = int(batch.loss_mask.sum())
+    # At least one token: the fraction of a short mini-batch would round down to none.
     return min(trained, max(1, int(fraction * trained)))
 
 
@@ -184,6 +184,7 @@ def uniform_hash(batch: SequenceBatch, *, seed: int) -> Tensor:
     """
     starts = batch.sequence_starts.long()[:-1]
     position = torch.arange(batch.num_tokens) - starts[batch.sequence_index]
+    # Two primes, so that neighboring samples and positions do not get equal keys.
     key = batch.sample_ids[batch.sequence_index] * 1_000_003 + position * 8_191 + seed
     for factor in _FACTORS:
         key = key * factor

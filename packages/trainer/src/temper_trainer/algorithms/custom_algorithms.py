@@ -9,7 +9,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError, ConfigError
-from temper_trainer.algorithms.surrogate import SurrogateObjective
+from temper_trainer.algorithms.policy_losses import SurrogateObjective
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.import_path import import_object
 
@@ -25,6 +25,7 @@ def load_advantage_function(config: AlgorithmConfig) -> Callable[..., object]:
     """
     loaded = import_object(config.advantage, key="algorithm.advantage")
     try:
+        # Only binds the arguments: a wrong name is found before the first step and without data.
         inspect.signature(loaded).bind(None, samples=None, **config.advantage_arguments)
     except TypeError as error:
         raise ConfigError(
@@ -57,6 +58,7 @@ def compute_custom_advantages(
     if (
         not isinstance(loaded, Tensor)
         or tuple(loaded.shape) not in expected
+        # A NaN would reach every weight in the first update.
         or not bool(loaded.isfinite().all())
     ):
         got = (
@@ -82,7 +84,7 @@ def load_policy_loss_class(config: AlgorithmConfig) -> type[SurrogateObjective]:
     if not (isinstance(loaded, type) and issubclass(loaded, SurrogateObjective)):
         raise ConfigError(
             f"algorithm.policy_loss is {config.policy_loss}, which does not derive from "
-            "temper_trainer.algorithms.surrogate.SurrogateObjective: make it a subclass that "
+            "temper_trainer.algorithms.policy_losses.SurrogateObjective: make it a subclass that "
             "implements surrogate()."
         )
     own_fields = {field.name for field in fields(loaded)} - SHARED_FIELDS

@@ -60,6 +60,7 @@ class ReverseKlObjective(Objective):
 
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
         """Return the losses [T] of one micro-batch."""
+        # A weight of 0 marks tokens that no teacher has scored.
         mask = batch.loss_mask & (batch.columns["teacher_weights"] > 0)
         logprobs = torch.where(mask, head_outputs[HeadOutput.LOGPROB], 0.0)
         teacher = torch.where(mask, batch.columns["teacher_logprobs"], 0.0)
@@ -69,7 +70,7 @@ class ReverseKlObjective(Objective):
             kl, clamp=self.clamp, mask=mask, batch=batch
         )
         return LossTerms(
-            loss=_clamped(kl, clamp=self.clamp)
+            loss=_clamp(kl, clamp=self.clamp)
             * torch.where(mask, batch.columns["teacher_weights"], 0.0),
             metrics=metrics,
         )
@@ -128,7 +129,7 @@ class TopKObjective(Objective):
             terms, clamp=self.clamp, mask=mask, batch=batch
         )
         return LossTerms(
-            loss=_clamped(terms, clamp=self.clamp)
+            loss=_clamp(terms, clamp=self.clamp)
             * torch.where(mask, batch.columns["teacher_weights"], 0.0),
             metrics=metrics,
         )
@@ -170,10 +171,11 @@ def compute_teacher_reward(
     mask = loss_mask & (weights > 0)
     policy, teacher = torch.where(mask, logprobs, 0.0), torch.where(mask, teacher_logprobs, 0.0)
     kl = estimate_kl(policy, ref_logprobs=teacher, estimator=estimator)
-    return -torch.where(mask, _clamped(kl, clamp=clamp) * weights, 0.0)
+    return -torch.where(mask, _clamp(kl, clamp=clamp) * weights, 0.0)
 
 
-def _clamped(column: Tensor, *, clamp: float | None) -> Tensor:
+def _clamp(column: Tensor, *, clamp: float | None) -> Tensor:
+    # Before the teacher's weight is applied, so that a bound means the same for every teacher.
     return column if clamp is None else column.clamp(-clamp, clamp)
 
 

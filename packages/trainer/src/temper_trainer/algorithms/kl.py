@@ -40,6 +40,7 @@ def estimate_kl(logprobs: Tensor, *, ref_logprobs: Tensor, estimator: KlEstimato
 
     Source: Schulman 2020, "Approximating KL Divergence", joschu.net/blog/kl-approx.html.
     """
+    # k3 contains exp(d): one token with a large d would dominate the mean or overflow.
     difference = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if estimator == "k1":
         return -difference

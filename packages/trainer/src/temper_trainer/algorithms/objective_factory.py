@@ -1,10 +1,24 @@
-"""Build the objectives of a run from its configuration."""
+"""Build the objectives of a run from its configuration, and add several objectives into one."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TypedDict
 
-from temper_engine_api.objective import Aggregation, AggregationMode, Objective
-from temper_trainer.algorithms.combined_objective import CombinedObjective
+import torch
+from torch import Tensor
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.errors import ConfigError
+from temper_engine_api.metrics import Metric
+from temper_engine_api.objective import (
+    Aggregation,
+    AggregationMode,
+    HeadOutput,
+    HeadOutputs,
+    LossTerms,
+    Objective,
+    register_objective,
+)
 from temper_trainer.algorithms.covariance_losses import ClipCovObjective, KlCovObjective
 from temper_trainer.algorithms.custom_algorithms import load_policy_loss_class
 from temper_trainer.algorithms.distillation_losses import ReverseKlObjective, TopKObjective
@@ -15,18 +29,79 @@ from temper_trainer.algorithms.policy_losses import (
     GspoObjective,
     PpoObjective,
     SapoObjective,
+    SurrogateObjective,
 )
 from temper_trainer.algorithms.supervised_losses import (
     DpoObjective,
     RewardModelObjective,
     SftObjective,
 )
-from temper_trainer.algorithms.surrogate import SurrogateObjective
 from temper_trainer.algorithms.value_loss import ValueObjective
 from temper_trainer.config.algorithm import AlgorithmConfig, BatchingConfig
 from temper_trainer.config.distillation import DistillationConfig
 from temper_trainer.config.import_path import is_import_path
 from temper_trainer.config.tasks import PreferenceConfig
+
+
+@register_objective("combined")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CombinedObjective(Objective):
+    """Weighted sum of objectives, token by token: loss = sum_i coefs[i] * parts[i]."""
+
+    parts: tuple[Objective, ...]
+    """Objectives with per-token losses and the same aggregation."""
+    coefs: tuple[float, ...]
+    """One weight per part."""
+    aggregation: Aggregation
+
+    def __post_init__(self) -> None:
+        if (
+            len(self.parts) != len(self.coefs)
+            or not self.parts
+            or any(part.aggregation != self.aggregation for part in self.parts)
+        ):
+            raise ConfigError(
+                "a combined objective needs one coef per part and the same aggregation "
+                f"everywhere, but is {self}."
+            )
+
+    @property
+    def required_outputs(self) -> frozenset[HeadOutput]:
+        """Union of the parts' required outputs."""
+        return frozenset().union(*(part.required_outputs for part in self.parts))
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Union of the parts' columns."""
+        return frozenset().union(*(part.columns for part in self.parts))
+
+    def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
+        """Return the columns that the parts prepare."""
+        return {
+            name: column
+            for part in self.parts
+            for name, column in part.prepare(batch, seed=seed).items()
+        }
+
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
+        """Return the weighted sum [T] of the parts' losses for one micro-batch."""
+        total = torch.zeros(batch.num_tokens, device=batch.tokens.device)
+        metrics: dict[str, Metric] = {}
+        for part, coef in zip(self.parts, self.coefs, strict=True):
+            terms = part(head_outputs, batch)
+            if terms.level != "token":
+                raise ConfigError(
+                    f"objective {part.name!r} returns one loss per sequence, and cannot be added "
+                    "to per-token losses."
+                )
+            # The weights are multiplied in here, because each part may return different ones.
+            total = total + coef * (
+                terms.loss if terms.weight is None else terms.loss * terms.weight
+            )
+            # The names differ: policy losses report policy/..., distillation losses distill/...
+            metrics |= terms.metrics
+        return LossTerms(loss=total, metrics=metrics)
+
 
 _POLICY_LOSSES: Mapping[str, type[SurrogateObjective]] = {
     "ppo": PpoObjective,
@@ -47,6 +122,7 @@ def needs_old_logprobs(config: AlgorithmConfig, batching: BatchingConfig) -> boo
     correction, and for the covariances of Clip-Cov and KL-Cov, which use the numbers before the
     update.
     """
+    # Both must be 1: the second update of a step already has another policy than the sampler.
     is_single_update = batching.num_mini_batches == 1 and batching.num_passes == 1
     correction = config.rollout_correction
     # The sampler's log-probs take the place of the old ones in the ratio, so only a comparison with

@@ -32,6 +32,8 @@ def resample_by_reward(
 
     Source: Shen and Zhang 2024, arXiv:2409.06957, section 3 (best-worst and best-random filters).
     """
+    # Its own generator: a draw from the global one would shift all later random numbers of the
+    # process.
     generator = torch.Generator().manual_seed(seed)
     rewards = rewards.double()
     if config.method == "power":
@@ -55,6 +57,7 @@ def resample_by_reward(
 
 def _group_probabilities(rewards: Tensor, *, includes_all: bool) -> Tensor:
     """Return [G] the sampling probabilities within one group."""
+    # In a group of equal rewards all completions are best and worst, so the draw is uniform.
     best = (rewards == rewards.max()).double()
     other = torch.ones_like(rewards) if includes_all else (rewards == rewards.min()).double()
     return best / best.sum() / 2 + other / other.sum() / 2

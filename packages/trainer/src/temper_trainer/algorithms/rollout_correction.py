@@ -73,6 +73,7 @@ def _raw_weights(level: str, log_ratio: Tensor, *, samples: SequenceBatch) -> Te
     if level == "none":
         return torch.ones_like(log_ratio)
     if level == "sequence":
+        # A sum of logarithms: the product of thousands of ratios would overflow before the clamp.
         log_ratio = sum_per_sequence(log_ratio, samples)[samples.sequence_index]
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
@@ -92,6 +93,7 @@ def _find_rejected(
     """Return [B] bool: True for completions whose mean KL(sampler, trainer) exceeds reject_kl."""
     if config.reject_kl is None:
         return torch.zeros(samples.num_sequences, dtype=torch.bool)
+    # The sampler comes first, because the estimator needs tokens drawn from its first argument.
     kl = estimate_kl(rollout, ref_logprobs=old, estimator=config.reject_kl_estimator)
     trained = sum_per_sequence(samples.loss_mask.double(), samples).clamp(min=1.0)
     return (

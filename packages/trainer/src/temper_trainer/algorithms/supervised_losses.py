@@ -119,6 +119,7 @@ class DpoObjective(Objective):
         if self.sft_coef:
             likelihood = sum_per_sequence(logprobs, batch) / trained
             loss = loss - self.sft_coef * torch.where(is_chosen, likelihood, 0.0)
+        # Ranks without samples run a dummy sequence, which must not count in the metrics.
         real = ~batch.is_dummy
         metrics = {
             "preference/accuracy": weighted_mean((margin > 0).float(), real),

@@ -55,7 +55,7 @@ class ValueObjective(Objective):
             old = torch.where(mask, batch.columns["values"], 0.0)
             clipped = torch.clamp(values, old - self.clip, old + self.clip)
             clipped_error = (clipped - returns).square()
-            metrics[("value/clip_fraction")] = weighted_mean(
+            metrics["value/clip_fraction"] = weighted_mean(
                 clipped_error.detach() > error.detach(), mask
             )
             # The larger error: the clip must not make a value that is far from its return look

@@ -61,6 +61,36 @@ def to_samples(rollouts: Sequence[Rollout], *, temperature: float) -> SequenceBa
         >>> samples.columns["rollout_logprobs"].tolist()
         [0.0, 0.0, 0.0, -0.5, -0.25]
     """
+    _check_rollouts(rollouts, temperature=temperature)
+    segments = [_split_segments(rollout) for rollout in rollouts]
+    columns = {
+        "rollout_logprobs": [
+            torch.tensor([x for segment in sample for x in segment.logprobs]) for sample in segments
+        ]
+    }
+    # A step with one turn per rollout would have a column of zeros, which nothing reads.
+    if any(rollout.turns for rollout in rollouts):
+        columns[TURNS_AFTER] = [
+            torch.tensor([float(segment.turns_after) for segment in sample for _ in segment.tokens])
+            for sample in segments
+        ]
+    return from_sequences(
+        [
+            torch.tensor([token for segment in sample for token in segment.tokens])
+            for sample in segments
+        ],
+        loss_masks=[
+            torch.tensor([segment.is_trained for segment in sample for _ in segment.tokens])
+            for sample in segments
+        ],
+        sample_ids=[rollout.sample_id for rollout in rollouts],
+        group_ids=[rollout.group_id for rollout in rollouts],
+        temperature=temperature,
+        columns=columns,
+    )
+
+
+def _check_rollouts(rollouts: Sequence[Rollout], *, temperature: float) -> None:
     if not rollouts:
         raise BatchError(
             "there is no rollout to train on: all rewards of this step failed, or there was no "
@@ -85,31 +115,6 @@ def to_samples(rollouts: Sequence[Rollout], *, temperature: float) -> SequenceBa
                     f"sample {rollout.sample_id} has {num_tokens} completion tokens but "
                     f"{num_logprobs} rollout_logprobs: the sampler must return one per token."
                 )
-    segments = [_split_segments(rollout) for rollout in rollouts]
-    columns = {
-        "rollout_logprobs": [
-            torch.tensor([x for segment in sample for x in segment.logprobs]) for sample in segments
-        ]
-    }
-    if any(rollout.turns for rollout in rollouts):
-        columns[TURNS_AFTER] = [
-            torch.tensor([float(segment.turns_after) for segment in sample for _ in segment.tokens])
-            for sample in segments
-        ]
-    return from_sequences(
-        [
-            torch.tensor([token for segment in sample for token in segment.tokens])
-            for sample in segments
-        ],
-        loss_masks=[
-            torch.tensor([segment.is_trained for segment in sample for _ in segment.tokens])
-            for sample in segments
-        ],
-        sample_ids=ids,
-        group_ids=[rollout.group_id for rollout in rollouts],
-        temperature=temperature,
-        columns=columns,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +198,7 @@ def pairs_to_samples(pairs: Sequence[Pair]) -> SequenceBatch:
     return replace(
         samples,
         group_ids=index // 2,
+        # The pack group keeps the two sequences on one rank: the loss subtracts one from the other.
         pack_group_ids=index // 2,
         sequence_columns={IS_CHOSEN: index % 2 == 0},
     )

@@ -54,7 +54,7 @@ class MiniBatch:
     plans: Mapping[str, MiniBatchPlan]
     """Plan by role. Its indices point into ``indices``, not into the samples of the step."""
     seed: int
-    """Passed to ``Objective.prepare``."""
+    """Seed in [0, 2**63) that is passed to ``Objective.prepare``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +116,7 @@ def plan_step(
     Raises:
         PlanError: If a sample exceeds the token limit; names the configuration keys.
     """
+    # Python's generator, whose stream does not depend on the version of torch.
     rng = random.Random(seed)
     mini_batches = [
         _plan_mini_batch(
@@ -160,10 +161,12 @@ def _plan_mini_batch(
             pack_group_ids=pack_groups,
             constraints=layout.constraints,
         )
+        # Once per layout and not per role, because the plan depends only on the layout.
         for layout in set(layouts.values())
     }
     return MiniBatch(
         indices=tuple(indices),
+        # Over all samples: `drop_zero_advantage_samples` must not change the loss.
         denominators=count_denominators(selected),
         plans={role: plan_by_layout[layout] for role, layout in layouts.items()},
         seed=seed,

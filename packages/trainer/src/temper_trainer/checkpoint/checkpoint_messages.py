@@ -72,8 +72,16 @@ def _read_run_id(directory: Path) -> str | None:
         return ""  # no run has this id: damaged checkpoints are never deleted
 
 
+NOTHING_SAVED = "No checkpoint of this run was saved yet: run.resume=auto would start at step 1."
+
+
 def describe_last_save(root: Path, *, warm_start: Path | None = None) -> str:
-    """Return from which step a failed run can be resumed.
+    """Return from which step a failed run can be resumed, or that no step is saved."""
+    return find_last_save(root, warm_start=warm_start) or NOTHING_SAVED
+
+
+def find_last_save(root: Path, *, warm_start: Path | None = None) -> str | None:
+    """Return from which step a failed run can be resumed; None if nothing was saved.
 
     Args:
         root: Folder of the run's step directories.
@@ -88,4 +96,4 @@ def describe_last_save(root: Path, *, warm_start: Path | None = None) -> str:
             except CheckpointError:
                 continue  # a resume renames it and uses the one before
             return f"{prefix}step {step} is saved in {directory}: continue with run.resume=auto."
-    return "No checkpoint of this run was saved yet: run.resume=auto would start at step 1."
+    return None

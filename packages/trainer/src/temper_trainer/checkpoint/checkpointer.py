@@ -170,6 +170,26 @@ class Checkpointer:
         self._check_later_steps(checkpoint)
         return checkpoint
 
+    def preview(self, resume: str) -> Path | None:
+        """Return what `find` would return; nothing is renamed, and damaged steps are passed over.
+
+        Raises:
+            CheckpointError: As `find`, except for later steps that already exist.
+        """
+        if resume == "never":
+            return None
+        if resume != "auto":
+            return self._check_requested(Path(resume))
+        for step, directory in sorted(list_step_entries(self.root).items(), reverse=True):
+            try:
+                with lock_for_reading(directory):
+                    self._verify(directory)
+                    _check_step(directory, step=step)
+            except (IncompleteCheckpointError, DamagedCheckpointError):
+                continue
+            return directory
+        return None
+
     def _find_newest_good(self) -> Path | None:
         num_renamed = 0
         for step, directory in sorted(list_step_entries(self.root).items(), reverse=True):
@@ -283,11 +303,27 @@ class Checkpointer:
         self._verified.add(directory)
 
     def _verify_once(self, directory: Path) -> None:
-        """Verify the content once per process; later only file sizes, which reads no file."""
+        """Verify the content once per process; later only file sizes, which reads no file.
+
+        Retention asks at every save, so reading again would cost `max_to_keep` times the bytes of
+        the save. A file that the disk damages after it was verified keeps its size and is found by
+        `find`, which always reads before a resume. Then the run continues from another kept step:
+        keep at least two, which is the default.
+        """
         if directory in self._verified:
             verify(directory, with_content=False)
         else:
             self._verify(directory)
+
+    def read_completed_steps(self, directory: Path, *, phase: str) -> int:
+        """Return the number of completed steps of a phase, from which a run continues.
+
+        Raises:
+            CheckpointError: If the checkpoint is from another phase, or its roles were saved at
+                different steps.
+        """
+        step = self.read_engine_only_step(directory)
+        return self.read_state(directory, phase=phase).step if step is None else step
 
     def read_engine_only_step(self, directory: Path) -> int | None:
         """Return the step of an engine-only checkpoint; None for a checkpoint with trainer state.
@@ -344,6 +380,19 @@ class Checkpointer:
             # Retention in another process must not delete the step while it is read.
             with lock_for_reading(part.parent):
                 read(str(part))
+
+
+def check_resume_step(step: int, *, total_steps: int, checkpoint: Path | None) -> None:
+    """Check that the checkpoint of a resumed run is not after the end of the run.
+
+    Raises:
+        CheckpointError: If it is.
+    """
+    if step > total_steps:
+        raise CheckpointError(
+            f"{checkpoint} is at step {step}, after run.total_steps = {total_steps}, so nothing is "
+            "left to train: raise run.total_steps."
+        )
 
 
 def find_engine_checkpoints(path: Path) -> dict[str, Path]:

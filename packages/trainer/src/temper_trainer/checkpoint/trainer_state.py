@@ -22,7 +22,7 @@ class TrainerState:
     cursor: DataCursor
     """Position in the training data."""
     weight_version: int
-    """Version under which the weights were last published."""
+    """Version of the weights that were last sent to the sampler."""
     config_digest: str
     """Digest of the configuration of the run."""
     kl_coef: float = 0.0
@@ -47,6 +47,7 @@ class TrainerState:
         Raises:
             DamagedCheckpointError: If a field is missing, unknown, or of another type.
         """
+        # Checked field by field: a file of another version must not be read with default values.
         values = json.loads(text)
         match values:
             case {

@@ -1,9 +1,28 @@
-"""Find damage in the weight files of a model directory without importing torch."""
+"""Find damage in the files of a model directory without importing torch."""
 
 import json
 from pathlib import Path
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+
+
+def find_damaged_model(folder: Path) -> str | None:
+    """Return a message about the first damaged file of a model that Temper wrote, or None.
+
+    Its JSON files must be readable, because transformers and vLLM load the model and its tokenizer
+    from them. The weights are checked as in `find_damaged_weights`.
+    """
+    config = folder / "config.json"
+    if not config.is_file():
+        return f"{config} is not there: write the model again."
+    for path in sorted(folder.glob("*.json")):
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return f"{path} cannot be read as JSON: write the model again."
+        if path == config and not (isinstance(fields, dict) and "model_type" in fields):
+            return f"{path} has no model_type: write the model again."
+    return find_damaged_weights(folder)
 
 
 def find_damaged_weights(folder: Path) -> str | None:
@@ -27,6 +46,8 @@ def find_damaged_weights(folder: Path) -> str | None:
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         with path.open("rb") as file:
+            # Read by hand: the safetensors library returns tensors of a framework, and importing
+            # one would take most of the time of a check.
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or 8 + length > size:
                 return f"{path} has {size} bytes and is truncated: copy or download it again."

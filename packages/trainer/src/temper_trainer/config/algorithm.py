@@ -81,6 +81,7 @@ class RolloutCorrectionConfig:
                 f"{name}.reject_kl_estimator has no effect without {name}.reject_kl: remove it, "
                 "or set reject_kl."
             )
+        # p / p_rollout = (p / p_old) * (p_old / p_rollout), so the weight is already in the ratio.
         if self.proximal == "rollout" and self.level != "none":
             raise ConfigError(
                 f"{name}.proximal is rollout, where the ratio of the policy loss is already the "
@@ -167,7 +168,7 @@ class AlgorithmConfig:
     advantage_arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
     """Keyword arguments of a custom estimator."""
     group_size: int = 8
-    """Completions per prompt."""
+    """Number of completions that are sampled for each prompt, at least 1."""
     policy_loss: str = "ppo"
     """Policy loss: a name from docs/algorithms.md, or the import path ``package.module:Class`` of a
     custom one.
@@ -207,7 +208,7 @@ class AlgorithmConfig:
     gradients decay faster.
     """
     aggregation: AggregationName = "token_mean"
-    """How per-token losses are reduced to a scalar."""
+    """Reduction of the per-token losses to a scalar."""
     horizon: int | None = None
     """sequence_mean_token_sum_norm only, which needs it: constant divisor in tokens, usually
     sampling.max_tokens.
@@ -264,6 +265,7 @@ class AlgorithmConfig:
     """PF-PPO: resample a step's completions by their rewards. None trains on each once."""
 
     def __post_init__(self) -> None:
+        # Ranges first, because the checks below compare values that must be valid.
         self._check_ranges()
         _check_name(
             "advantage",
@@ -280,6 +282,7 @@ class AlgorithmConfig:
         self._check_advantage()
         self._check_policy_loss()
         self._check_kl()
+        # No default: the divisor scales the learning rate, and the right one depends on max_tokens.
         if (self.aggregation == "sequence_mean_token_sum_norm") != (self.horizon is not None):
             raise ConfigError(
                 f"algorithm.horizon is {self.horizon} with algorithm.aggregation "
@@ -310,6 +313,8 @@ class AlgorithmConfig:
         check_range("algorithm.value_clip", self.value_clip, above=0)
 
     def _check_advantage(self) -> None:
+        # These three have a baseline without other completions of the prompt, and a custom one may
+        # have.
         needs_group = self.advantage not in (
             "gae",
             "reinforce_plus_plus",
@@ -321,6 +326,8 @@ class AlgorithmConfig:
                 f"algorithm.group_size is {self.group_size}: raise it to 2 or more, or use gae, "
                 "reinforce_plus_plus or remax."
             )
+        # Only values that differ from the default are refused: a default that is written out
+        # changes nothing, and the resolved configuration of a run writes out all of them.
         if self.advantage != "gae" and (self.gae_lambda != 1.0 or self.value_clip is not None):
             raise ConfigError(
                 "algorithm.gae_lambda and algorithm.value_clip have no effect with "
@@ -422,6 +429,7 @@ class BatchingConfig:
         if min(self.prompts_per_step, self.num_mini_batches, self.num_passes, self.max_tokens) < 1:
             raise ConfigError(f"batching is {self}, but every size must be at least 1.")
         check_range("batching.tokens_per_update", self.tokens_per_update, at_least=1)
+        # Group statistics need complete groups, so a mini-batch consists of prompts.
         if self.num_mini_batches > self.prompts_per_step:
             raise ConfigError(
                 f"batching.num_mini_batches is {self.num_mini_batches}, but "

@@ -114,7 +114,7 @@ class DataConfig:
     eval: SourceConfig | None = None
     """Held-out data to evaluate on; None never evaluates."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    """See TokenizerConfig."""
+    """Tokenizer of all roles, loaded or trained on the data."""
     max_prompt_tokens: int = 1024
     """Maximum prompt length in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"
@@ -143,7 +143,7 @@ class DataConfig:
     streaming_buffer: int = 1000
     """Size of the shuffle buffer in rows; only with streaming and shuffle."""
     train_on: Literal["last", "all"] = "all"
-    """With messages_key: train on all assistant turns or only on the last."""
+    """Assistant turns of a conversation that are trained; only with messages_key."""
 
     def __post_init__(self) -> None:
         check_range("data.max_prompt_tokens", self.max_prompt_tokens, at_least=1)

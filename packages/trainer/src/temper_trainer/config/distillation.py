@@ -137,52 +137,9 @@ def find_teacher_conflicts(
                 "teacher is queried while the policy samples, so it cannot be colocated. Give it "
                 "its own pool."
             )
-        if teacher.engine.residency.offloads_anything:
-            yield (
-                f"teachers.{name}.engine.residency enables offloading, but a teacher has its own "
-                "devices: remove it."
-            )
-        if teacher.engine.lora.is_enabled:
-            yield (
-                f"teachers.{name}.engine.lora is set, but a teacher is frozen: merge the adapter "
-                "into its model and remove it."
-            )
-        if teacher.engine.model.model_type != "language_model":
-            yield (
-                f"teachers.{name}.engine.model.model_type is {teacher.engine.model.model_type}, "
-                "but a teacher must be a language_model."
-            )
-        if teacher.devices and len(teacher.devices) != teacher.num_replicas:
-            yield (
-                f"teachers.{name}.devices names {len(teacher.devices)} sets of devices, but "
-                f"teachers.{name}.num_replicas is {teacher.num_replicas}: name one for each "
-                "replica."
-            )
-        is_one_process = not is_ray and teacher.backend == "engine"
-        if is_one_process and (teacher.num_workers > 1 or teacher.num_replicas > 1):
-            yield (
-                f"teachers.{name}.num_workers is {teacher.num_workers} and num_replicas "
-                f"{teacher.num_replicas}, but runtime.kind is inline, which runs one process: use "
-                "ray, or backend=vllm."
-            )
-        if teacher.backend == "vllm" and teacher.engine.model.path is None:
-            yield (
-                f"teachers.{name}.backend is vllm, but teachers.{name}.engine.model.path is not "
-                "set: give a model directory."
-            )
-        if teacher.backend == "vllm" and temperature != 1:
-            yield (
-                f"teachers.{name}.backend is vllm, which computes prompt log-probs only at "
-                f"temperature 1, but sampling.temperature is {temperature}: set it to 1, or use "
-                f"teachers.{name}.backend=engine."
-            )
-        if teacher.backend == "engine" and teacher.num_workers % teacher.engine.replica_size:
-            size = teacher.engine.replica_size
-            yield (
-                f"teachers.{name}.num_workers is {teacher.num_workers}, but the layout of "
-                f"teachers.{name}.engine shards one copy of the model over {size} ranks: set it "
-                f"to a multiple of {size}."
-            )
+        yield from _find_model_conflicts(name, teacher)
+        yield from _find_replica_conflicts(name, teacher, is_ray=is_ray, temperature=temperature)
+        # Two teachers of one route would leave it to the order of the keys which one is used.
         route = name if teacher.route is None else teacher.route
         if route in routes:
             yield (
@@ -190,3 +147,58 @@ def find_teacher_conflicts(
                 "give each a different one."
             )
         routes[route] = name
+
+
+def _find_model_conflicts(name: str, teacher: TeacherConfig) -> Iterator[str]:
+    if teacher.engine.offload.offloads_anything:
+        yield (
+            f"teachers.{name}.engine.offload enables offloading, but a teacher has its own "
+            "devices: remove it."
+        )
+    if teacher.engine.lora.is_enabled:
+        yield (
+            f"teachers.{name}.engine.lora is set, but a teacher is frozen: merge the adapter "
+            "into its model and remove it."
+        )
+    if teacher.engine.model.model_type != "language_model":
+        yield (
+            f"teachers.{name}.engine.model.model_type is {teacher.engine.model.model_type}, "
+            "but a teacher must be a language_model."
+        )
+
+
+def _find_replica_conflicts(
+    name: str, teacher: TeacherConfig, *, is_ray: bool, temperature: float
+) -> Iterator[str]:
+    """Yield devices, workers and temperatures that the teacher's backend does not support."""
+    if teacher.devices and len(teacher.devices) != teacher.num_replicas:
+        yield (
+            f"teachers.{name}.devices names {len(teacher.devices)} sets of devices, but "
+            f"teachers.{name}.num_replicas is {teacher.num_replicas}: name one for each "
+            "replica."
+        )
+    is_one_process = not is_ray and teacher.backend == "engine"
+    if is_one_process and (teacher.num_workers > 1 or teacher.num_replicas > 1):
+        yield (
+            f"teachers.{name}.num_workers is {teacher.num_workers} and num_replicas "
+            f"{teacher.num_replicas}, but runtime.kind is inline, which runs one process: use "
+            "ray, or backend=vllm."
+        )
+    if teacher.backend == "vllm" and teacher.engine.model.path is None:
+        yield (
+            f"teachers.{name}.backend is vllm, but teachers.{name}.engine.model.path is not "
+            "set: give a model directory."
+        )
+    if teacher.backend == "vllm" and temperature != 1:
+        yield (
+            f"teachers.{name}.backend is vllm, which computes prompt log-probs only at "
+            f"temperature 1, but sampling.temperature is {temperature}: set it to 1, or use "
+            f"teachers.{name}.backend=engine."
+        )
+    if teacher.backend == "engine" and teacher.num_workers % teacher.engine.replica_size:
+        size = teacher.engine.replica_size
+        yield (
+            f"teachers.{name}.num_workers is {teacher.num_workers}, but the layout of "
+            f"teachers.{name}.engine shards one copy of the model over {size} ranks: set it "
+            f"to a multiple of {size}."
+        )

@@ -55,6 +55,7 @@ def check_range(
     """
     if value is None:
         return
+    # Also isfinite: without bounds, no comparison would find NaN or infinity.
     is_valid = (
         math.isfinite(value)
         and (at_least is None or value >= at_least)

@@ -11,7 +11,6 @@ class RemovedKey:
     """A key that is rejected with a hint."""
 
     key: str
-    """Dotted key."""
     replacement: str
     """The key or keys to use now, or the reason why none is needed."""
     since: str = SINCE
@@ -113,11 +112,11 @@ REMOVED_KEYS = (
     RemovedKey(key="actor_rollout_ref.actor.loss_agg_mode", replacement="algorithm.aggregation"),
     RemovedKey(
         key="actor_rollout_ref.actor.fsdp_config.param_offload",
-        replacement="actor.engine.residency.offload_parameters",
+        replacement="actor.engine.offload.parameters",
     ),
     RemovedKey(
         key="actor_rollout_ref.actor.fsdp_config.optimizer_offload",
-        replacement="actor.engine.residency.offload_optimizer",
+        replacement="actor.engine.offload.optimizer",
     ),
     RemovedKey(key="actor_rollout_ref.rollout.name", replacement="rollout.sampler"),
     RemovedKey(key="actor_rollout_ref.rollout.n", replacement="algorithm.group_size"),
@@ -283,8 +282,8 @@ def describe_removed_key(key: str) -> str | None:
     block = key.partition(".")[0]
     if block in REMOVED_BLOCKS:
         return (
-            f"{key} belongs to the block {block} of the older generation, which was removed in "
-            f"{SINCE}. {_hint(key)}"
+            f"{key} is in the config section {block} of the older generation; the section was "
+            f"removed in {SINCE}. {_hint(key)}"
         )
     return None
 

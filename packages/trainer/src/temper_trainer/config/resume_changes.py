@@ -23,13 +23,16 @@ FIXED_SETTINGS = (
         ),
         source="the weights are those of the checkpoint",
     ),
-    FixedSetting(keys=("warm_start",), source="the warm start is done"),
     FixedSetting(
         keys=("algorithm.kl_reward_coef", "algorithm.entropy_coef"),
         source="the checkpoint contains the current coefficient",
     ),
     FixedSetting(keys=("generate",), source="a training run writes no completions"),
 )
+
+
+WARM_START = FixedSetting(keys=("warm_start",), source="the warm start is done")
+"""Settings that are fixed as soon as the warm start is done, also without a checkpoint."""
 
 
 UNCOMPARED_KEYS = ("run.resume", "run.dir")
@@ -47,7 +50,11 @@ DATA_ORDER_KEYS = (
 
 
 def describe_changes(
-    before: Mapping[str, object], after: Mapping[str, object], *, has_checkpoint: bool
+    before: Mapping[str, object],
+    after: Mapping[str, object],
+    *,
+    has_checkpoint: bool,
+    has_warm_start_model: bool,
 ) -> Iterator[str]:
     """Yield a line for each setting that changed, and a warning for each change without effect.
 
@@ -55,6 +62,7 @@ def describe_changes(
         before: Settings of the last start by dotted key; empty if there was none.
         after: Settings of this start.
         has_checkpoint: True if this start continues from a checkpoint.
+        has_warm_start_model: True if this start uses the model of a warm start that is done.
     """
     changed = [
         key
@@ -69,20 +77,51 @@ def describe_changes(
     )
     for key in changed:
         yield f"  {key}: {_text(before, key)} -> {_text(after, key)}"
-    if not has_checkpoint:
-        return
+    fixed_settings = [
+        *(FIXED_SETTINGS if has_checkpoint else ()),
+        *([WARM_START] if has_checkpoint or has_warm_start_model else ()),
+        *([_find_replaced_models(after)] if has_warm_start_model else ()),
+    ]
     for key in changed:
-        for fixed in FIXED_SETTINGS:
+        for fixed in fixed_settings:
             if any(_is_within(key, block) for block in fixed.keys):
                 yield (
                     f"warning: {key} has no effect on a resumed run: {fixed.source}. To use the "
                     "new value, choose another run.dir."
                 )
-    if any(_is_within(key, block) for key in changed for block in DATA_ORDER_KEYS):
+                break  # one reason is enough
+    if has_checkpoint and any(
+        _is_within(key, block) for key in changed for block in DATA_ORDER_KEYS
+    ):
         yield (
             "warning: the training data or their order changed, but the run continues at the "
             "checkpoint's position in the data: some prompts may be skipped or repeated."
         )
+
+
+def _find_replaced_models(settings: Mapping[str, object]) -> FixedSetting:
+    """Return the settings of models in whose place the run loads the warm start's model.
+
+    Without a warm start, an architecture is not fixed: the engine builds the new one, and refuses a
+    checkpoint whose tensors do not fit. The seed still draws a value head and a new LoRA adapter,
+    which the warm start's model does not have.
+    """
+    roles = [
+        role
+        for role in ("actor", "critic", "ref")
+        if any(_is_within(key, f"{role}.engine.model") for key in settings)
+        and settings.get(f"{role}.engine.model.path") is None
+    ]
+    unseeded = [
+        role for role in roles if role != "critic" and not settings.get(f"{role}.engine.lora.rank")
+    ]
+    return FixedSetting(
+        keys=(
+            *(f"{role}.engine.model.architecture" for role in roles),
+            *(f"{role}.engine.model.seed" for role in unseeded),
+        ),
+        source="the model is that of the warm start",
+    )
 
 
 def _text(values: Mapping[str, object], key: str) -> str:

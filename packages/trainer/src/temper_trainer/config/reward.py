@@ -29,7 +29,7 @@ class OverlongConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapingConfig:
-    """From score to reward, in this order: scale, overlong penalty, bounds, normalization."""
+    """Steps from a score to a reward, in order: scale, overlong penalty, bounds, normalization."""
 
     scale: float = 1.0
     """Factor on every score; not 0."""

@@ -100,6 +100,8 @@ class VllmConfig:
                 f"{key}.gpu_memory_utilization has no effect with {key}.kv_cache_bytes: remove "
                 "one of them."
             )
+        # One setting, one key: otherwise the value in config.yaml might not be the one that is
+        # used.
         for name in self.engine_kwargs:
             if name in RESERVED_ENGINE_KWARGS:
                 raise ConfigError(
@@ -160,7 +162,7 @@ class RolloutConfig:
     actor computes in bf16.
     """
     vllm: VllmConfig = field(default_factory=VllmConfig)
-    """sampler vllm only."""
+    """Settings of the servers; sampler vllm only."""
 
     def __post_init__(self) -> None:
         check_range("rollout.num_replicas", self.num_replicas, at_least=1)
@@ -188,7 +190,7 @@ TransportName = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSyncConfig:
-    """How the actor's weights are sent to the sampler."""
+    """Settings for sending the actor's weights to the sampler."""
 
     transport: TransportName = "auto"
     """auto chooses. Sampler hf: in_process (runtime inline) or object_store (runtime ray). Sampler

@@ -54,7 +54,7 @@ class RunConfig:
     off.
     """
     verify_checkpoints: Literal["full", "size"] = "full"
-    """How a checkpoint is verified before resuming from it and before older ones are deleted. full:
+    """Verification of a checkpoint before resuming from it and before deleting older ones. full:
     checksums of all files; size: file sizes only.
     """
     save_model: bool = True

@@ -19,9 +19,9 @@ class WarmStartConfig:
     data: SourceConfig | None = None
     """Demonstrations; None takes data.train."""
     total_steps: int = 100
-    """Number of updates."""
+    """Number of updates of the warm start, at least 1."""
     batch_size: int = 64
-    """Demonstrations per update."""
+    """Number of demonstrations in each update, at least 1."""
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     """Optimizer of the warm start; the actor's own starts fresh afterwards."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)

@@ -48,7 +48,7 @@ class TrainerConfig:
     """
     data: DataConfig
     actor: RoleConfig
-    """The policy."""
+    """The policy that is trained, or evaluated in tasks eval and generate."""
     critic: RoleConfig | None = None
     """The value model; required by gae, not allowed otherwise."""
     ref: RoleConfig | None = None
@@ -57,7 +57,7 @@ class TrainerConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Sampling parameters of training rollouts."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """The sampler."""
+    """The sampler of completions and its servers."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     teachers: Mapping[str, TeacherConfig] = field(default_factory=dict)
@@ -69,10 +69,10 @@ class TrainerConfig:
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     """Tasks dpo and rm only."""
     generate: GenerateConfig = field(default_factory=GenerateConfig)
-    """Task generate only."""
+    """Completions and output file of task generate."""
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     asynchrony: AsynchronyConfig = field(default_factory=AsynchronyConfig)
-    """loop async only."""
+    """Limits of sampling ahead; loop async only."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     warm_start: WarmStartConfig | None = None
     """SFT before RL; None starts from the actor's model."""
@@ -80,6 +80,7 @@ class TrainerConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
+        # All conflicts at once, so that a user can correct them in one round.
         if conflicts := _find_conflicts(self):
             raise ConfigError("\n".join(conflicts))
 
@@ -88,6 +89,12 @@ class TrainerConfig:
         """Maximum number of tokens after the prompt of a training rollout."""
         length = self.sampling.max_tokens
         return length if self.environment is None else self.environment.max_rollout_tokens(length)
+
+    @property
+    def phase(self) -> str:
+        """Name of the task's main phase in checkpoints and metrics."""
+        # Task distill runs the RL loop and saves the same state.
+        return "rl" if self.task == "distill" else self.task
 
     @property
     def generates_completions(self) -> bool:
@@ -99,6 +106,7 @@ def _find_conflicts(config: TrainerConfig) -> list[str]:
     """Return one sentence per contradiction or ineffective combination, which names both keys."""
     conflicts: list[str] = []
     needs_critic = config.task == "rl" and config.algorithm.advantage == "gae"
+    # In task distill the teachers take the place of the reference, and other tasks have no KL term.
     needs_kl = config.task == "rl" and (
         config.algorithm.kl_loss_coef > 0 or config.algorithm.kl_reward_coef > 0
     )
@@ -140,36 +148,7 @@ def _find_conflicts(config: TrainerConfig) -> list[str]:
         )
     if config.task == "sft" and config.warm_start is not None:
         conflicts.append("warm_start has no effect in task sft: remove it.")
-    roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
-    for name, role in roles.items():
-        if role is not None and role.num_workers > 1 and config.runtime.kind == "inline":
-            conflicts.append(
-                f"{name}.num_workers is {role.num_workers}, but runtime.kind is inline, which "
-                "runs one process: use ray."
-            )
-        if role is not None and role.num_workers % role.engine.replica_size:
-            conflicts.append(
-                f"{name}.num_workers is {role.num_workers}, but the layout of {name}.engine "
-                f"shards one copy of the model over {role.engine.replica_size} ranks: set "
-                f"{name}.num_workers to a multiple of {role.engine.replica_size}, or lower the "
-                "sizes of the layout."
-            )
-    expected = "reward_model" if config.task == "rm" else "language_model"
-    if config.actor.engine.model.model_type != expected:
-        own = config.actor.engine.model.model_type
-        conflicts.append(
-            f"actor.engine.model.model_type is {own}, but must be {expected} in task {config.task}."
-        )
-    if config.critic is not None and config.critic.engine.model.model_type != "value_model":
-        conflicts.append(
-            f"critic.engine.model.model_type is {config.critic.engine.model.model_type}, but must "
-            "be value_model."
-        )
-    if config.ref is not None and config.ref.engine.optimizer is not None:
-        conflicts.append(
-            "ref.engine.optimizer is set, but the reference policy is frozen: set "
-            "ref.engine.optimizer to null."
-        )
+    conflicts += _find_role_conflicts(config)
     conflicts += _find_task_conflicts(config)
     conflicts += find_reward_model_conflicts(
         config.reward,
@@ -178,6 +157,40 @@ def _find_conflicts(config: TrainerConfig) -> list[str]:
         generates_completions=config.generates_completions,
     )
     return conflicts
+
+
+def _find_role_conflicts(config: TrainerConfig) -> Iterator[str]:
+    """Yield layouts that do not fit the number of workers, and models of the wrong type."""
+    roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
+    for name, role in roles.items():
+        if role is not None and role.num_workers > 1 and config.runtime.kind == "inline":
+            yield (
+                f"{name}.num_workers is {role.num_workers}, but runtime.kind is inline, which "
+                "runs one process: use ray."
+            )
+        if role is not None and role.num_workers % role.engine.replica_size:
+            yield (
+                f"{name}.num_workers is {role.num_workers}, but the layout of {name}.engine "
+                f"shards one copy of the model over {role.engine.replica_size} ranks: set "
+                f"{name}.num_workers to a multiple of {role.engine.replica_size}, or lower the "
+                "sizes of the layout."
+            )
+    expected = "reward_model" if config.task == "rm" else "language_model"
+    if config.actor.engine.model.model_type != expected:
+        own = config.actor.engine.model.model_type
+        yield (
+            f"actor.engine.model.model_type is {own}, but must be {expected} in task {config.task}."
+        )
+    if config.critic is not None and config.critic.engine.model.model_type != "value_model":
+        yield (
+            f"critic.engine.model.model_type is {config.critic.engine.model.model_type}, but must "
+            "be value_model."
+        )
+    if config.ref is not None and config.ref.engine.optimizer is not None:
+        yield (
+            "ref.engine.optimizer is set, but the reference policy is frozen: set "
+            "ref.engine.optimizer to null."
+        )
 
 
 def _find_adapter_conflicts(config: TrainerConfig, *, needs_kl: bool) -> list[str]:
@@ -219,6 +232,7 @@ def _find_rollout_conflicts(config: TrainerConfig) -> list[str]:
     )
     fitting = {
         "vllm": ["shared_memory", "cuda_ipc", "collective"],
+        # The hf sampler is in the driver's process or in a Ray actor, never behind a server.
         "hf": ["in_process" if kind == "inline" else "object_store"],
     }[sampler]
     conflicts = []
@@ -276,6 +290,7 @@ def _find_size_conflicts(config: TrainerConfig) -> list[str]:
     key = "actor.engine.model.architecture.max_position_embeddings"
     positions = config.actor.engine.model.architecture.get("max_position_embeddings")
     caps = {key: positions} if isinstance(positions, int) else {}
+    # The length of demonstrations and pairs is only known once they are tokenized.
     if config.task in ("sft", "dpo", "rm"):
         return [
             f"{key} is {cap}, but data.max_prompt_tokens is {prompt}: raise the first or lower "
@@ -437,6 +452,7 @@ def _find_data_conflicts(config: TrainerConfig) -> Iterator[str]:
 def _name_pools(config: TrainerConfig) -> dict[str, str]:
     """Return the key that names each resource pool, for all roles but the teachers."""
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
+    # Roles may share a pool; one of their keys is enough for the message.
     pools = {role.pool: f"{name}.pool" for name, role in roles.items() if role is not None}
     pools[config.rollout.pool] = "rollout.pool"
     if config.reward.model is not None:

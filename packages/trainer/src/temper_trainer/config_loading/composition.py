@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.removed_keys import OLD_CONFIG_HINT, OLD_CONFIG_NAMES
 from temper_trainer.config_loading.schema import Plain, flatten, to_plain
+from temper_trainer.config_loading.secrets import redact_override
 
 BUILTIN_CONFIGS = "pkg://temper_trainer.conf"
 """Package with the config groups of the trainer."""
@@ -62,7 +63,7 @@ class Composition:
     values: dict[str, Plain]
     """Nested values with unresolved interpolations."""
     layers: tuple[Layer, ...]
-    """In order; later ones win."""
+    """Layers in order of precedence; later ones win."""
 
 
 def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: str) -> Composition:
@@ -86,8 +87,8 @@ def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: st
         for text in _rewrite_override(override, repository=repository)
     ]
     try:
-        # Without Hydra's own settings (its run folders, logging, launchers), which nobody here
-        # reads.
+        # Without Hydra's own settings (its run folders, logging, launchers), which are
+        # not read here.
         chosen = create_defaults_list(
             repository, config_name, rewritten, prepend_hydra=False, skip_missing=False
         )
@@ -123,6 +124,7 @@ def _repository(config_dir: str | None) -> CachingConfigRepository:
     """Return the config files to search: the user's folder first, so that it overrides ours."""
     path = create_config_search_path(BUILTIN_CONFIGS)
     if config_dir is not None:
+        # First in the search path, so that it takes precedence over the built-in files.
         path.prepend("user", f"file://{Path(config_dir).resolve()}", "main")
     return CachingConfigRepository(ConfigRepository(path))
 
@@ -131,15 +133,18 @@ def _parse(text: str) -> Override:
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
+        shown = redact_override(text)
+        # The parser's message repeats parts of the text; so would a chained traceback.
+        cause = f" {_one_line(error)}" if shown == text else ""
         raise ConfigError(
-            f"cannot parse {text!r} on the command line: {_one_line(error)} Write KEY=VALUE, ~KEY "
+            f"cannot parse {shown!r} on the command line:{cause} Write KEY=VALUE, ~KEY "
             "to reset a key to its default, or GROUP=CHOICE; quote strings with special "
             "characters, 'key=\"a, b\"'."
-        ) from error
+        ) from (error if shown == text else None)
     if override.is_sweep_override():
         raise ConfigError(
-            f"{text} gives several values for one run: write a list as [a,b], a string with a "
-            "comma as 'key=\"a,b\"'."
+            f"{redact_override(text)} gives several values for one run: write a list as [a,b], a "
+            "string with a comma as 'key=\"a,b\"'."
         )
     return override
 
@@ -157,6 +162,7 @@ def _rewrite_override(override: Override, *, repository: CachingConfigRepository
     if override.is_delete():
         return [text]
     if not _is_group(override, repository=repository):
+        # Hydra's ++ sets a key whether or not it exists.
         return ["++" + text.lstrip("+")]
     if override.value() is None:
         return [f"{key}=none"]

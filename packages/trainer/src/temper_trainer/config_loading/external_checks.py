@@ -5,9 +5,9 @@ docs/how-to/check.md lists the checks.
 
 import importlib.util
 import inspect
+import ipaddress
 import json
 import logging
-import os
 import shutil
 import socket
 import subprocess
@@ -15,7 +15,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.checkpoint import verify
+from temper_engine_api.checkpoint.manifest import read_manifest
+from temper_engine_api.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineNotFoundError,
+    TemperError,
+)
+from temper_engine_api.registry import load_engine_class
+from temper_engine_api.settings_check import find_write_error
+from temper_trainer.checkpoint.checkpointer import Checkpointer, check_resume_step
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.environment import (
     BUILT_IN_ENVIRONMENTS,
@@ -24,14 +34,17 @@ from temper_trainer.config.environment import (
 )
 from temper_trainer.config.import_path import is_import_path
 from temper_trainer.config.reward import REWARD_MODEL
-from temper_trainer.config.run import RunConfig
-from temper_trainer.config.run_files import contains_run, find_inputs_in_run_folder
+from temper_trainer.config.run import RuntimeConfig
+from temper_trainer.config.run_folder_checks import contains_run, find_inputs_in_run_folder
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.data_files import find_data_problems
+from temper_trainer.config_loading.loading import is_set_by_user
 from temper_trainer.config_loading.model_folders import find_model_problems
+from temper_trainer.config_loading.resolved_config import LoadedConfig
 from temper_trainer.environment.sandbox import open_sandbox
 from temper_trainer.reward.registry import resolve_reward, split_components
 from temper_trainer.rollout.vllm import vllm_versions
+from temper_trainer.run_lock import describe_write_error, find_lock_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +68,9 @@ def check_external_objects(config: TrainerConfig) -> None:
     if problems := [
         *find_data_problems(config),
         *find_model_problems(config),
-        *_find_run_problems(config.run),
-        *find_inputs_in_run_folder(config, Path(config.run.dir)),
+        *_find_run_problems(config),
+        *_find_address_problems(config.runtime),
+        *_find_folder_problems(config),
     ]:
         raise ConfigError("\n".join(problems))
     if config.generates_completions:
@@ -69,6 +83,40 @@ def check_external_objects(config: TrainerConfig) -> None:
         open_sandbox(config.environment.sandbox)
     if config.task == "rl":
         _check_custom_algorithm(config.algorithm)
+
+
+def check_models(loaded: LoadedConfig) -> None:
+    """Check models that the user has changed with the code of the engine that will build them.
+
+    Slower than the other checks, because it imports torch. Nothing is imported if no key of
+    `architecture` or `lora` is set by the user, and no engine is to run on CUDA.
+
+    Raises:
+        ConfigError: If an engine could not build a model, or CUDA is requested but not available.
+    """
+    config, problems = loaded.config, []
+    for name, role in (("actor", config.actor), ("critic", config.critic), ("ref", config.ref)):
+        if role is None:
+            continue
+        needs_cuda = role.engine.device == "cuda" and config.runtime.kind == "inline"
+        keys = tuple(f"{name}.engine.{block}" for block in ("model.architecture.", "lora."))
+        is_changed = any(
+            is_set_by_user(origin) for key, origin in loaded.origins.items() if key.startswith(keys)
+        )
+        try:
+            if needs_cuda:
+                from temper_engine_api.process_group import choose_device
+
+                choose_device(role.engine.device)
+            if is_changed:
+                load_engine_class(config.model_engine).check_model(role.engine)
+        except EngineNotFoundError as error:
+            # The run may use another host, as with the libraries of `check_libraries`.
+            logger.warning("the model of %s is not checked: %s", name, error)
+        except TemperError as error:
+            problems.append(f"{name}.engine: {error}")
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def check_libraries(config: TrainerConfig) -> None:
@@ -136,10 +184,10 @@ def _check_vllm(reason: str, *, python: str | None) -> None:
             if module not in listed
         ]
         if missing:
-            also = "" if "vllm" in listed else f" It has no vLLM either: {reason}."
+            vllm_note = "" if "vllm" in listed else f" It has no vLLM either: {reason}."
             raise ConfigError(
                 f"runtime.rollout_python is {python}, which has no {' and no '.join(missing)}: run "
-                f"{python} -m pip install --no-deps {' '.join(missing)}.{also}"
+                f"{python} -m pip install --no-deps {' '.join(missing)}.{vllm_note}"
             )
         found = listed
     if problem := vllm_versions.find_version_problem(found, python=python or sys.executable):
@@ -211,14 +259,20 @@ def _check_custom_algorithm(config: AlgorithmConfig) -> None:
         load_policy_loss_class(config)
 
 
-def _find_run_problems(run: RunConfig) -> Iterator[str]:
-    if run.resume == "never" and contains_run(Path(run.dir)):
-        yield (
-            f"run.dir {run.dir} already contains a run: continue it with run.resume=auto, or "
-            "choose another run.dir."
-        )
-    if problem := _find_write_obstacle(Path(run.dir)):
-        yield f"run.dir is {run.dir}, but {problem}: choose another run.dir."
+def _find_run_problems(config: TrainerConfig) -> Iterator[str]:
+    run = config.run
+    if error := find_write_error(run.dir):
+        yield describe_write_error(Path(run.dir), error)
+    else:
+        if refusal := find_lock_refusal(Path(run.dir)):
+            yield refusal
+        if run.resume == "never" and contains_run(Path(run.dir)):
+            yield (
+                f"run.dir {run.dir} already contains a run: continue it with run.resume=auto, or "
+                "choose another run.dir."
+            )
+        yield from _find_resume_problems(config)
+        yield from find_inputs_in_run_folder(config, Path(run.dir))
     if run.resume not in ("never", "auto") and not Path(run.resume).is_dir():
         yield (
             f"run.resume is {run.resume}, but there is no such directory: use never, auto, or the "
@@ -234,33 +288,77 @@ def _find_run_problems(run: RunConfig) -> Iterator[str]:
         yield from _find_port_problems(run.prometheus_address, run.prometheus_port)
 
 
+def _find_resume_problems(config: TrainerConfig) -> Iterator[str]:
+    """Yield why the run could not continue from the checkpoint that it would choose."""
+    run = config.run
+    if run.resume not in ("never", "auto") and not Path(run.resume).is_dir():
+        return  # reported with the other settings of the run
+
+    def verify_for_check(directory: Path) -> None:
+        # Reading gigabytes is left to the run, except where the answer is a refusal: the run would
+        # pass over a damaged checkpoint, and may then have steps left to train.
+        is_too_late = run.total_epochs is None and read_manifest(directory).step > run.total_steps
+        verify(directory, with_content=is_too_late and run.verify_checkpoints == "full")
+
+    checkpointer = Checkpointer(
+        root=Path(run.dir) / "checkpoints", max_to_keep=None, verify=verify_for_check
+    )
+    try:
+        checkpoint = checkpointer.preview(run.resume)
+        if checkpoint is not None:
+            step = checkpointer.read_completed_steps(checkpoint, phase=config.phase)
+            if run.total_epochs is None:
+                check_resume_step(step, total_steps=run.total_steps, checkpoint=checkpoint)
+    except CheckpointError as error:
+        yield str(error)
+
+
+def _find_address_problems(runtime: RuntimeConfig) -> Iterator[str]:
+    if error := _find_bind_error(runtime.bind_address, 0):
+        yield (
+            f"runtime.bind_address is {runtime.bind_address}, on which this host cannot listen: "
+            f"{error.strerror}. Give an address of this host, see ip address."
+        )
+
+
+def _find_bind_error(address: str, port: int) -> OSError | None:
+    """Return the error of listening on an address and port, or None; port 0 is any free one."""
+    is_ipv6 = ipaddress.ip_address(address).version == 6
+    with socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            return error
+    return None
+
+
+def _find_folder_problems(config: TrainerConfig) -> Iterator[str]:
+    """Yield which folders engines cannot write to; with Ray, those may be on other hosts."""
+    if config.runtime.kind == "ray":
+        return
+    for name, role in (("actor", config.actor), ("critic", config.critic), ("ref", config.ref)):
+        try:
+            if role is not None:
+                role.engine.check_folders()
+        except ConfigError as error:
+            yield f"{name}.engine: {error}"
+
+
 def _find_port_problems(address: str, port: int) -> Iterator[str]:
     if not _is_installed("prometheus_client"):
         yield (
             "run.prometheus_port is set, but prometheus_client is not installed: pip install "
             "'temper-trainer[prometheus]', or remove it."
         )
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError as error:
-            yield (
-                f"run.prometheus_port is {port}, which cannot be opened on run.prometheus_address "
-                f"{address}: {error.strerror}. Choose a free port and an address of this host."
-            )
+    if error := _find_bind_error(address, port):
+        yield (
+            f"run.prometheus_port is {port}, which cannot be opened on run.prometheus_address "
+            f"{address}: {error.strerror}. Choose a free port and an address of this host."
+        )
 
 
 def _is_installed(module: str) -> bool:
     found = importlib.util.find_spec(module)
     # A namespace package, such as the folder /tmp/ray seen from /tmp, is not the library.
     return found is not None and found.origin is not None
-
-
-def _find_write_obstacle(folder: Path) -> str | None:
-    """Return why a folder, which may not exist yet, is not writable, or None."""
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir():
-        return f"{folder} is a file"
-    return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} is not writable"

@@ -123,6 +123,7 @@ def _block_lines(
         yield f"  {key}.*" + (
             "   [off until set]" if is_optional(entry.annotation) and entry.default is None else ""
         )
+        # Blocks such as the engine's occur in several roles and have dozens of keys.
         if entry.block in seen:
             yield from _wrapped(f"{description} The same keys as {seen[entry.block]}.*")
             continue

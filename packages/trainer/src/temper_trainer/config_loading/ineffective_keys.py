@@ -27,6 +27,17 @@ class Rule:
     """Completes "KEY has no effect ..."; names the other key and the remedy."""
 
 
+_RL_STEP_KEYS = (
+    "algorithm",
+    "batching.num_mini_batches",
+    "batching.num_passes",
+    "run.eval_every",
+    "run.eval_sampling",
+    "run.eval_sampled",
+)
+"""Keys of RL steps and their evaluations, which the supervised tasks do not have."""
+
+
 RULES = (
     Rule(
         keys=("reward.function", "reward.arguments"),
@@ -41,14 +52,7 @@ RULES = (
         reason="with reward.function reward_model, which calls no function: remove it",
     ),
     Rule(
-        keys=(
-            "algorithm",
-            "batching.num_mini_batches",
-            "batching.num_passes",
-            "run.eval_every",
-            "run.eval_sampling",
-            "run.eval_sampled",
-        ),
+        keys=_RL_STEP_KEYS,
         applies=lambda config: config.task in ("dpo", "rm"),
         reason="in tasks dpo and rm, which train on pairs: remove it",
     ),
@@ -156,14 +160,7 @@ RULES = (
         ),
     ),
     Rule(
-        keys=(
-            "algorithm",
-            "batching.num_mini_batches",
-            "batching.num_passes",
-            "run.eval_every",
-            "run.eval_sampling",
-            "run.eval_sampled",
-        ),
+        keys=_RL_STEP_KEYS,
         applies=lambda config: config.task == "sft",
         reason="with task sft, which has no RL steps: remove it, or set task=rl",
     ),
@@ -387,9 +384,9 @@ def _role_rules(config: TrainerConfig) -> Iterator[Rule]:
         if role.engine.optimizer is None:
             keys: tuple[str, ...] = (
                 f"{name}.engine.schedule",
-                f"{name}.engine.residency.offload_optimizer",
-                f"{name}.engine.residency.load_optimizer_in",
-                f"{name}.engine.residency.optimizer_on_cpu",
+                f"{name}.engine.offload.optimizer",
+                f"{name}.engine.offload.load_optimizer_in",
+                f"{name}.engine.offload.optimizer_on_cpu",
             )
             yield _always(keys, f"with {name}.engine.optimizer null, a frozen model: remove it")
         if model.path is not None and model.model_type == "language_model":

@@ -96,6 +96,7 @@ def load(
             type, or a file is missing or malformed.
     """
     composition = compose(overrides, config_dir=config_dir, config_name=config_name)
+    # Before keys are checked, because the engine's class defines the keys below each role's engine.
     engine_class = _engine_config(composition.values.get("model_engine"))
     check_keys(composition.layers, known=collect_keys(TrainerConfig, engine_class=engine_class))
     # Before interpolations are resolved: afterwards a secret and a reference to one look alike.
@@ -120,6 +121,7 @@ def load(
 
 def compute_digest(resolved: Mapping[str, Plain]) -> str:
     """Return the SHA-256 of all values except DIGEST_EXCLUDED_KEYS, independent of their order."""
+    # Only what influences numbers: a resumed run may change where and how fast it runs.
     included = {
         key: value
         for key, value in flatten(resolved).items()
@@ -182,6 +184,7 @@ def _with_defaults(
 ) -> dict[str, Plain]:
     defaults = collect_defaults(TrainerConfig, engine_class=engine_class, given=composition.values)
     try:
+        # The defaults take part, so that an interpolation may refer to a key that is not set.
         merged = OmegaConf.merge(defaults, composition.values)
         assert isinstance(merged, DictConfig)
         return to_plain_tree(merged, resolve=True)
@@ -207,6 +210,7 @@ def find_origins(leaves: Mapping[str, object], *, layers: Sequence[Layer]) -> di
     for key in leaves:
         origin = DEFAULT
         for layer in layers:
+            # No break: a later layer replaces an earlier one.
             if any(_concerns(set_key, key) for set_key in layer.leaves):
                 origin = DEFAULT if layer.is_deletion else layer.origin
         origins[key] = origin

@@ -18,7 +18,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
-"""Files that hold a vocabulary, for every tokenizer of transformers that has one."""
+"""File patterns that cover the vocabulary files of all tokenizers of transformers."""
 
 
 _WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
@@ -47,10 +47,12 @@ def find_model_problems(config: TrainerConfig) -> Iterator[str]:
         if path is not None and _is_model(path) and not has_vocabulary(Path(path)):
             yield (
                 f"teachers.{name}.engine.model.path is {path}, which has no tokenizer files, so "
-                "whether its tokens are the policy's cannot be compared: copy the tokenizer's "
-                "files there."
+                "it cannot be checked that its tokens are the policy's: copy the tokenizer's files "
+                "there."
             )
-    if config.weight_sync.content == "adapter" and config.actor.engine.model.path is None:
+    # After a warm start, the model that it saved is the base model of the adapter.
+    has_base = config.actor.engine.model.path is not None or config.warm_start is not None
+    if config.weight_sync.content == "adapter" and not has_base:
         yield (
             "weight_sync.content is adapter, but actor.engine.model.path is not set, so servers "
             "have no base to put the adapter on: set weight_sync.content=full, or save the base "
@@ -172,8 +174,8 @@ def _describe_unknown_type(key: str, fields: Mapping[str, object]) -> str | None
 def _list_model_types() -> frozenset[str]:
     """Return the model types that transformers knows, read from its source.
 
-    Importing transformers takes 3 to 14 s. Empty if the source has an unexpected form; then the run
-    decides.
+    Importing transformers takes 3 to 14 s. If the source has an unexpected form, the result is
+    empty and the check is skipped: an unknown type is then reported when the model is loaded.
     """
     found = importlib.util.find_spec("transformers")
     if found is None or found.origin is None:
@@ -195,13 +197,13 @@ def _read_tokenizer_config(folder: Path) -> Mapping[str, object]:
     return fields if isinstance(fields, dict) else {}
 
 
-_PARTS = re.compile(
+_MULTIMODAL_KEY_PATTERN = re.compile(
     r"(vision|visual|audio|speech|image|video|vit|vq)_(config|tower|encoder|backbone|model)|visual|(mm_vision|mm_audio)_tower"
 )
 """Blocks that configure an encoder of images, video or sound."""
 
 
-_OTHER_PARTS = (
+_OTHER_MULTIMODAL_KEYS = (
     "thinker_config",
     "talker_config",
     "img_processor",
@@ -210,12 +212,12 @@ _OTHER_PARTS = (
 )
 
 
-_CLASSES = re.compile(
+_MULTIMODAL_CLASS_PATTERN = re.compile(
     r"VL(?![a-z])|VLM|Vision|Audio|Speech|Image|Video|Omni|Multimodal|Llava|Whisper|MiniCPM[VO]$"
 )
 
 
-_TYPES = re.compile(
+_MULTIMODAL_TYPE_PATTERN = re.compile(
     r"(?<![a-z])vl(?![a-z])|qwen_?vl|internvl|llava|omni|whisper|minicpm[vo]$|\dv(?![a-z])"
 )
 
@@ -229,19 +231,19 @@ def find_multimodal_part(model: Path) -> str:
         fields = json.loads((model / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
-    return _part(fields) if isinstance(fields, dict) else ""
+    return _find_multimodal_entry(fields) if isinstance(fields, dict) else ""
 
 
-def _part(fields: Mapping[str, object]) -> str:
+def _find_multimodal_entry(fields: Mapping[str, object]) -> str:
     for key, value in fields.items():
-        if value and (_PARTS.fullmatch(key) or key in _OTHER_PARTS):
+        if value and (_MULTIMODAL_KEY_PATTERN.fullmatch(key) or key in _OTHER_MULTIMODAL_KEYS):
             return key
     model_type = str(fields.get("model_type", ""))
-    if _TYPES.search(model_type):
+    if _MULTIMODAL_TYPE_PATTERN.search(model_type):
         return f"model_type {model_type}"
     classes = fields.get("architectures")
     for name in map(str, classes if isinstance(classes, list) else ()):
-        if _CLASSES.search(name) or (
+        if _MULTIMODAL_CLASS_PATTERN.search(name) or (
             name.endswith("ForConditionalGeneration") and "text_config" in fields
         ):
             return name

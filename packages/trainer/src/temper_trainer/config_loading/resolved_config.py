@@ -61,7 +61,7 @@ class LoadedConfig:
     it was given as.
     """
     origins: Mapping[str, str]
-    """For every dotted key: ``default``, ``group model_engine=fsdp``, ``file PATH`` or ``command
+    """Origin by dotted key: ``default``, ``group model_engine=fsdp``, ``file PATH`` or ``command
     line``.
     """
     digest: str

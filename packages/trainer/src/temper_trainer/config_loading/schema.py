@@ -21,7 +21,6 @@ class Entry:
     """One field of a configuration dataclass."""
 
     name: str
-    """Field name."""
     annotation: object
     """Type, with EngineConfig replaced by the engine's own class."""
     block: type | None
@@ -38,9 +37,11 @@ class Entry:
 
 def iterate_entries(cls: type, *, engine_class: type[EngineConfig]) -> Iterator[Entry]:
     """Yield the fields of a dataclass in order of definition."""
+    # Resolved, because an annotation may be a string.
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         annotation = engine_class if hints[field.name] is EngineConfig else hints[field.name]
+        # A new object each time: a caller may change the lists and mappings in it.
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         yield Entry(
             name=field.name,

@@ -96,6 +96,7 @@ def _describe_additional_sampling(config: TrainerConfig, *, completions: int) ->
 def _inference_line(config: TrainerConfig) -> str:
     """Describe tasks eval and generate; their number of prompts is known once the data is read."""
     is_eval = config.task == "eval"
+    # Task eval samples as evaluations during training do, so that their results can be compared.
     longest = (config.run.eval_sampling if is_eval else config.sampling).max_tokens
     longest = (
         longest if config.environment is None else config.environment.max_rollout_tokens(longest)
@@ -124,11 +125,11 @@ def _epochs_line(epochs: int) -> str:
 def _teacher_line(name: str, teacher: TeacherConfig, *, engine: str) -> str:
     model = teacher.engine.model
     source = model.path or f"{model.architecture['model_type']} from scratch"
-    place = f"{teacher.num_replicas} x {teacher.num_workers} workers in pool {teacher.pool}"
+    workers = f"{teacher.num_replicas} x {teacher.num_workers} workers in pool {teacher.pool}"
     route = name if teacher.route is None else teacher.route
     return (
         f"teachers.{name}: {source} on "
-        f"{engine if teacher.backend == 'engine' else teacher.backend}, {place}, for route "
+        f"{engine if teacher.backend == 'engine' else teacher.backend}, {workers}, for route "
         f"{route!r}, frozen"
     )
 

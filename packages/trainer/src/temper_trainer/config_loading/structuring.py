@@ -184,20 +184,21 @@ class _Invalid:
 _INVALID = _Invalid()
 
 
-def _read(value: object, kind: object) -> object:
-    """Return the value as its type, or _INVALID.
+def _read(value: object, annotation: object) -> object:
+    """Return the value converted to the type `annotation`, or _INVALID if it does not fit.
 
     1.5 is not an int, 1 is a float, and "true" is not a bool.
     """
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is float:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    # bool is a subclass of int, so `true` would become 1.0.
+    if annotation is float:
         return (
             float(value)
             if isinstance(value, (int, float)) and not isinstance(value, bool)
             else _INVALID
         )
-    if kind in (bool, int, str, type(None)):
-        return value if type(value) is kind else _INVALID
+    if annotation in (bool, int, str, type(None)):
+        return value if type(value) is annotation else _INVALID
     if origin is Literal:
         return (
             value
@@ -205,11 +206,14 @@ def _read(value: object, kind: object) -> object:
             else _INVALID
         )
     if origin in (Union, types.UnionType):
-        # If several members accept the value, the one of its own type wins: 1 stays an int in int |
-        # float.
-        exact = [read for argument in arguments if (read := _read(value, argument)) is not _INVALID]
+        # If several members of the union accept the value, prefer the member whose type is
+        # type(value): in int | float, 1 stays an int.
+        accepted = [
+            read for argument in arguments if (read := _read(value, argument)) is not _INVALID
+        ]
         return next(
-            (read for read in exact if type(read) is type(value)), exact[0] if exact else _INVALID
+            (item for item in accepted if type(item) is type(value)),
+            accepted[0] if accepted else _INVALID,
         )
     if origin is tuple:
         return _read_tuple(value, arguments)
@@ -218,7 +222,7 @@ def _read(value: object, kind: object) -> object:
             return _INVALID
         items = {key: _read(item, arguments[1]) for key, item in value.items()}
         return _INVALID if any(item is _INVALID for item in items.values()) else items
-    raise AssertionError(f"{kind!r} is not a type of a setting")
+    raise AssertionError(f"{annotation!r} is not a type of a setting")
 
 
 def _read_tuple(value: object, arguments: tuple[object, ...]) -> object:
@@ -250,11 +254,13 @@ def _list_problems(error: BaseException, *, path: str) -> list[str]:
         return [
             f"{_join(path, name)}: there is no such key." for name in sorted(error.extra_fields)
         ]
+    # cattrs raises it for a field without a value and without a default.
     if isinstance(error, KeyError):
         return [f"{path} is not set and has no default: set it."]
     if isinstance(error, _NestedProblems):
         return [_join(path, problem) for problem in error.problems]
     message = str(error)
+    # The checks of a dataclass name their key themselves; those of a type begin with "is".
     if message.startswith(("is ", f"{path}.", f"{path}:")) or not path:
         return [f"{path} {message}" if message.startswith("is ") else message]
     return [f"{path}: {message}"]

@@ -56,6 +56,7 @@ def is_known_key(key: str, *, known: Mapping[str, Entry]) -> bool:
     for length in range(1, len(parts)):
         entry = known.get(".".join(parts[:length]))
         if entry is not None and entry.item is not None:
+            # The user chose this name, so the schema has a placeholder for it.
             parts[length] = ANY_NAME
         elif entry is not None and entry.is_open:
             return True
@@ -72,6 +73,7 @@ def suggest_keys(key: str, *, known: Mapping[str, Entry]) -> str:
     same_name.sort(
         key=lambda candidate: difflib.SequenceMatcher(a=key, b=candidate).ratio(), reverse=True
     )
+    # Ordered by how likely the guess is.
     matches = (
         _find_similar_siblings(name, block=block, known=known, cutoff=_TYPO_SIMILARITY)
         or same_name

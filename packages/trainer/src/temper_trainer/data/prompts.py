@@ -54,10 +54,13 @@ def encode_demonstrations(
     ):
         encoded = [encode_conversation(row, tokenizer, config) for row in rows]
         fitting = [item for item in encoded if _fits(item.prompt, config=config)]
+        # A limit that drops every row is a wrong limit, and would only show as an empty data set.
         if must_keep and not fitting:
             raise _all_overlong_error(len(rows), config=config)
         return fitting, len(rows) - len(fitting)
     kept = _encode(rows, tokenizer, config, must_keep=must_keep)
+    # Tokenized without the prompt: the policy also continues after the prompt's last token, and a
+    # token that spans both could never be sampled.
     solutions = (
         tokenizer([row.solution for row, _ in kept], add_special_tokens=False)["input_ids"]
         if kept
@@ -138,6 +141,7 @@ def _check_tools(
             "data.tools_path has no effect: no prompt is a list of chat messages. Remove it, or "
             "set string_prompts."
         )
+    # One prompt is enough, because all of them use the same template and tools.
     if texts[described] == render_prompt(rows[described], tokenizer=tokenizer, config=without):
         raise ConfigError(
             f"data.tools_path is {config.tools_path!r}, but the chat template does not use tools: "
@@ -235,6 +239,7 @@ def encode_pairs(
         DataError: As in encode_demonstrations.
     """
     chosen, num_dropped = encode_demonstrations([row.chosen for row in rows], tokenizer, config)
+    # Rows are dropped for their prompt, which both have in common, so the same ones are left.
     rejected, _ = encode_demonstrations([row.rejected for row in rows], tokenizer, config)
     return [
         Pair(chosen=good, rejected=bad) for good, bad in zip(chosen, rejected, strict=True)

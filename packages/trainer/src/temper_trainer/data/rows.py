@@ -31,12 +31,13 @@ class Row:
     answer: str
     """Reference answer, for scoring."""
     solution: str
-    """Text of the demonstration; equal to the answer, except for deliberately wrong demonstrations.
-    """
+    """Text that supervised training imitates.
+
+    Equal to the answer, unless wrong demonstrations were generated on purpose."""
     source: str
     """File and line, or the name of the source, for messages."""
     route: str = ""
-    """Value of the source's route_key."""
+    """Value of the field that the source's `route_key` names; selects a reward or teacher."""
     extra: Mapping[str, object] = field(default_factory=dict, compare=False)
     """Values of the source's extra_keys; None if the row lacks the field."""
 
@@ -99,7 +100,7 @@ def build_row(record: object, *, config: SourceConfig, row_id: int, source: str)
         for key in config.extra_keys
     }
     route = (
-        ("")
+        ""
         if config.route_key is None
         else _parse_route(record, key=config.route_key, source=source)
     )

@@ -49,6 +49,7 @@ def iterate_rows(source: SourceConfig, *, base_dir: Path | None = None) -> Itera
         else (source.messages_key,)
     )
     fields += () if source.route_key is None else (source.route_key,)
+    # Numbered over all files, so that an id names one row of the source in every epoch.
     for i, (where, record) in enumerate(iterate_records(source, fields=fields, base_dir=base_dir)):
         yield build_row(record, config=source, row_id=i, source=where)
 
@@ -105,6 +106,7 @@ def iterate_records(
 
 def _resolve_path(path: str, base_dir: Path | None) -> str:
     """Return a URL or absolute path unchanged, else the path below base_dir."""
+    # fsspec chains URLs with "::", as in zip://rows.jsonl::https://host/a.zip.
     if base_dir is None or "://" in path or "::" in path:
         return path
     return str(base_dir / path)
@@ -142,6 +144,7 @@ def _parquet_records(
     """
     try:
         with fsspec.open(path, "rb") as stream:
+            # Read in batches, because a decoded file may be many times larger than the file.
             table = parquet.ParquetFile(stream)
             columns = [_find_column(key, table.schema_arrow.names) for key in fields]
             if not all(columns):
@@ -176,6 +179,7 @@ def _datasets_records(source: SourceConfig, base_dir: Path | None) -> Iterator[t
     A local directory may be one that save_to_disk wrote.
     """
     try:
+        # Imported late, because the library is an extra.
         import datasets
     except ImportError as error:
         raise ConfigError(
@@ -190,6 +194,7 @@ def _datasets_records(source: SourceConfig, base_dir: Path | None) -> Iterator[t
     name = source.paths[0]
     local = Path(_resolve_path(name, base_dir))
     try:
+        # The files of save_to_disk tell whether a directory has one split or several.
         if (local / "dataset_dict.json").is_file():
             data = datasets.load_from_disk(str(local))[source.split]
         elif (local / "state.json").is_file():

@@ -39,6 +39,7 @@ class InMemoryStream(Generic[Item]):
                 "there are no training items: the data set is empty, or all its prompts were "
                 "dropped."
             )
+        # The end of the items is included, because a cursor may be at the end of an epoch.
         if not 0 <= start.index <= len(items) or start.epoch < 0:
             raise DataError(
                 f"the data cursor is at {start.index} of epoch {start.epoch}, but there are "
@@ -80,6 +81,7 @@ class InMemoryStream(Generic[Item]):
             taken.append(item)
 
     def _seek(self, cursor: DataCursor) -> None:
+        # The end of an epoch and the start of the next are one position, which needs one form.
         if cursor.index == len(self._items):
             cursor = DataCursor(epoch=cursor.epoch + 1)
         if self._order_epoch != cursor.epoch:
@@ -175,6 +177,8 @@ class BufferedStream(Generic[Item]):
         if not self._shuffle:
             yield from self._open_pass()
             return
+        # A new generator per epoch, so that resuming replays only the current epoch. The source may
+        # not fit into memory, so it is shuffled within a buffer.
         draw, buffered = random.Random(f"stream {self._seed} {epoch}"), list[Item]()
         for item in self._open_pass():
             if len(buffered) < self._buffer:

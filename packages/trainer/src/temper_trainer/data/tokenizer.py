@@ -39,6 +39,7 @@ def build_tokenizer(
     if config.kind == "pretrained":
         tokenizer = _load(config.path or model_path)
     else:
+        # Without duplicates, in order: a set has another order in every process.
         corpus = list(dict.fromkeys(texts))
         if not corpus:
             raise DataError(
@@ -105,6 +106,7 @@ def _load(path: str | None) -> PreTrainedTokenizerBase:
             "eos_token in its config."
         )
     if tokenizer.pad_token_id is None:
+        # Padding is always masked, so any id of the vocabulary will do.
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 

@@ -1,4 +1,4 @@
-"""Run Python programs in bubblewrap: in new namespaces, with only the interpreter and a temporary folder."""
+"""Run Python programs in bubblewrap: new namespaces with only the interpreter and a temp folder."""
 
 import json
 import os
@@ -29,8 +29,9 @@ from temper_trainer.environment.seccomp_filter import build_seccomp_filter
 FOLDER = "/tmp"
 """The program's own folder, empty at its start, in memory and gone at its end."""
 MAX_FILES = 4096
-"""Largest number of files in it. tmpfs has a mount option for this, but bubblewrap cannot set it: see
-_FileCountWatch."""
+"""Largest number of files in FOLDER. tmpfs has a mount option for this, but bubblewrap cannot set
+it, so `_FileCountWatch` counts them.
+"""
 UNPRIVILEGED_ID = 65534
 """User and group of the program where the trainer runs as root."""
 
@@ -49,9 +50,9 @@ class Interpreter:
 
     executable: str
     folders: tuple[str, ...]
-    """The standard library."""
+    """Folders of the standard library, which programs can read."""
     libraries: tuple[str, ...]
-    """Shared libraries of the executable and of the extension modules, where the loader looks for them."""
+    """Shared libraries that the loader finds for the executable and the extension modules."""
     hidden: tuple[str, ...]
     """Folders inside `folders` that hold third-party packages."""
 
@@ -243,7 +244,10 @@ class _FileCountWatch:
 
 
 def _read_status(file: IO[bytes]) -> dict[str, int]:
-    """Return what bubblewrap has reported so far: child-pid when it starts the program, exit-code at its end."""
+    """Return what bubblewrap has reported so far.
+
+    It reports child-pid when it starts the program and exit-code when the program ends.
+    """
     lines = os.pread(file.fileno(), 4096, 0).decode().split("\n")[:-1]
     return {name: value for line in lines for name, value in json.loads(line).items()}
 
@@ -251,8 +255,8 @@ def _read_status(file: IO[bytes]) -> dict[str, int]:
 def build_unprivileged_command() -> Sequence[str]:
     """Return the command that runs the rest of the command line as UNPRIVILEGED_ID.
 
-    setpriv and not the arguments of Popen: with those, Python copies the page tables of the whole
-    trainer for each call (fork instead of vfork).
+    It uses setpriv and not the arguments of Popen: with those, Python forks instead of calling
+    vfork, and copies all page tables of the trainer for each program.
     """
     return (
         _find_program("setpriv"),

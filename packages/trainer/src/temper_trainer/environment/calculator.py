@@ -35,9 +35,10 @@ def calculate(expression: str) -> str:
     """Return the value of an expression of numbers, + - * / // % ** and parentheses, as text.
 
     Raises:
-        CalculationError: If it is not such an expression, is too long, divides by zero, or its value
-            is too large.
+        CalculationError: If it is not such an expression, is too long, divides by zero, or if its
+            value is too large.
     """
+    # Models write thousands separators and the signs of mathematics.
     text = expression.strip().replace(",", "").replace("×", "*").replace("^", "**")
     if not text or len(text) > MAX_LENGTH:
         raise CalculationError(f"an expression has 1 to {MAX_LENGTH} characters")
@@ -53,6 +54,7 @@ def calculate(expression: str) -> str:
 
 
 def _evaluate(node: ast.expr) -> int | float:
+    # Not isinstance, because True is an int.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value  # type: ignore[return-value]
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:

@@ -1,4 +1,4 @@
-"""The interface of an environment: one object for each rollout, from its first token to its last."""
+"""The interface of an environment, which is one object per rollout."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +16,10 @@ class BrokenEnvironmentError(TemperError, RuntimeError):
 class Observation:
     """An environment's response to one completion.
 
-    Example: a tool's answer of three tokens.
-
-        Observation(tokens=(17, 4, 9), metrics={"tool/calls": 1.0})
+    Example:
+        >>> answer_of_a_tool = Observation(tokens=(17, 4, 9), metrics={"tool/calls": 1.0})
+        >>> answer_of_a_tool.is_done, answer_of_a_tool.reward
+        (False, 0.0)
     """
 
     tokens: tuple[int, ...] = ()

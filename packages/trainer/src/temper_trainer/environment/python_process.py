@@ -124,7 +124,7 @@ def run_process(
         pass_fds=pass_fds,
         start_new_session=True,
     )
-    watched = _watched(process.pid) if has_watcher else nullcontext()
+    watched = _kill_group_on_exit(process.pid) if has_watcher else nullcontext()
     with process, closing(_Pipes(process, stdin)) as pipes, watched:
         kill_reason, is_timeout = None, False
         try:
@@ -153,7 +153,10 @@ def run_process(
 
 
 class _Pipes:
-    """Standard streams of a process. Nothing here blocks: a program may neither read nor close them."""
+    """Standard streams of a process that never block.
+
+    A program may neither read its input nor close its output.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], stdin: bytes) -> None:
         assert process.stdin is not None
@@ -218,7 +221,7 @@ class _Pipes:
 
 
 @contextmanager
-def _watched(leader: int) -> Iterator[None]:
+def _kill_group_on_exit(leader: int) -> Iterator[None]:
     """Kill a process group if this process dies in the body, even by SIGKILL.
 
     PR_SET_PDEATHSIG would end only the leader, and exists only on Linux.
@@ -234,7 +237,8 @@ def _watched(leader: int) -> Iterator[None]:
         try:
             yield
         finally:
-            # Before its input is closed: the leader's process id may have been reused by then.
+            # When its stdin closes, the watcher kills the leader's process id, which may by now
+            # belong to another process. Therefore kill the watcher first.
             watcher.kill()
 
 

@@ -37,7 +37,8 @@ class Sandbox(Protocol):
             memory_mib: Address space of its process.
 
         Raises:
-            BrokenEnvironmentError: If the sandbox could not be started; the program cannot cause it.
+            BrokenEnvironmentError: If the sandbox could not be started. A program cannot cause
+                this.
         """
         ...
 
@@ -76,9 +77,10 @@ def open_sandbox(name: SandboxName) -> Sandbox:
     """
     if name == "none":
         logger.warning(
-            "environment.sandbox is none: programs that the policy writes run as your user. They can read and "
-            "change your files, read your tokens and use the network. Install bubblewrap and remove the setting, "
-            "or run the trainer in a container that holds nothing of value."
+            "environment.sandbox is none: programs that the policy writes run as your user. They "
+            "can read and change your files, read your tokens and use the network. Install "
+            "bubblewrap and remove the setting, or run the trainer in a container that holds "
+            "nothing of value."
         )
         return NoSandbox()
     try:
@@ -93,8 +95,8 @@ def open_sandbox(name: SandboxName) -> Sandbox:
 
 def _refusal(reason: str) -> str:
     return (
-        f"environment.name is python, but its sandbox cannot be started: {reason}. It needs Linux, bubblewrap 0.8 or "
-        "newer and libseccomp (apt-get install bubblewrap libseccomp2, or dnf install bubblewrap libseccomp), and a kernel or "
-        "container that allows user namespaces. To run the policy's programs without isolation, as your "
-        "user, set environment.sandbox=none."
+        f"environment.name is python, but its sandbox cannot be started: {reason}. It needs Linux, "
+        "bubblewrap 0.8 or newer and libseccomp (apt-get install bubblewrap libseccomp2, or dnf "
+        "install bubblewrap libseccomp), and a kernel or container that allows user namespaces. To "
+        "run the policy's programs without isolation, as your user, set environment.sandbox=none."
     )

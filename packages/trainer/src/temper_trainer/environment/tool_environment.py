@@ -1,4 +1,4 @@
-"""An environment with one tool that the policy calls by text, such as a calculator.
+"""Create environments; the built-in ones have one tool that the policy calls by text.
 
 The call is found in the decoded completion. The answer is tokenized separately and appended.
 """
@@ -8,10 +8,15 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from temper_trainer.config.environment import EnvironmentConfig
+from temper_engine_api.errors import ConfigError
+from temper_trainer.config.environment import (
+    BUILT_IN_ENVIRONMENTS,
+    EnvironmentConfig,
+    load_environment_class,
+)
 from temper_trainer.environment.calculator import CalculationError, calculate
-from temper_trainer.environment.protocol import Observation
-from temper_trainer.environment.sandbox import Sandbox
+from temper_trainer.environment.protocol import Environment, EnvironmentFactory, Observation
+from temper_trainer.environment.sandbox import Sandbox, open_sandbox
 from temper_trainer.types import Prompt
 
 Tool = Callable[[str], tuple[str, bool]]
@@ -30,7 +35,6 @@ class ToolEnvironment:
     config: EnvironmentConfig
     """Markers around calls and answers, and limits."""
     tokenizer: PreTrainedTokenizerBase
-    """The policy's tokenizer."""
     transcript: str = ""
     """Text of all completions and answers so far."""
 
@@ -40,7 +44,7 @@ class ToolEnvironment:
         self.transcript = ""
 
     def step(self, tokens: Sequence[int]) -> Observation:
-        """Return the tool's answer if the completion ends with a call; otherwise end the rollout."""
+        """Return the tool's answer if the completion ends with a call, else end the rollout."""
         completion = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         call = find_call(self.transcript + completion, completion=completion, config=self.config)
         if call is None:
@@ -97,3 +101,38 @@ def make_python_tool(config: EnvironmentConfig, sandbox: Sandbox) -> Tool:
         return result.output, result.is_failed
 
     return run
+
+
+def make_environment_factory(
+    config: EnvironmentConfig, *, tokenizer: PreTrainedTokenizerBase
+) -> EnvironmentFactory:
+    """Return a function that creates the environment of one rollout.
+
+    Raises:
+        ConfigError: If the name is not the import path of a class that takes
+            `environment.arguments`, or the sandbox of the Python tool cannot be started.
+    """
+    if config.name in BUILT_IN_ENVIRONMENTS:
+        tool = (
+            run_calculator
+            if config.name == "calculator"
+            else make_python_tool(config, open_sandbox(config.sandbox))
+        )
+        return lambda: ToolEnvironment(tool, config, tokenizer)
+    user_class = load_environment_class(config)
+
+    def make() -> Environment:
+        environment: Environment = user_class(
+            config=config, tokenizer=tokenizer, **config.arguments
+        )
+        return environment
+
+    # Created once now, so that wrong arguments are found before the first rollout.
+    try:
+        make()
+    except TypeError as error:
+        raise ConfigError(
+            f"{config.name} (environment.name) cannot be created with config, tokenizer and "
+            f"environment.arguments = {dict(config.arguments)}: {error}."
+        ) from error
+    return make

@@ -8,17 +8,17 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.metrics import Metric
 from temper_trainer.algorithms.adaptive_coefficients import KlController
+from temper_trainer.algorithms.advantage_estimators import discount_by_turn
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.distillation_losses import compute_teacher_reward
 from temper_trainer.algorithms.kl import estimate_kl, mean_sequence_kl
+from temper_trainer.algorithms.policy_losses import CORRECTION_WEIGHTS
 from temper_trainer.algorithms.rollout_correction import (
     RATIO_SQUARE_MEAN,
     compute_effective_sample_fraction,
     compute_mismatch_metrics,
     compute_rollout_correction,
 )
-from temper_trainer.algorithms.surrogate import CORRECTION_WEIGHTS
-from temper_trainer.algorithms.token_advantages import discount_by_turn
 from temper_trainer.batching.samples import TURNS_AFTER
 from temper_trainer.config.algorithm import RolloutCorrectionConfig
 from temper_trainer.config.environment import EnvironmentConfig

@@ -182,9 +182,10 @@ class StopRequest:
             raise WorkAbandoned
 
     def _restore_handlers(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
+        with self._guard:
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
+            self._previous.clear()
 
     def _watch(self, reader: socket.socket) -> None:
         """Wait for the first signal and enforce the deadline; runs in its own thread."""
@@ -208,8 +209,10 @@ class StopRequest:
             if self._is_closed.is_set():
                 return
             self._is_late = True
-            # Wakes the main thread from a blocking call, so that its handler can raise.
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+            # Wakes the main thread from a blocking call, so that its handler can raise. After a
+            # second SIGINT the handlers from before are active, which would end the process.
+            if self._previous:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         self.on_late()
         if not self._is_closed.wait(max(0.0, self.deadline - time.monotonic())):
             logger.error(

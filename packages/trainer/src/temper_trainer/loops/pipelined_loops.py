@@ -37,7 +37,7 @@ from temper_trainer.loops.run_components import RunComponents
 from temper_trainer.loops.sampling import SampledStep, sample_step
 from temper_trainer.loops.staleness import CreditAccount, measure_staleness
 from temper_trainer.progress import StepTimer
-from temper_trainer.reward.shaping import RunningStats
+from temper_trainer.reward.scoring import RunningStats
 from temper_trainer.rollout.pausable_sampler import PausableSampler
 from temper_trainer.types import DataCursor
 
@@ -87,12 +87,14 @@ class OneStepOffLoop:
     def __init__(self, components: RunComponents) -> None:
         self._components = components
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sampling")
-        self._next: _PendingBatch | None = None
+        self._next_batch: _PendingBatch | None = None
 
     @property
     def cursor(self) -> DataCursor:
         """Position of the batch in progress, which a resumed run samples again."""
-        return self._components.prompts.cursor if self._next is None else self._next.cursor
+        return (
+            self._components.prompts.cursor if self._next_batch is None else self._next_batch.cursor
+        )
 
     def run_step(
         self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers
@@ -100,14 +102,14 @@ class OneStepOffLoop:
         """Run one step; see `StepLoop`."""
         components, timer, start = self._components, StepTimer(), time.perf_counter()
         # Only the first step of a process finds no batch in progress.
-        batch = self._next or self._start_sampling(step, controllers.reward_stats)
-        self._next = None
+        batch = self._next_batch or self._start_sampling(step, controllers.reward_stats)
+        self._next_batch = None
         with timer.measure("wait"), allow_late_abandon():
             sampled = batch.future.result()
-        # Before training, so that the next step is sampled with the weights that this one starts
-        # with.
+        # Start sampling step n + 1 before step n trains: the two overlap, and the samples come from
+        # the weights before the updates of step n.
         if step < components.config.run.total_steps:
-            self._next = self._start_sampling(step + 1, sampled.reward_stats)
+            self._next_batch = self._start_sampling(step + 1, sampled.reward_stats)
         metrics, controllers = train_on_rollouts(
             sampled.rollouts,
             config=components.config,
@@ -120,11 +122,11 @@ class OneStepOffLoop:
             log=components.log,
         )
         staleness = measure_staleness(sampled.rollouts, version=components.publisher.version)
-        if self._next is not None:
+        if self._next_batch is not None:
             with timer.measure("wait"):
                 # The sampler must not get new weights while it samples. An error of the sampling
                 # is raised by the next step, which takes the result.
-                self._next.future.exception()
+                self._next_batch.future.exception()
         with timer.measure("weight_sync"):
             sync_metrics = components.publisher.publish(components.canary)
         return _make_result(
@@ -140,8 +142,8 @@ class OneStepOffLoop:
     @contextmanager
     def pause_sampling(self) -> Iterator[None]:
         """Wait until the next batch is sampled."""
-        if self._next is not None:
-            self._next.future.exception()
+        if self._next_batch is not None:
+            self._next_batch.future.exception()
         yield
 
     def close(self) -> None:

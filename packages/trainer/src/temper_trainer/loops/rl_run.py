@@ -32,10 +32,10 @@ from temper_trainer.loops.run_folder import RunFolder, export_model
 from temper_trainer.loops.run_setup import open_checkpointer
 from temper_trainer.loops.step_boundary import StepBoundary
 from temper_trainer.metrics.run_log import RunLog, SampleRow
-from temper_trainer.reward.shaping import RunningStats
+from temper_trainer.progress import Watchdog
+from temper_trainer.reward.scoring import RunningStats
 from temper_trainer.runtime.runtime_factory import Runtime
 from temper_trainer.types import DataCursor, Prompt, Rollout
-from temper_trainer.waits import Watchdog
 
 
 def run_rl(
@@ -208,7 +208,12 @@ def _run_steps(
                 objectives |= {"actor": actor}
                 roles["actor"].set_objective(actor)
             controllers = result.controllers
-            writer.commit_if_written()
+            # A save that is due waits for the previous one: before the step is logged, so that with
+            # save_every=1 a killed run computes at most one logged step again.
+            if boundary.is_save_due(step, is_last=step == run.total_steps or stop.is_set):
+                writer.wait()
+            else:
+                writer.commit_if_written()
             log.log_metrics(step, result.metrics, phase="rl")
             # Before a save is decided: a process that has lost the lock of the folder must save
             # nothing.

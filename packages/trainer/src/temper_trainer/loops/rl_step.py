@@ -40,10 +40,9 @@ from temper_trainer.loops.sampling import sample_step
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.progress import StepTimer, advance_progress, track_progress
-from temper_trainer.reward.shaping import RunningStats
+from temper_trainer.reward.scoring import RunningStats
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
-from temper_trainer.runtime.training_worker import UpdateResult
-from temper_trainer.runtime.worker_group import WorkerGroup
+from temper_trainer.runtime.worker_group import UpdateResult, WorkerGroup
 from temper_trainer.teacher.teacher_client import TeacherClient
 from temper_trainer.types import DataCursor, Rollout
 

@@ -18,8 +18,8 @@ from temper_engine_api.reduction import count_denominators
 from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.streams import InMemoryStream
-from temper_trainer.environment.environment_factory import make_environment_factory
 from temper_trainer.environment.protocol import EnvironmentFactory
+from temper_trainer.environment.tool_environment import make_environment_factory
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.reward.scoring import Scorer
 from temper_trainer.rollout.pausable_sampler import PausableSampler

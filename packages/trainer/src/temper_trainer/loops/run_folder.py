@@ -10,7 +10,7 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.checkpoint.huggingface_export import write_model_directory
 from temper_trainer.config.run import RunConfig
-from temper_trainer.config.run_files import START_FILES, UNTRAINED, contains_run
+from temper_trainer.config.run_folder_checks import START_FILES, UNTRAINED, contains_run
 from temper_trainer.metrics.run_files import next_superseded_path
 from temper_trainer.runtime.worker_group import WorkerGroup
 from temper_trainer.weight_sync.buckets import DEFAULT_BUCKET_BYTES, export_buckets, unpack_buckets
@@ -24,7 +24,7 @@ class RunFolder:
     """
 
     root: Path
-    """``run.dir``."""
+    """Folder that ``run.dir`` names."""
 
     @property
     def checkpoints(self) -> Path:
@@ -48,7 +48,7 @@ class RunFolder:
 
     @property
     def contains_run(self) -> bool:
-        """True if a run has trained here; see `temper_trainer.config.run_files.contains_run`."""
+        """True if a run has trained here; see `run_folder_checks.contains_run`."""
         return contains_run(self.root)
 
     def supersede_model(self) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from temper_engine_api.errors import CheckpointError, ConfigError
+from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig, ModelSpec, Scalar
 from temper_trainer.checkpoint.checkpointer import Checkpointer, load_run_id
 from temper_trainer.config.data import DataConfig, SourceConfig
@@ -208,19 +208,6 @@ def with_schedule_length(
         return engine
     length = total_steps * (updates_per_step if schedule.advance == "update" else 1)
     return replace(engine, schedule=replace(schedule, total_steps=length))
-
-
-def check_resume_step(step: int, *, total_steps: int, checkpoint: Path | None) -> None:
-    """Check that the checkpoint of a resumed run is not after the end of the run.
-
-    Raises:
-        CheckpointError: If it is.
-    """
-    if step > total_steps:
-        raise CheckpointError(
-            f"{checkpoint} is at step {step}, after run.total_steps = {total_steps}: raise "
-            "run.total_steps."
-        )
 
 
 def report_dropped(log: RunLog, config: DataConfig, *, phase: str, **counts: int) -> None:

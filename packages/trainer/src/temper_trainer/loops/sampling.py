@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from temper_engine_api.errors import BatchError, ConfigError
-from temper_trainer.algorithms.group_advantages import compute_group_statistics
+from temper_trainer.algorithms.advantage_estimators import compute_group_statistics
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.loops.multi_turn import (
     Conversation,
@@ -17,7 +17,7 @@ from temper_trainer.loops.run_components import RunComponents
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.staleness import check_staleness
 from temper_trainer.progress import StepTimer, track_progress
-from temper_trainer.reward.shaping import RunningStats, shape_rewards
+from temper_trainer.reward.scoring import RunningStats, shape_rewards
 from temper_trainer.types import FinishReason, Prompt, Rollout, SamplingRequest
 
 
@@ -115,29 +115,11 @@ def sample_rollouts(
         BatchError: If no completion has a reward.
     """
     config, group_size = components.config, components.config.algorithm.group_size
-    # From here on, all lists have one entry per request, in the order of the requests.
-    request_prompts = [prompt for prompt in prompts for _ in range(group_size)]
-    num_sampled, first_sample = len(request_prompts), first_group * group_size
-    requests = [
-        SamplingRequest(
-            request_id=i,
-            prompt_tokens=prompt.tokens,
-            sampling=config.sampling,
-            seed=derive_seed(config.run.seed, "sampling", step, first_sample + i),
-        )
-        for i, prompt in enumerate(request_prompts)
-    ]
-    if config.algorithm.advantage == "remax":
-        # ReMax uses the reward of each prompt's greedy completion as its baseline.
-        greedy = replace(config.sampling, temperature=0.0)
-        # Any seed will do: greedy decoding draws no random numbers.
-        requests += [
-            SamplingRequest(
-                request_id=num_sampled + i, prompt_tokens=prompt.tokens, sampling=greedy, seed=0
-            )
-            for i, prompt in enumerate(prompts)
-        ]
-        request_prompts += prompts
+    num_sampled, first_sample = len(prompts) * group_size, first_group * group_size
+    # All lists below have one entry per request, in the order of the requests.
+    request_prompts, requests = _make_requests(
+        config, prompts, step=step, first_sample=first_sample
+    )
     with track_progress("completions", total=len(requests) if config.environment is None else None):
         conversations, turn_metrics = complete_rollouts(
             requests,
@@ -190,6 +172,37 @@ def sample_rollouts(
         )
     metrics = measure_round(rollouts, conversations=sampled)
     return rollouts, metrics | turn_metrics | components.scorer.metrics()
+
+
+def _make_requests(
+    config: TrainerConfig, prompts: Sequence[Prompt], *, step: int, first_sample: int
+) -> tuple[list[Prompt], list[SamplingRequest]]:
+    """Return the requests of a round, and the prompt of each.
+
+    They are ``group_size`` requests per prompt, group after group. With ReMax a greedy one per
+    prompt follows: its reward is the baseline of the prompt.
+    """
+    sampled_prompts = [p for p in prompts for _ in range(config.algorithm.group_size)]
+    requests = [
+        SamplingRequest(
+            request_id=i,
+            prompt_tokens=prompt.tokens,
+            sampling=config.sampling,
+            seed=derive_seed(config.run.seed, "sampling", step, first_sample + i),
+        )
+        for i, prompt in enumerate(sampled_prompts)
+    ]
+    if config.algorithm.advantage != "remax":
+        return sampled_prompts, requests
+    greedy = replace(config.sampling, temperature=0.0)
+    baseline_requests = [
+        # Any seed will do: greedy decoding draws no random numbers.
+        SamplingRequest(
+            request_id=len(requests) + i, prompt_tokens=prompt.tokens, sampling=greedy, seed=0
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    return [*sampled_prompts, *prompts], [*requests, *baseline_requests]
 
 
 def measure_round(

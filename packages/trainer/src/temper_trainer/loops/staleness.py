@@ -78,13 +78,13 @@ class CreditAccount:
 
     def __init__(self, max_staleness: int) -> None:
         self._credits = Credits(max_staleness=max_staleness)
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._is_closed = False
 
     def wait_to_start(self) -> int | None:
-        """Wait for a credit; return the number of the batch to sample, or None once closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._credits.can_start)
+        """Wait until another batch may be sampled; return its number, or None once closed."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._is_closed or self._credits.can_start)
             if self._is_closed:
                 return None
             number = self._credits.num_started
@@ -93,21 +93,21 @@ class CreditAccount:
 
     def finish(self, batch: int) -> None:
         """Record that a batch has been sampled."""
-        with self._changed:
+        with self._condition:
             self._credits = self._credits.finish(batch)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def train(self) -> None:
         """Record that the next batch was trained and its update published."""
-        with self._changed:
+        with self._condition:
             self._credits = self._credits.train()
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def close(self) -> None:
         """Give out no more credits."""
-        with self._changed:
+        with self._condition:
             self._is_closed = True
-            self._changed.notify_all()
+            self._condition.notify_all()
 
 
 def get_max_staleness(config: TrainerConfig) -> int:

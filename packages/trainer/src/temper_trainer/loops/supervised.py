@@ -5,7 +5,7 @@ A stage is either a run of its own (tasks sft, dpo and rm) or the warm start of 
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -86,7 +86,7 @@ class SupervisedStage:
     tokens_per_update: int | None = None
     """Maximum number of tokens in an update; None uses ``batch_size``."""
     total_steps: int
-    """Number of updates."""
+    """Number of updates, one per step."""
     batch_size: int
     """Number of examples in an update, if ``tokens_per_update`` is None."""
     folder: RunFolder
@@ -242,20 +242,8 @@ def run_supervised(
     checkpointer = open_checkpointer(config, folder=stage.folder)
     stream = stage.open_stream(DataCursor())
     with ExitStack() as stack:
-        actor = runtime.open_group(
-            "actor", engine=stage.engine, num_workers=config.actor.num_workers
-        )
-        stack.callback(actor.close)
-        groups = {"actor": actor}
-        if stage.reference == "ref":
-            assert config.ref is not None
-            groups["ref"] = runtime.open_group(
-                "ref", engine=config.ref.engine, num_workers=config.ref.num_workers
-            )
-            stack.callback(groups["ref"].close)
-        for group in groups.values():
-            group.init()
-        actor.set_objective(stage.objective)
+        groups = stack.enter_context(_open_groups(config, stage, runtime=runtime))
+        actor = groups["actor"]
         stream, done = _resume(stage, stream, actor=actor, checkpointer=checkpointer, log=log)
         boundary.set_saved(done, stage.resume_from)
         if done < stage.total_steps:
@@ -273,10 +261,15 @@ def run_supervised(
         ):
             for step in range(done + 1, stage.total_steps + 1):
                 metrics = _run_update(config, stage, groups=groups, stream=stream, step=step)
+                # A save that is due waits for the previous one: before the step is logged, so that
+                # with save_every=1 a killed run computes at most one logged step again.
+                if boundary.is_save_due(step, is_last=step == stage.total_steps or stop.is_set):
+                    writer.wait()
+                else:
+                    writer.commit_if_written()
                 log.log_metrics(step, metrics, phase=stage.phase)
                 boundary.end_step()
                 bar.advance()
-                writer.commit_if_written()
                 is_last = step == stage.total_steps or stop.is_set
                 if boundary.is_save_due(step, is_last=is_last):
                     state = TrainerState(
@@ -294,6 +287,30 @@ def run_supervised(
             export_model(
                 actor, engine=stage.engine, tokenizer=tokenizer, directory=stage.folder.model
             )
+
+
+@contextmanager
+def _open_groups(
+    config: TrainerConfig, stage: SupervisedStage, *, runtime: Runtime
+) -> Iterator[Mapping[str, WorkerGroup]]:
+    """Open and initialize the actor, and the reference policy if the stage has one."""
+    with ExitStack() as stack:
+        actor = runtime.open_group(
+            "actor", engine=stage.engine, num_workers=config.actor.num_workers
+        )
+        # Before `init`, so that ranks are also freed if building a model fails.
+        stack.callback(actor.close)
+        groups = {"actor": actor}
+        if stage.reference == "ref":
+            assert config.ref is not None
+            groups["ref"] = runtime.open_group(
+                "ref", engine=config.ref.engine, num_workers=config.ref.num_workers
+            )
+            stack.callback(groups["ref"].close)
+        for group in groups.values():
+            group.init()
+        actor.set_objective(stage.objective)
+        yield groups
 
 
 def _resume(

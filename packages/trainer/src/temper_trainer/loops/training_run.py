@@ -19,10 +19,10 @@ from temper_trainer.checkpoint.checkpoint_messages import (
     describe_last_save,
     describe_policy,
 )
-from temper_trainer.checkpoint.checkpointer import Checkpointer
-from temper_trainer.checkpoint.weight_files import find_damaged_weights
+from temper_trainer.checkpoint.checkpointer import check_resume_step
+from temper_trainer.checkpoint.weight_files import find_damaged_model
 from temper_trainer.config.resume_changes import describe_changes
-from temper_trainer.config.run_files import find_inputs_in_run_folder
+from temper_trainer.config.run_folder_checks import find_inputs_in_run_folder
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.prompts import encode_prompts
 from temper_trainer.data.rows import PairRow, Row
@@ -33,7 +33,6 @@ from temper_trainer.loops.rl_run import run_rl
 from temper_trainer.loops.run_components import build_inference_components
 from temper_trainer.loops.run_folder import RunFolder, open_run_folder
 from temper_trainer.loops.run_setup import (
-    check_resume_step,
     fit_models_to_tokenizer,
     load_or_train_tokenizer,
     load_problems,
@@ -60,7 +59,7 @@ class RunResult:
     """The result of a finished run."""
 
     directory: Path
-    """The run folder."""
+    """Folder that ``run.dir`` names."""
     evaluation: dict[str, float]
     """Metrics of the last evaluation; empty for supervised tasks or without held-out prompts."""
 
@@ -86,20 +85,20 @@ def train(
     if lock is None:
         with RunLock(Path(config.run.dir)) as lock:
             return train(config, digest=digest, write_config=write_config, lock=lock)
-    # A killed process cannot remove its temporary folders, so every start removes those of dead
-    # ones.
+    # A killed process leaves its temporary folders behind, so each start removes the folders of
+    # processes that no longer exist.
     remove_leftovers()
     with StopRequest(grace_s=config.run.stop_grace_s) as stop:
-        checkpoint, done = None, 0
+        checkpoint, completed_steps = None, 0
         try:
-            # Before the folder is opened, which renames files of a start that failed.
+            # Check this first, because open_run_folder renames the files that a failed start left.
             if problems := list(find_inputs_in_run_folder(config, Path(config.run.dir))):
                 raise ConfigError("\n".join(problems))
             folder = open_run_folder(config.run)
             checkpointer = open_checkpointer(config, folder=folder)
             checkpoint = checkpointer.find(config.run.resume)
             if checkpoint is not None:
-                done = _read_step(checkpointer, checkpoint, config)
+                completed_steps = checkpointer.read_completed_steps(checkpoint, phase=config.phase)
             evaluation = _run_task(
                 config,
                 digest=digest,
@@ -108,24 +107,18 @@ def train(
                 stop=stop,
                 folder=folder,
                 checkpoint=checkpoint,
-                done=done,
+                completed_steps=completed_steps,
             )
         except WorkAbandoned:  # before the first step or while components are closed
-            raise RunInterrupted(step=done, checkpoint=checkpoint, stop=stop) from None
+            raise RunInterrupted(step=completed_steps, checkpoint=checkpoint, stop=stop) from None
         except SystemExit:
             # While Ray starts, its own handler of SIGTERM is active, which raises SystemExit.
             if not stop.is_set:
                 raise
-            raise RunInterrupted(step=done, checkpoint=checkpoint, stop=stop) from None
-    # Again, because the tasks eval and generate complete no step that would have done so.
+            raise RunInterrupted(step=completed_steps, checkpoint=checkpoint, stop=stop) from None
+    # Training steps already mark the folder, but the tasks eval and generate have no steps.
     folder.mark_trained()
     return RunResult(directory=folder.root, evaluation=evaluation)
-
-
-def _read_step(checkpointer: Checkpointer, checkpoint: Path, config: TrainerConfig) -> int:
-    step = checkpointer.read_engine_only_step(checkpoint)
-    phase = "rl" if config.task == "distill" else config.task
-    return checkpointer.read_state(checkpoint, phase=phase).step if step is None else step
 
 
 def _run_task(
@@ -137,12 +130,14 @@ def _run_task(
     stop: StopRequest,
     folder: RunFolder,
     checkpoint: Path | None,
-    done: int,
+    completed_steps: int,
 ) -> dict[str, float]:
     """Load data and tokenizer, open runtime and log, and run the task."""
     if config.run.total_epochs is None:
-        # Before anything is loaded. Epochs are checked once they are converted to steps.
-        check_resume_step(done, total_steps=config.run.total_steps, checkpoint=checkpoint)
+        # Check before anything is loaded. With epochs, the number of steps is not known yet.
+        check_resume_step(
+            completed_steps, total_steps=config.run.total_steps, checkpoint=checkpoint
+        )
     problems = load_problems(config)
     pairs = load_pairs(config.data.train) if config.task in ("dpo", "rm") else []
     pair_rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
@@ -154,7 +149,7 @@ def _run_task(
     # Before `write_config` replaces the file: changed settings are listed below.
     previous_settings = read_settings(folder.root)
     with stop.defer():
-        # Deferred, because a signal between its files would leave settings without their origins.
+        # A signal between the two files would leave settings without their origins, so defer it.
         write_config(folder.root)
     with (
         open_runtime(config) as runtime,
@@ -162,7 +157,7 @@ def _run_task(
             folder.root,
             trackers=config.run.trackers,
             progress=config.run.progress,
-            resume_step=done if checkpoint else None,
+            resume_step=completed_steps if checkpoint else None,
             prometheus_port=config.run.prometheus_port,
             prometheus_address=config.run.prometheus_address,
         ) as log,
@@ -170,12 +165,17 @@ def _run_task(
     ):
         stop.install()  # again, because Ray has set its own handler
         for line in describe_changes(
-            previous_settings, read_settings(folder.root), has_checkpoint=checkpoint is not None
+            previous_settings,
+            read_settings(folder.root),
+            has_checkpoint=checkpoint is not None,
+            # A damaged model is written again, for which the warm start may train on.
+            has_warm_start_model=config.warm_start is not None
+            and find_damaged_model(folder.warm_start.model) is None,
         ):
             log.print_line(line)
         log.try_report()  # a killed process may have left one that is behind metrics.jsonl
         boundary = StepBoundary(run=config.run, folder=folder, lock=lock, log=log)
-        boundary.set_saved(done, checkpoint)
+        boundary.set_saved(completed_steps, checkpoint)
         if config.task not in ("eval", "generate"):
             log.print_line(describe_policy(config.run))
             if warning := describe_deletion(open_checkpointer(config, folder=folder)):
@@ -194,7 +194,7 @@ def _run_task(
             boundary=boundary,
             runtime=runtime,
             checkpoint=checkpoint,
-            done=done,
+            completed_steps=completed_steps,
         )
         try:
             with _add_last_save_to_errors(folder):
@@ -257,7 +257,7 @@ class _TaskRun:
     runtime: Runtime
     checkpoint: Path | None
     """Checkpoint from which the run resumes."""
-    done: int
+    completed_steps: int
     """Step of the checkpoint; 0 without a checkpoint."""
 
     def run_supervised_task(self) -> None:
@@ -282,7 +282,9 @@ class _TaskRun:
                 resume_from=self.checkpoint,
                 log=self.log,
             )
-        check_resume_step(self.done, total_steps=stage.total_steps, checkpoint=self.checkpoint)
+        check_resume_step(
+            self.completed_steps, total_steps=stage.total_steps, checkpoint=self.checkpoint
+        )
         self._run_stage(config, stage)
 
     def run_inference_task(self) -> dict[str, float]:
@@ -311,7 +313,9 @@ class _TaskRun:
         eval_prompts, num_eval_dropped = encode_prompts(eval_rows, self.tokenizer, config.data)
         report_dropped(self.log, config.data, phase="rl", data=num_dropped, eval=num_eval_dropped)
         config = with_run_length(config, num_problems=len(prompts))
-        check_resume_step(self.done, total_steps=config.run.total_steps, checkpoint=self.checkpoint)
+        check_resume_step(
+            self.completed_steps, total_steps=config.run.total_steps, checkpoint=self.checkpoint
+        )
         return run_rl(
             config,
             log=self.log,
@@ -332,9 +336,9 @@ class _TaskRun:
     def _run_warm_start(self) -> str:
         """Return the warm start's model directory; train it unless an earlier start has."""
         folder = self.folder.warm_start
-        # The directory gets its name only when it is complete, so this file means that an earlier
-        # start has finished the warm start.
-        if (folder.model / "config.json").exists() and not self._set_aside_if_damaged(folder.model):
+        # The directory gets its name only when it is complete, so if it exists, an earlier start
+        # has finished the warm start. A file that is missing now was lost later.
+        if folder.model.exists() and not self._set_aside_if_damaged(folder.model):
             return str(folder.model)
         config = fit_models_to_tokenizer(self.config, self.tokenizer)
         # It resumes from its own checkpoints, whatever checkpoint the run resumes from.
@@ -352,8 +356,8 @@ class _TaskRun:
         return str(folder.model)
 
     def _set_aside_if_damaged(self, model: Path) -> bool:
-        """Rename the warm start's model if its weight files are damaged; return whether it was."""
-        damage = find_damaged_weights(model)
+        """Rename the warm start's model if one of its files is damaged; return whether it was."""
+        damage = find_damaged_model(model)
         if damage is None:
             return False
         renamed = set_aside(model, "damaged")

@@ -1,13 +1,19 @@
 """Serve metrics to Prometheus (``run.prometheus_port``)."""
 
+import contextlib
 import hmac
+import logging
+import math
 import os
 import re
+import socket
+import sys
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from temper_engine_api.errors import ConfigError
@@ -15,6 +21,14 @@ from temper_engine_api.rendezvous import get_run_token
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 32
+"""Maximum number of simultaneous connections; a further one replaces the oldest."""
+REQUEST_S = 10.0
+"""Time limit from accepting a connection to the end of its response."""
 
 
 class _Gauge(Protocol):
@@ -30,12 +44,11 @@ class PrometheusTracker:
 
     Requests need the bearer token that is in the token file.
 
-    Example:
-        ``actor/loss`` of phase ``rl``, logged at step 7, becomes three gauges::
+    ``actor/loss`` of phase ``rl``, logged at step 7, becomes three gauges::
 
-            temper_actor_loss{metric="actor/loss",phase="rl"} 0.31
-            temper_step{phase="rl"} 7.0
-            temper_step_timestamp_seconds{phase="rl"} 1.7638e+09
+        temper_actor_loss{metric="actor/loss",phase="rl"} 0.31
+        temper_step{phase="rl"} 7.0
+        temper_step_timestamp_seconds{phase="rl"} 1.7638e+09
     """
 
     def __init__(self, address: str, port: int, *, token_file: Path) -> None:
@@ -119,15 +132,69 @@ class PrometheusTracker:
 
 
 class _ThreadingServer(ThreadingMixIn, WSGIServer):
-    """Handles each request in a thread, so that a silent client does not block the others."""
+    """Handles each request in a thread, so that a silent client does not block the others.
+
+    Unknown clients could exhaust the threads or open files of the run. The number of connections
+    is therefore limited, and the oldest is dropped for a new one: a scrape takes milliseconds, so
+    the oldest is one that sends nothing.
+    """
 
     daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._begin_times: dict[socket.socket, float] = {}  # of open connections, oldest first
+        self._lock = threading.Lock()
+        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(*arguments, **options)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        while not self._slots.acquire(blocking=False):
+            self._drop_connections(max_left=MAX_CONNECTIONS - 1)
+            # The thread of a dropped connection ends at its next read or write.
+            if self._slots.acquire(timeout=0.1):
+                break
+        with self._lock:
+            self._begin_times[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Drop the connections whose time is up; called at least every 0.5 s."""
+        # A timeout of the socket would start again with each byte.
+        self._drop_connections(older_than_s=REQUEST_S)
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        with self._lock:
+            is_counted = self._begin_times.pop(request, None) is not None
+        if is_counted:
+            self._slots.release()
+
+    def server_close(self) -> None:
+        self._drop_connections(max_left=0)
+        super().server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Report an error of a request, unless its client disconnected or was dropped."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            logger.warning("a request to run.prometheus_port failed: %r", error)
+
+    def _drop_connections(
+        self, *, max_left: int = MAX_CONNECTIONS, older_than_s: float = math.inf
+    ) -> None:
+        limit = time.monotonic() - older_than_s
+        with self._lock:
+            connections = list(self._begin_times.items())
+            num_excess = len(connections) - max_left
+            for index, (connection, begin_time) in enumerate(connections):
+                if index < num_excess or begin_time < limit:
+                    # Its thread closes it. The client may have disconnected already.
+                    with contextlib.suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _SilentHandler(WSGIRequestHandler):
-    timeout = 10
-    """Seconds after which a connection without a complete request is closed."""
-
     def log_message(self, format: str, *args: object) -> None:
         """Do nothing: requests are not logged in the output of the run."""
 

@@ -26,7 +26,7 @@ from temper_trainer.metrics.run_files import (
     read_settings,
 )
 
-NAME = "report.html"
+REPORT_FILE = "report.html"
 NUM_SAMPLES = 24
 """Number of completions shown; the newest ones."""
 PACKAGES = (
@@ -82,9 +82,9 @@ def write_report(directory: Path) -> Path | None:
     title = escape(directory.resolve().name)
     head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
     page = f'<!doctype html><html lang="en">{head}<h1>{title}</h1>{body}</html>'
-    path = directory / NAME
+    path = directory / REPORT_FILE
     # Renamed when complete, so that neither a reader nor a killed process gets half a page.
-    partial = path.with_name(f".{NAME}.partial")
+    partial = path.with_name(f".{REPORT_FILE}.partial")
     partial.write_text(page, encoding="utf-8")
     partial.rename(path)
     return path

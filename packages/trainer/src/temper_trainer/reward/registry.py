@@ -100,6 +100,7 @@ def resolve_reward(config: RewardConfig) -> RewardFunction:
             "'temper-trainer[math]'."
         )
     try:
+        # Only binds the arguments, so that a wrong name is found before the first step.
         inspect.signature(function).bind(None, "", **config.arguments)
     except TypeError as error:
         raise ConfigError(

@@ -40,6 +40,7 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
             )
         else:
             config = AutoConfig.for_model(**spec.architecture)
+            # The global generator stays as it is: an engine in this process may draw from it.
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(spec.seed)
                 model = AutoModelForCausalLM.from_config(
@@ -77,16 +78,10 @@ def find_end_token_ids(
     Raises:
         ConfigError: If there is no end token.
     """
-    ends = set() if tokenizer_end is None else {tokenizer_end}
-    if spec.path is not None and model.generation_config is not None:
-        named = model.generation_config.eos_token_id
-        ends |= set(named) if isinstance(named, list) else set() if named is None else {named}
-    if not ends:
-        raise ConfigError(
-            "neither the tokenizer nor the model's generation config has an end token, so no "
-            "completion could end: set eos_token in the tokenizer's files."
-        )
-    return frozenset(ends)
+    has_config = spec.path is not None and model.generation_config is not None
+    return _collect_end_tokens(
+        model.generation_config if has_config else None, tokenizer_end=tokenizer_end
+    )
 
 
 def read_end_token_ids(spec: ModelSpec, *, tokenizer_end: int | None) -> frozenset[int]:
@@ -95,7 +90,7 @@ def read_end_token_ids(spec: ModelSpec, *, tokenizer_end: int | None) -> frozens
     Raises:
         ConfigError: If there is no end token.
     """
-    ends = set() if tokenizer_end is None else {tokenizer_end}
+    generation = None
     if spec.path is not None:
         try:
             generation = GenerationConfig.from_pretrained(spec.path, local_files_only=True)
@@ -103,6 +98,17 @@ def read_end_token_ids(spec: ModelSpec, *, tokenizer_end: int | None) -> frozens
             generation = GenerationConfig.from_model_config(
                 AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
             )
+    return _collect_end_tokens(generation, tokenizer_end=tokenizer_end)
+
+
+def _collect_end_tokens(
+    generation: GenerationConfig | None, *, tokenizer_end: int | None
+) -> frozenset[int]:
+    """Return the end tokens of a tokenizer and of a generation config; raise if there is none."""
+    ends = set() if tokenizer_end is None else {tokenizer_end}
+    if generation is not None:
+        # Chat models have several end tokens, such as the end of a turn, which only this file
+        # lists.
         named = generation.eos_token_id
         ends |= set(named) if isinstance(named, list) else set() if named is None else {named}
     if not ends:

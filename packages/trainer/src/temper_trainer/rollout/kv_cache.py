@@ -65,6 +65,7 @@ class CausalAttention:
         """Attend within each row; see Attention."""
         length = query.shape[2]
         if window is None or length <= window:
+            # Fused kernels support is_causal, but an explicit mask only with slower ones.
             return functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=True
             )
@@ -96,9 +97,11 @@ class SlotKVCache:
             return
         if length > self._length:
             grown = min(max_length, max(length, self._length + self._length // 2))
+            # In blocks, so that a decoding step does not reallocate for every new token.
             self._length = -(-grown // _BLOCK) * _BLOCK
         self._num_slots = num_slots
         for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
+            # A layer without a first write has no number of heads yet.
             if keys.ndim == 4:
                 self._keys[layer] = self._resize(keys)
                 self._values[layer] = self._resize(values)
@@ -111,7 +114,10 @@ class SlotKVCache:
                     tensor[target] = tensor[source]
 
     def write(self, layer: int, key: Tensor, value: Tensor, *, slots: Tensor, rows: Tensor) -> None:
-        """Write key[rows[i]] and value[rows[i]], [H, L, D], to the first L positions of slots[i]."""
+        """Write key[rows[i]] and value[rows[i]] to the first L positions of slots[i].
+
+        Both are [H, L, D].
+        """
         self._allocate(layer, key)
         length = key.shape[2]
         self._keys[layer][slots, :, :length] = key[rows]
@@ -259,11 +265,11 @@ def _attend_slots(
     s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Adapt an Attention to the function that transformers calls, which returns [rows, L, heads, D]."""
+    """Call an Attention as transformers does, and return [rows, L, heads, D]."""
     if softcap is not None or s_aux is not None:
         raise CapabilityError(
-            f"{type(module).__name__} uses attention softcapping or sinks, which the hf sampler does not "
-            "support: use rollout=vllm."
+            f"{type(module).__name__} uses attention softcapping or sinks, which the hf sampler "
+            "does not support: use rollout=vllm."
         )
     layer = module.layer_idx
     assert isinstance(layer, int)

@@ -52,6 +52,7 @@ class LoadBalancer:
         home = self._home.get(session, least_loaded)
         cost = _count_tokens(request)
         if self._load[home] + cost > MAX_LOAD_RATIO * (self._load[least_loaded] + cost):
+            # Computing the prefix again costs less than waiting behind a much longer queue.
             home = least_loaded
         self._home[session] = home
         self._home.move_to_end(session)

@@ -27,7 +27,7 @@ class TensorEntry:
     """The position of a tensor in a packed bucket."""
 
     name: str
-    """Hugging Face name."""
+    """Name of the tensor in Hugging Face files."""
     shape: tuple[int, ...]
     """Shape of the full tensor."""
     dtype: str
@@ -48,23 +48,25 @@ class TensorEntry:
 class PackedBucket:
     """Description of a packed bucket; the bytes are in a file or travel through a channel.
 
-    Example: two tensors in a file, the second one aligned to 64 bytes.
-
-        PackedBucket(
-            entries=(
-                TensorEntry(name="a.weight", shape=(2, 3), dtype="float32", offset=0),
-                TensorEntry(name="b.weight", shape=(4,), dtype="bfloat16", offset=64),
-            ),
-            num_bytes=128,
-            digest=9_288_114,
-            path="/dev/shm/temper-weights-.../version-1/00000",
-        )
+    Example:
+        >>> weights = [
+        ...     NamedWeight("a.weight", torch.zeros(2, 3)),
+        ...     NamedWeight("b.weight", torch.tensor([0.5, 1.0], dtype=torch.bfloat16)),
+        ... ]
+        >>> entries, num_bytes = plan_layout(weights)
+        >>> data = torch.zeros(num_bytes, dtype=torch.uint8)
+        >>> pack_tensors(data, weights, entries)
+        >>> bucket = PackedBucket(entries=entries, num_bytes=num_bytes, digest=compute_digest(data))
+        >>> [(entry.name, entry.dtype, entry.offset) for entry in bucket.entries], bucket.num_bytes
+        ([('a.weight', 'float32', 0), ('b.weight', 'bfloat16', 64)], 128)
+        >>> bucket.entries[1].read(data).tolist()
+        [0.5, 1.0]
     """
 
     entries: tuple[TensorEntry, ...]
     """Entries in the order of the weight stream."""
     num_bytes: int
-    """Size with padding."""
+    """Size of all tensors, padding for alignment included."""
     digest: int | None
     """Checksum from `compute_digest`; None if checksums are off."""
     path: str | None = None
@@ -79,6 +81,7 @@ def plan_layout(weights: Sequence[NamedWeight]) -> tuple[tuple[TensorEntry, ...]
         entries.append(
             TensorEntry(name=name, shape=tuple(tensor.shape), dtype=dtype, offset=offset)
         )
+        # Aligned, because a view of another dtype needs a multiple of its size.
         offset += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
     # Never 0: an empty file cannot be mapped.
     return tuple(entries), max(offset, ALIGNMENT)
@@ -154,6 +157,7 @@ def create_mapped_file(path: Path, *, num_bytes: int) -> Tensor:
         WeightError: If the file system is full.
     """
     try:
+        # Exclusive: an existing file belongs to another set, which a server may still be reading.
         with path.open("xb") as file:
             # Reserves the memory. Without it, writing to a mapped page that shared memory cannot
             # back would kill the process with SIGBUS.
@@ -210,6 +214,7 @@ def compute_digest(data: Tensor) -> int:
     """
     words = data[: len(data) // 8 * 8].view(torch.int64)
     rest = torch.nn.functional.pad(data[len(words) * 8 :], (0, 8 - len(data) % 8)).view(torch.int64)
+    # Odd factors are invertible modulo 2^64, so every change of a single word changes the sum.
     factors = torch.arange(min(_BLOCK, len(words)), device=data.device) * 2 + 1
     num_blocks = len(words) // _BLOCK
     rows = (

@@ -51,7 +51,7 @@ class PausableSampler:
             inner: The sampler that does the work.
             interrupts: True if `pause` interrupts open requests; False if it waits for them.
         """
-        self._inner = inner
+        self._sampler = inner
         self._interrupts = interrupts
         self._condition = threading.Condition()
         self._is_open = True
@@ -64,7 +64,7 @@ class PausableSampler:
     @property
     def weight_version(self) -> int:
         """Version of the inner sampler's weights."""
-        return self._inner.weight_version
+        return self._sampler.weight_version
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """Return one finished completion per request, in their order."""
@@ -73,7 +73,7 @@ class PausableSampler:
         pending = list(requests)
         while pending:
             with self._enter():
-                completions = self._inner.sample(pending)
+                completions = self._sampler.sample(pending)
             if self._is_cancelled:
                 raise SamplingCancelledError("sampling was cancelled, because the run ends.")
             resumed = []
@@ -108,22 +108,22 @@ class PausableSampler:
         """Make every open `sample` call raise SamplingCancelledError in its thread."""
         self._is_cancelled = True
         try:
-            self._inner.interrupt()
+            self._sampler.interrupt()
         except TemperError as error:
-            # Its completions are not needed any more, so its failure does not matter.
+            # The sampler's completions are no longer needed, so its error does not matter.
             logger.debug("a cancelled sampler could not be interrupted: %s", error)
 
     def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
         """Call the inner sampler; only while paused, or if no other thread samples."""
-        return self._inner.logprobs(tokens, temperature=temperature)
+        return self._sampler.logprobs(tokens, temperature=temperature)
 
     def load_weights(self, stream: Iterable[NamedWeight], *, version: int) -> None:
         """Load weights into the inner sampler; only while paused."""
-        self._inner.load_weights(stream, version=version)
+        self._sampler.load_weights(stream, version=version)
 
     def close(self) -> None:
         """Close the inner sampler."""
-        self._inner.close()
+        self._sampler.close()
 
     @contextmanager
     def _enter(self) -> Iterator[None]:
@@ -145,7 +145,7 @@ class PausableSampler:
                     return
             # Without the lock: active threads need it to leave.
             if self._interrupts:
-                self._inner.interrupt()
+                self._sampler.interrupt()
             with self._condition:
                 is_idle = self._condition.wait_for(
                     lambda: self._num_active == 0, timeout=_INTERRUPT_INTERVAL_S

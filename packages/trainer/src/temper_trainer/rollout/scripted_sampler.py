@@ -47,7 +47,8 @@ class ScriptedSampler:
         tokens = tuple(self._script(request))[: request.sampling.max_tokens]
         if not tokens:
             raise ConfigError(
-                f"the script returned no tokens for request {request.request_id}: return at least one."
+                f"the script returned no tokens for request {request.request_id}: return at least "
+                "one."
             )
         ended = tokens[-1] == self._end_token_id
         return Completion(

@@ -78,7 +78,7 @@ class SharedBuffer:
         return shared
 
 
-def share_buffer(buffer: Tensor, *, nonce: str) -> SharedBuffer:
+def describe_buffer(buffer: Tensor, *, nonce: str) -> SharedBuffer:
     """Describe a [num_bytes] uint8 buffer on a GPU; keep the buffer alive while others map it."""
     rebuild, arguments = reduce_tensor(buffer)
     # torch returns positional arguments. By name, a changed order in another release does no
@@ -148,6 +148,7 @@ def _count_hex_bytes(text: str) -> int:
 
 def _refusal(what: str) -> str:
     return (
-        f"the description of the sender's buffer has {what}, so it is not mapped. Another program may "
-        "have used the channel's port: check who can reach it (SECURITY.md), and start the run again."
+        f"the description of the sender's buffer has {what}, so it is not mapped. Another program "
+        "may have used the channel's port: check who can reach it (SECURITY.md), and start the run "
+        "again."
     )

@@ -16,7 +16,8 @@ from temper_trainer.config.rollout import SamplingConfig
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK = 1024
-"""Probabilities are summed in blocks first: a cumulative sum over all of V would lose small ones."""
+"""Number of probabilities that are summed first. A cumulative sum over all of V would lose small
+ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +27,13 @@ class TokenSamplingOptions:
     temperature: Tensor
     """[n] float32; 1 for a greedy row, whose log-prob is the one at temperature 1."""
     is_greedy: Tensor
-    """[n] bool."""
+    """[n] bool, True for temperature 0."""
     top_p: Tensor
-    """[n] float32."""
+    """[n] float32 in (0, 1]; 1 keeps all tokens."""
     top_k: Tensor
     """[n] int64; a value of V or more keeps all tokens."""
     seeds: np.ndarray
-    """[n] uint64."""
+    """[n] uint64, one per request."""
     any_greedy: bool
     all_greedy: bool
     any_truncated: bool
@@ -77,8 +78,10 @@ def sample_tokens(
     Raises:
         WeightError: If logits are not finite.
     """
+    # In place: a copy of [n, V] float32 would double the memory of a decoding step.
     logits /= options.temperature[:, None]
     normalizer = logits.logsumexp(-1)
+    # One check covers all logits: a NaN or an infinity in a row makes its logsumexp non-finite.
     if not bool(normalizer.isfinite().all()):
         raise WeightError(
             "the sampler's logits are not finite, so its weights have overflowed or were damaged: "

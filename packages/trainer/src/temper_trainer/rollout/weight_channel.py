@@ -25,7 +25,7 @@ from temper_trainer.rollout.packed_bucket import (
     check_digest,
     compute_digest,
 )
-from temper_trainer.rollout.shared_buffer import parse_shared_buffer, share_buffer
+from temper_trainer.rollout.shared_buffer import describe_buffer, parse_shared_buffer
 from temper_trainer.rollout.weight_delta import (
     PackedDelta,
     TensorDelta,
@@ -267,7 +267,7 @@ class WeightChannel:
         """Allocate the buffer on rank 0; map rank 0's buffer on other ranks."""
         if self._rank == 0:
             buffer = self._allocate_buffer()
-            self._store.set("buffer", share_buffer(buffer, nonce=self._spec.nonce).to_json())
+            self._store.set("buffer", describe_buffer(buffer, nonce=self._spec.nonce).to_json())
             return buffer
         num_bytes = self._spec.buffer_bytes
         shared = parse_shared_buffer(

@@ -35,7 +35,10 @@ class StaleBaseError(WeightError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedDelta:
-    """Description of the delta of one bucket; the bytes are in a file or travel through a channel."""
+    """Description of the delta of one bucket.
+
+    The bytes are in a file or are sent through a channel.
+    """
 
     counts: tuple[int, ...]
     """Changed elements of each tensor of the bucket; FULL_TENSOR if all are sent."""
@@ -91,11 +94,16 @@ class DeltaBucket:
 class TensorDelta:
     """The delta of one tensor.
 
-    Example: element 3 of a flattened tensor became 0.5.
-
-        TensorDelta(
-            indices=torch.tensor([3], dtype=torch.int32), values=torch.tensor([0.5])
-        )
+    Example:
+        >>> last_sent, current = torch.zeros(8, 16), torch.zeros(8, 16)
+        >>> current[1, 3] = 0.5
+        >>> weights = [NamedWeight("a.weight", current)]
+        >>> (delta,) = compute_delta(weights, [last_sent], max_changed_fraction=0.25)
+        >>> delta.indices.tolist(), delta.values.tolist(), delta.count
+        ([19], [0.5], 1)
+        >>> apply_tensor_delta(last_sent, delta)
+        >>> torch.equal(last_sent, current)
+        True
     """
 
     indices: Tensor | None
@@ -170,6 +178,7 @@ def count_sent_elements(entries: Sequence[TensorEntry], counts: Sequence[int]) -
 
 def pack_delta(data: Tensor, delta: Sequence[TensorDelta], entries: Sequence[TensorEntry]) -> None:
     """Copy the delta of a bucket into `count_delta_bytes` bytes, which may be on another device."""
+    # Both sides compute the offsets from layout and counts, so they are not sent.
     slices, _ = _locate_slices(entries, [tensor_delta.count for tensor_delta in delta])
     for one, tensor_delta in zip(slices, delta, strict=True):
         if tensor_delta.indices is not None:
@@ -296,6 +305,7 @@ def write_delta_file(
         else torch.empty(0, dtype=torch.uint8)
     )
     pack_delta(data, delta, entries)
+    # Of the new weights and not of the delta: it also finds a receiver with another base.
     updated = compute_tensors_digest([w.tensor for w in weights]) if with_digest else None
     return PackedDelta(
         counts=counts,
@@ -340,6 +350,7 @@ def _compute_tensor_delta(
         # Block by block, so that the device of the weights never holds a second copy of the tensor.
         indices = (block != old[start : start + _BLOCK].to(block.device)).nonzero()[:, 0]
         count += len(indices)
+        # The tensor is sent in full anyway, so the rest of it need not be compared.
         if count > max_count:
             return TensorDelta(indices=None, values=tensor)
         changed.append((indices + start).to(dtype))

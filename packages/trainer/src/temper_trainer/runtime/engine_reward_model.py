@@ -77,15 +77,15 @@ def build_reward_model(
         (Path(path) / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")
     ):
         raise ConfigError(
-            f"reward.model.engine.model.path {path} has no tokenizer, so its tokens cannot be compared "
-            "with the policy's: copy the tokenizer's files there."
+            f"reward.model.engine.model.path {path} has no tokenizer, so its tokens cannot be "
+            "compared with the policy's: copy the tokenizer's files there."
         )
     difference = describe_token_difference(tokenizer, AutoTokenizer.from_pretrained(path))
     if difference:
         raise ConfigError(
-            f"the reward model in {path} has another tokenizer than the policy: {difference}. Use one "
-            "that was trained with the policy's tokenizer (data.tokenizer.path), or write a reward "
-            "function that decodes completions and calls the model."
+            f"the reward model in {path} has another tokenizer than the policy: {difference}. Use "
+            "one that was trained with the policy's tokenizer (data.tokenizer.path), or write a "
+            "reward function that decodes completions and calls the model."
         )
     group = runtime.open_group(
         REWARD_MODEL_ROLE,

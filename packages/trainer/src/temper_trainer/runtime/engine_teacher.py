@@ -4,18 +4,17 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
-from temper_engine_api.batch import PackedBatch, from_sequences
+from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.objective import LOGPROB_AT_IDS, HeadOutput
 from temper_engine_api.outputs import ForwardOutputs
 from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
-from temper_trainer.runtime.training_worker import TrainingWorker
-from temper_trainer.runtime.worker_group import WorkerGroup
+from temper_trainer.runtime.worker_group import TrainingWorker, WorkerGroup
 from temper_trainer.teacher.teacher_protocol import (
     TeacherError,
     TeacherRequest,
@@ -29,15 +28,15 @@ class RankScores:
     """Scores from one rank of a teacher, in the order of its samples, without dummy samples."""
 
     sample_ids: Tensor
-    """[B] int64."""
+    """[B] int64, indices of the requests."""
     lengths: Tensor
     """[B] int64 number of tokens of each sample."""
     logprobs: Tensor
-    """[T] float32."""
+    """[T] float32 of the given tokens."""
     top_ids: Tensor
-    """[T, K] int64."""
+    """[T, K] int64, most likely token first."""
     top_logprobs: Tensor
-    """[T, K] float32."""
+    """[T, K] float32 log-probs of ``top_ids``."""
 
 
 class EngineTeacher:
@@ -70,6 +69,7 @@ class EngineTeacher:
         """Score sequences; see Teacher."""
         results: dict[int, TeacherScores] = {}
         assigned = assign_to_replicas(requests, num_replicas=self.num_replicas)
+        # One deadline for all replicas: they work in parallel.
         deadline = time.monotonic() + timeout_s
         pool = ThreadPoolExecutor(max_workers=self.num_replicas)
         try:
@@ -85,8 +85,8 @@ class EngineTeacher:
                 }
         except FutureTimeoutError as error:
             raise TeacherError(
-                f"teacher {self._name} did not answer within distillation.timeout_s = {timeout_s} s: "
-                f"raise it, or teachers.{self._name}.num_replicas."
+                f"teacher {self._name} did not answer within distillation.timeout_s = {timeout_s} "
+                f"s: raise it, or teachers.{self._name}.num_replicas."
             ) from error
         finally:
             # Do not wait: a replica that hangs would also block the report of its timeout.
@@ -113,6 +113,8 @@ class EngineTeacher:
         plan = plan_mini_batch(
             batch.lengths.tolist(),
             dp_size=topology.dp.size,
+            # A sequence cannot be split, and a teacher without gradients has memory for a longer
+            # one.
             max_tokens=max(self._max_tokens, longest),
             constraints=topology.plan_constraints,
         )
@@ -133,28 +135,23 @@ def score_tokens(
 ) -> RankScores | None:
     """Return the log-probs of this rank's samples, and the `top_k` most likely tokens.
 
-    Engines return log-probs of given ids, so the most likely tokens are found by requesting all ids,
-    one micro-batch after the other: [tokens of a micro-batch, vocab_size] float32 are in memory at
-    once.
+    Engines return log-probs of given ids, so the most likely tokens are found by requesting all
+    ids, one micro-batch after the other. This needs memory for [tokens of a micro-batch,
+    vocab_size] float32.
 
     Returns:
         None on ranks that return no outputs, such as earlier pipeline stages.
     """
     found: list[tuple[ForwardOutputs, Tensor, Tensor]] = []
     for i, micro in enumerate(part.micro_batches()):
-        columns, requested_outputs = {}, [HeadOutput.LOGPROB]
+        requested_outputs = [HeadOutput.LOGPROB]
         if top_k:
-            columns[LOGPROB_AT_IDS] = torch.arange(vocab_size).expand(micro.num_tokens, vocab_size)
+            all_ids = torch.arange(vocab_size).expand(micro.num_tokens, vocab_size)
+            micro = micro.with_columns({LOGPROB_AT_IDS: all_ids})
             requested_outputs.append(HeadOutput.LOGPROB_AT)
+        # One micro-batch per call: the log-probs of the full vocabulary of a batch would not fit.
         single = PackedBatch(
-            tokens=micro.tokens,
-            sequence_starts=micro.sequence_starts,
-            loss_mask=micro.loss_mask,
-            sample_ids=micro.sample_ids,
-            group_ids=micro.group_ids,
-            pack_group_ids=micro.pack_group_ids,
-            temperature=micro.temperature,
-            columns=columns,
+            **{column.name: getattr(micro, column.name) for column in fields(SequenceBatch)},
             micro_batch_starts=torch.tensor([0, micro.num_sequences], dtype=torch.int32),
             denominators=part.denominators,
         )

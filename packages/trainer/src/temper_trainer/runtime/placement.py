@@ -17,7 +17,7 @@ class RoleRequest:
     """Resources that one role needs."""
 
     num_workers: int
-    """Number of processes."""
+    """Number of processes, one per rank or server."""
     pool: str
     """Resource pool. Workers of the same rank of all roles in a pool share a bundle."""
     devices_per_worker: int = 1
@@ -28,9 +28,11 @@ class RoleRequest:
 class Bundle:
     """Resources that the workers of one rank in a pool share.
 
-    Example: the first rank of a colocated run on one GPU.
-
-        Bundle(pool="default", rank=0, roles=("actor", "ref", "rollout"), cpus=4.0, gpus=1.0)
+    Example:
+        >>> roles = ("actor", "rollout")
+        >>> colocated = Bundle(pool="default", rank=0, roles=roles, cpus=4.0, gpus=1.0)
+        >>> Placement(bundles=(colocated,)).get_worker_resources("rollout", 0)
+        (2.0, 0.5)
     """
 
     pool: str
@@ -149,6 +151,7 @@ def plan_bundles(roles: Mapping[str, RoleRequest], runtime: RuntimeConfig) -> tu
             gpus=runtime.gpus_per_worker * _count_devices(pool, members),
         )
         for pool, members in pools.items()
+        # Bundle i has the workers of rank i of all roles, so colocated roles use the same devices.
         for rank in range(max(request.num_workers for request in members.values()))
     )
 
@@ -177,9 +180,9 @@ def _check_fits(
             for name, request in roles.items()
         )
         raise ConfigError(
-            f"the roles ({sizes}) need {needed_cpus:g} CPU and {needed_gpus:g} GPU, but the cluster has "
-            f"{cpus:g} and {gpus:g}: lower runtime.cpus_per_worker, runtime.gpus_per_worker or a "
-            "role's num_workers, or give roles the same pool."
+            f"the roles ({sizes}) need {needed_cpus:g} CPU and {needed_gpus:g} GPU, but the "
+            f"cluster has {cpus:g} and {gpus:g}: lower runtime.cpus_per_worker, "
+            "runtime.gpus_per_worker or a role's num_workers, or give roles the same pool."
         )
 
 
@@ -193,9 +196,10 @@ def describe_plan(config: TrainerConfig) -> list[str]:
         ConfigError: If roles of one pool need different numbers of devices.
     """
     if config.runtime.kind == "inline":
-        return [*_describe_inline(config), *describe_weight_path(config)]
+        return [*_describe_inline_placement(config), *describe_weight_path(config)]
     bundles = plan_bundles(collect_role_requests(config), config.runtime)
-    needed = f"the cluster needs {sum(b.cpus for b in bundles):g} CPU and {sum(b.gpus for b in bundles):g} GPU"
+    num_cpus, num_gpus = sum(b.cpus for b in bundles), sum(b.gpus for b in bundles)
+    needed = f"the cluster needs {num_cpus:g} CPU and {num_gpus:g} GPU"
     return [
         *Placement(bundles=bundles).describe().splitlines(),
         needed,
@@ -203,11 +207,10 @@ def describe_plan(config: TrainerConfig) -> list[str]:
     ]
 
 
-def _describe_inline(config: TrainerConfig) -> list[str]:
+def _describe_inline_placement(config: TrainerConfig) -> list[str]:
     """Return a line for this process and one for each server."""
-    lines = [
-        f"this process: {', '.join(name for name in collect_role_requests(config) if not _is_server(name, config))}"
-    ]
+    roles = [name for name in collect_role_requests(config) if not _is_server(name, config)]
+    lines = [f"this process: {', '.join(roles)}"]
     if config.generates_completions and config.rollout.sampler == "vllm":
         devices = config.runtime.rollout_devices
         lines += [

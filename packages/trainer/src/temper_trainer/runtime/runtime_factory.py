@@ -98,8 +98,8 @@ def open_runtime(config: TrainerConfig) -> Iterator[Runtime]:
         if error.name != "ray":
             raise
         raise ConfigError(
-            "runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or set "
-            "runtime.kind=inline."
+            "runtime.kind is ray, but Ray is not installed: pip install 'temper-trainer[ray]', or "
+            "set runtime.kind=inline."
         ) from error
     with open_ray_runtime(config, roles=collect_role_requests(config)) as runtime:
         yield runtime

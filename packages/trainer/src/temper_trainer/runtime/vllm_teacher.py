@@ -71,11 +71,12 @@ class VllmTeacher:
                     timeout=timeout_s
                 )
             except FutureTimeoutError as error:
-                # Ends the call in the pool's thread, which the pool waits for.
+                # Leaving the with block waits for the thread, so close the servers: that makes its
+                # call return.
                 self.servers.close()
                 raise TeacherError(
-                    f"teacher {self._name} did not answer within distillation.timeout_s = {timeout_s} s: "
-                    f"raise it, or teachers.{self._name}.num_replicas."
+                    f"teacher {self._name} did not answer within distillation.timeout_s = "
+                    f"{timeout_s} s: raise it, or teachers.{self._name}.num_replicas."
                 ) from error
             except ReplicaError as error:
                 raise TeacherError(f"teacher {self._name}: {error}") from error

@@ -102,6 +102,7 @@ class TeacherClient:
         num_unmapped = 0
         starts, first_positions = samples.sequence_starts.tolist(), _find_first_trained(samples)
         for i, (route, first_position) in enumerate(zip(routes, first_positions, strict=True)):
+            # Nothing of it is trained, so a teacher would only cost time.
             if first_position is None:
                 continue
             name = self._find_teacher(route)
@@ -122,6 +123,7 @@ class TeacherClient:
             num_requests=sum(map(len, requests.values())), num_unmapped=num_unmapped
         )
         columns = self._make_columns(samples)
+        # All teachers at once, because each has its own devices.
         pool = ThreadPoolExecutor(max_workers=max(1, len(requests)))
         try:
             running = {
@@ -182,6 +184,7 @@ class TeacherClient:
         if self.spec.top_k:
             columns |= {
                 LOGPROB_AT_IDS: torch.zeros(size, self.spec.top_k, dtype=torch.int64),
+                # A log-prob of -inf excludes a token from the loss.
                 TEACHER_TOP_LOGPROBS: torch.full((size, self.spec.top_k), -torch.inf),
             }
         return columns

@@ -17,9 +17,12 @@ class TeacherError(TemperError, RuntimeError):
 class TeacherRequest:
     """One token sequence to score.
 
-    Example: a prompt of three tokens and a completion of two, which are scored.
-
-        TeacherRequest(request_id=0, tokens=(1, 5, 7, 9, 2), first_position=3, temperature=1.0)
+    Example:
+        >>> request = TeacherRequest(
+        ...     request_id=0, tokens=(1, 5, 7, 9, 2), first_position=3, temperature=1.0
+        ... )
+        >>> request.tokens[request.first_position :]  # these are scored
+        (9, 2)
     """
 
     request_id: int
@@ -89,6 +92,7 @@ def check_scores(
             f"but {expected} were expected: report this as a bug."
         )
     columns = [each for each in (scores.logprobs, scores.top_logprobs) if each is not None]
+    # -inf is allowed: a token of probability 0, or padding of the most likely tokens.
     if any(bool(column.isnan().any()) for column in columns):
         raise TeacherError(
             f"teacher {teacher} returned NaN for request {request.request_id}: check its weights "
@@ -115,6 +119,7 @@ def assign_to_replicas(requests: Sequence[TeacherRequest], *, num_replicas: int)
     loads = [0] * num_replicas
     assigned: list[list[int]] = [[] for _ in range(num_replicas)]
     for index in sorted(range(len(requests)), key=lambda i: (-len(requests[i].tokens), i)):
+        # Longest first, so that the short ones fill the gaps: this bounds the slowest replica.
         replica = loads.index(min(loads))
         assigned[replica].append(index)
         loads[replica] += len(requests[index].tokens)

@@ -18,15 +18,13 @@ DEFAULT_BUCKET_BYTES = 256 << 20
 class WeightBucket:
     """Complete tensors on their way to a sampler in the same process.
 
-    Example: a bucket with one tensor of 3 float32 values, the last of its set.
-
-        WeightBucket(
-            index=4,
-            is_last=True,
-            entries=(WeightEntry(name="model.norm.weight", shape=(3,), dtype=torch.float32),),
-            tensors=(torch.ones(3),),
-            sha256="6a4f...",
-        )
+    Example:
+        >>> weights = [NamedWeight(name, torch.ones(3)) for name in ("a.weight", "b.weight")]
+        >>> buckets = list(pack_buckets(weights, bucket_bytes=12))
+        >>> [(bucket.index, bucket.is_last, bucket.num_bytes) for bucket in buckets]
+        [(0, False, 12), (1, True, 12)]
+        >>> buckets[1].entries[0].name, buckets[1].tensors[0].tolist()
+        ('b.weight', [1.0, 1.0, 1.0])
     """
 
     index: int
@@ -70,6 +68,7 @@ def export_buckets(worker: WeightExporter, bucket_bytes: int) -> list[WeightBuck
 def join_export(worker: WeightExporter) -> None:
     """Take part in the collectives of an export without keeping its tensors."""
     with worker.export_weights() as stream:
+        # Gathering a sharded tensor is a collective, so every rank must ask for every tensor.
         for _ in stream:
             pass
 
@@ -85,6 +84,7 @@ def pack_buckets(
         if pending and size + weight_bytes > bucket_bytes:
             yield _make_bucket(pending, index=index, is_last=False)
             pending, size, index = [], 0, index + 1
+        # Copied at once, because the stream may reuse its memory for the next tensor.
         pending.append(NamedWeight(weight.name, copy_to_cpu(weight.tensor)))
         size += weight_bytes
     yield _make_bucket(pending, index=index, is_last=True)

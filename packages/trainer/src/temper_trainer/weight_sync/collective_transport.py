@@ -237,13 +237,16 @@ def locate_sender(worker: WeightExporter, may_use_gpu: bool) -> DeviceLocation:
 
 
 def open_store(worker: WeightSender, bind_address: str) -> tuple[str, int, str]:
-    """Open the store of a channel on rank 0 and return its address, port and token."""
-    # The actor's ranks already meet at MASTER_ADDR: Ray knows by which address a node is reached,
-    # so servers can reach rank 0 there too. Without Ray everything is on this host.
+    """Start the TCP store of a weight channel on rank 0; return its address, port and token.
+
+    Other ranks return port 0 and an empty token.
+    """
+    # With Ray, MASTER_ADDR is an address of rank 0 that other nodes can reach, so servers use it
+    # too. Without Ray everything is on this host.
     address = os.environ["MASTER_ADDR"] if TOKEN_VARIABLE in os.environ else bind_address
     if not worker.is_first:
         return address, 0, ""
-    # It listens at once: a port that is only chosen could be taken by another process meanwhile.
+    # StoreServer binds its port immediately, so that no other process can take it.
     server = StoreServer(address, token=get_run_token())
     get_sender_state(worker).stores[f"{address}:{server.port}"] = server
     return address, server.port, get_run_token()

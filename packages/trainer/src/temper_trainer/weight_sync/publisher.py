@@ -76,11 +76,13 @@ class Publisher:
         begin = time.perf_counter()
         version = self.version + 1
         sent = self._transport.send(version)
+        # A sampler that keeps old weights would still sample, only from the wrong policy.
         if self._sampler.weight_version != version:
             raise WeightError(
                 f"weights {version} were published, but the sampler has weights "
                 f"{self._sampler.weight_version}: look at the sampler's log."
             )
+        # Only now: a failed publish must not count, or old completions would pass for new ones.
         self.version = version
         metrics = {
             "weight_sync/time_s": time.perf_counter() - begin,

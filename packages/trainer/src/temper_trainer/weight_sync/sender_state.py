@@ -30,7 +30,7 @@ class CachedWeights:
     entries: tuple[Entries, ...]
     """Layout of each bucket."""
     tensors: tuple[tuple[Tensor, ...], ...]
-    """Tensors of each bucket. Only the next delta writes to them."""
+    """Tensors of each bucket; read-only, except that the next delta updates them in place."""
 
     @property
     def num_elements(self) -> int:
@@ -45,7 +45,7 @@ class SenderState:
     cached: dict[str, CachedWeights] = field(default_factory=dict)
     """Last sent weights by the key of their transport."""
     stores: dict[str, StoreServer] = field(default_factory=dict)
-    """Stores whose channel is not open yet, by address and port."""
+    """TCP stores of channels that are not open yet, by address and port."""
     channels: dict[str, WeightChannel] = field(default_factory=dict)
     """Open channels, by address and port of their store."""
 

@@ -214,7 +214,7 @@ def write_weight_files(
     """Write all weights on rank 0 and return their buckets; runs on every actor rank.
 
     Raises:
-        WeightError: If they do not fit into shared memory.
+        WeightError: If the weights do not fit into `folder`, which is in shared memory.
     """
     if not worker.is_first:
         join_export(worker)

@@ -171,12 +171,13 @@ class StreamDeltaTransport:
         self._sampler = sampler
         self._bucket_bytes = bucket_bytes
         self._max_changed_fraction = max_changed_fraction
+        # Unique, because several transports may keep state on one worker.
         self._key = uuid.uuid4().hex
         self._base_version: int | None = None
 
     def send(self, version: int) -> SentWeights:
         """Send a delta if possible, otherwise all weights."""
-        # None while sending: after an error nobody knows which weights the sampler has.
+        # None while sending: after an error it is unknown which weights the sampler has.
         base_version, self._base_version = self._base_version, None
         sent = None if base_version is None else self._send_delta(base_version, version=version)
         if sent is None:
@@ -260,6 +261,8 @@ def export_delta(
             # Zeros, so that padding between tensors has a defined checksum.
             data = torch.zeros(count_delta_bytes(entries, counts), dtype=torch.uint8)
             pack_delta(data, delta, entries)
+            # The copy is updated with the sent bytes and not with the weights: so it is exactly
+            # what the sampler has.
             apply_delta(cached.tensors[index], data, entries, counts)
             buckets.append(
                 DeltaBucket(

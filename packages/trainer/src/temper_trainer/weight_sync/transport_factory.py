@@ -48,6 +48,7 @@ def build_transport(config: TrainerConfig, *, actor: RankGroup, sampler: Sampler
     if sync.content == "adapter":
         return AdapterTransport(actor=actor, sampler=sampler)
     transport = sync.transport
+    # The processes know best where they are, so they are asked once they run.
     if transport == "auto":
         choice = choose_transport(_locate_sender(config, actor), _locate_receivers(sampler))
         logger.info(

@@ -30,7 +30,8 @@ def rollout_python() -> str:
     named = os.environ.get("TEMPER_ROLLOUT_PYTHON")
     if named is None and importlib.util.find_spec("vllm") is None:
         pytest.skip(
-            "vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm makes an environment and runs this"
+            "vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm makes "
+            "an environment and runs this"
         )
     return named or sys.executable
 
@@ -43,7 +44,7 @@ class Served:
         self.sampler = sampler
         self._folder = folder
 
-    def parcels(self, version: int, *, bucket_bytes: int = 1 << 20) -> list[PackedBucket]:
+    def write_buckets(self, version: int, *, bucket_bytes: int = 1 << 20) -> list[PackedBucket]:
         """Write the model's weights as an engine exports them: tied weights once."""
         folder = self._folder / f"version-{version}-{bucket_bytes}"
         folder.mkdir()
@@ -57,21 +58,21 @@ class Served:
         ]
 
     def publish(self, version: int, *, bucket_bytes: int = 1 << 20) -> None:
-        """The model's present weights under a version."""
-        parcels = self.parcels(version, bucket_bytes=bucket_bytes)
+        """Load the model's current weights into the servers under a version."""
+        buckets = self.write_buckets(version, bucket_bytes=bucket_bytes)
         self.sampler.load(
-            lambda replica: replica.call("load_files", parcels, version), version=version
+            lambda replica: replica.call("load_files", buckets, version), version=version
         )
 
     def publish_next(self, *, bucket_bytes: int = 1 << 20) -> int:
-        """The next version's number, after its publish."""
+        """Publish the next version and return its number."""
         version = self.sampler.weight_version + 1
         self.publish(version, bucket_bytes=bucket_bytes)
         return version
 
     @torch.no_grad()
     def perturb(self, seed: int) -> None:
-        """Other weights, also for the transformers sampler that is made from now on."""
+        """Change the weights, also for transformers samplers that are built later."""
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.pair.model.parameters():
             parameter += torch.randn(parameter.shape, generator=generator) * 0.1

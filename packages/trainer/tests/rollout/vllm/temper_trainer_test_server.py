@@ -1,7 +1,8 @@
 """A server that misbehaves as its spec's environment says.
 
-`beats` sends only heartbeats; `builds` never becomes ready; `silent` answers nothing, `garbled` what can't be read; `gives-up`
-hangs up before it has started and `hangs-up` after that, and only then each says why.
+`beats` sends only heartbeats; `builds` never becomes ready; `silent` sends nothing; `garbled` sends
+bytes that cannot be decoded. `gives-up` closes its connection before it has started and `hangs-up`
+after that; both log the reason only then.
 """
 
 import queue

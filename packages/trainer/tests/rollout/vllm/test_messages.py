@@ -26,7 +26,7 @@ from temper_trainer.rollout.vllm.messages import (
 from temper_trainer.rollout.weight_delta import DeltaManifest, PackedDelta
 from temper_trainer.types import Completion, FinishReason
 
-PARCEL = PackedBucket(
+BUCKET = PackedBucket(
     entries=(TensorEntry(name="w", shape=(2, 3), dtype="bfloat16", offset=64),),
     num_bytes=128,
     digest=2**64 - 1,
@@ -57,7 +57,7 @@ def call(method: str, *arguments: object) -> list[Any]:
 @pytest.mark.parametrize(
     "read", [decode, lambda data: decode_arguments(Call(number=0, method="sample", arguments=data))]
 )
-def test_a_pickle_in_place_of_a_message_is_refused_and_not_executed(
+def test_pickle_in_place_of_a_message_is_refused_and_not_executed(
     read: Callable[[bytes], Any], tmp_path: Path
 ) -> None:
     proof = tmp_path / "executed"
@@ -72,9 +72,9 @@ def test_a_pickle_in_place_of_a_message_is_refused_and_not_executed(
 def test_arguments_arrive_equal_and_of_their_own_types() -> None:
     manifest = DeltaManifest(version=3, base_version=2, deltas=(CHANGES,))
     assert call("sample", REQUESTS) == [REQUESTS]
-    assert call("load_delta", (PARCEL,), manifest) == [[PARCEL], manifest]
-    assert call("receive_weights", [PARCEL], 3) == [[PARCEL], 3]
-    assert call("receive_weights", [PARCEL], 3, True) == [[PARCEL], 3, True]
+    assert call("load_delta", (BUCKET,), manifest) == [[BUCKET], manifest]
+    assert call("receive_weights", [BUCKET], 3) == [[BUCKET], 3]
+    assert call("receive_weights", [BUCKET], 3, True) == [[BUCKET], 3, True]
 
 
 def test_results_arrive_equal_bit_by_bit() -> None:
@@ -89,11 +89,13 @@ def test_results_arrive_equal_bit_by_bit() -> None:
     answer = decode(encode(CallResult(number=1, method="sample", value=value)))
     assert isinstance(answer, CallResult)
     assert decode_result(answer) == [completion]
-    places = CallResult(number=1, method="device_locations", value=encode_value([("host", None)]))
-    assert decode_result(places) == [("host", None)]
+    locations = CallResult(
+        number=1, method="device_locations", value=encode_value([("host", None)])
+    )
+    assert decode_result(locations) == [("host", None)]
 
 
-def test_a_spec_arrives_equal() -> None:
+def test_spec_arrives_equal() -> None:
     spec = ServerSpec(
         arguments={"model": "m", "seed": 0, "gpu": 0.5, "eager": True, "x": None},
         files={"config.json": b"\x00{}"},
@@ -112,19 +114,19 @@ def test_a_spec_arrives_equal() -> None:
         ("_llm", (), "a server has no method '_llm'"),
         ("__init__", (), "a server has no method '__init__'"),
         ("add", ((0, 0), REQUESTS[0]), "a server has no method 'add'"),
-        ("load_files", ([PARCEL],), "load_files takes 2 to 2 arguments, but 1 were sent"),
-        ("load_files", ([PARCEL], "three"), "Expected `int`, got `str`"),
+        ("load_files", ([BUCKET],), "load_files takes 2 to 2 arguments, but 1 were sent"),
+        ("load_files", ([BUCKET], "three"), "Expected `int`, got `str`"),
         ("load_files", ([{"path": "/x"}], 3), "missing required field"),
         ("sample", ([{"request_id": 1}],), "missing required field"),
     ],
 )
-def test_a_call_with_other_methods_or_types_is_refused(
+def test_call_with_other_methods_or_types_is_refused(
     method: str, arguments: tuple[object, ...], sentence: str
 ) -> None:
     with pytest.raises(MessageError, match=sentence):
         call(method, *arguments)
 
 
-def test_an_unknown_message_is_refused() -> None:
+def test_unknown_message_is_refused() -> None:
     with pytest.raises(MessageError, match="unknown message 'Evil'"):
         decode(msgspec.msgpack.encode(("Evil", {})))

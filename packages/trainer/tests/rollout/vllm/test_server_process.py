@@ -41,7 +41,7 @@ def completion_of(request: SamplingRequest) -> Completion:
 
 
 class FakeReplica:
-    """Does what a real server does only when it is broken: answers wrongly, or dies at a given call."""
+    """A server that returns wrong results or dies at a given call, as only a broken one does."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class FakeReplica:
         self.num_calls = self.num_starts = 0
         self.versions = {"vllm": "0.32.0"}
         self.loaded: list[int] = []
-        self.asked: list[int] = []
+        self.requested: list[int] = []
 
     def start(self) -> None:
         self.num_starts += 1
@@ -67,7 +67,7 @@ class FakeReplica:
         if self.num_calls in self._dies_at:
             future.set_exception(ReplicaError(f"{self.name} died"))
         else:
-            self.asked += [request.request_id for request in requests]
+            self.requested += [request.request_id for request in requests]
             future.set_result([self._spoil(completion_of(request)) for request in requests])
         return future
 
@@ -89,7 +89,7 @@ def sampler_of(*replicas: FakeReplica, max_restarts: int = 2) -> VllmSampler:
     return sampler
 
 
-def test_server_without_vllm_says_what_to_install(tmp_path: Path) -> None:
+def test_server_without_vllm_names_the_package_to_install(tmp_path: Path) -> None:
     spec = replace(SPEC, environment={"PYTHONWARNINGS": "ignore"})
     log = tmp_path / "replica.log"
     broken = tmp_path / "sitecustomize.py"
@@ -114,7 +114,7 @@ def test_server_without_vllm_says_what_to_install(tmp_path: Path) -> None:
     assert server.process_id is None
 
 
-def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_interpreter_is_named(tmp_path: Path) -> None:
     server = ServerProcess(
         SPEC,
         name="r",
@@ -136,7 +136,7 @@ def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
         ("garbled", r"r sent an invalid message \(ValidationError"),
     ],
 )
-def test_a_server_that_hangs_or_answers_nonsense_counts_as_dead(
+def test_server_that_hangs_or_sends_invalid_messages_counts_as_dead(
     behaviour: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_process, "SERVER_MODULE", "temper_trainer_test_server")
@@ -156,7 +156,7 @@ def test_a_server_that_hangs_or_answers_nonsense_counts_as_dead(
     assert server.process_id is None
 
 
-def test_server_that_is_alive_is_given_the_time_for_loading_and_no_more(
+def test_living_server_may_load_for_the_load_timeout_and_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_process, "SERVER_MODULE", "temper_trainer_test_server")
@@ -180,7 +180,7 @@ def test_server_that_is_alive_is_given_the_time_for_loading_and_no_more(
 
 
 @pytest.mark.parametrize("behaviour", ["gives-up", "hangs-up"])
-def test_the_last_words_of_a_server_that_hung_up_are_heard(
+def test_log_of_a_server_that_closed_its_connection_is_read(
     behaviour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_process, "SERVER_MODULE", "temper_trainer_test_server")
@@ -235,7 +235,7 @@ def servers_of(session: Path) -> list[Path]:
     return found
 
 
-def test_killed_driver_leaves_no_server_that_builds_its_model_and_no_folder_after_the_next_start(
+def test_killed_driver_leaves_no_starting_server_and_no_folder_after_the_next_start(
     tmp_path: Path,
 ) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -256,14 +256,16 @@ def ask_once(server: ServerProcess) -> None:
     server.call("anything").result(timeout=60)
 
 
-def test_requests_of_a_dead_replica_are_asked_again_with_the_last_weights() -> None:
+def test_requests_of_a_dead_replica_are_repeated_with_the_last_weights() -> None:
     fake = FakeReplica(0, dies_at=[1])
     sampler = sampler_of(fake)
     assert sampler.sample(REQUESTS) == [completion_of(request) for request in REQUESTS]
     assert (fake.num_starts, fake.loaded, sampler.num_restarts) == (2, [1, 1], 1)
 
 
-def test_replica_that_dies_before_the_first_weights_is_started_again_and_asked_again() -> None:
+def test_replica_that_dies_before_the_first_weights_is_restarted_and_its_requests_repeated() -> (
+    None
+):
     class DiesOnce(FakeReplica):
         """Is dead when it is first asked where its workers are."""
 
@@ -283,21 +285,21 @@ def test_replica_that_dies_before_the_first_weights_is_started_again_and_asked_a
     assert (fake.num_starts, sampler.num_restarts) == (2, 1)
 
 
-def test_a_replica_that_dies_again_and_again_ends_the_run_with_the_cause() -> None:
+def test_replica_that_dies_repeatedly_ends_the_run_with_the_cause() -> None:
     with pytest.raises(
         ReplicaError, match=r"(?s)rollout replica 0 died.*rollout\.vllm\.max_restarts is used up"
     ) as caught:
         sampler_of(FakeReplica(0, dies_at=range(10))).sample(REQUESTS)
-    assert "run.resume" not in str(caught.value)  # what is saved is said by the run, which knows
+    assert "run.resume" not in str(caught.value)  # the run adds the checkpoint
 
 
-def test_equal_prompts_go_to_the_replica_that_remembers_them() -> None:
+def test_equal_prompts_go_to_the_replica_that_has_cached_them() -> None:
     fakes = FakeReplica(0), FakeReplica(1)
     sampler = sampler_of(*fakes)
     sampler.sample(REQUESTS)
-    assert sorted(map(sorted, (fakes[0].asked, fakes[1].asked))) == [[0, 2], [1]]
+    assert sorted(map(sorted, (fakes[0].requested, fakes[1].requested))) == [[0, 2], [1]]
     sampler.sample([replace(REQUESTS[1], request_id=7)])
-    assert sum(7 in fake.asked and 1 in fake.asked for fake in fakes) == 1
+    assert sum(7 in fake.requested and 1 in fake.requested for fake in fakes) == 1
 
 
 @pytest.mark.parametrize(
@@ -316,7 +318,7 @@ def test_equal_prompts_go_to_the_replica_that_remembers_them() -> None:
         (lambda c: replace(c, tokens=(), rollout_logprobs=()), "0 tokens"),
     ],
 )
-def test_a_replica_that_breaks_its_promise_is_found_out(
+def test_replica_with_an_invalid_result_is_refused(
     spoil: Callable[[Completion], Completion], sentence: str
 ) -> None:
     with pytest.raises(WeightError, match=sentence):
@@ -324,9 +326,9 @@ def test_a_replica_that_breaks_its_promise_is_found_out(
 
 
 @pytest.mark.parametrize("second", [-2.0, float("nan")])
-def test_replicas_whose_log_probs_of_the_same_tokens_differ_are_found_out(second: float) -> None:
+def test_replicas_with_different_logprobs_are_refused(second: float) -> None:
     class Judge(FakeReplica):
-        """Says what it is told of every token."""
+        """A replica whose log-prob of every token is `says`."""
 
         says = -1.0
 
@@ -347,7 +349,7 @@ def test_replicas_whose_log_probs_of_the_same_tokens_differ_are_found_out(second
         sampler.logprobs([(2, 3)], temperature=1.0)
 
 
-def test_a_replica_that_keeps_its_old_weights_is_found_out() -> None:
+def test_replica_with_old_weights_is_refused() -> None:
     sampler = sampler_of(FakeReplica(0))
     with pytest.raises(
         WeightError, match="weights 2 were published, but rollout replica 0 has weights 1"
@@ -366,7 +368,7 @@ def test_a_replica_that_keeps_its_old_weights_is_found_out() -> None:
         ),
     ],
 )
-def test_a_request_that_no_server_can_answer_is_refused(
+def test_request_that_no_server_can_complete_is_refused(
     request_: SamplingRequest, sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):

@@ -1,4 +1,4 @@
-"""Changes to a real vLLM server: the bits of a whole set, through shared memory and through a channel."""
+"""Test deltas on a vLLM server, through shared memory and a channel, bit for bit."""
 
 import os
 import signal
@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from packages.trainer.tests.rollout.conftest import Pairs
-from packages.trainer.tests.rollout.models_for_tests import make_prompts
+from packages.trainer.tests.rollout.models_for_tests import make_pair, make_prompts
 from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import NamedWeight, WeightStream
 from temper_trainer.rollout.vllm.server_process import ServerProcess
@@ -23,7 +22,7 @@ from .conftest import Serve, Served
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 BUCKET_BYTES = 7000
-"""q, k and v of a layer are 12288 and twice 6144 bytes, fused in vLLM, in different buckets here."""
+"""Small enough that q, k and v of a layer, which vLLM fuses, are in different buckets."""
 ROWS = make_prompts(6, seed=4, longest=40)
 
 
@@ -37,7 +36,7 @@ class Actor:
         self._served = served
 
     def export_weights(self) -> WeightStream:
-        """All of them."""
+        """Yield all weights."""
         return WeightStream(
             iter(
                 [
@@ -61,9 +60,9 @@ class Actor:
 
 
 @pytest.fixture(scope="module")
-def served(serve: Serve, pairs: Pairs) -> Served:
-    """Two servers."""
-    return serve(pairs.get("qwen3_wide"), num_replicas=2)
+def served(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """Two servers for a model of this file alone: `Actor.train` changes it without saving it."""
+    return serve(make_pair("qwen3_wide", tmp_path_factory.mktemp("model")), num_replicas=2)
 
 
 @pytest.fixture
@@ -97,38 +96,43 @@ def transport(request: pytest.FixtureRequest, served: Served, actor: Actor) -> I
     made.close()
 
 
-def assert_bits_of_a_whole_set(served: Served) -> None:
+def assert_bits_of_full_weights(served: Served) -> None:
     """Log-probs on every replica are exactly those after a whole set of the same weights."""
     after_changes = [replica.call("logprobs", ROWS).result() for replica in served.sampler.replicas]
-    parcels = served.parcels(served.sampler.weight_version + 1_000_000 * len(after_changes))
+    buckets = served.write_buckets(served.sampler.weight_version + 1_000_000 * len(after_changes))
     for replica, found in zip(served.sampler.replicas, after_changes, strict=True):
-        replica.call("load_files", parcels, served.sampler.weight_version).result()
+        replica.call("load_files", buckets, served.sampler.weight_version).result()
         assert replica.call("logprobs", ROWS).result() == found
 
 
-def test_changes_give_the_bits_of_a_whole_set(
+def test_delta_gives_the_bits_of_full_weights(
     served: Served, actor: Actor, transport: Transport
 ) -> None:
     version = served.sampler.weight_version
-    shares = []
+    fractions = []
     for step, only in enumerate(("", "", "layers.1.self_attn.k_proj", "no such tensor"), start=1):
         actor.train(version + step, only=only)
-        shares.append(transport.send(version + step).fraction)
+        fractions.append(transport.send(version + step).fraction)
         assert served.sampler.weight_version == version + step
-        ours = served.pair.model
+        reference_model = served.pair.model
         found = served.sampler.logprobs(ROWS, temperature=1.0)
         for row, logprobs in zip(ROWS, found, strict=True):
-            expected = ours(input_ids=torch.tensor([row])).logits[0, :-1].float().log_softmax(-1)
+            expected = (
+                reference_model(input_ids=torch.tensor([row]))
+                .logits[0, :-1]
+                .float()
+                .log_softmax(-1)
+            )
             chosen = expected.gather(-1, torch.tensor(row)[1:, None])[:, 0].tolist()
             assert logprobs == pytest.approx(chosen, abs=2e-5)
-    assert shares[0] == 1.0
-    assert 0.05 < shares[1] < 0.2
-    assert 0 < shares[2] < 0.01, "k alone changed, of a layer that vLLM has fused with q and v"
-    assert shares[3] == 0.0
-    assert_bits_of_a_whole_set(served)
+    assert fractions[0] == 1.0
+    assert 0.05 < fractions[1] < 0.2
+    assert 0 < fractions[2] < 0.01, "k alone changed, of a layer that vLLM has fused with q and v"
+    assert fractions[3] == 0.0
+    assert_bits_of_full_weights(served)
 
 
-def test_a_server_that_was_killed_has_the_same_bits_and_takes_part_in_the_next_changes(
+def test_restarted_server_has_the_same_bits_and_accepts_the_next_delta(
     served: Served, actor: Actor, transport: Transport
 ) -> None:
     version = served.sampler.weight_version
@@ -145,24 +149,22 @@ def test_a_server_that_was_killed_has_the_same_bits_and_takes_part_in_the_next_c
     assert served.sampler.num_restarts == restarts + 1
     actor.train(version + 1)
     assert transport.send(version + 3).fraction < 0.2
-    assert_bits_of_a_whole_set(served)
+    assert_bits_of_full_weights(served)
 
 
-def test_a_server_refuses_changes_of_weights_that_it_does_not_hold(
+def test_server_refuses_a_delta_to_weights_that_it_does_not_have(
     served: Served, actor: Actor
 ) -> None:
     replica = served.sampler.replicas[0]
     served.publish_next()  # through files: nothing is held
     with pytest.raises(
         StaleBaseError,
-        match=r"a delta to weights 5 arrived, but the server has a copy of no weights",
+        match=r"a delta relative to weights 5 arrived, but the server has a copy of no weights",
     ):
         replica.call("receive_delta", [], 5, 6).result()
 
 
-def test_changed_weights_that_arrive_damaged_are_refused_and_the_old_ones_stay(
-    served: Served, actor: Actor
-) -> None:
+def test_damaged_delta_is_refused_and_the_old_weights_stay(served: Served, actor: Actor) -> None:
     transport = SharedMemoryDeltaTransport(
         actor=actor,
         sampler=served.sampler,
@@ -192,5 +194,5 @@ def test_changed_weights_that_arrive_damaged_are_refused_and_the_old_ones_stay(
     assert served.sampler.logprobs(ROWS, temperature=1.0) == before
     actor.run_on_all = run_on_all  # type: ignore[method-assign]
     transport.send(version + 2)
-    assert_bits_of_a_whole_set(served)
+    assert_bits_of_full_weights(served)
     transport.close()

@@ -22,9 +22,9 @@ from .conftest import Serve, Served
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 TOLERANCE = 5e-6
-"""Of log-probs in float32: both sides round the same formula in different orders."""
+"""Tolerance of float32 log-probs: both sides round the same formula in different orders."""
 LONG_TOLERANCE = 2e-5
-"""Of 200 tokens under weights that five perturbations have made large: 8.6e-6 was seen."""
+"""Tolerance for 200 tokens under weights that five perturbations made large; measured 8.6e-6."""
 GREEDY = SamplingConfig(temperature=0, max_tokens=24)
 LONG = SamplingConfig(max_tokens=200)
 
@@ -39,13 +39,15 @@ def served(serve: Serve, pairs: Pairs) -> Served:
 
 def assert_equals_hf(served: Served, *, prompts: list[list[int]]) -> None:
     requests = make_requests(prompts, GREEDY)
-    for ours, theirs in zip(
+    for hf_completion, vllm_completion in zip(
         served.pair.sampler().sample(requests), served.sampler.sample(requests), strict=True
     ):
-        assert theirs.tokens == ours.tokens
-        assert theirs.finish_reason == ours.finish_reason
-        assert theirs.rollout_logprobs == pytest.approx(ours.rollout_logprobs, abs=TOLERANCE)
-        assert theirs.weight_version == served.sampler.weight_version
+        assert vllm_completion.tokens == hf_completion.tokens
+        assert vllm_completion.finish_reason == hf_completion.finish_reason
+        assert vllm_completion.rollout_logprobs == pytest.approx(
+            hf_completion.rollout_logprobs, abs=TOLERANCE
+        )
+        assert vllm_completion.weight_version == served.sampler.weight_version
 
 
 def test_greedy_tokens_and_logprobs_equal_the_transformers_sampler(served: Served) -> None:
@@ -53,10 +55,9 @@ def test_greedy_tokens_and_logprobs_equal_the_transformers_sampler(served: Serve
 
 
 @pytest.mark.parametrize("bucket_bytes", [7000, 13000])
-def test_buckets_that_cut_a_fused_layer_give_the_whole_layers_weights(
-    served: Served, bucket_bytes: int
-) -> None:
-    # q, k and v of a layer are 128 x 24 and twice 64 x 24 floats: 12288 and twice 6144 bytes, fused in vLLM, in different buckets here.
+def test_fused_layer_may_be_split_over_buckets(served: Served, bucket_bytes: int) -> None:
+    # q, k and v of a layer are 128 x 24 and twice 64 x 24 floats: 12288 and twice 6144 bytes, fused
+    # in vLLM, in different buckets here.
     served.perturb(bucket_bytes)
     served.publish_next(bucket_bytes=bucket_bytes)
     assert_equals_hf(served, prompts=make_prompts(12))
@@ -74,7 +75,7 @@ def test_output_head_tied_to_the_embedding_follows_every_weight_sync(
     tied.sampler.close()
 
 
-def test_beginnings_that_old_weights_computed_are_forgotten(served: Served) -> None:
+def test_prefix_cache_is_cleared_after_a_weight_sync(served: Served) -> None:
     long = [make_prompts(1, seed=3, longest=20)[0] * 12][0][
         :200
     ]  # several blocks of the prefix cache
@@ -86,28 +87,30 @@ def test_beginnings_that_old_weights_computed_are_forgotten(served: Served) -> N
 
 def test_logprobs_of_given_tokens_equal_the_transformers_samplers(served: Served) -> None:
     rows = [list(range(2, 30)), list(range(5, 9))]
-    ours = served.pair.sampler().logprobs(rows, temperature=1.0)
-    for one, other in zip(ours, served.sampler.logprobs(rows, temperature=1.0), strict=True):
+    hf_completion = served.pair.sampler().logprobs(rows, temperature=1.0)
+    for one, other in zip(
+        hf_completion, served.sampler.logprobs(rows, temperature=1.0), strict=True
+    ):
         assert other == pytest.approx(one, abs=TOLERANCE)
     with pytest.raises(ConfigError, match=r"only at temperature 1, not at 0\.5"):
         served.sampler.logprobs(rows, temperature=0.5)
 
 
-def test_a_server_judges_as_a_teacher_its_own_likeliest_tokens_and_the_given_ones(
+def test_server_scores_given_tokens_and_its_top_k_as_a_teacher(
     served: Served,
 ) -> None:
     row, first = tuple(range(2, 20)), 5
     (found,) = served.sampler.call_each("score_prompts", [([(row, first)], 3)])
     assert isinstance(found, list)
     ((given, ids, logs),) = found
-    for i, place in enumerate(range(first, len(row))):
-        expected = served.pair.next_logits(row[:place]).log_softmax(-1)
-        assert given[i] == pytest.approx(float(expected[row[place]]), abs=TOLERANCE)
+    for i, position in enumerate(range(first, len(row))):
+        expected = served.pair.next_logits(row[:position]).log_softmax(-1)
+        assert given[i] == pytest.approx(float(expected[row[position]]), abs=TOLERANCE)
         assert ids[i] == expected.topk(3).indices.tolist()
         assert logs[i] == pytest.approx(expected.topk(3).values.tolist(), abs=TOLERANCE)
 
 
-def test_sampled_tokens_carry_the_models_logprobs_and_follow_their_seed(served: Served) -> None:
+def test_sampled_tokens_have_the_models_logprobs_and_depend_on_their_seed(served: Served) -> None:
     requests = make_requests(make_prompts(8), SamplingConfig(max_tokens=20), seeds=range(8))
     once, again = served.sampler.sample(requests), served.sampler.sample(requests)
     other = served.sampler.sample(
@@ -127,34 +130,34 @@ def test_sampled_tokens_carry_the_models_logprobs_and_follow_their_seed(served: 
         )
 
 
-def test_a_stop_text_ends_a_completion_and_stays_in_it(served: Served) -> None:
+def test_stop_text_ends_a_completion_and_is_part_of_it(served: Served) -> None:
     request = make_requests([[3, 4, 5]], SamplingConfig(temperature=0, max_tokens=30))
-    (whole,) = served.sampler.sample(request)
-    text = "abcdefghijklmnopqrstuvwxyz0123456789.,;"[whole.tokens[2] - 2]
+    (uninterrupted,) = served.sampler.sample(request)
+    text = "abcdefghijklmnopqrstuvwxyz0123456789.,;"[uninterrupted.tokens[2] - 2]
     stopping = [replace(request[0], sampling=replace(request[0].sampling, stop=(text,)))]
     (stopped,) = served.sampler.sample(stopping)
     assert stopped.finish_reason == FinishReason.STOP_TEXT
     assert stopped.tokens == served.pair.sampler().sample(stopping)[0].tokens
 
 
-def test_a_damaged_bucket_is_refused_and_the_old_weights_stay(served: Served) -> None:
+def test_damaged_bucket_is_refused_and_the_old_weights_stay(served: Served) -> None:
     version = served.sampler.weight_version
     before = served.sampler.sample(make_requests(make_prompts(2), GREEDY))
     served.perturb(5)
-    parcels = served.parcels(version + 1, bucket_bytes=4096)
+    buckets = served.write_buckets(version + 1, bucket_bytes=4096)
     data = torch.from_file(
-        str(parcels[-1].path), shared=True, size=parcels[-1].num_bytes, dtype=torch.uint8
+        str(buckets[-1].path), shared=True, size=buckets[-1].num_bytes, dtype=torch.uint8
     )
     data[3] ^= 1
     with pytest.raises(WeightError, match=r"rollout replica 0: .* arrived damaged"):
         served.sampler.load(
-            lambda replica: replica.call("load_files", parcels, version + 1), version=version + 1
+            lambda replica: replica.call("load_files", buckets, version + 1), version=version + 1
         )
     assert served.sampler.sample(make_requests(make_prompts(2), GREEDY)) == before
     served.publish_next()
 
 
-def test_interrupted_completions_go_on_under_new_weights_with_each_tokens_own_version(
+def test_interrupted_completions_continue_under_new_weights_with_token_versions(
     served: Served,
 ) -> None:
     sampler = PausableSampler(served.sampler, interrupts=True)
@@ -186,9 +189,9 @@ def test_interrupted_completions_go_on_under_new_weights_with_each_tokens_own_ve
             assert completion.rollout_logprobs == pytest.approx(expected, abs=LONG_TOLERANCE)  # type: ignore[attr-defined]
 
 
-def test_a_killed_server_is_started_again_and_the_completions_are_the_same(served: Served) -> None:
+def test_restarted_server_gives_the_same_completions(served: Served) -> None:
     requests = make_requests(make_prompts(12), LONG, seeds=range(12))
-    whole = served.sampler.sample(requests)
+    uninterrupted = served.sampler.sample(requests)
     (replica,) = served.sampler.replicas
     assert isinstance(replica, ServerProcess)
     process = replica.process_id
@@ -199,10 +202,10 @@ def test_a_killed_server_is_started_again_and_the_completions_are_the_same(serve
     if served.sampler.num_restarts == restarts:  # it was quicker than the kill
         again = served.sampler.sample(requests)
     assert served.sampler.num_restarts == restarts + 1
-    assert [c.tokens for c in again] == [c.tokens for c in whole]
+    assert [c.tokens for c in again] == [c.tokens for c in uninterrupted]
 
 
-def test_a_server_that_cannot_start_shows_the_end_of_its_log(
+def test_server_that_cannot_start_shows_the_end_of_its_log(
     serve: Serve, pairs: Pairs, tmp_path: Path
 ) -> None:
     with pytest.raises(

@@ -29,7 +29,7 @@ def test_extra_and_documentation_name_the_tested_range() -> None:
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.27.1", "0.32.0+cpu", "0.32.1rc1"])
-def test_tested_version_passes_without_a_word(version: str) -> None:
+def test_tested_version_passes_without_a_warning(version: str) -> None:
     versions = {"vllm": version}
     assert find_version_problem(versions, python="p") is None
     assert find_untested_warning(versions) is None

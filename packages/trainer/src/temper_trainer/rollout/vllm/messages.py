@@ -127,6 +127,7 @@ def decode(data: bytes) -> Message:
         MessageError: If the bytes are not a message.
     """
     kind, body = _FRAME.decode(data)
+    # Only listed types can be created, unlike with pickle.
     if kind not in _KINDS:
         raise msgspec.ValidationError(f"unknown message {kind!r}")
     return msgspec.msgpack.decode(body, type=_KINDS[kind])
@@ -147,7 +148,8 @@ def decode_arguments(call: Call) -> list[Any]:
     given = msgspec.msgpack.decode(call.arguments, type=list[msgspec.Raw])
     if not num_required <= len(given) <= len(types):
         raise msgspec.ValidationError(
-            f"{call.method} takes {num_required} to {len(types)} arguments, but {len(given)} were sent"
+            f"{call.method} takes {num_required} to {len(types)} arguments, but {len(given)} were "
+            "sent"
         )
     return [msgspec.msgpack.decode(raw, type=kind) for raw, kind in zip(given, types)]
 

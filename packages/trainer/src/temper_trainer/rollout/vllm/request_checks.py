@@ -20,8 +20,8 @@ def check_requests(requests: Sequence[SamplingRequest], spec: ServerSpec) -> Non
         tokens, vocab_size = request.prompt_tokens, spec.vocab_size
         if not tokens or max(tokens) >= vocab_size or min(tokens) < 0:
             raise ConfigError(
-                f"request {request.request_id} has the prompt {tokens!s:.80}, but a prompt needs at "
-                f"least one token and ids from 0 to {vocab_size - 1}: check that "
+                f"request {request.request_id} has the prompt {tokens!s:.80}, but a prompt needs "
+                f"at least one token and ids from 0 to {vocab_size - 1}: check that "
                 "data.tokenizer.path belongs to the model."
             )
         length = len(tokens) + request.sampling.max_tokens
@@ -37,33 +37,35 @@ def check_requests(requests: Sequence[SamplingRequest], spec: ServerSpec) -> Non
 def check_completion(
     request: SamplingRequest, completion: Completion, *, name: str, version: int
 ) -> None:
-    """Check a completion of the replica `name` whose weights have `version`.
+    """Check a completion that replica `name` returned; it must come from weights `version`.
 
     Raises:
-        WeightError: If it has too few tokens, log-probs that are not finite, or other weights.
+        WeightError: If the completion has too few tokens, a log-prob that is not finite, or was
+            sampled with other weights.
     """
-    answered = f"{name} answered request {request.request_id} with"
+    message_start = f"{name} answered request {request.request_id} with"
     num_tokens, reason = len(completion.tokens), completion.finish_reason
     num_logprobs = len(completion.rollout_logprobs)
     if completion.request_id != request.request_id or num_logprobs != num_tokens:
         raise WeightError(
-            f"{answered} {num_tokens} tokens, {num_logprobs} log-probs and id "
+            f"{message_start} {num_tokens} tokens, {num_logprobs} log-probs and id "
             f"{completion.request_id}: report this as a bug."
         )
     if not all(math.isfinite(value) for value in completion.rollout_logprobs):
         raise WeightError(
-            f"{answered} log-probs that are not finite, so its weights have overflowed or were "
-            "damaged: check the gradient norms of the steps before."
+            f"{message_start} log-probs that are not finite, so its weights have overflowed or "
+            "were damaged: check the gradient norms of the steps before."
         )
     is_short = num_tokens == 0 or (
         reason == FinishReason.MAX_TOKENS and num_tokens < request.sampling.max_tokens
     )
     if is_short and reason != FinishReason.INTERRUPTED:
         raise WeightError(
-            f"{answered} {num_tokens} tokens and finish reason {reason}, but "
+            f"{message_start} {num_tokens} tokens and finish reason {reason}, but "
             f"{request.sampling.max_tokens} tokens were requested: report this as a bug."
         )
     if completion.weight_version != version:
         raise WeightError(
-            f"{answered} weights {completion.weight_version}, but weights {version} were published."
+            f"{message_start} weights {completion.weight_version}, but weights {version} were "
+            "published."
         )

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 SERVER_MODULE = "temper_trainer.rollout.vllm.server"
 LOG_TAIL_LINES = 30
 EXIT_GRACE_S = 5.0
-"""Wait for a server that closed its connection to exit: it often logs the cause after closing it."""
+"""Time for a server that closed its connection to exit. It often logs the cause after closing."""
 _ERROR_CLASSES: dict[str, type[TemperError]] = {
     "ConfigError": ConfigError,
     "WeightError": WeightError,
@@ -111,8 +111,8 @@ class ServerProcess:
         # The server may be killed at any time, so the trainer owns and removes its files.
         self._directory = make_temporary_folder("server")
         spec = replace(self._spec, directory=str(self._directory))
-        # A socket pair instead of a listening socket: only the child that inherits the other end can
-        # connect.
+        # A socket pair instead of a listening socket, so that only the child that inherits the
+        # other end can connect.
         self._connection, other_end = multiprocessing.Pipe()
         with other_end, self._log_file.open("ab") as log:
             try:
@@ -167,7 +167,10 @@ class ServerProcess:
         return cast("Future[list[Completion]]", self.call("sample", list(requests)))
 
     def call(self, method: str, *arguments: object) -> "Future[object]":
-        """Call a method; the future fails with ReplicaError as soon as the server dies or stalls."""
+        """Call a method of the server.
+
+        The future fails with ReplicaError as soon as the server dies or stalls.
+        """
         future: Future[object] = Future()
         encoded = encode_value(arguments)
         with self._lock:
@@ -195,6 +198,8 @@ class ServerProcess:
             directory, self._directory = self._directory, None
             reader, self._reader = self._reader, None
             self.process_id = None
+        # SIGKILL and not SIGTERM: the server stores nothing, and a hanging one would ignore the
+        # latter.
         if process is not None:
             try:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -238,7 +243,10 @@ class ServerProcess:
     def _read(
         self, connection: "Connection[object, object]", open_calls: "dict[int, Future[object]]"
     ) -> None:
-        """Read messages and complete open calls until the server ends or stalls; runs in a thread."""
+        """Read messages and complete open calls until the server ends or stalls.
+
+        Runs in a thread.
+        """
         reason = "died"
         try:
             while True:
@@ -267,6 +275,7 @@ class ServerProcess:
             self._wait_for_exit()
         except Exception as unreadable:  # noqa: BLE001 - any error must complete the open calls, or their callers wait forever
             reason = f"sent an invalid message ({type(unreadable).__name__}: {unreadable})"
+        # `close` may have replaced it, and then a new server must not be closed.
         with self._lock:
             is_current = self._connection is connection
         if is_current:
@@ -296,7 +305,8 @@ class ServerProcess:
 
     def _make_error(self, problem: str) -> ReplicaError:
         return ReplicaError(
-            f"{self._name} {problem}. The end of its log, {self._log_file}:\n{self._read_log_tail()}"
+            f"{self._name} {problem}. The end of its log, {self._log_file}:\n"
+            f"{self._read_log_tail()}"
         )
 
     def _close_with_error(self, problem: str) -> ReplicaError:
@@ -308,6 +318,7 @@ class ServerProcess:
         if not self._log_file.exists():
             return "    (empty)"
         with self._log_file.open("rb") as file:
+            # Only the end, because the log of a long run may be large.
             file.seek(max(0, self._log_file.stat().st_size - 32768))
             lines = file.read().decode(errors="replace").splitlines()
         return "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:]) or "    (empty)"
@@ -334,5 +345,6 @@ def _settle(
             future.set_result(value)
         else:
             future.set_exception(error)
+    # `close` and this thread may both complete a call; the first one wins.
     except InvalidStateError:
         logger.debug("a result arrived for a call that had already failed")

@@ -29,8 +29,9 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
     load_format = "auto" if is_adapter or config.task in ("eval", "generate") else vllm.load_format
     if is_adapter and model.path is None:
         raise ConfigError(
-            "weight_sync.content is adapter, but actor.engine.model.path is not set, so servers have no "
-            "base model: set weight_sync.content=full, or save the base as a Hugging Face directory."
+            "weight_sync.content is adapter, but actor.engine.model.path is not set, so servers "
+            "have no base model: set weight_sync.content=full, or save the base as a Hugging Face "
+            "directory."
         )
     if model.path is not None:
         text_config = AutoConfig.from_pretrained(
@@ -50,8 +51,8 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
         }
     elif load_format != "dummy":
         raise ConfigError(
-            f"rollout.vllm.load_format is {load_format}, but actor.engine.model.path is not set, so "
-            "there are no weights to load: set it to dummy."
+            f"rollout.vllm.load_format is {load_format}, but actor.engine.model.path is not set, "
+            "so there are no weights to load: set it to dummy."
         )
     else:
         text_config.architectures = [
@@ -82,8 +83,8 @@ def build_teacher_server_spec(
     model, vllm, distillation = teacher.engine.model, config.rollout.vllm, config.distillation
     if model.path is None:
         raise ConfigError(
-            f"teachers.{name}.backend is vllm, but teachers.{name}.engine.model.path is not set: set it "
-            "to a model directory."
+            f"teachers.{name}.backend is vllm, but teachers.{name}.engine.model.path is not set: "
+            "set it to a model directory."
         )
     text_config = AutoConfig.from_pretrained(
         model.path, trust_remote_code=model.trust_remote_code
@@ -184,7 +185,8 @@ def _make_environment(*, eager: bool) -> dict[str, str]:
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in the server's process
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # replicas on one host must not bind to the same cores
+        # Replicas on one host must not bind to the same cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_HOST_IP": LOOPBACK,  # its workers, which are all on one host, meet there
     }
     return variables | ({"TORCHDYNAMO_DISABLE": "1"} if eager else {})

@@ -29,7 +29,7 @@ class _OpenRequest:
 
     request: SamplingRequest
     tokens: list[int] = field(default_factory=list)
-    """Sampled so far."""
+    """Token ids that were sampled so far."""
     logprobs: list[float] = field(default_factory=list)
 
 
@@ -47,8 +47,8 @@ class VllmEngine:
         if self._is_cpu:
             if spec.sleep_level:
                 raise ConfigError(
-                    f"rollout.vllm.sleep_level is {spec.sleep_level}, but vLLM cannot sleep on a CPU: set it "
-                    "to 0."
+                    f"rollout.vllm.sleep_level is {spec.sleep_level}, but vLLM cannot sleep on a "
+                    "CPU: set it to 0."
                 )
             arguments["enforce_eager"] = True
             # Chunked prefill makes vLLM (0.27.1 and 0.32.0) rewind the seeded generator of a
@@ -113,7 +113,9 @@ class VllmEngine:
             stop_token_ids=list(self._spec.end_token_ids),
             # The end token in the model's config may belong to another tokenizer.
             ignore_eos=True,
+            # Greedy decoding draws nothing, and vLLM samples seeded requests one by one.
             seed=None if sampling.temperature == 0 else request.seed,
+            # 0 returns the log-prob of the sampled token only, None would return none.
             logprobs=0,
             output_kind=RequestOutputKind.DELTA,
         )
@@ -148,6 +150,7 @@ class VllmEngine:
         No request may be open, because `LLM.generate` would step it too.
         """
         self._check_idle()
+        # vLLM must generate at least one token; only the log-probs of the prompt are used.
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         prompts = [{"prompt_token_ids": list(row)} for row in tokens]
         outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
@@ -207,6 +210,7 @@ class VllmEngine:
     def start_update(self) -> None:
         """Prepare for the first bucket of a set."""
         self._check_idle()
+        # Only the weights: memory for the KV cache is allocated once the update is complete.
         if self._is_asleep:
             self._engine.wake_up(tags=["weights"])
         self._llm.start_weight_update()
@@ -227,7 +231,10 @@ class VllmEngine:
         return self.finish_update(version)
 
     def load_delta(self, buckets: Sequence[PackedBucket], manifest: DeltaManifest) -> int:
-        """Load all weights and their delta from files; this server's earlier weights do not matter."""
+        """Load all weights and their delta from files.
+
+        The weights that this server had before do not matter.
+        """
         for delta in manifest.deltas:
             open_delta_file(delta)  # compares the checksum before any weight changes
         self.start_update()
@@ -267,7 +274,7 @@ class VllmEngine:
         cached = self.cached_version()
         if cached != base_version:
             raise StaleBaseError(
-                f"a delta to weights {base_version} arrived, but the server has a copy of "
+                f"a delta relative to weights {base_version} arrived, but the server has a copy of "
                 f"{'no weights' if cached < 0 else f'weights {cached}'}."
             )
         self.start_update()
@@ -297,8 +304,8 @@ class VllmEngine:
         adapter = LoRARequest(f"version-{version}", version, directory)
         if not self._engine.add_lora(adapter):
             raise WeightError(
-                f"vLLM refused the adapter of version {version} in {directory}: look at the server's "
-                "log."
+                f"vLLM refused the adapter of version {version} in {directory}: look at the "
+                "server's log."
             )
         if self._adapter is not None:
             self._engine.remove_lora(self._adapter.lora_int_id)
@@ -328,6 +335,8 @@ class VllmEngine:
         if self._is_asleep:
             self._engine.wake_up(tags=["kv_cache"])
             self._is_asleep = False
+        # Otherwise a prompt that was seen before would continue from keys and values of old
+        # weights.
         if not self._engine.reset_prefix_cache():
             raise WeightError(
                 "vLLM could not reset its prefix cache after a weight update: report this as a bug."

@@ -7,13 +7,13 @@ from concurrent.futures import Future
 
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.weights import NamedWeight
+from temper_trainer.progress import track_wait
 from temper_trainer.rollout.load_balancer import LoadBalancer
 from temper_trainer.rollout.sampler import Replica, ReplicaError
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.request_checks import check_completion, check_requests
 from temper_trainer.rollout.vllm.vllm_versions import describe_versions, find_untested_warning
 from temper_trainer.types import Completion, SamplingRequest
-from temper_trainer.waits import track_wait
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +38,17 @@ class VllmSampler:
         self._replicas = list(replicas)
         self._spec = spec
         self._balancer = LoadBalancer(len(replicas))
-        self._lives = [0] * len(replicas)
-        """Number of restarts of each replica: calls that failed in one life cause one restart."""
+        self._num_restarts = [0] * len(replicas)
+        """Restarts of each replica so far.
+
+        A failed call restarts its replica only if this number has not changed since the call was
+        sent: another call may have noticed the same death first."""
         self._restarts_left = max_restarts
         # Reentrant: `load` restarts a dead replica while it holds the lock.
         self._lock = threading.RLock()
         self._version = 0
-        self._reload: StartLoad | None = None
-        self._cannot_reload = False
+        self._last_load: StartLoad | None = None
+        self._last_load_is_lost = False
         self._is_closed = False
         self.num_restarts = 0
         """Number of restarts."""
@@ -55,6 +58,7 @@ class VllmSampler:
         except BaseException:
             self.close()
             raise
+        # Sorted and without duplicates: replicas of one environment warn about the same versions.
         for warning in sorted(
             {find_untested_warning(replica.versions) or "" for replica in replicas}
         ):
@@ -83,11 +87,11 @@ class VllmSampler:
     def interrupt(self) -> None:
         """Interrupt all open requests; see InterruptibleSampler."""
         for number, replica in enumerate(self._replicas):
-            life = self._lives[number]
+            restarts_before = self._num_restarts[number]
             try:
                 replica.call("interrupt").result()
             except ReplicaError as error:
-                self._restart(number, life=life, cause=error)
+                self._restart(number, restarts_before=restarts_before, cause=error)
 
     def logprobs(self, tokens: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
         """Return the log-prob of every token but the first, after comparing all replicas.
@@ -100,8 +104,8 @@ class VllmSampler:
         """
         if temperature != 1:
             raise ConfigError(
-                f"vLLM reports log-probs of given tokens only at temperature 1, not at {temperature}: "
-                "use rollout=hf."
+                "vLLM reports log-probs of given tokens only at temperature 1, not at "
+                f"{temperature}: use rollout=hf."
             )
         rows = [tuple(row) for row in tokens]
         answers = self._call_all("logprobs", rows)
@@ -111,13 +115,15 @@ class VllmSampler:
             assert isinstance(other, list)
             # Not ">": a NaN must fail.
             if not all(
+                # Replicas run equal kernels, but may batch differently; other weights differ by far
+                # more.
                 abs(a - b) <= 1e-2
                 for one, two in zip(first, other, strict=True)
                 for a, b in zip(one, two, strict=True)
             ):
                 raise WeightError(
-                    f"{self._replicas[0].name} and {replica.name} return different log-probs, so they "
-                    "have different weights: report this as a bug."
+                    f"{self._replicas[0].name} and {replica.name} return different log-probs, so "
+                    "they have different weights: report this as a bug."
                 )
         return first
 
@@ -155,13 +161,15 @@ class VllmSampler:
             WeightError: If a replica refused the weights.
         """
         with self._lock:
-            self._reload, self._cannot_reload = None, True
+            # A replica that dies now leaves the others waiting in a collective, so it is not
+            # restarted.
+            self._last_load, self._last_load_is_lost = None, True
             futures = [receive(replica) for replica in self._replicas]
             send()
             for number, future in enumerate(futures):
                 self._check_version(number, future.result(), version=version)
             self._version = version
-            self._reload, self._cannot_reload = reload, reload is None
+            self._last_load, self._last_load_is_lost = reload, reload is None
 
     def load(self, start_load: StartLoad, *, version: int) -> None:
         """Load weights into every replica; a replica that is restarted later loads them too.
@@ -171,8 +179,8 @@ class VllmSampler:
         """
         with self._lock:
             # Set first: a replica that dies meanwhile is restarted with the new weights.
-            self._reload, previous = start_load, self._reload
-            lives = list(self._lives)
+            self._last_load, previous = start_load, self._last_load
+            num_restarts = list(self._num_restarts)
             futures = [start_load(replica) for replica in self._replicas]
             for number, future in enumerate(futures):
                 try:
@@ -180,10 +188,10 @@ class VllmSampler:
                         self._check_version(number, future.result(), version=version)
                 except ReplicaError as error:
                     self._version = version  # the restarted replica loads and reports it
-                    self._restart(number, life=lives[number], cause=error)
+                    self._restart(number, restarts_before=num_restarts[number], cause=error)
                 except WeightError:
                     # A replica that is restarted later must not load weights that were refused.
-                    self._reload = previous
+                    self._last_load = previous
                     raise
             self._version = version
 
@@ -197,7 +205,7 @@ class VllmSampler:
     def call_each(
         self, method: str, arguments: Sequence[tuple[object, ...] | None]
     ) -> list[object]:
-        """Call an engine method of all replicas at once; a dead replica is restarted and called again.
+        """Call an engine method of all replicas at once; restart dead replicas and call them again.
 
         Args:
             method: A method of EngineMethods.
@@ -206,7 +214,7 @@ class VllmSampler:
         results: list[object] = [None] * len(self._replicas)
         pending = [number for number, given in enumerate(arguments) if given is not None]
         while pending:
-            lives = list(self._lives)
+            num_restarts = list(self._num_restarts)
             futures = {
                 number: self._replicas[number].call(method, *(arguments[number] or ()))
                 for number in pending
@@ -217,7 +225,7 @@ class VllmSampler:
                     with track_wait(f"{self._replicas[number].name}: {method}"):
                         results[number] = future.result()
                 except ReplicaError as error:
-                    self._restart(number, life=lives[number], cause=error)
+                    self._restart(number, restarts_before=num_restarts[number], cause=error)
                     pending.append(number)
         return results
 
@@ -246,10 +254,10 @@ class VllmSampler:
             completions: Completions by index; new ones are added.
         """
         with self._lock:
-            # Under one lock: the lives must be those of the processes that get the requests, so that
+            # Under one lock: the counts must belong to the processes that get the requests, so that
             # a death is not counted for a process that was restarted in between.
             assigned = self._balancer.assign([requests[index] for index in pending])
-            lives = list(self._lives)
+            num_restarts = list(self._num_restarts)
             running = {
                 number: (
                     [pending[i] for i in positions],
@@ -272,7 +280,7 @@ class VllmSampler:
                     )
                     completions[index] = completion
             except ReplicaError as error:
-                self._restart(number, life=lives[number], cause=error)
+                self._restart(number, restarts_before=num_restarts[number], cause=error)
                 failed += indices
             finally:
                 with self._lock:
@@ -282,35 +290,38 @@ class VllmSampler:
     def _call_all(self, method: str, *arguments: object) -> list[object]:
         return self.call_each(method, [arguments] * len(self._replicas))
 
-    def _restart(self, number: int, *, life: int, cause: ReplicaError) -> None:
+    def _restart(self, number: int, *, restarts_before: int, cause: ReplicaError) -> None:
         """Restart a dead replica with the last weights, once per death.
 
         Args:
             number: Number of the replica.
-            life: Its number of restarts when the failed call was sent. Another call may have noticed
-                the death first.
+            restarts_before: Its number of restarts when the failed call was sent. Another call may
+                have noticed the death first.
             cause: The error of the call.
 
         Raises:
             ReplicaError: If it cannot be restarted.
         """
         with self._lock:
-            if self._lives[number] != life:
+            # Another call has noticed the same death and restarted the replica.
+            if self._num_restarts[number] != restarts_before:
                 return
             if self._is_closed:
                 raise cause
-            if self._cannot_reload:
+            if self._last_load_is_lost:
                 raise ReplicaError(
-                    f"{cause}\nIt cannot be restarted, because its weights are not stored anywhere: resume "
+                    f"{cause}\n"
+                    "It cannot be restarted, because its weights are not stored anywhere: resume "
                     "the run, or set weight_sync.transport=shared_memory."
                 ) from cause
             if self._restarts_left == 0:
                 raise ReplicaError(
-                    f"{cause}\nrollout.vllm.max_restarts is used up: fix the cause above, or raise it."
+                    f"{cause}\n"
+                    "rollout.vllm.max_restarts is used up: fix the cause above, or raise it."
                 ) from cause
             self._restarts_left -= 1
             self.num_restarts += 1
-            self._lives[number] += 1
+            self._num_restarts[number] += 1
             replica = self._replicas[number]
             logger.warning(
                 "%s\n%s is restarted (%d restarts left)",
@@ -319,9 +330,12 @@ class VllmSampler:
                 self._restarts_left,
             )
             replica.start()
+            # Its prefix cache is empty now, so sessions may move to other replicas.
             self._balancer.forget(number)
-            if self._reload is not None:
-                self._check_version(number, self._reload(replica).result(), version=self._version)
+            if self._last_load is not None:
+                self._check_version(
+                    number, self._last_load(replica).result(), version=self._version
+                )
 
     def _check_version(self, number: int, reported: object, *, version: int) -> None:
         if reported != version:

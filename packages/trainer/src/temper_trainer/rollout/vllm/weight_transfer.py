@@ -110,6 +110,7 @@ class TemperTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             weights = self._receive_bucket(update_info)
         else:
             weights = _read_from_files(update_info)
+        # vLLM's own loader fuses, shards and casts, so the names are those of Hugging Face.
         self.model.load_weights(weights)
 
     def _receive_bucket(self, info: UpdateInfo) -> list[NamedWeight]:

@@ -7,12 +7,12 @@ from typing import Protocol
 
 import ray
 
+from temper_trainer.progress import track_wait
 from temper_trainer.runtime.worker_group import FullStoreError, WorkerError
-from temper_trainer.waits import track_wait
 
 DEATH_NOTICE_TIMEOUT_S = 5.0
 """Time after a rank's failure for Ray to report the death of another rank."""
-_FULL_STORE_ERRORS = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
+_OBJECT_STORE_FULL_ERRORS = (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)
 
 
 class RemoteMethod(Protocol):
@@ -43,6 +43,7 @@ def wait_for_all(
     def describe_pending() -> str:
         return f"; ranks {list_pending_ranks()} have not answered"
 
+    # One result at a time, so that a failed rank is noticed while others still wait for it.
     with track_wait(call, describe_pending=describe_pending):
         while pending:
             ready, rest = ray.wait(
@@ -62,10 +63,10 @@ def wait_for_all(
 
 @contextmanager
 def report_full_store(call: str) -> Iterator[None]:
-    """Raise FullStoreError if the arguments of a call in the body do not fit into the object store."""
+    """Raise FullStoreError if arguments of a call in the body do not fit into the object store."""
     try:
         yield
-    except _FULL_STORE_ERRORS as error:
+    except _OBJECT_STORE_FULL_ERRORS as error:
         raise _make_full_store_error(call, error) from error
 
 
@@ -96,7 +97,7 @@ def _find_failure(ref: "ray.ObjectRef[object]", *, rank: int, call: str) -> Exce
         ray.get(ref)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause if isinstance(error.cause, Exception) else None
-        if isinstance(cause, _FULL_STORE_ERRORS):
+        if isinstance(cause, _OBJECT_STORE_FULL_ERRORS):
             return _make_full_store_error(f"{call}, result of rank {rank}", cause)
         if cause is not None:
             cause.__cause__ = error  # Ray's error has the traceback of the worker
@@ -105,7 +106,7 @@ def _find_failure(ref: "ray.ObjectRef[object]", *, rank: int, call: str) -> Exce
         died = WorkerError(f"{call}: the worker of rank {rank} died ({_first_line(error)}).")
         died.__cause__ = error
         return died
-    except _FULL_STORE_ERRORS as error:
+    except _OBJECT_STORE_FULL_ERRORS as error:
         return _make_full_store_error(f"{call}, result of rank {rank}", error)
     except ray.exceptions.RayError as error:
         lost = WorkerError(f"{call}: the result of rank {rank} was lost ({_first_line(error)}).")

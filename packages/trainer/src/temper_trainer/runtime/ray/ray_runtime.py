@@ -261,8 +261,8 @@ def _init_ray(*, address: str | None, bind_address: str | None) -> None:
     except ConnectionError as error:
         raise ConfigError(
             f"runtime.address is {address}, but no Ray cluster answers there: start one (ray start "
-            "--head), correct the address, or remove it to start Ray on this host. A cluster with token "
-            "authentication needs RAY_AUTH_MODE=token and the same ~/.ray/auth_token here."
+            "--head), correct the address, or remove it to start Ray on this host. A cluster with "
+            "token authentication needs RAY_AUTH_MODE=token and the same ~/.ray/auth_token here."
         ) from error
 
 

@@ -23,8 +23,7 @@ from temper_trainer.rollout.hf_sampler import HfSampler
 from temper_trainer.rollout.packed_bucket import compute_digest, split_into_buckets
 from temper_trainer.rollout.weight_delta import DeltaBucket
 from temper_trainer.runtime.ray.ray_calls import RemoteMethod, report_full_store, wait_for_all
-from temper_trainer.runtime.training_worker import TrainingWorker
-from temper_trainer.runtime.worker_group import WorkerGroup
+from temper_trainer.runtime.worker_group import TrainingWorker, WorkerGroup
 from temper_trainer.types import Completion, SamplingRequest
 
 
@@ -153,8 +152,8 @@ class SamplerActor:
         staged, self._staged = self._staged, {}
         if set(staged) != set(range(count)):
             raise WeightError(
-                f"the sampler received {len(staged)} of {count} weight buckets: publish the weights "
-                "again."
+                f"the sampler received {len(staged)} of {count} weight buckets: publish the "
+                "weights again."
             )
         self._sampler.load_weights(
             (weight for i in range(count) for weight in staged[i]), version=version

@@ -15,8 +15,14 @@ from temper_engine_api.rendezvous import (
 )
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.runtime.ray.ray_calls import RemoteMethod, report_full_store, wait_for_all
-from temper_trainer.runtime.training_worker import TrainingWorker, call_worker, make_worker
-from temper_trainer.runtime.worker_group import FullStoreError, WorkerError, WorkerGroup
+from temper_trainer.runtime.worker_group import (
+    FullStoreError,
+    TrainingWorker,
+    WorkerError,
+    WorkerGroup,
+    call_worker,
+    make_worker,
+)
 
 T = TypeVar("T")
 
@@ -138,6 +144,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def close(self) -> None:
         """Kill the actors."""
+        # Killed and not asked to exit, because a rank may hang in a collective.
         for actor in self._actors:
             ray.kill(actor)
 

@@ -1,28 +1,162 @@
-"""Score in worker processes, which are killed and replaced if a call hangs or crashes."""
+"""Call reward functions with a time limit, in threads of this process or in worker processes.
+
+A thread cannot be killed: one that takes too long is abandoned, ends when its call returns, and
+scores nothing more. A call that never releases the GIL, such as a runaway regular expression,
+blocks the process and counts as timed out when it returns. Such functions need worker processes
+(reward.num_workers), which are killed and replaced if a call hangs or crashes.
+"""
 
 import contextlib
 import ctypes
 import logging
+import math
 import multiprocessing
+import numbers
 import os
 import pickle
+import queue
 import signal
 import sys
+import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
 from multiprocessing.connection import Connection, wait
 
 from temper_engine_api.errors import ConfigError, TemperError
 from temper_trainer.progress import advance_progress
-from temper_trainer.reward.outcome import (
-    FailureKind,
-    Item,
-    Outcome,
-    RewardCall,
-    make_timeout_outcome,
-)
+from temper_trainer.reward.registry import Argument, RewardFunction
+from temper_trainer.types import Prompt, Score
+
+Item = tuple[Prompt, str]
+"""A prompt and the text of a completion."""
+
+
+class FailureKind(StrEnum):
+    """Reason why there is no reward."""
+
+    RAISED = "raised"
+    """The function raised, or its process died."""
+    TIMEOUT = "timeout"
+    """The call took longer than reward.timeout_s."""
+    NOT_FINITE = "not_finite"
+    """The function returned NaN, infinity, or something other than a number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A reward, or the reason why there is none."""
+
+    reward: float | None = None
+    """Finite; None if the call failed."""
+    kind: FailureKind | None = None
+    """None if there is a reward."""
+    message: str = ""
+    """One line that describes the failure."""
+    trace: str = ""
+    """Traceback, if the function raised."""
+
+    def to_score(self) -> Score:
+        """Return the score for the training loop."""
+        return Score(
+            reward=self.reward,
+            failure=None if self.kind is None else f"{self.kind}: {self.message}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardCall:
+    """A reward function with its arguments; picklable if the function is importable."""
+
+    function: RewardFunction
+    arguments: Mapping[str, Argument]
+    """Keyword arguments of the function."""
+
+    def __call__(self, item: Item) -> Outcome:
+        """Score one completion; whatever the function raises becomes a failed outcome."""
+        prompt, text = item
+        try:
+            value: object = self.function(prompt, text, **self.arguments)
+        # A user's function may raise anything; each failure is counted and shown.
+        except Exception as error:  # noqa: BLE001
+            return Outcome(
+                kind=FailureKind.RAISED,
+                message=(
+                    f"{type(error).__name__}: {error} (prompt {prompt.prompt_id}, {prompt.source})"
+                ),
+                trace=traceback.format_exc(),
+            )
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            message = (
+                f"returned {value!r:.80} ({type(value).__name__}), but a reward is a finite number"
+            )
+            message += f" (prompt {prompt.prompt_id}, {prompt.source})"
+            return Outcome(kind=FailureKind.NOT_FINITE, message=message)
+        return Outcome(reward=float(value))
+
+
+def make_timeout_outcome(item: Item, *, timeout_s: float) -> Outcome:
+    """Return the outcome of a call that was abandoned."""
+    return Outcome(
+        kind=FailureKind.TIMEOUT,
+        message=(
+            f"took longer than reward.timeout_s = {timeout_s} (prompt {item[0].prompt_id}, "
+            f"{item[0].source})"
+        ),
+    )
+
+
+class ThreadScoring:
+    """Run calls in daemon threads, one at a time."""
+
+    def __init__(self, call: RewardCall, *, timeout_s: float) -> None:
+        self._call = call
+        self._timeout_s = timeout_s
+
+    def run(self, items: Sequence[Item]) -> list[Outcome]:
+        """Return one outcome per item, in order."""
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(items):
+            outcomes += self._run_until_timeout(items[len(outcomes) :])
+        return outcomes
+
+    def close(self) -> None:
+        """Do nothing; threads need no cleanup."""
+
+    def _run_until_timeout(self, items: Sequence[Item]) -> list[Outcome]:
+        """Return the outcomes up to the first timeout, inclusive."""
+        results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        is_abandoned = threading.Event()
+
+        def score_all() -> None:
+            for item in items:
+                if is_abandoned.is_set():
+                    return
+                started = time.monotonic()
+                outcome = self._call(item)
+                # The waiting thread may have been blocked during the call, so it cannot measure the
+                # time itself.
+                is_late = time.monotonic() - started > self._timeout_s
+                results.put(
+                    make_timeout_outcome(item, timeout_s=self._timeout_s) if is_late else outcome
+                )
+
+        # A daemon, because an abandoned thread must not keep the process from exiting.
+        threading.Thread(target=score_all, name="temper-reward", daemon=True).start()
+        outcomes: list[Outcome] = []
+        for item in items:
+            try:
+                outcomes.append(results.get(timeout=self._timeout_s))
+                advance_progress("rewards")
+            except queue.Empty:
+                is_abandoned.set()
+                return [*outcomes, make_timeout_outcome(item, timeout_s=self._timeout_s)]
+        return outcomes
+
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +189,7 @@ class ProcessScoring:
             WorkerStartError: If a worker does not start.
         """
         try:
+            # Checked first, to name the setting: the error of multiprocessing would not.
             pickle.dumps(call)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
@@ -159,6 +294,8 @@ class _Worker:
     """One process and the tasks that it was given."""
 
     def __init__(self, call: RewardCall) -> None:
+        # Not fork: the driver has threads and may have initialized CUDA, and neither survives a
+        # fork.
         context = multiprocessing.get_context("spawn")
         self.connection, child_connection = context.Pipe()
         self.process = context.Process(

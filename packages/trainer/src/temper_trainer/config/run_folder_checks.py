@@ -18,7 +18,7 @@ RUN_FILES = (
 
 
 START_FILES = ("config.yaml", "config_origins.yaml", "tokenizer")
-"""Those of RUN_FILES that are written before the first step."""
+"""Subset of RUN_FILES that is written before the first step."""
 
 
 UNTRAINED = ".untrained"
@@ -46,6 +46,8 @@ def find_inputs_in_run_folder(config: object, folder: Path) -> Iterator[str]:
         folder: `run.dir`.
     """
     for key, value in _iterate_strings(config):
+        # A bare word such as an algorithm's name may also be the name of a file, so it needs a
+        # slash.
         if key.startswith("run.") or not (key.endswith(("path", "paths")) or "/" in value):
             continue
         if os.path.lexists(value) and _is_inside(value, folder):
