@@ -15,7 +15,7 @@ from temper_legacy_shim.old_tools import HermesTools, load_tools
 from temper_trainer.config.data import TokenizerConfig
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.data.tokenizer import build_tokenizer
-from temper_trainer.environment.environment_factory import make_environment_factory
+from temper_trainer.environment.tool_environment import make_environment_factory
 from temper_trainer.types import Prompt
 
 TEMPLATE = "{% for m in messages %}({{ m.role }} {{ m.content }}){% endfor %}{% if add_generation_prompt %}(assistant {% endif %}"

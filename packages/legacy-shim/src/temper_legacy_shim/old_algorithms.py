@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
-from temper_trainer.algorithms.surrogate import SurrogateObjective
+from temper_trainer.algorithms.policy_losses import SurrogateObjective
 
 EPSILON = 1e-8
 """Keeps a logarithm finite, as the old loss did."""

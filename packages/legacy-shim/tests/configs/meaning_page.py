@@ -7,13 +7,17 @@ from typing import Protocol
 _HEAD = """\
 # Does a translated run do what the old one did?
 
-Made by `TEMPER_MEANING_PAGE=docs/benchmarks/migration-meaning.md pytest packages/legacy-shim/tests/configs/test_meaning.py -m nightly`,
-which fails on a difference without a reason. It needs the facts in `$TEMPER_TEST_DATA/legacy`.
+This page compares what real runs of verl did with what their translations do. The table counts equal
+values, differences with a known reason, and others. To make the page again, with the recorded data in `$TEMPER_TEST_DATA/legacy`:
+`TEMPER_MEANING_PAGE=docs/benchmarks/migration-meaning.md pytest packages/legacy-shim/tests/configs/test_meaning.py -m nightly`.
+The test fails on a difference without a reason.
 
-The old value is computed without the translator: Hydra's parser and OmegaConf lay a real invocation's overrides on the default tree that
-was recorded of its release, and rules written by hand from the old code say what a run with these values did (such as: KL in the reward
-before v0.4.0 unless the loss had it; the bounds of the clip that were read; updates of a step). The new value is the written file over
-the trainer's defaults. Runs of `verl.trainer.main_ppo` whose values the shell knew are compared, unless a person has to decide first.
+* The old value is computed without the translator. Hydra's parser and OmegaConf apply the overrides of a real invocation to the
+  recorded defaults of its release. Rules written by hand from the old code then give the value that took effect, such as the bounds
+  of the clip, or whether the KL was in the reward or in the loss.
+* The new value is read from the translated file and the trainer's defaults.
+* Runs of `verl.trainer.main_ppo` are compared if their values do not depend on the shell's environment, and the translation needs
+  no decision.
 """
 _GROUPS: Mapping[str, tuple[str, ...]] = {
     "advantage, completions, entropy, aggregation": (
@@ -103,10 +107,10 @@ def _counts(found: Sequence[Comparison], reasons: Mapping[str, str]) -> list[str
 
 def _values(sample: Sequence[Comparison]) -> list[str]:
     lines = [
-        f"## {len(sample)} of them, value by value",
+        f"## {len(sample)} of them, with all values",
         "",
-        "The first line of a run is what the old system did, the second what the new one does; `-` is off or not in this release.",
-        "`schedule.advance` is `rl_step` in all, as the old schedule stepped.",
+        "The first line of a run has the old system's values, the second the new system's; `-` means off, or not in this release.",
+        "`schedule.advance` is `rl_step` in all runs, because the old schedule advanced once per RL step.",
         "",
         f"| run | | {' | '.join(_GROUPS)} |",
         f"|---|---|{'---|' * len(_GROUPS)}",

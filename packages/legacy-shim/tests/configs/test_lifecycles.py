@@ -115,7 +115,7 @@ def test_the_critics_block_moved_and_its_offload_is_carried_from_where_it_lay(ve
     critic = ("algorithm.adv_estimator=gae", "critic.model.path=/models/q")
     found = translated(version, *critic, f"critic.{block}.param_offload=True")
     assert last(found) == ("moved", "param-offload")
-    assert values(found)["critic.engine.residency.offload_parameters"] is True
+    assert values(found)["critic.engine.offload.parameters"] is True
     assert "refused" not in rules_found(found, "refused")
 
 
@@ -190,7 +190,7 @@ def test_a_limit_of_turns_that_went_is_ignored_and_said(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["v0.4.0", "v0.7.0", "v0.9.0"])
 def test_offload_policy_is_fsdp2s_alone(version: str) -> None:
-    key, new = "actor_rollout_ref.actor.fsdp_config.offload_policy", "actor.engine.residency.offload_parameters"
+    key, new = "actor_rollout_ref.actor.fsdp_config.offload_policy", "actor.engine.offload.parameters"
     found = translated(version, "actor_rollout_ref.actor.strategy=fsdp2", f"{key}=True")
     assert values(found)[new] is True
     ignored = without_effect(version, f"{key}=True")
@@ -207,7 +207,7 @@ def test_megatron_has_no_offload_policy() -> None:
 def test_offload_policy_of_fine_tuning_is_fsdp2s_alone() -> None:
     base = ("data.train_files=/data/train.parquet", "model.path=/models/q")
     options = {"base": base, "entry": "verl.trainer.sft_trainer"}
-    new = "actor.engine.residency.offload_parameters"
+    new = "actor.engine.offload.parameters"
     assert values(translated("v0.9.0", "engine.strategy=fsdp2", "engine.offload_policy=True", **options))[new] is True
     ignored = translated("v0.9.0", "engine.strategy=fsdp", "engine.offload_policy=True", **options)
     assert new not in values(ignored)

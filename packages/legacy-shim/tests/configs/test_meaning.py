@@ -187,11 +187,11 @@ FIRST_RATE = "actor.engine.schedule: first step's share of the peak"
 """No key, but what the warm-up makes of one: the old one began at 0, ours at 1 / N."""
 
 REASONS = {
-    FIRST_RATE: "the old warm-up's first step trained nothing; here step k of N has k / N of the peak, one step earlier",
-    "run.eval_sampling.temperature": "without held-out prompts nothing is evaluated, so nothing is written",
-    "algorithm.dual_clip": "losses other than vanilla have none",
-    "algorithm.advantage": "where teachers alone say what is better, none is estimated; a completion alone has its bare reward",
-    "algorithm.clip_low": "gpg has no ratio to clip; dppo's bounds are arguments of its own",
+    FIRST_RATE: "the old warm-up started at rate 0; step k of N now has k / N of the peak, one step earlier",
+    "run.eval_sampling.temperature": "without held-out prompts there is no evaluation, so the key is not written",
+    "algorithm.dual_clip": "only the vanilla loss has a dual clip",
+    "algorithm.advantage": "with only teachers as signal no advantage is estimated; a group of one keeps its unnormalized reward",
+    "algorithm.clip_low": "gpg has no ratio to clip; the bounds of dppo are arguments of that loss",
     "algorithm.clip_high": "the same",
 }
 """The differences that are explained."""

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -284,12 +285,21 @@ def test_the_config_json_of_a_local_folder_says_whether_its_model_sees(tmp_path:
 
 
 def test_the_trainer_reads_a_config_json_as_the_translation_does() -> None:
-    """Each package is installed without the other, so each has the rule; here they are held to be one."""
-    theirs = pytest.importorskip("temper_trainer.config_loading.model_folders", reason="needs temper-trainer")
-    for name in ("_PARTS", "_CLASSES", "_TYPES"):
-        assert getattr(theirs, name).pattern == getattr(images, name).pattern, name
-    assert theirs._OTHER_PARTS == images._OTHER_PARTS
-    assert ast.dump(ast.parse(inspect.getsource(theirs._part))) == ast.dump(ast.parse(inspect.getsource(images._part)))
+    """Each package is installed without the other, so each has the rule; the two must not drift apart."""
+    trainer = pytest.importorskip("temper_trainer.config_loading.model_folders", reason="needs temper-trainer")
+    trainer_names = {
+        "_PARTS": "_MULTIMODAL_KEY_PATTERN",
+        "_OTHER_PARTS": "_OTHER_MULTIMODAL_KEYS",
+        "_CLASSES": "_MULTIMODAL_CLASS_PATTERN",
+        "_TYPES": "_MULTIMODAL_TYPE_PATTERN",
+    }
+    for name, trainer_name in trainer_names.items():
+        assert getattr(trainer, trainer_name) == getattr(images, name), name
+    translation = inspect.getsource(images._part)
+    for name, trainer_name in {**trainer_names, "_part": "_find_multimodal_entry"}.items():
+        translation = re.sub(rf"\b{name}\b", trainer_name, translation)
+    same = inspect.getsource(trainer._find_multimodal_entry)
+    assert ast.dump(ast.parse(same)) == ast.dump(ast.parse(translation))
 
 
 def test_a_config_json_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from temper_legacy_shim.cli import app
 from temper_legacy_shim.imports.codemod import NotPythonError, change_imports
 from temper_legacy_shim.imports.successors import rows
 
-OURS = "from temper_trainer.runtime.training_worker import TrainingWorker\n"
+OURS = "from temper_trainer.runtime.worker_group import TrainingWorker\n"
 
 
 def _change(text: str, *, keeps_legacy: bool = False) -> str:
@@ -78,7 +78,7 @@ def test_a_local_name_of_the_same_spelling_is_not_touched() -> None:
 def test_a_new_name_that_is_taken_is_imported_under_the_old_one() -> None:
     text = "from verl.workers.fsdp_workers import ActorRolloutRefWorker\n\n\nclass TrainingWorker(ActorRolloutRefWorker):\n    pass\n"
     changed = _change(text)
-    assert changed.startswith("from temper_trainer.runtime.training_worker import TrainingWorker as ActorRolloutRefWorker\n")
+    assert changed.startswith("from temper_trainer.runtime.worker_group import TrainingWorker as ActorRolloutRefWorker\n")
     assert "class TrainingWorker(ActorRolloutRefWorker):" in changed
 
 

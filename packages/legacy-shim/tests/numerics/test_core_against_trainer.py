@@ -13,10 +13,10 @@ from temper_engine_api.batch import Denominators, SequenceBatch, from_sequences
 from temper_engine_api.objective import Aggregation, AggregationMode, HeadOutput, HeadOutputs, LossTerms
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.adaptive_coefficients import KlController
+from temper_trainer.algorithms.advantage_estimators import compute_gae, compute_reinforce_plus_plus_advantages, whiten
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.kl import estimate_kl
 from temper_trainer.algorithms.policy_losses import PpoObjective
-from temper_trainer.algorithms.token_advantages import compute_gae, compute_reinforce_plus_plus_advantages, whiten
 from temper_trainer.algorithms.value_loss import ValueObjective
 from temper_trainer.config.algorithm import AlgorithmConfig
 

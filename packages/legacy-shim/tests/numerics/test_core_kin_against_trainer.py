@@ -20,9 +20,15 @@ from temper_engine_api.objective import HeadOutput, HeadOutputs
 from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.advantages import estimate_advantages
 from temper_trainer.algorithms.covariance_losses import IS_SELECTED, ClipCovObjective, KlCovObjective
-from temper_trainer.algorithms.policy_losses import CispoObjective, GmpoObjective, GspoObjective, SapoObjective
+from temper_trainer.algorithms.policy_losses import (
+    CORRECTION_WEIGHTS,
+    CispoObjective,
+    GmpoObjective,
+    GspoObjective,
+    SapoObjective,
+    SurrogateObjective,
+)
 from temper_trainer.algorithms.rollout_correction import compute_rollout_correction
-from temper_trainer.algorithms.surrogate import CORRECTION_WEIGHTS, SurrogateObjective
 from temper_trainer.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 
 pytestmark = needs_golden

@@ -1,4 +1,4 @@
-"""The engine of each role: model, adapter, optimiser, schedule, sharding, residency, and how many ranks it has."""
+"""The engine of each role: model, adapter, optimiser, schedule, sharding, offload, and how many ranks it has."""
 
 import math
 import re
@@ -107,7 +107,7 @@ def build_role(draft: Draft, role: OldRole) -> None:
         _optimizer(draft, role)
         _schedule(draft, role)
     _precision(draft, role)
-    _residency(draft, role)
+    _offload(draft, role)
     if is_megatron(draft):
         _megatron(draft, role)
     else:
@@ -283,24 +283,24 @@ def _block(draft: Draft, role: OldRole) -> str:
 _OFFLOADS = ("param_offload", "cpu_offload", "offload_params")
 
 
-def _residency(draft: Draft, role: OldRole) -> None:
+def _offload(draft: Draft, role: OldRole) -> None:
     block = role.megatron if is_megatron(draft) else _block(draft, role)
-    engine = f"{role.engine}.residency"
+    engine = f"{role.engine}.offload"
     old = [*(f"{block}.{name}" for name in _OFFLOADS), f"{role.block}.param_offload", *_policy(draft, role, block)]
     offloads = any(draft.switch(key) for key in old)
-    draft.put(f"{engine}.offload_parameters", offloads, rule="param-offload", old=old)
+    draft.put(f"{engine}.parameters", offloads, rule="param-offload", old=old)
     if not role.is_trained:
         return
     grads = f"{block}.grad_offload"
     if draft.old.has(grads) and draft.switch(grads) != offloads:
-        draft.put(f"{engine}.offload_gradients", draft.switch(grads), rule="grad-offload", old=[grads])
+        draft.put(f"{engine}.gradients", draft.switch(grads), rule="grad-offload", old=[grads])
     hybrid = f"{role.optim}.override_optimizer_config.optimizer_cpu_offload"
     if draft.switch(hybrid):
         draft.put(f"{engine}.optimizer_on_cpu", True, rule="optimizer-cpu", old=[hybrid])
         draft.say(f"{block}.optimizer_offload", "the optimiser lives on the CPU all the time (optimizer_cpu_offload)")
         return
     draft.put(
-        f"{engine}.offload_optimizer",
+        f"{engine}.optimizer",
         draft.switch(f"{block}.optimizer_offload"),
         rule="optimizer-offload",
         old=[f"{block}.optimizer_offload"],
@@ -318,7 +318,7 @@ def _policy(draft: Draft, role: OldRole, block: str) -> list[str]:
             "hazard",
             "offload-policy" if role.block not in ("engine", "model") else "sft-offload",
             f"{key} is set, but {engine} never read it: parameters stayed on the device, and do here. Where that is too much, set "
-            f"{role.engine}.residency.offload_parameters=true.",
+            f"{role.engine}.offload.parameters=true.",
             key,
         )
     return []

@@ -7,8 +7,8 @@ from temper_legacy_shim.old_paths import MODULES, PACKAGE
 _TRAINER = "temper_trainer"
 _ALGORITHMS = f"{_TRAINER}.algorithms"
 _CORE = f"{PACKAGE}.trainer.ppo.core_algos"
-_WORKER = f"{_TRAINER}.runtime.training_worker:TrainingWorker"
-_CRITIC = f"{_TRAINER}.runtime.training_worker:CriticWorker"
+_WORKER = f"{_TRAINER}.runtime.worker_group:TrainingWorker"
+_CRITIC = f"{_TRAINER}.runtime.worker_group:CriticWorker"
 _FSDP, _MEGATRON = "temper_engine_fsdp.engine:FSDPEngine", "temper_engine_megatron.engine:MegatronEngine"
 
 
@@ -76,15 +76,15 @@ _row(
     f"{_ALGORITHMS}.adaptive_coefficients:KlController",
     "it is one class for both",
 )
-_row((f"{_CORE}.compute_gae_advantage_return",), f"{_ALGORITHMS}.token_advantages:compute_gae", "samples are packed, not padded")
+_row((f"{_CORE}.compute_gae_advantage_return",), f"{_ALGORITHMS}.advantage_estimators:compute_gae", "samples are packed, not padded")
 _row(
     (f"{_CORE}.compute_grpo_outcome_advantage",),
-    f"{_ALGORITHMS}.group_advantages:compute_grpo_advantages",
+    f"{_ALGORITHMS}.advantage_estimators:compute_grpo_advantages",
     "rewards are one number a sample",
 )
 _row(
     (f"{_CORE}.compute_rloo_outcome_advantage",),
-    f"{_ALGORITHMS}.group_advantages:compute_rloo_advantages",
+    f"{_ALGORITHMS}.advantage_estimators:compute_rloo_advantages",
     "rewards are one number a sample",
 )
 _policy = tuple(f"{_CORE}.{name}" for name in ("compute_policy_loss", "compute_policy_loss_vanilla"))

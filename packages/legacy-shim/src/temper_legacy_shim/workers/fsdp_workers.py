@@ -17,14 +17,14 @@ from temper_legacy_shim.workers.updates import OldSchedule
 
 @deprecated(
     "temper_legacy_shim.workers.fsdp_workers.ActorRolloutRefWorker is deprecated since temper-legacy-shim 0.2 and will be "
-    "removed in 0.4: use temper_trainer.runtime.training_worker.TrainingWorker instead; one for each role, with model_engine=fsdp; "
+    "removed in 0.4: use temper_trainer.runtime.worker_group.TrainingWorker instead; one for each role, with model_engine=fsdp; "
     "sampling is temper_trainer.rollout.hf_sampler.HfSampler's.",
     category=None,
 )
 @deprecated_class(
     since="0.2",
     removed_in="0.4",
-    instead="temper_trainer.runtime.training_worker:TrainingWorker",
+    instead="temper_trainer.runtime.worker_group:TrainingWorker",
     how="one for each role, with model_engine=fsdp; sampling is temper_trainer.rollout.hf_sampler.HfSampler's",
 )
 class ActorRolloutRefWorker(PolicyWorker):
@@ -84,14 +84,14 @@ class ActorRolloutRefWorker(PolicyWorker):
 
 @deprecated(
     "temper_legacy_shim.workers.fsdp_workers.AsyncActorRolloutRefWorker is deprecated since temper-legacy-shim 0.2 and will "
-    "be removed in 0.4: use temper_trainer.runtime.training_worker.TrainingWorker instead; "
+    "be removed in 0.4: use temper_trainer.runtime.worker_group.TrainingWorker instead; "
     "temper_trainer.weight_sync.publisher.Publisher moves weights to the sampler.",
     category=None,
 )
 @deprecated_class(
     since="0.2",
     removed_in="0.4",
-    instead="temper_trainer.runtime.training_worker:TrainingWorker",
+    instead="temper_trainer.runtime.worker_group:TrainingWorker",
     how="temper_trainer.weight_sync.publisher.Publisher moves weights to the sampler",
 )
 class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
@@ -100,13 +100,13 @@ class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
 
 @deprecated(
     "temper_legacy_shim.workers.fsdp_workers.CriticWorker is deprecated since temper-legacy-shim 0.2 and will be removed in "
-    "0.4: use temper_trainer.runtime.training_worker.CriticWorker instead; with model_engine=fsdp and model_type value_model.",
+    "0.4: use temper_trainer.runtime.worker_group.CriticWorker instead; with model_engine=fsdp and model_type value_model.",
     category=None,
 )
 @deprecated_class(
     since="0.2",
     removed_in="0.4",
-    instead="temper_trainer.runtime.training_worker:CriticWorker",
+    instead="temper_trainer.runtime.worker_group:CriticWorker",
     how="with model_engine=fsdp and model_type value_model",
 )
 class CriticWorker(ValueWorker):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, cast
 
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.specs import LoraSpec, ModelSpec, ModelType, OptimizerSpec, PrecisionSpec, ResidencySpec, ScheduleSpec
+from temper_engine_api.specs import LoraSpec, ModelSpec, ModelType, OffloadSpec, OptimizerSpec, PrecisionSpec, ScheduleSpec
 from temper_legacy_shim.workers.engines import NEVER, ConfigureEngine
 from temper_legacy_shim.workers.megatron_schedule import OldMegatronSchedule
 from temper_legacy_shim.workers.settings import block, known
@@ -61,9 +61,9 @@ def engine_config(
     configure = _Configure(
         megatron,
         schedule=schedule,
-        residency=ResidencySpec(
-            offload_parameters=bool(megatron.get("param_offload", False)),
-            offload_optimizer=optim is not None and bool(megatron.get("optimizer_offload", False)),
+        offload=OffloadSpec(
+            parameters=bool(megatron.get("param_offload", False)),
+            optimizer=optim is not None and bool(megatron.get("optimizer_offload", False)),
         ),
         lora=_lora(model),
     )
@@ -77,15 +77,15 @@ def engine_config(
 def adopted_config(megatron: Values) -> ConfigureEngine:
     """The layout of a ``megatron`` block around a model that the caller brings."""
     _refuse_unsupported(megatron, optim=None)
-    return _Configure(megatron, schedule=ScheduleSpec(), residency=ResidencySpec(), lora=LoraSpec())
+    return _Configure(megatron, schedule=ScheduleSpec(), offload=OffloadSpec(), lora=LoraSpec())
 
 
 class _Configure:
     """A layout that waits for its model."""
 
-    def __init__(self, megatron: Values, *, schedule: ScheduleSpec, residency: ResidencySpec, lora: LoraSpec) -> None:
+    def __init__(self, megatron: Values, *, schedule: ScheduleSpec, offload: OffloadSpec, lora: LoraSpec) -> None:
         self._megatron = megatron
-        self._schedule, self._residency, self._lora = schedule, residency, lora
+        self._schedule, self._offload, self._lora = schedule, offload, lora
 
     def __call__(self, *, model: ModelSpec, optimizer: OptimizerSpec | None, precision: PrecisionSpec) -> "MegatronConfig":
         """With a model."""
@@ -95,7 +95,7 @@ class _Configure:
             optimizer=optimizer,
             schedule=self._schedule,
             precision=precision,
-            residency=self._residency,
+            offload=self._offload,
             lora=self._lora,
             tensor_parallel=tensor,
             # As before: without tensor-parallel ranks the old default of True had no effect.

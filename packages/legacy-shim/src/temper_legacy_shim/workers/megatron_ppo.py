@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.engine import BaseEngine, Context, Predictions
+from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import BatchError, CapabilityError, ConfigError
+from temper_engine_api.hooks import Context, Predictions
 from temper_engine_api.objective import HeadOutput
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.numerics.kl_loss import kl_penalty

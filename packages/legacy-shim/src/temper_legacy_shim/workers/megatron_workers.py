@@ -18,7 +18,7 @@ from temper_legacy_shim.workers.ppo_critic import PPOCritic
 from temper_legacy_shim.workers.role_workers import OldRates, PolicyWorker, Values, ValueWorker, WeightsByCall
 from temper_legacy_shim.workers.settings import block, known
 
-_WORKER = "temper_trainer.runtime.training_worker:TrainingWorker"
+_WORKER = "temper_trainer.runtime.worker_group:TrainingWorker"
 _ENGINE = "temper_engine_megatron.engine:MegatronEngine"
 
 
@@ -98,7 +98,7 @@ class MegatronPPOCritic(MegatronCritic):
 
 @deprecated(
     "temper_legacy_shim.workers.megatron_workers.ActorRolloutRefWorker is deprecated since temper-legacy-shim 0.2 and will be"
-    " removed in 0.4: use temper_trainer.runtime.training_worker.TrainingWorker instead; one for each role, with "
+    " removed in 0.4: use temper_trainer.runtime.worker_group.TrainingWorker instead; one for each role, with "
     "model_engine=megatron; sampling is temper_trainer.rollout.hf_sampler.HfSampler's.",
     category=None,
 )
@@ -169,7 +169,7 @@ class ActorRolloutRefWorker(PolicyWorker):
 
 @deprecated(
     "temper_legacy_shim.workers.megatron_workers.AsyncActorRolloutRefWorker is deprecated since temper-legacy-shim 0.2 and "
-    "will be removed in 0.4: use temper_trainer.runtime.training_worker.TrainingWorker instead; "
+    "will be removed in 0.4: use temper_trainer.runtime.worker_group.TrainingWorker instead; "
     "temper_trainer.weight_sync.publisher.Publisher moves weights to the sampler.",
     category=None,
 )
@@ -185,13 +185,13 @@ class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
 
 @deprecated(
     "temper_legacy_shim.workers.megatron_workers.CriticWorker is deprecated since temper-legacy-shim 0.2 and will be removed "
-    "in 0.4: use temper_trainer.runtime.training_worker.CriticWorker instead; with model_engine=megatron and model_type value_model.",
+    "in 0.4: use temper_trainer.runtime.worker_group.CriticWorker instead; with model_engine=megatron and model_type value_model.",
     category=None,
 )
 @deprecated_class(
     since="0.2",
     removed_in="0.4",
-    instead="temper_trainer.runtime.training_worker:CriticWorker",
+    instead="temper_trainer.runtime.worker_group:CriticWorker",
     how="with model_engine=megatron and model_type value_model",
 )
 class CriticWorker(ValueWorker):

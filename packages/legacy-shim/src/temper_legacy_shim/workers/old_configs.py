@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Literal, cast
 
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.specs import LoraSpec, ModelSpec, ModelType, OptimizerSpec, PrecisionSpec, ResidencySpec, ScheduleSpec
+from temper_engine_api.specs import LoraSpec, ModelSpec, ModelType, OffloadSpec, OptimizerSpec, PrecisionSpec, ScheduleSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_legacy_shim.workers.engines import NEVER
 from temper_legacy_shim.workers.settings import block, known
@@ -37,9 +37,9 @@ def engine_config(
         optimizer=None if optim is None else _optimizer(optim, grad_clip=actor.get("grad_clip")),
         schedule=schedule,
         precision=PrecisionSpec(compute=_compute_dtype(fsdp)),
-        residency=ResidencySpec(
-            offload_parameters=bool(fsdp.get("param_offload", False)),
-            offload_optimizer=optim is not None and bool(fsdp.get("optimizer_offload", False)),
+        offload=OffloadSpec(
+            parameters=bool(fsdp.get("param_offload", False)),
+            optimizer=optim is not None and bool(fsdp.get("optimizer_offload", False)),
         ),
         lora=_lora(model),
         strategy=_strategy(actor),

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from typing_extensions import deprecated
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.engine import BaseEngine, Context, Predictions
+from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import BatchError
+from temper_engine_api.hooks import Context, Predictions
 from temper_engine_api.objective import HeadOutput
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import deprecated_class

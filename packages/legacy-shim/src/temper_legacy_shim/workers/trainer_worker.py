@@ -32,7 +32,7 @@ from temper_legacy_shim.workers.ppo_actor import PPOActor
 from temper_legacy_shim.workers.ppo_critic import PPOCritic
 from temper_trainer.algorithms.policy_losses import PpoObjective
 from temper_trainer.algorithms.value_loss import ValueObjective
-from temper_trainer.runtime.training_worker import TrainingWorker, UpdateResult
+from temper_trainer.runtime.worker_group import TrainingWorker, UpdateResult
 
 logger = logging.getLogger(__name__)
 
