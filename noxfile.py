@@ -18,9 +18,8 @@ from nox.command import CommandFailed
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-from tools.bounds import floors, pairs
-from tools.compat import pytest_arguments, record_passed, start_trials, trials, unpack_trial
-from tools.distributions import missing_from_wheel
+from tools.compat import list_trials, pytest_arguments, record_passed, start_trials, unpack_trial
+from tools.distributions import find_missing_files
 from tools.environment import (
     DEFAULT_TEST_DATA,
     EXTRAS,
@@ -31,6 +30,7 @@ from tools.environment import (
     ensure_environment,
 )
 from tools.optional_imports import NEEDS_EXTRA
+from tools.requirements import list_sibling_pairs, pin_lower_bounds
 from tools.scenarios import SCENARIOS
 
 nox.options.default_venv_backend = "virtualenv"
@@ -53,7 +53,7 @@ KIT_ARGUMENTS = {
 }
 """Layouts in which `conformance` runs an engine."""
 
-RUN_MEGATRON = ("engine-megatron", "legacy-shim", "trainer")
+MEGATRON_PACKAGES = ("engine-megatron", "legacy-shim", "trainer")
 """Packages whose tests run Megatron's engine."""
 
 NEWER_BRIDGE = "megatron-bridge==0.6.2"
@@ -71,29 +71,34 @@ VLLM = ("0.27.1", "0.32.0")
 
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 
-IMPORT_EVERYTHING = """
+IMPORT_ALL_MODULES = """
 import importlib, pkgutil, sys
 package, *needs_extra = sys.argv[1:]
-left_out = lambda name: any(name == module or name.startswith(module + ".") for module in needs_extra)
+
+def is_skipped(name):
+    return name.endswith(".__main__") or any(
+        name == module or name.startswith(module + ".") for module in needs_extra
+    )
+
 imported = [package]
 importlib.import_module(package)
-for found in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
-    if not left_out(found.name) and not found.name.endswith(".__main__"):
-        importlib.import_module(found.name)
-        imported.append(found.name)
-print(f"{len(imported)} modules import without an extra")
+for module in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
+    if not is_skipped(module.name):
+        importlib.import_module(module.name)
+        imported.append(module.name)
+print(f"imported {len(imported)} modules without an extra")
 """
 
-NONE_OF_THESE = """
+CHECK_ABSENT = """
 import importlib.util, sys
-came_along = [name for name in sys.argv[1:] if importlib.util.find_spec(name)]
-sys.exit(f"{came_along} came along, and nothing here declares them" if came_along else 0)
+installed = [name for name in sys.argv[1:] if importlib.util.find_spec(name)]
+sys.exit(f"{installed} are installed, but no package here requires them" if installed else 0)
 """
 
 PYTHONS = ("3.11", "3.12", "3.13")
 """Versions of Python that the packages support, if their requirements have wheels."""
 
-PAIRS = pairs(ROOT / "packages" / package for package in PACKAGES)
+PAIRS = list_sibling_pairs(ROOT / "packages" / package for package in PACKAGES)
 """Pairs for `compat`: each package of a pair is tried with the last release of the other."""
 
 
@@ -159,14 +164,14 @@ def conformance(session: nox.Session, engine: str) -> None:
 @nox.parametrize("package", list(PACKAGES))
 def isolated(session: nox.Session, package: str) -> None:
     """Import a wheel with only its declared dependencies, then run its tests with its extras."""
-    _isolated(session, package)
+    _test_wheel(session, package)
 
 
 @nox.session(python=list(PYTHONS))
 @nox.parametrize("package", list(PACKAGES))
 def pythons(session: nox.Session, package: str) -> None:
     """Run `isolated` on each version of Python; fail if one is not installed."""
-    _isolated(session, package)
+    _test_wheel(session, package)
 
 
 @nox.session
@@ -174,7 +179,7 @@ def pythons(session: nox.Session, package: str) -> None:
 def scenarios(session: nox.Session, scenario: str) -> None:
     """Install from wheels what one kind of user needs, and try it: tools/scenarios.py."""
     chosen = SCENARIOS[scenario]
-    session.log(chosen.meaning)
+    session.log(chosen.description)
     _build_wheels(session, python=str(ensure_environment(ROOT)))
     constraints = ["-c", CONSTRAINTS] if chosen.is_pinned else []
     started = time.monotonic()
@@ -182,16 +187,18 @@ def scenarios(session: nox.Session, scenario: str) -> None:
         session.install(*constraints, "--find-links", str(WHEELS), *line)
     installed = time.monotonic()
     with tempfile.TemporaryDirectory() as empty, session.chdir(empty):
-        session.run("python", "-c", NONE_OF_THESE, *chosen.absent)
+        session.run("python", "-c", CHECK_ABSENT, *chosen.absent)
         for name, text in chosen.files.items():
             Path(name).write_text(text)
         for command in chosen.commands:
             session.run(*command, success_codes=list(chosen.statuses))
-        missing = [name for name in chosen.leaves if not Path(name).exists()]
+        missing = [name for name in chosen.expected_files if not Path(name).exists()]
     if missing:
-        session.error(f"{', '.join(missing)} should be there afterwards")
+        session.error(f"the commands did not write {', '.join(missing)}")
+    ended = time.monotonic()
     session.log(
-        f"{scenario}: installed in {installed - started:.0f} s, done in {time.monotonic() - installed:.0f} s"
+        f"{scenario}: installed in {installed - started:.0f} s, "
+        f"commands ran in {ended - installed:.0f} s"
     )
 
 
@@ -203,14 +210,14 @@ def compat(session: nox.Session, pair: str) -> None:
     Arguments after -- select some of those tests, by path below their folder; no record is kept
     then.
     """
-    found = trials(ROOT, pair)
-    if not found:
+    trials = list_trials(ROOT, pair)
+    if not trials:
         session.skip(
-            f"{pair}: neither is released yet, or their bounds leave each other's last release out"
+            f"{pair}: neither package is released yet, or the bounds exclude the last releases"
         )
     if not session.posargs:
         start_trials(ROOT, pair)
-    for trial in found:
+    for trial in trials:
         session.log(trial.name)
         files = unpack_trial(ROOT, trial, session.env_dir.resolve() / "released")
         session.install("-c", CONSTRAINTS, TORCH)
@@ -221,16 +228,15 @@ def compat(session: nox.Session, pair: str) -> None:
             "--no-deps",
             *(str(path) for path in files.sources.values()),
         )
-        session.install("-c", CONSTRAINTS, *_with_extras(files.sources), *TEST_TOOLS)
+        session.install("-c", CONSTRAINTS, *_add_extras(files.sources), *TEST_TOOLS)
         _install_bridge(session, trial.dependent)
         with session.chdir(files.root):
             # The released copy has other folders around it than this checkout.
             data = {TEST_DATA: os.environ.get(TEST_DATA, str(DEFAULT_TEST_DATA))}
             session.run("python", *pytest_arguments(files, session.posargs), env=data)
     if not session.posargs:
-        session.log(
-            f"{record_passed(ROOT, pair, found).relative_to(ROOT)} says so; tools/release.py reads it"
-        )
+        record = record_passed(ROOT, pair, trials).relative_to(ROOT)
+        session.log(f"recorded in {record}, which tools/release.py reads")
 
 
 @nox.session
@@ -239,15 +245,15 @@ def oldest(session: nox.Session, package: str) -> None:
     """Test a package with the lowest versions that it declares, except torch and triton."""
     _skip_placeholder(session, package)
     extras = [extra for extra in EXTRAS.get(package, "").strip("[]").split(",") if extra]
-    pins = floors(
+    pins = pin_lower_bounds(
         ROOT / "packages" / package, extras=extras, leave_out=("torch", "triton", *TEST_TOOLS)
     )
     session.install("-c", CONSTRAINTS, TORCH)
     session.install(
         TORCH,
         *pins,
-        *_with_extras(_sources_up_to(package)),
-        *(_pinned(tool) for tool in TEST_TOOLS),
+        *_add_extras(_list_sources_up_to(package)),
+        *(_find_pin(tool) for tool in TEST_TOOLS),
     )
     _install_bridge(session, package)
     # Warnings of old third-party versions cannot be fixed here.
@@ -259,7 +265,7 @@ def oldest(session: nox.Session, package: str) -> None:
 def latest(session: nox.Session, package: str) -> None:
     """Test a package with the newest versions that pip finds; failures are only warnings."""
     session.install(TORCH)
-    session.install("--upgrade", TORCH, *_with_extras(_sources()), *TEST_TOOLS)
+    session.install("--upgrade", TORCH, *_add_extras(_list_sources()), *TEST_TOOLS)
     _install_bridge(
         session,
         package,
@@ -269,7 +275,8 @@ def latest(session: nox.Session, package: str) -> None:
         _test_installed(session, package, "-W", "default")
     except CommandFailed:
         session.warn(
-            f"temper-{package} does not pass its tests with the newest versions: see above; fix it, or narrow the bounds"
+            f"temper-{package} fails its tests with the newest versions of its dependencies. "
+            "Fix it, or narrow the bounds in its pyproject.toml."
         )
 
 
@@ -278,10 +285,12 @@ def build(session: nox.Session) -> None:
     """Build a wheel and an sdist of every package, and check their contents."""
     _build_wheels(session)
     for package in PACKAGES:
-        wheel = WHEELS / f"temper_{package.replace('-', '_')}-{_version(package)}-py3-none-any.whl"
-        lost = missing_from_wheel(wheel, ROOT / "packages" / package)
-        if lost:
-            session.error(f"{wheel.name} lacks {', '.join(sorted(lost))}")
+        wheel = (
+            WHEELS / f"temper_{package.replace('-', '_')}-{_read_version(package)}-py3-none-any.whl"
+        )
+        missing = find_missing_files(wheel, ROOT / "packages" / package)
+        if missing:
+            session.error(f"{wheel.name} lacks {', '.join(sorted(missing))}")
 
 
 @nox.session(venv_backend="none")
@@ -435,14 +444,14 @@ def nightly(session: nox.Session) -> None:
         session.notify(f"compat(pair='{pair}')")
 
 
-def _version(package: str) -> str:
+def _read_version(package: str) -> str:
     version: str = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())[
         "project"
     ]["version"]
     return version
 
 
-def _isolated(session: nox.Session, package: str) -> None:
+def _test_wheel(session: nox.Session, package: str) -> None:
     _build_wheels(session)
     session.install("-c", CONSTRAINTS, TORCH)
     session.install("-c", CONSTRAINTS, "--find-links", str(WHEELS), f"temper-{package}")
@@ -452,7 +461,7 @@ def _isolated(session: nox.Session, package: str) -> None:
         session.run(
             "python",
             "-c",
-            IMPORT_EVERYTHING,
+            IMPORT_ALL_MODULES,
             "temper_" + package.replace("-", "_"),
             *NEEDS_EXTRA.get(package, ()),
         )
@@ -477,7 +486,7 @@ def _install_bridge(session: nox.Session, package: str, *, bridge: str = MEGATRO
 
     The tests of engine-megatron also need the extra of the conformance kit.
     """
-    if package in RUN_MEGATRON:
+    if package in MEGATRON_PACKAGES:
         session.install("--no-deps", bridge)
     if package == "engine-megatron":
         session.install(
@@ -495,29 +504,31 @@ def _test_installed(session: nox.Session, package: str, *arguments: str) -> None
     session.run("python", "-m", "pytest", *tests, "-m", "not nightly", *arguments)
 
 
-def _pinned(tool: str) -> str:
+def _find_pin(tool: str) -> str:
     """Return the pin of a tool in the everyday environment."""
     pins = Path(CONSTRAINTS).read_text().splitlines()
     return next(pin for pin in pins if pin.startswith(f"{tool}=="))
 
 
-def _sources() -> dict[str, Path]:
+def _list_sources() -> dict[str, Path]:
     """Return the folders of all packages that have content."""
     return {
         package: ROOT / "packages" / package for package in PACKAGES if package not in PLACEHOLDERS
     }
 
 
-def _sources_up_to(package: str) -> dict[str, Path]:
+def _list_sources_up_to(package: str) -> dict[str, Path]:
     """Return a package and those before it in PACKAGES, on which it may depend.
 
     Later packages may require more than the lowest versions of this one.
     """
     order = list(PACKAGES)
     return {
-        name: path for name, path in _sources().items() if order.index(name) <= order.index(package)
+        name: path
+        for name, path in _list_sources().items()
+        if order.index(name) <= order.index(package)
     }
 
 
-def _with_extras(sources: Mapping[str, Path]) -> list[str]:
+def _add_extras(sources: Mapping[str, Path]) -> list[str]:
     return [f"{path}{EXTRAS.get(package, '')}" for package, path in sources.items()]

@@ -3,7 +3,7 @@
     python bench/bench_balance.py [--ranks 64] [--seeds 5] [--repeats 3] [--json FILE]
 
 All contenders get the same sequences: log-normal lengths (median e^7, sigma 0.9, clipped to
-[32, 16384]), where a sequence of l tokens costs 24576 l + l^2. Quality is the load of the heaviest
+[32, 16384]), where a sequence of l tokens costs 24576 l + l^2. Quality is the load of the busiest
 rank divided by the lower bound max(mean load, longest sequence), for the worst seed; 1 is perfect,
 and the excess is waiting time. CPU time is that of the fastest repeat. Contenders that cannot be
 imported are named.
@@ -37,12 +37,12 @@ def temper() -> Contender:
     """Return Temper's assignment, with conversion from and to plain lists."""
 
     def run(costs: list[int], num_ranks: int) -> Sequence[Sequence[int]]:
-        shares: list[list[int]] = [[] for _ in range(num_ranks)]
+        sequences_by_rank: list[list[int]] = [[] for _ in range(num_ranks)]
         for i, rank in enumerate(
             assign_to_ranks(torch.tensor(costs), num_ranks=num_ranks).tolist()
         ):
-            shares[rank].append(i)
-        return shares
+            sequences_by_rank[rank].append(i)
+        return sequences_by_rank
 
     return run
 
@@ -79,29 +79,35 @@ MAKERS: dict[str, Callable[[], Contender]] = {
 }
 
 
-def costs_of(number: int, *, seed: int) -> list[int]:
+def draw_costs(num_sequences: int, *, seed: int) -> list[int]:
     """Draw the costs of log-normal sequences."""
-    draw = random.Random(seed)
-    lengths = (min(max(int(draw.lognormvariate(7.0, 0.9)), 32), 16384) for _ in range(number))
+    generator = random.Random(seed)
+    lengths = (
+        min(max(int(generator.lognormvariate(7.0, 0.9)), 32), 16384) for _ in range(num_sequences)
+    )
     # The default cost model of `plan_mini_batch`.
     return [24576 * n + n * n for n in lengths]
 
 
-def measure(contender: Contender, *, number: int, options: argparse.Namespace) -> dict[str, float]:
+def measure(
+    contender: Contender, *, num_sequences: int, options: argparse.Namespace
+) -> dict[str, float]:
     """Measure the worst quality over seeds, the best CPU time, and the range of counts."""
-    seeds, repeats = (1, 1) if number >= LARGE else (options.seeds, options.repeats)
+    seeds, repeats = (1, 1) if num_sequences >= LARGE else (options.seeds, options.repeats)
     seconds, over_bound, counts = [], [], []
     for seed in range(seeds):
-        costs = costs_of(number, seed=seed)
+        costs = draw_costs(num_sequences, seed=seed)
         for _ in range(repeats):
             start = time.process_time()
-            shares = contender(costs, options.ranks)
+            sequences_by_rank = contender(costs, options.ranks)
             seconds.append(time.process_time() - start)
         # Every sequence must be assigned exactly once.
-        assert sorted(i for share in shares for i in share) == list(range(number))
-        loads = [sum(costs[i] for i in share) for share in shares]
+        assert sorted(i for sequences in sequences_by_rank for i in sequences) == list(
+            range(num_sequences)
+        )
+        loads = [sum(costs[i] for i in sequences) for sequences in sequences_by_rank]
         over_bound.append(max(loads) / max(sum(costs) / options.ranks, *costs))
-        counts += [len(share) for share in shares]
+        counts += [len(sequences) for sequences in sequences_by_rank]
     return {
         "over_bound": max(over_bound),
         "cpu_ms": 1e3 * min(seconds),
@@ -115,22 +121,26 @@ def report(options: argparse.Namespace) -> dict[str, object]:
     # The other contenders are plain Python, which uses one thread.
     torch.set_num_threads(1)
     results: dict[int, dict[str, dict[str, float] | str]] = {}
-    for number in SIZES:
-        results[number] = {}
-        print(f"\n{number} sequences over {options.ranks} ranks")
-        print(f"{'contender':<20}{'heaviest / bound':>18}{'CPU ms':>12}{'sequences per rank':>22}")
+    for num_sequences in SIZES:
+        results[num_sequences] = {}
+        print(f"\n{num_sequences} sequences over {options.ranks} ranks")
+        print(f"{'contender':<20}{'max load / bound':>18}{'CPU ms':>12}{'sequences per rank':>22}")
         for name, make in MAKERS.items():
-            if name == "verl free counts" and number >= LARGE:
-                results[number][name] = f"left out: it would hold {number} x {options.ranks} sets"
-                print(f"{name:<20}{results[number][name]}")
+            if name == "verl free counts" and num_sequences >= LARGE:
+                results[num_sequences][name] = (
+                    f"skipped: needs {num_sequences} x {options.ranks} sets"
+                )
+                print(f"{name:<20}{results[num_sequences][name]}")
                 continue
             try:
                 contender = make()
             except ImportError as error:
-                results[number][name] = f"absent ({error})"
-                print(f"{name:<20}absent ({error})")
+                results[num_sequences][name] = f"not installed ({error})"
+                print(f"{name:<20}not installed ({error})")
                 continue
-            row = results[number][name] = measure(contender, number=number, options=options)
+            row = results[num_sequences][name] = measure(
+                contender, num_sequences=num_sequences, options=options
+            )
             counts = f"{row['fewest']} to {row['most']}"
             print(f"{name:<20}{row['over_bound']:>18.4f}{row['cpu_ms']:>12.2f}{counts:>22}")
     versions = {name: version(name) for name in ("torch", "temper-engine-api")}
@@ -154,9 +164,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = report(options)
+    results = report(options)
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=2, default=str) + "\n")
+        options.json.write_text(json.dumps(results, indent=2, default=str) + "\n")
 
 
 if __name__ == "__main__":

@@ -110,17 +110,17 @@ def run(command: list[str], *, environment: dict[str, str], folder: Path) -> Cos
         text=True,
     )
     assert process.stderr is not None
-    said = process.stderr.read()
+    error_output = process.stderr.read()
     _, status, usage = os.wait4(process.pid, 0)
     wall_s = time.perf_counter() - started
     if status:
-        raise SystemExit(f"{' '.join(command)} failed: {said[-2000:]}")
+        raise SystemExit(f"{' '.join(command)} failed: {error_output[-2000:]}")
     return Cost(
         wall_s=wall_s, cpu_s=usage.ru_utime + usage.ru_stime, peak_mb=int(peak.read_text()) / 1024
     )
 
 
-def copied(source: Path, target: Path) -> float:
+def time_copy(source: Path, target: Path) -> float:
     """Return the seconds of cp, which does not wait until the copy is on disk."""
     os.sync()
     started = time.perf_counter()
@@ -130,7 +130,7 @@ def copied(source: Path, target: Path) -> float:
     return took
 
 
-def best(costs: list[Cost]) -> Cost:
+def select_best(costs: list[Cost]) -> Cost:
     """Return the minimum of each field."""
     return Cost(
         # The minimum, because other load on the host only adds to a run's cost.
@@ -140,24 +140,78 @@ def best(costs: list[Cost]) -> Cost:
     )
 
 
-def differing(one: Path, other: Path) -> list[str]:
+def find_differing_tensors(one: Path, other: Path) -> list[str]:
     """Return names of tensors that are missing or not bitwise equal in two model directories."""
-    ours, theirs = _places(one), _places(other)
-    found = sorted(ours.keys() ^ theirs.keys())
-    for name in sorted(ours.keys() & theirs.keys()):
-        with safe_open(ours[name], "pt") as a, safe_open(theirs[name], "pt") as b:
-            if not torch.equal(a.get_tensor(name), b.get_tensor(name)):
-                found.append(name)
-    return found
+    files, other_files = _map_tensors_to_files(one), _map_tensors_to_files(other)
+    differing = sorted(files.keys() ^ other_files.keys())
+    for name in sorted(files.keys() & other_files.keys()):
+        with (
+            safe_open(files[name], "pt") as tensors,
+            safe_open(other_files[name], "pt") as other_tensors,
+        ):
+            if not torch.equal(tensors.get_tensor(name), other_tensors.get_tensor(name)):
+                differing.append(name)
+    return differing
 
 
-def _places(folder: Path) -> dict[str, str]:
-    found = {}
+def _map_tensors_to_files(folder: Path) -> dict[str, str]:
+    files = {}
     # The two tools may split the tensors differently over files.
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found |= dict.fromkeys(file.keys(), str(path))
-    return found
+            files |= dict.fromkeys(file.keys(), str(path))
+    return files
+
+
+def build_commands(root: Path, verl_python: str | None) -> dict[str, list[str]]:
+    """Return the command of each contender; each writes to the folder of its name below root."""
+    actor = str(root / "actor")
+    migrate = [sys.executable, "temper_legacy_shim", "checkpoint", actor]
+    migrate += ["--dtype", "bfloat16", "--no-verify-names"]
+    commands = {"temper-migrate": [*migrate, "--out", str(root / "temper-migrate")]}
+    if verl_python:
+        merge = [verl_python, "verl.model_merger", "merge", "--backend", "fsdp"]
+        merge += ["--local_dir", actor, "--target_dir", str(root / "verl merger")]
+        commands["verl merger"] = merge
+    return commands
+
+
+def measure(commands: dict[str, list[str]], *, root: Path, repeats: int) -> dict[str, Cost]:
+    """Run the contenders in turns, and return the best cost of each."""
+    # verl's environment must not import the packages of this checkout.
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    costs: dict[str, list[Cost]] = {name: [] for name in commands}
+    for _ in range(repeats):
+        for name, command in commands.items():
+            environment = dict(os.environ) if name == "temper-migrate" else clean
+            shutil.rmtree(root / name, ignore_errors=True)
+            os.sync()
+            costs[name].append(run(command, environment=environment, folder=root))
+    return {name: select_best(repeated) for name, repeated in costs.items()}
+
+
+def print_table(
+    results: dict[str, Cost], *, num_bytes: int, copy_s: float, repeats: int, differing: list[str]
+) -> None:
+    """Print the costs and, if verl's merger ran, the ratios and the number of unequal tensors."""
+    print(
+        f"{num_bytes / 1e9:.2f} GB of float32 in {WORLD_SIZE} ranks, to bfloat16; "
+        f"best of {repeats}; {platform.machine()}, "
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    )
+    print(f"{'':16} {'wall s':>8} {'CPU s':>8} {'peak MB':>8}")
+    for name, cost in results.items():
+        print(f"{name:16} {cost.wall_s:8.1f} {cost.cpu_s:8.1f} {cost.peak_mb:8.0f}")
+    print(f"{'cp -r':16} {copy_s:8.1f}")
+    if "verl merger" not in results:
+        print("verl merger: skipped; name an environment with verl 0.9.1 with --verl-python")
+        return
+    temper, verl = results["temper-migrate"], results["verl merger"]
+    wall, cpu, peak = (
+        getattr(verl, field) / getattr(temper, field) for field in ("wall_s", "cpu_s", "peak_mb")
+    )
+    print(f"verl / temper    {wall:8.1f} {cpu:8.1f} {peak:8.1f}")
+    print(f"tensors that differ: {len(differing)}")
 
 
 def main() -> None:
@@ -169,76 +223,30 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--verl-python", help="Python of an environment with verl 0.9.1")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-convert-") as folder:
         root = Path(folder)
-        num_bytes = make_checkpoint(root / "actor", num_layers=asked.layers)
-        ours = [
-            sys.executable,
-            "temper_legacy_shim",
-            "checkpoint",
-            str(root / "actor"),
-            "--dtype",
-            "bfloat16",
-            "--no-verify-names",
-        ]
-        contenders = {"temper-migrate": [*ours, "--out", str(root / "temper-migrate")]}
-        # verl's environment must not import the packages of this checkout.
-        clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        if asked.verl_python:
-            merge = [
-                asked.verl_python,
-                "verl.model_merger",
-                "merge",
-                "--backend",
-                "fsdp",
-                "--local_dir",
-                str(root / "actor"),
-            ]
-            contenders["verl merger"] = [*merge, "--target_dir", str(root / "verl merger")]
-        costs: dict[str, list[Cost]] = {name: [] for name in contenders}
-        for _ in range(asked.repeats):
-            for name, command in contenders.items():
-                shutil.rmtree(root / name, ignore_errors=True)
-                os.sync()
-                costs[name].append(
-                    run(
-                        command,
-                        environment=dict(os.environ) if name == "temper-migrate" else clean,
-                        folder=root,
-                    )
-                )
-        copy_s = min(copied(root / "actor", root / "copy") for _ in range(asked.repeats))
-        results = {name: best(of_contender) for name, of_contender in costs.items()}
-        wrong = (
-            differing(root / "temper-migrate", root / "verl merger") if asked.verl_python else None
+        num_bytes = make_checkpoint(root / "actor", num_layers=options.layers)
+        commands = build_commands(root, options.verl_python)
+        results = measure(commands, root=root, repeats=options.repeats)
+        copy_s = min(time_copy(root / "actor", root / "copy") for _ in range(options.repeats))
+        differing = (
+            find_differing_tensors(root / "temper-migrate", root / "verl merger")
+            if options.verl_python
+            else []
         )
-    print(
-        f"{num_bytes / 1e9:.2f} GB of float32 in {WORLD_SIZE} ranks, to bfloat16; best of {asked.repeats}; {platform.machine()}, "
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    print_table(
+        results, num_bytes=num_bytes, copy_s=copy_s, repeats=options.repeats, differing=differing
     )
-    print(f"{'':16} {'wall s':>8} {'CPU s':>8} {'peak MB':>8}")
-    for name, cost in results.items():
-        print(f"{name:16} {cost.wall_s:8.1f} {cost.cpu_s:8.1f} {cost.peak_mb:8.0f}")
-    print(f"{'cp -r':16} {copy_s:8.1f}")
-    if asked.verl_python:
-        mine, theirs = results["temper-migrate"], results["verl merger"]
-        print(
-            f"verl / temper    {theirs.wall_s / mine.wall_s:8.1f} {theirs.cpu_s / mine.cpu_s:8.1f} {theirs.peak_mb / mine.peak_mb:8.1f}"
-        )
-        print(f"tensors that differ: {len(wrong or [])}")
-    else:
-        print(
-            "verl merger: left out: --verl-python names an environment with verl 0.9.1 and what it imports"
-        )
-    if asked.json:
+    if options.json:
         report = {
             "when": datetime.now(UTC).isoformat(),
             "bytes": num_bytes,
-            "results": {n: asdict(c) for n, c in results.items()},
+            "results": {name: asdict(cost) for name, cost in results.items()},
             "copy_s": copy_s,
+            "different": differing if options.verl_python else None,
         }
-        asked.json.write_text(json.dumps(report | {"different": wrong}, indent=1) + "\n")
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ BASE = (
     "data.train.max_rows=512",
     "data.eval=null",
     "warm_start=null",
-    "reward.function=bench_deprecated_workers:share_of_even",
+    "reward.function=bench_deprecated_workers:fraction_of_even_digits",
     "batching.prompts_per_step=8",
     "batching.num_mini_batches=2",
     "algorithm.group_size=8",
@@ -49,10 +49,10 @@ PLOTTED = {"actor/grad_norm": "gradient norm", "reward/mean": "mean reward"}
 Rows = list[dict[str, float]]
 
 
-def share_of_even(prompt: Prompt, completion: str) -> float:
+def fraction_of_even_digits(prompt: Prompt, completion: str) -> float:
     """Return the fraction of even digits, a reward that varies even for an untrained model."""
     del prompt
-    return sum(sign in "02468" for sign in completion) / max(len(completion), 1)
+    return sum(digit in "02468" for digit in completion) / max(len(completion), 1)
 
 
 def run(directory: Path, *overrides: str) -> Rows:
@@ -68,12 +68,12 @@ def run(directory: Path, *overrides: str) -> Rows:
 
 
 def describe(new: Rows, old: Rows) -> str:
-    """Describe the difference of two runs at step 1, from equal weights, and at most."""
-    apart = [
+    """Describe how far two runs from equal weights differ at step 1, and at most."""
+    differences = [
         abs(a["actor/grad_norm"] - b["actor/grad_norm"]) / a["actor/grad_norm"]
         for a, b in zip(new, old, strict=True)
     ]
-    same = next(
+    num_equal_steps = next(
         (
             i
             for i, (a, b) in enumerate(zip(new, old, strict=True))
@@ -81,10 +81,14 @@ def describe(new: Rows, old: Rows) -> str:
         ),
         len(new),
     )
-    return f"gradient norm: {apart[0]:.1e} apart at step 1, at most {max(apart):.1e}; completions of equal length for {same} steps"
+    return (
+        f"relative difference of gradient norms: {differences[0]:.1e} at step 1, "
+        f"at most {max(differences):.1e}; "
+        f"completions of equal length for {num_equal_steps} steps"
+    )
 
 
-def draw(found: dict[str, dict[str, Rows]], path: Path) -> None:
+def plot(results: dict[str, dict[str, Rows]], path: Path) -> None:
     """Plot one column for each split and one row for each metric."""
     mpl.use("agg")
     from matplotlib import pyplot
@@ -95,7 +99,7 @@ def draw(found: dict[str, dict[str, Rows]], path: Path) -> None:
     for column, split in enumerate(SPLITS):
         for row, (name, label) in enumerate(PLOTTED.items()):
             axis = axes[row][column]
-            for (path_name, rows), style in zip(found[split].items(), ("-", "--"), strict=True):
+            for (path_name, rows), style in zip(results[split].items(), ("-", "--"), strict=True):
                 axis.plot(
                     [r["step"] for r in rows], [r[name] for r in rows], style, label=path_name
                 )
@@ -109,12 +113,12 @@ def draw(found: dict[str, dict[str, Rows]], path: Path) -> None:
 def main() -> None:
     """Run the trainings, print the differences, and plot them if a file is given."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("picture", type=Path, nargs="?")
-    picture: Path | None = parser.parse_args().picture
-    found: dict[str, dict[str, Rows]] = {}
+    parser.add_argument("plot_file", type=Path, nargs="?")
+    plot_file: Path | None = parser.parse_args().plot_file
+    results: dict[str, dict[str, Rows]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for split, override in SPLITS.items():
-            found[split] = {
+            results[split] = {
                 name: run(
                     Path(folder) / f"{split} {name}".replace(" ", "-"),
                     override,
@@ -122,12 +126,10 @@ def main() -> None:
                 )
                 for name, word in PATHS.items()
             }
-            print(
-                f"{split}: {describe(found[split]['engine path'], found[split]['deprecated workers'])}",
-                flush=True,
-            )
-    if picture is not None:
-        draw(found, picture)
+            engine_rows, worker_rows = results[split].values()
+            print(f"{split}: {describe(engine_rows, worker_rows)}", flush=True)
+    if plot_file is not None:
+        plot(results, plot_file)
 
 
 if __name__ == "__main__":

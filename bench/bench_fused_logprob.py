@@ -33,7 +33,7 @@ Contender = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Maps (hidden [T, H], weight [V, H], labels [T]) to (log-probs [T], entropies [T])."""
 
 
-def naive() -> Contender:
+def make_naive() -> Contender:
     """Return a head that computes all logits at once, with plain autograd."""
 
     def run(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ def naive() -> Contender:
     return run
 
 
-def trl() -> Contender:
+def make_trl() -> Contender:
     """Return TRL's pair of functions, which need all logits."""
     from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
@@ -59,7 +59,7 @@ def trl() -> Contender:
     return run
 
 
-def verl() -> Contender:
+def make_verl() -> Contender:
     """Return verl's chunked linear head for PPO with its default chunk size."""
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
@@ -75,7 +75,7 @@ def verl() -> Contender:
     return run
 
 
-def temper() -> Contender:
+def make_temper() -> Contender:
     """Return the engine's chunked head."""
 
     def run(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,14 +86,14 @@ def temper() -> Contender:
 
 
 MAKERS: dict[str, Callable[[], Contender]] = {
-    "naive": naive,
-    "TRL": trl,
-    "verl fused": verl,
-    "temper": temper,
+    "naive": make_naive,
+    "TRL": make_trl,
+    "verl fused": make_verl,
+    "temper": make_temper,
 }
 
 
-def status_kib(field: str) -> int:
+def read_status_kib(field: str) -> int:
     """Return a field of this process's memory status in KiB; works only on Linux."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
@@ -118,7 +118,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     )
     small[0].sum().backward()
     # Writing 5 to clear_refs resets the peak that VmHWM reports.
-    base = status_kib("VmRSS")
+    base = read_status_kib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     seconds = []
     for _ in range(options.repeats):
@@ -131,7 +131,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     assert weight.grad is not None
     return {
         "cpu_s": min(seconds),
-        "peak_mib": (status_kib("VmHWM") - base) / MIB,
+        "peak_mib": (read_status_kib("VmHWM") - base) / MIB,
         "logprob_sum": float(logprobs.detach().double().sum()),
         "entropy_mean": float(entropy.double().mean()),
         "hidden_grad_norm": float(hidden.grad.double().norm()),
@@ -139,7 +139,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def run_alone(name: str, options: argparse.Namespace, *, precision: str) -> dict[str, float] | str:
+def run_in_subprocess(
+    name: str, options: argparse.Namespace, *, precision: str
+) -> dict[str, float] | str:
     """Run one contender in a fresh process; return the reason if it cannot be imported."""
     command = [sys.executable, __file__, "--contender", name, "--precision", precision]
     for option in ("positions", "hidden", "vocabulary", "repeats"):
@@ -148,22 +150,22 @@ def run_alone(name: str, options: argparse.Namespace, *, precision: str) -> dict
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1]
         if "ModuleNotFoundError" in last or "ImportError" in last:
-            return f"absent ({last})"
+            return f"not installed ({last})"
         raise RuntimeError(f"{name} failed:\n{done.stderr}")
-    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    row: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return row
 
 
 def check_equal(rows: dict[str, dict[str, float]]) -> None:
     """Check that all contenders computed the same numbers, up to float32 rounding."""
-    wanted = rows["naive"]
+    expected = rows["naive"]
     for name, row in rows.items():
         for key in ("logprob_sum", "entropy_mean", "hidden_grad_norm", "weight_grad_norm"):
-            assert abs(row[key] - wanted[key]) <= 2e-5 * abs(wanted[key]), (
+            assert abs(row[key] - expected[key]) <= 2e-5 * abs(expected[key]), (
                 name,
                 key,
                 row[key],
-                wanted[key],
+                expected[key],
             )
 
 
@@ -172,29 +174,38 @@ def report(options: argparse.Namespace) -> dict[str, object]:
     names = [options.only] if options.only else list(CONTENDERS)
     results: dict[str, dict[str, dict[str, float] | str]] = {}
     print(
-        f"T={options.positions} H={options.hidden} V={options.vocabulary} float32, forward and backward, one thread"
+        f"T={options.positions} H={options.hidden} V={options.vocabulary} float32, "
+        "forward and backward, one thread"
     )
     for precision in ("highest", "medium"):
-        results[precision] = {name: run_alone(name, options, precision=precision) for name in names}
+        results[precision] = {
+            name: run_in_subprocess(name, options, precision=precision) for name in names
+        }
         rows = {name: row for name, row in results[precision].items() if isinstance(row, dict)}
         if "naive" in rows:
             check_equal(rows)
+        print(f'\nmatmul precision "{precision}"')
         print(
-            f'\nmatmul precision "{precision}"\n{"contender":<12}{"CPU-s":>8}{"peak MiB":>10}{"of naive: time":>16}{"memory":>8}'
+            f"{'contender':<12}{'CPU-s':>8}{'peak MiB':>10}"
+            f"{'time / naive':>16}{'memory / naive':>16}"
         )
         for name, row in results[precision].items():
             if isinstance(row, str):
                 print(f"{name:<12}{row}")
                 continue
             reference = rows.get("naive", row)
-            time_share, memory_share = (
+            time_ratio, memory_ratio = (
                 row["cpu_s"] / reference["cpu_s"],
                 row["peak_mib"] / reference["peak_mib"],
             )
             print(
-                f"{name:<12}{row['cpu_s']:>8.2f}{row['peak_mib']:>10.0f}{time_share:>16.2f}{memory_share:>8.2f}"
+                f"{name:<12}{row['cpu_s']:>8.2f}{row['peak_mib']:>10.0f}"
+                f"{time_ratio:>16.2f}{memory_ratio:>16.2f}"
             )
-    machine = f"{platform.machine()}, {platform.platform()}, torch {torch.__version__}, Python {platform.python_version()}"
+    machine = (
+        f"{platform.machine()}, {platform.platform()}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}"
+    )
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine,
@@ -222,9 +233,9 @@ def main() -> None:
     if options.contender is not None:
         print(json.dumps(measure(options.contender, options)))
         return
-    found = report(options)
+    results = report(options)
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=2, default=str) + "\n")
+        options.json.write_text(json.dumps(results, indent=2, default=str) + "\n")
 
 
 if __name__ == "__main__":

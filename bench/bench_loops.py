@@ -4,7 +4,7 @@
         [--json FILE]
 
 Uses the quickstart's model and problems, with sampler and actor in separate Ray processes. Each
-loop is a `temper-train` run, whose first two steps are left out. Sampling ahead can save at most
+loop is a `temper-train` run, whose first two steps are skipped. Sampling ahead can save at most
 the shorter of sampling and training, if each has a core; the table also shows its cost, staleness.
 With --rollout-python the sampler is a vLLM server of that interpreter, otherwise the transformers
 sampler.
@@ -50,7 +50,7 @@ COLUMNS = (
 )
 
 
-def overrides_of(settings: Sequence[str], *, steps: int, folder: Path) -> list[str]:
+def list_overrides(settings: Sequence[str], *, steps: int, folder: Path) -> list[str]:
     """Return the overrides of one loop's run."""
     return [*WORK, *settings, f"run.total_steps={steps}", f"run.dir={folder}"]
 
@@ -73,7 +73,7 @@ def run_loop(settings: list[str], *, steps: int, folder: Path) -> list[dict[str,
         sys.executable,
         "-m",
         "temper_trainer",
-        *overrides_of(settings, steps=steps, folder=folder),
+        *list_overrides(settings, steps=steps, folder=folder),
     ]
     done = subprocess.run(
         command,
@@ -84,7 +84,8 @@ def run_loop(settings: list[str], *, steps: int, folder: Path) -> list[dict[str,
     )
     if done.returncode != 0:
         raise SystemExit(
-            f"{' '.join(settings)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+            f"{' '.join(settings)} exited with status {done.returncode}:\n"
+            f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["phase"] == "rl"][2:]
@@ -98,7 +99,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     sampler = sampler_settings(chosen.rollout_python)
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for i, (name, settings) in enumerate(LOOPS.items()):
             rows = run_loop(
@@ -109,26 +110,26 @@ def main() -> None:
                 for column in COLUMNS
             }
             tokens = sum(row["rollout/tokens"] for row in rows)
-            found[name] = {
+            results[name] = {
                 **medians,
                 "tokens_per_s": tokens / sum(row["time/step_s"] for row in rows),
             }
     print(
-        "| loop | tokens/s | of sync | "
+        "| loop | tokens/s | / sync | "
         + " | ".join(COLUMNS)
         + " |\n|"
         + "---|" * (len(COLUMNS) + 3)
     )
-    for name, numbers in found.items():
-        share = numbers["tokens_per_s"] / found["sync"]["tokens_per_s"]
+    for name, numbers in results.items():
+        ratio = numbers["tokens_per_s"] / results["sync"]["tokens_per_s"]
         cells = [
             f"{numbers['tokens_per_s']:.0f}",
-            f"{share:.2f}",
+            f"{ratio:.2f}",
             *(f"{numbers[column]:.3f}" for column in COLUMNS),
         ]
         print(f"| {name} | " + " | ".join(cells) + " |")
     if chosen.json is not None:
-        chosen.json.write_text(json.dumps(found, indent=1))
+        chosen.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

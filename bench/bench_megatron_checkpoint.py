@@ -1,10 +1,11 @@
-"""Compare checkpoint I/O and memory of MegatronEngine with an earlier commit, on two ranks.
+"""Measure checkpoint I/O and memory of MegatronEngine on two ranks.
 
     python bench/bench_megatron_checkpoint.py [--before COMMIT] [--rounds 2] [--json FILE]
 
 Reports how much each rank writes and how much memory it needs to save, and the same for loading.
-Processes of both commits take turns. Runs on the CPU with gloo. A peak is the largest growth of a
-rank's memory, including files mapped into it.
+With --before, compares with the engine of an earlier commit whose modules have the same names;
+processes of both take turns. Runs on the CPU with gloo. A peak is the largest growth of a rank's
+memory, including files mapped into it.
 """
 
 import argparse
@@ -29,7 +30,7 @@ LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "tp2": {"tensor_parallel": 2},
     "pp2": {"pipeline_parallel": 2},
 }
-ARCHITECTURE = {
+ARCHITECTURE: Mapping[str, str | int | bool] = {
     "model_type": "llama",
     "vocab_size": 8192,
     "hidden_size": 384,
@@ -43,7 +44,7 @@ ARCHITECTURE = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class Measurement:
     """Measurements of one rank; MB are millions of bytes."""
 
     written_mb: float
@@ -60,7 +61,7 @@ class Seen:
     load_peak_mb: float
 
 
-def _status(field: str) -> float:
+def _read_status_mb(field: str) -> float:
     (line,) = (
         line
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -69,17 +70,17 @@ def _status(field: str) -> float:
     return int(line.split()[1]) * 1024 / 1e6
 
 
-def _measured(action: Callable[[], object]) -> tuple[float, float]:
+def _measure(action: Callable[[], object]) -> tuple[float, float]:
     """Return the seconds of an action, and its peak growth of memory in MB."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # freed but unreturned memory would hide growth
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak, VmHWM
-    before, begun = _status("VmRSS"), time.perf_counter()
+    before, started = _read_status_mb("VmRSS"), time.perf_counter()
     action()
-    return time.perf_counter() - begun, _status("VmHWM") - before
+    return time.perf_counter() - started, _read_status_mb("VmHWM") - before
 
 
-def work(layout: str, *, rank: int, folder: Path) -> Seen:
+def measure_rank(layout: str, *, rank: int, folder: Path) -> Measurement:
     """Run an update, two saves and a load on one rank, after one warm-up of each."""
     import torch
     import torch.distributed as dist
@@ -93,14 +94,14 @@ def work(layout: str, *, rank: int, folder: Path) -> Seen:
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2
     )
     config = MegatronConfig(
         model=ModelSpec(architecture=ARCHITECTURE),
         optimizer=OptimizerSpec(lr=1e-3),
         precision=PrecisionSpec(compute="fp32"),
         device="cpu",
-        **LAYOUTS[layout],
+        **LAYOUTS[layout],  # type: ignore[arg-type]
     )
     engine = MegatronEngine(config)
     engine.init_model()
@@ -132,7 +133,7 @@ def work(layout: str, *, rank: int, folder: Path) -> Seen:
         parts = folder / "parts"
         # The first call of each kind is warm-up, so that one-time allocations do not count.
         engine.write_part(str(parts / "0"))
-        save_s, save_peak = _measured(lambda: engine.write_part(str(parts / "1")))
+        save_s, save_peak = _measure(lambda: engine.write_part(str(parts / "1")))
         written = sum(
             record.num_bytes
             for record in engine.write_part(str(parts / "2")).files
@@ -144,16 +145,16 @@ def work(layout: str, *, rank: int, folder: Path) -> Seen:
 
         def save_in_background() -> None:
             nonlocal staged_s
-            begun = time.perf_counter()
+            started = time.perf_counter()
             engine.save_checkpoint(str(folder), global_step=2, in_background=True)
-            staged_s = time.perf_counter() - begun
+            staged_s = time.perf_counter() - started
             engine.finish_saving()
 
-        _, background_peak = _measured(save_in_background)
+        _, background_peak = _measure(save_in_background)
         engine.read_part(str(parts / "1"))
         opened = 0
-        load_s, load_peak = _measured(lambda: engine.read_part(str(parts / "1")))
-    return Seen(
+        load_s, load_peak = _measure(lambda: engine.read_part(str(parts / "1")))
+    return Measurement(
         written_mb=written / 1e6,
         save_s=save_s,
         save_peak_mb=save_peak,
@@ -165,7 +166,7 @@ def work(layout: str, *, rank: int, folder: Path) -> Seen:
     )
 
 
-def run(layout: str, *, sources: Path) -> list[Seen]:
+def run(layout: str, *, sources: Path) -> list[Measurement]:
     """Run two ranks with the engine of a source folder."""
     path = os.pathsep.join([str(sources), str(ROOT / "packages/engine-api/src")])
     with tempfile.TemporaryDirectory() as folder:
@@ -186,37 +187,49 @@ def run(layout: str, *, sources: Path) -> list[Seen]:
             for command in commands
         ]
         try:
-            answers = [rank.communicate(timeout=600)[0] for rank in ranks]
+            outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
     if any(rank.returncode for rank in ranks):
-        raise SystemExit(f"a rank of {layout} with {sources} failed.")
-    return [Seen(**json.loads(answer.splitlines()[-1])) for answer in answers]
+        raise SystemExit(f"a rank of {layout} with {sources} failed: see its output above.")
+    return [Measurement(**json.loads(output.splitlines()[-1])) for output in outputs]
 
 
-def compare(before: str, *, rounds: int) -> dict[str, list[Seen]]:
+def prepare_sources(before: str | None, *, folder: Path) -> dict[str, Path]:
+    """Return the engine's source folder by commit; unpack those of `before` into `folder`."""
+    now = {"now": ROOT / SOURCES}
+    if before is None:
+        return now
+    archive = subprocess.run(
+        ["git", "archive", before, SOURCES], cwd=ROOT, stdout=subprocess.PIPE, check=True
+    ).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(folder, filter="data")
+    return {before: folder / SOURCES} | now
+
+
+def compare(before: str | None, *, rounds: int) -> dict[str, list[Measurement]]:
     """Return the best of the rounds of each rank, by layout and commit."""
-    found: dict[str, list[Seen]] = {}
+    results: dict[str, list[Measurement]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(
-            ["git", "archive", before, SOURCES], cwd=ROOT, stdout=subprocess.PIPE, check=True
-        ).stdout
-        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-            files.extractall(folder, filter="data")
+        sources_by_commit = prepare_sources(before, folder=Path(folder))
         for _ in range(rounds):
             for layout in LAYOUTS:
-                for name, sources in ((before, Path(folder, SOURCES)), ("now", ROOT / SOURCES)):
-                    seen = run(layout, sources=sources)
+                for name, sources in sources_by_commit.items():
+                    measured = run(layout, sources=sources)
                     key = f"{layout}, {name}"
-                    found[key] = [
-                        _best(*pair) for pair in zip(found.get(key, seen), seen, strict=True)
+                    results[key] = [
+                        _select_best(*pair)
+                        for pair in zip(results.get(key, measured), measured, strict=True)
                     ]
-    return found
+    return results
 
 
-def _best(one: Seen, other: Seen) -> Seen:
-    return Seen(**{name: min(value, asdict(other)[name]) for name, value in asdict(one).items()})
+def _select_best(one: Measurement, other: Measurement) -> Measurement:
+    return Measurement(
+        **{name: min(value, asdict(other)[name]) for name, value in asdict(one).items()}
+    )
 
 
 def main() -> None:
@@ -224,11 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--before",
-        default="e16b8c2",
-        help="commit to compare with; the default is the last one where rank 0 wrote alone",
-    )
+    parser.add_argument("--before", help="commit to compare with; default: none")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", help=argparse.SUPPRESS)
@@ -236,14 +245,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.work:
-        print(json.dumps(asdict(work(chosen.work, rank=chosen.rank, folder=chosen.folder))))
+        print(json.dumps(asdict(measure_rank(chosen.work, rank=chosen.rank, folder=chosen.folder))))
         return
     load = os.getloadavg()[0]
-    found = compare(chosen.before, rounds=chosen.rounds)
+    results = compare(chosen.before, rounds=chosen.rounds)
     print(f"load {load:.1f} before, best of {chosen.rounds}; rank 0 / rank 1\n")
-    columns = list(asdict(next(iter(found.values()))[0]))
+    columns = list(asdict(next(iter(results.values()))[0]))
     print(f"| layout, commit | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
-    for key, ranks in found.items():
+    for key, ranks in results.items():
         cells = [
             " / ".join(
                 f"{asdict(rank)[name]:.{2 if name.endswith('_s') else 0}f}" for rank in ranks
@@ -254,7 +263,7 @@ def main() -> None:
     if chosen.json:
         chosen.json.write_text(
             json.dumps(
-                {key: [asdict(rank) for rank in ranks] for key, ranks in found.items()}, indent=1
+                {key: [asdict(rank) for rank in ranks] for key, ranks in results.items()}, indent=1
             )
             + "\n"
         )

@@ -38,27 +38,27 @@ WORK = (
     "run.table_every=0",
     "run.progress=false",
 )
-REWARD = "reward.function=bench_overhead:digits"
-LEFT_OUT = 2
+REWARD = "reward.function=bench_overhead:fraction_of_digits"
+NUM_SKIPPED = 2
 """Number of first steps that are skipped because they include one-time costs."""
 
 
-def digits(prompt: Prompt, completion_text: str, /) -> float:
+def fraction_of_digits(prompt: Prompt, completion_text: str, /) -> float:
     """Return the fraction of digits, which varies even for an untrained model."""
     return sum(character.isdigit() for character in completion_text) / max(len(completion_text), 1)
 
 
 class Meter:
-    """Counts CPU seconds by name; a counted call within another adds nothing of its own."""
+    """Counts CPU seconds by name; a call inside another counted call is not counted again."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._is_inside = False
 
-    def around(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def wrap(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Wrap a call so that its CPU time is counted."""
 
-        def counted(*arguments: Any, **named: Any) -> Any:
+        def timed_call(*arguments: Any, **named: Any) -> Any:
             if self._is_inside:
                 return call(*arguments, **named)
             self._is_inside = True
@@ -69,15 +69,15 @@ class Meter:
                 self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - begin
                 self._is_inside = False
 
-        return counted
+        return timed_call
 
     def take(self) -> dict[str, float]:
         """Return the counts since the last call and reset them."""
-        found, self.seconds = self.seconds, {}
-        return found
+        counted, self.seconds = self.seconds, {}
+        return counted
 
 
-def install(meter: Meter, rows: list[dict[str, float]]) -> None:
+def install_meter(meter: Meter, rows: list[dict[str, float]]) -> None:
     """Count the calls of the models, and add a row for each step when its metrics are logged."""
     engine: Any = load_engine_class("fsdp")
     for kind, name, method in (
@@ -87,7 +87,7 @@ def install(meter: Meter, rows: list[dict[str, float]]) -> None:
         (engine, "engine", "optimizer_step"),
         (Publisher, "weight sync", "publish"),
     ):
-        setattr(kind, method, meter.around(getattr(kind, method), name))
+        setattr(kind, method, meter.wrap(getattr(kind, method), name))
     started = [0.0]
     step, log = SyncLoop.run_step, RunLog.log_metrics
 
@@ -99,12 +99,12 @@ def install(meter: Meter, rows: list[dict[str, float]]) -> None:
     def timed_log(*arguments: Any, **named: Any) -> None:
         log(*arguments, **named)
         if started[0] and named.get("phase") == "rl":
-            whole = time.process_time() - started[0]
+            total = time.process_time() - started[0]
             inside = meter.take()
-            rows.append({**inside, "whole": whole, "trainer": whole - sum(inside.values())})
+            rows.append({**inside, "total": total, "trainer": total - sum(inside.values())})
 
-    setattr(SyncLoop, "run_step", timed_step)  # noqa: B010 - measured, not changed
-    setattr(RunLog, "log_metrics", timed_log)  # noqa: B010 - the class is measured, not changed
+    setattr(SyncLoop, "run_step", timed_step)  # noqa: B010 - adds only the measurement
+    setattr(RunLog, "log_metrics", timed_log)  # noqa: B010 - adds only the measurement
 
 
 def main() -> None:
@@ -115,26 +115,27 @@ def main() -> None:
     chosen = parser.parse_args()
     meter = Meter()
     rows: list[dict[str, float]] = []
-    install(meter, rows)
+    install_meter(meter, rows)
     with tempfile.TemporaryDirectory() as folder:
         loaded = load([*WORK, REWARD, f"run.total_steps={chosen.steps}", f"run.dir={folder}/run"])
         train(
             loaded.config,
             digest=loaded.digest,
-            write_config=lambda place: write_resolved(loaded, place),
+            write_config=lambda run_folder: write_resolved(loaded, run_folder),
         )
-    steady = rows[LEFT_OUT:]
-    found = {
+    steady = rows[NUM_SKIPPED:]
+    medians = {
         name: statistics.median(row.get(name, 0.0) for row in steady) * 1e3 for name in steady[0]
     }
     print(
-        f"{len(steady)} steps of 32 prompts x 8 completions; {platform.machine()}, torch {torch.__version__}"
+        f"{len(steady)} steps of 32 prompts x 8 completions; {platform.machine()}, "
+        f"torch {torch.__version__}"
     )
-    print("| what | median CPU ms a step |\n|---|---|")
-    for name, milliseconds in found.items():
+    print("| part | median CPU ms per step |\n|---|---|")
+    for name, milliseconds in medians.items():
         print(f"| {name} | {milliseconds:.1f} |")
     if chosen.json is not None:
-        chosen.json.write_text(json.dumps({"median_ms": found, "rows": rows}, indent=1))
+        chosen.json.write_text(json.dumps({"median_ms": medians, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

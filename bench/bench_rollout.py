@@ -58,7 +58,7 @@ Contender = Callable[[], int]
 """Generates all completions and returns the number of requested tokens."""
 
 
-def workload() -> tuple[list[list[int]], list[int]]:
+def make_workload() -> tuple[list[list[int]], list[int]]:
     """Return prompts of 16 to 64 random tokens, and numbers of new tokens (median 60, max. 384)."""
     generator = np.random.default_rng(7)
     prompt_lengths = generator.integers(16, 65, NUM_PROMPTS)
@@ -67,7 +67,7 @@ def workload() -> tuple[list[list[int]], list[int]]:
     return prompts, lengths.tolist()
 
 
-def temper_sampler() -> Contender:
+def make_temper() -> Contender:
     """Build the hf sampler.
 
     Its end token is outside the model's vocabulary and therefore never drawn, so lengths are exact.
@@ -84,7 +84,7 @@ def temper_sampler() -> Contender:
         config=RolloutConfig(dtype="bf16"),
         device="cpu",
     )
-    prompts, lengths = workload()
+    prompts, lengths = make_workload()
     requests = [
         SamplingRequest(
             request_id=i,
@@ -97,7 +97,7 @@ def temper_sampler() -> Contender:
     return lambda: sum(len(completion.tokens) for completion in sampler.sample(requests))
 
 
-class RowsEnd(StoppingCriteria):  # type: ignore[misc]
+class StopAtLengths(StoppingCriteria):  # type: ignore[misc]
     """Ends row i of the batch after lengths[i] new tokens."""
 
     def __init__(self, lengths: Sequence[int], *, prompt_length: int) -> None:
@@ -111,7 +111,7 @@ class RowsEnd(StoppingCriteria):  # type: ignore[misc]
         return input_ids.shape[1] - self._prompt_length >= self._lengths
 
 
-def plain_model() -> PreTrainedModel:
+def build_model() -> PreTrainedModel:
     """Build the peers' model: same architecture, seed and dtype, with SDPA attention."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(**ARCHITECTURE)
@@ -122,13 +122,13 @@ def plain_model() -> PreTrainedModel:
     return model
 
 
-def padded_generate() -> Contender:
+def make_padded_generate() -> Contender:
     """Build a run of `generate` over one batch padded on the left."""
-    model, (prompts, lengths) = plain_model(), workload()
+    model, (prompts, lengths) = build_model(), make_workload()
     longest = max(map(len, prompts))
     inputs = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    ends = StoppingCriteriaList([RowsEnd(lengths, prompt_length=longest)])
+    ends = StoppingCriteriaList([StopAtLengths(lengths, prompt_length=longest)])
     settings = GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -152,12 +152,12 @@ def padded_generate() -> Contender:
     return run
 
 
-def transformers_continuous_batching() -> Contender:
+def make_continuous_batching() -> Contender:
     """Build a run of transformers' continuous batching with a cache that fits the work.
 
     By default the cache takes most of the free memory.
     """
-    model, (prompts, lengths) = plain_model(), workload()
+    model, (prompts, lengths) = build_model(), make_workload()
     settings = GenerationConfig(
         max_new_tokens=max(lengths),
         do_sample=True,
@@ -198,7 +198,7 @@ def measure(name: str, *, repeats: int) -> dict[str, Any]:
     make = dict(
         zip(
             CONTENDERS,
-            (temper_sampler, padded_generate, transformers_continuous_batching),
+            (make_temper, make_padded_generate, make_continuous_batching),
             strict=True,
         )
     )[name]
@@ -210,7 +210,7 @@ def measure(name: str, *, repeats: int) -> dict[str, Any]:
         num_tokens = run()
         cpu_rates.append(num_tokens / (time.process_time() - cpu))
         wall_rates.append(num_tokens / (time.perf_counter() - wall))
-        assert num_tokens == sum(workload()[1]), (num_tokens, sum(workload()[1]))
+        assert num_tokens == sum(make_workload()[1]), (num_tokens, sum(make_workload()[1]))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {
         "name": name,
@@ -245,17 +245,24 @@ def main() -> int:
         ]
         finished = subprocess.run(command, capture_output=True, text=True, check=False)
         if finished.returncode:
-            print(f"{name} did not run:\n{finished.stderr[-2000:]}", file=sys.stderr)
+            print(f"{name} failed:\n{finished.stderr[-2000:]}", file=sys.stderr)
             return 1
         rows.append(json.loads(finished.stdout.splitlines()[-1]))
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-    print(
-        f"{NUM_PROMPTS} prompts, {sum(workload()[1])} tokens, longest {max(workload()[1])}; bf16, 1 thread; {versions}"
+    versions = (
+        f"torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"Python {platform.python_version()}"
     )
-    print("| | tokens per CPU-second | tokens per second | peak memory, MiB |\n|---|---|---|---|")
+    lengths = make_workload()[1]
+    print(
+        f"{NUM_PROMPTS} prompts, {sum(lengths)} tokens, longest {max(lengths)}; "
+        f"bf16, 1 thread; {versions}"
+    )
+    print("| contender | tokens per CPU-second | tokens per second | peak memory, MiB |")
+    print("|---|---|---|---|")
     for row in rows:
         print(
-            f"| {row['name']} | {row['tok_per_cpu_s']:.0f} | {row['tok_per_s']:.0f} | {row['peak_rss_mib']:.0f} |"
+            f"| {row['name']} | {row['tok_per_cpu_s']:.0f} | {row['tok_per_s']:.0f} "
+            f"| {row['peak_rss_mib']:.0f} |"
         )
     if arguments.json:
         arguments.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=2) + "\n")

@@ -69,12 +69,14 @@ def main() -> int:
     load = os.getloadavg()[0]
     starts = [measure(command, repeats=chosen.repeats) for command in MODULES]
     print(
-        f"Python {platform.python_version()}, {os.cpu_count()} cores, load {load:.1f} before, best of {chosen.repeats}\n"
+        f"Python {platform.python_version()}, {os.cpu_count()} cores, load {load:.1f} before, "
+        f"best of {chosen.repeats}\n"
     )
     print("| command | wall | CPU | limit |\n|---|---|---|---|")
     for start in starts:
         print(
-            f"| `{start.command} --help` | {start.wall_s:.2f} s | {start.cpu_s:.2f} s | {start.limit_s:.1f} s |"
+            f"| `{start.command} --help` | {start.wall_s:.2f} s | {start.cpu_s:.2f} s "
+            f"| {start.limit_s:.1f} s |"
         )
     if chosen.json:
         chosen.json.write_text(

@@ -43,7 +43,9 @@ def measure(name: str, options: argparse.Namespace) -> None:
         torch.distributed.destroy_process_group()
 
 
-def run_alone(name: str, options: argparse.Namespace, *, ranks: int, model: Path) -> Row | str:
+def run_in_subprocesses(
+    name: str, options: argparse.Namespace, *, ranks: int, model: Path
+) -> Row | str:
     """Run a contender in fresh processes; return the reason if it cannot be imported."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -67,13 +69,13 @@ def run_alone(name: str, options: argparse.Namespace, *, ranks: int, model: Path
         str(options.updates),
     ]
     running = []
-    meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rendezvous = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for rank in range(ranks):
-        of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), **meeting}
+        rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), **rendezvous}
         running.append(
             subprocess.Popen(
                 command,
-                env=environment | (of_rank if ranks > 1 else {}),
+                env=environment | (rank_variables if ranks > 1 else {}),
                 stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                 stderr=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                 text=True,
@@ -84,31 +86,32 @@ def run_alone(name: str, options: argparse.Namespace, *, ranks: int, model: Path
     if any(codes):
         last = err.strip().splitlines()[-1] if err.strip() else f"exit status {codes}"
         if "ModuleNotFoundError" in last or "ImportError" in last:
-            return f"absent ({last})"
+            return f"not installed ({last})"
         raise RuntimeError(f"{name} on {ranks} ranks failed:\n{err}")
-    found: Row = json.loads(
+    row: Row = json.loads(
         next(line for line in out.splitlines() if line.startswith("MEASURED ")).removeprefix(
             "MEASURED "
         )
     )
-    return found
+    return row
 
 
-def best_of(rows: list[Row]) -> Row:
+def select_best(rows: list[Row]) -> Row:
     """Return the fastest repeat, because other load on the host only slows repeats down."""
     return max(rows, key=lambda row: row["tokens_per_cpu_s"])
 
 
 def check_equal(rows: dict[str, Row]) -> None:
     """Check that contenders with the same batches start with the same loss."""
-    wanted = rows["hand loop"]["losses"]
+    expected = rows["hand loop"]["losses"]
     for name, row in rows.items():
         losses = row["losses"]
         assert isinstance(losses, list)
-        assert isinstance(wanted, list)
-        if losses and abs(losses[0] - wanted[0]) > LOSS_TOLERANCE * wanted[0]:
+        assert isinstance(expected, list)
+        if losses and abs(losses[0] - expected[0]) > LOSS_TOLERANCE * expected[0]:
             raise AssertionError(
-                f"{name} begins with loss {losses[0]}, the hand-written loop with {wanted[0]}: not the same work"
+                f"{name} starts with loss {losses[0]}, expected {expected[0]} as in the "
+                "hand-written loop: the contenders do not compute the same"
             )
 
 
@@ -116,31 +119,38 @@ def report(options: argparse.Namespace) -> dict[str, object]:
     """Run all contenders, print the tables, and return the contents of the JSON file."""
     results: dict[str, dict[str, Row | str]] = {}
     print(
-        f"compute: {'bf16' if IS_BF16 else 'fp32, since this processor has no bf16 instructions'}"
+        f"compute: {'bf16' if IS_BF16 else 'fp32, because this processor lacks bf16 instructions'}"
     )
     with tempfile.TemporaryDirectory(prefix="bench-update-") as folder:
         model = Path(folder) / "model"
         write_model(model)
         for ranks in options.ranks:
             contenders = ONE_RANK if ranks == 1 else SEVERAL_RANKS
-            found: dict[str, Row | str] = {}
+            results_of_ranks: dict[str, Row | str] = {}
             names = [name for name in contenders if options.only in (None, name)]
-            tries: dict[str, list[Row]] = {name: [] for name in names}
+            repeats_of: dict[str, list[Row]] = {name: [] for name in names}
             # Contenders take turns, so that a slow period of the host affects all of them.
             for _ in range(options.repeats):
                 for name in names:
-                    row = run_alone(name, options, ranks=ranks, model=model)
+                    row = run_in_subprocesses(name, options, ranks=ranks, model=model)
                     if isinstance(row, str):
-                        found[name] = row
+                        results_of_ranks[name] = row
                     else:
-                        tries[name].append(row)
-            found |= {name: best_of(rows) for name, rows in tries.items() if rows}
-            measured = {name: row for name, row in found.items() if not isinstance(row, str)}
-            print_table(found, ranks=ranks)
+                        repeats_of[name].append(row)
+            results_of_ranks |= {
+                name: select_best(rows) for name, rows in repeats_of.items() if rows
+            }
+            measured = {
+                name: row for name, row in results_of_ranks.items() if not isinstance(row, str)
+            }
+            print_table(results_of_ranks, ranks=ranks)
             if "hand loop" in measured:
                 check_equal(measured)
-            results[str(ranks)] = found
-    machine = f"{platform.machine()}, {platform.platform()}, torch {torch.__version__}, Python {platform.python_version()}"
+            results[str(ranks)] = results_of_ranks
+    machine = (
+        f"{platform.machine()}, {platform.platform()}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}"
+    )
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "machine": machine,
@@ -149,22 +159,23 @@ def report(options: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def print_table(found: dict[str, Row | str], *, ranks: int) -> None:
+def print_table(rows: dict[str, Row | str], *, ranks: int) -> None:
     """Print throughputs, and Temper's relative to each contender."""
     unit = "tokens_per_cpu_s" if ranks == 1 else "tokens_per_s"
-    ours = found.get("temper")
-    print(
-        f"\n{ranks} rank{'s' if ranks > 1 else ''}\n{'contender':<34}{unit:>18}{'temper is':>12}{'peak MiB':>10}{'first loss':>12}"
-    )
-    for name, row in found.items():
+    temper_row = rows.get("temper")
+    print(f"\n{ranks} rank{'s' if ranks > 1 else ''}")
+    print(f"{'contender':<34}{unit:>18}{'temper is':>12}{'peak MiB':>10}{'first loss':>12}")
+    for name, row in rows.items():
         if isinstance(row, str):
             print(f"{name:<34}{row}")
             continue
         losses = row["losses"]
         assert isinstance(losses, list)
-        share = "" if ours is None or isinstance(ours, str) else f"{ours[unit] / row[unit]:.2f}x"  # type: ignore[operator]
+        speedup = ""
+        if isinstance(temper_row, dict):
+            speedup = f"{temper_row[unit] / row[unit]:.2f}x"  # type: ignore[operator]
         first = f"{losses[0]:.4f}" if losses else "other"
-        print(f"{name:<34}{row[unit]:>18.0f}{share:>12}{row['peak_mib']:>10.0f}{first:>12}")
+        print(f"{name:<34}{row[unit]:>18.0f}{speedup:>12}{row['peak_mib']:>10.0f}{first:>12}")
 
 
 def main() -> None:
@@ -185,9 +196,9 @@ def main() -> None:
     if options.contender is not None:
         measure(options.contender, options)
         return
-    found = report(options)
+    results = report(options)
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

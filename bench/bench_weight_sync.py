@@ -6,10 +6,10 @@
 Sends bf16 weights of the given size to a receiver in another process, which copies them into its
 own tensors. Reports the wall time of the fastest repeat, with and without checksums.
 
-    OMP_NUM_THREADS=1 python bench/bench_weight_sync.py --changes 0.5B [--lr 1e-6 1e-5]
+    OMP_NUM_THREADS=1 python bench/bench_weight_sync.py --delta 0.5B [--lr 1e-6 1e-5]
         [--repeats 3] [--json FILE]
 
-With `--changes`, compares full weights with the elements that an update changed
+With `--delta`, compares full weights with the elements that an update changed
 (`weight_sync.content=delta`). The master weights have a Qwen2's shapes and are drawn from
 N(0, 0.02) in float32. An update moves every element up or down by the learning rate, as Adam's
 first steps do; weights are exported in bf16.
@@ -23,7 +23,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import cast
@@ -55,6 +55,7 @@ from temper_trainer.rollout.weight_delta import (
 )
 from temper_trainer.weight_sync.collective_transport import (
     open_sender_channel,
+    open_store,
     plan_buckets,
     send_delta,
     send_weights,
@@ -67,7 +68,7 @@ from temper_trainer.weight_sync.shared_memory_transport import (
 from temper_trainer.weight_sync.transport import SentWeights
 
 BUCKET_BYTES = 64 << 20
-MAX_SHARE = WeightSyncConfig().max_changed_fraction
+MAX_CHANGED_FRACTION = WeightSyncConfig().max_changed_fraction
 
 
 def make_weights(megabytes: int) -> list[NamedWeight]:
@@ -79,33 +80,49 @@ def make_weights(megabytes: int) -> list[NamedWeight]:
     ]
 
 
-def keep(held: dict[str, Tensor], data: Tensor, parcel: PackedBucket) -> None:
+def store_bucket(stored: dict[str, Tensor], data: Tensor, bucket: PackedBucket) -> None:
     """Copy a bucket into the receiver's tensors."""
-    for name, tensor in unpack_tensors(data, parcel):
-        held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
+    for name, tensor in unpack_tensors(data, bucket):
+        stored.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
 
 
 def serve_files(pipe: "Connection[object, object]") -> None:
     """Receive weights through files in shared memory."""
     torch.set_num_threads(1)
-    held: dict[str, Tensor] = {}
-    while (parcels := pipe.recv()) is not None:
-        assert isinstance(parcels, list)
-        for parcel in parcels:
-            data = open_weight_file(parcel)
-            check_digest(data, parcel)
-            keep(held, data, parcel)
-        pipe.send(len(held))
+    stored: dict[str, Tensor] = {}
+    while (buckets := pipe.recv()) is not None:
+        assert isinstance(buckets, list)
+        for bucket in buckets:
+            data = open_weight_file(bucket)
+            check_digest(data, bucket)
+            store_bucket(stored, data, bucket)
+        pipe.send(len(stored))
 
 
-def serve_channel(spec: ChannelSpec, parcels: Sequence[PackedBucket], rounds: int) -> None:
+def make_gloo_spec(*, buffer_bytes: int, with_digest: bool) -> ChannelSpec:
+    """Return a gloo channel from this process to one receiver, on a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return ChannelSpec(
+        backend="gloo",
+        address="127.0.0.1",
+        port=port,
+        size=2,
+        buffer_bytes=buffer_bytes,
+        with_digest=with_digest,
+        timeout_s=120,
+    )
+
+
+def serve_channel(spec: ChannelSpec, buckets: Sequence[PackedBucket], rounds: int) -> None:
     """Receive broadcast weights."""
     torch.set_num_threads(1)
     channel = WeightChannel(spec, rank=1, device=torch.device("cpu"))
-    held: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for _ in range(rounds):
-        for parcel in parcels:
-            keep(held, channel.receive(parcel), parcel)
+        for bucket in buckets:
+            store_bucket(stored, channel.receive(bucket), bucket)
 
 
 SHAPES = {"tiny": (128, 384, 4, 64, 64), "0.5B": (896, 4864, 24, 128, 151936)}
@@ -151,69 +168,71 @@ class Actor:
         )
 
 
-def keep_tensors(held: dict[str, Tensor], weights: Iterable[NamedWeight]) -> None:
+def store_tensors(stored: dict[str, Tensor], weights: Iterable[NamedWeight]) -> None:
     """Copy tensors into the receiver's tensors."""
     for name, tensor in weights:
-        held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
+        stored.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
 
 
-def serve_shared(pipe: "Connection[object, object]") -> None:
+def serve_shared_deltas(pipe: "Connection[object, object]") -> None:
     """Receive full weights and deltas from shared memory like a server; send back the seconds."""
     torch.set_num_threads(1)
-    held: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     while (message := pipe.recv()) is not None:
         begin = time.perf_counter()
-        parcels, manifest = cast("tuple[list[PackedBucket], DeltaManifest | None]", message)
-        for place, parcel in enumerate(parcels):
-            data = open_weight_file(parcel)
-            weights = list(unpack_tensors(data, parcel))
+        buckets, manifest = cast("tuple[list[PackedBucket], DeltaManifest | None]", message)
+        for index, bucket in enumerate(buckets):
+            data = open_weight_file(bucket)
+            weights = list(unpack_tensors(data, bucket))
             if manifest is None:
-                check_digest(data, parcel)
+                check_digest(data, bucket)
             else:
-                changes, tensors = manifest.deltas[place], [weight.tensor for weight in weights]
-                apply_delta(tensors, open_delta_file(changes), parcel.entries, changes.counts)
+                delta, tensors = manifest.deltas[index], [weight.tensor for weight in weights]
+                apply_delta(tensors, open_delta_file(delta), bucket.entries, delta.counts)
                 check_updated_bucket(
                     tensors,
-                    changes.updated_digest,
+                    delta.updated_digest,
                     version=manifest.version,
                     base_version=manifest.base_version,
                 )
-            keep_tensors(held, weights)
+            store_tensors(stored, weights)
         pipe.send(time.perf_counter() - begin)
 
 
-def serve_changes(
+def serve_deltas(
     spec: ChannelSpec, layout: Sequence[PackedBucket], pipe: "Connection[object, object]"
 ) -> None:
     """Receive broadcast weights and deltas like a server; send a message after each copy."""
     torch.set_num_threads(1)
     channel = WeightChannel(spec, rank=1, device=torch.device("cpu"))
-    held: dict[str, Tensor] = {}
-    base: list[list[Tensor]] = []
+    stored: dict[str, Tensor] = {}
+    base_tensors: list[list[Tensor]] = []
     while (kind := pipe.recv()) is not None:
         arrived = []
-        for place, parcel in enumerate(layout):
-            if kind == "changes":
-                changes, data = channel.receive_delta(parcel.entries)
-                apply_delta(base[place], data, parcel.entries, changes.counts)
-                check_updated_bucket(base[place], changes.updated_digest, version=1, base_version=0)
-                arrived.append(base[place])
+        for index, bucket in enumerate(layout):
+            if kind == "delta":
+                delta, data = channel.receive_delta(bucket.entries)
+                apply_delta(base_tensors[index], data, bucket.entries, delta.counts)
+                check_updated_bucket(
+                    base_tensors[index], delta.updated_digest, version=1, base_version=0
+                )
+                arrived.append(base_tensors[index])
             else:
-                own = channel.receive(parcel).clone()
-                arrived.append([weight.tensor for weight in unpack_tensors(own, parcel)])
-            keep_tensors(
-                held,
+                data = channel.receive(bucket).clone()
+                arrived.append([weight.tensor for weight in unpack_tensors(data, bucket)])
+            store_tensors(
+                stored,
                 (
                     NamedWeight(entry.name, tensor)
-                    for entry, tensor in zip(parcel.entries, arrived[-1], strict=True)
+                    for entry, tensor in zip(bucket.entries, arrived[-1], strict=True)
                 ),
             )
-        base = arrived
-        pipe.send(len(held))
+        base_tensors = arrived
+        pipe.send(len(stored))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class SyncCost:
     """The fastest of several weight syncs."""
 
     seconds: float
@@ -223,9 +242,9 @@ class Measured:
     """Fraction of the elements that the last sync sent."""
 
 
-def quickest(
+def measure_fastest(
     send: Callable[[int], SentWeights], actor: Actor, *, lr: float, repeats: int, first_version: int
-) -> Measured:
+) -> SyncCost:
     """Time syncs after one update each; the updates and the first sync are not counted."""
     taken = []
     for version in range(first_version, first_version + repeats + 1):
@@ -233,152 +252,148 @@ def quickest(
         begin = time.perf_counter()
         sent = send(version)
         taken.append(time.perf_counter() - begin)
-    return Measured(seconds=min(taken[1:]), num_bytes=sent.num_bytes, fraction=sent.fraction)
+    return SyncCost(seconds=min(taken[1:]), num_bytes=sent.num_bytes, fraction=sent.fraction)
 
 
-def measure_shared_changes(
+def measure_shared_deltas(
     actor: Actor, rates: Sequence[float], *, repeats: int
-) -> dict[str, Measured]:
+) -> dict[str, SyncCost]:
     """Time full weights and deltas through files in shared memory."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    receiver = context.Process(target=serve_shared, args=(theirs,), daemon=True)
+    pipe, receiver_pipe = context.Pipe()
+    receiver = context.Process(target=serve_shared_deltas, args=(receiver_pipe,), daemon=True)
     receiver.start()
-    found = {}
+    results = {}
     root = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=root) as directory:
         folder = Path(directory)
 
-        def whole(version: int) -> SentWeights:
-            parcels = write_weight_files(actor, str(folder / "whole"), BUCKET_BYTES, True)
-            ours.send((parcels, None))
-            ours.recv()
-            return SentWeights(num_bytes=sum(parcel.num_bytes for parcel in parcels), fraction=1.0)
+        def sync_full(version: int) -> SentWeights:
+            buckets = write_weight_files(actor, str(folder / "full"), BUCKET_BYTES, True)
+            pipe.send((buckets, None))
+            pipe.recv()
+            return SentWeights(num_bytes=sum(bucket.num_bytes for bucket in buckets), fraction=1.0)
 
-        found["shared memory, full"] = quickest(
-            whole, actor, lr=rates[0], repeats=repeats, first_version=1
+        results["shared memory, full"] = measure_fastest(
+            sync_full, actor, lr=rates[0], repeats=repeats, first_version=1
         )
-        base = write_weight_files(actor, str(folder / "whole"), BUCKET_BYTES, True)
-        loaded = [DeltaManifest(version=0, base_version=0, deltas=())]
+        base = write_weight_files(actor, str(folder / "full"), BUCKET_BYTES, True)
+        last_manifest = DeltaManifest(version=0, base_version=0, deltas=())
 
-        def changes(version: int) -> SentWeights:
+        def sync_delta(version: int) -> SentWeights:
+            nonlocal last_manifest
             manifest = write_delta(
                 actor,
                 base,
-                loaded[0],
+                last_manifest,
                 version,
                 str(folder / str(version)),
                 BUCKET_BYTES,
                 True,
-                MAX_SHARE,
+                MAX_CHANGED_FRACTION,
             )
-            ours.send((base, manifest))
-            ours.recv()
+            pipe.send((base, manifest))
+            pipe.recv()
             # The receiver has applied the new delta, so the files of the previous one can go.
-            remove_folder(actor, str(folder / str(loaded[0].version)))
+            remove_folder(actor, str(folder / str(last_manifest.version)))
             # The next delta is relative to this one.
-            loaded[0] = manifest
+            last_manifest = manifest
             pairs = list(zip(base, manifest.deltas, strict=True))
             elements = sum(
-                count_sent_elements(parcel.entries, [FULL_TENSOR] * len(parcel.entries))
-                for parcel in base
+                count_sent_elements(bucket.entries, [FULL_TENSOR] * len(bucket.entries))
+                for bucket in base
             )
-            share = (
-                sum(
-                    count_sent_elements(parcel.entries, changed.counts) for parcel, changed in pairs
-                )
+            fraction = (
+                sum(count_sent_elements(bucket.entries, delta.counts) for bucket, delta in pairs)
                 / elements
             )
             return SentWeights(
-                num_bytes=sum(changed.num_bytes for _, changed in pairs), fraction=share
+                num_bytes=sum(delta.num_bytes for _, delta in pairs), fraction=fraction
             )
 
         for number, lr in enumerate(rates, start=1):
-            found[f"shared memory, delta, lr {lr:g}"] = quickest(
-                changes, actor, lr=lr, repeats=repeats, first_version=100 * number
+            results[f"shared memory, delta, lr {lr:g}"] = measure_fastest(
+                sync_delta, actor, lr=lr, repeats=repeats, first_version=100 * number
             )
-    ours.send(None)
+    pipe.send(None)
     receiver.join()
-    return found
+    return results
 
 
-def measure_channel_changes(
+def measure_channel_deltas(
     actor: Actor, rates: Sequence[float], *, repeats: int
-) -> dict[str, Measured]:
+) -> dict[str, SyncCost]:
     """Time full weights and deltas over gloo."""
     layout = plan_buckets(actor, BUCKET_BYTES)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    largest = max(parcel.num_bytes for parcel in layout)
-    spec = ChannelSpec(
-        backend="gloo",
-        address="127.0.0.1",
-        port=port,
-        size=2,
-        buffer_bytes=largest,
-        with_digest=True,
-        timeout_s=120,
-    )
+    largest = max(bucket.num_bytes for bucket in layout)
+    # The transport opens the channel's store before it makes the spec.
+    _, port, token = open_store(actor, "127.0.0.1")
+    spec = replace(make_gloo_spec(buffer_bytes=largest, with_digest=True), port=port, token=token)
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    receiver = context.Process(target=serve_changes, args=(spec, layout, theirs), daemon=True)
+    pipe, receiver_pipe = context.Pipe()
+    receiver = context.Process(target=serve_deltas, args=(spec, layout, receiver_pipe), daemon=True)
     receiver.start()
     open_sender_channel(actor, spec)
-    last = [0]
+    last_version = 0
 
-    def whole(version: int) -> SentWeights:
-        ours.send("whole")
+    def sync_full(version: int) -> SentWeights:
+        nonlocal last_version
+        pipe.send("full")
         sent = send_weights(actor, spec, layout, BUCKET_BYTES, "bench", version)
-        ours.recv()
-        last[0] = version
+        pipe.recv()
+        last_version = version
         return sent
 
-    def changes(version: int) -> SentWeights:
-        ours.send("changes")
-        sent = send_delta(actor, spec, BUCKET_BYTES, "bench", last[0], version, MAX_SHARE)
-        ours.recv()
-        last[0] = version
+    def sync_delta(version: int) -> SentWeights:
+        nonlocal last_version
+        pipe.send("delta")
+        sent = send_delta(
+            actor, spec, BUCKET_BYTES, "bench", last_version, version, MAX_CHANGED_FRACTION
+        )
+        pipe.recv()
+        last_version = version
         return sent
 
-    found = {
-        "gloo broadcast, full": quickest(
-            whole, actor, lr=rates[0], repeats=repeats, first_version=1
+    results = {
+        "gloo broadcast, full": measure_fastest(
+            sync_full, actor, lr=rates[0], repeats=repeats, first_version=1
         )
     }
     for number, lr in enumerate(rates, start=1):
-        found[f"gloo broadcast, delta, lr {lr:g}"] = quickest(
-            changes, actor, lr=lr, repeats=repeats, first_version=100 * number
+        results[f"gloo broadcast, delta, lr {lr:g}"] = measure_fastest(
+            sync_delta, actor, lr=lr, repeats=repeats, first_version=100 * number
         )
-    ours.send(None)
+    pipe.send(None)
     receiver.join()
-    return found
+    return results
 
 
-def show_changes(
+def compare_deltas(
     shape: str, rates: Sequence[float], *, repeats: int, json_file: Path | None
 ) -> None:
     """Print a table of full weights and deltas, and write it to the JSON file."""
     actor = Actor(shape)
-    found = measure_shared_changes(actor, rates, repeats=repeats) | measure_channel_changes(
+    results = measure_shared_deltas(actor, rates, repeats=repeats) | measure_channel_deltas(
         actor, rates, repeats=repeats
     )
     machine = platform.processor() or platform.machine()
     print(
-        f"the {shape} shape in bf16, buckets of {BUCKET_BYTES >> 20} MiB; {machine}, torch {torch.__version__}"
+        f"the {shape} shape in bf16, buckets of {BUCKET_BYTES >> 20} MiB; {machine}, "
+        f"torch {torch.__version__}"
     )
-    print("| what | elements sent | MB | ms |\n|---|---|---|---|")
-    for name, measured in found.items():
+    print("| transport | elements sent | MB | ms |\n|---|---|---|---|")
+    for name, cost in results.items():
         print(
-            f"| {name} | {measured.fraction:.2%} | {measured.num_bytes / 1e6:.3g} | {measured.seconds * 1e3:.1f} |"
+            f"| {name} | {cost.fraction:.2%} | {cost.num_bytes / 1e6:.3g} "
+            f"| {cost.seconds * 1e3:.1f} |"
         )
     if json_file is not None:
         json_file.write_text(
-            json.dumps({name: asdict(measured) for name, measured in found.items()}, indent=1)
+            json.dumps({name: asdict(cost) for name, cost in results.items()}, indent=1)
         )
 
 
-def best(call: Callable[[], object], repeats: int) -> float:
+def time_fastest(call: Callable[[], object], repeats: int) -> float:
     """Return the seconds of the fastest call, after one warm-up call."""
     call()
     taken = []
@@ -392,24 +407,24 @@ def best(call: Callable[[], object], repeats: int) -> float:
 def measure_files(parts: list[list[NamedWeight]], *, with_digest: bool, repeats: int) -> float:
     """Time writing all buckets to files, loading them in the receiver, and removing them."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    receiver = context.Process(target=serve_files, args=(theirs,), daemon=True)
+    pipe, receiver_pipe = context.Pipe()
+    receiver = context.Process(target=serve_files, args=(receiver_pipe,), daemon=True)
     receiver.start()
     root = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=root) as folder:
 
         def send() -> None:
-            parcels = [
+            buckets = [
                 write_weight_file(part, Path(folder) / str(i), with_digest=with_digest)
                 for i, part in enumerate(parts)
             ]
-            ours.send(parcels)
-            ours.recv()
-            for parcel in parcels:
-                Path(str(parcel.path)).unlink()
+            pipe.send(buckets)
+            pipe.recv()
+            for bucket in buckets:
+                Path(str(bucket.path)).unlink()
 
-        seconds = best(send, repeats)
-    ours.send(None)
+        seconds = time_fastest(send, repeats)
+    pipe.send(None)
     receiver.join()
     return seconds
 
@@ -417,33 +432,22 @@ def measure_files(parts: list[list[NamedWeight]], *, with_digest: bool, repeats:
 def measure_channel(parts: list[list[NamedWeight]], *, with_digest: bool, repeats: int) -> float:
     """Time the broadcast of all buckets over gloo."""
     layouts = [plan_layout(part) for part in parts]
-    parcels = [
+    buckets = [
         PackedBucket(entries=entries, num_bytes=size, digest=None) for entries, size in layouts
     ]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    spec = ChannelSpec(
-        backend="gloo",
-        address="127.0.0.1",
-        port=port,
-        size=2,
-        buffer_bytes=BUCKET_BYTES,
-        with_digest=with_digest,
-        timeout_s=120,
-    )
+    spec = make_gloo_spec(buffer_bytes=BUCKET_BYTES, with_digest=with_digest)
     context = multiprocessing.get_context("spawn")
-    receiver = context.Process(target=serve_channel, args=(spec, parcels, repeats + 1), daemon=True)
+    receiver = context.Process(target=serve_channel, args=(spec, buckets, repeats + 1), daemon=True)
     receiver.start()
     channel = WeightChannel(spec, rank=0, device=torch.device("cpu"))
 
     def send() -> None:
-        for part, parcel in zip(parts, parcels, strict=True):
-            data = channel.bucket_buffer(parcel.num_bytes)
-            pack_tensors(data, part, parcel.entries)
+        for part, bucket in zip(parts, buckets, strict=True):
+            data = channel.bucket_buffer(bucket.num_bytes)
+            pack_tensors(data, part, bucket.entries)
             channel.send(data)
 
-    seconds = best(send, repeats)
+    seconds = time_fastest(send, repeats)
     receiver.join()
     return seconds
 
@@ -454,40 +458,45 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--changes", choices=SHAPES)
+    parser.add_argument(
+        "--delta", choices=SHAPES, help="compare full weights and deltas of this model shape"
+    )
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4])
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    if chosen.changes is not None:
-        show_changes(chosen.changes, chosen.lr, repeats=chosen.repeats, json_file=chosen.json)
+    if chosen.delta is not None:
+        compare_deltas(chosen.delta, chosen.lr, repeats=chosen.repeats, json_file=chosen.json)
         return
     weights = make_weights(chosen.megabytes)
     parts = list(split_into_buckets(weights, bucket_bytes=BUCKET_BYTES))
     num_bytes = sum(weight.tensor.numel() * 2 for weight in weights)
     flat = torch.cat([weight.tensor.view(-1) for weight in weights]).view(torch.uint8)
     target = torch.empty_like(flat)
-    found = {
-        "plain copy in one process": best(lambda: target.copy_(flat), chosen.repeats),
-        "checksum of parcels": best(lambda: compute_digest(flat), chosen.repeats),
-        "checksum SHA-256, as buckets in one process have": best(lambda: hash_tensors([flat]), 1),
+    results = {
+        "plain copy in one process": time_fastest(lambda: target.copy_(flat), chosen.repeats),
+        "checksum of buckets": time_fastest(lambda: compute_digest(flat), chosen.repeats),
+        "SHA-256, the checksum of weights within one process": time_fastest(
+            lambda: hash_tensors([flat]), 1
+        ),
     }
     for with_digest in (True, False):
         suffix = "with checksum" if with_digest else "without checksum"
-        found[f"shared memory, {suffix}"] = measure_files(
+        results[f"shared memory, {suffix}"] = measure_files(
             parts, with_digest=with_digest, repeats=chosen.repeats
         )
-        found[f"gloo broadcast, {suffix}"] = measure_channel(
+        results[f"gloo broadcast, {suffix}"] = measure_channel(
             parts, with_digest=with_digest, repeats=chosen.repeats
         )
     machine = platform.processor() or platform.machine()
     print(
-        f"{num_bytes / 1e6:.0f} MB of bf16 in buckets of {BUCKET_BYTES >> 20} MiB; {machine}, torch {torch.__version__}"
+        f"{num_bytes / 1e6:.0f} MB of bf16 in buckets of {BUCKET_BYTES >> 20} MiB; {machine}, "
+        f"torch {torch.__version__}"
     )
-    print("| what | ms | GB/s |\n|---|---|---|")
-    for name, seconds in found.items():
+    print("| operation | ms | GB/s |\n|---|---|---|")
+    for name, seconds in results.items():
         print(f"| {name} | {seconds * 1e3:.1f} | {num_bytes / 1e9 / seconds:.2f} |")
     if chosen.json is not None:
-        chosen.json.write_text(json.dumps({"bytes": num_bytes, "seconds": found}, indent=1))
+        chosen.json.write_text(json.dumps({"bytes": num_bytes, "seconds": results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ from update_workload import (
     NUM_SEQUENCES,
     Example,
     Timing,
-    batches,
-    first_fit,
+    draw_batches,
     load_model,
+    pack_first_fit,
     time_updates,
 )
 
@@ -52,7 +52,7 @@ class VariableLengthAttention:
     def __call__(
         self,
         module: nn.Module,
-        head_output: Tensor,
+        query: Tensor,
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
@@ -66,7 +66,7 @@ class VariableLengthAttention:
             enable_gqa=True,
         )
         parts = [
-            attend(head_output[:, :, a:b], key[:, :, a:b], value[:, :, a:b])
+            attend(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b])
             for a, b in pairwise(self.starts)
         ]
         return torch.cat(parts, dim=2).transpose(1, 2), None
@@ -107,7 +107,7 @@ def hand_loop(folder: Path, num_updates: int) -> Timing:
 
     def update(batch: Sequence[Example]) -> float:
         num_trained, total = sum(int(e.is_response.sum()) for e in batch), 0.0
-        for chosen in first_fit([len(e.tokens) for e in batch], cap=MICRO_BATCH_TOKENS):
+        for chosen in pack_first_fit([len(e.tokens) for e in batch], cap=MICRO_BATCH_TOKENS):
             loss = packed_loss(model, attention, [batch[i] for i in chosen]) / num_trained
             loss.backward()
             total += loss.item()
@@ -136,7 +136,7 @@ def hand_loop_sharded(folder: Path, num_updates: int) -> Timing:
         fully_shard(module, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
 
-    def whole_model_loss(chosen: Sequence[Example]) -> Tensor:
+    def compute_loss(chosen: Sequence[Example]) -> Tensor:
         tokens = torch.cat([e.tokens for e in chosen])
         attention.starts = [0, *torch.tensor([len(e.tokens) for e in chosen]).cumsum(0).tolist()]
         positions = torch.cat([torch.arange(len(e.tokens)) for e in chosen])
@@ -146,19 +146,20 @@ def hand_loop_sharded(folder: Path, num_updates: int) -> Timing:
         return F.cross_entropy(logits[trained].float(), tokens.roll(-1)[trained], reduction="sum")
 
     def update(batch: Sequence[Example]) -> float:
-        num_trained, loads, total = (
+        num_trained, num_tokens, total = (
             sum(int(e.is_response.sum()) for e in batch),
             [0] * world_size,
             torch.zeros(()),
         )
-        shares: list[list[Example]] = [[] for _ in range(world_size)]
+        examples_by_rank: list[list[Example]] = [[] for _ in range(world_size)]
         for example in sorted(batch, key=lambda e: -len(e.tokens)):
             # Longest sequence first, always to the rank with the fewest tokens.
-            lightest = loads.index(min(loads))
-            shares[lightest].append(example)
-            loads[lightest] += len(example.tokens)
+            lightest = num_tokens.index(min(num_tokens))
+            examples_by_rank[lightest].append(example)
+            num_tokens[lightest] += len(example.tokens)
         bins = [
-            first_fit([len(e.tokens) for e in share], cap=MICRO_BATCH_TOKENS) for share in shares
+            pack_first_fit([len(e.tokens) for e in examples], cap=MICRO_BATCH_TOKENS)
+            for examples in examples_by_rank
         ]
         # Every rank needs the same number of micro-batches, because each runs collectives.
         while len(bins[rank]) < max(map(len, bins)):
@@ -167,7 +168,7 @@ def hand_loop_sharded(folder: Path, num_updates: int) -> Timing:
         for number, chosen in enumerate(bins[rank], start=1):
             # Reduce gradients once per update, in the backward pass of the last micro-batch.
             model.set_requires_gradient_sync(number == len(bins[rank]))
-            loss = whole_model_loss([shares[rank][i] for i in chosen]) / num_trained
+            loss = compute_loss([examples_by_rank[rank][i] for i in chosen]) / num_trained
             # FSDP averages gradients over ranks; the factor turns the average into a sum.
             (loss * world_size).backward()
             total += loss.detach()
@@ -214,7 +215,7 @@ def temper(
     engine.set_loss_fn(PpoObjective() if is_policy else SftObjective())
     outputs = (HeadOutput.LOGPROB, HeadOutput.ENTROPY) if is_policy else ()
 
-    def sequences(batch: Sequence[Example]) -> SequenceBatch:
+    def to_sequences(batch: Sequence[Example]) -> SequenceBatch:
         columns = {
             "old_logprobs": [torch.full((len(e.tokens),), -9.0) for e in batch],
             "advantages": [e.is_response.float() for e in batch],
@@ -228,8 +229,8 @@ def temper(
     def update(batch: Sequence[Example]) -> float:
         engine.optimizer_zero_grad()
         with engine.train_mode():
-            share = engine.shard_data(sequences(batch), max_tokens=MICRO_BATCH_TOKENS)
-            result = engine.forward_backward_batch(share, forward_only=False, outputs=outputs)
+            local_batch = engine.shard_data(to_sequences(batch), max_tokens=MICRO_BATCH_TOKENS)
+            result = engine.forward_backward_batch(local_batch, forward_only=False, outputs=outputs)
         engine.optimizer_step()
         engine.lr_scheduler_step()
         parts = engine._gather_objects(result.metrics)
@@ -294,13 +295,13 @@ class StepClock:
 
         trainer.training_step = counted
 
-    def timing(self, *, are_batches_ours: bool) -> Timing:
+    def timing(self, *, has_same_batches: bool) -> Timing:
         """Return the timing without the first update."""
         return Timing(
             tokens=self.tokens[1:],
             wall_s=self.wall_s[1:],
             cpu_s=self.cpu_s[1:],
-            losses=self.losses if are_batches_ours else [],
+            losses=self.losses if has_same_batches else [],
         )
 
 
@@ -340,7 +341,7 @@ def hf_trainer(folder: Path, num_updates: int) -> Timing:
             "input_ids": e.tokens.tolist(),
             "labels": torch.where(e.is_response, e.tokens, -100).tolist(),
         }
-        for batch in batches(num_updates)
+        for batch in draw_batches(num_updates)
         for e in batch
     ]
 
@@ -377,7 +378,7 @@ def hf_trainer(folder: Path, num_updates: int) -> Timing:
     )
     clock.count(trainer)
     trainer.train()
-    return clock.timing(are_batches_ours=True)
+    return clock.timing(has_same_batches=True)
 
 
 def trl_packed(folder: Path, num_updates: int) -> Timing:
@@ -391,7 +392,7 @@ def trl_packed(folder: Path, num_updates: int) -> Timing:
 
     rows = [
         {"input_ids": e.tokens.tolist(), "completion_mask": e.is_response.long().tolist()}
-        for batch in batches(num_updates)
+        for batch in draw_batches(num_updates)
         for e in batch
     ]
     keep_order(SFTTrainer)
@@ -415,10 +416,10 @@ def trl_packed(folder: Path, num_updates: int) -> Timing:
     )
     clock.count(trainer)
     trainer.train()
-    return clock.timing(are_batches_ours=False)
+    return clock.timing(has_same_batches=False)
 
 
-def give_verl_a_cpu() -> None:
+def register_cpu_with_verl() -> None:
     """Give verl a platform object for the CPU, because it supports only CUDA and NPUs.
 
     Also hides TRL from verl, which cannot import newer versions of it.
@@ -444,7 +445,7 @@ def give_verl_a_cpu() -> None:
     module.reset_peak_memory_stats = module.set_device = lambda *args, **kwargs: None
     module.mem_get_info, module.current_device = lambda *args: (1, 1), lambda: 0
 
-    head_outputs = {
+    method_results = {
         "is_available": True,
         "current_device": torch.device("cpu"),
         "device_count": 1,
@@ -457,14 +458,14 @@ def give_verl_a_cpu() -> None:
         "set_allocator_settings": None,
     }
 
-    def head_outputs_with(value: object) -> Callable[..., object]:
+    def make_method(value: object) -> Callable[..., object]:
         return lambda self, *args: value
 
     members: dict[str, Any] = {"device_name": "cpu", "device_module": module, "vendor_name": "cpu"}
     cpu = type(
         "CPU",
         (PlatformCUDA,),
-        members | {name: head_outputs_with(value) for name, value in head_outputs.items()},
+        members | {name: make_method(value) for name, value in method_results.items()},
     )
     # The CPU needs none of the other abstract methods.
     cpu.__abstractmethods__ = frozenset()
@@ -475,7 +476,7 @@ def verl(folder: Path, num_updates: int) -> Timing:
     """Train with verl's FSDP2 engine, without padding and with the same cap on micro-batches."""
     import verl.plugin.platform  # noqa: F401
 
-    give_verl_a_cpu()
+    register_cpu_with_verl()
     from tensordict import TensorDict
     from verl.trainer.config import CheckpointConfig
     from verl.utils import tensordict_utils
@@ -521,17 +522,17 @@ def verl(folder: Path, num_updates: int) -> Timing:
     engine.initialize()
     loss_fn = partial(sft_loss, config=None)
 
-    def nested(columns: list[Tensor]) -> Tensor:
+    def to_nested(columns: list[Tensor]) -> Tensor:
         return torch.nested.as_nested_tensor(columns, layout=torch.jagged)
 
     def update(batch: Sequence[Example]) -> float:
-        mine = batch[rank::world_size]
+        local_examples = batch[rank::world_size]
         columns = {
-            "input_ids": nested([e.tokens for e in mine]),
-            "loss_mask": nested([e.is_response.long() for e in mine]),
-            "position_ids": nested([torch.arange(len(e.tokens)) for e in mine]),
+            "input_ids": to_nested([e.tokens for e in local_examples]),
+            "loss_mask": to_nested([e.is_response.long() for e in local_examples]),
+            "position_ids": to_nested([torch.arange(len(e.tokens)) for e in local_examples]),
         }
-        data = TensorDict(columns, batch_size=[len(mine)])
+        data = TensorDict(columns, batch_size=[len(local_examples)])
         tensordict_utils.assign_non_tensor(
             data,
             use_dynamic_bsz=True,
@@ -543,9 +544,9 @@ def verl(folder: Path, num_updates: int) -> Timing:
             calculate_entropy=False,
             pad_token_id=0,
         )
-        found = engine.train_batch(data, loss_fn)
+        outputs = engine.train_batch(data, loss_fn)
         engine.lr_scheduler_step()
-        loss = found["loss"]
+        loss = outputs["loss"]
         total = torch.tensor(float(sum(loss)) if isinstance(loss, list) else float(loss))
         # Each rank's value is multiplied by the number of ranks, because FSDP averages gradients.
         dist.all_reduce(total)

@@ -86,23 +86,25 @@ class Timing:
         }
 
 
-def examples(*, seed: int) -> list[Example]:
+def draw_examples(*, seed: int) -> list[Example]:
     """Draw the sequences of one update."""
-    chance = np.random.default_rng(seed)
-    prompts = chance.integers(16, 65, NUM_SEQUENCES)
-    responses = np.clip(np.exp(chance.normal(math.log(90), 0.9, NUM_SEQUENCES)), 8, 960).astype(int)
+    generator = np.random.default_rng(seed)
+    prompts = generator.integers(16, 65, NUM_SEQUENCES)
+    responses = np.clip(np.exp(generator.normal(math.log(90), 0.9, NUM_SEQUENCES)), 8, 960).astype(
+        int
+    )
     return [
         Example(
-            tokens=torch.from_numpy(chance.integers(3, VOCAB_SIZE, p + r)),
+            tokens=torch.from_numpy(generator.integers(3, VOCAB_SIZE, p + r)),
             is_response=torch.arange(p + r) >= p,
         )
         for p, r in zip(prompts.tolist(), responses.tolist(), strict=True)
     ]
 
 
-def batches(num_updates: int) -> list[list[Example]]:
+def draw_batches(num_updates: int) -> list[list[Example]]:
     """Return one warm-up batch and `num_updates` timed ones."""
-    return [examples(seed=100 + i) for i in range(num_updates + 1)]
+    return [draw_examples(seed=100 + i) for i in range(num_updates + 1)]
 
 
 def write_model(folder: Path) -> None:
@@ -131,28 +133,28 @@ def time_updates(
 ) -> Timing:
     """Run the warm-up and the timed updates; tokens are counted over all ranks."""
     wall, cpu, losses, tokens = [], [], [], []
-    for number, batch in enumerate(batches(num_updates)):
+    for number, batch in enumerate(draw_batches(num_updates)):
         started, started_cpu = time.perf_counter(), time.process_time()
         losses.append(update(batch))
         took, took_cpu = time.perf_counter() - started, time.process_time() - started_cpu
         if number:
             wall.append(took)
-            # Ranks have balanced work, so this rank's CPU time stands for all of them.
+            # Ranks have balanced work, so this rank's CPU time is representative of all ranks.
             cpu.append(took_cpu * world_size)
             tokens.append(sum(len(example.tokens) for example in batch))
     return Timing(tokens=tokens, wall_s=wall, cpu_s=cpu, losses=losses)
 
 
-def first_fit(lengths: Sequence[int], *, cap: int) -> list[list[int]]:
+def pack_first_fit(lengths: Sequence[int], *, cap: int) -> list[list[int]]:
     """Pack sequences into bins of at most `cap` tokens, longest first."""
     bins: list[list[int]] = []
     loads: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = next((b for b, load in enumerate(loads) if load + lengths[index] <= cap), None)
-        if place is None:
+        bin_index = next((b for b, load in enumerate(loads) if load + lengths[index] <= cap), None)
+        if bin_index is None:
             bins.append([index])
             loads.append(lengths[index])
         else:
-            bins[place].append(index)
-            loads[place] += lengths[index]
+            bins[bin_index].append(index)
+            loads[bin_index] += lengths[index]
     return bins

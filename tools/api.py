@@ -24,8 +24,8 @@ import griffe
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.deprecations import Promise, find_deprecations
-from tools.releases import git, has_object, published
+from tools.deprecations import Deprecation, find_deprecations
+from tools.release_records import git, has_object, list_published
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,8 +42,8 @@ PUBLIC = {
 PRIVATE = ("conformance", "__main__", "cli", "conf")
 """Modules that are used through a command, such as the conformance kit through pytest."""
 
-OVERRIDABLE_CLASSES = ("temper_engine_api.backend.EngineBackend",)
-"""Classes whose underscored methods engine authors override, so that these are public too."""
+OVERRIDABLE_CLASSES = ("temper_engine_api.engine.BaseEngine",)
+"""Classes whose documented underscored methods engine authors override: these are public too."""
 
 REQUIRED = "required"
 _GONE = " is gone"
@@ -54,93 +54,96 @@ DEPRECATED = re.compile(
 """Line of api.txt that records a deprecation."""
 
 
-def api(package: Path) -> list[str]:
+def list_public_names(package: Path) -> list[str]:
     """Return one line for each public name of a package, with its signature, sorted."""
     name = "temper_" + package.name.replace("-", "_")
     top = griffe.load(name, search_paths=[package / "src"], allow_inspection=False)
     assert isinstance(top, griffe.Module)
     return sorted(
-        {line for module in public_modules(top, package.name) for line in _members(module)}
+        {line for module in public_modules(top, package.name) for line in _describe_members(module)}
     )
 
 
-def breaks(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
+def find_breaking_changes(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
     """Return what breaks code that uses the old names: one sentence by qualified name."""
-    before, after = _by_name(old), _by_name(new)
-    found = {}
+    before, after = _index_by_name(old), _index_by_name(new)
+    changes = {}
     for name, line in before.items():
         if name not in after:
-            found[name] = f"{name}{_GONE}"
+            changes[name] = f"{name}{_GONE}"
         elif after[name] != line:
-            found[name] = f"{name} was {_signature(line)!r} and is {_signature(after[name])!r}"
+            changes[name] = (
+                f"{name} was {_get_signature(line)!r} and is {_get_signature(after[name])!r}"
+            )
     for name, line in after.items():
         if (
             name not in before
-            and _owner(name) in before
-            and _signature(line).split(", ")[-1] == REQUIRED
+            and _find_owner(name) in before
+            and _get_signature(line).split(", ")[-1] == REQUIRED
         ):
-            found[name] = f"{name} is new and must be given"
+            changes[name] = f"{name} is new and must be given"
     return {
         name: sentence
-        for name, sentence in found.items()
-        if _owner(name) not in found or _owner(name) in after
+        for name, sentence in changes.items()
+        if _find_owner(name) not in changes or _find_owner(name) in after
     }
 
 
-def promised_lines(package: Path) -> list[str]:
+def read_promised_lines(package: Path) -> list[str]:
     """Return the lines of api.txt; for names of the last release, the lines of that release."""
     lines = (package / LOCK).read_text().splitlines() if (package / LOCK).exists() else []
-    released = _released_lock(package)
+    released = _read_released_lock(package)
     deprecations = {line for line in [*lines, *released] if DEPRECATED.fullmatch(line)}
-    return [*(_by_name(lines) | _by_name(released)).values(), *sorted(deprecations)]
+    return [*(_index_by_name(lines) | _index_by_name(released)).values(), *sorted(deprecations)]
 
 
-def removed_names(package: Path) -> dict[str, list[Promise]]:
+def find_removed_names(package: Path) -> dict[str, list[Deprecation]]:
     """Return the promised names that no longer exist, each with its deprecations."""
-    lines = promised_lines(package)
+    lines = read_promised_lines(package)
     deprecations = [
-        Promise(location=LOCK, **found.groupdict())
+        Deprecation(location=LOCK, **match.groupdict())
         for line in lines
-        if (found := DEPRECATED.fullmatch(line))
+        if (match := DEPRECATED.fullmatch(line))
     ]
     return {
-        name: [promise for promise in deprecations if _covers(promise.what, name)]
-        for name, sentence in breaks(lines, api(package)).items()
+        name: [deprecation for deprecation in deprecations if _covers(deprecation.what, name)]
+        for name, sentence in find_breaking_changes(lines, list_public_names(package)).items()
         if sentence.endswith(_GONE)
     }
 
 
-def complaints(package: Path) -> list[str]:
+def find_broken_promises(package: Path) -> list[str]:
     """Report broken promises that no changelog fragment names, and removals without a deprecation.
 
     A package without api.txt and without a release has no promises.
     """
-    lines = promised_lines(package)
+    lines = read_promised_lines(package)
     if not lines:
         return []
     fragments = {
         kind: "\n".join(path.read_text() for path in sorted(package.glob(f"changes/*.{kind}.md")))
         for kind in ("changed", "removed")
     }
-    lost, found = removed_names(package), []
-    for name, sentence in breaks(lines, api(package)).items():
-        kinds = ("removed",) if name in lost else ("changed", "removed")
-        if not any(_is_named(_last_word(name), fragments[kind]) for kind in kinds):
+    removed, faults = find_removed_names(package), []
+    for name, sentence in find_breaking_changes(lines, list_public_names(package)).items():
+        kinds = ("removed",) if name in removed else ("changed", "removed")
+        if not any(_is_named(_get_last_word(name), fragments[kind]) for kind in kinds):
             files = " or ".join(f"{package.name}/changes/<slug>.{kind}.md" for kind in kinds)
-            found.append(
-                f"{package.name}: {sentence}. Bring it back, or tell users: name it, in backticks, in {files}"
+            faults.append(
+                f"{package.name}: {sentence}. Restore it, or announce the change: "
+                f"name it in backticks in {files}"
             )
-        elif name in lost and not lost[name]:
-            found.append(
-                f"{package.name}: {sentence}, and no release has deprecated it: bring it back and deprecate it, for two minor versions "
-                "(CONTRIBUTING.md)"
+        elif name in removed and not removed[name]:
+            faults.append(
+                f"{package.name}: {sentence}, and no release has deprecated it. "
+                "Restore it and deprecate it for two minor versions (CONTRIBUTING.md)"
             )
-    return found
+    return faults
 
 
 def write_lock(package: Path) -> int:
     """Write the public names of a package into api.txt; return their number."""
-    lines = api(package)
+    lines = list_public_names(package)
     deprecations = sorted(
         {
             f"deprecated {each.what}: since {each.since}, removed in {each.removed_in}"
@@ -155,9 +158,8 @@ def public_modules(module: griffe.Module, package: str) -> Iterator[griffe.Modul
     """Yield the public modules, starting with the package itself."""
     yield module
     for name, child in sorted(module.members.items()):
-        if (
-            not isinstance(child, griffe.Module) or name.startswith("_") or name in PRIVATE
-        ):  # an imported module is an Alias
+        # An imported module is an Alias, not a Module.
+        if not isinstance(child, griffe.Module) or name.startswith("_") or name in PRIVATE:
             continue
         if (
             module.is_package
@@ -169,7 +171,7 @@ def public_modules(module: griffe.Module, package: str) -> Iterator[griffe.Modul
         yield from public_modules(child, package)
 
 
-def _members(owner: griffe.Module | griffe.Class) -> Iterator[str]:
+def _describe_members(owner: griffe.Module | griffe.Class) -> Iterator[str]:
     """Yield the lines of names that an owner defines, inherits, or lists in `__all__`."""
     members: Mapping[str, object] = (
         owner.all_members if isinstance(owner, griffe.Class) else owner.members
@@ -179,13 +181,13 @@ def _members(owner: griffe.Module | griffe.Class) -> Iterator[str]:
             member = member.final_target
         path = f"{owner.path}.{name}"
         if isinstance(member, griffe.Function) and (_is_public(name) or _is_hook(owner, member)):
-            yield from _function(path, member)
+            yield from _describe_function(path, member)
         elif isinstance(member, griffe.Attribute) and _is_public(name):
-            yield _attribute(path, member)
+            yield _describe_attribute(path, member)
         elif isinstance(member, griffe.Class) and _is_public(name):
             bases = ", ".join(str(base) for base in member.bases)
             yield f"{path}: class({bases})"
-            yield from _members(member)
+            yield from _describe_members(member)
         elif (
             isinstance(member, griffe.Alias)
             and isinstance(owner, griffe.Module)
@@ -194,16 +196,16 @@ def _members(owner: griffe.Module | griffe.Class) -> Iterator[str]:
             yield f"{path}: {member.target_path}"
 
 
-def _released_lock(package: Path) -> list[str]:
+def _read_released_lock(package: Path) -> list[str]:
     """Return api.txt of the last release; empty if there is none or this clone lacks its tree."""
     root = package.parents[1]
-    trees = [record.tree for record in published(root, package.name)]
+    trees = [record.tree for record in list_published(root, package.name)]
     if not trees or not has_object(root, f"{trees[-1]}:{LOCK}"):
         return []
     return git(root, "show", f"{trees[-1]}:{LOCK}").splitlines()
 
 
-def _function(path: str, function: griffe.Function) -> Iterator[str]:
+def _describe_function(path: str, function: griffe.Function) -> Iterator[str]:
     kind = next(
         (label for label in ("classmethod", "staticmethod") if label in function.labels), "function"
     )
@@ -217,10 +219,11 @@ def _function(path: str, function: griffe.Function) -> Iterator[str]:
         order = f" {index}" if parameter.kind.value.startswith("positional") else ""
         index += 1
         default = REQUIRED if parameter.required else f"= {parameter.default}"
-        yield f"{path}({parameter.name}): {parameter.annotation}, {parameter.kind.value}{order}, {default}"
+        kind_and_order = f"{parameter.kind.value}{order}"
+        yield f"{path}({parameter.name}): {parameter.annotation}, {kind_and_order}, {default}"
 
 
-def _attribute(path: str, attribute: griffe.Attribute) -> str:
+def _describe_attribute(path: str, attribute: griffe.Attribute) -> str:
     if "property" in attribute.labels:
         return f"{path}: property -> {attribute.annotation}"
     is_member = isinstance(attribute.parent, griffe.Class) and any(
@@ -236,10 +239,14 @@ def _is_public(name: str) -> bool:
 
 
 def _is_hook(owner: griffe.Module | griffe.Class, member: griffe.Function) -> bool:
-    return owner.path in OVERRIDABLE_CLASSES and not member.name.startswith("__")
+    return (
+        owner.path in OVERRIDABLE_CLASSES
+        and member.has_docstring
+        and not member.name.startswith("__")
+    )
 
 
-def _by_name(lines: Sequence[str]) -> dict[str, str]:
+def _index_by_name(lines: Sequence[str]) -> dict[str, str]:
     return {
         line.partition(": ")[0]: line for line in lines if line and not DEPRECATED.fullmatch(line)
     }
@@ -255,21 +262,21 @@ def _is_named(word: str, text: str) -> bool:
 def _covers(what: str, name: str) -> bool:
     """Return True if a deprecation names this name, or the class or module that contains it."""
     words = what.partition("(")[0]
-    return bool(re.search(rf"\b{re.escape(_last_word(name))}\b", what)) or name.startswith(
+    return bool(re.search(rf"\b{re.escape(_get_last_word(name))}\b", what)) or name.startswith(
         (f"{words}.", f"{words}(")
     )
 
 
-def _signature(line: str) -> str:
+def _get_signature(line: str) -> str:
     return line.partition(": ")[2]
 
 
-def _owner(name: str) -> str:
+def _find_owner(name: str) -> str:
     """Return the function of a parameter, or the class or module of another name."""
     return name.partition("(")[0] if "(" in name else name.rpartition(".")[0]
 
 
-def _last_word(name: str) -> str:
+def _get_last_word(name: str) -> str:
     """Return the word that a changelog fragment must contain; the class for a constructor."""
     return name.removesuffix(".__init__").rstrip(")").replace("(", ".").rpartition(".")[2]
 
@@ -291,10 +298,10 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
         help="write api.txt of one package, if every broken promise is in its changelog",
     )
     chosen = parser.parse_args(arguments)
-    wanted = [packages[chosen.update]] if chosen.update else list(packages.values())
-    found = [sentence for package in wanted for sentence in complaints(package)]
-    if found:
-        print("\n".join(found))
+    checked = [packages[chosen.update]] if chosen.update else list(packages.values())
+    faults = [sentence for package in checked for sentence in find_broken_promises(package)]
+    if faults:
+        print("\n".join(faults))
         return 1
     if chosen.update:
         print(
@@ -302,7 +309,8 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
         )
     else:
         locked = [name for name, package in packages.items() if (package / LOCK).exists()]
-        print(f"api: {', '.join(locked) or 'no package'} has promises, and all are kept")
+        names = f"the public names of {', '.join(locked)} are as promised"
+        print(f"api: {names if locked else 'no package has promised names yet'}")
     return 0
 
 

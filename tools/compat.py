@@ -17,8 +17,15 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tools.bounds import pairs, sibling_requirements_in
-from tools.releases import ReleaseError, Source, git, has_object, last_release, unpack
+from tools.release_records import (
+    ReleaseError,
+    ReleaseSource,
+    git,
+    has_object,
+    last_release,
+    unpack_tree,
+)
+from tools.requirements import list_sibling_pairs, sibling_requirements_in
 
 RECORDS = Path(".temper") / "compat"
 
@@ -35,7 +42,7 @@ class Trial:
 
     dependency: str
     dependent: str
-    released: Source
+    released: ReleaseSource
     """The release of one of the two."""
     tree: str
     """Git tree id of the release."""
@@ -57,7 +64,7 @@ class TrialRecord:
     passed: Sequence[str]
     """Names of trials."""
     contents: Mapping[str, str]
-    """Hash of each package in this checkout, as `contents` computes it."""
+    """Hash of each package in this checkout, as `hash_contents` computes it."""
     commit: str = ""
     """Commit of the checkout, followed by `+` if files were changed; empty if unknown."""
 
@@ -74,7 +81,7 @@ class TrialFiles:
     """Tests of the dependent package."""
 
 
-def trials(root: Path, pair: str, *, declared: Mapping[str, str] | None = None) -> list[Trial]:
+def list_trials(root: Path, pair: str, *, declared: Mapping[str, str] | None = None) -> list[Trial]:
     """Return the trials of a pair, `DEPENDENCY:DEPENDENT`, whose versions pip can install together.
 
     `declared` gives versions to assume for packages of this checkout instead of the declared ones.
@@ -83,27 +90,29 @@ def trials(root: Path, pair: str, *, declared: Mapping[str, str] | None = None) 
         ReleaseError: This clone lacks the content of a recorded release.
     """
     dependency, dependent = pair.split(":")
-    found = []
+    trials = []
     for released in (dependent, dependency):
         source = last_release(root, released)
         if source is None:
             continue
         tree = git(root, "rev-parse", source.treeish).strip()
         if released == dependent:
-            version = (declared or {}).get(dependency) or _version(_pyproject(root, dependency))
-            asking = git(root, "show", f"{tree}:pyproject.toml")
+            version = (declared or {}).get(dependency) or _parse_version(
+                _read_pyproject(root, dependency)
+            )
+            pyproject = git(root, "show", f"{tree}:pyproject.toml")
         else:
-            version, asking = source.version, _pyproject(root, dependent)
-        asked = [
+            version, pyproject = source.version, _read_pyproject(root, dependent)
+        specifiers = [
             each.specifier
-            for each in sibling_requirements_in(asking)
+            for each in sibling_requirements_in(pyproject)
             if each.name == f"temper-{dependency}"
         ]
-        if all(version in each for each in asked):
-            found.append(
+        if all(version in each for each in specifiers):
+            trials.append(
                 Trial(dependency=dependency, dependent=dependent, released=source, tree=tree)
             )
-    return found
+    return trials
 
 
 def unpack_trial(root: Path, trial: Trial, folder: Path) -> TrialFiles:
@@ -115,12 +124,13 @@ def unpack_trial(root: Path, trial: Trial, folder: Path) -> TrialFiles:
     source = trial.released
     if not source.commit or not has_object(root, source.commit):
         raise ReleaseError(
-            f"the commit of {source.package} {source.version} is not known here: fetch the whole history (git fetch --unshallow) or the "
-            "tags (git fetch --tags), or record it with tools/release.py --record."
+            f"this clone lacks the commit of {source.package} {source.version}: fetch the full "
+            "history (git fetch --unshallow) or the tags (git fetch --tags), or record the commit "
+            "with tools/release.py --record."
         )
     copy = folder / f"{source.package}-{source.version}"
     if not copy.exists():
-        unpack(
+        unpack_tree(
             root,
             source.commit,
             copy,
@@ -138,9 +148,9 @@ def unpack_trial(root: Path, trial: Trial, folder: Path) -> TrialFiles:
         path.parent.name: path.parent for path in sorted(root.glob("packages/*/pyproject.toml"))
     }
     released = copy / "packages" / source.package
-    where = copy if source.package == trial.dependent else root
-    tests = where / "packages" / trial.dependent / "tests"
-    return TrialFiles(sources=packages | {source.package: released}, root=where, tests=tests)
+    tests_root = copy if source.package == trial.dependent else root
+    tests = tests_root / "packages" / trial.dependent / "tests"
+    return TrialFiles(sources=packages | {source.package: released}, root=tests_root, tests=tests)
 
 
 def pytest_arguments(files: TrialFiles, chosen: Sequence[str] = ()) -> list[str]:
@@ -157,7 +167,7 @@ def start_trials(root: Path, pair: str) -> None:
 
     From now on earlier records of this checkout do not count, until the trials pass.
     """
-    _write(root, pair, passed=[])
+    _write_record(root, pair, passed=[])
 
 
 def record_passed(root: Path, pair: str, passed: Sequence[Trial]) -> Path:
@@ -167,13 +177,14 @@ def record_passed(root: Path, pair: str, passed: Sequence[Trial]) -> Path:
         ReleaseError: If the contents changed since the trials started, so that it is unknown which
             contents passed.
     """
-    begun = _read(root, pair)
-    changed = [] if begun is None or begun.passed else changed_since(root, begun)
+    started = _read_record(root, pair)
+    changed = [] if started is None or started.passed else list_changed_packages(root, started)
     if changed:
         raise ReleaseError(
-            f"{' and '.join(changed)} changed while {pair} was being tried, and nothing is recorded: try it again."
+            f"{' and '.join(changed)} changed while the trials of {pair} ran, "
+            "so nothing is recorded: run them again."
         )
-    return _write(root, pair, passed=[trial.name for trial in passed])
+    return _write_record(root, pair, passed=[trial.name for trial in passed])
 
 
 def read_matrix(root: Path) -> list[TrialRecord]:
@@ -182,47 +193,51 @@ def read_matrix(root: Path) -> list[TrialRecord]:
     return [TrialRecord(**each) for each in json.loads(file.read_text())] if file.exists() else []
 
 
-def keep_records(root: Path) -> list[str]:
+def update_matrix(root: Path) -> list[str]:
     """Copy the passed records of this checkout to `MATRIX`, and return their pairs.
 
     A record replaces the earlier one of its pair.
     """
-    here = [
-        _read(root, file.stem.replace("+", ":")) for file in sorted((root / RECORDS).glob("*.json"))
+    local = [
+        _read_record(root, file.stem.replace("+", ":"))
+        for file in sorted((root / RECORDS).glob("*.json"))
     ]
-    passed = [green for green in here if green is not None and green.passed]
-    found = {green.pair: green for green in [*read_matrix(root), *passed]}
+    passed = [record for record in local if record is not None and record.passed]
+    records = {record.pair: record for record in [*read_matrix(root), *passed]}
     (root / MATRIX).write_text(
-        json.dumps([asdict(found[pair]) for pair in sorted(found)], indent=1) + "\n"
+        json.dumps([asdict(records[pair]) for pair in sorted(records)], indent=1) + "\n"
     )
-    return [green.pair for green in passed]
+    return [record.pair for record in passed]
 
 
 def find_missing_trials(root: Path, package: str, version: str) -> list[str]:
     """Return a sentence for each pair with untried changes before a package becomes `version`."""
-    found = []
-    for pair in pairs(path.parent for path in sorted(root.glob("packages/*/pyproject.toml"))):
+    messages = []
+    for pair in list_sibling_pairs(
+        path.parent for path in sorted(root.glob("packages/*/pyproject.toml"))
+    ):
         if package not in pair.split(":"):
             continue
-        green = _green(root, pair)
-        changed = [] if green is None else changed_since(root, green)
-        passed = () if green is None or changed else green.passed
+        record = _find_passed_record(root, pair)
+        changed = [] if record is None else list_changed_packages(root, record)
+        passed = () if record is None or changed else record.passed
         missing = [
             trial.name
-            for trial in trials(root, pair, declared={package: version})
+            for trial in list_trials(root, pair, declared={package: version})
             if trial.name not in passed
         ]
         if not missing:
             continue
-        if green is None:
-            why = "no green run is recorded"
+        if record is None:
+            why = "no passed run is recorded"
         else:
-            why = f"{' and '.join(changed) or 'what is released'} changed since the green run of {green.at}"
-        found.append(f"{' and '.join(missing)}: {why}. Run nox -s \"compat(pair='{pair}')\"")
-    return found
+            what = " and ".join(changed) or "the last release"
+            why = f"{what} changed since the run that passed at {record.at}"
+        messages.append(f"{' and '.join(missing)}: {why}. Run nox -s \"compat(pair='{pair}')\"")
+    return messages
 
 
-def contents(root: Path, package: str) -> str:
+def hash_contents(root: Path, package: str) -> str:
     """Return a hash of a package's files on which a trial can depend, without ignored files."""
     folders = [f"packages/{package}/{each}" for each in COUNTED]
     names = git(
@@ -236,25 +251,27 @@ def contents(root: Path, package: str) -> str:
     return digest.hexdigest()
 
 
-def _green(root: Path, pair: str) -> TrialRecord | None:
+def _find_passed_record(root: Path, pair: str) -> TrialRecord | None:
     """Return the record of a pair, preferably a valid one; None if its last trials did not pass."""
-    kept = next((each for each in read_matrix(root) if each.pair == pair), None)
-    found = [each for each in (_read(root, pair), kept) if each is not None]
-    if not found or not found[0].passed:
+    committed = next((each for each in read_matrix(root) if each.pair == pair), None)
+    candidates = [each for each in (_read_record(root, pair), committed) if each is not None]
+    if not candidates or not candidates[0].passed:
         return None
-    return next((each for each in found if not changed_since(root, each)), found[0])
+    return next(
+        (each for each in candidates if not list_changed_packages(root, each)), candidates[0]
+    )
 
 
-def changed_since(root: Path, green: TrialRecord) -> list[str]:
+def list_changed_packages(root: Path, record: TrialRecord) -> list[str]:
     """Return the packages whose contents differ from those of a record."""
-    return [each for each, digest in green.contents.items() if contents(root, each) != digest]
+    return [each for each, digest in record.contents.items() if hash_contents(root, each) != digest]
 
 
-def _write(root: Path, pair: str, *, passed: Sequence[str]) -> Path:
-    file = _file(root, pair)
+def _write_record(root: Path, pair: str, *, passed: Sequence[str]) -> Path:
+    file = _record_path(root, pair)
     file.parent.mkdir(parents=True, exist_ok=True)
     at = datetime.now(UTC).isoformat(timespec="seconds")
-    hashes = {package: contents(root, package) for package in pair.split(":")}
+    hashes = {package: hash_contents(root, package) for package in pair.split(":")}
     commit = git(root, "rev-parse", "HEAD").strip() + (
         "+" if git(root, "status", "--porcelain").strip() else ""
     )
@@ -268,31 +285,32 @@ def _write(root: Path, pair: str, *, passed: Sequence[str]) -> Path:
     return file
 
 
-def _read(root: Path, pair: str) -> TrialRecord | None:
-    file = _file(root, pair)
+def _read_record(root: Path, pair: str) -> TrialRecord | None:
+    file = _record_path(root, pair)
     if not file.exists():
         return None
     try:
         return TrialRecord(**json.loads(file.read_text()))
-    except (ValueError, TypeError) as fault:
+    except (ValueError, TypeError) as error:
         raise ReleaseError(
-            f"{file.relative_to(root)} is no record of nox -s compat ({fault}): remove it and run the session."
+            f"{file.relative_to(root)} was not written by nox -s compat ({error}): "
+            "delete it and run the session again."
         ) from None
 
 
-def _file(root: Path, pair: str) -> Path:
+def _record_path(root: Path, pair: str) -> Path:
     return root / RECORDS / f"{pair.replace(':', '+')}.json"
 
 
-def _pyproject(root: Path, package: str) -> str:
+def _read_pyproject(root: Path, package: str) -> str:
     return (root / "packages" / package / "pyproject.toml").read_text()
 
 
-def _version(pyproject: str) -> str:
+def _parse_version(pyproject: str) -> str:
     version: str = tomllib.loads(pyproject)["project"]["version"]
     return version
 
 
 if __name__ == "__main__":
-    for kept in keep_records(Path(__file__).resolve().parent.parent):
-        print(f"{kept} is in {MATRIX}")
+    for pair in update_matrix(Path(__file__).resolve().parent.parent):
+        print(f"copied the record of {pair} to {MATRIX}")

@@ -41,7 +41,7 @@ PARTS = (
     "logprob",
     "adapter,expert_adapter",
     "weights",
-    "checkpoint",
+    "checkpoint,step_directory",
     "batch,update,value",
 )
 """Groups that get a separate run if a layout is divided; all other groups form one more run."""
@@ -109,15 +109,17 @@ class Run:
         With tensor parallelism, Megatron needs kernels to run in launch order
         (CUDA_DEVICE_MAX_CONNECTIONS=1).
         """
-        found = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         # pytest must find the plugin tools.skip_passed from any working directory.
         root = str(Path(__file__).resolve().parent.parent)
-        found["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        variables["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (root, os.environ.get("PYTHONPATH")))
+        )
         if self.gpus:
-            found["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
             if "tp2" in self.layout.name:
-                found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-        return found
+                variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        return variables
 
 
 class RankLimiter:
@@ -161,15 +163,16 @@ def assign_gpus(runs: Sequence[Run], gpus: Sequence[str]) -> list[Run]:
     """
     if too_wide := [run.name for run in runs if run.layout.world_size > len(gpus)]:
         raise ValueError(
-            f"{', '.join(too_wide)} need more than {len(gpus)} GPUs, and NCCL gives each rank one of its own."
+            f"{', '.join(too_wide)} need more than {len(gpus)} GPUs, because NCCL needs one GPU "
+            "per rank. Name more GPUs, or select smaller layouts with --only."
         )
     others = ",".join(name for name in GROUPS if name not in ",".join(PARTS).split(","))
     turn = itertools.cycle(range(len(gpus)))
     assigned = []
     for run, groups in itertools.product(runs, (*PARTS, others)):
         first = next(turn)
-        own = tuple(gpus[(first + rank) % len(gpus)] for rank in range(run.layout.world_size))
-        assigned.append(replace(run, groups=groups, gpus=own))
+        rank_gpus = tuple(gpus[(first + rank) % len(gpus)] for rank in range(run.layout.world_size))
+        assigned.append(replace(run, groups=groups, gpus=rank_gpus))
     return assigned
 
 
@@ -192,7 +195,7 @@ def run_kit(
             try:
                 code = process.wait(None if deadline is None else max(0.1, deadline - started))
             except subprocess.TimeoutExpired:
-                code = _interrupted(process)
+                code = _interrupt(process)
     finally:
         limiter.release(ranks)
     last = (folder / f"{run.name}.log").read_text().rstrip().rpartition("\n")[2]
@@ -200,13 +203,13 @@ def run_kit(
     return code
 
 
-def _interrupted(process: subprocess.Popen[bytes]) -> int:
+def _interrupt(process: subprocess.Popen[bytes]) -> int:
     """Interrupt pytest, which then writes its results, and kill the remaining processes."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(timeout=10)
     except subprocess.TimeoutExpired:
-        print(f"process {process.pid} did not stop when interrupted, and is ended", flush=True)
+        print(f"process {process.pid} did not stop when interrupted; killing it", flush=True)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
@@ -220,8 +223,8 @@ def continue_runs(folder: Path, runs: Sequence[Run]) -> list[Run]:
             run,
             earlier_results=tuple(
                 path
-                for path, found in seen
-                if (found.engine, found.layouts) == (run.engine, (run.layout.name,))
+                for path, results in seen
+                if (results.engine, results.layouts) == (run.engine, (run.layout.name,))
             ),
         )
         for run in runs
@@ -239,7 +242,7 @@ def merge_parts(folder: Path, runs: Sequence[Run], *, finished: Collection[str])
     Raises:
         ValueError: If an earlier run used other package versions.
     """
-    found = []
+    merged = []
     for name, group in itertools.groupby(
         runs, key=lambda run: replace(run, groups="", gpus=()).name
     ):
@@ -248,13 +251,14 @@ def merge_parts(folder: Path, runs: Sequence[Run], *, finished: Collection[str])
         paths = [path for run in parts if (path := folder / f"{run.name}.json").exists()]
         if len(paths) > 1 or (paths and parts[0].earlier_results):
             first, *others = (from_json(path.read_text()) for path in paths)
-            if foreign := [
+            if other_versions := [
                 path
                 for path in parts[0].earlier_results
                 if from_json(path.read_text()).versions != first.versions
             ]:
                 raise ValueError(
-                    f"{foreign[0]} used other package versions than this run; run without --continues."
+                    f"{other_versions[0]} used other package versions than this run: "
+                    "run without --continues."
                 )
             first.results += [result for other in others for result in other.results]
             ran = {result.test for result in first.results}
@@ -267,32 +271,38 @@ def merge_parts(folder: Path, runs: Sequence[Run], *, finished: Collection[str])
             first.num_deselected = 0 if is_complete else first.num_deselected
             paths = [folder / f"{name}.json"]
             paths[0].write_text(to_json(first))
-        found += paths
-    return found
+        merged += paths
+    return merged
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 1 if a run failed, else 0."""
     parser = argparse.ArgumentParser(prog="python -m tools.conformance_report", description=__doc__)
-    parser.add_argument("--engines", default="fsdp,megatron", help="entry points, comma-separated")
+    parser.add_argument(
+        "--engines",
+        default="fsdp,megatron",
+        help="names of the engines' entry points, comma-separated",
+    )
     parser.add_argument("--only", default="", help="ENGINE:LAYOUT, comma-separated; default: all")
     parser.add_argument("--ranks-at-once", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--gpus", default="", help="such as 0,1,2,3; default: on the CPU")
-    parser.add_argument("--limit", type=float, help="seconds; default: none")
     parser.add_argument(
-        "--continues", type=Path, help="the folder of an earlier run; default: none"
+        "--gpus", default="", help="GPUs to use, such as 0,1,2,3; default: run on the CPU"
     )
-    parser.add_argument("--out", type=Path, required=True, help="an empty or new folder")
+    parser.add_argument("--limit", type=float, help="time limit in seconds; default: none")
+    parser.add_argument("--continues", type=Path, help="folder of an interrupted run to continue")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="new or empty folder for the results"
+    )
     parser.add_argument(
         "--compute",
         choices=("fp32", "bf16"),
         default="fp32",
-        help="what engines compute in; default fp32",
+        help="compute precision of the engines; default: fp32",
     )
-    parser.add_argument("kit", nargs="*", help="for every run of the kit")
+    parser.add_argument("kit", nargs="*", help="arguments of every run of the kit")
     chosen = parser.parse_args(arguments)
     if chosen.out.exists() and any(chosen.out.iterdir()):
-        parser.error(f"{chosen.out} is not empty: nothing is overwritten, name a new folder.")
+        parser.error(f"{chosen.out} is not empty: name a new folder.")
     chosen.out.mkdir(parents=True, exist_ok=True)
     requested = set(filter(None, chosen.only.split(",")))
     runs = [run for engine in chosen.engines.split(",") for run in list_runs(engine)]
@@ -326,9 +336,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.kit
         else (run.name for run, code in zip(order, codes, strict=True) if code in (0, 1, 5))
     )
-    found = merge_parts(chosen.out, runs, finished=set(ended))
-    report = [sys.executable, "-m", "temper_engine_api.conformance.report", *map(str, found)]
-    if found:
+    result_files = merge_parts(chosen.out, runs, finished=set(ended))
+    report = [sys.executable, "-m", "temper_engine_api.conformance.report", *map(str, result_files)]
+    if result_files:
         codes.append(
             subprocess.run(
                 [*report, "--report", str(chosen.out / "report.md")], check=False

@@ -25,7 +25,7 @@ def clear_coverage(root: Path) -> None:
     (root / FOLDER).mkdir(parents=True)
 
 
-def with_coverage_arguments(arguments: Sequence[str], *, root: Path) -> list[str]:
+def wrap_in_coverage(arguments: Sequence[str], *, root: Path) -> list[str]:
     """Return Python arguments that run a module (`-m pytest ...`) under coverage."""
     sources = ",".join(str(root / "packages" / package / "src") for package in PACKAGES)
     return [
@@ -39,7 +39,7 @@ def with_coverage_arguments(arguments: Sequence[str], *, root: Path) -> list[str
     ]
 
 
-def coverage_table(root: Path, *, python: Path) -> str:
+def build_coverage_table(root: Path, *, python: Path) -> str:
     """Combine the data of all processes; return a Markdown table with one row per package.
 
     Raises:
@@ -54,17 +54,18 @@ def coverage_table(root: Path, *, python: Path) -> str:
     files = json.loads(report.read_text())["files"]
     rows = [HEAD]
     for package in PACKAGES:
-        own = [
+        summaries = [
             each["summary"]
             for name, each in files.items()
             if Path(name).is_relative_to(f"packages/{package}/src")
         ]
         lines, run, branches, taken = (
-            sum(summary[count] for summary in own)
+            sum(summary[count] for summary in summaries)
             for count in ("num_statements", "covered_lines", "num_branches", "covered_branches")
         )
         rows.append(
-            f"| {package} | {lines:,} | {_percentage(run, lines)} | {branches:,} | {_percentage(taken, branches)} |"
+            f"| {package} | {lines:,} | {_percentage(run, lines)} "
+            f"| {branches:,} | {_percentage(taken, branches)} |"
         )
     return "\n".join(rows)
 

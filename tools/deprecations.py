@@ -21,7 +21,7 @@ _NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
+class Deprecation:
     """One deprecation in the sources."""
 
     location: str
@@ -32,7 +32,7 @@ class Promise:
     removed_in: str
 
 
-def find_deprecations(package: Path) -> Iterator[Promise]:
+def find_deprecations(package: Path) -> Iterator[Deprecation]:
     """Yield the deprecations of a package.
 
     Raises:
@@ -58,32 +58,34 @@ def find_deprecations(package: Path) -> Iterator[Promise]:
                 f"{file.relative_to(package)}:{node.lineno}" if isinstance(node, ast.Call) else ""
             )
             what = (
-                _text(keywords["what"], location)
+                _read_literal(keywords["what"], location)
                 if "what" in keywords
                 else owners.get(id(node), "")
             )
-            yield Promise(
+            yield Deprecation(
                 location=location,
                 what=what,
-                since=_text(keywords["since"], location),
-                removed_in=_text(keywords["removed_in"], location),
+                since=_read_literal(keywords["since"], location),
+                removed_in=_read_literal(keywords["removed_in"], location),
             )
 
 
-def faults(package: Path, version: str) -> list[str]:
+def check_deprecations(package: Path, version: str) -> list[str]:
     """Check the deprecations of a package for a release of this version; return the faults."""
-    found = []
-    for promise in find_deprecations(package):
-        since, removed = Version(promise.since), Version(promise.removed_in)
+    faults = []
+    for deprecation in find_deprecations(package):
+        location = f"{package.name}/{deprecation.location}"
+        since, removed = Version(deprecation.since), Version(deprecation.removed_in)
         if removed.major == since.major and removed.minor < since.minor + MINORS:
-            found.append(
-                f"{package.name}/{promise.location}: deprecated since {since} and removed in {removed}: leave at least {MINORS} minor versions"
+            faults.append(
+                f"{location}: deprecated since {since} and removed in {removed}: "
+                f"keep it for at least {MINORS} minor versions"
             )
         if Version(version) >= removed:
-            found.append(
-                f"{package.name}/{promise.location}: promised to be gone in {removed}, and this is {version}: delete it"
+            faults.append(
+                f"{location}: should be removed in {removed}, and this is {version}: delete it"
             )
-    return found
+    return faults
 
 
 def _passes_own_arguments(keywords: dict[str | None, ast.expr]) -> bool:
@@ -95,9 +97,10 @@ def _passes_own_arguments(keywords: dict[str | None, ast.expr]) -> bool:
     )
 
 
-def _text(node: ast.expr, location: str) -> str:
+def _read_literal(node: ast.expr, location: str) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     raise ValueError(
-        f"{location}: what, since and removed_in of a deprecation are written as literals, not {ast.unparse(node)}."
+        f"{location}: {ast.unparse(node)} is not a string literal: write what, since and "
+        "removed_in of a deprecation as literals."
     )

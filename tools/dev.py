@@ -11,8 +11,9 @@ OLDEST_PYTHON = (3, 11)
 # this sentence.
 if sys.version_info < OLDEST_PYTHON:
     sys.exit(
-        "Temper needs Python %d.%d or newer, and this is Python %d.%d: call tools/dev.py with a newer one, "
-        "for example python3.12 tools/dev.py test." % (OLDEST_PYTHON + sys.version_info[:2])
+        "Temper needs Python %d.%d or newer, and this is Python %d.%d: call tools/dev.py "
+        "with a newer one, for example python3.12 tools/dev.py test."
+        % (OLDEST_PYTHON + sys.version_info[:2])
     )
 
 import argparse
@@ -30,7 +31,7 @@ QUICKSTART = ("experiment=quickstart",)
 """Overrides of `temper-train` that select the small run of `dev.py train`."""
 
 
-def fresh_run(root: Path) -> str:
+def choose_run_dir(root: Path) -> str:
     """Return an override that sets a new run folder: runs/quickstart, or runs/quickstart-N."""
     number = 1
     while (name := f"runs/quickstart-{number}" if number > 1 else "runs/quickstart") and (
@@ -46,8 +47,8 @@ def train(overrides: Sequence[str]) -> int:
     has_folder = any(
         override.startswith(("run.dir=", "run.resume=", "-")) for override in overrides
     )
-    own = [] if has_folder else [fresh_run(Path.cwd())]
-    command = [str(python), "-m", "temper_trainer", *QUICKSTART, *own, *overrides]
+    run_dir = [] if has_folder else [choose_run_dir(Path.cwd())]
+    command = [str(python), "-m", "temper_trainer", *QUICKSTART, *run_dir, *overrides]
     print("dev: " + " ".join(["python", *command[1:]]), flush=True)
     os.execv(command[0], command)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tools.releases import ReleaseError
+from tools.release_records import ReleaseError
 
 
 def build_twice(first: Path, second: Path, *, date: str) -> list[Path]:
@@ -25,19 +25,20 @@ def build_twice(first: Path, second: Path, *, date: str) -> list[Path]:
     Raises:
         ReleaseError: If a build fails or the builds differ.
     """
-    built, again = build(first, date=date), build(second, date=date)
-    hashes, others = sha256(built), sha256(again)
+    first_build, second_build = build_package(first, date=date), build_package(second, date=date)
+    hashes, others = hash_files(first_build), hash_files(second_build)
     if hashes != others:
         differing = sorted(
             name for name in hashes.keys() | others.keys() if hashes.get(name) != others.get(name)
         )
         raise ReleaseError(
-            f"two builds of the same sources differ in {', '.join(differing)}: compare the files below {first.parent} and {second.parent}."
+            f"two builds of the same sources differ in {', '.join(differing)}: "
+            f"compare the files below {first.parent} and {second.parent}."
         )
-    return built
+    return first_build
 
 
-def build(package: Path, *, date: str) -> list[Path]:
+def build_package(package: Path, *, date: str) -> list[Path]:
     """Build an sdist and a wheel from it in the folder's dist/."""
     midnight = datetime.fromisoformat(date).replace(tzinfo=UTC)
     _run(
@@ -56,14 +57,15 @@ def check_files(files: Sequence[Path], *, package: Path) -> None:
     """
     _run(["twine", "check", "--strict", *(str(path) for path in files)])
     for wheel in (path for path in files if path.suffix == ".whl"):
-        lost = missing_from_wheel(wheel, package)
-        if lost:
+        missing = find_missing_files(wheel, package)
+        if missing:
             raise ReleaseError(
-                f"{wheel.name} lacks {', '.join(sorted(lost))}: see tool.hatch.build in {package.name}/pyproject.toml."
+                f"{wheel.name} lacks {', '.join(sorted(missing))}: "
+                f"see tool.hatch.build in {package.name}/pyproject.toml."
             )
 
 
-def missing_from_wheel(wheel: Path, package: Path) -> set[str]:
+def find_missing_files(wheel: Path, package: Path) -> set[str]:
     """Return the files that a wheel lacks: license, type marker and all other source files."""
     name, version = wheel.name.split("-")[:2]
     sources = package / "src"
@@ -73,19 +75,19 @@ def missing_from_wheel(wheel: Path, package: Path) -> set[str]:
         for path in files
         if not any(part.startswith((".", "__pycache__")) for part in path.parts)
     )
-    wanted = {f"{name}/py.typed", f"{name}-{version}.dist-info/licenses/LICENSE", *kept}
-    return wanted - set(zipfile.ZipFile(wheel).namelist())
+    expected = {f"{name}/py.typed", f"{name}-{version}.dist-info/licenses/LICENSE", *kept}
+    return expected - set(zipfile.ZipFile(wheel).namelist())
 
 
-def sha256(files: Sequence[Path]) -> dict[str, str]:
+def hash_files(files: Sequence[Path]) -> dict[str, str]:
     """Return the files' hashes by name."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def _run(module: Sequence[str], *, variables: dict[str, str] | None = None) -> None:
     command = [sys.executable, "-m", *module]
-    done = subprocess.run(
+    result = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | (variables or {})
     )
-    if done.returncode != 0:
-        raise ReleaseError(f"python -m {' '.join(module)} failed:\n{done.stdout}{done.stderr}")
+    if result.returncode != 0:
+        raise ReleaseError(f"python -m {' '.join(module)} failed:\n{result.stdout}{result.stderr}")

@@ -21,8 +21,8 @@ from urllib.parse import unquote
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.page_commands import WITH_CHECKPOINTS, check_commands, check_settings
-from tools.pages import PAGES, Block, program, split_page
+from tools.page_commands import PAGES_WITH_CHECKPOINTS, check_commands, check_settings
+from tools.pages import PAGES, Block, join_blocks, split_page
 
 LIMIT_S = 120
 """Time limit for the Python blocks of a page."""
@@ -37,28 +37,25 @@ _INLINE_CODE = re.compile(r"`[^`]*`")
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
-def broken_links(page: Path, prose: str) -> list[str]:
+def find_broken_links(page: Path, prose: str) -> list[str]:
     """Return a sentence for each relative link to a missing file, folder or heading."""
-    found = []
+    faults = []
     for number, line in enumerate(prose.splitlines(), start=1):
         for target in _LINK.findall(_INLINE_CODE.sub("", line)):
-            path, _, part = unquote(target).partition("#")
+            path, _, anchor = unquote(target).partition("#")
             file = page.parent / path
             if _SCHEME.match(target):
                 continue
             if not file.exists():
-                found.append(f"{page}:{number}: the link {target} leads nowhere")
-            elif part and (not path or file.suffix == ".md"):
-                there = split_page(file.read_text())[1] if path else prose
-                found += (
-                    []
-                    if part in anchors(there)
-                    else [f"{page}:{number}: the link {target} leads to no heading"]
-                )
-    return found
+                faults.append(f"{page}:{number}: the target of the link {target} does not exist")
+            elif anchor and (not path or file.suffix == ".md"):
+                target_prose = split_page(file.read_text())[1] if path else prose
+                if anchor not in list_anchors(target_prose):
+                    faults.append(f"{page}:{number}: no heading matches the link {target}")
+    return faults
 
 
-def anchors(prose: str) -> set[str]:
+def list_anchors(prose: str) -> set[str]:
     """Return the anchors of a page's headings, spelled as the site spells them."""
     words = (
         re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in _HEADING.findall(prose)
@@ -66,11 +63,11 @@ def anchors(prose: str) -> set[str]:
     return {re.sub(r"[-\s]+", "-", word) for word in words}
 
 
-def placeholders(page: Path, prose: str) -> list[str]:
+def find_placeholders(page: Path, prose: str) -> list[str]:
     """Return a sentence for each placeholder, such as one for a number that was never measured."""
     lines = enumerate(prose.splitlines(), start=1)
     return [
-        f"{page}:{number}: {mark} was never filled in"
+        f"{page}:{number}: the placeholder {mark} was not filled in"
         for number, line in lines
         for mark in _PLACEHOLDER.findall(line)
     ]
@@ -102,11 +99,11 @@ def run_blocks(page: Path, code: str, *, work: Path | None = None) -> list[str]:
                 env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
             )
         except subprocess.TimeoutExpired:
-            return [f"{page}: its Python blocks took more than {LIMIT_S} s: shorten them"]
+            return [f"{page}: the Python blocks took more than {LIMIT_S} s: shorten them"]
         if done.returncode == 0:
             return []
         return [
-            f"{page}: its Python blocks fail\n{done.stdout}{done.stderr}".replace(
+            f"{page}: the Python blocks failed\n{done.stdout}{done.stderr}".replace(
                 str(program), str(page)
             )
         ]
@@ -119,13 +116,15 @@ def check_page(page: Path, *, name: str) -> list[str]:
     """
     blocks, prose = split_page(page.read_text())
     with tempfile.TemporaryDirectory(prefix="temper-docs-") as folder:
-        found = (
-            broken_links(page, prose)
-            + placeholders(page, prose)
+        faults = (
+            find_broken_links(page, prose)
+            + find_placeholders(page, prose)
             + check_blocks(page, blocks, name=name, folder=Path(folder))
         )
-        return found + run_blocks(
-            page, program(blocks, "python"), work=Path(folder) if name in WITH_CHECKPOINTS else None
+        return faults + run_blocks(
+            page,
+            join_blocks(blocks, "python"),
+            work=Path(folder) if name in PAGES_WITH_CHECKPOINTS else None,
         )
 
 
@@ -138,22 +137,25 @@ def check_blocks(page: Path, blocks: Sequence[Block], *, name: str, folder: Path
         name: Path of the page relative to the repository.
         folder: An empty folder in which commands run.
     """
-    found = [
-        f"{page}:{block.line}: a block of {block.language or 'no language'}: write one of {', '.join(LANGUAGES)} behind its opening mark"
+    faults = [
+        f"{page}:{block.line}: the block's language is {block.language or 'missing'}: "
+        f"write one of {', '.join(LANGUAGES)} after the opening fence"
         for block in blocks
         if block.language not in LANGUAGES
     ]
-    if commands := program(blocks, "sh"):
-        found += check_commands(commands, page=name, code=program(blocks, "python"), folder=folder)
+    if commands := join_blocks(blocks, "sh"):
+        faults += check_commands(
+            commands, page=name, code=join_blocks(blocks, "python"), folder=folder
+        )
     for block in (block for block in blocks if block.language == "yaml"):
-        if fault := check_settings(block.text, folder=folder):
-            found.append(f"{page}:{block.line}: {fault}")
+        if error := check_settings(block.text, folder=folder):
+            faults.append(f"{page}:{block.line}: {error}")
     for block in (block for block in blocks if block.language in ("toml", "json")):
         try:
             (tomllib if block.language == "toml" else json).loads(block.text)
-        except ValueError as fault:
-            found.append(f"{page}:{block.line}: {fault}")
-    return found
+        except ValueError as error:
+            faults.append(f"{page}:{block.line}: {error}")
+    return faults
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,14 +166,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not pages:
         print(f"docs: no page matches {', '.join(PAGES)} below {root}: give the repository's root")
         return 1
-    found, num_programs = [], 0
+    faults, num_programs = [], 0
     for page in pages:
         num_programs += any(block.language == "python" for block in split_page(page.read_text())[0])
-        found += check_page(page, name=page.relative_to(root).as_posix())
+        faults += check_page(page, name=page.relative_to(root).as_posix())
     print(
-        "\n".join(found) or f"docs: {len(pages)} pages, {num_programs} of them with Python that ran"
+        "\n".join(faults)
+        or f"docs: checked {len(pages)} pages, and ran the Python of {num_programs}"
     )
-    return 1 if found else 0
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

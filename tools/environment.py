@@ -69,6 +69,7 @@ NEEDED_BYTES = 4 << 30
 """Disk space for the environment and pip's temporary files."""
 
 LIMIT_S = 21 * 60
+"""Time limit of one installation command."""
 
 
 class EnvironmentSetupError(RuntimeError):
@@ -80,7 +81,7 @@ def env_python(root: Path) -> Path:
     return root / ".temper" / "env" / "bin" / "python"
 
 
-def fingerprints(root: Path) -> dict[str, str]:
+def compute_fingerprints(root: Path) -> dict[str, str]:
     """Return a hash of the inputs of each stage of the installation."""
     version = ".".join(str(part) for part in sys.version_info[:2])
     constraints = (root / "constraints" / "cpu.txt").read_text()
@@ -94,10 +95,10 @@ def fingerprints(root: Path) -> dict[str, str]:
     }
 
 
-def outdated(stamp: dict[str, str], wanted: dict[str, str]) -> list[str]:
+def find_outdated_stages(stamp: dict[str, str], expected: dict[str, str]) -> list[str]:
     """Return the stages to run: the first one whose hash differs, and all later ones."""
-    stages = list(wanted)
-    stale = [number for number, stage in enumerate(stages) if stamp.get(stage) != wanted[stage]]
+    stages = list(expected)
+    stale = [number for number, stage in enumerate(stages) if stamp.get(stage) != expected[stage]]
     return stages[stale[0] :] if stale else []
 
 
@@ -113,16 +114,16 @@ def ensure_environment(root: Path) -> Path:
     folder = root / ".temper"
     folder.mkdir(exist_ok=True)
     with _locked(folder / "lock"):
-        wanted = fingerprints(root)
+        expected = compute_fingerprints(root)
         stamp_file = folder / "stamp.json"
-        stale = outdated(_read_stamp(stamp_file, env_python(root)), wanted)
+        stale = find_outdated_stages(_read_stamp(stamp_file, env_python(root)), expected)
         if stale:
             stamp_file.unlink(missing_ok=True)
-        done = {stage: value for stage, value in wanted.items() if stage not in stale}
+        done = {stage: value for stage, value in expected.items() if stage not in stale}
         for stage in stale:
             started = time.monotonic()
             _STAGES[stage](root)
-            done[stage] = wanted[stage]
+            done[stage] = expected[stage]
             stamp_file.write_text(json.dumps(done, indent=1))
             print(
                 f"environment: {stage} is ready after {time.monotonic() - started:.0f} s",
@@ -136,24 +137,25 @@ def check_disk(folder: Path, *, needed_bytes: int = NEEDED_BYTES) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise EnvironmentSetupError(
-            f"{folder} has {free / 2**30:.1f} GiB free, and the environment needs {needed_bytes / 2**30:.1f} GiB: "
-            "make room on that disk, or clone the repository onto a larger one."
+            f"{folder} has {free / 2**30:.1f} GiB free, and the environment needs "
+            f"{needed_bytes / 2**30:.1f} GiB: free space on that disk, or clone the repository "
+            "onto a larger one."
         )
 
 
-def _create(root: Path) -> None:
+def _create_environment(root: Path) -> None:
     folder = root / ".temper" / "env"
     check_disk(root)
-    maker = _maker(root)
-    print("environment: making .temper/env", flush=True)
+    creator = _find_creator(root)
+    print("environment: creating .temper/env", flush=True)
     if folder.exists():
         shutil.rmtree(folder)
-    _run(root, [sys.executable, *maker, str(folder)], doing="making the environment")
+    _run(root, [sys.executable, *creator, str(folder)], action="creating the environment")
     # Older versions of pip ignore some constraints, and resolve more slowly.
-    _pip(root, ["--upgrade", "pip"], doing="upgrading pip")
+    _run_pip(root, ["--upgrade", "pip"], action="upgrading pip")
 
 
-def _maker(root: Path) -> list[str]:
+def _find_creator(root: Path) -> list[str]:
     """Return Python arguments that create an environment.
 
     Uses virtualenv if the standard library's venv is missing, as in the Python of Debian.
@@ -162,8 +164,9 @@ def _maker(root: Path) -> list[str]:
         return ["-m", "venv"]
     if importlib.util.find_spec("pip") is None:
         raise EnvironmentSetupError(
-            f"{sys.executable} has neither pip nor venv: install one of them with the system's package "
-            "manager (Debian and Ubuntu: python3-pip or python3-venv), or use another Python."
+            f"{sys.executable} has neither pip nor venv: install one of them with the system's "
+            "package manager (Debian and Ubuntu: python3-pip or python3-venv), or use another "
+            "Python."
         )
     print(
         "environment: this Python has no venv; installing virtualenv into .temper/virtualenv",
@@ -176,39 +179,41 @@ def _maker(root: Path) -> list[str]:
     _run(
         root,
         [sys.executable, "-m", "pip", "install", "--target", str(home), "virtualenv"],
-        doing="installing virtualenv",
+        action="installing virtualenv",
     )
-    return [
-        "-c",
-        f"import runpy, sys; sys.path.insert(0, {str(home)!r}); runpy.run_module('virtualenv', run_name='__main__')",
-    ]
+    program = (
+        f"import runpy, sys; sys.path.insert(0, {str(home)!r}); "
+        "runpy.run_module('virtualenv', run_name='__main__')"
+    )
+    return ["-c", program]
 
 
 def _install_torch(root: Path) -> None:
     print(f"environment: installing {TORCH} (about a minute)", flush=True)
     check_disk(root)
-    _pip(root, [TORCH], doing=f"installing {TORCH}")
+    _run_pip(root, [TORCH], action=f"installing {TORCH}")
 
 
 def _install_packages(root: Path) -> None:
     print(
-        "environment: installing the tools and the five packages (about two minutes the first time)",
+        "environment: installing the tools and the five packages "
+        "(about two minutes the first time)",
         flush=True,
     )
-    _pip(root, list(TOOLS), doing="installing the tools")
+    _run_pip(root, list(TOOLS), action="installing the tools")
     editable = [
         word for name in PACKAGES for word in ("-e", f"packages/{name}{EXTRAS.get(name, '')}")
     ]
     # The line above has installed the build backend. Without isolation pip does not create a build
     # environment for each package.
-    _pip(root, ["--no-build-isolation", *editable], doing="installing the packages")
-    _pip(root, ["--no-deps", MEGATRON_BRIDGE], doing=f"installing {MEGATRON_BRIDGE}")
+    _run_pip(root, ["--no-build-isolation", *editable], action="installing the packages")
+    _run_pip(root, ["--no-deps", MEGATRON_BRIDGE], action=f"installing {MEGATRON_BRIDGE}")
 
 
-_STAGES = {"python": _create, "torch": _install_torch, "packages": _install_packages}
+_STAGES = {"python": _create_environment, "torch": _install_torch, "packages": _install_packages}
 
 
-def _pip(root: Path, arguments: Sequence[str], *, doing: str) -> None:
+def _run_pip(root: Path, arguments: Sequence[str], *, action: str) -> None:
     pip = [
         str(env_python(root)),
         "-m",
@@ -219,10 +224,10 @@ def _pip(root: Path, arguments: Sequence[str], *, doing: str) -> None:
         "-c",
         "constraints/cpu.txt",
     ]
-    _run(root, [*pip, *arguments], doing=doing)
+    _run(root, [*pip, *arguments], action=action)
 
 
-def _run(root: Path, command: Sequence[str], *, doing: str) -> None:
+def _run(root: Path, command: Sequence[str], *, action: str) -> None:
     """Run a command with its output in .temper/install.log; show the last lines if it fails."""
     log = root / ".temper" / "install.log"
     # These variables of an outer environment would change where packages are installed.
@@ -246,16 +251,16 @@ def _run(root: Path, command: Sequence[str], *, doing: str) -> None:
             ).returncode
         except subprocess.TimeoutExpired:
             raise EnvironmentSetupError(
-                f"{doing} took longer than {LIMIT_S // 60} minutes and was stopped: see .temper/install.log, "
-                "check the connection to your package index, and run the command again; finished stages "
-                "are not repeated."
+                f"{action} took longer than {LIMIT_S // 60} minutes and was stopped: see "
+                ".temper/install.log, check the connection to your package index, and run the "
+                "command again. Finished stages are not repeated."
             ) from None
     if code != 0:
         tail = "\n".join(
             "    " + line for line in log.read_text(errors="replace").splitlines()[-15:]
         )
         raise EnvironmentSetupError(
-            f"{doing} failed with exit status {code}:\n{tail}\n"
+            f"{action} failed with exit status {code}:\n{tail}\n"
             "The full output is in .temper/install.log. Fix the cause and run the command again; "
             "delete .temper to start from scratch."
         )
@@ -282,6 +287,6 @@ def _locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("environment: waiting for another process that installs", flush=True)
+            print("environment: waiting for another process that is installing", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -18,11 +18,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tools.release_records import git
+
 ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / ".temper" / "fault_campaign.json"
 RUNS = ROOT / ".temper" / "fault_campaign"
 REPORT = ROOT / "docs" / "records" / "fault_campaign.md"
 PROGRAM = ROOT / "packages" / "trainer" / "tests" / "loops" / "faults_for_tests.py"
+
+REPORT_HEAD = """\
+# Training runs under random faults
+
+Written by `nox -s faults`. Each case starts `temper-train` with `run.resume=auto` on a small
+model, disturbs it, and repeats the same command until it ends by itself. Fault, time and settings
+are drawn from the seed. A case passes if
+
+* each restart repeats at most the steps logged since the last save: one with `save_every=1`, two
+  with `save_every=2`, three with `save_every=2` in the background, and those of checkpoints that
+  the case itself damaged,
+* every logged number equals that of an undisturbed run bit for bit, except times, rates and memory,
+* no process is left 10 s after a start has ended, and after the last start no file is left in
+  shared memory, in the temporary folder, or of the lock,
+* no other command was needed.
+
+A cold case starts a new interpreter each time; the others fork one that has imported torch. The
+second fault of a case belongs to its second start. It did not happen if one start was enough,
+because the run survived the first fault or had ended before it.
+"""
 
 Row = Mapping[str, object]
 
@@ -56,24 +78,11 @@ class Record:
         rows = [row for _, row in sorted(self.rows.items())]
         num_failed = sum(bool(row["problems"]) for row in rows)
         lines = [
-            "# Training runs under random faults",
-            "",
-            "Written by `nox -s faults`. Each case starts `temper-train` with `run.resume=auto` on a small model,",
-            "disturbs it, and repeats the same command until it ends by itself. Fault, moment and settings are",
-            "drawn from the seed. A case passes if",
-            "",
-            "* each restart computes at most the logged steps since the last save again (one with `save_every=1`,",
-            "  one more with saves in the background, and those of checkpoints that the case itself damaged),",
-            "* every logged number equals that of an undisturbed run bit for bit, except times, rates and memory,",
-            "* no process is left 10 s after a start has ended, and no file in shared memory, in the temporary",
-            "  folder, or of the lock after the last one,",
-            "* no other command was needed.",
-            "",
-            "A cold case starts a new interpreter each time; the others fork one that has imported torch.",
-            "The second fault of a case belongs to its second start: where one start was enough, because the",
-            "run outlived the first fault or had ended before it, the second one did not happen.",
-            "",
-            f"{len(rows)} cases, {num_failed} failed. Last: {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores.",
+            REPORT_HEAD,
+            (
+                f"{len(rows)} cases, {num_failed} failed. Last: {time.strftime('%Y-%m-%d')}, "
+                f"{os.cpu_count()} cores."
+            ),
             "",
             "| case | seed | fault | when | starts | steps repeated | equal | leftovers | result |",
             "|---|---|---|---|---|---|---|---|---|",
@@ -87,8 +96,8 @@ class Record:
                 row["starts"],
                 row["repeated"],
                 "yes" if row["equal"] else "no",
-                _listed(row["leftovers"]) or "none",
-                _listed(row["problems"]) or "passed",
+                _join(row["leftovers"]) or "none",
+                _join(row["problems"]) or "passed",
             ]
             lines.append("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |")
         return "\n".join(lines) + "\n"
@@ -101,58 +110,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument(
-        "--restart", action="store_true", help="forget earlier cases of this commit"
+        "--restart", action="store_true", help="discard the stored cases of this commit"
     )
     chosen = parser.parse_args(arguments)
-    commit = _commit()
+    commit = git(ROOT, "rev-parse", "HEAD").strip()
     record = Record(commit=commit) if chosen.restart else Record.load(STATE, commit=commit)
     missing = [
         seed for seed in range(chosen.seed, chosen.seed + chosen.cases) if seed not in record.rows
     ]
-    guard = threading.Lock()
+    lock = threading.Lock()
     exit_codes: list[int] = []
 
-    def run(seeds: Sequence[int]) -> None:
+    def run_seeds(seeds: Sequence[int]) -> None:
         listed = ",".join(map(str, seeds))
         command = [sys.executable, str(PROGRAM), "--folder", str(RUNS), "--seeds", listed]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 row: Row = json.loads(line)
-                with guard:
+                with lock:
                     record.rows[int(str(row["seed"]))] = row
                     record.save(STATE)
                     REPORT.parent.mkdir(parents=True, exist_ok=True)
                     REPORT.write_text(record.table())
-                print(
-                    f"{row['seed']}: {row['fault']}, {row['when']}: {_listed(row['problems']) or 'passed'}",
-                    flush=True,
-                )
+                result = _join(row["problems"]) or "passed"
+                print(f"{row['seed']}: {row['fault']}, {row['when']}: {result}", flush=True)
         exit_codes.append(process.returncode)
 
     # Each job takes every n-th case, so that all jobs get every kind of fault.
-    shares = [share for job in range(chosen.jobs) if (share := missing[job :: chosen.jobs])]
-    threads = [threading.Thread(target=run, args=(share,)) for share in shares]
+    seeds_by_job = [seeds for job in range(chosen.jobs) if (seeds := missing[job :: chosen.jobs])]
+    threads = [threading.Thread(target=run_seeds, args=(seeds,)) for seeds in seeds_by_job]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     failed = sorted(seed for seed, row in record.rows.items() if row["problems"])
     print(
-        f"{len(record.rows)} cases, {len(failed)} failed: {failed}; the folders of failed cases are in {RUNS}"
+        f"{len(record.rows)} cases, {len(failed)} failed: {failed}; "
+        f"the folders of failed cases are in {RUNS}"
     )
     # A thread that raised has added no exit code.
-    return 1 if failed or any(exit_codes) or len(exit_codes) < len(shares) else 0
+    return 1 if failed or any(exit_codes) or len(exit_codes) < len(seeds_by_job) else 0
 
 
-def _listed(values: object) -> str:
+def _join(values: object) -> str:
     assert isinstance(values, list)
     return "; ".join(str(value) for value in values)
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,10 @@ from pathlib import Path
 
 import grimp
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.optional_imports import NEEDS_EXTRA
+
 SOURCES = "packages/*/src"
 
 KIT = "temper_engine_api.conformance"
@@ -23,7 +27,7 @@ KIT = "temper_engine_api.conformance"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThirdPartyRule:
-    """A third-party module, and the modules of ours that may import it, with their submodules."""
+    """A third-party module, and our modules that may import it, with their submodules."""
 
     module: str
     importers: tuple[str, ...]
@@ -31,18 +35,7 @@ class ThirdPartyRule:
 
 ENGINES = ("temper_engine_fsdp", "temper_engine_megatron")
 
-SHIM_WITH_TORCH = tuple(
-    f"temper_legacy_shim.{module}"
-    for module in (
-        "checkpoints",
-        "data_proto",
-        "numerics",
-        "old_algorithms",
-        "old_reward_models",
-        "old_tools",
-        "workers",
-    )
-)
+SHIM_WITH_TORCH = NEEDS_EXTRA["legacy-shim"]
 """Modules of legacy-shim that need an extra; functions of others must not import torch either."""
 
 WITH_TORCH = ("temper_engine_api", *ENGINES, "temper_trainer", *SHIM_WITH_TORCH)
@@ -100,12 +93,13 @@ EXEMPT_FROM_CYCLES = {
 """Packages whose files may import each other in a cycle, and until when."""
 
 
-def complaints(module: str, source: str) -> list[str]:
+def check_imports(module: str, source: str) -> list[str]:
     """Check the imports of one module; return one line for each fault."""
-    found = []
-    for line, name in sorted(set(_imports(ast.parse(source)))):
-        found += [
-            f"{module}:{line} imports {name}: {_describe_importers(rule.importers)} may import {rule.module}"
+    faults = []
+    for line, name in sorted(set(_iterate_imports(ast.parse(source)))):
+        faults += [
+            f"{module}:{line} imports {name}: "
+            f"{_describe_importers(rule.importers)} may import {rule.module}"
             for rule in THIRD_PARTY_RULES
             if _is_within(name, rule.module)
             and not any(_is_within(module, importer) for importer in rule.importers)
@@ -113,14 +107,14 @@ def complaints(module: str, source: str) -> list[str]:
         if _is_within(module, CORE) and not _is_within(module, KIT):
             root = name.partition(".")[0]
             if root not in CORE_MAY_IMPORT and root not in sys.stdlib_module_names:
-                found.append(
-                    f"{module}:{line} imports {name}: {CORE} may import torch, typing_extensions and the standard "
-                    f"library; only {KIT} may import more"
+                faults.append(
+                    f"{module}:{line} imports {name}: {CORE} may import torch, typing_extensions "
+                    f"and the standard library; only {KIT} may import more"
                 )
-    return found
+    return faults
 
 
-def import_graph(packages: Sequence[str]) -> dict[str, set[str]]:
+def build_import_graph(packages: Sequence[str]) -> dict[str, set[str]]:
     """Return which files of these packages each file imports.
 
     Imports in functions and for type checkers count: they hide a cycle and do not remove it.
@@ -148,25 +142,25 @@ def find_cycles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
             return cycles
 
 
-def cycle_complaints(graph: Mapping[str, Collection[str]], exempt: Collection[str]) -> list[str]:
+def check_cycles(graph: Mapping[str, Collection[str]], exempt: Collection[str]) -> list[str]:
     """Report cycles outside the exempt packages, and exemptions that are no longer needed."""
     cycles = find_cycles(graph)
     exempted = {
         package: [cycle for cycle in cycles if all(_is_within(name, package) for name in cycle)]
         for package in exempt
     }
-    found = [
+    faults = [
         f"import cycle: {' imports '.join(cycle)}. Move what they have in common into one of them, "
         "or into a third file"
         for cycle in cycles
         if not any(cycle in inside for inside in exempted.values())
     ]
-    found += [
+    faults += [
         f"{package} has no import cycle: delete its line in EXEMPT_FROM_CYCLES (tools/layers.py)"
         for package, inside in exempted.items()
         if not inside and any(_is_within(module, package) for module in graph)
     ]
-    return found
+    return faults
 
 
 def _describe_importers(importers: Sequence[str]) -> str:
@@ -177,7 +171,7 @@ def _is_within(name: str, module: str) -> bool:
     return name == module or name.startswith(module + ".")
 
 
-def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def _iterate_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield each imported module with its line, also those reached through a dotted name.
 
     Imports inside functions count.
@@ -218,17 +212,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not files:
         print(f"layers: no Python file matches {root}/{SOURCES}: give the repository's root")
         return 1
-    found = [
+    faults = [
         line
         for path, top in sorted(files)
-        for line in complaints(_module_name(path, top), path.read_text())
+        for line in check_imports(_module_name(path, top), path.read_text())
     ]
     sources = sorted({top for _, top in files})
     sys.path[:0] = [str(top) for top in sources]
     packages = sorted({init.parent.name for top in sources for init in top.glob("*/__init__.py")})
-    found += cycle_complaints(import_graph(packages), EXEMPT_FROM_CYCLES)
-    print("\n".join(found) or f"layers: {len(files)} modules keep the import rules")
-    return 1 if found else 0
+    faults += check_cycles(build_import_graph(packages), EXEMPT_FROM_CYCLES)
+    print("\n".join(faults) or f"layers: {len(files)} modules keep the import rules")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from temper_engine_fsdp.model.packed_model import PackedModel, build_head, make_
 CPU = torch.device("cpu")
 LENGTHS = (7, 1, 12, 7, 3)
 VOCABULARY = 61
-SMALL: Mapping[str, object] = {
+SMALL_FIELDS: Mapping[str, object] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -65,7 +65,7 @@ LATENT = {
     "v_head_dim": 8,
 }
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-OTHERWISE: Mapping[str, Mapping[str, object]] = {
+SPECIAL_FIELDS: Mapping[str, Mapping[str, object]] = {
     **{
         name: {**LATENT, "first_k_dense_replace": 1}
         for name in (
@@ -107,13 +107,13 @@ OTHERWISE: Mapping[str, Mapping[str, object]] = {
 """Fields for single model types; None removes a field."""
 
 
-def small_fields(name: str) -> dict[str, object]:
+def list_small_fields(name: str) -> dict[str, object]:
     """Return the fields of a tiny architecture of a model type."""
-    fields = {**SMALL, **OTHERWISE.get(name, {}), "model_type": name}
+    fields = {**SMALL_FIELDS, **SPECIAL_FIELDS.get(name, {}), "model_type": name}
     return {key: value for key, value in fields.items() if value is not None}
 
 
-def liven(model: PreTrainedModel) -> None:
+def add_noise(model: PreTrainedModel) -> None:
     """Add random noise to all weights, large enough that wrong attention changes the outputs."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -124,7 +124,9 @@ def liven(model: PreTrainedModel) -> None:
             )
 
 
-def in_a_pack(model: PreTrainedModel, batch: SequenceBatch, *, spec: ModelSpec) -> Tensor:
+def compute_packed_logprobs(
+    model: PreTrainedModel, batch: SequenceBatch, *, spec: ModelSpec
+) -> Tensor:
     """Compute [T] log-probs of a pack like the engine."""
     root = PackedModel(
         model,
@@ -147,25 +149,25 @@ def in_a_pack(model: PreTrainedModel, batch: SequenceBatch, *, spec: ModelSpec) 
     return logprobs
 
 
-def one_by_one(model: PreTrainedModel, batch: SequenceBatch) -> Tensor:
+def compute_single_logprobs(model: PreTrainedModel, batch: SequenceBatch) -> Tensor:
     """Compute [T] log-probs with transformers' eager attention, one sequence at a time."""
-    twin = AutoModelForCausalLM.from_config(
+    reference = AutoModelForCausalLM.from_config(
         deepcopy(model.config), dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    twin.load_state_dict(model.state_dict())
-    found = []
+    reference.load_state_dict(model.state_dict())
+    parts = []
     with torch.no_grad():
         for tokens in batch.tokens.split(LENGTHS):
             logprobs = torch.log_softmax(
-                twin(input_ids=tokens[None], use_cache=False).logits[0], -1
+                reference(input_ids=tokens[None], use_cache=False).logits[0], -1
             )
-            found += [torch.zeros(1), logprobs[:-1].gather(1, tokens[1:, None])[:, 0]]
-    return torch.cat(found)
+            parts += [torch.zeros(1), logprobs[:-1].gather(1, tokens[1:, None])[:, 0]]
+    return torch.cat(parts)
 
 
-def judge(name: str) -> tuple[str, str]:
+def check_model(name: str) -> tuple[str, str]:
     """Return a verdict (right, refused, FAILS or WRONG) with its details."""
-    spec = ModelSpec(architecture=small_fields(name))  # type: ignore[arg-type]
+    spec = ModelSpec(architecture=list_small_fields(name))  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(5)
     batch = from_sequences(
         [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in LENGTHS],
@@ -173,13 +175,13 @@ def judge(name: str) -> tuple[str, str]:
     )
     try:
         model = build_model(spec, attention=packed_attention.SDPA_VARLEN).eval()
-        liven(model)
-        found = in_a_pack(model, batch, spec=spec)
+        add_noise(model)
+        found = compute_packed_logprobs(model, batch, spec=spec)
     except (CapabilityError, ConfigError) as error:
         return "refused", str(error)
     except Exception as error:  # noqa: BLE001  # any other error is the result of this row
         return "FAILS", f"{type(error).__name__}: {error}"
-    distance = float((found - one_by_one(model, batch)).abs().max())
+    distance = float((found - compute_single_logprobs(model, batch)).abs().max())
     return ("right" if distance < 1e-3 else "WRONG"), f"{distance:.0e}"
 
 
@@ -196,7 +198,7 @@ def main() -> int:
         if CONFIG_MAPPING[name].sub_configs:
             verdict, details = "not tried", "a model of several parts"
         else:
-            verdict, details = judge(name)
+            verdict, details = check_model(name)
         has_failed |= verdict.isupper()
         print(f"| {name} | {verdict} | {' '.join(details.split())} |", flush=True)
     return int(has_failed)

@@ -25,7 +25,7 @@ from typing import TypeVar, cast
 
 ROOT = Path(__file__).resolve().parent.parent
 
-PATIENCE = 10
+TIMEOUT_FACTOR = 10
 """A test run that takes this many times as long as without a fault counts as failed.
 
 A fault can make a loop endless.
@@ -56,7 +56,7 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class MutationTarget:
     """A module and its tests."""
 
     package: str
@@ -67,16 +67,16 @@ class Subject:
     """Paths below the package's tests."""
 
 
-SUBJECTS = {
-    "reduction": Subject(
+TARGETS = {
+    "reduction": MutationTarget(
         package="engine-api", module="temper_engine_api/reduction.py", tests=("test_reduction.py",)
     ),
-    "plan": Subject(
+    "plan": MutationTarget(
         package="engine-api",
         module="temper_engine_api/plan.py",
         tests=("test_plan.py", "test_balance.py"),
     ),
-    "translator": Subject(
+    "translator": MutationTarget(
         package="legacy-shim",
         module="temper_legacy_shim/configs/batches.py",
         tests=("configs/test_arithmetic.py", "configs/test_translate.py", "configs/test_traps.py"),
@@ -101,31 +101,33 @@ class Fault:
         return f"line {self.line}: `{self.was}` became `{self.now}`"
 
 
-def faults(source: str) -> list[Fault]:
+def list_faults(source: str) -> list[Fault]:
     """Return all faults that can be put into a module, sorted by line.
 
     Raise statements, annotations and decorators are not changed.
     """
-    found, tree = [], ast.parse(source)
-    spared = {id(node) for part in _spared(tree) for node in ast.walk(part)}
-    for place, node in enumerate(ast.walk(tree)):
-        if id(node) in spared or not isinstance(node, ast.expr | ast.AugAssign | ast.If):
+    faults, tree = [], ast.parse(source)
+    excluded = {id(node) for part in _iterate_excluded(tree) for node in ast.walk(part)}
+    for index, node in enumerate(ast.walk(tree)):
+        if id(node) in excluded or not isinstance(node, ast.expr | ast.AugAssign | ast.If):
             continue
         for number in range(len(node.ops) if isinstance(node, ast.Compare) else 1):
             changed = copy.deepcopy(tree)
             # `ast.walk` visits the copy in the same order, so the position finds the same node.
-            there = next(each for i, each in enumerate(ast.walk(changed)) if i == place)
-            shown = there.test if isinstance(there, ast.If) else there
+            copied = next(each for i, each in enumerate(ast.walk(changed)) if i == index)
+            shown = copied.test if isinstance(copied, ast.If) else copied
             was = ast.unparse(shown)
-            _change(there, number)
-            now = ast.unparse(there.test if isinstance(there, ast.If) else there)
+            _apply_fault(copied, number)
+            now = ast.unparse(copied.test if isinstance(copied, ast.If) else copied)
             if now != was:
-                found.append(Fault(line=node.lineno, was=was, now=now, source=ast.unparse(changed)))
-    return sorted(found, key=lambda fault: (fault.line, fault.was, fault.now))
+                faults.append(
+                    Fault(line=node.lineno, was=was, now=now, source=ast.unparse(changed))
+                )
+    return sorted(faults, key=lambda fault: (fault.line, fault.was, fault.now))
 
 
-def survivors(
-    root: Path, subject: Subject, *, num_faults: int, seed: int
+def find_unnoticed_faults(
+    root: Path, target: MutationTarget, *, num_faults: int, seed: int
 ) -> tuple[list[Fault], int, int]:
     """Run the tests on a sample of the faults.
 
@@ -135,30 +137,34 @@ def survivors(
     Raises:
         RuntimeError: If the tests fail without a fault.
     """
-    every = faults((root / "packages" / subject.package / "src" / subject.module).read_text())
-    chosen = random.Random(seed).sample(every, min(num_faults, len(every)))
+    all_faults = list_faults(
+        (root / "packages" / target.package / "src" / target.module).read_text()
+    )
+    chosen = random.Random(seed).sample(all_faults, min(num_faults, len(all_faults)))
     with tempfile.TemporaryDirectory(prefix="temper-mutants-") as folder:
-        sources = shutil.copytree(root / "packages" / subject.package / "src", Path(folder) / "src")
+        sources = shutil.copytree(root / "packages" / target.package / "src", Path(folder) / "src")
         started = time.monotonic()
-        if _is_seen(root, subject, sources=sources, limit_s=None):
+        if _is_noticed(root, target, sources=sources, limit_s=None):
             raise RuntimeError(
-                f"the tests of {subject.module} fail without any fault: mend that first"
+                f"the tests of {target.module} fail without any fault: fix them first"
             )
-        limit_s = PATIENCE * (time.monotonic() - started)
-        missed = []
+        limit_s = TIMEOUT_FACTOR * (time.monotonic() - started)
+        unnoticed = []
         for fault in sorted(chosen, key=lambda each: each.line):
-            (sources / subject.module).write_text(fault.source)
-            if not _is_seen(root, subject, sources=sources, limit_s=limit_s):
-                missed.append(fault)
-    return missed, len(chosen), len(every)
+            (sources / target.module).write_text(fault.source)
+            if not _is_noticed(root, target, sources=sources, limit_s=limit_s):
+                unnoticed.append(fault)
+    return unnoticed, len(chosen), len(all_faults)
 
 
-def _is_seen(root: Path, subject: Subject, *, sources: Path, limit_s: float | None) -> bool:
+def _is_noticed(
+    root: Path, target: MutationTarget, *, sources: Path, limit_s: float | None
+) -> bool:
     """Return whether a test fails or the tests do not end in time."""
     others = sorted(
-        path for path in root.glob("packages/*/src") if path.parent.name != subject.package
+        path for path in root.glob("packages/*/src") if path.parent.name != target.package
     )
-    tests = [str(root / "packages" / subject.package / "tests" / name) for name in subject.tests]
+    tests = [str(root / "packages" / target.package / "tests" / name) for name in target.tests]
     command = [
         sys.executable,
         "-m",
@@ -177,15 +183,15 @@ def _is_seen(root: Path, subject: Subject, *, sources: Path, limit_s: float | No
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, cwd=root, env=variables, capture_output=True, timeout=limit_s, check=False
         )
     except subprocess.TimeoutExpired:
         return True
-    return done.returncode != 0
+    return result.returncode != 0
 
 
-def _spared(tree: ast.Module) -> Iterator[ast.AST]:
+def _iterate_excluded(tree: ast.Module) -> Iterator[ast.AST]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield from node.decorator_list
@@ -197,25 +203,25 @@ def _spared(tree: ast.Module) -> Iterator[ast.AST]:
             yield node
 
 
-def _change(node: ast.AST, number: int) -> None:
+def _apply_fault(node: ast.AST, number: int) -> None:
     """Put the fault into a node in place; `number` selects an operator of chained comparisons."""
     if isinstance(node, ast.Compare):
-        node.ops[number] = _swapped(node.ops[number])
+        node.ops[number] = _swap(node.ops[number])
     elif isinstance(node, ast.BinOp | ast.AugAssign):
-        node.op = _swapped(node.op)
+        node.op = _swap(node.op)
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
         node.value = not node.value
     elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         node.value += 1
     elif isinstance(node, ast.BoolOp):
-        node.op = _swapped(node.op)
+        node.op = _swap(node.op)
     elif isinstance(node, ast.If):
         node.test = ast.UnaryOp(op=ast.Not(), operand=node.test)
     elif isinstance(node, ast.IfExp):
         node.body, node.orelse = node.orelse, node.body
 
 
-def _swapped(op: Op) -> Op:
+def _swap(op: Op) -> Op:
     swap = SWAPS.get(type(op))
     return op if swap is None else cast(Op, swap())
 
@@ -223,24 +229,25 @@ def _swapped(op: Op) -> Op:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 1 if a fault was not noticed."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__)
-    parser.add_argument("subjects", nargs="*", help=f"of {', '.join(SUBJECTS)}; all by default")
-    parser.add_argument("--faults", type=int, default=25, help="in each module")
+    parser.add_argument("targets", nargs="*", help=f"any of {', '.join(TARGETS)}; default: all")
+    parser.add_argument("--faults", type=int, default=25, help="faults per module; default: 25")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)
-    unknown = set(chosen.subjects) - set(SUBJECTS)
+    unknown = set(chosen.targets) - set(TARGETS)
     if unknown:
-        parser.error(f"{', '.join(sorted(unknown))}: choose of {', '.join(SUBJECTS)}")
+        parser.error(f"{', '.join(sorted(unknown))}: expected {', '.join(TARGETS)}")
     is_clean = True
-    for name in chosen.subjects or SUBJECTS:
-        missed, num_tried, num_all = survivors(
-            ROOT, SUBJECTS[name], num_faults=chosen.faults, seed=chosen.seed
+    for name in chosen.targets or TARGETS:
+        unnoticed, num_tried, num_all = find_unnoticed_faults(
+            ROOT, TARGETS[name], num_faults=chosen.faults, seed=chosen.seed
         )
         print(
-            f"{SUBJECTS[name].module}: {num_tried - len(missed)} of {num_tried} faults seen (drawn from {num_all})",
+            f"{TARGETS[name].module}: tests noticed {num_tried - len(unnoticed)} of {num_tried} "
+            f"faults (sampled from {num_all})",
             flush=True,
         )
-        print("".join(f"  not seen: {fault}\n" for fault in missed), end="", flush=True)
-        is_clean = is_clean and not missed
+        print("".join(f"  not noticed: {fault}\n" for fault in unnoticed), end="", flush=True)
+        is_clean = is_clean and not unnoticed
     return 0 if is_clean else 1
 
 

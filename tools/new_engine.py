@@ -25,15 +25,17 @@ def new_engine(folder: Path, name: str) -> list[Path]:
     """Copy the template and return the files that were written.
 
     Raises:
-        ValueError: If the name is no valid package name or is taken, or the folder is not empty.
+        ValueError: If the name is invalid or in use, or the folder is not empty.
     """
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise ValueError(
-            f"{name!r} can't name a package: use lower-case letters, digits and underscores, such as acme_engine."
+            f"{name!r} is not a valid package name: use lower-case letters, digits and "
+            "underscores, such as acme_engine."
         )
     if name in TAKEN or name.startswith("temper_"):
         raise ValueError(
-            f"{name!r} is taken, by an engine or by a library: use a name of your own, such as acme_engine."
+            f"{name!r} is the name of an existing engine or library: choose another, "
+            "such as acme_engine."
         )
     if folder.is_file():
         raise ValueError(f"{folder} is a file: name a new folder.")
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"new_engine: {error}", file=sys.stderr)
         return 1
-    print(f"next: pip install -e '{chosen.folder}[test]', then what its README.md says")
+    print(f"next: pip install -e '{chosen.folder}[test]', then follow its README.md")
     return 0
 
 

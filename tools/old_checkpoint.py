@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 STEP = 100
 
 
-def write(folder: Path) -> None:
+def write_checkpoint(folder: Path) -> None:
     """Train a tiny model for one update and save it below a folder, which is created."""
     config = Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
@@ -55,4 +55,4 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    write_checkpoint(Path(sys.argv[1]))

@@ -37,7 +37,6 @@ NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
                 "ray_replica",
                 "ray_runtime",
                 "ray_sampler",
-                "ray_verification",
                 "ray_worker_group",
             )
         ),
@@ -54,39 +53,56 @@ _IMPORTED_AS = {
 }
 """Module of a distribution whose names differ by more than underscores."""
 
-_COMES_ALONG = {"engine-api": {"fsspec"}, "engine-fsdp": {"huggingface_hub"}}
+_INSTALLED_BY_OTHERS = {
+    "engine-api": {"fsspec"},
+    "engine-fsdp": {"huggingface_hub"},
+    "engine-megatron": {"huggingface_hub"},
+}
 """Modules that a package imports and torch or transformers installs.
 
-The module that uses fsspec reports if it is missing; of huggingface_hub only an exception is used,
-which transformers' configurations raise.
+The module that uses fsspec reports if it is missing; of huggingface_hub only exceptions are used,
+which transformers raises.
 """
 
 
 def find_modules_needing_extra(package: Path) -> set[str]:
     """Return the modules whose import fails if no extra of the package is installed."""
-    always, optional = _declared(package)
-    top = _import_name(package)
-    imports = {name: set(_at_import(tree.body)) for name, tree in _modules(package)}
+    always, optional = _read_declared_modules(package)
+    top = _get_package_module(package)
+    imports = {
+        name: set(_list_import_time_imports(tree.body)) for name, tree in _parse_modules(package)
+    }
     return {
         name
         for name in imports
-        if any(_top(each) in optional - always - {top} for each in _reached(name, imports))
+        if any(
+            _get_top_package(each) in optional - always - {top}
+            for each in _list_reachable(name, imports)
+        )
     }
 
 
 def find_undeclared_imports(package: Path) -> list[str]:
     """Return `module: import` for each import that neither the package nor its extras declare."""
-    always, optional = _declared(package)
+    always, optional = _read_declared_modules(package)
     known = (
         always
         | optional
-        | {_import_name(package), *sys.stdlib_module_names, *_COMES_ALONG.get(package.name, ())}
+        | {
+            _get_package_module(package),
+            *sys.stdlib_module_names,
+            *_INSTALLED_BY_OTHERS.get(package.name, ()),
+        }
     )
-    found = []
-    for name, tree in _modules(package):
+    undeclared = []
+    for name, tree in _parse_modules(package):
         for node in ast.walk(tree):
-            found += [f"{name}: {_top(each)}" for each in _named(node) if _top(each) not in known]
-    return sorted(set(found))
+            undeclared += [
+                f"{name}: {_get_top_package(each)}"
+                for each in _list_imports(node)
+                if _get_top_package(each) not in known
+            ]
+    return sorted(set(undeclared))
 
 
 def drop_submodules(modules: Iterable[str], tops: Iterable[str]) -> set[str]:
@@ -98,21 +114,21 @@ def drop_submodules(modules: Iterable[str], tops: Iterable[str]) -> set[str]:
     }
 
 
-def _declared(package: Path) -> tuple[set[str], set[str]]:
+def _read_declared_modules(package: Path) -> tuple[set[str], set[str]]:
     """Return the modules of a package's dependencies, and those of its extras."""
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     extras = [line for lines in project.get("optional-dependencies", {}).values() for line in lines]
-    return {_module_of(line) for line in project["dependencies"]}, {
-        _module_of(line) for line in extras
+    return {_get_module_name(line) for line in project["dependencies"]}, {
+        _get_module_name(line) for line in extras
     }
 
 
-def _module_of(requirement: str) -> str:
+def _get_module_name(requirement: str) -> str:
     name = Requirement(requirement).name
     return _IMPORTED_AS.get(name, name.replace("-", "_"))
 
 
-def _modules(package: Path) -> Iterator[tuple[str, ast.Module]]:
+def _parse_modules(package: Path) -> Iterator[tuple[str, ast.Module]]:
     for file in sorted((package / "src").rglob("*.py")):
         name = ".".join(file.relative_to(package / "src").with_suffix("").parts).removesuffix(
             ".__init__"
@@ -120,19 +136,19 @@ def _modules(package: Path) -> Iterator[tuple[str, ast.Module]]:
         yield name, ast.parse(file.read_text())
 
 
-def _at_import(body: Iterable[ast.stmt]) -> Iterator[str]:
+def _list_import_time_imports(body: Iterable[ast.stmt]) -> Iterator[str]:
     """Yield what statements import at module import; not in functions or for type checkers."""
     for node in body:
-        yield from _named(node)
+        yield from _list_imports(node)
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            yield from _at_import(node.orelse)
+            yield from _list_import_time_imports(node.orelse)
         elif isinstance(node, ast.If):
-            yield from _at_import([*node.body, *node.orelse])
+            yield from _list_import_time_imports([*node.body, *node.orelse])
         elif isinstance(node, ast.ClassDef | ast.With | ast.Try):
-            yield from _at_import(node.body)
+            yield from _list_import_time_imports(node.body)
 
 
-def _named(node: ast.AST) -> list[str]:
+def _list_imports(node: ast.AST) -> list[str]:
     """Return the modules that a statement imports; an imported name may be a module too."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
@@ -141,23 +157,23 @@ def _named(node: ast.AST) -> list[str]:
     return []
 
 
-def _reached(name: str, imports: Mapping[str, set[str]]) -> set[str]:
+def _list_reachable(name: str, imports: Mapping[str, set[str]]) -> set[str]:
     """Return all modules that importing a module imports, directly or through its package."""
-    found, ahead = set[str](), [name]
-    while ahead:
-        each = ahead.pop()
+    reached, pending = set[str](), [name]
+    while pending:
+        each = pending.pop()
         parts = each.split(".")
-        around = {".".join(parts[:number]) for number in range(1, len(parts))}
-        for other in (imports.get(each, set()) | around) - found:
-            found.add(other)
+        parents = {".".join(parts[:number]) for number in range(1, len(parts))}
+        for other in (imports.get(each, set()) | parents) - reached:
+            reached.add(other)
             if other in imports:
-                ahead.append(other)
-    return found
+                pending.append(other)
+    return reached
 
 
-def _top(module: str) -> str:
+def _get_top_package(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _import_name(package: Path) -> str:
+def _get_package_module(package: Path) -> str:
     return "temper_" + package.name.replace("-", "_")

@@ -24,40 +24,42 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from tools.command_rules import (
-    OWN_RUN,
-    kit,
-    migrate,
-    nox_sessions,
-    pip_install,
-    python,
-    ray_job,
-    train,
+    EXAMPLE_OVERRIDES,
+    check_kit,
+    check_migrate,
+    check_nox,
+    check_pip,
+    check_python,
+    check_ray_job,
+    check_train,
 )
 
 NOT_RUN = {
     "apt-get": "installs packages of the reader's system; .ci/run installs bubblewrap with it",
-    "git": "changes the reader's repository; tools/tests/test_release.py commits and tags in repositories of its own",
+    "git": "changes the reader's repository; tests of tools/release.py use temporary ones",
     "ray get-auth-token": "writes ~/.ray/auth_token, and prints it",
-    "ray start": "opens a cluster on the reader's machines; packages/trainer/tests/runtime starts two nodes, at night",
+    "ray start": "starts a cluster; nightly tests of packages/trainer start two nodes",
     "tee": "keeps the output of the command before it, which is checked",
 }
 """Beginnings of commands that are not checked, each with the reason."""
 
 RULES = {
-    r"temper-train": train,
-    r"temper-migrate": migrate,
-    r"python3?": python,
-    r"pytest": kit,
-    r"nox": nox_sessions,
-    r"pip": pip_install,
-    r"ray": ray_job,
+    r"temper-train": check_train,
+    r"temper-migrate": check_migrate,
+    r"python3?": check_python,
+    r"pytest": check_kit,
+    r"nox": check_nox,
+    r"pip": check_pip,
+    r"ray": check_ray_job,
 }
 """Maps a pattern of a command's first word to the function that returns its error, if any."""
 
 _OLD_SCRIPT = """\
-python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=train.parquet data.train_batch_size=64 \\
-    actor_rollout_ref.model.path=$MODEL_PATH actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 \\
-    data.val_files=test.parquet trainer.nnodes=1 trainer.n_gpus_per_node=1 trainer.total_epochs=1 trainer.logger=console "$@"
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\
+    data.train_files=train.parquet data.val_files=test.parquet data.train_batch_size=64 \\
+    actor_rollout_ref.model.path=$MODEL_PATH \\
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=4 \\
+    trainer.nnodes=1 trainer.n_gpus_per_node=1 trainer.total_epochs=1 trainer.logger=console "$@"
 """
 _OLD_CONFIG = """\
 defaults: [ppo_trainer, _self_]
@@ -71,7 +73,7 @@ _TEXTS = ("question", "answer", "problem", "solution", "prompt", "chosen", "kind
 _MESSAGES = [{"role": role, "content": "1"} for role in ("user", "assistant")]
 _MORE = {
     "rejected": "2",
-    "subject": "maths",
+    "subject": "math",
     "messages": _MESSAGES,
     "reward_model": {"ground_truth": "1"},
 }
@@ -83,7 +85,7 @@ _MODEL = {
     "model.safetensors": "\2" + 7 * "\0" + "{}",
 }
 """The files of a model directory that `temper-train --check` reads."""
-_MODELS = ("DIR", "student", "teacher_of_maths", "teacher_of_code")
+_MODELS = ("DIR", "student", "teacher_of_math", "teacher_of_code")
 _RESULTS = ("runs/gsm8k_sft/huggingface", "runs/judge/huggingface", "warm/warm_start/huggingface")
 
 INPUTS = {
@@ -107,7 +109,7 @@ INPUTS = {
 They are data, models as far as checks read them, and the project of an older system.
 """
 
-MODULES = {
+PAGE_MODULES = {
     f"docs/how-to/{page}.md": f"my_{module}.py"
     for page, module in (
         ("reward", "rewards"),
@@ -117,7 +119,7 @@ MODULES = {
 }
 """Pages whose Python blocks the reader saves as a module, with its file name."""
 
-WITH_CHECKPOINTS = ("docs/migration/checkpoints.md", "packages/legacy-shim/README.md")
+PAGES_WITH_CHECKPOINTS = ("docs/migration/checkpoints.md", "packages/legacy-shim/README.md")
 """Pages whose reader has `checkpoints` of an old run.
 
 Their commands use these checkpoints, and their Python blocks run in the folder where the commands
@@ -126,7 +128,8 @@ wrote their files.
 
 # On a single line before the page's first line, so that line numbers stay correct.
 _RECORDER = (
-    """command_not_found_handle() { printf '%s\\0' "${BASH_LINENO[0]}" "$#" "$@" >> "$RECORDED"; }; """
+    "command_not_found_handle() { "
+    """printf '%s\\0' "${BASH_LINENO[0]}" "$#" "$@" >> "$RECORDED"; }; """
     """rollout-env/bin/pip() { command_not_found_handle pip "$@"; }; source() { :; }; """
 )
 
@@ -146,20 +149,20 @@ def check_commands(program: str, *, page: str, code: str, folder: Path) -> list[
     Args:
         program: The page's shell blocks, with each line at its line number in the page.
         page: Path of the page, relative to the repository.
-        code: The page's Python blocks, for `MODULES`.
+        code: The page's Python blocks, for `PAGE_MODULES`.
         folder: An empty folder.
     """
-    add_inputs(folder, {**INPUTS, MODULES[page]: code} if page in MODULES else INPUTS)
-    if page in WITH_CHECKPOINTS:
+    write_inputs(folder, {**INPUTS, PAGE_MODULES[page]: code} if page in PAGE_MODULES else INPUTS)
+    if page in PAGES_WITH_CHECKPOINTS:
         shutil.copytree(_old_checkpoints().name, folder / "checkpoints", dirs_exist_ok=True)
     try:
-        commands = record(program, folder=folder)
+        commands = record_commands(program, folder=folder)
     except ValueError as error:
-        return [f"{page}: bash does not take its shell blocks: {error}"]
+        return [f"{page}: bash cannot parse the shell blocks: {error}"]
     return [
         f"{page}:{command.line}: `{' '.join(command.words)[:100]}`: {fault}"
         for command in commands
-        if (fault := fault_of(command.words, folder=folder))
+        if (fault := check_command(command.words, folder=folder))
     ]
 
 
@@ -168,25 +171,25 @@ def check_settings(text: str, *, folder: Path) -> str:
 
     A block without `defaults` is checked as an excerpt of the reader's own configuration.
     """
-    add_inputs(folder, INPUTS)
-    is_whole = re.search(r"(?m)^defaults:", text) is not None
+    write_inputs(folder, INPUTS)
+    is_complete = re.search(r"(?m)^defaults:", text) is not None
     (folder / "settings.yaml").write_text(
-        text + "\n" if is_whole else f"defaults: [temper, _self_]\n{text}\n"
+        text + "\n" if is_complete else f"defaults: [temper, _self_]\n{text}\n"
     )
-    return train(
+    return check_train(
         (
             "temper-train",
             "--config-dir",
             ".",
             "--config-name",
             "settings",
-            *(() if is_whole else OWN_RUN),
+            *(() if is_complete else EXAMPLE_OVERRIDES),
         ),
         folder,
     )
 
 
-def add_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
+def write_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
     """Write these files to a folder."""
     for name, text in inputs.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +210,7 @@ def _old_checkpoints() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def record(program: str, *, folder: Path, arguments: Sequence[str] = ()) -> list[Command]:
+def record_commands(program: str, *, folder: Path, arguments: Sequence[str] = ()) -> list[Command]:
     """Return the commands that bash would have started, by line.
 
     Args:
@@ -238,23 +241,28 @@ def record(program: str, *, folder: Path, arguments: Sequence[str] = ()) -> list
             done.stderr.replace(f"{script}: ", "").strip() or f"exit status {done.returncode}"
         )
     fields = iter(recorded.read_text().split("\0")[:-1])
-    found = [
+    commands = [
         Command(line=int(line), words=tuple(next(fields) for _ in range(int(next(fields)))))
         for line in fields
     ]
-    return sorted(found, key=lambda each: each.line)
+    return sorted(commands, key=lambda each: each.line)
 
 
-def fault_of(words: Sequence[str], *, folder: Path) -> str:
+def check_command(words: Sequence[str], *, folder: Path) -> str:
     """Return the error of a command; empty if it is correct or in `NOT_RUN`."""
     if any(tuple(words[: len(known.split())]) == tuple(known.split()) for known in NOT_RUN):
         return ""
     if words[0] == "bash":
-        commands = record((folder / words[1]).read_text(), folder=folder, arguments=words[2:])
+        commands = record_commands(
+            (folder / words[1]).read_text(), folder=folder, arguments=words[2:]
+        )
         return "; ".join(
-            filter(None, (fault_of(command.words, folder=folder) for command in commands))
+            filter(None, (check_command(command.words, folder=folder) for command in commands))
         )
     for known, rule in RULES.items():
         if re.fullmatch(known, words[0]):
             return rule(tuple(words), folder)
-    return "nothing checks such a command: give it a rule, or a reason in NOT_RUN, both in tools/page_commands.py"
+    return (
+        "no rule checks this command: add one to RULES, or a reason to NOT_RUN, "
+        "both in tools/page_commands.py"
+    )

@@ -53,10 +53,10 @@ def split_page(text: str) -> tuple[list[Block], str]:
     return blocks, "\n".join(prose)
 
 
-def program(blocks: Sequence[Block], language: str) -> str:
+def join_blocks(blocks: Sequence[Block], language: str) -> str:
     """Return the blocks of one language as one program with the page's line numbers."""
-    found: list[str] = []
+    lines: list[str] = []
     for block in blocks:
         if block.language == language:
-            found += [""] * (block.line - len(found)) + list(block.lines)
-    return "\n".join(found)
+            lines += [""] * (block.line - len(lines)) + list(block.lines)
+    return "\n".join(lines)

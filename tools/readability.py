@@ -48,7 +48,7 @@ class Operation:
 OPERATIONS = (
     Operation(title="one GRPO step (the second)", function=r"rl_step|SyncLoop\.run_step", call=2),
     Operation(title="one SFT update", function=r"TrainingWorker\.update", call=1),
-    Operation(title="one optimizer step", function=r"UpdateCycle\.optimizer_step", call=1),
+    Operation(title="one optimizer step", function=r"BaseEngine\.optimizer_step", call=1),
     Operation(
         title="one checkpoint write (one rank's files)",
         function=r"TrainingWorker\.(write_part|write_checkpoint)",
@@ -87,11 +87,11 @@ class Recorder:
 
     def save(self, file: Path) -> None:
         """Write the executed functions of each operation as `[file, qualified name]`."""
-        found = {
+        functions = {
             title: sorted({(code.co_filename, code.co_qualname) for code in codes})
             for title, codes in self.executed.items()
         }
-        file.write_text(json.dumps(found))
+        file.write_text(json.dumps(functions))
 
 
 def profile_quickstart(root: Path) -> dict[str, list[tuple[str, str]]]:
@@ -205,8 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing:
         for each in missing:
             print(
-                f"readability: no function matching {each.function!r} was called {each.call} times: "
-                "was it renamed? Add its new name to OPERATIONS.",
+                f"readability: no function that matches {each.function!r} was called {each.call} "
+                "times. If it was renamed, add its new name to OPERATIONS.",
                 file=sys.stderr,
             )
         return 1

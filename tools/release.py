@@ -31,29 +31,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tools.api import LOCK, write_lock
 from tools.compat import find_missing_trials
-from tools.distributions import build, build_twice, check_files, sha256
+from tools.distributions import build_package, build_twice, check_files, hash_files
 from tools.release_checks import (
-    check_before,
-    check_tried,
-    declared_version,
+    check_release,
+    check_trials,
     next_version,
+    read_declared_version,
     set_version,
 )
-from tools.releases import (
+from tools.release_records import (
     RECORDS,
-    Record,
     ReleaseError,
+    ReleaseRecord,
     git,
     has_object,
     read_records,
     record_commits,
-    unpack,
+    unpack_tree,
     write_records,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
 
-WRITTEN = ("pyproject.toml", "CHANGELOG.md", LOCK)
+CHANGED_FILES = ("pyproject.toml", "CHANGELOG.md", LOCK)
 """Files of the package's folder that a release changes, in addition to the fragments."""
 
 
@@ -68,19 +68,19 @@ class Draft:
     """The sdist and the wheel."""
 
 
-def draft(root: Path, package: str, version: str, *, folder: Path) -> Draft:
+def build_draft(root: Path, package: str, version: str, *, folder: Path) -> Draft:
     """Build the release in `folder` from the checkout's files that git knows or would add.
 
     Raises:
         ReleaseError: If a check, towncrier, a build or `twine check` fails.
     """
-    check_before(root, package, version)
-    copies = [_copy(root, package, folder / name) for name in ("one", "two")]
+    check_release(root, package, version)
+    copies = [_copy_package(root, package, folder / name) for name in ("one", "two")]
     # Two separate copies are built, so that a build that is not reproducible is noticed.
     set_version(copies[0], version)
-    _bind(copies[0], version)
+    _apply_fragments(copies[0], version)
     write_lock(copies[0])
-    for name in WRITTEN:
+    for name in CHANGED_FILES:
         shutil.copy(copies[0] / name, copies[1] / name)
     dates = re.findall(
         rf"(?m)^## {re.escape(version)} \((\d{{4}}-\d{{2}}-\d{{2}})\)$",
@@ -88,46 +88,48 @@ def draft(root: Path, package: str, version: str, *, folder: Path) -> Draft:
     )
     if len(dates) != 1:
         raise ReleaseError(
-            f"towncrier wrote {len(dates)} headings of {version} with a date, not one: see towncrier's settings."
+            f"CHANGELOG.md has {len(dates)} dated headings of {version}, expected one: "
+            "see towncrier's settings."
         )
     files = build_twice(copies[0], copies[1], date=dates[0])
     check_files(files, package=copies[0])
     return Draft(package=copies[0], date=dates[0], files=tuple(files))
 
 
-def release(root: Path, package: str, version: str, *, reason: str = "") -> Record:
+def make_release(root: Path, package: str, version: str, *, reason: str = "") -> ReleaseRecord:
     """Build the release and stage it in the checkout: package, records and dist/; commit nothing.
 
     `reason` tells why an untried pair may be released; it is empty if all pairs were tried.
 
     Raises:
-        ReleaseError: If `draft` fails, the checkout has changes, a pair was not tried and no reason
-            is given, or dist/ contains another build of this version.
+        ReleaseError: If `build_draft` fails, the checkout has changes, a pair was not tried and no
+            reason is given, or dist/ contains another build of this version.
     """
     unsaved = git(root, "status", "--porcelain").strip()
     if unsaved:
         raise ReleaseError(
-            f"the checkout has changes, which would go into the release: commit or stash them first.\n{unsaved}"
+            "the checkout has changes, which would become part of the release: "
+            f"commit or stash them first.\n{unsaved}"
         )
     # Check the version first, so that a wrong one is reported before hours of trials.
-    check_before(root, package, version)
-    check_tried(root, package, version, reason=reason)
+    check_release(root, package, version)
+    check_trials(root, package, version, reason=reason)
     with tempfile.TemporaryDirectory(prefix="temper-release-") as folder:
-        made = draft(root, package, version, folder=Path(folder))
-        _keep_files(root, made.files)
+        draft = build_draft(root, package, version, folder=Path(folder))
+        _copy_to_dist(root, draft.files)
         target = root / "packages" / package
-        for name in WRITTEN:
-            shutil.copy(made.package / name, target / name)
+        for name in CHANGED_FILES:
+            shutil.copy(draft.package / name, target / name)
         for fragment in target.glob("changes/*.md"):
             fragment.unlink()
         git(root, "add", "--all", f"packages/{package}")
         tree = git(root, "write-tree", f"--prefix=packages/{package}/").strip()
-        record = Record(
+        record = ReleaseRecord(
             package=package,
             version=version,
-            date=made.date,
+            date=draft.date,
             tree=tree,
-            sha256=sha256(made.files),
+            sha256=hash_files(draft.files),
             untried=reason,
         )
     write_records(root, [*read_records(root), record])
@@ -144,41 +146,43 @@ def begin_next_versions(root: Path) -> list[str]:
     recorded = {(record.package, record.version) for record in read_records(root)}
     changed = []
     for folder in sorted(path.parent for path in root.glob("packages/*/pyproject.toml")):
-        version = declared_version(folder)
+        version = read_declared_version(folder)
         if (folder.name, version) in recorded:
             set_version(folder, next_version(version))
             changed.append(f"{folder.name} is now {next_version(version)}")
     return changed
 
 
-def verify(root: Path, package: str, version: str) -> None:
+def verify_release(root: Path, package: str, version: str) -> None:
     """Build a recorded release again from its recorded content and compare the hashes.
 
     Raises:
         ReleaseError: If there is no such record, this clone lacks the content, or a hash differs.
     """
-    found = [
+    matching = [
         record
         for record in read_records(root)
         if (record.package, record.version) == (package, version)
     ]
-    if not found or not has_object(root, found[0].tree):
+    if not matching or not has_object(root, matching[0].tree):
         raise ReleaseError(
-            f"{RECORDS} records no {package} {version} that this clone has: fetch the whole history, or name another."
+            f"{RECORDS} has no release {package} {version} whose content this clone has: "
+            "fetch the full history, or name another version."
         )
     with tempfile.TemporaryDirectory(prefix="temper-release-") as folder:
-        copy = unpack(root, found[0].tree, Path(folder) / package)
-        hashes = sha256(build(copy, date=found[0].date))
+        copy = unpack_tree(root, matching[0].tree, Path(folder) / package)
+        hashes = hash_files(build_package(copy, date=matching[0].date))
     differing = sorted(
-        name for name, digest in hashes.items() if found[0].sha256.get(name) != digest
+        name for name, digest in hashes.items() if matching[0].sha256.get(name) != digest
     )
     if differing:
         raise ReleaseError(
-            f"{', '.join(differing)} came out with another hash than recorded: build with the tools of constraints/cpu.txt."
+            f"{', '.join(differing)} has another hash than recorded: "
+            "build with the tools of constraints/cpu.txt."
         )
 
 
-def _copy(root: Path, package: str, folder: Path) -> Path:
+def _copy_package(root: Path, package: str, folder: Path) -> Path:
     """Copy the package's files that git knows or would add to a folder with the same layout."""
     names = git(
         root,
@@ -196,7 +200,7 @@ def _copy(root: Path, package: str, folder: Path) -> Path:
     return folder / "packages" / package
 
 
-def _bind(package: Path, version: str) -> None:
+def _apply_fragments(package: Path, version: str) -> None:
     """Move the fragments into the changelog with towncrier."""
     command = [
         sys.executable,
@@ -213,37 +217,38 @@ def _bind(package: Path, version: str) -> None:
     left = [path.name for path in (package / "changes").glob("*.md")]
     if done.returncode != 0 or left:
         raise ReleaseError(
-            f"towncrier failed with exit status {done.returncode} and left {left}:\n{done.stdout}{done.stderr}"
+            f"towncrier exited with status {done.returncode} and left {left}:\n"
+            f"{done.stdout}{done.stderr}"
         )
 
 
-def _keep_files(root: Path, files: Sequence[Path]) -> None:
+def _copy_to_dist(root: Path, files: Sequence[Path]) -> None:
     folder = root / "dist"
     folder.mkdir(exist_ok=True)
     for path in files:
         target = folder / path.name
         if target.exists() and target.read_bytes() != path.read_bytes():
             raise ReleaseError(
-                f"dist/{path.name} exists and is another build: move it away, then release again."
+                f"dist/{path.name} exists and is a different build: move it away and release again."
             )
         shutil.copy(path, target)
 
 
-def _entry(changelog: str, version: str) -> str:
+def _get_changelog_entry(changelog: str, version: str) -> str:
     """Return the changelog's entry of one version."""
     _, mark, rest = changelog.partition(f"## {version} ")
     return (mark + rest.partition("\n## ")[0]).strip()
 
 
-def _tell(record: Record) -> str:
+def _describe_next_steps(record: ReleaseRecord) -> str:
     name = f"temper-{record.package} {record.version}"
     return "\n".join(
         [
             *(f"{digest}  dist/{file}" for file, digest in sorted(record.sha256.items())),
             f"{name} is staged. Next:",
             f'  git commit -m "{record.package}: release {record.version}"',
-            f'  git tag -a {record.tag} -m "{name}"        # on the commit as it stands in main',
-            "  python tools/release.py --record           # once it is in main: its commit id, and the next version",
+            f'  git tag -a {record.tag} -m "{name}"        # on the commit in main',
+            "  python tools/release.py --record           # then: record it, start the next",
         ]
     )
 
@@ -265,26 +270,28 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
         "--untried",
         metavar="REASON",
         default="",
-        help="release though a pair was not tried, and keep the reason",
+        help="release although a pair was not tried, and record the reason",
     )
     action = parser.add_mutually_exclusive_group()
     action.add_argument(
-        "--draft", action="store_true", help="check, build and show; change nothing"
+        "--draft",
+        action="store_true",
+        help="run the checks and builds, but do not change the checkout",
     )
     action.add_argument(
         "--record",
         action="store_true",
-        help="write the commits of released packages into tools/releases.toml, and their next version",
+        help="record the commits of released packages, and set their next versions",
     )
     action.add_argument(
         "--verify", action="store_true", help="build a recorded release again and compare"
     )
     chosen = parser.parse_args(arguments)
     if not (chosen.package is None) == (chosen.version is None) == chosen.record:
-        parser.error("give PACKAGE and VERSION, or --record alone")
+        parser.error("give PACKAGE and VERSION, or only --record")
     if chosen.untried and (chosen.record or chosen.verify or chosen.draft):
         parser.error(
-            "--untried REASON is for a release alone: a draft, --record and --verify ask for no trial"
+            "--untried REASON is only for a release: --draft, --record and --verify need no trials"
         )
     try:
         if chosen.record:
@@ -292,25 +299,34 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
                 print(f"{record.tag} is commit {record.commit}")
             print("\n".join(begin_next_versions(root)))
         elif chosen.verify:
-            verify(root, chosen.package, chosen.version)
+            verify_release(root, chosen.package, chosen.version)
             print(
-                f"temper-{chosen.package} {chosen.version}: built again, equal to what is recorded"
+                f"temper-{chosen.package} {chosen.version}: the new build equals the recorded one"
             )
         elif chosen.draft:
             with tempfile.TemporaryDirectory(prefix="temper-release-") as folder:
-                made = draft(root, chosen.package, chosen.version, folder=Path(folder))
-                print(_entry((made.package / "CHANGELOG.md").read_text(), chosen.version))
+                draft = build_draft(root, chosen.package, chosen.version, folder=Path(folder))
+                print(
+                    _get_changelog_entry(
+                        (draft.package / "CHANGELOG.md").read_text(), chosen.version
+                    )
+                )
                 print(
                     "\n".join(
-                        f"{digest}  {name}" for name, digest in sorted(sha256(made.files).items())
+                        f"{digest}  {name}"
+                        for name, digest in sorted(hash_files(draft.files).items())
                     )
                 )
             for sentence in find_missing_trials(root, chosen.package, chosen.version):
-                print(f"not tried yet, and the release will ask for it: {sentence}")
+                print(f"required before the release: {sentence}")
         else:
-            print(_tell(release(root, chosen.package, chosen.version, reason=chosen.untried)))
-    except ReleaseError as trouble:
-        print(f"release: {trouble}", file=sys.stderr)
+            print(
+                _describe_next_steps(
+                    make_release(root, chosen.package, chosen.version, reason=chosen.untried)
+                )
+            )
+    except ReleaseError as error:
+        print(f"release: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tools.release_records import git
+
 ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / ".temper" / "bitwise.json"
 REPORT = ROOT / "docs" / "records" / "bitwise.md"
@@ -34,9 +36,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "kit-on-fsdp": (*KIT, "fsdp"),
     "kit-on-megatron": (*KIT, "megatron"),
 }
-CONDITIONS = ("alone", "under load")
+CONDITIONS = ("idle", "under load")
 
-BUSY = """
+BUSY_PROGRAM = """
 import os, random, time
 random.seed()
 parent = os.getppid()
@@ -83,8 +85,8 @@ class Record:
         if stored["commit"] != commit:
             return cls(commit=commit)
         tests = {
-            name: {condition: Outcomes(**counts) for condition, counts in found.items()}
-            for name, found in stored["tests"].items()
+            name: {condition: Outcomes(**counts) for condition, counts in outcomes.items()}
+            for name, outcomes in stored["tests"].items()
         }
         return cls(commit=commit, done=stored["done"], tests=tests)
 
@@ -110,16 +112,20 @@ class Record:
 
     def table(self) -> str:
         """Return the report as Markdown."""
+        num_busy = 2 * (os.cpu_count() or 1)
         lines = [
             "# Repetitions of the bit-for-bit tests",
             "",
-            "Written by `nox -s bitwise`, which repeats every test that carries the mark `bitwise`,",
-            "each time in a new process.",
-            f"Under load, {2 * (os.cpu_count() or 1)} processes compute in bursts of random length beside it.",
+            "Written by `nox -s bitwise`, which repeats every test with the mark `bitwise`, each",
+            "time in a new process.",
+            f"Under load, {num_busy} other processes compute in bursts of random length.",
             "",
-            f"Processor: {_processor()}, {os.cpu_count()} cores. Last repetition: {time.strftime('%Y-%m-%d')}.",
+            (
+                f"Processor: {_read_processor_name()}, {os.cpu_count()} cores. "
+                f"Last repetition: {time.strftime('%Y-%m-%d')}."
+            ),
             "",
-            "| test | alone: passed | failed | under load: passed | failed |",
+            "| test | idle host: passed | failed | under load: passed | failed |",
             "|---|---|---|---|---|",
         ]
         never_ran = []
@@ -145,16 +151,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools.repeat_bitwise", description=__doc__)
     parser.add_argument("--times", type=int, default=20, help="repetitions under each condition")
     parser.add_argument(
-        "--group", action="append", choices=list(GROUPS), help="this group only; may be repeated"
+        "--group",
+        action="append",
+        choices=list(GROUPS),
+        help="run only this group; may be repeated",
     )
     parser.add_argument(
-        "--expression", default="", help="only tests that this -k expression of pytest selects"
+        "--expression", default="", help="run only tests that this pytest -k expression selects"
     )
     parser.add_argument(
-        "--restart", action="store_true", help="forget earlier repetitions of this commit"
+        "--restart", action="store_true", help="discard the stored repetitions of this commit"
     )
     chosen = parser.parse_args(arguments)
-    record = Record(commit=_commit()) if chosen.restart else Record.load(STATE, commit=_commit())
+    commit = git(ROOT, "rev-parse", "HEAD").strip()
+    record = Record(commit=commit) if chosen.restart else Record.load(STATE, commit=commit)
     # Iterate over repetitions first, so that an interrupted run has tried every group.
     for number in range(1, chosen.times + 1):
         for group in chosen.group or GROUPS:
@@ -172,8 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{key}: {number} of {chosen.times}", flush=True)
     failed = {
         name
-        for name, found in record.tests.items()
-        if any(counts.failed for counts in found.values())
+        for name, outcomes in record.tests.items()
+        if any(counts.failed for counts in outcomes.values())
     }
     print(
         f"{len(record.tests)} tests, {len(failed)} of them failed at least once: {sorted(failed)}"
@@ -202,43 +212,46 @@ def _repeat(group: str, *, condition: str, expression: str) -> str | None:
         f"--junitxml={report}",
     ]
     command += ["-k", expression] if expression else []
-    command += _arguments(group)
-    with _load(2 * (os.cpu_count() or 1) if condition == "under load" else 0):
+    command += _list_pytest_arguments(group)
+    with _keep_busy(2 * (os.cpu_count() or 1) if condition == "under load" else 0):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode == NO_TESTS:
         return None
     if done.returncode not in (0, 1) or not report.exists():
         raise RuntimeError(
-            f"pytest exited with status {done.returncode}, expected 0 or 1:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+            f"pytest exited with status {done.returncode}, expected 0 or 1:\n"
+            f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         )
     if done.returncode == 1:
         print(done.stdout[-8000:], flush=True)
     return report.read_text()
 
 
-def _arguments(group: str) -> list[str]:
+def _list_pytest_arguments(group: str) -> list[str]:
     """Return pytest's arguments for a group.
 
     Of a folder, only files with marked tests are listed, because importing all takes most of the
     time.
     """
-    found: list[str] = []
+    arguments: list[str] = []
     for argument in GROUPS[group]:
         folder = ROOT / argument
         if folder.is_dir():
             files = sorted(folder.rglob("test_*.py"))
-            found += [
+            arguments += [
                 str(file) for file in files if "mark.bitwise" in file.read_text(encoding="utf-8")
             ]
         else:
-            found.append(argument)
-    return found
+            arguments.append(argument)
+    return arguments
 
 
 @contextmanager
-def _load(num_processes: int) -> Iterator[None]:
+def _keep_busy(num_processes: int) -> Iterator[None]:
     """Keep this many processes computing while the body runs."""
-    processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(num_processes)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", BUSY_PROGRAM]) for _ in range(num_processes)
+    ]
     try:
         yield
     finally:
@@ -247,12 +260,7 @@ def _load(num_processes: int) -> Iterator[None]:
             process.wait()
 
 
-def _commit() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _processor() -> str:
+def _read_processor_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     return next(

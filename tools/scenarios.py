@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.environment import MEGATRON_BRIDGE, TORCH
-from tools.pages import program, split_page
+from tools.pages import join_blocks, split_page
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,7 +44,7 @@ ORACLE = (
 class Scenario:
     """One kind of user."""
 
-    meaning: str
+    description: str
     """Description shown in the output."""
     installs: tuple[tuple[str, ...], ...]
     """Arguments of successive `pip install` calls, which also find the wheels."""
@@ -56,21 +56,21 @@ class Scenario:
     """Contents of the user's files, by name."""
     commands: tuple[tuple[str, ...], ...] = ()
     """Commands that must succeed in a folder with these files."""
-    leaves: tuple[str, ...] = ()
+    expected_files: tuple[str, ...] = ()
     """Files that must exist afterwards."""
     statuses: tuple[int, ...] = (0,)
     """Exit statuses that count as success."""
 
 
-def own_loop() -> str:
+def read_own_loop() -> str:
     """Return the program on the page about writing a training loop."""
     blocks, _ = split_page((ROOT / "docs" / "how-to" / "own-loop.md").read_text())
-    return program(blocks, "python")
+    return join_blocks(blocks, "python")
 
 
 SCENARIOS = {
     "shim": Scenario(
-        meaning="temper-legacy-shim alone translates a configuration, without torch",
+        description="temper-legacy-shim translates a configuration without torch",
         installs=(("temper-legacy-shim",),),
         absent=("torch", "numpy", "transformers", "ray", "temper_trainer", "temper_engine_api"),
         files={"old.yaml": OLD_CONFIG},
@@ -85,48 +85,52 @@ SCENARIOS = {
                 "new.yaml",
             ),
         ),
-        leaves=("new.yaml",),
+        expected_files=("new.yaml",),
         statuses=(0, 10),  # 10: default values of the old system were written out
     ),
     "oracle": Scenario(
-        meaning="temper-engine-api alone runs the kit's oracle",
+        description="temper-engine-api runs the kit's oracle without other packages",
         installs=((TORCH,), ("temper-engine-api[conformance]",)),
         absent=("ray", "hydra", "temper_engine_fsdp", "temper_trainer"),
         commands=(("python", "-m", "pytest", "-q", *ORACLE, "--report", "report.md"),),
-        leaves=("report.md",),
+        expected_files=("report.md",),
     ),
     "own-loop": Scenario(
-        meaning="temper-engine-fsdp alone trains in a loop of one's own",
+        description="temper-engine-fsdp trains in a user's own loop without the trainer",
         installs=((TORCH,), ("temper-engine-fsdp",)),
         absent=("ray", "hydra", "peft", "temper_trainer"),
-        files={"loop.py": own_loop()},
+        files={"loop.py": read_own_loop()},
         commands=(("python", "loop.py"),),
     ),
     "quickstart": Scenario(
-        meaning="temper-trainer[fsdp] runs the quickstart, shortened",
+        description="temper-trainer[fsdp] runs a shortened quickstart",
         installs=((TORCH,), ("temper-trainer[fsdp]",)),
         absent=("ray", "vllm", "megatron", "peft"),
         commands=(("temper-train", "experiment=quickstart", *SHORT_RUN),),
-        leaves=(
+        expected_files=(
             "runs/quickstart/metrics.jsonl",
             "runs/quickstart/report.html",
             "runs/quickstart/huggingface/model.safetensors",
         ),
     ),
     "megatron": Scenario(
-        meaning="temper-engine-megatron, and Megatron-Bridge as its README says (decision 21: no extra can name it)",
+        # Decision 21: no extra can name Megatron-Bridge.
+        description="temper-engine-megatron, with Megatron-Bridge installed as its README says",
         installs=((TORCH,), ("temper-engine-megatron",), ("--no-deps", MEGATRON_BRIDGE)),
         absent=("ray", "hydra", "temper_trainer"),
         commands=(
             (
                 "python",
                 "-c",
-                "from temper_engine_api.registry import load_engine_class; print(load_engine_class('megatron'))",
+                (
+                    "from temper_engine_api.registry import load_engine_class; "
+                    "print(load_engine_class('megatron'))"
+                ),
             ),
         ),
     ),
     "vllm": Scenario(
-        meaning="temper-trainer[vllm] resolves; nothing is installed",
+        description="temper-trainer[vllm] resolves; nothing is installed",
         installs=(("--dry-run", "--quiet", "temper-trainer[vllm]"),),
         is_pinned=False,
     ),

@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--skip-passed",
         default="",
-        help="result files of earlier runs, comma-separated: tests that passed in them are left out",
+        help="result files of earlier runs, comma-separated; tests that passed there are skipped",
     )
 
 

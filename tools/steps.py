@@ -18,14 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.coverage_table import clear_coverage, coverage_table, with_coverage_arguments
+from tools.coverage_table import build_coverage_table, clear_coverage, wrap_in_coverage
 from tools.environment import EnvironmentSetupError, ensure_environment
 
 KILL_AFTER_BUDGETS = 4
 TAIL_LINES = 40
 REPORTS = Path(".temper") / "reports"
 """JUnit reports of the last run, one per pytest command; below the repository."""
-SIDE_BY_SIDE = 2
+NUM_PARALLEL_STEPS = 2
 """Number of steps that run at a time. Budgets are for two cores, and most steps use one core."""
 
 
@@ -132,9 +132,11 @@ STEPS = (
             *("--world-sizes", "1,2", "--layouts", "fsdp1.2,sp2.2"),
             expressions={
                 "[2-ranks": "test_",
-                "[1-rank": "test_gradient.py or test_rfc_loop.py or test_checkpoint.py",
-                "[fsdp1.2": "test_update.py or test_checkpoint.py",
-                "[sp2.2": "(test_gradient.py or test_value.py or test_logprob.py) and (data_parallel_size or value or entropy)",
+                "[1-rank": "test_gradient.py or test_rfc_loop.py or test_checkpoint.py "
+                "or test_step_directory.py",
+                "[fsdp1.2": "test_update.py or test_checkpoint.py or test_step_directory.py",
+                "[sp2.2": "(test_gradient.py or test_value.py or test_logprob.py) "
+                "and (data_parallel_size or value or entropy)",
             },
         ),
         is_pytest=True,
@@ -154,8 +156,10 @@ STEPS = (
             *("--layouts", "tp2,pp2-vpp2,cp2,tp2-sp"),
             expressions={
                 "[tp2 and not [tp2-sp": "test_gradient.py or test_weights.py",
-                "[pp2-vpp2": "test_gradient.py or test_update.py or test_value.py or test_rfc_loop.py",
-                "[cp2": "test_logprob.py or test_gradient.py and (data_parallel_size or oracle or logprob or entropy)",
+                "[pp2-vpp2": "test_gradient.py or test_update.py or test_value.py "
+                "or test_rfc_loop.py",
+                "[cp2": "test_logprob.py or test_gradient.py "
+                "and (data_parallel_size or oracle or logprob or entropy)",
                 "[tp2-sp": "test_adapter.py and gradient",
             },
         ),
@@ -195,28 +199,28 @@ def run_steps(root: Path, *, only: Sequence[str] | None = None, with_coverage: b
         Exit status: 1 if a step failed.
     """
     started = time.monotonic()
-    results = [_environment_step(root)]
+    results = [_run_environment_step(root)]
     if not results[0].failures:
         python = ensure_environment(root)
         chosen = [step for step in STEPS if only is None or step.name in only]
         if with_coverage:
             clear_coverage(root)
-        results += run_side_by_side(chosen, python=python, root=root, with_coverage=with_coverage)
+        results += run_in_parallel(chosen, python=python, root=root, with_coverage=with_coverage)
         if with_coverage and any(step.is_pytest for step in chosen):
-            print("\n" + coverage_table(root, python=python))
-    report(results, took_s=time.monotonic() - started)
+            print("\n" + build_coverage_table(root, python=python))
+    print_report(results, took_s=time.monotonic() - started)
     return 1 if any(result.failures for result in results) else 0
 
 
-def run_side_by_side(
+def run_in_parallel(
     steps: Sequence[Step], *, python: Path, root: Path, with_coverage: bool = False
 ) -> list[Result]:
-    """Run the steps, SIDE_BY_SIDE at a time, and return their results in the order of `steps`.
+    """Run the steps, NUM_PARALLEL_STEPS at a time, and return their results in the given order.
 
-    Steps with large budgets start first, so that none of them runs alone at the end. Ctrl-C kills
+    Steps with large budgets start first, so that no long step is left at the end. Ctrl-C kills
     all processes that were started.
     """
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+    with ThreadPoolExecutor(NUM_PARALLEL_STEPS) as pool:
         by_budget = sorted(steps, key=lambda step: -step.budget_s)
         futures = {
             step.name: pool.submit(
@@ -229,7 +233,7 @@ def run_side_by_side(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             while any(future.running() for future in futures.values()):
-                for group in list(_GROUPS):
+                for group in list(_PROCESS_GROUPS):
                     _kill_group(group)
                 time.sleep(0.1)
             raise
@@ -246,16 +250,16 @@ def run_step(step: Step, *, python: Path, root: Path, with_coverage: bool = Fals
         report_file.unlink(missing_ok=True)
         extra = [f"--junitxml={report_file}"] if step.is_pytest else []
         python_arguments = (
-            with_coverage_arguments(arguments, root=root)
+            wrap_in_coverage(arguments, root=root)
             if with_coverage and step.is_pytest
             else arguments
         )
         command = [str(python), *python_arguments, *extra]
-        code = stream(
+        code = run_streamed(
             command, cwd=root, tail=tail, limit_s=deadline - time.monotonic(), name=step.name
         )
-        failure = _explain(code, step=step)
-        counts += _counts(report_file, step=step, is_failed=failure is not None)
+        failure = _describe_failure(code, step=step)
+        counts += _read_counts(report_file, step=step, is_failed=failure is not None)
         if failure is not None:
             failures.append(failure)
     if not step.is_pytest:
@@ -266,11 +270,11 @@ def run_step(step: Step, *, python: Path, root: Path, with_coverage: bool = Fals
     )
 
 
-_GROUPS: set[int] = set()
+_PROCESS_GROUPS: set[int] = set()
 """Process groups of the running commands."""
 
 
-def stream(
+def run_streamed(
     command: Sequence[str], *, cwd: Path, tail: deque[str], limit_s: float, name: str
 ) -> int | None:
     """Run a command and print its output line by line after `name`.
@@ -290,20 +294,20 @@ def stream(
         text=True,
         errors="replace",
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        # A process group of its own, so that killing it reaches the rank processes too.
+        # A separate process group, so that killing it reaches the rank processes too.
         start_new_session=True,
     )
 
-    _GROUPS.add(process.pid)
+    _PROCESS_GROUPS.add(process.pid)
 
-    def pass_on() -> None:
+    def forward_output() -> None:
         assert process.stdout is not None
         with process.stdout as output:
             for line in output:
                 print(f"{name} | {line}", end="", flush=True)
                 tail.append(line.rstrip("\n"))
 
-    reader = threading.Thread(target=pass_on, daemon=True)
+    reader = threading.Thread(target=forward_output, daemon=True)
     reader.start()
     code: int | None
     try:
@@ -315,7 +319,7 @@ def stream(
         # use a core of the next step.
         _kill_group(process.pid)
         process.wait()
-        _GROUPS.discard(process.pid)
+        _PROCESS_GROUPS.discard(process.pid)
     reader.join(timeout=10)
     return code
 
@@ -334,7 +338,7 @@ def count_tests(junit_xml: str) -> Counts:
     )
 
 
-def report(results: Sequence[Result], *, took_s: float) -> None:
+def print_report(results: Sequence[Result], *, took_s: float) -> None:
     """Print the last output of failed steps, the table of budgets, and the line of totals.
 
     Args:
@@ -351,14 +355,19 @@ def report(results: Sequence[Result], *, took_s: float) -> None:
         if result.took_s > result.step.budget_s:
             outcome += " (over its budget)"
         rows.append(
-            (result.step.name, _minutes(result.step.budget_s), _minutes(result.took_s), outcome)
+            (
+                result.step.name,
+                _format_minutes(result.step.budget_s),
+                _format_minutes(result.took_s),
+                outcome,
+            )
         )
-    budget = _minutes(total_budget_s(result.step for result in results))
+    budget = _format_minutes(compute_total_budget_s(result.step for result in results))
     rows.append(
         (
             "all",
             budget,
-            _minutes(took_s),
+            _format_minutes(took_s),
             "failed" if any(result.failures for result in results) else "passed",
         )
     )
@@ -374,38 +383,38 @@ def report(results: Sequence[Result], *, took_s: float) -> None:
     print(f"\n{total.passed} passed, {total.failed} failed, {total.skipped} skipped", flush=True)
 
 
-def total_budget_s(steps: Iterable[Step]) -> float:
+def compute_total_budget_s(steps: Iterable[Step]) -> float:
     """Return the expected wall time: the environment first, then the steps, two at a time."""
     budgets = {step.name: step.budget_s for step in steps}
     first = budgets.pop(ENVIRONMENT.name, 0.0)
-    return first + sum(budgets.values()) / SIDE_BY_SIDE
+    return first + sum(budgets.values()) / NUM_PARALLEL_STEPS
 
 
-def _environment_step(root: Path) -> Result:
+def _run_environment_step(root: Path) -> Result:
     started = time.monotonic()
     failures: tuple[str, ...] = ()
     tail: tuple[str, ...] = ()
     try:
         ensure_environment(root)
-    except EnvironmentSetupError as trouble:
-        failures, tail = ("failed, so no other step was run",), (str(trouble),)
+    except EnvironmentSetupError as error:
+        failures, tail = ("failed, so no other step was run",), (str(error),)
     counts = Counts(failed=1) if failures else Counts(passed=1)
     took_s = time.monotonic() - started
     return Result(step=ENVIRONMENT, took_s=took_s, counts=counts, failures=failures, tail=tail)
 
 
-def _explain(code: int | None, *, step: Step) -> str | None:
+def _describe_failure(code: int | None, *, step: Step) -> str | None:
     if code == 0:
         return None
     if code is None:
         limit_s = KILL_AFTER_BUDGETS * step.budget_s
-        return f"killed after {_minutes(limit_s)}, {KILL_AFTER_BUDGETS} times its budget"
+        return f"killed after {_format_minutes(limit_s)}, {KILL_AFTER_BUDGETS} times its budget"
     if step.is_pytest and code == 5:
         return "failed: no test was found"
     return f"failed with exit status {code}"
 
 
-def _counts(report_file: Path, *, step: Step, is_failed: bool) -> Counts:
+def _read_counts(report_file: Path, *, step: Step, is_failed: bool) -> Counts:
     """Count the tests of a pytest command; a command that failed without a failed test is one."""
     if not step.is_pytest:
         return Counts()
@@ -420,5 +429,5 @@ def _kill_group(group: int) -> None:
         return
 
 
-def _minutes(seconds: float) -> str:
+def _format_minutes(seconds: float) -> str:
     return f"{int(seconds // 60)}:{int(seconds % 60):02d}"

@@ -1,15 +1,18 @@
-"""Check names and docstrings against the words of the style guide, which ruff cannot do.
+"""Check names and prose against the words of the style guide, which ruff cannot do.
 
 Ruff checks the form of docstrings; this checks how they open, how many of them start with a verb,
-and whether identifiers and file names use the field's words. All words are in tools/wording.toml.
+and whether identifiers, file names, docstrings, comments, error messages and log messages use the
+field's words. All words are in tools/wording.toml.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import itertools
 import re
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +24,8 @@ WORDS = Path("tools") / "wording.toml"
 
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _FIRST_WORD = re.compile(r"[^\W\d_]+")
+# Methods of a logger, and warnings.warn: their string arguments are read by people.
+_LOG_METHODS = {"debug", "info", "warning", "warn", "error", "exception", "critical"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +41,17 @@ class BannedName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BannedPhrase:
-    """One entry of `[[phrase]]` in wording.toml: words not to use in docstrings and comments."""
+    """One entry of `[[phrase]]` in wording.toml: words not to use in prose."""
 
     phrase: str
+    """A regular expression; a space in it matches line breaks too."""
     instead: str
+    why: str
+
+    def find(self, text: str) -> Iterator[re.Match[str]]:
+        """Find the phrase as full words, in upper or lower case."""
+        pattern = self.phrase.replace(" ", r"\s+")
+        return re.finditer(rf"\b(?:{pattern})\b", text, re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +86,17 @@ class Docstring:
     @property
     def first_word(self) -> str:
         """The first word in lower case; empty if the text has none."""
-        found = _FIRST_WORD.search(self.text)
-        return found.group().lower() if found else ""
+        match = _FIRST_WORD.search(self.text)
+        return match.group().lower() if match else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prose:
+    """Text for people other than a docstring: a comment, an error message or a log message."""
+
+    kind: str
+    line: int
+    text: str
 
 
 def read_wording(file: Path) -> Wording:
@@ -109,12 +130,23 @@ def check_folder(folder: Path, wording: Wording, *, root: Path) -> list[str]:
     for path in sorted(folder.rglob("*.py")):
         shown = path.relative_to(root).as_posix()
         faults += [f"{shown}:1: {fault}" for fault in _file_name_faults(path, folder, wording)]
-        tree = ast.parse(path.read_text())
-        docstrings = list(_docstrings(tree))
+        source = path.read_text()
+        tree = ast.parse(source)
+        nodes = list(ast.walk(tree))
+        docstrings = list(_docstrings(nodes))
+        prose = [
+            *(Prose(kind="docstring", line=each.line, text=each.text) for each in docstrings),
+            *_comments(source),
+            *_messages(nodes),
+        ]
         faults += [
             f"{shown}:{line}: {fault}"
             for line, fault in sorted(
-                [*_name_faults(tree, wording), *_docstring_faults(docstrings, wording)]
+                [
+                    *_name_faults(nodes, wording),
+                    *_docstring_faults(docstrings, wording),
+                    *_phrase_faults(prose, wording),
+                ]
             )
         ]
         functions += [(shown, each) for each in docstrings if each.kind == "function"]
@@ -128,11 +160,11 @@ def _file_name_faults(path: Path, folder: Path, wording: Wording) -> Iterator[st
             yield _name_fault(f"the path {relative.as_posix()}", word, banned)
 
 
-def _name_faults(tree: ast.Module, wording: Wording) -> Iterator[tuple[int, str]]:
-    for line, name in sorted(set(_defined_names(tree))):
+def _name_faults(nodes: Sequence[ast.AST], wording: Wording) -> Iterator[tuple[int, str]]:
+    for line, name in sorted(set(_defined_names(nodes))):
         for word, banned in _banned_words(name, wording):
             yield line, _name_fault(f"`{name}`", word, banned)
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_noun(node):
             parts = _words(node.name)
             if len(parts) > 1 and parts[0] in wording.prepositions:
@@ -159,9 +191,18 @@ def _docstring_faults(
                     "or delete it if it adds nothing to the name"
                 ),
             )
+
+
+def _phrase_faults(prose: Sequence[Prose], wording: Wording) -> Iterator[tuple[int, str]]:
+    for each in prose:
         for banned in wording.phrases:
-            if re.search(rf"\b{banned.phrase}\b", each.text, re.IGNORECASE):
-                yield each.line, f"the docstring says '{banned.phrase}': write {banned.instead}"
+            for match in banned.find(each.text):
+                line = each.line + each.text.count("\n", 0, match.start())
+                words = " ".join(match.group().split())
+                yield (
+                    line,
+                    f"the {each.kind} says '{words}': write {banned.instead} ({banned.why})",
+                )
 
 
 def _verb_faults(
@@ -179,14 +220,14 @@ def _verb_faults(
             for path, each in others
         ),
         (
-            f"{folder}: {fraction:.0%} of the function docstrings start with a verb that {WORDS} lists; "
-            f"{wording.min_verb_fraction:.0%} must"
+            f"{folder}: {fraction:.0%} of the function docstrings start with a verb that {WORDS} "
+            f"lists; {wording.min_verb_fraction:.0%} must"
         ),
     ]
 
 
-def _name_fault(subject: str, word: str, banned: BannedName) -> str:
-    return f"'{word}' in {subject}: write {banned.instead} ({banned.why})"
+def _name_fault(location: str, word: str, banned: BannedName) -> str:
+    return f"'{word}' in {location}: write {banned.instead} ({banned.why})"
 
 
 def _banned_words(name: str, wording: Wording) -> Iterator[tuple[str, BannedName]]:
@@ -197,13 +238,13 @@ def _banned_words(name: str, wording: Wording) -> Iterator[tuple[str, BannedName
 
 
 def _words(name: str) -> list[str]:
-    """Split an identifier into lower-case words: `WeightParcel_of` gives weight, parcel, of."""
+    """Split an identifier into lower-case words: `WeightBucket_of` gives weight, bucket, of."""
     return [word.lower() for word in _PARTS.findall(name)]
 
 
-def _defined_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _defined_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield the names that a file defines; names of others that it only uses are not its own."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.lineno, node.name
         elif isinstance(node, ast.arg):
@@ -216,8 +257,8 @@ def _defined_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.asname
 
 
-def _docstrings(tree: ast.Module) -> Iterator[Docstring]:
-    for node in ast.walk(tree):
+def _docstrings(nodes: Sequence[ast.AST]) -> Iterator[Docstring]:
+    for node in nodes:
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         text = ast.get_docstring(node, clean=False)
@@ -238,6 +279,44 @@ def _field_docstrings(body: Sequence[ast.stmt]) -> Iterator[Docstring]:
             and isinstance(after.value.value, str)
         ):
             yield Docstring(kind="field", line=after.lineno, text=after.value.value)
+
+
+def _comments(source: str) -> Iterator[Prose]:
+    """Yield the comments; lines that follow each other are one text, as a reader takes them."""
+    tokens = [
+        token
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    start = 0
+    for end in range(1, len(tokens) + 1):
+        if end == len(tokens) or tokens[end].start[0] != tokens[end - 1].start[0] + 1:
+            lines = [token.string.lstrip("#") for token in tokens[start:end]]
+            yield Prose(kind="comment", line=tokens[start].start[0], text="\n".join(lines))
+            start = end
+
+
+def _messages(nodes: Sequence[ast.AST]) -> Iterator[Prose]:
+    """Yield the strings below a `raise`, a call of a logger and `warnings.warn`."""
+    messages: dict[int, tuple[str, ast.Constant]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            kind = "error message"
+        elif isinstance(node, ast.Call) and _is_log_call(node):
+            kind = "log message"
+        else:
+            continue
+        for part in ast.walk(node):
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                messages.setdefault(id(part), (kind, part))
+    for kind, part in messages.values():
+        # The parts of one implicitly joined string are one constant without line breaks.
+        yield Prose(kind=kind, line=part.lineno, text=str(part.value))
+
+
+def _is_log_call(call: ast.Call) -> bool:
+    function = call.func
+    return isinstance(function, ast.Attribute) and function.attr in _LOG_METHODS
 
 
 def _kind(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:

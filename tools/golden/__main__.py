@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from tools.environment import PACKAGES
-from tools.releases import ReleaseError, last_release, unpack
+from tools.release_records import ReleaseError, last_release, unpack_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +31,7 @@ The contract's files are in the engines' checkpoints, and so are those that the 
 """
 
 
-def write(package: str) -> list[Path]:
+def write_golden_files(package: str) -> list[Path]:
     """Write the missing golden files of a package's last release, and return their folders.
 
     Raises:
@@ -48,12 +48,13 @@ def write(package: str) -> list[Path]:
     if not missing:
         shown = " and ".join(str(folder.relative_to(ROOT)) for folder in folders)
         raise ReleaseError(
-            f"{shown} exists: golden files are written once, by the version that they are named after."
+            f"{shown} exists: golden files are written only once, by the version that they are "
+            "named after."
         )
     with tempfile.TemporaryDirectory(prefix="temper-golden-") as scratch:
         released = (last_release(ROOT, each) for each in PACKAGES)
         sources = [
-            unpack(ROOT, each.treeish, Path(scratch) / each.package) / "src"
+            unpack_tree(ROOT, each.treeish, Path(scratch) / each.package) / "src"
             for each in released
             if each is not None
         ]
@@ -77,10 +78,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.golden", description=__doc__)
     parser.add_argument("package", choices=WRITERS)
     try:
-        for folder in write(parser.parse_args().package):
+        for folder in write_golden_files(parser.parse_args().package):
             print(folder.relative_to(ROOT))
-    except ReleaseError as trouble:
-        print(f"golden: {trouble}", file=sys.stderr)
+    except ReleaseError as error:
+        print(f"golden: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -10,14 +10,16 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from tools.gpu.fsdp_timing import times_of
+from tools.gpu.fsdp_timing import measure_times
 from tools.gpu.fsdp_workload import Scale
 
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps a query [T, H, D], key and value [T, K, D] to attention outputs [T, H, D]."""
 
 
-def kernel_rates(shape: Mapping[str, int], *, length: int, scale: Scale) -> dict[str, object]:
+def measure_kernel_rates(
+    shape: Mapping[str, int], *, length: int, scale: Scale
+) -> dict[str, object]:
     """Return TFLOP/s of each kernel, forward only and with backward, or why it failed."""
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     head_dim = shape["head_dim"]
@@ -27,31 +29,31 @@ def kernel_rates(shape: Mapping[str, int], *, length: int, scale: Scale) -> dict
     )
     # Causal, forward and backward; the forward pass is a third of it.
     flops = 6.0 * length**2 * heads * head_dim
-    found: dict[str, object] = {}
-    for name, kernel in _kernels(length, scale.device).items():
+    rates: dict[str, object] = {}
+    for name, kernel in _build_kernels(length, scale.device).items():
         try:
-            forward_s, both_s = _seconds(kernel, (query, key, value), scale)
+            forward_s, both_s = _measure_seconds(kernel, (query, key, value), scale)
         # A kernel that does not run here must not end the measurement of the others.
         except (RuntimeError, ImportError, TypeError, AssertionError) as error:
-            found[name] = f"{type(error).__name__}: {error}"[:300]
+            rates[name] = f"{type(error).__name__}: {error}"[:300]
             continue
-        found[name] = {
+        rates[name] = {
             "forward_tflops": round(flops / 3e12 / forward_s),
             "both_tflops": round(flops / 1e12 / both_s),
         }
-    found["sdpa_cudnn_new_length_ms"] = new_length_ms(shape, length=length, scale=scale)
-    return found
+    rates["sdpa_cudnn_new_length_ms"] = measure_new_length_ms(shape, length=length, scale=scale)
+    return rates
 
 
-def new_length_ms(shape: Mapping[str, int], *, length: int, scale: Scale) -> list[float]:
+def measure_new_length_ms(shape: Mapping[str, int], *, length: int, scale: Scale) -> list[float]:
     """Measure how many more ms cuDNN takes for a new length, forward and backward."""
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
-    found = []
-    for other in range(length - 3, length):
+    extra_ms = []
+    for new_length in range(length - 3, length):
         kernel = partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)
         query, key, value = (
             torch.randn(
-                other,
+                new_length,
                 n,
                 shape["head_dim"],
                 device=scale.device,
@@ -60,53 +62,55 @@ def new_length_ms(shape: Mapping[str, int], *, length: int, scale: Scale) -> lis
             )
             for n in (heads, kv_heads, kv_heads)
         )
-        inputs, slope = (query, key, value), torch.randn_like(query)
-        once = partial(_forward_and_backward, kernel, inputs, slope)
-        first_s = times_of(scale, once, repeats=1)[0]
-        found.append(round(1e3 * (first_s - times_of(scale, once, repeats=3)[1]), 1))
-    return found
+        inputs, upstream = (query, key, value), torch.randn_like(query)
+        run_once = partial(_forward_and_backward, kernel, inputs, upstream)
+        first_s = measure_times(scale, run_once, repeats=1)[0]
+        extra_ms.append(round(1e3 * (first_s - measure_times(scale, run_once, repeats=3)[1]), 1))
+    return extra_ms
 
 
-def _forward_and_backward(kernel: Kernel, inputs: tuple[Tensor, ...], slope: Tensor) -> None:
+def _forward_and_backward(kernel: Kernel, inputs: tuple[Tensor, ...], upstream: Tensor) -> None:
     query, key, value = inputs
-    torch.autograd.grad(kernel(query, key, value), inputs, slope)
+    torch.autograd.grad(kernel(query, key, value), inputs, upstream)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, *, backend: SDPBackend) -> Tensor:
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     with sdpa_kernel(backend):
-        mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return mixed[0].transpose(0, 1)
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return attended[0].transpose(0, 1)
 
 
-def _seconds(kernel: Kernel, inputs: tuple[Tensor, ...], scale: Scale) -> tuple[float, float]:
+def _measure_seconds(
+    kernel: Kernel, inputs: tuple[Tensor, ...], scale: Scale
+) -> tuple[float, float]:
     """Return the median seconds of the forward pass, and of both passes."""
     query, key, value = (x.detach().requires_grad_() for x in inputs)
-    slope = torch.randn_like(kernel(query, key, value))
+    upstream = torch.randn_like(kernel(query, key, value))
 
-    both = partial(_forward_and_backward, kernel, (query, key, value), slope)
+    both = partial(_forward_and_backward, kernel, (query, key, value), upstream)
     both()
-    forward_s = times_of(scale, lambda: kernel(query, key, value), repeats=5)[2]
-    return forward_s, times_of(scale, both, repeats=5)[2]
+    forward_s = measure_times(scale, lambda: kernel(query, key, value), repeats=5)[2]
+    return forward_s, measure_times(scale, both, repeats=5)[2]
 
 
-def _kernels(length: int, device: str) -> dict[str, Kernel]:
+def _build_kernels(length: int, device: str) -> dict[str, Kernel]:
     # Query and key share these sequence starts, because there is only one sequence.
     starts = torch.tensor([0, length], device=device, dtype=torch.int32)
 
     def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mixed = varlen_attn(q, k, v, starts, starts, length, length, window_size=(-1, 0))
-        assert isinstance(mixed, Tensor)
-        return mixed
+        attended = varlen_attn(q, k, v, starts, starts, length, length, window_size=(-1, 0))
+        assert isinstance(attended, Tensor)
+        return attended
 
     compiled = torch.compile(flex_attention, dynamic=False)
-    mask = create_block_mask(_is_seen, None, None, length, length, device=device)
+    mask = create_block_mask(_is_causal, None, None, length, length, device=device)
 
     def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        mixed = compiled(q, k, v, block_mask=mask, enable_gqa=True)
-        assert isinstance(mixed, Tensor)
-        return mixed[0].transpose(0, 1)
+        attended = compiled(q, k, v, block_mask=mask, enable_gqa=True)
+        assert isinstance(attended, Tensor)
+        return attended[0].transpose(0, 1)
 
     return {
         "varlen": varlen,
@@ -116,5 +120,5 @@ def _kernels(length: int, device: str) -> dict[str, Kernel]:
     }
 
 
-def _is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def _is_causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key

@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,18 +25,23 @@ from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import ModelSpec, OptimizerSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
-from tools.gpu.dense_attention import kernel_rates
+from tools.gpu.dense_attention import measure_kernel_rates
 from tools.gpu.dense_workload import (
-    card_of,
-    cases_of,
-    config_of,
+    get_architecture,
+    get_cases,
+    get_shape,
+    make_config,
     rl_batch,
-    shape_of,
     write_weights,
 )
-from tools.gpu.fsdp_jobs import update
-from tools.gpu.fsdp_timing import Place, gemm_rate, synchronize, times_of, where_time_goes
-from tools.gpu.fsdp_workload import FULL, REHEARSAL, share_of
+from tools.gpu.fsdp_timing import (
+    RankContext,
+    measure_gemm_rate,
+    measure_times,
+    profile_update,
+    synchronize,
+)
+from tools.gpu.fsdp_workload import FULL, REHEARSAL, pack_local_batch
 from tools.gpu.megatron_cases import LAYOUTS
 from tools.gpu.plain_loop import PlainLoop
 from tools.gpu.trl_update import grpo_update_seconds
@@ -45,7 +49,10 @@ from tools.gpu.workload import (
     PEAK_FLOPS,
     ClippedPolicy,
     Rows,
+    find_free_port,
     flops_per_token_and_square,
+    run_update,
+    set_rank_variables,
 )
 
 NUM_WARM_UP, NUM_TIMED = 2, 3
@@ -82,8 +89,8 @@ class Row:
     @classmethod
     def parse(cls, name: str) -> "Row":
         """Return the row of an identifier."""
-        model, case, who = name.split("/")
-        contender, _, layout = who.partition("+")
+        model, case, contender_and_options = name.split("/")
+        contender, _, layout = contender_and_options.partition("+")
         return cls(model=model, case=case, contender=contender, layout=layout)
 
 
@@ -99,41 +106,43 @@ class Measurement:
     extra: Mapping[str, object]
 
 
-def folder_of(row: Row, place: Place) -> Path:
+def prepare_weights(row: Row, context: RankContext) -> Path:
     """Return the directory with the model's random weights, written by the first rank."""
-    root = ROOT if place.scale.device == "cuda" else place.rows.path.parent / "weights"
+    root = ROOT if context.scale.device == "cuda" else context.rows.path.parent / "weights"
     folder = root / row.model
-    if place.is_first:
-        write_weights(card_of(row.model, place.scale), folder, device=place.scale.device)
-    if place.world_size > 1:
+    if context.is_first:
+        write_weights(
+            get_architecture(row.model, context.scale), folder, device=context.scale.device
+        )
+    if context.world_size > 1:
         dist.barrier()
     return folder
 
 
-def batches_of(row: Row, place: Place, *, num_replicas: int) -> list[SequenceBatch]:
+def make_batches(row: Row, context: RankContext, *, num_replicas: int) -> list[SequenceBatch]:
     """Return the mini-batches of the updates, for all data-parallel ranks."""
-    vocabulary = shape_of(row.model, place.scale)["vocab_size"]
-    cases = cases_of(row.case, place.scale)
+    vocabulary = get_shape(row.model, context.scale)["vocab_size"]
+    cases = get_cases(row.case, context.scale)
     return [rl_batch(case.lengths * num_replicas, vocabulary=vocabulary) for case in cases]
 
 
-def max_tokens_of(row: Row, place: Place) -> int:
+def get_max_tokens(row: Row, context: RankContext) -> int:
     """Return the token limit of a micro-batch."""
-    return cases_of(row.case, place.scale)[0].max_tokens
+    return get_cases(row.case, context.scale)[0].max_tokens
 
 
-def measure(row: Row, place: Place, updates: Sequence[Callable[[], float]]) -> Measurement:
+def measure(row: Row, context: RankContext, updates: Sequence[Callable[[], float]]) -> Measurement:
     """Time updates after warm-up; different updates take turns."""
     turn = itertools.cycle(range(len(updates)))
-    cases = cases_of(row.case, place.scale)
+    cases = get_cases(row.case, context.scale)
     norms = [updates[next(turn)]() for _ in range(NUM_WARM_UP)]
-    if place.scale.device == "cuda":
+    if context.scale.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     timed = [next(turn) for _ in range(NUM_TIMED)]
-    seconds = [times_of(place.scale, updates[i], repeats=1)[0] for i in timed]
+    seconds = [measure_times(context.scale, updates[i], repeats=1)[0] for i in timed]
     extra: Mapping[str, object] = {}
     if "profile" in row.options:
-        extra = where_time_goes(place, updates[0], shape=row.model, who=row.contender)
+        extra = profile_update(context, updates[0], shape=row.model, contender=row.contender)
     return Measurement(
         seconds=seconds,
         lengths=[length for i in timed for length in cases[i].lengths],
@@ -142,14 +151,14 @@ def measure(row: Row, place: Place, updates: Sequence[Callable[[], float]]) -> M
     )
 
 
-def fsdp_config(row: Row, place: Place, folder: Path) -> FSDPConfig:
+def make_fsdp_config(row: Row, context: RankContext, folder: Path) -> FSDPConfig:
     """Return the engine's fastest settings with the options of the row."""
     options = row.options
-    on_cuda = place.scale.device == "cuda"
+    on_cuda = context.scale.device == "cuda"
     return FSDPConfig(
         model=ModelSpec(path=str(folder)),
         optimizer=OptimizerSpec(lr=1e-6),
-        device=place.scale.device,
+        device=context.scale.device,
         reshard_after_forward="reshard" in options,
         compile_layers=on_cuda and "eager" not in options,
         head_keeps_logits="chunked" not in options,
@@ -158,14 +167,14 @@ def fsdp_config(row: Row, place: Place, folder: Path) -> FSDPConfig:
     )
 
 
-def engine_update(row: Row, place: Place) -> Measurement:
+def measure_fsdp(row: Row, context: RankContext) -> Measurement:
     """Measure FSDPEngine."""
-    engine = FSDPEngine(fsdp_config(row, place, folder_of(row, place)))
-    choose_flash_attention(row)
-    return _measure_engine(row, place, engine, num_replicas=place.world_size)
+    engine = FSDPEngine(make_fsdp_config(row, context, prepare_weights(row, context)))
+    enable_flash_attention_4(row)
+    return _measure_engine(row, context, engine, num_replicas=context.world_size)
 
 
-def choose_flash_attention(row: Row) -> None:
+def enable_flash_attention_4(row: Row) -> None:
     """Use FlashAttention 4 behind torch's operators if the row requests it."""
     if "fa4" in row.options:
         register_flash_attention_impl("FA4", register_fn=register_current_fa4)
@@ -183,88 +192,92 @@ def register_current_fa4() -> FlashAttentionHandle:
 
 def _measure_engine(
     row: Row,
-    place: Place,
+    context: RankContext,
     engine: BaseEngine,
     *,
     num_replicas: int,
 ) -> Measurement:
     engine.init_model()
     engine.set_loss_fn(ClippedPolicy())
-    max_tokens = max_tokens_of(row, place)
-    batches = batches_of(row, place, num_replicas=num_replicas)
+    max_tokens = get_max_tokens(row, context)
+    batches = make_batches(row, context, num_replicas=num_replicas)
     packs = [engine.shard_data(batch, max_tokens=max_tokens) for batch in batches]
-    updates = [partial(update, engine, pack, (HeadOutput.ENTROPY,)) for pack in packs]
-    found = measure(row, place, updates)
+    updates = [partial(run_update, engine, pack, (HeadOutput.ENTROPY,)) for pack in packs]
+    measurement = measure(row, context, updates)
     if "checkpoint" in row.options:
-        found = replace(found, extra={**found.extra, **checkpoint_seconds(place, engine)})
+        measurement = replace(
+            measurement, extra={**measurement.extra, **measure_checkpoint(context, engine)}
+        )
     if "export" in row.options:
-        found = replace(found, extra={**found.extra, **export_seconds(place, engine)})
+        measurement = replace(
+            measurement, extra={**measurement.extra, **measure_export(context, engine)}
+        )
     engine.close()
-    return found
+    return measurement
 
 
-def megatron_update(row: Row, place: Place) -> Measurement:
+def measure_megatron(row: Row, context: RankContext) -> Measurement:
     """Measure MegatronEngine."""
     from temper_engine_megatron.config import MegatronConfig
     from temper_engine_megatron.engine import MegatronEngine
 
-    layout = megatron_layout(row)
+    layout = get_megatron_layout(row)
     config = MegatronConfig(
-        model=ModelSpec(path=str(folder_of(row, place))),
+        model=ModelSpec(path=str(prepare_weights(row, context))),
         optimizer=OptimizerSpec(lr=1e-6),
-        device=place.scale.device,
-        compile_head=place.scale.compiles,
+        device=context.scale.device,
+        compile_head=context.scale.compiles,
         recompute="layers" if "recompute" in row.options else "none",
         **layout,  # type: ignore[arg-type]
     )
-    num_replicas = place.world_size // config.replica_size
-    return _measure_engine(row, place, MegatronEngine(config), num_replicas=num_replicas)
+    num_replicas = context.world_size // config.replica_size
+    return _measure_engine(row, context, MegatronEngine(config), num_replicas=num_replicas)
 
 
-def megatron_layout(row: Row) -> dict[str, object]:
+def get_megatron_layout(row: Row) -> dict[str, object]:
     """Return the parallel sizes that the row's options name."""
     return {k: v for option in row.options for k, v in LAYOUTS.get(option, {}).items()}
 
 
-def replica_size_of(row: Row) -> int:
+def get_replica_size(row: Row) -> int:
     """Return the number of ranks that process the same tokens in a Megatron row."""
-    layout = megatron_layout(row)
+    layout = get_megatron_layout(row)
     sizes = (layout.get(f"{axis}_parallel", 1) for axis in ("tensor", "pipeline"))
     return math.prod(int(str(size)) for size in sizes)
 
 
-def plain_update(row: Row, place: Place) -> Measurement:
+def measure_plain(row: Row, context: RankContext) -> Measurement:
     """Measure the plain loop, which computes only a cross-entropy."""
-    scale = replace(place.scale, micro_batch_tokens=max_tokens_of(row, place))
+    scale = replace(context.scale, micro_batch_tokens=get_max_tokens(row, context))
     packs = [
-        share_of(scale, batch, rank=place.rank, world_size=place.world_size)
-        for batch in batches_of(row, place, num_replicas=place.world_size)
+        pack_local_batch(scale, batch, rank=context.rank, world_size=context.world_size)
+        for batch in make_batches(row, context, num_replicas=context.world_size)
     ]
     loop = PlainLoop(
-        config_of(card_of(row.model, scale)),
+        make_config(get_architecture(row.model, scale)),
         device=scale.device,
         is_compiled=scale.compiles,
         recomputes="recompute" in row.options,
         reshards="reshard" in row.options,
     )
-    return measure(row, place, [partial(loop.update, pack) for pack in packs])
+    return measure(row, context, [partial(loop.update, pack) for pack in packs])
 
 
-def trl_update(row: Row, place: Place) -> Measurement:
+def measure_trl(row: Row, context: RankContext) -> Measurement:
     """Measure TRL's GRPOTrainer."""
     # GRPO needs at least two completions per group. Cases with several updates repeat the first
     # timed one, because the prepared trainer has a single batch.
-    cases = cases_of(row.case, place.scale)
+    cases = get_cases(row.case, context.scale)
     case = cases[NUM_WARM_UP % len(cases)]
     lengths = case.lengths * (2 if len(case.lengths) == 1 else 1)
-    batch = rl_batch(lengths, vocabulary=shape_of(row.model, place.scale)["vocab_size"])
+    batch = rl_batch(lengths, vocabulary=get_shape(row.model, context.scale)["vocab_size"])
     is_equal = len(set(lengths)) == 1
     num_timed = 2
     seconds, norm = grpo_update_seconds(
-        folder_of(row, place),
+        prepare_weights(row, context),
         batch,
         sequences_at_once=case.max_tokens // lengths[0] if is_equal else 1,
-        device=place.scale.device,
+        device=context.scale.device,
         recomputes="kept" not in row.options,
         num_warm_up=1,
         num_timed=num_timed,
@@ -272,33 +285,33 @@ def trl_update(row: Row, place: Place) -> Measurement:
     return Measurement(seconds=seconds, lengths=lengths * num_timed, first_norm=norm, extra={})
 
 
-def checkpoint_seconds(place: Place, engine: BaseEngine) -> dict[str, object]:
+def measure_checkpoint(context: RankContext, engine: BaseEngine) -> dict[str, object]:
     """Time a save in the foreground, one in the background, and a load."""
     folder = Path(tempfile.gettempdir(), f"dense-checkpoint-{os.environ['MASTER_PORT']}")
-    found: dict[str, object] = {}
+    row: dict[str, object] = {}
     for step, in_background in ((1, True), (2, False)):
-        synchronize(place.scale)
-        begin = time.perf_counter()
+        synchronize(context.scale)
+        started = time.perf_counter()
         path = engine.save_checkpoint(
             str(folder), global_step=step, in_background=in_background, max_ckpt_to_keep=1
         )
-        stall_s = time.perf_counter() - begin
+        stall_s = time.perf_counter() - started
         engine.finish_saving()
         name = "background" if in_background else "foreground"
-        found[f"{name}_stall_s"] = round(stall_s, 2)
-        found[f"{name}_save_s"] = round(time.perf_counter() - begin, 2)
-    begin = time.perf_counter()
+        row[f"{name}_stall_s"] = round(stall_s, 2)
+        row[f"{name}_save_s"] = round(time.perf_counter() - started, 2)
+    started = time.perf_counter()
     engine.load_checkpoint(path)
-    synchronize(place.scale)
-    found["load_s"] = round(time.perf_counter() - begin, 2)
-    if place.is_first:
+    synchronize(context.scale)
+    row["load_s"] = round(time.perf_counter() - started, 2)
+    if context.is_first:
         files = [file for file in Path(path).rglob("*") if file.is_file()]
-        found["checkpoint_gbytes"] = round(sum(f.stat().st_size for f in files) / 1e9, 1)
+        row["checkpoint_gbytes"] = round(sum(f.stat().st_size for f in files) / 1e9, 1)
         shutil.rmtree(folder)
-    return found
+    return row
 
 
-def export_seconds(place: Place, engine: BaseEngine) -> dict[str, object]:
+def measure_export(context: RankContext, engine: BaseEngine) -> dict[str, object]:
     """Time the export of all weights in bf16, full tensors on every rank, without a receiver."""
 
     def export() -> int:
@@ -306,70 +319,66 @@ def export_seconds(place: Place, engine: BaseEngine) -> dict[str, object]:
             return sum(weight.tensor.nbytes for weight in weights)
 
     num_bytes = export()
-    seconds = times_of(place.scale, export, repeats=3)[1]
+    seconds = measure_times(context.scale, export, repeats=3)[1]
     return {"export_s": round(seconds, 3), "export_gbytes": round(num_bytes / 1e9, 2)}
 
 
-def attention_rates(row: Row, place: Place) -> Measurement:
+def measure_attention(row: Row, context: RankContext) -> Measurement:
     """Time attention kernels in isolation over one causal sequence."""
-    shape, length = shape_of(row.model, place.scale), max_tokens_of(row, place)
-    choose_flash_attention(row)
-    found = kernel_rates(shape, length=length, scale=place.scale)
-    return Measurement(seconds=[1.0], lengths=[length], first_norm=0.0, extra=found)
+    shape, length = get_shape(row.model, context.scale), get_max_tokens(row, context)
+    enable_flash_attention_4(row)
+    rates = measure_kernel_rates(shape, length=length, scale=context.scale)
+    return Measurement(seconds=[1.0], lengths=[length], first_norm=0.0, extra=rates)
 
 
-CONTENDERS: Mapping[str, Callable[[Row, Place], Measurement]] = {
-    "engine": engine_update,
-    "megatron": megatron_update,
-    "plain": plain_update,
-    "trl": trl_update,
-    "attention": attention_rates,
+CONTENDERS: Mapping[str, Callable[[Row, RankContext], Measurement]] = {
+    "engine": measure_fsdp,
+    "megatron": measure_megatron,
+    "plain": measure_plain,
+    "trl": measure_trl,
+    "attention": measure_attention,
 }
 
 
-def report(row: Row, place: Place, found: Measurement, *, gemm: float) -> dict[str, object]:
+def format_row(
+    row: Row, context: RankContext, measurement: Measurement, *, gemm: float
+) -> dict[str, object]:
     """Return the row of results of a contender."""
-    shape = shape_of(row.model, place.scale)
-    tokens = sum(found.lengths)
+    shape = get_shape(row.model, context.scale)
+    tokens = sum(measurement.lengths)
     per_token, per_square = flops_per_token_and_square(shape)
-    flops_per_token = per_token + per_square * sum(n * n for n in found.lengths) / tokens
-    tokens_per_s = tokens / sum(found.seconds)
+    flops_per_token = per_token + per_square * sum(n * n for n in measurement.lengths) / tokens
+    tokens_per_s = tokens / sum(measurement.seconds)
     # Ranks of a replica process the same tokens, which count once.
     if "megatron" in row.name:
-        tokens_per_s /= replica_size_of(row)
+        tokens_per_s /= get_replica_size(row)
     rate = tokens_per_s * flops_per_token
-    on_cuda = place.scale.device == "cuda"
+    on_cuda = context.scale.device == "cuda"
     peak = torch.cuda.max_memory_allocated() if on_cuda else 0
     return {
         "job": "dense",
         "name": row.name,
-        "gpus": place.world_size,
-        "tokens_per_update": tokens // len(found.seconds),
+        "gpus": context.world_size,
+        "tokens_per_update": tokens // len(measurement.seconds),
         "tokens_per_s": round(tokens_per_s, 1),
         "gflop_per_token": round(flops_per_token / 1e9, 3),
         "tflops": round(rate / 1e12, 1),
         "mfu_of_gemm": round(rate / gemm, 3),
         "mfu_of_peak": round(rate / PEAK_FLOPS, 3),
         "gemm_tflops": round(gemm / 1e12),
-        "seconds": [round(s, 4) for s in found.seconds],
+        "seconds": [round(s, 4) for s in measurement.seconds],
         "peak_gib": round(peak / 2**30, 1),
-        "first_norm": found.first_norm,
+        "first_norm": measurement.first_norm,
         "device": torch.cuda.get_device_name() if on_cuda else "cpu",
         "torch": torch.__version__,
-        **found.extra,
-        "ok": math.isfinite(found.first_norm),
+        **measurement.extra,
+        "ok": math.isfinite(measurement.first_norm),
     }
 
 
 def rank_main(rank: int, world_size: int, port: int, path: str, name: str, rehearse: bool) -> None:
     """Measure one row on one rank."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    set_rank_variables(rank, world_size=world_size, port=port)
     scale = REHEARSAL if rehearse else FULL
     row = Row.parse(name)
     if scale.device == "cuda":
@@ -379,13 +388,13 @@ def rank_main(rank: int, world_size: int, port: int, path: str, name: str, rehea
     elif world_size == 1:
         for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(variable)
-    place = Place(rows=Rows(path=Path(path)), rank=rank, world_size=world_size, scale=scale)
+    context = RankContext(rows=Rows(path=Path(path)), rank=rank, world_size=world_size, scale=scale)
     begin = time.perf_counter()
-    gemm = gemm_rate(scale)
-    found = CONTENDERS[row.contender](row, place)
-    if place.is_first:
+    gemm = measure_gemm_rate(scale)
+    measurement = CONTENDERS[row.contender](row, context)
+    if context.is_first:
         wall_s = round(time.perf_counter() - begin, 1)
-        place.rows.add({**report(row, place, found, gemm=gemm), "wall_s": wall_s})
+        context.rows.add({**format_row(row, context, measurement, gemm=gemm), "wall_s": wall_s})
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -406,9 +415,7 @@ def main() -> None:
         # modules.
         descriptor = os.open(options.lock, os.O_CREAT | os.O_RDWR)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_free_port()
     arguments = (options.world_size, port, str(options.rows), options.name, options.rehearse)
     if options.world_size == 1:
         rank_main(0, *arguments)

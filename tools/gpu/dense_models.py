@@ -110,15 +110,15 @@ class Running:
     gpus: Sequence[int]
     process: "subprocess.Popen[bytes]"
     output: IO[bytes]
-    begun: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
 
 
-def num_gpus_of(row: Row) -> int:
+def count_gpus(row: Row) -> int:
     """Return the number of GPUs that a row runs on."""
     return 2 if row.model == "8B" and row.contender != "attention" else 1
 
 
-def start(row: Row, gpus: Sequence[int], options: argparse.Namespace) -> Running:
+def start_row(row: Row, gpus: Sequence[int], options: argparse.Namespace) -> Running:
     """Start the processes of a row."""
     environment = os.environ | {"OMP_NUM_THREADS": "8", "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(
@@ -142,20 +142,20 @@ def start(row: Row, gpus: Sequence[int], options: argparse.Namespace) -> Running
     return Running(row=row, gpus=gpus, process=process, output=output)
 
 
-def finish(running: Running, options: argparse.Namespace, *, is_late: bool) -> None:
+def finish_row(running: Running, options: argparse.Namespace, *, is_late: bool) -> None:
     """Append a row's output to the log, and add a row with the reason if it failed."""
     if is_late:
         # The row was started as a new session, so this also kills its rank processes.
         os.killpg(running.process.pid, signal.SIGKILL)
     status = running.process.wait()
     running.output.seek(0)
-    printed = running.output.read().decode(errors="replace")
+    output = running.output.read().decode(errors="replace")
     running.output.close()
-    seconds = round(time.monotonic() - running.begun, 1)
+    seconds = round(time.monotonic() - running.started, 1)
     with (options.out / "log.txt").open("a") as log:
-        log.write(f"\n=== {running.row.name}: status {status}, {seconds} s\n{printed[-60_000:]}\n")
+        log.write(f"\n=== {running.row.name}: status {status}, {seconds} s\n{output[-60_000:]}\n")
     if status != 0:
-        reason = "over its time limit" if is_late else " | ".join(printed.strip().splitlines()[-2:])
+        reason = "over its time limit" if is_late else " | ".join(output.strip().splitlines()[-2:])
         options.results.add(
             {
                 "job": "failed",
@@ -181,27 +181,27 @@ def run_rows(rows: Sequence[Row], options: argparse.Namespace) -> None:
         if left_s < SHORTEST_S and waiting:
             for row in waiting:
                 reason = "no time left in this part"
-                options.results.add({"job": "left out", "name": row.name, "reason": reason})
+                options.results.add({"job": "skipped", "name": row.name, "reason": reason})
             waiting.clear()
         for row in list(waiting):
-            if num_gpus_of(row) > min(len(free), options.gpus) or (
+            if count_gpus(row) > min(len(free), options.gpus) or (
                 waiting[0] is not row and options.in_order
             ):
                 continue
             waiting.remove(row)
-            count = num_gpus_of(row)
-            taken, free = free[:count], free[count:]
-            running.append(start(row, taken, options))
+            count = count_gpus(row)
+            assigned, free = free[:count], free[count:]
+            running.append(start_row(row, assigned, options))
         time.sleep(0.2)
-        for one in list(running):
-            is_late = left_s < 2 or time.monotonic() - one.begun > options.limit_s
-            if is_late or one.process.poll() is not None:
-                running.remove(one)
-                free = sorted([*free, *one.gpus])
-                finish(one, options, is_late=one.process.poll() is None)
+        for current in list(running):
+            is_late = left_s < 2 or time.monotonic() - current.started > options.limit_s
+            if is_late or current.process.poll() is not None:
+                running.remove(current)
+                free = sorted([*free, *current.gpus])
+                finish_row(current, options, is_late=current.process.poll() is None)
 
 
-def table(rows: Sequence[Mapping[str, object]]) -> str:
+def format_table(rows: Sequence[Mapping[str, object]]) -> str:
     """Format measured rows with ratios of their speed to other contenders, then all other rows."""
     measured = {str(r["name"]): r for r in rows if r.get("job") == "dense"}
     heads = ("row", "GPUs", "tok/s/GPU", "TFLOP/s", "of 989", "of GEMM", "GiB", "norm", "to")
@@ -233,10 +233,14 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--set", choices=SETS, default="one", help="default: one")
-    parser.add_argument("--rows", help="names with commas instead of a set")
-    parser.add_argument("--done", type=Path, help="rows.jsonl of an earlier part")
-    parser.add_argument("--budget-s", type=float, default=540.0, help="all rows; default 540")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="one row; default 240")
+    parser.add_argument("--rows", help="comma-separated names of rows, instead of a set")
+    parser.add_argument("--done", type=Path, help="rows.jsonl of an interrupted run")
+    parser.add_argument(
+        "--budget-s", type=float, default=540.0, help="time limit of all rows; default: 540"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=LIMIT_S, help="time limit of a row; default: 240"
+    )
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, at a tiny size")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -252,7 +256,7 @@ def main() -> None:
         options.entry_points = Path(folder)
         write_entry_points(options.entry_points)
         run_rows([Row.parse(name) for name in names if name not in done], options)
-    text = table([row for row in earlier if row.get("ok")] + options.results.read())
+    text = format_table([row for row in earlier if row.get("ok")] + options.results.read())
     (options.out / "table.txt").write_text(text)
     print(text)
 

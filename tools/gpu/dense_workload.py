@@ -34,7 +34,7 @@ TINY: Mapping[str, object] = {
     "head_dim": 8,
 }
 """Sizes for a rehearsal on a CPU; the model type is that of the card."""
-SHRINK = 128
+SHRINK_FACTOR = 128
 """Divisor of sequence lengths and micro-batches in a rehearsal."""
 
 
@@ -55,11 +55,12 @@ class Case:
         """All sequence lengths."""
         return [length for micro in self.micro_batches for length in micro]
 
-    def shrunk(self) -> "Case":
+    def shrink(self) -> "Case":
         """Return the case at the size of a rehearsal."""
         return Case(
             micro_batches=tuple(
-                tuple(max(4, length // SHRINK) for length in micro) for micro in self.micro_batches
+                tuple(max(4, length // SHRINK_FACTOR) for length in micro)
+                for micro in self.micro_batches
             )
         )
 
@@ -67,13 +68,13 @@ class Case:
 def _log_normal(seed: int, *, num_micro_batches: int, max_tokens: int) -> Case:
     """Draw full micro-batches of log-normal lengths with median 3,000 and sigma 1."""
     draw = random.Random(seed)
-    found = []
+    micro_batches = []
     for _ in range(num_micro_batches):
         sizes: list[int] = []
         while (left := max_tokens - sum(sizes)) > 0:
             sizes.append(min(left, max(128, round(draw.lognormvariate(math.log(3000), 1.0)))))
-        found.append(tuple(sizes))
-    return Case(micro_batches=tuple(found))
+        micro_batches.append(tuple(sizes))
+    return Case(micro_batches=tuple(micro_batches))
 
 
 CASES: Mapping[str, Case] = {
@@ -94,23 +95,25 @@ MIX = tuple(
 """Updates with as many tokens as the other cases and different log-normal lengths."""
 
 
-def card_of(model: str, scale: Scale) -> Mapping[str, object]:
+def get_architecture(model: str, scale: Scale) -> Mapping[str, object]:
     """Return the architecture of a model, or its tiny version for a rehearsal."""
     return CARDS[model] if scale.device == "cuda" else {**CARDS[model], **TINY}
 
 
-def shape_of(model: str, scale: Scale) -> dict[str, int]:
+def get_shape(model: str, scale: Scale) -> dict[str, int]:
     """Return the integer fields of an architecture, from which its FLOPs are computed."""
-    return {name: size for name, size in card_of(model, scale).items() if type(size) is int}
+    return {
+        name: size for name, size in get_architecture(model, scale).items() if type(size) is int
+    }
 
 
-def cases_of(name: str, scale: Scale) -> list[Case]:
+def get_cases(name: str, scale: Scale) -> list[Case]:
     """Return the updates of a case in order, shortened for a rehearsal."""
     cases = MIX if name == "mix" else (CASES[name],)
-    return list(cases) if scale.device == "cuda" else [case.shrunk() for case in cases]
+    return list(cases) if scale.device == "cuda" else [case.shrink() for case in cases]
 
 
-def config_of(card: Mapping[str, object]) -> PretrainedConfig:
+def make_config(card: Mapping[str, object]) -> PretrainedConfig:
     """Return the transformers configuration of an architecture."""
     fields = dict(card)
     config: PretrainedConfig = AutoConfig.for_model(str(fields.pop("model_type")), **fields)
@@ -125,7 +128,7 @@ def write_weights(card: Mapping[str, object], folder: Path, *, device: str) -> N
     """
     if folder.is_dir():
         return
-    config = config_of(card)
+    config = make_config(card)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     folder.parent.mkdir(parents=True, exist_ok=True)

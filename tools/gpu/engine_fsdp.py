@@ -1,7 +1,7 @@
 r"""Measure FSDPEngine on CUDA: speed relative to a plain loop, scaling and numerical agreement.
 
     PYTHONPATH=packages/engine-api/src:packages/engine-fsdp/src:. \
-        python -m tools.gpu.engine_fsdp --out FOLDER [--jobs alone,four-0.5B,...]
+        python -m tools.gpu.engine_fsdp --out FOLDER [--jobs one,four-0.5B,...]
 
 Needs torch with CUDA and transformers; `checks` and `kernels` need pytest and hypothesis, and
 `kernels` also liger-kernel and cut-cross-entropy. The jobs are sized for four GPUs of one host; on
@@ -29,11 +29,8 @@ from typing import IO
 import torch
 
 from temper_engine_fsdp.layouts import LAYOUTS
-from tools.gpu.fsdp_jobs import update
-from tools.gpu.fsdp_table import table
+from tools.gpu.fsdp_table import format_table
 from tools.gpu.workload import Rows
-
-__all__ = ["main", "update"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +52,7 @@ class Wave:
     tasks: tuple[Task, ...] = field(default=())
 
 
-def _speeds(shape: str, *, gpus: int) -> tuple[Task, Task]:
+def _make_speed_tasks(shape: str, *, gpus: int) -> tuple[Task, Task]:
     return Task(name=f"engine-{shape}", gpus=gpus), Task(name=f"plain-{shape}", gpus=gpus)
 
 
@@ -86,21 +83,23 @@ FOUR_RANK_LAYOUTS = tuple(layout.name for layout in LAYOUTS if layout.world_size
 """These layouts run on the CPU cores that the GPU tasks leave free."""
 
 
-def _layout(name: str) -> Task:
-    groups = "gradient,update,adapter,checkpoint,weights"
+def _make_layout_task(name: str) -> Task:
+    groups = "gradient,update,adapter,checkpoint,step_directory,weights"
     command = (*_KIT, f"{{out}}/layouts/{name}.json", "--layouts", name, "--groups", groups)
     return Task(name=f"kit, {name}", gpus=0, command=command)
 
 
 WAVES: Mapping[str, Wave] = {
-    "alone": Wave(limit_s=150, tasks=(*_speeds("0.5B", gpus=1), *_speeds("1.5B", gpus=1))),
-    "four-0.5B": Wave(limit_s=100, tasks=_speeds("0.5B", gpus=4)),
-    "four-1.5B": Wave(limit_s=120, tasks=_speeds("1.5B", gpus=4)),
-    "two-0.5B": Wave(limit_s=60, tasks=_speeds("0.5B", gpus=2)),
+    "one": Wave(
+        limit_s=150, tasks=(*_make_speed_tasks("0.5B", gpus=1), *_make_speed_tasks("1.5B", gpus=1))
+    ),
+    "four-0.5B": Wave(limit_s=100, tasks=_make_speed_tasks("0.5B", gpus=4)),
+    "four-1.5B": Wave(limit_s=120, tasks=_make_speed_tasks("1.5B", gpus=4)),
+    "two-0.5B": Wave(limit_s=60, tasks=_make_speed_tasks("0.5B", gpus=2)),
     "checks": Wave(
         limit_s=250,
         tasks=(
-            *(_layout(name) for name in FOUR_RANK_LAYOUTS),
+            *(_make_layout_task(name) for name in FOUR_RANK_LAYOUTS),
             Task(name="strategies", gpus=4),
             Task(
                 name="kit",
@@ -123,14 +122,14 @@ WAVES: Mapping[str, Wave] = {
             Task(name="background"),
         ),
     ),
-    "two-1.5B": Wave(limit_s=70, tasks=_speeds("1.5B", gpus=2)),
+    "two-1.5B": Wave(limit_s=70, tasks=_make_speed_tasks("1.5B", gpus=2)),
     "numbers": Wave(
         limit_s=60,
         tasks=(
             Task(name="compiled"),
             Task(name="attention"),
             Task(name="head"),
-            Task(name="residency"),
+            Task(name="offload"),
         ),
     ),
     "eager": Wave(limit_s=90, tasks=(Task(name="eager-0.5B"), Task(name="eager-1.5B"))),
@@ -139,8 +138,10 @@ WAVES: Mapping[str, Wave] = {
     ),
 }
 """Jobs that run by default, most important first."""
-ON_TWO: Mapping[str, Wave] = {
-    "scaling-0.5B": Wave(limit_s=190, tasks=(*_speeds("0.5B", gpus=1), *_speeds("0.5B", gpus=2))),
+TWO_GPU_WAVES: Mapping[str, Wave] = {
+    "scaling-0.5B": Wave(
+        limit_s=190, tasks=(*_make_speed_tasks("0.5B", gpus=1), *_make_speed_tasks("0.5B", gpus=2))
+    ),
     "together-0.5B": Wave(
         limit_s=200, tasks=tuple(Task(name=f"engine-0.5B-by-{n}", gpus=2) for n in (4, 8, 2))
     ),
@@ -177,7 +178,9 @@ ON_TWO: Mapping[str, Wave] = {
     "ranks-2": Wave(
         limit_s=60, tasks=(Task(name="ranks", gpus=2), Task(name="strategies", gpus=2))
     ),
-    "scaling-1.5B": Wave(limit_s=150, tasks=(*_speeds("1.5B", gpus=1), *_speeds("1.5B", gpus=2))),
+    "scaling-1.5B": Wave(
+        limit_s=150, tasks=(*_make_speed_tasks("1.5B", gpus=1), *_make_speed_tasks("1.5B", gpus=2))
+    ),
 }
 """Jobs for a host with two GPUs; they run only if named with `--jobs`."""
 
@@ -213,7 +216,7 @@ class Running:
                 str(options.rows.path),
             ]
             command += ["--rehearse"] if options.rehearse else []
-        self.begun = time.monotonic()
+        self.started = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, *command],
             stdout=self.output,
@@ -229,21 +232,22 @@ class Running:
             os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
         self.output.seek(0)
-        said = self.output.read().decode(errors="replace")
+        output = self.output.read().decode(errors="replace")
         self.output.close()
         with (options.out / "log.txt").open("a") as log:
             log.write(
-                f"\n=== {self.task.name} on GPUs {list(self.gpus)}: status {status}\n{said[-200_000:]}\n"
+                f"\n=== {self.task.name} on GPUs {list(self.gpus)}: status {status}\n"
+                f"{output[-200_000:]}\n"
             )
         if status != 0 or self.task.command:
-            lines = said.strip().splitlines()
+            lines = output.strip().splitlines()
             options.rows.add(
                 {
                     "job": self.task.name,
                     "world_size": self.task.gpus,
-                    "seconds": round(time.monotonic() - self.begun, 1),
+                    "seconds": round(time.monotonic() - self.started, 1),
                     "status": "killed at its limit" if is_late else status,
-                    "says": " | ".join(lines[-1:]),
+                    "last_line": " | ".join(lines[-1:]),
                     "ok": status == 0,
                 }
             )
@@ -274,18 +278,19 @@ def run_wave(wave: Wave, *, limit_s: float, options: argparse.Namespace) -> None
         for task in [t for t in waiting if t.gpus > options.gpus]:
             waiting.remove(task)
             print(
-                f"{task.name} needs {task.gpus} GPUs, here are {options.gpus}: left out", flush=True
+                f"{task.name} skipped: it needs {task.gpus} GPUs, and there are {options.gpus}",
+                flush=True,
             )
         while waiting and waiting[0].gpus <= len(free):
             task = waiting.pop(0)
-            taken, free = free[: task.gpus], free[task.gpus :]
-            running.append(Running(task, gpus=taken, options=options))
+            assigned, free = free[: task.gpus], free[task.gpus :]
+            running.append(Running(task, gpus=assigned, options=options))
         time.sleep(0.2)
         is_late = time.monotonic() > deadline
-        for one in [r for r in running if is_late or r.process.poll() is not None]:
-            running.remove(one)
-            free = sorted([*free, *one.gpus])
-            one.end(is_late=one.process.poll() is None, options=options)
+        for current in [r for r in running if is_late or r.process.poll() is not None]:
+            running.remove(current)
+            free = sorted([*free, *current.gpus])
+            current.end(is_late=current.process.poll() is None, options=options)
         if is_late and waiting:
             print(f"no time left for {', '.join(task.name for task in waiting)}", flush=True)
             return
@@ -300,18 +305,18 @@ def main() -> None:
     parser.add_argument(
         "--jobs",
         default=",".join(WAVES),
-        help=f"comma-separated, in the order in which they run; also {', '.join(ON_TWO)}",
+        help=f"comma-separated, in order; the default jobs, and {', '.join(TWO_GPU_WAVES)}",
     )
     parser.add_argument(
         "--budget-s",
         type=float,
         default=560.0,
-        help="all jobs together; what does not fit any more is left out",
+        help="time for all jobs; jobs that do not fit are skipped",
     )
     parser.add_argument(
         "--rehearse",
         action="store_true",
-        help="on the CPU, at a tiny size; the commands of pytest run as they are",
+        help="run on the CPU at a tiny size; pytest commands run unchanged",
     )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -324,7 +329,7 @@ def main() -> None:
         if not entry_points(group="temper.engines", name="fsdp"):
             write_entry_points(options.entry_points)
         run_jobs(options)
-    print(table(options.rows.read()))
+    print(format_table(options.rows.read()))
 
 
 def run_jobs(options: argparse.Namespace) -> None:
@@ -333,14 +338,17 @@ def run_jobs(options: argparse.Namespace) -> None:
     for job in options.jobs.split(","):
         left = deadline - time.monotonic()
         if left < 15:
-            print(f"{job}: left out, the budget of {options.budget_s:.0f} s is spent", flush=True)
+            print(
+                f"{job}: skipped, because the budget of {options.budget_s:.0f} s is used up",
+                flush=True,
+            )
             continue
-        begun, wave = time.monotonic(), {**WAVES, **ON_TWO}[job]
+        started, wave = time.monotonic(), {**WAVES, **TWO_GPU_WAVES}[job]
         run_wave(
             wave, limit_s=min(wave.limit_s * (5 if options.rehearse else 1), left), options=options
         )
-        print(f"{job}: {time.monotonic() - begun:.0f} s", flush=True)
-        (options.out / "table.txt").write_text(table(options.rows.read()))
+        print(f"{job}: {time.monotonic() - started:.0f} s", flush=True)
+        (options.out / "table.txt").write_text(format_table(options.rows.read()))
 
 
 if __name__ == "__main__":

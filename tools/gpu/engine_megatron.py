@@ -15,7 +15,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from temper_engine_api.batch import PackedBatch
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
@@ -37,18 +35,21 @@ from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.engine import MegatronEngine
+from tools.gpu.fsdp_timing import measure_gemm_rate, measure_times
+from tools.gpu.fsdp_workload import FULL
 from tools.gpu.megatron_cases import CASES, LAYOUTS, Case
 from tools.gpu.workload import (
     MICRO_BATCH_TOKENS,
     SHAPES,
     ClippedPolicy,
     Rows,
-    flops_of,
-    gemm_rate,
+    compute_flops,
+    find_free_port,
     long_tail,
     policy_batch,
+    run_update,
+    set_rank_variables,
     small_batch,
-    timed,
 )
 
 KIT_GROUPS = "gradient,logprob,value,update,weights,checkpoint,offload,rfc_loop,adapter"
@@ -69,7 +70,7 @@ class Job:
     """Arguments to Python."""
 
 
-def kit(layouts: str, gpus: tuple[int, ...], limit_s: float) -> Job:
+def make_kit_job(layouts: str, gpus: tuple[int, ...], limit_s: float) -> Job:
     """Return a job that runs the conformance kit in these layouts."""
     return Job(
         name=f"kit-{layouts.replace(',', '-')}",
@@ -91,18 +92,18 @@ def kit(layouts: str, gpus: tuple[int, ...], limit_s: float) -> Job:
     )
 
 
-def kit_on_one(limit_s: float) -> Job:
+def make_single_rank_kit_job(limit_s: float) -> Job:
     """Return a job that runs the conformance kit on a single rank."""
-    whole = kit("alone", (0,), limit_s)
+    job = make_kit_job("single", (0,), limit_s)
     return replace(
-        whole,
+        job,
         command=tuple(
-            {"--layouts": "--world-sizes", "alone": "1"}.get(word, word) for word in whole.command
+            {"--layouts": "--world-sizes", "single": "1"}.get(word, word) for word in job.command
         ),
     )
 
 
-def ranks(kind: str, layouts: str, gpus: tuple[int, ...], limit_s: float) -> Job:
+def make_rank_job(kind: str, layouts: str, gpus: tuple[int, ...], limit_s: float) -> Job:
     """Return a job that runs this script on as many ranks as GPUs."""
     command = ("-m", "tools.gpu.engine_megatron", "--ranks", kind, "--layouts", layouts, "--out")
     return Job(
@@ -111,55 +112,56 @@ def ranks(kind: str, layouts: str, gpus: tuple[int, ...], limit_s: float) -> Job
 
 
 Phases = tuple[tuple[Job, ...], ...]
-ON_ONE: Phases = (
-    (ranks("norms", "alone", (0,), 120),),
-    (kit_on_one(300),),
+ONE_GPU: Phases = (
+    (make_rank_job("norms", "single", (0,), 120),),
+    (make_single_rank_kit_job(300),),
 )
-ON_TWO: Phases = (
+TWO_GPUS: Phases = (
     (
-        ranks("norms", "alone", (0,), 150),
-        ranks("norms", "tp2,tp2-sp,pp2,cp2,dp2-distopt,ep2,tp2-sp-ep2", (0, 1), 150),
+        make_rank_job("norms", "single", (0,), 150),
+        make_rank_job("norms", "tp2,tp2-sp,pp2,cp2,dp2-distopt,ep2,tp2-sp-ep2", (0, 1), 150),
     ),
     # Kits run in parallel and share GPUs, because start-up takes most of their time.
     tuple(
-        kit(layout, (0, 1), 310) for layout in ("tp2-sp", "pp2-vpp2", "cp2", "dp2-distopt", "ep2")
+        make_kit_job(layout, (0, 1), 310)
+        for layout in ("tp2-sp", "pp2-vpp2", "cp2", "dp2-distopt", "ep2")
     ),
 )
-ON_FOUR: Phases = (
+FOUR_GPUS: Phases = (
     (
-        ranks("norms", "alone", (0,), 70),
-        ranks("norms", "tp2,tp2-sp,pp2,cp2,dp2-distopt", (1, 2), 70),
+        make_rank_job("norms", "single", (0,), 70),
+        make_rank_job("norms", "tp2,tp2-sp,pp2,cp2,dp2-distopt", (1, 2), 70),
     ),
     (
         # Kits run in parallel and share GPUs, because start-up takes most of their time.
         *(
-            kit("tp2", (0, 1), 250),
-            kit("pp2", (2, 3), 250),
-            kit("cp2", (0, 1), 250),
-            kit("dp2-distopt", (2, 3), 250),
+            make_kit_job("tp2", (0, 1), 250),
+            make_kit_job("pp2", (2, 3), 250),
+            make_kit_job("cp2", (0, 1), 250),
+            make_kit_job("dp2-distopt", (2, 3), 250),
         ),
-        kit("tp2-pp2", (0, 1, 2, 3), 250),
+        make_kit_job("tp2-pp2", (0, 1, 2, 3), 250),
     ),
-    (ranks("speed", "alone", (0,), 110), ranks("speed", "tp2", (2, 3), 110)),
-    (ranks("speed", "pp2", (0, 1), 80), ranks("speed", "dp2-distopt", (2, 3), 80)),
-    (ranks("norms", "tp2-pp2,dp4-distopt", (0, 1, 2, 3), 45),),
-    (ranks("speed", "tp2-pp2", (0, 1, 2, 3), 70),),
+    (make_rank_job("speed", "single", (0,), 110), make_rank_job("speed", "tp2", (2, 3), 110)),
+    (make_rank_job("speed", "pp2", (0, 1), 80), make_rank_job("speed", "dp2-distopt", (2, 3), 80)),
+    (make_rank_job("norms", "tp2-pp2,dp4-distopt", (0, 1, 2, 3), 45),),
+    (make_rank_job("speed", "tp2-pp2", (0, 1, 2, 3), 70),),
 )
-ALSO: Phases = (
-    (ranks("speed", "alone", (0,), 110),),
-    (ranks("speed", "tp2", (0, 1), 110),),
-    (ranks("speed", "pp2", (0, 1), 110),),
+OPTIONAL: Phases = (
+    (make_rank_job("speed", "single", (0,), 110),),
+    (make_rank_job("speed", "tp2", (0, 1), 110),),
+    (make_rank_job("speed", "pp2", (0, 1), 110),),
 )
 """Jobs that run only if named with `--only`."""
 
 
-def phases_for(num_gpus: int, only: list[str] | None) -> Phases:
+def list_phases(num_gpus: int, only: list[str] | None) -> Phases:
     """Return the phases for a number of GPUs, or only the named jobs that fit."""
-    own = ON_FOUR if num_gpus >= 4 else ON_TWO if num_gpus >= 2 else ON_ONE
+    phases = FOUR_GPUS if num_gpus >= 4 else TWO_GPUS if num_gpus >= 2 else ONE_GPU
     if only is None:
-        return own
+        return phases
     chosen: dict[str, tuple[Job, ...]] = {}
-    for job in (job for phase in (*own, *ALSO) for job in phase):
+    for job in (job for phase in (*phases, *OPTIONAL) for job in phase):
         if job.name in only and max(job.gpus) < num_gpus:
             chosen.setdefault(job.name, (job,))
     return tuple(chosen.values())
@@ -167,7 +169,7 @@ def phases_for(num_gpus: int, only: list[str] | None) -> Phases:
 
 def run_phase(jobs: tuple[Job, ...], rows: Rows, *, left_s: float) -> None:
     """Start the jobs of a phase together and wait for all of them, at most `left_s`."""
-    begun = time.monotonic()
+    started = time.monotonic()
     running = []
     for job in jobs:
         command = [
@@ -191,7 +193,7 @@ def run_phase(jobs: tuple[Job, ...], rows: Rows, *, left_s: float) -> None:
     for job, process in running:
         try:
             code: int | None = process.wait(
-                timeout=max(1.0, begun + min(job.limit_s, left_s) - time.monotonic())
+                timeout=max(1.0, started + min(job.limit_s, left_s) - time.monotonic())
             )
         except subprocess.TimeoutExpired:
             code = None
@@ -199,7 +201,7 @@ def run_phase(jobs: tuple[Job, ...], rows: Rows, *, left_s: float) -> None:
         row: dict[str, object] = {
             "job": "ended",
             "name": job.name,
-            "seconds": round(time.monotonic() - begun, 1),
+            "seconds": round(time.monotonic() - started, 1),
             "code": code,
         }
         if job.name.startswith("kit"):
@@ -228,13 +230,7 @@ def rank_main(
     rank: int, world_size: int, port: int, path: str, kind: str, layouts: list[str]
 ) -> None:
     """Run a job on one rank."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    set_rank_variables(rank, world_size=world_size, port=port)
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl")
     for layout in layouts:
@@ -243,7 +239,7 @@ def rank_main(
 
 
 @contextmanager
-def started(engine: BaseEngine) -> Iterator[BaseEngine]:
+def open_engine(engine: BaseEngine) -> Iterator[BaseEngine]:
     """Initialize the engine with an objective, and close it on exit."""
     engine.init_model()
     engine.set_loss_fn(ClippedPolicy())
@@ -253,14 +249,14 @@ def started(engine: BaseEngine) -> Iterator[BaseEngine]:
         engine.close()
 
 
-def config_of(case: Case, layout: str) -> MegatronConfig:
+def make_case_config(case: Case, layout: str) -> MegatronConfig:
     """Build the configuration of a case in a layout."""
-    return megatron_config(
+    return make_megatron_config(
         case.architecture, layout, precision=PrecisionSpec(compute=case.compute), lora=case.lora
     )
 
 
-def megatron_config(
+def make_megatron_config(
     architecture: Mapping[str, Scalar], layout: str, **changes: object
 ) -> MegatronConfig:
     """Build the configuration of a model in a layout on CUDA."""
@@ -270,20 +266,12 @@ def megatron_config(
     return replace(base, **LAYOUTS[layout], **changes)  # type: ignore[arg-type]
 
 
-def update(engine: BaseEngine, batch: PackedBatch, outputs: tuple[HeadOutput, ...] = ()) -> float:
-    """Run one update that also computes these outputs, and return the gradient norm."""
-    engine.optimizer_zero_grad()
-    with engine.train_mode():
-        engine.forward_backward_batch(batch, forward_only=False, outputs=outputs)
-    return engine.optimizer_step()
-
-
-def norms(rows: Rows, rank: int, world_size: int, layout: str) -> None:
+def record_norms(rows: Rows, rank: int, world_size: int, layout: str) -> None:
     """Record gradient norms of five updates for each case; on a single rank also FSDPEngine's."""
-    for case in (case for case in CASES if case.is_for(layout)):
-        config = config_of(case, layout)
+    for case in (case for case in CASES if case.supports(layout)):
+        config = make_case_config(case, layout)
         engines: dict[str, BaseEngine] = {"megatron": MegatronEngine(config)}
-        if layout == "alone" and not case.has_experts:
+        if layout == "single" and not case.has_experts:
             shared = {
                 "model": config.model,
                 "optimizer": config.optimizer,
@@ -292,37 +280,39 @@ def norms(rows: Rows, rank: int, world_size: int, layout: str) -> None:
             }
             engines["fsdp"] = FSDPEngine(FSDPConfig(device="cuda", **shared))  # type: ignore[arg-type]
         for name, engine in engines.items():
-            with started(engine):
+            with open_engine(engine):
                 packed = engine.shard_data(small_batch(), max_tokens=1024)
-                found = [update(engine, packed) for _ in range(5)]
+                norms = [run_update(engine, packed) for _ in range(5)]
             if rank == 0:
                 rows.add(
                     {
                         "job": "norms",
-                        "who": name,
+                        "contender": name,
                         "layout": layout,
                         "world_size": world_size,
                         "case": case.name,
-                        "norms": found,
+                        "norms": norms,
                     }
                 )
 
 
-def speed(rows: Rows, rank: int, world_size: int, layout: str) -> None:
+def time_updates(rows: Rows, rank: int, world_size: int, layout: str) -> None:
     """Time updates of a 0.5B model by the bare loop, MegatronEngine and FSDPEngine."""
-    rate = gemm_rate()
+    rate = measure_gemm_rate(FULL)
     fields = LAYOUTS[layout]
     tensor, pipeline = (
         int(str(fields.get(f"{axis}_parallel", 1))) for axis in ("tensor", "pipeline")
     )
     replica = tensor * pipeline
     measure = partial(
-        report, rows, rank=rank, layout=layout, num_replicas=world_size // replica, gemm=rate
+        report_speed, rows, rank=rank, layout=layout, num_replicas=world_size // replica, gemm=rate
     )
-    bare(measure, lengths=long_tail(rank // replica), tensor=tensor, pipeline=pipeline)
+    time_bare_loop(measure, lengths=long_tail(rank // replica), tensor=tensor, pipeline=pipeline)
     architecture: dict[str, Scalar] = {"model_type": "qwen2", "tie_word_embeddings": True, **SHAPE}
     cases: dict[str, Callable[[], BaseEngine]] = {
-        "engine": lambda: MegatronEngine(megatron_config(architecture, layout, compile_head=True)),
+        "engine": lambda: MegatronEngine(
+            make_megatron_config(architecture, layout, compile_head=True)
+        ),
         "fsdp": lambda: FSDPEngine(
             FSDPConfig(
                 model=ModelSpec(architecture=architecture),
@@ -331,31 +321,31 @@ def speed(rows: Rows, rank: int, world_size: int, layout: str) -> None:
                 reshard_after_forward=False,
             )
         ),
-        "engine, eager head": lambda: MegatronEngine(megatron_config(architecture, layout)),
+        "engine, eager head": lambda: MegatronEngine(make_megatron_config(architecture, layout)),
     }
     for name, make in cases.items():
-        with started(make()) as engine:
+        with open_engine(make()) as engine:
             lengths = long_tail(engine.topology.dp.rank)
             # Seed by data-parallel rank, because all ranks of a replica need the same tokens.
             torch.manual_seed(engine.topology.dp.rank)
             packed = policy_batch(lengths, world_size=engine.topology.dp.size)
             measure(
                 name,
-                lambda e=engine, p=packed: update(e, p, (HeadOutput.ENTROPY,)),  # type: ignore[misc]
+                lambda e=engine, p=packed: run_update(e, p, (HeadOutput.ENTROPY,)),  # type: ignore[misc]
                 lengths=lengths,
                 num_replicas=engine.topology.dp.size,
             )
 
 
-def bare(
+def time_bare_loop(
     measure: Callable[..., None], *, lengths: list[list[int]], tensor: int, pipeline: int
 ) -> None:
     """Time the bare megatron-core loop."""
-    from tools.gpu.megatron_loop import BareLoop, pack_of
+    from tools.gpu.megatron_loop import BareLoop, make_pack
 
     torch.manual_seed(0)
     packs = [
-        pack_of(torch.randint(0, SHAPE["vocab_size"], (sum(sizes),), device="cuda"), sizes)
+        make_pack(torch.randint(0, SHAPE["vocab_size"], (sum(sizes),), device="cuda"), sizes)
         for sizes in lengths
     ]
     loop = BareLoop(SHAPE, tensor=tensor, pipeline=pipeline, max_tokens=MICRO_BATCH_TOKENS)
@@ -363,10 +353,10 @@ def bare(
     loop.close()
 
 
-def report(
+def report_speed(
     rows: Rows,
-    who: str,
-    once: Callable[[], float],
+    contender: str,
+    run_once: Callable[[], float],
     *,
     rank: int,
     layout: str,
@@ -376,17 +366,17 @@ def report(
 ) -> None:
     """Report the tokens/s per GPU of the median update, and its fraction of the matmul rate."""
     for _ in range(3):
-        norm = once()
+        norm = run_once()
     torch.cuda.reset_peak_memory_stats()
-    seconds = timed(once, repeats=6)
+    seconds = measure_times(FULL, run_once, repeats=6)[3]
     world_size = dist.get_world_size()
     tokens = sum(map(sum, lengths)) * num_replicas / world_size
-    per_token, attention = flops_of(SHAPE, lengths)
+    per_token, attention = compute_flops(SHAPE, lengths)
     if rank == 0:
         rows.add(
             {
                 "job": "speed",
-                "who": who,
+                "contender": contender,
                 "layout": layout,
                 "world_size": world_size,
                 "tokens_per_s_and_gpu": round(tokens / seconds),
@@ -400,50 +390,61 @@ def report(
         )
 
 
-RANK_JOBS: Mapping[str, Callable[[Rows, int, int, str], None]] = {"norms": norms, "speed": speed}
+RANK_JOBS: Mapping[str, Callable[[Rows, int, int, str], None]] = {
+    "norms": record_norms,
+    "speed": time_updates,
+}
 
 
-def table(rows: list[dict[str, object]]) -> str:
+def format_table(rows: list[dict[str, object]]) -> str:
     """Format speeds relative to the bare loop, differences of gradient norms, and exit codes."""
     lines = []
     base = {
         row["layout"]: row["tokens_per_s_and_gpu"]
         for row in rows
-        if row.get("job") == "speed" and row["who"] == "bare"
+        if row.get("job") == "speed" and row["contender"] == "bare"
     }
     for row in (row for row in rows if row.get("job") == "speed"):
-        of = base.get(row["layout"])
-        ratio = f"{float(str(row['tokens_per_s_and_gpu'])) / float(str(of)):.3f}" if of else "?"
+        base_rate = base.get(row["layout"])
+        ratio = (
+            f"{float(str(row['tokens_per_s_and_gpu'])) / float(str(base_rate)):.3f}"
+            if base_rate
+            else "?"
+        )
         lines.append(
-            f"{row['layout']:12} {row['who']:20} {row['tokens_per_s_and_gpu']:>8} tok/s/GPU  mfu {row['mfu']}  to bare {ratio}"
+            f"{row['layout']:12} {row['contender']:20} {row['tokens_per_s_and_gpu']:>8} tok/s/GPU  "
+            f"MFU {row['mfu']}  relative to bare {ratio}"
         )
     norms_rows = [row for row in rows if row.get("job") == "norms"]
-    alone = {
+    single_rank_norms = {
         row["case"]: row["norms"]
         for row in norms_rows
-        if (row["who"], row["layout"]) == ("megatron", "alone")
+        if (row["contender"], row["layout"]) == ("megatron", "single")
     }
     for row in norms_rows:
         verdict = (
             "agree"
-            if norms_agree(row["norms"], alone.get(row["case"]), case=str(row["case"]))
+            if norms_agree(row["norms"], single_rank_norms.get(row["case"]), case=str(row["case"]))
             else "DIFFER"
         )
-        lines.append(f"norms {row['who']} {row['layout']} {row['case']}: {verdict} {row['norms']}")
+        lines.append(
+            f"norms {row['contender']} {row['layout']} {row['case']}: {verdict} {row['norms']}"
+        )
     lines += [f"{row}" for row in rows if row.get("job") == "ended"]
     return "\n".join(lines)
 
 
-def norms_agree(found: object, wanted: object, *, case: str) -> bool:
+def norms_agree(actual: object, expected: object, *, case: str) -> bool:
     """Return whether the gradient norms of the first updates agree.
 
     Rounding differences grow with every update: three are compared in fp32, two in 16 bits.
     """
     near, count = (1e-4, 3) if case.endswith("fp32") else (2e-2, 2)
-    if not isinstance(found, list) or not isinstance(wanted, list):
+    if not isinstance(actual, list) or not isinstance(expected, list):
         return False
     return all(
-        math.isclose(a, b, rel_tol=near) for a, b in zip(found[:count], wanted[:count], strict=True)
+        math.isclose(a, b, rel_tol=near)
+        for a, b in zip(actual[:count], expected[:count], strict=True)
     )
 
 
@@ -456,27 +457,33 @@ def main() -> None:
     parser.add_argument(
         "--ranks",
         choices=RANK_JOBS,
-        help="run this job on every GPU that is visible, instead of the phases",
+        help="run this job on every visible GPU instead of the phases",
     )
     parser.add_argument(
         "--only",
-        help="names of jobs, with commas, as they stand in the rows of an earlier run; default all",
+        help="comma-separated names of jobs, as in the rows of an earlier run; default: all",
     )
     parser.add_argument(
-        "--limit", type=float, default=470.0, help="seconds for all phases together; default 470"
+        "--limit", type=float, default=470.0, help="seconds for all phases; default: 470"
     )
-    parser.add_argument("--layouts", default="alone", help="of that job")
+    parser.add_argument(
+        "--layouts", default="single", help="comma-separated layouts of the job of --ranks"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     rows = Rows(path=options.out / "rows.jsonl")
     if options.ranks:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = find_free_port()
         world_size = torch.cuda.device_count()
         spawn(
             rank_main,
-            args=(world_size, port, str(rows.path), options.ranks, options.layouts.split(",")),
+            args=(
+                world_size,
+                port,
+                str(rows.path),
+                options.ranks,
+                options.layouts.split(","),
+            ),
             nprocs=world_size,
         )
         return
@@ -489,15 +496,15 @@ def main() -> None:
         }
     )
     deadline = time.monotonic() + options.limit
-    for jobs in phases_for(
+    for jobs in list_phases(
         torch.cuda.device_count(), options.only.split(",") if options.only else None
     ):
         left_s = deadline - time.monotonic()
         if left_s < SHORTEST_PHASE_S:
-            rows.add({"job": "left out", "names": [job.name for job in jobs]})
+            rows.add({"job": "skipped", "names": [job.name for job in jobs]})
             continue
         run_phase(jobs, rows, left_s=left_s)
-    print(table(rows.read()))
+    print(format_table(rows.read()))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_fsdp.model.token_logprobs import chunked_logprobs, full_logprobs
-from tools.gpu.fsdp_timing import Place, times_of
+from tools.gpu.fsdp_timing import RankContext, measure_times
 
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps hidden states [N, D], a weight [V, D] and labels [N] to log-probs [N]."""
@@ -39,7 +39,7 @@ def _liger() -> Head:
     )
 
 
-def _own(function: Callable[..., object], **options: object) -> Head:
+def _wrap_own_head(function: Callable[..., object], **options: object) -> Head:
     def head(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         columns = function(hidden, weight, labels, **options)
         logprob: Tensor = columns.logprob  # type: ignore[attr-defined]
@@ -48,18 +48,18 @@ def _own(function: Callable[..., object], **options: object) -> Head:
     return head
 
 
-def _makers(place: Place) -> Mapping[str, Callable[[], Head]]:
+def _list_heads(context: RankContext) -> Mapping[str, Callable[[], Head]]:
     return {
-        "own, chunks": lambda: _own(chunked_logprobs),
-        "own, whole": lambda: _own(full_logprobs, is_compiled=place.scale.compiles),
+        "own, chunked": lambda: _wrap_own_head(chunked_logprobs),
+        "own, full": lambda: _wrap_own_head(full_logprobs, is_compiled=context.scale.compiles),
         "cut-cross-entropy": _cut_cross_entropy,
         "liger": _liger,
     }
 
 
-def heads(place: Place) -> None:
+def compare_heads(context: RankContext) -> None:
     """Add a row per head: errors against float64, ms of both passes, and GiB beyond the inputs."""
-    scale, shape = place.scale, place.scale.shapes["0.5B"]
+    scale, shape = context.scale, context.scale.shapes["0.5B"]
     generator = torch.Generator().manual_seed(0)
     rows, width, vocabulary = scale.micro_batch_tokens, shape["hidden_size"], shape["vocab_size"]
     hidden = (
@@ -73,26 +73,32 @@ def heads(place: Place) -> None:
         .requires_grad_()
     )
     labels = torch.randint(0, vocabulary, (rows,), generator=generator).to(scale.device)
-    slopes = torch.randn(rows, generator=generator).to(scale.device)
+    upstream = torch.randn(rows, generator=generator).to(scale.device)
     few = slice(0, EXACT_ROWS)
     wide_hidden, wide_weight = (t.detach().double().requires_grad_() for t in (hidden[few], weight))
     exact = torch.log_softmax(wide_hidden @ wide_weight.t(), -1).gather(1, labels[few, None])[:, 0]
-    wanted = (
+    expected = (
         exact.detach(),
-        *torch.autograd.grad(exact, (wide_hidden, wide_weight), slopes[few].double()),
+        *torch.autograd.grad(exact, (wide_hidden, wide_weight), upstream[few].double()),
     )
-    for who, make in _makers(place).items():
-        row: dict[str, object] = {"job": "heads", "who": who}
+    for name, make in _list_heads(context).items():
+        row: dict[str, object] = {"job": "heads", "contender": name}
         try:
             head = make()
             part = hidden.detach()[few].clone().requires_grad_()
-            found = head(part, weight, labels[few])
-            gradients = torch.autograd.grad(found, (part, weight), slopes[few].to(found.dtype))
-            worst = [_relative(a, b) for a, b in zip((found, *gradients), wanted, strict=True)]
+            logprobs = head(part, weight, labels[few])
+            gradients = torch.autograd.grad(
+                logprobs, (part, weight), upstream[few].to(logprobs.dtype)
+            )
+            worst = [
+                _relative_error(a, b) for a, b in zip((logprobs, *gradients), expected, strict=True)
+            ]
             row |= {
                 "errors": worst,
                 "equals": max(worst) < LIMIT,
-                **_cost(place, partial(_pass, head, hidden, weight, labels, slopes)),
+                **_measure_cost(
+                    context, partial(_run_pass, head, hidden, weight, labels, upstream)
+                ),
             }
         # Third-party kernels fail in many ways; the row records the error and the others still run.
         except (
@@ -102,26 +108,26 @@ def heads(place: Place) -> None:
             TypeError,
             AssertionError,
         ) as error:
-            row["says"] = f"{type(error).__name__}: {error}"[:300]
-        place.rows.add(row)
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
+        context.rows.add(row)
 
 
-def _pass(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, slopes: Tensor) -> None:
-    found = head(hidden, weight, labels)
-    torch.autograd.grad(found, (hidden, weight), slopes.to(found.dtype))
+def _run_pass(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor) -> None:
+    logprobs = head(hidden, weight, labels)
+    torch.autograd.grad(logprobs, (hidden, weight), upstream.to(logprobs.dtype))
 
 
-def _cost(place: Place, once: Callable[[], None]) -> dict[str, object]:
-    once()
-    on_cuda = place.scale.device == "cuda"
+def _measure_cost(context: RankContext, run_once: Callable[[], None]) -> dict[str, object]:
+    run_once()
+    on_cuda = context.scale.device == "cuda"
     before = torch.cuda.memory_allocated() if on_cuda else 0
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
-    seconds = times_of(place.scale, once, repeats=5)[2]
+    seconds = measure_times(context.scale, run_once, repeats=5)[2]
     peak = torch.cuda.max_memory_allocated() if on_cuda else 0
     return {"ms": round(1e3 * seconds, 1), "gib": round((peak - before) / 2**30, 2)}
 
 
-def _relative(found: Tensor, exact: Tensor) -> float:
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the relative error in the Euclidean norm."""
-    return float((found.detach().double() - exact).norm() / exact.norm())
+    return float((actual.detach().double() - expected).norm() / expected.norm())

@@ -10,7 +10,6 @@ import argparse
 import logging
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -19,10 +18,10 @@ from typing import Literal
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
-from tools.gpu.workload import SMALL, ClippedPolicy, small_batch
+from tools.gpu.workload import SMALL, ClippedPolicy, find_free_port, run_update, small_batch
 
 TIMEOUT_S = 20.0
-TOLD = re.compile(
+EXPECTED_MESSAGE = re.compile(
     r"rank 0 (may be about to time out in \w+ of [\d, \[\]]+ in group [^ ]+|timed out in \w+) "
     r"during a training call \(micro-batch \d+ of \d+\), \d+ s .*"
     r"Rank 1 is in between calls since \d+ s\."
@@ -49,10 +48,7 @@ def rank_main(device: Literal["cuda", "cpu"]) -> None:
     for number in range(2):
         if number == 1 and os.environ["RANK"] == "1":
             time.sleep(600)
-        engine.optimizer_zero_grad()
-        with engine.train_mode():
-            engine.forward_backward_batch(packed, forward_only=False)
-        engine.optimizer_step()
+        run_update(engine, packed)
 
 
 def main() -> None:
@@ -65,37 +61,39 @@ def main() -> None:
     if "RANK" in os.environ:
         rank_main(options.device)
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_free_port()
     command = [sys.executable, "-m", "tools.gpu.fsdp_watcher", "--device", options.device]
-    meeting = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    variables = os.environ | {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     ranks = [
         subprocess.Popen(
             command,
-            env=meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
             text=True,
         )
         for rank in range(2)
     ]
     try:
-        sys.exit(0 if _listen(ranks[0]) else 1)
+        sys.exit(0 if _find_message(ranks[0]) else 1)
     finally:
         for process in ranks:
             process.kill()
             process.wait()
 
 
-def _listen(rank: subprocess.Popen[str]) -> bool:
+def _find_message(rank: subprocess.Popen[str]) -> bool:
     """Print the log of a rank until the message appears; return False if it never does."""
     assert rank.stderr is not None
     for line in rank.stderr:
         print(line, end="", flush=True)
-        if found := TOLD.search(line):
-            print(f"\n{found.group()}", flush=True)
+        if match := EXPECTED_MESSAGE.search(line):
+            print(f"\n{match.group()}", flush=True)
             return True
-    print("the sentence did not come", flush=True)
+    print("the expected message did not appear", flush=True)
     return False
 
 

@@ -93,7 +93,7 @@ def long_tail(scale: Scale, *, copy: int) -> list[int]:
     """Return the sequence lengths of one rank, log-normal with a median of a third of the longest.
 
     Every copy is the same draw with each length changed by up to a tenth and the same sum. Ranks
-    therefore have equal work whatever their number, and a plan still has lengths to balance.
+    therefore have equal work for any number of ranks, and a plan still has lengths to balance.
     """
     draw, shift = random.Random(1), random.Random(100 + copy)
     shortest, total = scale.longest // 64, scale.tokens_per_rank
@@ -112,12 +112,12 @@ def long_tail(scale: Scale, *, copy: int) -> list[int]:
     ]
     # Rounding and the limits changed the sum; move single tokens until it is right again.
     for i in range(10 * scale.longest):
-        missing = total - sum(moved)
-        if missing == 0:
+        num_missing = total - sum(moved)
+        if num_missing == 0:
             return moved
-        step = 1 if missing > 0 else -1
-        place = i % len(moved)
-        moved[place] += step if shortest <= moved[place] + step <= scale.longest else 0
+        step = 1 if num_missing > 0 else -1
+        index = i % len(moved)
+        moved[index] += step if shortest <= moved[index] + step <= scale.longest else 0
     raise AssertionError("lengths could not be moved to their sum")
 
 
@@ -129,20 +129,24 @@ def mini_batch(scale: Scale, shape: Shape, *, world_size: int) -> SequenceBatch:
     )
 
 
-def plan_of(scale: Scale, batch: SequenceBatch, *, world_size: int) -> MiniBatchPlan:
+def plan_batch(scale: Scale, batch: SequenceBatch, *, world_size: int) -> MiniBatchPlan:
     """Plan a mini-batch like the engine's `shard_data`."""
     return plan_mini_batch(
         batch.lengths.tolist(), dp_size=world_size, max_tokens=scale.micro_batch_tokens
     )
 
 
-def share_of(scale: Scale, batch: SequenceBatch, *, rank: int, world_size: int) -> PackedBatch:
+def pack_local_batch(
+    scale: Scale, batch: SequenceBatch, *, rank: int, world_size: int
+) -> PackedBatch:
     """Return the local batch of one rank, for a loop without an engine."""
-    plan = plan_of(scale, batch, world_size=world_size)
+    plan = plan_batch(scale, batch, world_size=world_size)
     return build_packed_batch(batch, plan=plan, rank=rank, denominators=count_denominators(batch))
 
 
-def imbalance(scale: Scale, shape: Shape, batch: SequenceBatch, *, world_size: int) -> float:
+def compute_imbalance(
+    scale: Scale, shape: Shape, batch: SequenceBatch, *, world_size: int
+) -> float:
     """Return the FLOPs of the busiest rank divided by the average over ranks."""
     lengths = batch.lengths.tolist()
     per_token, per_square = flops_per_token_and_square(shape)
@@ -152,6 +156,6 @@ def imbalance(scale: Scale, shape: Shape, batch: SequenceBatch, *, world_size: i
             for micro in rank.micro_batches
             for i in micro
         )
-        for rank in plan_of(scale, batch, world_size=world_size).ranks
+        for rank in plan_batch(scale, batch, world_size=world_size).ranks
     ]
     return float(max(work) * len(work) / sum(work))

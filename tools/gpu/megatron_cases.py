@@ -8,7 +8,7 @@ from temper_engine_api.training_specs import Compute
 from tools.gpu.workload import SMALL
 
 LAYOUTS: Mapping[str, Mapping[str, object]] = {
-    "alone": {},
+    "single": {},
     "tp2": {"tensor_parallel": 2},
     "tp2-sp": {"tensor_parallel": 2, "sequence_parallel": True},
     "pp2": {"pipeline_parallel": 2},
@@ -50,15 +50,19 @@ class Case:
         """True for a mixture of experts."""
         return "num_experts" in self.architecture
 
-    def is_for(self, layout: str) -> bool:
+    def supports(self, layout: str) -> bool:
         """Return whether this model can run with a layout.
 
         Expert parallelism needs experts. With experts, tensor parallelism needs sequence
         parallelism.
         """
         fields = LAYOUTS[layout]
-        splits_alone = "tensor_parallel" in fields and "sequence_parallel" not in fields
-        return not splits_alone if self.has_experts else "expert_parallel" not in fields
+        has_plain_tensor_parallel = (
+            "tensor_parallel" in fields and "sequence_parallel" not in fields
+        )
+        return (
+            not has_plain_tensor_parallel if self.has_experts else "expert_parallel" not in fields
+        )
 
 
 CASES = (

@@ -65,16 +65,16 @@ class Pack:
     """Sequence starts; `local_cp_size` carries the longest length, because it is unused here."""
 
 
-def pack_of(tokens: Tensor, sizes: Sequence[int]) -> Pack:
+def make_pack(tokens: Tensor, sizes: Sequence[int]) -> Pack:
     """Pack tokens of sequences with these lengths into one micro-batch."""
     starts = torch.tensor([0, *sizes]).cumsum(0).to(tokens.device, torch.int32)
-    whole = tokens.shape[0]
+    num_tokens = tokens.shape[0]
     layout = PackedSeqParams(
         qkv_format="sbhd",
         cu_seqlens_q=starts,
         cu_seqlens_kv=starts,
-        max_seqlen_q=whole,
-        max_seqlen_kv=whole,
+        max_seqlen_q=num_tokens,
+        max_seqlen_kv=num_tokens,
         local_cp_size=max(sizes),
     )
     return Pack(tokens=tokens, layout=layout)
@@ -91,7 +91,7 @@ class BareLoop:
     ) -> None:
         parallel_state.initialize_model_parallel(tensor, pipeline, create_gloo_process_groups=False)
         model_parallel_cuda_manual_seed(0)
-        config = _settings(shape, tensor=tensor, pipeline=pipeline)
+        config = _make_transformer_config(shape, tensor=tensor, pipeline=pipeline)
         spec = get_gpt_layer_local_spec(normalization="RMSNorm")
         spec.submodules.self_attention.submodules.core_attention = _VarlenAttention
         model = GPTModel(
@@ -138,7 +138,9 @@ class BareLoop:
         torch.cuda.empty_cache()
 
 
-def _settings(shape: Mapping[str, int], *, tensor: int, pipeline: int) -> TransformerConfig:
+def _make_transformer_config(
+    shape: Mapping[str, int], *, tensor: int, pipeline: int
+) -> TransformerConfig:
     return TransformerConfig(
         num_layers=shape["num_hidden_layers"],
         hidden_size=shape["hidden_size"],
@@ -164,11 +166,11 @@ def _settings(shape: Mapping[str, int], *, tensor: int, pipeline: int) -> Transf
 
 def _forward_step(packs: Iterator[Pack], model: Any) -> tuple[Tensor, object]:
     pack = next(packs)
-    places = torch.arange(pack.tokens.shape[0], device=pack.tokens.device)
+    positions = torch.arange(pack.tokens.shape[0], device=pack.tokens.device)
     labels = torch.roll(pack.tokens, -1)
     output: Tensor = model(
         input_ids=pack.tokens[None],
-        position_ids=places[None],
+        position_ids=positions[None],
         attention_mask=None,
         labels=labels[None],
         packed_seq_params=pack.layout,

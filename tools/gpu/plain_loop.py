@@ -67,11 +67,11 @@ class _CrossEntropy(torch.autograd.Function):
         for first in range(0, hidden.shape[0], chunk):
             rows = slice(first, first + chunk)
             logits = (hidden[rows] @ weight.t()).float()
-            normaliser = torch.logsumexp(logits, -1)
-            loss += (normaliser - logits.gather(1, labels[rows, None])[:, 0]).sum()
+            normalizer = torch.logsumexp(logits, -1)
+            loss += (normalizer - logits.gather(1, labels[rows, None])[:, 0]).sum()
             # From here on `p` is the gradient with respect to the logits: probabilities minus
             # one-hot.
-            p = torch.exp(logits - normaliser[:, None])
+            p = torch.exp(logits - normalizer[:, None])
             p.scatter_add_(1, labels[rows, None], p.new_full((p.shape[0], 1), -1.0))
             low = p.to(hidden.dtype)
             grad_hidden[rows] = low @ weight
@@ -145,11 +145,14 @@ class PlainLoop:
         for i, micro in enumerate(micro_batches):
             self.model.model.set_requires_gradient_sync(i == len(micro_batches) - 1)
             _PACK.starts, _PACK.longest = (
-                self._send(micro.sequence_starts),
+                self._to_device(micro.sequence_starts),
                 int(micro.lengths.max()),
             )
             _PACK.bounds = micro.sequence_starts.tolist()
-            ids, positions = self._send(micro.tokens), self._send(micro.get_position_ids())
+            ids, positions = (
+                self._to_device(micro.tokens),
+                self._to_device(micro.get_position_ids()),
+            )
             hidden = self.model.model(
                 input_ids=ids[None], position_ids=positions[None]
             ).last_hidden_state[0]
@@ -162,7 +165,7 @@ class PlainLoop:
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm.full_tensor())  # type: ignore[attr-defined]
 
-    def _send(self, tensor: Tensor) -> Tensor:
+    def _to_device(self, tensor: Tensor) -> Tensor:
         return (
             tensor.pin_memory().to("cuda", non_blocking=True) if self._device == "cuda" else tensor
         )

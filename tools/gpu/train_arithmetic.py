@@ -1,6 +1,7 @@
-"""Train a 0.4B model on generated word problems with `temper-train`, on one GPU without downloads.
+r"""Train a 0.4B model on generated word problems with `temper-train`, on one GPU without downloads.
 
-    python -m tools.gpu.train_arithmetic --out FOLDER [--runs NAME,...] [--budget-s N] [--rehearse]
+    python -m tools.gpu.train_arithmetic --out FOLDER [--runs NAME,...] [--budget-s N] \
+        [--rollout-python PYTHON] [--steps N] [--rehearse]
 
 Every run is `temper-train experiment=quickstart` in its own process, with the layers of
 Qwen2.5-0.5B and a vocabulary of words: a warm start on demonstrations of which half are wrong,
@@ -10,7 +11,9 @@ FOLDER/NAME.jsonl. Runs that are `ok` in FOLDER/rows.jsonl are skipped, so the s
 continues an interrupted measurement. `--parallel N` runs N of them on the GPU at once: learning
 curves stay the same, times do not. `--rehearse` runs a tiny model on a CPU.
 
-Needs the trainer, both engines and their dependencies; Ray and vLLM are not needed.
+Needs the trainer, both engines and their dependencies; Ray is not needed. The runs `tool-sync` and
+`tool-async` need vLLM: name its interpreter with `--rollout-python`, and the runs with `--runs`.
+They call a calculator at every `=`; the server and the actor share the GPU.
 """
 
 import argparse
@@ -53,13 +56,32 @@ RUNS: dict[str, tuple[str, ...]] = {
     "grpo-one-step-off": ("loop=one_step_off",),
     "distillation": ("algorithm=distill", "algorithm.group_size=4"),
 }
-"""Configuration overrides by run, most important first."""
+"""Configuration overrides by run without vLLM, most important first."""
+_TOOL = (
+    "environment.name=calculator",
+    "environment.call_start=''",
+    "environment.call_end='='",
+    "environment.answer_start=''",
+    "environment.answer_end=''",
+    "environment.max_observation_tokens=8",
+    "rollout=vllm",
+    "rollout.max_concurrent=512",
+)
+VLLM_RUNS: dict[str, tuple[str, ...]] = {
+    "tool-sync": _TOOL,
+    "tool-async": (*_TOOL, "loop=async", "asynchrony.max_staleness=2"),
+}
+"""Configuration overrides by run with a vLLM server."""
+_VLLM_ON_GPU = ("rollout.vllm.gpu_memory_utilization=0.3", "weight_sync.transport=cuda_ipc")
+_VLLM_ON_CPU = ("rollout.vllm.kv_cache_bytes=67108864", "rollout.vllm.enforce_eager=true")
 TIMES = ("time/step_s", "time/rollout_s", "time/update_s", "time/weight_sync_s")
 SHORTEST_S = 75.0
 """Seconds that must be left to start a run."""
 
 
-def list_overrides(name: str, *, out: Path, rehearse: bool) -> list[str]:
+def list_overrides(
+    name: str, *, out: Path, rehearse: bool, rollout_python: str, steps: int
+) -> list[str]:
     """Return the overrides of one run."""
     architecture = "actor.engine.model.architecture"
     sizes = [f"{architecture}.{key}={value}" for key, value in SHAPE.items()]
@@ -73,7 +95,7 @@ def list_overrides(name: str, *, out: Path, rehearse: bool) -> list[str]:
         "warm_start.batch_size=128",
         "warm_start.optimizer.lr=2e-4",
         "data.eval.max_rows=200",
-        "run.total_steps=40",
+        f"run.total_steps={steps}",
         "run.eval_every=10",
         "run.num_threads=8",
     ]
@@ -88,20 +110,24 @@ def list_overrides(name: str, *, out: Path, rehearse: bool) -> list[str]:
         if name == "distillation"
         else []
     )
+    server: list[str] = []
+    if name in VLLM_RUNS:
+        server = [f"runtime.rollout_python={rollout_python}"]
+        server += _VLLM_ON_CPU if rehearse else _VLLM_ON_GPU
     return [
         "experiment=quickstart",
         *(tiny if rehearse else size),
         f"run.dir={out / name}",
         "run.save_every=1000",
         *teacher,
-        *RUNS[name],
+        *(RUNS | VLLM_RUNS)[name],
+        *server,
     ]
 
 
-def run(rows: Rows, name: str, *, out: Path, limit_s: float, rehearse: bool) -> None:
+def run(rows: Rows, name: str, *, out: Path, limit_s: float, overrides: Sequence[str]) -> None:
     """Run one training and add its row; the row of a failed run contains the end of its log."""
-    command = [sys.executable, "-m", "temper_trainer"]
-    command += list_overrides(name, out=out, rehearse=rehearse)
+    command = [sys.executable, "-m", "temper_trainer", *overrides]
     start = time.perf_counter()
     log = out / f"{name}.txt"
     with log.open("w") as output:
@@ -142,6 +168,30 @@ def summarize(metrics: Path) -> dict[str, object]:
     return row
 
 
+def plot(out: Path, names: Sequence[str]) -> None:
+    """Draw reward and held-out accuracy over time as curves.png."""
+    # Imported here because a rehearsal of the runs alone does not need matplotlib.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    curves = (
+        ("rl", "reward/mean", "reward of a training step"),
+        ("eval", "eval/greedy/reward", "held-out accuracy, greedy"),
+    )
+    for axes, (phase, key, title) in zip(figure.subplots(1, 2, sharey=True), curves, strict=True):
+        for name in names:
+            lines = (out / f"{name}.jsonl").read_text().splitlines()
+            steps = [json.loads(line) for line in lines]
+            begin = next(step["time_s"] for step in steps if step["phase"] == "eval")
+            chosen = [step for step in steps if step["phase"] == phase and key in step]
+            seconds = [step["time_s"] - begin for step in chosen]
+            axes.plot(seconds, [step[key] for step in chosen], label=name)
+        axes.set(title=title, xlabel="seconds since the first evaluation")
+        axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(out / "curves.png", dpi=110)
+
+
 def is_installed(distribution: str) -> bool:
     """Return whether the distribution is installed, so that its entry points are found."""
     try:
@@ -165,11 +215,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", default=",".join(RUNS))
     parser.add_argument("--budget-s", type=float, default=560.0)
     parser.add_argument("--parallel", type=int, default=1)
+    parser.add_argument("--rollout-python", default=sys.executable, help="interpreter with vLLM")
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rehearse", action="store_true")
     chosen = parser.parse_args(arguments)
     out = chosen.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     os.environ["PYTHONUNBUFFERED"] = "1"
+    # FlashInfer's sampler compiles when it is first used, which needs packages beyond vLLM's.
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if not is_installed("temper-engine-fsdp"):
         entry_points = Path(tempfile.mkdtemp(prefix="temper-entry-points-"))
         write_entry_points(entry_points)
@@ -181,13 +235,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def run_if_time(name: str) -> None:
         left = deadline - time.monotonic()
         if left < SHORTEST_S and not chosen.rehearse:
-            print(f"{name}: left out, {left:.0f} s are left")
+            print(f"{name}: skipped, because only {left:.0f} s are left")
             return
-        run(rows, name, out=out, limit_s=left, rehearse=chosen.rehearse)
+        overrides = list_overrides(
+            name,
+            out=out,
+            rehearse=chosen.rehearse,
+            rollout_python=chosen.rollout_python,
+            steps=chosen.steps,
+        )
+        run(rows, name, out=out, limit_s=left, overrides=overrides)
 
     with ThreadPoolExecutor(chosen.parallel) as pool:
         names = [name for name in chosen.runs.split(",") if name not in finished]
         list(pool.map(run_if_time, names))
+    measured = [name for name in chosen.runs.split(",") if (out / f"{name}.jsonl").exists()]
+    plot(out, measured)
 
 
 if __name__ == "__main__":

@@ -49,11 +49,11 @@ class Job:
     """Run two updates first, which save the base model that servers with an adapter load."""
     kill_after: int | None = None
     """Number of steps after which the first server is killed while it samples."""
-    says: tuple[str, ...] = ()
+    expected_log: tuple[str, ...] = ()
     """Texts that the log must contain."""
 
 
-def _apart(gpus: int, *more: str, per_server: int = 1) -> Job:
+def _make_separate_job(gpus: int, *more: str, per_server: int = 1) -> Job:
     """Return a job with the actor on the first GPU and servers on the others."""
     servers = (
         f"rollout.num_replicas={(gpus - 1) // per_server}",
@@ -66,7 +66,7 @@ def _apart(gpus: int, *more: str, per_server: int = 1) -> Job:
     )
 
 
-def _killed(job: Job, *, way: str) -> Job:
+def _with_killed_server(job: Job, *, transport: str) -> Job:
     """Return a job with an automatic transport whose server is killed in the second step."""
     overrides = (
         *(setting for setting in job.overrides if "transport" not in setting),
@@ -76,11 +76,11 @@ def _killed(job: Job, *, way: str) -> Job:
         job,
         overrides=overrides,
         kill_after=1,
-        says=(f"weights get to the servers by {way}", "is started again"),
+        expected_log=(f"weights get to the servers by {transport}", "is restarted"),
     )
 
 
-def _adapter(job: Job) -> Job:
+def _with_adapter(job: Job) -> Job:
     """Return a job that sends only the adapter."""
     lora = (
         "actor.engine.lora.rank=16",
@@ -112,17 +112,17 @@ JOBS: dict[str, Job] = {
     "colocated_shared_memory": Job(
         gpus=1, overrides=("rollout.vllm.sleep_level=1", "rollout.vllm.gpu_memory_utilization=0.5")
     ),
-    "separate": _apart(2),
-    "separate_tp2": _apart(3, per_server=2),
-    "one_step_off": _apart(2, "loop=one_step_off"),
-    "async": _apart(2, "loop=async", "asynchrony.max_staleness=2"),
-    "separate_4": _apart(4),
-    "one_step_off_4": _apart(4, "loop=one_step_off"),
-    "async_4": _apart(4, "loop=async", "asynchrony.max_staleness=2"),
-    "killed": _killed(_apart(2), way="collective"),
-    "killed_colocated": _killed(_COLOCATED, way="cuda_ipc"),
-    "adapter": _adapter(_apart(2)),
-    "adapter_colocated": _adapter(_COLOCATED),
+    "separate": _make_separate_job(2),
+    "separate_tp2": _make_separate_job(3, per_server=2),
+    "one_step_off": _make_separate_job(2, "loop=one_step_off"),
+    "async": _make_separate_job(2, "loop=async", "asynchrony.max_staleness=2"),
+    "separate_4": _make_separate_job(4),
+    "one_step_off_4": _make_separate_job(4, "loop=one_step_off"),
+    "async_4": _make_separate_job(4, "loop=async", "asynchrony.max_staleness=2"),
+    "killed": _with_killed_server(_make_separate_job(2), transport="collective"),
+    "killed_colocated": _with_killed_server(_COLOCATED, transport="cuda_ipc"),
+    "adapter": _with_adapter(_make_separate_job(2)),
+    "adapter_colocated": _with_adapter(_COLOCATED),
 }
 
 TIMES = (
@@ -153,7 +153,7 @@ def overrides(shape: str, *, steps: int, rollout_python: str, folder: Path) -> l
     return [
         "experiment=quickstart",
         "data.eval=null",
-        "reward.function=tools.gpu.workload:characters",
+        "reward.function=tools.gpu.workload:count_characters",
         f"run.dir={folder}",
         f"run.total_steps={steps}",
         "run.save_model=false",
@@ -176,7 +176,7 @@ def overrides(shape: str, *, steps: int, rollout_python: str, folder: Path) -> l
     ]
 
 
-def settings_of(
+def list_overrides(
     name: str, gpus: Sequence[str], *, shape: str, steps: int, rollout_python: str, out: Path
 ) -> list[str]:
     """Return the overrides of a job: the actor gets the first GPU, servers get the others."""
@@ -217,10 +217,10 @@ def run_job(
     """Run a job and add its row; the row of a failed job contains the end of its log."""
     job = JOBS[name]
     if len(gpus) < job.gpus:
-        rows.add({"job": name, "skipped": f"needs {job.gpus} GPUs, and has {len(gpus)}"})
+        rows.add({"job": name, "skipped": f"needs {job.gpus} GPUs, and there are {len(gpus)}"})
         return
     folder = out / f"{name}-{shape}"
-    settings = settings_of(
+    settings = list_overrides(
         name, gpus[: job.gpus], shape=shape, steps=steps, rollout_python=rollout_python, out=out
     )
     environment = os.environ | {
@@ -241,16 +241,18 @@ def run_job(
         "exit": code,
         "wall_s": round(time.perf_counter() - begin, 1),
     }
-    said = (out / f"{name}.log").read_text(errors="replace")
-    row["said"] = [line for line in said.splitlines() if any(text in line for text in job.says)]
+    log_text = (out / f"{name}.log").read_text(errors="replace")
+    row["log_matches"] = [
+        line for line in log_text.splitlines() if any(text in line for text in job.expected_log)
+    ]
     # If a text is missing, the run did not take the path that the job tests.
-    row["missing"] = [text for text in job.says if text not in said]
+    row["missing"] = [text for text in job.expected_log if text not in log_text]
     if job.kill_after is not None:
         row["killed"] = killed
     if code != 0:
-        row["log"] = said.splitlines()[-25:]
+        row["log"] = log_text.splitlines()[-25:]
         row["server_log"] = _tail(folder / "rollout" / "replica-0.log")
-    row |= numbers_of(folder / "metrics.jsonl")
+    row |= summarize_metrics(folder / "metrics.jsonl")
     rows.add(row)
 
 
@@ -266,18 +268,18 @@ def watch(
     while process.poll() is None:
         if time.monotonic() > deadline:
             process.kill()
-            return f"none within {limit_s:g} s", killed
-        if kill_after is not None and not killed and len(steps_in(metrics)) >= kill_after:
+            return f"timed out after {limit_s:g} s", killed
+        if kill_after is not None and not killed and len(read_steps(metrics)) >= kill_after:
             time.sleep(1.5)  # a rollout takes longer than this
-            os.killpg(servers_of(process.pid)[0], signal.SIGKILL)
+            os.killpg(find_servers(process.pid)[0], signal.SIGKILL)
             killed = True
         time.sleep(0.1)
     return process.returncode, killed
 
 
-def servers_of(parent: int) -> list[int]:
+def find_servers(parent: int) -> list[int]:
     """Return the process ids of the servers that a run has started, in start order."""
-    found = []
+    servers = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
@@ -287,11 +289,11 @@ def servers_of(parent: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue  # the process has ended
         if is_child and SERVER_MODULE.encode() in words:
-            found.append(int(folder.name))
-    return sorted(found)
+            servers.append(int(folder.name))
+    return sorted(servers)
 
 
-def steps_in(metrics: Path) -> list[dict[str, float]]:
+def read_steps(metrics: Path) -> list[dict[str, float]]:
     """Return the steps logged so far, without a line that is still being written."""
     if not metrics.exists():
         return []
@@ -299,17 +301,17 @@ def steps_in(metrics: Path) -> list[dict[str, float]]:
     return [row for row in map(json.loads, lines) if row["phase"] == "rl"]
 
 
-def numbers_of(metrics: Path) -> dict[str, object]:
+def summarize_metrics(metrics: Path) -> dict[str, object]:
     """Return medians over all steps but the first, and the maximum of some metrics."""
-    found: dict[str, object] = {"steps": len(steps_in(metrics))}
-    steady = steps_in(metrics)[1:]
+    summary: dict[str, object] = {"steps": len(read_steps(metrics))}
+    steady = read_steps(metrics)[1:]
     for key in (*TIMES, *OTHERS):
         values = [line[key] for line in steady if key in line]
         if values:
-            found[key] = round(statistics.median(values), 5)
+            summary[key] = round(statistics.median(values), 5)
             if key in LARGEST:
-                found[f"{key}, largest"] = round(max(values), 5)
-    return found
+                summary[f"{key}, largest"] = round(max(values), 5)
+    return summary
 
 
 def _tail(path: Path) -> list[str]:
@@ -323,8 +325,10 @@ def check_job(name: str, *, shape: str, steps: int, rollout_python: str, out: Pa
         ConfigError: If the settings are invalid.
     """
     gpus = [str(gpu) for gpu in range(JOBS[name].gpus)]
-    load(settings_of(name, gpus, shape=shape, steps=steps, rollout_python=rollout_python, out=out))
-    print(f"{name}: its settings are valid")
+    load(
+        list_overrides(name, gpus, shape=shape, steps=steps, rollout_python=rollout_python, out=out)
+    )
+    print(f"{name}: the settings are valid")
 
 
 def main() -> None:
@@ -334,10 +338,10 @@ def main() -> None:
     parser.add_argument("--rollout-python", default=sys.executable)
     parser.add_argument("--shape", choices=list(SHAPES), default="0.5B")
     parser.add_argument("--jobs", default=",".join(JOBS))
-    parser.add_argument("--gpus", help="such as 2,3; default: all")
+    parser.add_argument("--gpus", help="GPUs to use, such as 2,3; default: all")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rows", type=Path, help="file of results; default: rows.jsonl in --out")
-    parser.add_argument("--limit", type=float, default=540.0, help="seconds that a job may take")
+    parser.add_argument("--limit", type=float, default=540.0, help="time limit of a job in seconds")
     parser.add_argument("--check", action="store_true")
     chosen = parser.parse_args()
     if chosen.check:

@@ -44,18 +44,18 @@ def grpo_update_seconds(
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
 
-    inputs = _padded(batch, device=device)
-    moments: list[float] = []
+    inputs = _pad_batch(batch, device=device)
+    times: list[float] = []
     norms: list[float] = []
 
     class Clock(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
         """Records the time after every update."""
 
         def on_train_begin(self, *args: object, **kwargs: object) -> None:
-            moments.append(_now(device))
+            times.append(_read_clock(device))
 
         def on_step_end(self, *args: object, **kwargs: object) -> None:
-            moments.append(_now(device))
+            times.append(_read_clock(device))
 
         def on_log(
             self, *args: object, logs: dict[str, float] | None = None, **kwargs: object
@@ -101,7 +101,7 @@ def grpo_update_seconds(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.train()
-    seconds = [after - before for before, after in pairwise(moments)]
+    seconds = [after - before for before, after in pairwise(times)]
     return sorted(seconds[num_warm_up:]), norms[0]
 
 
@@ -109,13 +109,13 @@ def _no_reward(completions: Sequence[str], **_: object) -> list[float]:
     return [0.0] * len(completions)
 
 
-def _now(device: str) -> float:
+def _read_clock(device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def _padded(batch: SequenceBatch, *, device: str) -> dict[str, Any]:
+def _pad_batch(batch: SequenceBatch, *, device: str) -> dict[str, Any]:
     """Return the batch in TRL's padded layout."""
     spans = batch.lengths.tolist()
 

@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import platform
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -42,7 +41,7 @@ from temper_trainer.rollout.packed_bucket import (
     write_weight_file,
 )
 from temper_trainer.rollout.weight_channel import Backend, ChannelSpec, WeightChannel
-from tools.gpu.workload import CARDS, SHAPES, Rows
+from tools.gpu.workload import CARDS, SHAPES, Rows, find_free_port
 
 BUCKET_BYTES = 512 << 20
 REPEATS = 5
@@ -60,21 +59,21 @@ TINY: Mapping[str, int] = {
 }
 
 
-def device_of(gpu: int) -> torch.device:
+def get_device(gpu: int) -> torch.device:
     """Return the GPU with this number, or the CPU without CUDA."""
     return torch.device("cuda", gpu) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def model_weights(shape: str, *, device: torch.device) -> list[NamedWeight]:
+def make_weights(shape: str, *, device: torch.device) -> list[NamedWeight]:
     """Return bf16 tensors with the names and shapes of a Qwen2 model, or of a public model card."""
     card = CARDS.get(shape)
-    sizes = TINY if shape == "tiny" else SHAPES.get(shape) or _integers(CARDS[shape])
+    sizes = TINY if shape == "tiny" else SHAPES.get(shape) or _select_integers(CARDS[shape])
     hidden, inner, layers = (
         sizes[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
     )
@@ -116,41 +115,42 @@ def model_weights(shape: str, *, device: torch.device) -> list[NamedWeight]:
     ]
 
 
-def _integers(card: Mapping[str, object]) -> dict[str, int]:
+def _select_integers(card: Mapping[str, object]) -> dict[str, int]:
     return {name: size for name, size in card.items() if type(size) is int}
 
 
-def keep(held: dict[str, Tensor], data: Tensor, parcel: PackedBucket) -> None:
+def store_bucket(stored: dict[str, Tensor], data: Tensor, bucket: PackedBucket) -> None:
     """Copy a bucket into the receiver's tensors."""
-    for name, tensor in unpack_tensors(data, parcel):
-        held.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
+    for name, tensor in unpack_tensors(data, bucket):
+        stored.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
 
 
 def receive_all(
     rank: int,
     spec: ChannelSpec,
-    parcels: list[PackedBucket],
+    buckets: list[PackedBucket],
     digests: list[int],
     gpu: int,
-    arrived: Barrier,
+    barrier: Barrier,
 ) -> None:
     """Run the process of a receiver; it compares the checksums of the first sync."""
-    device = device_of(gpu)
+    device = get_device(gpu)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     channel = WeightChannel(spec, rank=rank, device=device)
-    held: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for round_ in range(1 + REPEATS):
-        for parcel, digest in zip(parcels, digests, strict=True):
-            data = channel.receive(parcel)
+        for bucket, digest in zip(buckets, digests, strict=True):
+            data = channel.receive(bucket)
             if round_ == 0 and compute_digest(data) != digest:
                 raise SystemExit(
-                    f"receiver {rank}: other bytes than were sent, in the bucket from {parcel.entries[0].name} on"
+                    f"receiver {rank} got wrong bytes in the bucket that starts with "
+                    f"{bucket.entries[0].name}"
                 )
-            keep(held, data, parcel)
-        settle(device)
-        arrived.wait(WAIT_S)
-    arrived.wait(WAIT_S)
+            store_bucket(stored, data, bucket)
+        synchronize(device)
+        barrier.wait(WAIT_S)
+    barrier.wait(WAIT_S)
     channel.close()
 
 
@@ -158,34 +158,32 @@ def measure_channel(
     rows: Rows, shape: str, *, backend: Backend, gpus: list[int], with_digest: bool
 ) -> None:
     """Time one transport to receivers on the given GPUs."""
-    device = device_of(0)
-    parts = list(split_into_buckets(model_weights(shape, device=device), bucket_bytes=BUCKET_BYTES))
-    parcels = [
+    device = get_device(0)
+    parts = list(split_into_buckets(make_weights(shape, device=device), bucket_bytes=BUCKET_BYTES))
+    buckets = [
         PackedBucket(entries=entries, num_bytes=size, digest=None)
         for entries, size in map(plan_layout, parts)
     ]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_free_port()
     spec = ChannelSpec(
         backend=backend,
         address="127.0.0.1",
         port=port,
         size=1 + len(gpus),
-        buffer_bytes=max(parcel.num_bytes for parcel in parcels),
+        buffer_bytes=max(bucket.num_bytes for bucket in buckets),
         with_digest=with_digest,
         timeout_s=WAIT_S,
     )
     digests = []
-    for part, parcel in zip(parts, parcels, strict=True):
-        data = torch.zeros(parcel.num_bytes, dtype=torch.uint8, device=device)
-        pack_tensors(data, part, parcel.entries)
+    for part, bucket in zip(parts, buckets, strict=True):
+        data = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=device)
+        pack_tensors(data, part, bucket.entries)
         digests.append(compute_digest(data))
     context = multiprocessing.get_context("spawn")
-    arrived = context.Barrier(1 + len(gpus))
+    barrier = context.Barrier(1 + len(gpus))
     receivers = [
         context.Process(
-            target=receive_all, args=(1 + i, spec, parcels, digests, gpu, arrived), daemon=True
+            target=receive_all, args=(1 + i, spec, buckets, digests, gpu, barrier), daemon=True
         )
         for i, gpu in enumerate(gpus)
     ]
@@ -195,27 +193,27 @@ def measure_channel(
         channel = WeightChannel(spec, rank=0, device=device)
 
         def send() -> None:
-            for part, parcel in zip(parts, parcels, strict=True):
-                data = channel.bucket_buffer(parcel.num_bytes)
+            for part, bucket in zip(parts, buckets, strict=True):
+                data = channel.bucket_buffer(bucket.num_bytes)
                 data.zero_()  # The checksum includes the padding between tensors.
-                pack_tensors(data, part, parcel.entries)
+                pack_tensors(data, part, bucket.entries)
                 channel.send(data)
-            settle(device)
-            arrived.wait(WAIT_S)
+            synchronize(device)
+            barrier.wait(WAIT_S)
 
         send()
-        seconds = timed_min(send, device=device)
-        arrived.wait(WAIT_S)
+        seconds = measure_fastest(send, device=device)
+        barrier.wait(WAIT_S)
         for receiver in receivers:
             receiver.join(WAIT_S)
         channel.close()
         codes = [receiver.exitcode for receiver in receivers]
         if any(codes):
-            raise RuntimeError(f"receivers ended with {codes}")
+            raise RuntimeError(f"receivers exited with {codes}, expected 0")
     finally:
         for receiver in receivers:
             receiver.terminate()
-    num_bytes = sum(parcel.num_bytes for parcel in parcels)
+    num_bytes = sum(bucket.num_bytes for bucket in buckets)
     report(
         rows,
         backend,
@@ -229,31 +227,31 @@ def measure_channel(
 
 def measure_shared_memory(rows: Rows, shape: str, *, with_digest: bool) -> None:
     """Time a copy from the device to a mapped file in shared memory and back to the device."""
-    device = device_of(0)
-    weights = model_weights(shape, device=device)
+    device = get_device(0)
+    weights = make_weights(shape, device=device)
     parts = list(split_into_buckets(weights, bucket_bytes=BUCKET_BYTES))
-    held: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         count = [0]
 
         def send() -> None:
             for part in parts:
                 count[0] += 1
-                parcel = write_weight_file(
+                bucket = write_weight_file(
                     part, Path(folder) / str(count[0]), with_digest=with_digest
                 )
-                data = open_weight_file(parcel)
-                check_digest(data, parcel)
-                for name, tensor in unpack_tensors(data, parcel):
-                    held.setdefault(name, torch.empty_like(tensor, device=device)).copy_(tensor)
-                Path(str(parcel.path)).unlink()
-            settle(device)
+                data = open_weight_file(bucket)
+                check_digest(data, bucket)
+                for name, tensor in unpack_tensors(data, bucket):
+                    stored.setdefault(name, torch.empty_like(tensor, device=device)).copy_(tensor)
+                Path(str(bucket.path)).unlink()
+            synchronize(device)
 
         send()
-        if not all(torch.equal(held[weight.name], weight.tensor) for weight in weights):
-            raise RuntimeError("other weights were read than were written")
+        if not all(torch.equal(stored[weight.name], weight.tensor) for weight in weights):
+            raise RuntimeError("the weights that were read differ from those written")
         num_bytes = sum(weight.tensor.numel() * 2 for weight in weights)
-        seconds = timed_min(send, device=device)
+        seconds = measure_fastest(send, device=device)
     report(
         rows,
         "shared_memory",
@@ -267,16 +265,16 @@ def measure_shared_memory(rows: Rows, shape: str, *, with_digest: bool) -> None:
 
 def measure_copies(rows: Rows, shape: str) -> None:
     """Time copies on the device and to another GPU, and a checksum, to bound the transports."""
-    device = device_of(0)
+    device = get_device(0)
     num_bytes = (
-        sum(weight.tensor.numel() * 2 for weight in model_weights(shape, device=device)) // 8 * 8
+        sum(weight.tensor.numel() * 2 for weight in make_weights(shape, device=device)) // 8 * 8
     )
     data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
     targets = {"copy_same_device": torch.empty_like(data)}
     if torch.cuda.device_count() > 1:
         targets["copy_other_gpu"] = torch.empty_like(data, device="cuda:1")
     for name, target in targets.items():
-        seconds = timed_min(partial(_copy, data, target), device=device)
+        seconds = measure_fastest(partial(_copy, data, target), device=device)
         report(
             rows,
             name,
@@ -287,8 +285,8 @@ def measure_copies(rows: Rows, shape: str) -> None:
             with_digest=False,
         )
         if not torch.equal(target.to(device), data):
-            raise RuntimeError(f"{name} brought other bytes")
-    seconds = timed_min(lambda: compute_digest(data), device=device)
+            raise RuntimeError(f"{name} copied wrong bytes")
+    seconds = measure_fastest(lambda: compute_digest(data), device=device)
     report(
         rows,
         "checksum",
@@ -302,21 +300,21 @@ def measure_copies(rows: Rows, shape: str) -> None:
 
 def _copy(source: Tensor, target: Tensor) -> None:
     target.copy_(source)
-    settle(source.device)
-    settle(target.device)
+    synchronize(source.device)
+    synchronize(target.device)
 
 
-def timed_min(call: Callable[[], object], *, device: torch.device) -> float:
+def measure_fastest(call: Callable[[], object], *, device: torch.device) -> float:
     """Return the seconds of the fastest of exactly `REPEATS` calls.
 
     The receivers expect this number of syncs.
     """
     taken = []
     for _ in range(REPEATS):
-        settle(device)
+        synchronize(device)
         begin = time.perf_counter()
         call()
-        settle(device)
+        synchronize(device)
         taken.append(time.perf_counter() - begin)
     return min(taken)
 
@@ -362,7 +360,7 @@ def describe_machine(rows: Rows) -> None:
     rows.add(row)
 
 
-def all_jobs(rows: Rows, shape: str) -> dict[str, Callable[[], None]]:
+def list_jobs(rows: Rows, shape: str) -> dict[str, Callable[[], None]]:
     """Return the jobs that this number of GPUs allows, by name."""
     jobs: dict[str, Callable[[], None]] = {"copies": lambda: measure_copies(rows, shape)}
     channels: list[tuple[str, Backend, list[int]]] = [("gloo", "gloo", [0])]
@@ -384,7 +382,7 @@ def all_jobs(rows: Rows, shape: str) -> dict[str, Callable[[], None]]:
     return jobs
 
 
-def run_apart(rows: Rows, name: str, *, shape: str, folder: Path) -> bool:
+def run_in_subprocess(rows: Rows, name: str, *, shape: str, folder: Path) -> bool:
     """Run a job in its own process, and return whether it succeeded.
 
     A hang or a broken device then does not affect the other jobs.
@@ -409,7 +407,7 @@ def run_apart(rows: Rows, name: str, *, shape: str, folder: Path) -> bool:
         try:
             code: int | str = process.wait(JOB_S)
         except subprocess.TimeoutExpired:
-            code = f"nothing within {JOB_S:.0f} s"
+            code = f"timed out after {JOB_S:.0f} s"
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     text = log.read_text(errors="replace").splitlines()
@@ -425,21 +423,23 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", choices=["tiny", *SHAPES, *CARDS], default="1.5B")
-    parser.add_argument("--jobs", help="names with commas; all where it is left out")
-    parser.add_argument("--job", help="this one alone, in this process")
+    parser.add_argument("--jobs", help="comma-separated names; default: all")
+    parser.add_argument("--job", help="run only this job, in this process")
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     rows = Rows(path=chosen.out / "rows.jsonl")
-    jobs = all_jobs(rows, chosen.shape)
+    jobs = list_jobs(rows, chosen.shape)
     names = [chosen.job] if chosen.job else chosen.jobs.split(",") if chosen.jobs else list(jobs)
     if unknown := set(names) - set(jobs):
-        parser.error(f"no such jobs here: {sorted(unknown)}; there are {', '.join(jobs)}")
+        parser.error(f"unknown jobs {sorted(unknown)}; expected {', '.join(jobs)}")
     if chosen.job:
         jobs[chosen.job]()
         return
     describe_machine(rows)
-    went_well = [run_apart(rows, name, shape=chosen.shape, folder=chosen.out) for name in names]
-    sys.exit(0 if all(went_well) else 1)
+    succeeded = [
+        run_in_subprocess(rows, name, shape=chosen.shape, folder=chosen.out) for name in names
+    ]
+    sys.exit(0 if all(succeeded) else 1)
 
 
 if __name__ == "__main__":

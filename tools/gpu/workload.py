@@ -1,10 +1,11 @@
-"""Shapes, batches, an objective, timing and result files of the CUDA measurements."""
+"""Shapes, batches, an objective, updates and result files of the CUDA measurements."""
 
 import json
 import math
+import os
 import random
-import time
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from temper_engine_api.batch import Denominators, PackedBatch, SequenceBatch, from_sequences
+from temper_engine_api.engine import BaseEngine
 from temper_engine_api.objective import Aggregation, HeadOutput, HeadOutputs, LossTerms, Objective
 from temper_engine_api.specs import Scalar
 
@@ -128,7 +130,7 @@ class ClippedPolicy(Objective):
         )
 
 
-def characters(prompt: "Prompt", completion: str) -> float:
+def count_characters(prompt: "Prompt", completion: str) -> float:
     """Return the completion's length, a reward that differs even with a random model."""
     del prompt
     return float(len(completion))
@@ -168,22 +170,26 @@ def small_batch() -> SequenceBatch:
 
 def long_tail(rank: int) -> list[list[int]]:
     """Draw log-normal lengths of four full micro-batches; the median is `LONGEST` / 3."""
-    chance = random.Random(1 + rank)
-    found = []
+    generator = random.Random(1 + rank)
+    micro_batches = []
     for _ in range(NUM_MICRO_BATCHES):
         sizes: list[int] = []
         while (left := MICRO_BATCH_TOKENS - sum(sizes)) > 0:
             sizes.append(
-                min(left, LONGEST, max(64, int(chance.lognormvariate(math.log(LONGEST / 3), 0.9))))
+                min(
+                    left,
+                    LONGEST,
+                    max(64, int(generator.lognormvariate(math.log(LONGEST / 3), 0.9))),
+                )
             )
-        found.append(sizes)
-    return found
+        micro_batches.append(sizes)
+    return micro_batches
 
 
 def policy_batch(lengths: list[list[int]], *, world_size: int) -> PackedBatch:
     """Build random sequences of these lengths; all tokens but each first one are trained."""
     flat = [size for sizes in lengths for size in sizes]
-    whole = from_sequences(
+    batch = from_sequences(
         [torch.randint(0, 151936, (size,)) for size in flat],
         loss_masks=[torch.arange(size) >= 1 for size in flat],
         columns={
@@ -192,16 +198,16 @@ def policy_batch(lengths: list[list[int]], *, world_size: int) -> PackedBatch:
         },
     )
     counts = Denominators(
-        tokens=int(whole.loss_mask.sum()) * world_size,
+        tokens=int(batch.loss_mask.sum()) * world_size,
         sequences=len(flat) * world_size,
         groups=len(flat),
     )
     starts = torch.tensor([0, *(len(sizes) for sizes in lengths)]).cumsum(0).int()
-    fields = {name: getattr(whole, name) for name in SequenceBatch.__dataclass_fields__}
+    fields = {name: getattr(batch, name) for name in SequenceBatch.__dataclass_fields__}
     return PackedBatch(**fields, micro_batch_starts=starts, denominators=counts)
 
 
-def flops_of(shape: Mapping[str, int], lengths: list[list[int]]) -> tuple[float, float]:
+def compute_flops(shape: Mapping[str, int], lengths: list[list[int]]) -> tuple[float, float]:
     """Return FLOPs per token in matrix products and FLOPs of causal attention over `lengths`."""
     per_token, per_square = flops_per_token_and_square(shape)
     return per_token, sum(per_square * size * size for sizes in lengths for size in sizes)
@@ -226,54 +232,30 @@ def flops_per_token_and_square(shape: Mapping[str, int]) -> tuple[float, float]:
     return 6.0 * weights, 6.0 * heads * head_dim * layers
 
 
-def report_speed(
-    rows: Rows,
-    once: Callable[[], float],
-    *,
-    name: str,
-    rank: int,
-    world_size: int,
-    gemm: float,
-    lengths: list[list[int]],
-    shape: str = "0.5B",
-) -> None:
-    """Report the tokens/s per GPU of the median update, and its fraction of the matmul rate."""
-    for _ in range(3):
-        norm = once()
-    torch.cuda.reset_peak_memory_stats()
-    seconds = timed(once, repeats=6)
-    tokens = sum(map(sum, lengths))
-    per_token, attention = flops_of(SHAPES[shape], lengths)
-    if rank == 0:
-        rows.add(
-            {
-                "job": "update",
-                "who": name,
-                "shape": shape,
-                "world_size": world_size,
-                "tokens_per_s": round(tokens / seconds),
-                "mfu": round((per_token * tokens + attention) / seconds / gemm, 3),
-                "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
-                "grad_norm": norm,
-                "ok": math.isfinite(norm),
-            }
-        )
+def run_update(
+    engine: BaseEngine, batch: PackedBatch, outputs: tuple[HeadOutput, ...] = ()
+) -> float:
+    """Run one update that also computes these outputs, and return the gradient norm."""
+    engine.optimizer_zero_grad()
+    with engine.train_mode():
+        engine.forward_backward_batch(batch, forward_only=False, outputs=outputs)
+    return engine.optimizer_step()
 
 
-def timed(once: Callable[[], object], *, repeats: int) -> float:
-    """Return the median seconds of a call, including the device's work."""
-    seconds = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        once()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return sorted(seconds)[len(seconds) // 2]
+def find_free_port() -> int:
+    """Return a TCP port of this host that is free now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
-def gemm_rate() -> float:
-    """Measure the FLOP/s of a large bf16 matmul."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    timed(lambda: a @ b, repeats=5)
-    return 2 * 8192**3 / timed(lambda: a @ b, repeats=20)
+def set_rank_variables(rank: int, *, world_size: int, port: int) -> None:
+    """Set the variables from which torch.distributed reads rank and rendezvous."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )

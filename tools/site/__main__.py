@@ -19,14 +19,20 @@ import griffe
 from tools.api import public_modules
 from tools.environment import PACKAGES
 from tools.pages import PAGES
-from tools.site.compatibility import compatibility_page
-from tools.site.configuration import configuration_page
+from tools.site.compatibility import build_compatibility_page
+from tools.site.configuration import build_configuration_page
 
 ROOT = Path(__file__).resolve().parents[2]
 
 TITLES = {
     "Tour": ("README.md",),
-    "Concepts": ("docs/architecture.md", "docs/batch.md", "docs/numerics.md", "docs/metrics.md"),
+    "Concepts": (
+        "docs/architecture.md",
+        "docs/glossary.md",
+        "docs/batch.md",
+        "docs/numerics.md",
+        "docs/metrics.md",
+    ),
     "How to": ("docs/how-to/*.md", "docs/*.md", "docs/migration/*.md"),
     "Packages": ("packages/*/README.md",),
     "Reference": ("reference/*.md",),
@@ -40,7 +46,7 @@ TITLES = {
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
 
 
-def gather(root: Path, folder: Path) -> None:
+def gather_pages(root: Path, folder: Path) -> None:
     """Write the pages and mkdocs.yml to a folder, which is deleted first."""
     if folder.exists():
         shutil.rmtree(folder)
@@ -48,18 +54,19 @@ def gather(root: Path, folder: Path) -> None:
     for page in sorted({page for pattern in PAGES for page in root.glob(pattern)}):
         target = pages / page.relative_to(root)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(_with_files(page, root=root, pages=pages))
-    _write(pages / "reference" / "configuration.md", configuration_page())
-    _write(pages / "reference" / "compatibility.md", compatibility_page(root))
+        target.write_text(_copy_linked_files(page, root=root, pages=pages))
+    _write(pages / "reference" / "configuration.md", build_configuration_page())
+    _write(pages / "reference" / "compatibility.md", build_compatibility_page(root))
     for package in PACKAGES:
-        _write(pages / "reference" / f"{package}.md", _reference_page(root, package))
+        _write(pages / "reference" / f"{package}.md", _build_reference_page(root, package))
     _write(
         folder / "mkdocs.yml",
-        f"INHERIT: {root / 'mkdocs.yml'}\ndocs_dir: pages\nsite_dir: html\n{_paths(root)}nav:\n{_nav(pages)}",
+        f"INHERIT: {root / 'mkdocs.yml'}\ndocs_dir: pages\nsite_dir: html\n"
+        f"{_format_plugins(root)}nav:\n{_format_navigation(pages)}",
     )
 
 
-def _with_files(page: Path, *, root: Path, pages: Path) -> str:
+def _copy_linked_files(page: Path, *, root: Path, pages: Path) -> str:
     """Return the text of a page with links to folders replaced; copy files that it links to."""
 
     def replace(match: re.Match[str]) -> str:
@@ -78,7 +85,7 @@ def _with_files(page: Path, *, root: Path, pages: Path) -> str:
     return _LINK.sub(replace, page.read_text())
 
 
-def _reference_page(root: Path, package: str) -> str:
+def _build_reference_page(root: Path, package: str) -> str:
     """Build the page that makes mkdocstrings document every public module of a package."""
     lines = [f"# temper-{package}", "", "Generated from the docstrings of the public modules.", ""]
     top = griffe.load(
@@ -96,29 +103,34 @@ def _reference_page(root: Path, package: str) -> str:
     )
 
 
-def _paths(root: Path) -> str:
+def _format_plugins(root: Path) -> str:
     sources = ", ".join(str(root / "packages" / package / "src") for package in PACKAGES)
-    options = (
-        # shows the module's name above its contents
-        "          options: {show_root_heading: true}\n"
-    )
-    return f"plugins:\n  - search\n  - mkdocstrings:\n      handlers:\n        python:\n          paths: [{sources}]\n{options}"
+    # show_root_heading shows the module's name above its contents.
+    return f"""\
+plugins:
+  - search
+  - mkdocstrings:
+      handlers:
+        python:
+          paths: [{sources}]
+          options: {{show_root_heading: true}}
+"""
 
 
-def _nav(pages: Path) -> str:
+def _format_navigation(pages: Path) -> str:
     lines, placed = [], set[Path]()
     for title, patterns in TITLES.items():
-        found = [
+        section = [
             path
             for pattern in patterns
             for path in sorted(pages.glob(pattern))
             if path not in placed
         ]
-        placed.update(found)
-        if len(found) == 1:
-            lines.append(f"  - {title}: {found[0].relative_to(pages)}")
+        placed.update(section)
+        if len(section) == 1:
+            lines.append(f"  - {title}: {section[0].relative_to(pages)}")
         else:
-            lines += [f"  - {title}:", *(f"      - {path.relative_to(pages)}" for path in found)]
+            lines += [f"  - {title}:", *(f"      - {path.relative_to(pages)}" for path in section)]
     return "\n".join(lines) + "\n"
 
 
@@ -128,8 +140,8 @@ def _write(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    gather(ROOT, ROOT / ".temper" / "site")
+    gather_pages(ROOT, ROOT / ".temper" / "site")
     print(
-        "the pages are in .temper/site; next: mkdocs build --strict -f .temper/site/mkdocs.yml",
+        "wrote the pages to .temper/site; next: mkdocs build --strict -f .temper/site/mkdocs.yml",
         file=sys.stderr,
     )

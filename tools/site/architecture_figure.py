@@ -24,29 +24,33 @@ def contract_layers(root: Path, *, name: str) -> list[list[str]]:
     contracts = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["importlinter"][
         "contracts"
     ]
-    found = next(contract for contract in contracts if contract["name"].startswith(name))
-    return [[room.strip(" ()") for room in row.split("|")] for row in found["layers"]]
+    contract = next(contract for contract in contracts if contract["name"].startswith(name))
+    return [[component.strip(" ()") for component in row.split("|")] for row in contract["layers"]]
 
 
 def draw_architecture(root: Path) -> str:
     """Draw the SVG figure: packages on the left, the trainer's components on the right."""
     packages = [
-        [room.replace("temper_", "").replace("_", "-") for room in row]
-        for row in contract_layers(root, name="Packages")
+        [component.replace("temper_", "").replace("_", "-") for component in row]
+        for row in contract_layers(root, name="Packages import")
     ]
-    rooms = [
-        [room.strip("_") if room.startswith("__") else room for room in row]
-        for row in contract_layers(root, name="Inside the trainer")
+    components = [
+        [component.strip("_") if component.startswith("__") else component for component in row]
+        for row in contract_layers(root, name="Folders of the trainer")
     ]
-    height = MARGIN * 3 + 20 + max(len(packages), len(rooms)) * (ROW + GAP)
+    height = MARGIN * 3 + 20 + max(len(packages), len(components)) * (ROW + GAP)
     half = (WIDTH - 3 * MARGIN) / 2
     body = [
         *_column("the packages", packages, left=MARGIN, width=half),
-        *_column("inside the trainer", rooms, left=2 * MARGIN + half, width=half),
-        f'<text x="{WIDTH / 2}" y="{height - 10}" text-anchor="middle" font-size="12">imports go down, never up or sideways</text>',
+        *_column("inside the trainer", components, left=2 * MARGIN + half, width=half),
+        (
+            f'<text x="{WIDTH / 2}" y="{height - 10}" text-anchor="middle" font-size="12">'
+            "imports go down, never up or sideways</text>"
+        ),
     ]
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" fill="{INK}" role="img">\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'font-family="sans-serif" fill="{INK}" role="img">\n'
         f'<rect width="{WIDTH}" height="{height}" fill="{PAPER}"/>\n'
         + "\n".join(body)
         + "\n</svg>\n"
@@ -64,15 +68,21 @@ def _column(
     yield f'<text x="{left}" y="{MARGIN}" font-size="15" font-weight="bold">{escape(title)}</text>'
     for number, row in enumerate(rows):
         top = MARGIN + 14 + number * (ROW + GAP)
-        each = (width - GAP * (len(row) - 1)) / len(row)
-        for place, room in enumerate(row):
-            x = left + place * (each + GAP)
-            yield f'<rect x="{x:.1f}" y="{top}" width="{each:.1f}" height="{ROW}" rx="6" fill="{FILLS[number % 3]}" stroke="{INK}"/>'
-            centre, line = x + each / 2, top + ROW / 2 + 5
-            yield f'<text x="{centre:.1f}" y="{line}" text-anchor="middle" font-size="{_size(room, each)}">{escape(room)}</text>'
+        box_width = (width - GAP * (len(row) - 1)) / len(row)
+        for index, component in enumerate(row):
+            x = left + index * (box_width + GAP)
+            yield (
+                f'<rect x="{x:.1f}" y="{top}" width="{box_width:.1f}" height="{ROW}" rx="6" '
+                f'fill="{FILLS[number % 3]}" stroke="{INK}"/>'
+            )
+            center, baseline = x + box_width / 2, top + ROW / 2 + 5
+            yield (
+                f'<text x="{center:.1f}" y="{baseline}" text-anchor="middle" '
+                f'font-size="{_fit_font_size(component, box_width)}">{escape(component)}</text>'
+            )
 
 
-def _size(text: str, width: float) -> float:
+def _fit_font_size(text: str, width: float) -> float:
     """Return the font size at which a text fits, if a letter is 0.6 times as wide as it is high."""
     return round(min(14.0, (width - 8) / (0.6 * len(text))), 1)
 

@@ -6,31 +6,32 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-from tools.bounds import declared, pairs, sibling_requirements
-from tools.compat import TrialRecord, changed_since, read_matrix
+from tools.compat import TrialRecord, list_changed_packages, read_matrix
 from tools.environment import PACKAGES
-from tools.release_checks import declared_version
-from tools.releases import read_records
+from tools.release_checks import read_declared_version
+from tools.release_records import read_records
+from tools.requirements import list_sibling_pairs, read_requirements, sibling_requirements
 
 HEAD = """\
 # Compatibility
 
-Generated from the packages' declarations, `tools/releases.toml`, and the last trials of `nox -s compat` in `tools/matrix.json`. Siblings
-accept each other within a minor version. An engine that was built for another contract than the installed one is refused when it is
-looked up, with both versions and what to install.
+Generated from the packages' declarations, `tools/releases.toml`, and the last trials of
+`nox -s compat` in `tools/matrix.json`. Siblings accept each other within a minor version. An engine
+that was built for another contract than the installed one is refused when it is looked up; the
+error names both versions and what to install.
 """
 
-TRIED = """\
+TRIALS_HEAD = """\
 ## Tried together
 
-`nox -s compat` runs, for every package and each that it requires, the tests of the one that requires: one of the two as it is here, the
-other as it was last released.
+For every package and each sibling that it requires, `nox -s compat` runs the tests of the
+dependent package. One of the two is from this checkout, the other is its last release.
 
-| required | by | passed | when (UTC) | at |
+| required | by | passed | time (UTC) | commit |
 |---|---|---|---|---|"""
 
 
-def compatibility_page(root: Path) -> str:
+def build_compatibility_page(root: Path) -> str:
     """Return the page in Markdown."""
     lines = [
         HEAD,
@@ -41,19 +42,19 @@ def compatibility_page(root: Path) -> str:
         folder = root / "packages" / name
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
         extras = project.get("optional-dependencies", {})
-        torch = _torch(folder, extras)
+        torch = _format_torch(folder, extras)
         siblings = sorted(
             {f"{each.name} {each.specifier}" for each in sibling_requirements(folder)}
         )
         cells = [
             f"temper-{name}",
-            declared_version(folder),
+            read_declared_version(folder),
             project["requires-python"],
             torch,
             "; ".join(siblings) or "none",
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", TRIED, *_trials(root)]
+    lines += ["", TRIALS_HEAD, *_format_trials(root)]
     lines += ["", "## Released", "", "| release | date | commit | withdrawn |", "|---|---|---|---|"]
     lines += [
         f"| temper-{record.package} {record.version} | {record.date} | `{record.commit[:12]}` | "
@@ -63,37 +64,37 @@ def compatibility_page(root: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _torch(folder: Path, extras: Iterable[str]) -> str:
+def _format_torch(folder: Path, extras: Iterable[str]) -> str:
     """Return the torch versions that a package requires, or those of its extras."""
-    required = [str(each.specifier) for each in declared(folder) if each.name == "torch"]
+    required = [str(each.specifier) for each in read_requirements(folder) if each.name == "torch"]
     in_extras = [
         f"{each.specifier} with `[{extra}]`"
         for extra in extras
-        for each in declared(folder, extras=[extra])
+        for each in read_requirements(folder, extras=[extra])
         if each.name == "torch"
     ]
     return ", ".join(required or ["none", *in_extras])
 
 
-def _trials(root: Path) -> list[str]:
+def _format_trials(root: Path) -> list[str]:
     """Return a table row for each pair of packages."""
-    green = {each.pair: each for each in read_matrix(root)}
+    records = {each.pair: each for each in read_matrix(root)}
     rows = []
-    for pair in pairs(root / "packages" / name for name in PACKAGES):
+    for pair in list_sibling_pairs(root / "packages" / name for name in PACKAGES):
         dependency, dependent = pair.split(":")
-        found = green.get(pair)
+        record = records.get(pair)
         cells = (
-            ["no trial is kept", "", ""]
-            if found is None
-            else ["; ".join(found.passed), found.at[:16], _where(root, found)]
+            ["no trial is recorded", "", ""]
+            if record is None
+            else ["; ".join(record.passed), record.at[:16], _format_commit(root, record)]
         )
         rows.append("| " + " | ".join([dependency, dependent, *cells]) + " |")
     return rows
 
 
-def _where(root: Path, green: TrialRecord) -> str:
+def _format_commit(root: Path, record: TrialRecord) -> str:
     """Return the commit of a trial and what has changed since; a release needs a new trial then."""
-    changed = changed_since(root, green)
-    return f"`{green.commit[:7]}`" + (
+    changed = list_changed_packages(root, record)
+    return f"`{record.commit[:7]}`" + (
         f"; since then changed: {', '.join(changed)}" if changed else ""
     )

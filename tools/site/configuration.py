@@ -136,29 +136,32 @@ NO_UNIT = frozenset(
 HEAD = """\
 # Configuration
 
-Every key of `temper-train`, as its dataclass declares it: this page is generated. `{name}` stands for a name that you choose. A block
-that appears in several places is listed where it appears first. What `temper-train --help` prints is the same list.
+Every key of `temper-train`, generated from the dataclasses that declare them. `{name}` stands for a
+name that you choose. A block that appears in several places is listed where it appears first.
+`temper-train --help` prints the same list.
 """
 
 
-def configuration_page() -> str:
+def build_configuration_page() -> str:
     """Return the page in Markdown, with the engines' own keys at the end."""
     parts = [
         HEAD.replace("{name}", ANY_NAME),
-        *_block("", TrainerConfig, engine_class=EngineConfig, seen={}),
+        *_iterate_block_lines("", TrainerConfig, engine_class=EngineConfig, seen={}),
     ]
     for name in ("fsdp", "megatron"):
         cls = load_engine_config_class(name)
         known = {entry.name for entry in iterate_entries(EngineConfig, engine_class=EngineConfig)}
-        own = [entry for entry in iterate_entries(cls, engine_class=cls) if entry.name not in known]
+        extra_entries = [
+            entry for entry in iterate_entries(cls, engine_class=cls) if entry.name not in known
+        ]
         parts += [
             f"\n## With `model_engine={name}`, under every `engine` block\n",
-            *_table("", own, read_field_docstrings(cls)),
+            *_iterate_table_lines("", extra_entries, read_field_docstrings(cls)),
         ]
     return "\n".join(parts) + "\n"
 
 
-def _block(
+def _iterate_block_lines(
     prefix: str, cls: type, *, engine_class: type[EngineConfig], seen: dict[type, str]
 ) -> Iterator[str]:
     """Yield the heading and table of a block, then those of its nested blocks."""
@@ -167,20 +170,23 @@ def _block(
     leaves = [entry for entry in entries if entry.block is None and entry.item is None]
     if leaves:
         yield f"\n## `{prefix}*`\n" if prefix else "\n## At the top\n"
-        yield from _table(prefix, leaves, meanings)
+        yield from _iterate_table_lines(prefix, leaves, meanings)
     for entry in entries:
-        below = entry.block or entry.item
-        if below is None:
+        nested = entry.block or entry.item
+        if nested is None:
             continue
         inner = f"{prefix}{entry.name}." + (f"{ANY_NAME}." if entry.item is not None else "")
-        if below in seen:
-            yield f"\n## `{inner}*`\n\n{meanings.get(entry.name, '')} The same keys as `{seen[below]}*`."
+        if nested in seen:
+            meaning = meanings.get(entry.name, "")
+            yield f"\n## `{inner}*`\n\n{meaning} The same keys as `{seen[nested]}*`."
             continue
-        seen[below] = inner
-        yield from _block(inner, below, engine_class=engine_class, seen=seen)
+        seen[nested] = inner
+        yield from _iterate_block_lines(inner, nested, engine_class=engine_class, seen=seen)
 
 
-def _table(prefix: str, entries: list[Entry], meanings: dict[str, str]) -> Iterator[str]:
+def _iterate_table_lines(
+    prefix: str, entries: list[Entry], meanings: dict[str, str]
+) -> Iterator[str]:
     yield "| key | type | default | unit | meaning |\n|---|---|---|---|---|"
     for entry in entries:
         default = f"`{format_value(entry.default)}`" if entry.has_default else "must be set"
@@ -189,13 +195,13 @@ def _table(prefix: str, entries: list[Entry], meanings: dict[str, str]) -> Itera
             f"`{prefix}{entry.name}`",
             kind,
             default,
-            _unit(entry.name) if "number" in kind else "",
+            _find_unit(entry.name) if "number" in kind else "",
             meanings.get(entry.name, ""),
         ]
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _unit(name: str) -> str:
+def _find_unit(name: str) -> str:
     """Return the unit of a number, or an empty string for an unknown key."""
-    fitting = [end for end in UNITS if name == end or (end.startswith("_") and name.endswith(end))]
-    return UNITS[max(fitting, key=len)] if fitting else "none" if name in NO_UNIT else ""
+    matching = [end for end in UNITS if name == end or (end.startswith("_") and name.endswith(end))]
+    return UNITS[max(matching, key=len)] if matching else "none" if name in NO_UNIT else ""

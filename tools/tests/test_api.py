@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tools.api import LOCK, api, breaks, complaints, main, write_lock
-from tools.release_checks import check_notice
-from tools.releases import Record, ReleaseError, git, write_records
+from tools.api import (
+    LOCK,
+    find_breaking_changes,
+    find_broken_promises,
+    list_public_names,
+    main,
+    write_lock,
+)
+from tools.release_checks import check_deprecation_period
+from tools.release_records import ReleaseError, ReleaseRecord, git, write_records
 
 BEFORE = """
 from abc import ABC, abstractmethod
@@ -59,7 +66,7 @@ def _change(package: Path, old: str, new: str) -> None:
 
 
 def test_public_names_are_locked_with_their_signatures(package: Path) -> None:
-    assert api(package) == [
+    assert list_public_names(package) == [
         "temper_example.Engine.run(plan): Plan, positional or keyword 0, required",
         "temper_example.Engine.run: function -> int, required",
         "temper_example.Engine: class(ABC)",
@@ -110,29 +117,31 @@ def test_public_names_are_locked_with_their_signatures(package: Path) -> None:
         ("LIMIT = 3", "_LIMIT = 3", "LIMIT is gone"),
     ],
 )
-def test_what_breaks_a_user_is_found(package: Path, old: str, new: str, sentence: str) -> None:
+def test_breaking_changes_are_found(package: Path, old: str, new: str, sentence: str) -> None:
     _change(package, old, new)
-    assert list(breaks((package / LOCK).read_text().splitlines(), api(package)).values()) == [
-        f"temper_example.{sentence}"
-    ]
+    assert list(
+        find_breaking_changes(
+            (package / LOCK).read_text().splitlines(), list_public_names(package)
+        ).values()
+    ) == [f"temper_example.{sentence}"]
 
 
-def test_a_module_that_is_imported_is_locked_where_it_lies(package: Path) -> None:
-    (package / "src" / "temper_example" / "room.py").write_text(
+def test_imported_module_is_locked_only_where_it_is_defined(package: Path) -> None:
+    (package / "src" / "temper_example" / "sizes.py").write_text(
         "import temper_example\nfrom temper_example import other\nSIZE = 1\n"
     )
     (package / "src" / "temper_example" / "other.py").write_text("WIDTH = 1\n")
-    assert [line for line in api(package) if "room" in line or "other" in line] == [
+    assert [line for line in list_public_names(package) if "sizes" in line or "other" in line] == [
         "temper_example.other.WIDTH: value",
-        "temper_example.room.SIZE: value",
+        "temper_example.sizes.SIZE: value",
     ]
 
 
-def test_a_class_that_is_gone_is_told_once(package: Path) -> None:
+def test_removed_class_is_reported_once(package: Path) -> None:
     _change(package, "class Engine(ABC):", "class _Engine(ABC):")
-    assert list(breaks((package / LOCK).read_text().splitlines(), api(package))) == [
-        "temper_example.Engine"
-    ]
+    assert list(
+        find_breaking_changes((package / LOCK).read_text().splitlines(), list_public_names(package))
+    ) == ["temper_example.Engine"]
 
 
 @pytest.mark.parametrize(
@@ -147,17 +156,17 @@ def test_a_class_that_is_gone_is_told_once(package: Path) -> None:
         ),
     ],
 )
-def test_what_is_only_added_breaks_nobody(package: Path, old: str, new: str) -> None:
+def test_additions_break_no_promise(package: Path, old: str, new: str) -> None:
     _change(package, old, new)
-    assert complaints(package) == []
+    assert find_broken_promises(package) == []
 
 
-def test_a_fragment_that_names_it_makes_it_a_promise_kept(package: Path) -> None:
+def test_changelog_fragment_that_names_a_change_permits_it(package: Path) -> None:
     _change(package, "cap: int,", "cap: float,")
     (package / "changes" / "cap.changed.md").write_text("There is a cap on what `plan` takes.\n")
-    assert len(complaints(package)) == 1
+    assert len(find_broken_promises(package)) == 1
     (package / "changes" / "cap.changed.md").write_text("`cap` of `plan` may have a fraction.\n")
-    assert complaints(package) == []
+    assert find_broken_promises(package) == []
 
 
 def _release(package: Path) -> None:
@@ -167,31 +176,33 @@ def _release(package: Path) -> None:
     git(root, "add", "--all")
     tree = git(root, "write-tree", "--prefix=packages/example/").strip()
     (root / "tools").mkdir()
-    write_records(root, [Record(package="example", version="0.1.0", date="2020-01-01", tree=tree)])
+    write_records(
+        root, [ReleaseRecord(package="example", version="0.1.0", date="2020-01-01", tree=tree)]
+    )
 
 
-def test_a_promise_is_not_taken_back_by_editing_the_lock(package: Path) -> None:
+def test_editing_the_lock_does_not_revoke_a_promise(package: Path) -> None:
     _release(package)
     _change(package, "cap: int,", "cap: float,")
     write_lock(package)
-    (sentence,) = complaints(package)
+    (sentence,) = find_broken_promises(package)
     assert (
-        "temper_example.plan(cap) was 'int, keyword-only, required' and is 'float, keyword-only, required'"
-        in sentence
-    )
+        "temper_example.plan(cap) was 'int, keyword-only, required' "
+        "and is 'float, keyword-only, required'"
+    ) in sentence
     (package / LOCK).unlink()
-    assert complaints(package) == [sentence]
+    assert find_broken_promises(package) == [sentence]
     (package / "changes" / "cap.changed.md").write_text("`cap` of `plan` may have a fraction.\n")
-    assert complaints(package) == []
+    assert find_broken_promises(package) == []
 
 
-def test_what_was_added_since_the_release_and_locked_is_promised_too(package: Path) -> None:
+def test_names_locked_after_the_release_are_promised_too(package: Path) -> None:
     _release(package)
     _change(package, "LIMIT = 3", "LIMIT = 3\nWIDTH = 1")
     write_lock(package)
-    assert complaints(package) == []
+    assert find_broken_promises(package) == []
     _change(package, "LIMIT = 3", "LIMIT = 3\nHEIGHT = 1")
-    assert "temper_example.WIDTH is gone" in complaints(package)[0]
+    assert "temper_example.WIDTH is gone" in find_broken_promises(package)[0]
 
 
 def _deprecate(package: Path, what: str, *, since: str, removed_in: str) -> None:
@@ -202,16 +213,20 @@ def _deprecate(package: Path, what: str, *, since: str, removed_in: str) -> None
     module.unlink()
 
 
-def test_a_name_goes_only_after_a_release_has_deprecated_it(package: Path) -> None:
+def test_removal_needs_a_deprecation_in_a_release(package: Path) -> None:
     _change(package, "LIMIT = 3", "")
     (package / "changes" / "limit.changed.md").write_text("`LIMIT` is gone.\n")
-    assert complaints(package) == [
-        "example: temper_example.LIMIT is gone. Bring it back, or tell users: name it, in backticks, in example/changes/<slug>.removed.md"
+    assert find_broken_promises(package) == [
+        (
+            "example: temper_example.LIMIT is gone. Restore it, or announce the change: "
+            "name it in backticks in example/changes/<slug>.removed.md"
+        )
     ]
     (package / "changes" / "limit.removed.md").write_text("`LIMIT` is gone.\n")
-    (told,) = complaints(package)
-    assert told.startswith(
-        "example: temper_example.LIMIT is gone, and no release has deprecated it: bring it back and deprecate it"
+    (sentence,) = find_broken_promises(package)
+    assert sentence.startswith(
+        "example: temper_example.LIMIT is gone, and no release has deprecated it. "
+        "Restore it and deprecate it"
     )
 
 
@@ -223,13 +238,13 @@ def test_a_name_goes_only_after_a_release_has_deprecated_it(package: Path) -> No
         ("    limit: int = 2", "", "temper_example.Plan"),
     ],
 )
-def test_a_name_that_was_deprecated_may_go(package: Path, old: str, new: str, what: str) -> None:
+def test_deprecated_name_may_be_removed(package: Path, old: str, new: str, what: str) -> None:
     (package / "src" / "temper_example" / "__init__.py").write_text(BEFORE)
     _deprecate(package, what, since="0.1", removed_in="0.3")
-    assert complaints(package) == []
+    assert find_broken_promises(package) == []
     _change(package, old, new)
     (package / "changes" / "gone.removed.md").write_text("`LIMIT`, `cap` and `limit` are gone.\n")
-    assert complaints(package) == []
+    assert find_broken_promises(package) == []
 
 
 @pytest.mark.parametrize(
@@ -237,29 +252,40 @@ def test_a_name_that_was_deprecated_may_go(package: Path, old: str, new: str, wh
     [
         (("0.1.0", "0.2.0"), "0.3.0", ""),
         (("0.1.0", "0.2.0"), "0.2.1", "promised until 0.3"),
-        (("0.1.0", "0.1.1"), "0.3.0", "released with the warning: 1, and 2 must be"),
-        (("0.0.9", "0.1.0"), "0.3.0", "released with the warning: 1, and 2 must be"),
+        (
+            ("0.1.0", "0.1.1"),
+            "0.3.0",
+            "1 minor versions were released with the warning, and 2 must be",
+        ),
+        (
+            ("0.0.9", "0.1.0"),
+            "0.3.0",
+            "1 minor versions were released with the warning, and 2 must be",
+        ),
     ],
 )
-def test_it_goes_after_two_minor_versions_and_not_before(
+def test_deprecated_name_is_removed_after_two_minor_versions_at_the_earliest(
     package: Path, released: tuple[str, ...], version: str, sentence: str
 ) -> None:
     root = package.parent.parent
     (root / "tools").mkdir()
     write_records(
         root,
-        [Record(package="example", version=each, date="2026-01-01", tree="") for each in released],
+        [
+            ReleaseRecord(package="example", version=each, date="2026-01-01", tree="")
+            for each in released
+        ],
     )
     _deprecate(package, "temper_example.LIMIT", since="0.1", removed_in="0.3")
     _change(package, "LIMIT = 3", "")
     if not sentence:
-        check_notice(root, "example", version)
+        check_deprecation_period(root, "example", version)
         return
     with pytest.raises(ReleaseError, match=sentence):
-        check_notice(root, "example", version)
+        check_deprecation_period(root, "example", version)
 
 
-def test_an_update_refuses_what_breaks_in_silence_and_takes_what_is_added(
+def test_update_refuses_unannounced_breaks_and_accepts_additions(
     package: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = package.parent.parent
@@ -267,7 +293,8 @@ def test_an_update_refuses_what_breaks_in_silence_and_takes_what_is_added(
     _change(package, "cap: int,", "")
     assert main(["--update", "example"], root=root) == 1
     assert (
-        "temper_example.plan(cap) is gone. Bring it back, or tell users" in capsys.readouterr().out
+        "temper_example.plan(cap) is gone. Restore it, or announce the change"
+        in capsys.readouterr().out
     )
     assert (package / LOCK).read_text() == before
     _change(package, "cap: int,", "cap: int, seed: int = 0,")

@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.bench_loops import LOOPS, overrides_of, sampler_settings
+from bench.bench_loops import LOOPS, list_overrides, sampler_settings
+from bench.bench_megatron_checkpoint import prepare_sources
+from bench.bench_weight_sync import Actor, measure_channel_deltas
 from temper_trainer.__main__ import main
 
 PROGRAMS = sorted((Path(__file__).resolve().parents[2] / "bench").glob("bench_*.py"))
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
-def test_every_program_runs_without_an_argument_as_the_session_calls_it(program: Path) -> None:
+def test_every_benchmark_runs_without_arguments(program: Path) -> None:
     calls = [
         node for node in ast.walk(ast.parse(program.read_text())) if isinstance(node, ast.Call)
     ]
@@ -32,18 +34,32 @@ def test_every_program_runs_without_an_argument_as_the_session_calls_it(program:
 
 @pytest.mark.parametrize("settings", LOOPS.values(), ids=LOOPS.keys())
 @pytest.mark.parametrize("rollout_python", [None, "rollout-env/bin/python"])
-def test_each_loop_of_the_bench_of_loops_is_a_run(
+def test_each_configuration_of_bench_loops_is_valid(
     settings: tuple[str, ...],
     rollout_python: str | None,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked = overrides_of(
+    overrides = list_overrides(
         [*sampler_settings(rollout_python), *settings], steps=12, folder=tmp_path / "loop_0"
     )
-    code = main([*asked, "--check"])
-    said = capsys.readouterr()
-    assert code == 0, said.err
-    assert "rollout[0]: rollout on 1 CPU" in said.out, (
-        "the sampler must have a core of its own to run ahead on"
+    code = main([*overrides, "--check"])
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    assert "rollout[0]: rollout on 1 CPU" in output.out, (
+        "the sampler needs its own core to sample ahead"
     )
+
+
+def test_megatron_checkpoint_bench_measures_only_this_checkout_by_default(tmp_path: Path) -> None:
+    sources = prepare_sources(None, folder=tmp_path)
+    assert list(sources) == ["now"]
+    assert (sources["now"] / "temper_engine_megatron" / "engine.py").is_file()
+
+
+def test_weight_sync_bench_sends_full_weights_and_deltas_over_gloo() -> None:
+    full, delta = measure_channel_deltas(Actor("tiny"), [1e-5], repeats=1).values()
+    assert full.fraction == 1.0
+    # An update by 1e-5 rounds to the same bf16 value in many of the elements.
+    assert 0.2 < delta.fraction < 0.9
+    assert 0 < delta.num_bytes < full.num_bytes

@@ -12,23 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from tools.api import complaints, write_lock
-from tools.bounds import sibling_requirements
+from tools.api import find_broken_promises, write_lock
 from tools.compat import (
     MATRIX,
     RECORDS,
     Trial,
     find_missing_trials,
-    keep_records,
+    list_trials,
     pytest_arguments,
     read_matrix,
     record_passed,
     start_trials,
-    trials,
     unpack_trial,
+    update_matrix,
 )
-from tools.releases import ReleaseError, Source, git, has_object, published
-from tools.site.compatibility import compatibility_page
+from tools.release_records import ReleaseError, ReleaseSource, git, has_object, list_published
+from tools.requirements import sibling_requirements
+from tools.site.compatibility import build_compatibility_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIR = "engine-api:engine-fsdp"
@@ -40,7 +40,8 @@ ARGUMENT = (
 )
 
 SMALLEST = {
-    "trainer": "batching/test_step_plan.py::test_denominators_are_counted_over_the_mini_batch_after_masking",
+    "trainer": "batching/test_step_plan.py"
+    "::test_denominators_are_counted_over_the_mini_batch_after_masking",
     "engine-fsdp": "test_engine.py::test_the_training_loop_of_the_rfc_lowers_the_loss",
 }
 """The smallest test of each dependent package that calls the contract.
@@ -51,45 +52,48 @@ The engines' tests are nightly, because importing an engine takes ten seconds.
 SIBLINGS = ["trainer", pytest.param("engine-fsdp", marks=pytest.mark.nightly)]
 
 
-def _trial(dependent: str) -> Trial:
+def _find_trial(dependent: str) -> Trial:
     """Return a trial of this checkout's engine-api with the last release of a sibling."""
     try:
         found = [
             each
-            for each in trials(ROOT, f"engine-api:{dependent}")
+            for each in list_trials(ROOT, f"engine-api:{dependent}")
             if each.released.package == dependent
         ]
-    except ReleaseError as trouble:
-        pytest.skip(f"a clone with its whole history runs this: {trouble}")
+    except ReleaseError as error:
+        pytest.skip(f"a clone with its full history runs this: {error}")
     if not found:
         pytest.skip(
-            f"the last release of {dependent} is for an earlier contract than the one that is here; the next one runs this"
+            f"the last release of {dependent} is for an earlier contract than this one; "
+            "the next release runs this"
         )
     return found[0]
 
 
-def _lowest(dependent: str) -> Trial:
+def _make_lowest_trial(dependent: str) -> Trial:
     """Return a trial of this checkout's sibling with the first engine-api within its bounds."""
     bounds = [
         each.specifier
         for each in sibling_requirements(ROOT / "packages" / dependent)
         if each.name == "temper-engine-api"
     ]
-    records = published(ROOT, "engine-api")
+    records = list_published(ROOT, "engine-api")
     first = next(
         (each for each in records if all(each.version in each_bound for each_bound in bounds)), None
     )
     if first is None:
         pytest.skip(
-            f"{dependent} asks for a later engine-api than the last release: the next one runs this"
+            f"{dependent} requires a later engine-api than the last release: "
+            "the next release runs this"
         )
     if first == records[-1]:
         pytest.skip(
-            f"{dependent} accepts no earlier engine-api than the last one, with which nox -s compat tries it"
+            f"{dependent} accepts no engine-api before the last release, "
+            "with which nox -s compat tests it"
         )
     if not has_object(ROOT, first.commit):
-        pytest.skip("a clone with its whole history runs this")
-    source = Source(
+        pytest.skip("a clone with its full history runs this")
+    source = ReleaseSource(
         package="engine-api", version=first.version, treeish=first.tree, commit=first.commit
     )
     return Trial(dependency="engine-api", dependent=dependent, released=source, tree=first.tree)
@@ -137,37 +141,36 @@ def _run(
 
 
 @pytest.mark.parametrize("dependent", SIBLINGS)
-def test_the_last_release_of_a_sibling_runs_on_this_contract(
-    dependent: str, tmp_path: Path
-) -> None:
-    done = _run(tmp_path, _trial(dependent))
+def test_last_release_of_a_sibling_runs_with_this_contract(dependent: str, tmp_path: Path) -> None:
+    done = _run(tmp_path, _find_trial(dependent))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
 
 
 @pytest.mark.parametrize("dependent", SIBLINGS)
-def test_this_checkout_runs_on_the_first_contract_that_its_bounds_let_in(
+def test_this_checkout_runs_with_the_lowest_contract_within_its_bounds(
     dependent: str, tmp_path: Path
 ) -> None:
-    trial = _lowest(dependent)
+    trial = _make_lowest_trial(dependent)
     done = _run(tmp_path, trial)
     assert done.returncode == 0, (
-        f"{trial.name}: raise the bound in {dependent}/pyproject.toml, or mend\n{done.stdout}{done.stderr}"
+        f"{trial.name}: raise the bound in {dependent}/pyproject.toml, or fix this\n"
+        f"{done.stdout}{done.stderr}"
     )
     assert "1 passed" in done.stdout
 
 
 @pytest.mark.slow
-def test_engines_of_this_checkout_can_be_imported_beside_the_released_contract(
+def test_engines_of_this_checkout_can_be_imported_with_the_released_contract(
     tmp_path: Path,
 ) -> None:
     try:
-        found = [each for each in trials(ROOT, PAIR) if each.released.package == "engine-api"]
-    except ReleaseError as trouble:
-        pytest.skip(f"a clone with its whole history runs this: {trouble}")
+        found = [each for each in list_trials(ROOT, PAIR) if each.released.package == "engine-api"]
+    except ReleaseError as error:
+        pytest.skip(f"a clone with its full history runs this: {error}")
     if not found:
         pytest.skip(
-            "the engine asks for a later contract than the last release: the next one runs this"
+            "the engine requires a later contract than the last release: the next release runs this"
         )
     files = unpack_trial(ROOT, found[0], tmp_path)
     path = os.pathsep.join(str(each / "src") for each in files.sources.values())
@@ -187,34 +190,32 @@ for adapter in (of_fsdp, of_megatron):
 
 
 @pytest.mark.parametrize("dependent", SIBLINGS)
-def test_an_argument_that_must_now_be_given_turns_compat_red(
-    dependent: str, tmp_path: Path
-) -> None:
-    done = _run(tmp_path, _trial(dependent), engine_api=_broken_copy(tmp_path, ARGUMENT))
+def test_new_required_argument_fails_compat(dependent: str, tmp_path: Path) -> None:
+    done = _run(tmp_path, _find_trial(dependent), engine_api=_broken_copy(tmp_path, ARGUMENT))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "from_sequences() missing 1 required keyword-only argument: 'sample_ids'" in done.stdout
 
 
 @pytest.mark.nightly
-def test_a_renamed_method_turns_compat_red(tmp_path: Path) -> None:
-    done = _run(tmp_path, _trial("engine-fsdp"), engine_api=_broken_copy(tmp_path, METHOD))
+def test_renamed_method_fails_compat(tmp_path: Path) -> None:
+    done = _run(tmp_path, _find_trial("engine-fsdp"), engine_api=_broken_copy(tmp_path, METHOD))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "has no attribute 'init_model'" in done.stdout
 
 
-def test_both_break_the_lock_on_public_names(tmp_path: Path) -> None:
-    told = "\n".join(complaints(_broken_copy(tmp_path, METHOD, ARGUMENT)))
-    assert "BaseEngine.init_model is gone" in told
-    assert re.search(r"from_sequences\(sample_ids\) was '.*= None' and is '.*required'", told)
+def test_renamed_method_and_new_required_argument_break_the_lock(tmp_path: Path) -> None:
+    messages = "\n".join(find_broken_promises(_broken_copy(tmp_path, METHOD, ARGUMENT)))
+    assert "BaseEngine.init_model is gone" in messages
+    assert re.search(r"from_sequences\(sample_ids\) was '.*= None' and is '.*required'", messages)
 
 
-def test_the_next_contract_refuses_the_last_release_of_an_engine(tmp_path: Path) -> None:
+def test_next_contract_refuses_the_last_release_of_an_engine(tmp_path: Path) -> None:
     copy = _broken_copy(tmp_path)
     declared = (copy / "pyproject.toml").read_text()
     (copy / "pyproject.toml").write_text(
         re.sub(r'(?m)^version = ".*"$', 'version = "0.99.0"', declared)
     )
-    released = unpack_trial(ROOT, _trial("engine-fsdp"), tmp_path / "released").sources[
+    released = unpack_trial(ROOT, _find_trial("engine-fsdp"), tmp_path / "released").sources[
         "engine-fsdp"
     ]
     wheels = tmp_path / "wheels"
@@ -244,12 +245,10 @@ def test_the_next_contract_refuses_the_last_release_of_an_engine(tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def trial() -> Trial:
-    return _trial("engine-fsdp")
+    return _find_trial("engine-fsdp")
 
 
-def test_a_trial_runs_the_tests_of_the_package_that_depends_on_the_other(
-    trial: Trial, tmp_path: Path
-) -> None:
+def test_trial_runs_the_tests_of_the_dependent_package(trial: Trial, tmp_path: Path) -> None:
     files = unpack_trial(ROOT, trial, tmp_path)
     assert files.tests == files.root / "packages" / "engine-fsdp" / "tests"
     assert files.sources["engine-fsdp"] == files.root / "packages" / "engine-fsdp"
@@ -266,9 +265,9 @@ def clone(trial: Trial, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("trial")
-def test_the_other_way_round_runs_the_tests_of_this_checkout(tmp_path: Path) -> None:
-    (there,) = (each for each in trials(ROOT, PAIR) if each.released.package == "engine-api")
-    files = unpack_trial(ROOT, there, tmp_path / "released")
+def test_trial_with_a_released_dependency_runs_the_tests_of_this_checkout(tmp_path: Path) -> None:
+    (trial,) = (each for each in list_trials(ROOT, PAIR) if each.released.package == "engine-api")
+    files = unpack_trial(ROOT, trial, tmp_path / "released")
     assert files.tests == ROOT / "packages" / "engine-fsdp" / "tests"
     assert files.sources["engine-api"].is_relative_to(tmp_path)
     assert set(files.sources) == {
@@ -276,115 +275,116 @@ def test_the_other_way_round_runs_the_tests_of_this_checkout(tmp_path: Path) -> 
     }
 
 
-def test_what_pip_would_never_install_together_is_not_tried(trial: Trial) -> None:
-    later = trials(ROOT, PAIR, declared={"engine-api": "0.99.0"})
+def test_versions_that_pip_cannot_install_together_are_not_tried(trial: Trial) -> None:
+    later = list_trials(ROOT, PAIR, declared={"engine-api": "0.99.0"})
     assert trial.name not in {each.name for each in later}
 
 
-def test_without_a_green_record_a_sentence_says_what_to_run(clone: Path) -> None:
-    record_passed(clone, PAIR, trials(clone, PAIR))
+def test_missing_record_is_reported_with_the_command_to_run(clone: Path) -> None:
+    record_passed(clone, PAIR, list_trials(clone, PAIR))
     start_trials(clone, PAIR)
-    (sentence,) = _about(clone)
+    (sentence,) = _find_missing_trials_of_pair(clone)
     assert re.fullmatch(
-        r"engine-api with engine-fsdp \S+ \(\w{12}\) and engine-fsdp with engine-api \S+ \(\w{12}\): no green run is recorded\. "
+        r"engine-api with engine-fsdp \S+ \(\w{12}\) "
+        r"and engine-fsdp with engine-api \S+ \(\w{12}\): no passed run is recorded\. "
         r"Run nox -s \"compat\(pair='engine-api:engine-fsdp'\)\"",
         sentence,
     )
 
 
-def test_a_green_record_holds_for_the_contents_that_it_names(clone: Path) -> None:
-    assert record_passed(clone, PAIR, trials(clone, PAIR)).parent == clone / RECORDS
-    assert _about(clone) == []
+def test_record_is_valid_only_for_the_contents_it_names(clone: Path) -> None:
+    assert record_passed(clone, PAIR, list_trials(clone, PAIR)).parent == clone / RECORDS
+    assert _find_missing_trials_of_pair(clone) == []
     (clone / "packages/engine-fsdp/README.md").write_text("Other words.\n")
-    assert _about(clone) == []
+    assert _find_missing_trials_of_pair(clone) == []
     (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").touch()
-    (sentence,) = _about(clone)
-    assert ": engine-fsdp changed since the green run of 20" in sentence
+    (sentence,) = _find_missing_trials_of_pair(clone)
+    assert ": engine-fsdp changed since the run that passed at 20" in sentence
     (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").unlink()
-    assert _about(clone) == []
+    assert _find_missing_trials_of_pair(clone) == []
 
 
-def test_one_way_round_is_not_both(clone: Path) -> None:
-    record_passed(clone, PAIR, trials(clone, PAIR)[:1])
-    (sentence,) = _about(clone)
+def test_both_directions_of_a_pair_must_pass(clone: Path) -> None:
+    record_passed(clone, PAIR, list_trials(clone, PAIR)[:1])
+    (sentence,) = _find_missing_trials_of_pair(clone)
     assert sentence.startswith("engine-fsdp with engine-api ")
 
 
-def test_a_trial_that_is_kept_stands_in_the_table_of_the_site(clone: Path) -> None:
-    others = {green.pair: green for green in read_matrix(clone)}
-    record_passed(clone, PAIR, trials(clone, PAIR))
-    assert keep_records(clone) == [PAIR]
-    kept = {green.pair: green for green in read_matrix(clone)}
-    assert kept == others | {PAIR: kept[PAIR]}
-    assert kept[PAIR].commit.startswith(git(clone, "rev-parse", "HEAD").strip())
+def test_committed_record_is_shown_on_the_site(clone: Path) -> None:
+    records_before = {record.pair: record for record in read_matrix(clone)}
+    record_passed(clone, PAIR, list_trials(clone, PAIR))
+    assert update_matrix(clone) == [PAIR]
+    records = {record.pair: record for record in read_matrix(clone)}
+    assert records == records_before | {PAIR: records[PAIR]}
+    assert records[PAIR].commit.startswith(git(clone, "rev-parse", "HEAD").strip())
     (row,) = (
         line
-        for line in compatibility_page(clone).splitlines()
+        for line in build_compatibility_page(clone).splitlines()
         if line.startswith("| engine-api | engine-fsdp |")
     )
-    assert all(trial.name in row for trial in trials(clone, PAIR))
-    assert row.endswith(f"`{kept[PAIR].commit[:7]}` |")
+    assert all(trial.name in row for trial in list_trials(clone, PAIR))
+    assert row.endswith(f"`{records[PAIR].commit[:7]}` |")
 
 
-def test_the_table_of_the_site_says_what_changed_since_a_trial(clone: Path) -> None:
-    record_passed(clone, PAIR, trials(clone, PAIR))
-    keep_records(clone)
+def test_site_lists_the_packages_changed_since_a_trial(clone: Path) -> None:
+    record_passed(clone, PAIR, list_trials(clone, PAIR))
+    update_matrix(clone)
     (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").touch()
     (row,) = (
         line
-        for line in compatibility_page(clone).splitlines()
+        for line in build_compatibility_page(clone).splitlines()
         if line.startswith("| engine-api | engine-fsdp |")
     )
     assert row.endswith("; since then changed: engine-fsdp |")
     (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").unlink()
 
 
-def test_a_kept_trial_serves_a_clone_that_ran_none(clone: Path) -> None:
-    record_passed(clone, PAIR, trials(clone, PAIR)).rename(clone / "elsewhere.json")
+def test_committed_record_is_valid_in_another_clone(clone: Path) -> None:
+    record_passed(clone, PAIR, list_trials(clone, PAIR)).rename(clone / "elsewhere.json")
     (clone / MATRIX).write_text(f"[{(clone / 'elsewhere.json').read_text()}]")
-    assert _about(clone) == []
+    assert _find_missing_trials_of_pair(clone) == []
     (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").touch()
-    (sentence,) = _about(clone)
-    assert ": engine-fsdp changed since the green run of 20" in sentence
+    (sentence,) = _find_missing_trials_of_pair(clone)
+    assert ": engine-fsdp changed since the run that passed at 20" in sentence
     (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").unlink()
 
 
-def test_a_trial_that_is_tried_again_and_fails_counts_no_more_although_it_was_kept(
+def test_failed_repetition_invalidates_a_committed_record(
     clone: Path,
 ) -> None:
-    record_passed(clone, PAIR, trials(clone, PAIR))
-    keep_records(clone)
+    record_passed(clone, PAIR, list_trials(clone, PAIR))
+    update_matrix(clone)
     start_trials(clone, PAIR)  # like nox before it runs the tests
-    (sentence,) = _about(clone)
-    assert "no green run is recorded" in sentence
-    assert keep_records(clone) == []
+    (sentence,) = _find_missing_trials_of_pair(clone)
+    assert "no passed run is recorded" in sentence
+    assert update_matrix(clone) == []
 
 
-def test_an_edit_during_a_trial_leaves_no_green_record(clone: Path) -> None:
+def test_edit_during_a_trial_prevents_a_record(clone: Path) -> None:
     start_trials(clone, PAIR)
     (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").touch()
     with pytest.raises(
-        ReleaseError, match="engine-fsdp changed while engine-api:engine-fsdp was being tried"
+        ReleaseError, match="engine-fsdp changed while the trials of engine-api:engine-fsdp ran"
     ):
-        record_passed(clone, PAIR, trials(clone, PAIR))
+        record_passed(clone, PAIR, list_trials(clone, PAIR))
     (clone / "packages/engine-fsdp/src/temper_engine_fsdp/more.py").unlink()
-    (sentence,) = _about(clone)
-    assert "no green run is recorded" in sentence
-    record_passed(clone, PAIR, trials(clone, PAIR))
-    assert _about(clone) == []
+    (sentence,) = _find_missing_trials_of_pair(clone)
+    assert "no passed run is recorded" in sentence
+    record_passed(clone, PAIR, list_trials(clone, PAIR))
+    assert _find_missing_trials_of_pair(clone) == []
 
 
-def test_a_record_that_somebody_wrote_by_hand_is_refused(clone: Path) -> None:
-    record_passed(clone, PAIR, trials(clone, PAIR)).write_text(
+def test_malformed_record_is_refused(clone: Path) -> None:
+    record_passed(clone, PAIR, list_trials(clone, PAIR)).write_text(
         '{"pair": "engine-api:engine-fsdp", "green": true}'
     )
     with pytest.raises(
-        ReleaseError, match=r"engine-api\+engine-fsdp\.json is no record of nox -s compat"
+        ReleaseError, match=r"engine-api\+engine-fsdp\.json was not written by nox -s compat"
     ):
         find_missing_trials(clone, "engine-api", "0.1.9")
 
 
-def _about(root: Path) -> list[str]:
+def _find_missing_trials_of_pair(root: Path) -> list[str]:
     """Return the untried trials of `PAIR` before the next patch release of engine-api."""
     return [
         sentence

@@ -26,7 +26,7 @@ def test_each_group_runs_once_and_each_rank_has_its_own_gpu() -> None:
     assert "cuda" in parts[0].command(Path("f.json"), ())
 
 
-def test_a_layout_of_more_ranks_than_gpus_is_refused_in_a_sentence(
+def test_layout_with_more_ranks_than_gpus_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -46,8 +46,8 @@ def test_a_layout_of_more_ranks_than_gpus_is_refused_in_a_sentence(
     assert "4-ranks need more than 2 GPUs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_parts_of_a_layout_are_one_run_in_the_report(tmp_path: Path, is_whole: bool) -> None:
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_parts_of_a_layout_are_one_run_in_the_report(tmp_path: Path, is_complete: bool) -> None:
     (run,) = [run for run in list_runs("fsdp") if run.layout.name == "1-rank"]
     parts = [replace(run, groups=group) for group in ("gradient", "update")]
     for part in parts:
@@ -59,13 +59,13 @@ def test_parts_of_a_layout_are_one_run_in_the_report(tmp_path: Path, is_whole: b
         )
         (tmp_path / f"{part.name}.json").write_text(to_json(done))
     finished = [part.name for part in parts]
-    (path,) = merge_parts(tmp_path, parts, finished=finished if is_whole else finished[:1])
+    (path,) = merge_parts(tmp_path, parts, finished=finished if is_complete else finished[:1])
     joined = from_json(path.read_text())
     assert [result.test for result in joined.results] == ["test_gradient", "test_update"]
-    assert (joined.num_deselected == 0) is is_whole
+    assert (joined.num_deselected == 0) is is_complete
 
 
-def test_a_run_that_was_cut_short_is_continued(tmp_path: Path) -> None:
+def test_interrupted_run_is_continued(tmp_path: Path) -> None:
     before, now = tmp_path / "before", tmp_path / "now"
     run, kit = (
         ["--engines", "fsdp", "--only", "fsdp:1-rank", "--out"],
@@ -82,7 +82,7 @@ def test_a_run_that_was_cut_short_is_continued(tmp_path: Path) -> None:
     assert f"{len(found) - len(passed)} passed" in (now / "fsdp-1-rank.log").read_text()
 
 
-def test_a_run_on_other_versions_is_not_continued(tmp_path: Path) -> None:
+def test_run_with_other_package_versions_is_not_continued(tmp_path: Path) -> None:
     (tmp_path / "before").mkdir()
     (run,) = [run for run in list_runs("fsdp") if run.layout.name == "1-rank"]
     for folder, version in ((tmp_path / "before", "1"), (tmp_path, "2")):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.coverage_table import clear_coverage, coverage_table, with_coverage_arguments
-from tools.steps import Counts, Step, run_side_by_side
+from tools.coverage_table import build_coverage_table, clear_coverage, wrap_in_coverage
+from tools.steps import Counts, Step, run_in_parallel
 
 PYTHON = Path(sys.executable)
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,17 +26,23 @@ TESTS = """
 import subprocess, sys
 sys.path.insert(0, {sources!r})
 
+def run(program):
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=True)
+
 def test_half():
     import example
     assert example.half(4) == 2
 
-def test_twice_in_a_process_of_its_own():
-    program = "import sys; sys.path.insert(0, {sources!r}); import example; print(example.twice(2), flush=True); import os; os._exit(0)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+def test_twice_in_another_process():
+    done = run(
+        "import os, sys; sys.path.insert(0, {sources!r}); import example; "
+        "print(example.twice(2), flush=True); os._exit(0)"
+    )
     assert (done.stdout, done.stderr) == ("4\\n", "")
 
-def test_a_process_that_runs_none_of_it_is_as_quiet_as_ever():
-    assert subprocess.run([sys.executable, "-c", "pass"], capture_output=True, check=True).stderr == b""
+def test_process_without_measured_files_prints_no_warning():
+    assert run("pass").stderr == ""
 """
 
 
@@ -51,7 +57,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_every_process_ran_is_added_up_by_package(root: Path) -> None:
+def test_coverage_of_all_processes_is_summed_by_package(root: Path) -> None:
     clear_coverage(root)
     command = (
         "-m",
@@ -66,11 +72,11 @@ def test_what_every_process_ran_is_added_up_by_package(root: Path) -> None:
         str(root / "test_example.py"),
     )
     step = Step(name="example", budget_s=60, commands=(command,), is_pytest=True)
-    (result,) = run_side_by_side([step], python=PYTHON, root=root, with_coverage=True)
+    (result,) = run_in_parallel([step], python=PYTHON, root=root, with_coverage=True)
     assert (result.failures, result.counts) == ((), Counts(passed=3))
     # Of example.py 5 of 6 statements ran (two `def`, `if`, two `return`; not `raise`) and one of
     # two branches. Of the other file none of 4 statements ran.
-    rows = coverage_table(root, python=PYTHON).splitlines()
+    rows = build_coverage_table(root, python=PYTHON).splitlines()
     assert "| trainer | 10 | 50.0 % | 2 | 50.0 % |" in rows
     assert "| engine-api | 0 | none | 0 | none |" in rows
 
@@ -82,18 +88,18 @@ def test_a_step_without_tests_is_not_measured(root: Path) -> None:
         budget_s=60,
         commands=(("-c", "import sys; print('coverage' in sys.modules)"),),
     )
-    (result,) = run_side_by_side([step], python=PYTHON, root=root, with_coverage=True)
+    (result,) = run_in_parallel([step], python=PYTHON, root=root, with_coverage=True)
     assert result.tail == ("False",)
 
 
-def test_what_an_earlier_run_measured_is_forgotten(root: Path) -> None:
+def test_coverage_of_an_earlier_run_is_deleted(root: Path) -> None:
     clear_coverage(root)
     (root / ".temper" / "coverage" / "all" / "data.old").touch()
     clear_coverage(root)
     assert list((root / ".temper" / "coverage" / "all").iterdir()) == []
 
 
-def test_a_command_keeps_its_arguments_behind_those_of_coverage(root: Path) -> None:
-    arguments = with_coverage_arguments(("-m", "pytest", "-k", "gradient"), root=root)
+def test_coverage_arguments_precede_those_of_the_command(root: Path) -> None:
+    arguments = wrap_in_coverage(("-m", "pytest", "-k", "gradient"), root=root)
     assert arguments[:3] == ["-m", "coverage", "run"]
     assert arguments[-4:] == ["-m", "pytest", "-k", "gradient"]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tools.gpu.dense_jobs import Row
 from tools.gpu.dense_models import SETS
-from tools.gpu.dense_workload import CASES, MIX, config_of
+from tools.gpu.dense_workload import CASES, MIX, make_config
 from tools.gpu.workload import CARDS, flops_per_token_and_square
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("model", CARDS)
 def test_flops_per_token_are_six_for_every_weight_in_a_product(model: str) -> None:
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config_of(CARDS[model]))
-    weights = {name: p.numel() for name, p in whole.named_parameters() if p.ndim == 2}
+        model_on_meta = AutoModelForCausalLM.from_config(make_config(CARDS[model]))
+    weights = {name: p.numel() for name, p in model_on_meta.named_parameters() if p.ndim == 2}
     if not CARDS[model]["tie_word_embeddings"]:
         weights.pop("model.embed_tokens.weight")
     sizes = {name: size for name, size in CARDS[model].items() if type(size) is int}
@@ -47,7 +47,7 @@ def test_rows_of_the_sets_name_known_models_and_cases() -> None:
 
 
 @pytest.mark.nightly
-def test_a_second_run_leaves_out_the_rows_of_the_first(tmp_path: Path) -> None:
+def test_second_run_skips_finished_rows(tmp_path: Path) -> None:
     def run(out: str, *more: str) -> list[str]:
         rows = "0.6B/16k/engine,0.6B/16k/plain"
         command = [sys.executable, "-m", "tools.gpu.dense_models", "--rehearse", "--rows", rows]

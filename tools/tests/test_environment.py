@@ -13,10 +13,10 @@ from tools import environment
 from tools.environment import (
     EnvironmentSetupError,
     check_disk,
+    compute_fingerprints,
     ensure_environment,
     env_python,
-    fingerprints,
-    outdated,
+    find_outdated_stages,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +59,7 @@ def test_a_second_call_installs_nothing(checkout: Path, stages: list[str]) -> No
 
 
 @pytest.mark.parametrize("file", ["packages/trainer/pyproject.toml", "constraints/cpu.txt"])
-def test_a_changed_declaration_installs_the_packages_alone(
+def test_changed_declaration_reinstalls_only_the_packages(
     checkout: Path, stages: list[str], file: str
 ) -> None:
     ensure_environment(checkout)
@@ -70,19 +70,24 @@ def test_a_changed_declaration_installs_the_packages_alone(
     assert stages == ["packages"]
 
 
-def test_another_python_begins_afresh() -> None:
-    wanted = fingerprints(ROOT)
-    assert outdated(wanted | {"python": "3.9 at elsewhere"}, wanted) == [
+def test_changed_python_reinstalls_everything() -> None:
+    expected = compute_fingerprints(ROOT)
+    assert find_outdated_stages(expected | {"python": "3.9 at elsewhere"}, expected) == [
         "python",
         "torch",
         "packages",
     ]
-    assert outdated(wanted | {"torch": "torch==1.0"}, wanted) == ["torch", "packages"]
-    assert outdated(wanted, wanted) == []
+    assert find_outdated_stages(expected | {"torch": "torch==1.0"}, expected) == [
+        "torch",
+        "packages",
+    ]
+    assert find_outdated_stages(expected, expected) == []
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"python": 3}'])
-def test_a_damaged_stamp_begins_afresh(checkout: Path, stages: list[str], damage: str) -> None:
+def test_damaged_stamp_reinstalls_everything(
+    checkout: Path, stages: list[str], damage: str
+) -> None:
     ensure_environment(checkout)
     stages.clear()
     (checkout / ".temper" / "stamp.json").write_text(damage)
@@ -90,7 +95,7 @@ def test_a_damaged_stamp_begins_afresh(checkout: Path, stages: list[str], damage
     assert stages == ["python", "torch", "packages"]
 
 
-def test_a_stage_that_fails_is_run_again_and_no_earlier_one(
+def test_failed_stage_is_repeated_without_earlier_stages(
     checkout: Path, stages: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     working = environment._STAGES["packages"]
@@ -111,38 +116,38 @@ def test_a_stage_that_fails_is_run_again_and_no_earlier_one(
     assert stages == ["packages"]
 
 
-def test_a_full_disk_is_told_before_the_install(tmp_path: Path) -> None:
+def test_full_disk_is_reported_before_the_installation(tmp_path: Path) -> None:
     check_disk(tmp_path, needed_bytes=1)
-    with pytest.raises(EnvironmentSetupError, match="make room"):
+    with pytest.raises(EnvironmentSetupError, match="free space"):
         check_disk(tmp_path, needed_bytes=1 << 60)
 
 
-def test_a_failed_install_shows_its_end_and_the_log(tmp_path: Path) -> None:
+def test_failed_installation_shows_its_last_lines_and_the_log(tmp_path: Path) -> None:
     (tmp_path / ".temper").mkdir()
     command = [sys.executable, "-c", "print('no such wheel'); raise SystemExit(2)"]
     with pytest.raises(
         EnvironmentSetupError,
         match=r"(?s)installing it failed with exit status 2.*no such wheel.*install\.log",
     ):
-        environment._run(tmp_path, command, doing="installing it")
+        environment._run(tmp_path, command, action="installing it")
 
 
 @pytest.mark.slow
-def test_a_python_without_venv_makes_its_environment_with_pip_alone(
+def test_python_without_venv_creates_the_environment_with_pip(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # makes find_spec return None, as on Debian without python3-venv
     monkeypatch.setitem(sys.modules, "ensurepip", None)
     (checkout / ".temper").mkdir()
-    environment._create(checkout)
+    environment._create_environment(checkout)
     assert "virtualenv = " in (checkout / ".temper" / "env" / "pyvenv.cfg").read_text()
-    asked = subprocess.run(
+    result = subprocess.run(
         [env_python(checkout), "-m", "pip", "--version"], capture_output=True, text=True, check=True
     )
-    assert str(checkout / ".temper" / "env") in asked.stdout
+    assert str(checkout / ".temper" / "env") in result.stdout
 
 
-def test_a_python_with_neither_venv_nor_pip_is_told_what_to_install(
+def test_python_without_venv_and_pip_is_refused_with_advice(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for missing in ("ensurepip", "pip"):
@@ -151,36 +156,8 @@ def test_a_python_with_neither_venv_nor_pip_is_told_what_to_install(
         EnvironmentSetupError,
         match=r"has neither pip nor venv: .*python3-pip or python3-venv",
     ):
-        environment._create(checkout)
+        environment._create_environment(checkout)
 
 
-def test_torch_is_pinned_in_one_voice() -> None:
+def test_torch_version_equals_the_constraints() -> None:
     assert environment.TORCH in (ROOT / "constraints" / "cpu.txt").read_text().splitlines()
-
-
-def test_an_old_python_gets_a_sentence() -> None:
-    # Run the real file with a higher minimum version, as if the interpreter were too old.
-    source = (
-        (ROOT / "tools" / "dev.py")
-        .read_text()
-        .replace("OLDEST_PYTHON = (3, 11)", "OLDEST_PYTHON = (9, 0)")
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", source, "test"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("Temper needs Python 9.0 or newer, and this is Python 3.")
-
-
-def test_the_version_check_parses_on_old_pythons() -> None:
-    source = (ROOT / "tools" / "dev.py").read_text()
-    head = source[: source.index("\nimport argparse")]
-    assert 'f"' not in head
-    assert ":=" not in head
-
-
-def test_an_unknown_step_is_refused_with_the_known_ones() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "dev.py"), "test", "--only", "nonsense"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "engine-fsdp" in done.stderr

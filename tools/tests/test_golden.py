@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from tools.golden.__main__ import WRITERS, write
-from tools.releases import ReleaseError, last_release, published
+from tools.golden.__main__ import WRITERS, write_golden_files
+from tools.release_records import ReleaseError, last_release, list_published
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("package", WRITERS)
-def test_every_published_release_left_files_for_later_versions(package: str) -> None:
+def test_every_published_release_has_golden_files(package: str) -> None:
     tests = ROOT / "packages" / package / "tests"
     missing = [
         tests / name / record.version
-        for record in published(ROOT, package)
+        for record in list_published(ROOT, package)
         if record.commit
         for name in WRITERS[package]
         if not any((tests / name / record.version).glob("*"))
@@ -26,8 +26,8 @@ def test_every_published_release_left_files_for_later_versions(package: str) -> 
 def test_golden_files_are_not_written_twice_or_before_a_release() -> None:
     try:
         release = last_release(ROOT, "trainer")
-    except ReleaseError as trouble:
-        pytest.skip(f"a clone with its full history runs this: {trouble}")
+    except ReleaseError as error:
+        pytest.skip(f"a clone with its full history runs this: {error}")
     expected = "is not released yet" if release is None else "golden files are written once"
     with pytest.raises(ReleaseError, match=expected):
-        write("trainer")
+        write_golden_files("trainer")

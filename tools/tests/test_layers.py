@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 
 from tools.layers import (
-    SHIM_WITH_TORCH,
-    complaints,
-    cycle_complaints,
+    build_import_graph,
+    check_cycles,
+    check_imports,
     find_cycles,
-    import_graph,
     main,
 )
-from tools.optional_imports import NEEDS_EXTRA
 
 
 @pytest.mark.parametrize(
@@ -29,10 +27,10 @@ from tools.optional_imports import NEEDS_EXTRA
     ],
 )
 def test_every_kind_of_import_is_found(source: str) -> None:
-    found = complaints("temper_trainer.loops.sync", source)
+    faults = check_imports("temper_trainer.loops.sync", source)
     assert any(
         "only temper_engine_fsdp" in line and "may import torch.distributed" in line
-        for line in found
+        for line in faults
     )
 
 
@@ -59,11 +57,11 @@ def test_every_kind_of_import_is_found(source: str) -> None:
     ],
 )
 def test_allowed_modules_and_similar_names_pass(module: str, source: str) -> None:
-    assert complaints(module, source) == []
+    assert check_imports(module, source) == []
 
 
-def test_the_contracts_core_may_import_nothing_but_torch() -> None:
-    (found,) = complaints("temper_engine_api.batch", "import torch\nimport numpy as np")
+def test_core_of_engine_api_may_import_only_torch() -> None:
+    (found,) = check_imports("temper_engine_api.batch", "import torch\nimport numpy as np")
     assert "temper_engine_api.batch:2 imports numpy" in found
 
 
@@ -76,10 +74,10 @@ def test_the_contracts_core_may_import_nothing_but_torch() -> None:
     ],
 )
 def test_no_module_may_import_the_training_program_of_the_bridge(source: str) -> None:
-    found = complaints("temper_engine_megatron.bridge_compat.bridge_translation", source)
+    found = check_imports("temper_engine_megatron.bridge_compat.bridge_translation", source)
     assert any("no module may import megatron.bridge.training" in line for line in found)
     assert (
-        complaints(
+        check_imports(
             "temper_engine_megatron.bridge_compat.bridge_translation",
             "from megatron.bridge.models import conversion",
         )
@@ -100,28 +98,26 @@ def test_no_module_may_import_the_training_program_of_the_bridge(source: str) ->
     ["def late():\n    import ray", "import importlib\nray = importlib.import_module('ray')"],
 )
 def test_only_the_runtime_may_import_ray(module: str, source: str) -> None:
-    (found,) = complaints(module, source)
+    (found,) = check_imports(module, source)
     assert "only temper_trainer.runtime may import ray" in found
-    assert complaints("temper_trainer.runtime.ray_workers", source) == []
+    assert check_imports("temper_trainer.runtime.ray_workers", source) == []
 
 
 @pytest.mark.parametrize("module", ["torch", "transformers"])
 def test_the_translator_of_the_shim_does_not_import_torch_in_functions(module: str) -> None:
-    (found,) = complaints("temper_legacy_shim.configs.rules", f"def late():\n    import {module}")
+    (found,) = check_imports(
+        "temper_legacy_shim.configs.rules", f"def late():\n    import {module}"
+    )
     assert f"may import {module}" in found
-    assert complaints("temper_legacy_shim.checkpoints.dcp", f"import {module}") == []
-
-
-def test_modules_of_the_shim_with_torch_are_those_that_need_an_extra() -> None:
-    assert set(SHIM_WITH_TORCH) == set(NEEDS_EXTRA["legacy-shim"])
+    assert check_imports("temper_legacy_shim.checkpoints.dcp", f"import {module}") == []
 
 
 def test_a_module_with_a_similar_name_is_not_allowed() -> None:
-    assert complaints("temper_engine_fsdp.adapters", "import peft")
-    assert complaints("temper_engine_api.conformance_report", "import transformers")
+    assert check_imports("temper_engine_fsdp.adapters", "import peft")
+    assert check_imports("temper_engine_api.conformance_report", "import transformers")
 
 
-def test_the_command_fails_on_a_bad_tree_and_names_the_line(
+def test_command_reports_the_line_of_a_forbidden_import(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     package = tmp_path / "packages" / "trainer" / "src" / "temper_trainer"
@@ -145,7 +141,7 @@ def test_imports_in_functions_and_for_type_checkers_close_a_cycle(
     )
     (package / "three.py").write_text("import cyclic_example.one\n")
     monkeypatch.syspath_prepend(tmp_path)
-    (sentence,) = cycle_complaints(import_graph(["cyclic_example"]), [])
+    (sentence,) = check_cycles(build_import_graph(["cyclic_example"]), [])
     assert sentence.startswith("import cycle: cyclic_example.")
     assert "three" not in sentence
 
@@ -162,15 +158,15 @@ def test_every_cycle_is_found() -> None:
 
 
 def test_a_cycle_inside_an_exempt_package_is_allowed_and_one_that_leaves_it_is_not() -> None:
-    assert cycle_complaints({"old.a": ["old.b"], "old.b": ["old.a"]}, ["old"]) == []
-    (sentence,) = cycle_complaints({"old.a": ["new.b"], "new.b": ["old.a"]}, [])
+    assert check_cycles({"old.a": ["old.b"], "old.b": ["old.a"]}, ["old"]) == []
+    (sentence,) = check_cycles({"old.a": ["new.b"], "new.b": ["old.a"]}, [])
     assert sentence.startswith("import cycle: ")
 
 
-def test_an_exemption_without_a_cycle_has_to_go() -> None:
-    (sentence,) = cycle_complaints({"old.a": ["old.b"], "old.b": []}, ["old"])
+def test_exemption_without_a_cycle_is_reported() -> None:
+    (sentence,) = check_cycles({"old.a": ["old.b"], "old.b": []}, ["old"])
     assert sentence.startswith("old has no import cycle: delete its line")
 
 
-def test_a_folder_without_packages_is_not_a_pass(tmp_path: Path) -> None:
+def test_folder_without_packages_fails(tmp_path: Path) -> None:
     assert main([str(tmp_path)]) == 1

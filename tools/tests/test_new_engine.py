@@ -12,7 +12,7 @@ from tools.new_engine import TEMPLATE, main, new_engine
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_file_carries_the_new_name(tmp_path: Path) -> None:
+def test_all_files_use_the_new_name(tmp_path: Path) -> None:
     files = new_engine(tmp_path / "acme", "acme_fast_engine")
     assert {path.relative_to(tmp_path / "acme").as_posix() for path in files} == {
         "README.md",
@@ -31,7 +31,7 @@ def test_every_file_carries_the_new_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Acme", "acme-engine", "class", "3d", ""])
-def test_a_name_that_python_would_not_take_is_refused(
+def test_invalid_package_name_is_refused(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path / "acme"), name]) == 1
@@ -40,15 +40,15 @@ def test_a_name_that_python_would_not_take_is_refused(
 
 
 @pytest.mark.parametrize("name", ["fsdp", "megatron", "torch", "types", "temper_engine_api"])
-def test_a_name_that_would_hide_another_module_or_engine_is_refused(
+def test_name_of_an_existing_module_or_engine_is_refused(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path / "acme"), name]) == 1
-    assert f"{name!r} is taken" in capsys.readouterr().err
+    assert f"{name!r} is the name of an existing engine or library" in capsys.readouterr().err
     assert not (tmp_path / "acme").exists()
 
 
-def test_a_file_in_the_place_of_the_folder_is_refused_in_a_sentence(
+def test_file_instead_of_a_folder_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "acme").touch()
@@ -56,21 +56,21 @@ def test_a_file_in_the_place_of_the_folder_is_refused_in_a_sentence(
     assert "acme is a file: name a new folder" in capsys.readouterr().err
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+def test_non_empty_folder_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "mine.py").touch()
     with pytest.raises(ValueError, match="is not empty"):
         new_engine(tmp_path, "acme_engine")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 
-def test_the_template_is_built_for_the_contract_that_is_here() -> None:
+def test_template_requires_the_contract_of_this_checkout() -> None:
     assert (TEMPLATE / "pyproject.toml").read_text().count(
         "temper-engine-api>=0.2.0.dev0,<0.3"
     ) == 1
     assert 'version = "0.2.' in (ROOT / "packages/engine-api/pyproject.toml").read_text()
 
 
-def test_the_kit_starts_in_this_folder_with_no_more_than_its_extra_brings() -> None:
+def test_kit_starts_here_with_only_the_plugins_of_its_extra() -> None:
     oracle = "temper_engine_api.conformance.oracle:OracleEngine"
     kit = [
         "-m",

@@ -24,7 +24,8 @@ def _package(root: Path, **sources: str) -> Path:
     inside.mkdir(parents=True)
     (folder / "pyproject.toml").write_text(
         '[project]\nname = "temper-example"\ndependencies = ["torch>=2", "pyyaml>=6"]\n'
-        '[project.optional-dependencies]\nlora = ["peft>=0.18"]\nall = ["temper-example[lora]", "torch>=2"]\n'
+        '[project.optional-dependencies]\nlora = ["peft>=0.18"]\n'
+        'all = ["temper-example[lora]", "torch>=2"]\n'
     )
     for name, text in {"__init__": "", **sources}.items():
         (inside / f"{name}.py").write_text(text)
@@ -32,7 +33,7 @@ def _package(root: Path, **sources: str) -> Path:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_modules_that_need_an_extra_are_those_of_the_table(package: str) -> None:
+def test_table_lists_the_modules_that_need_an_extra(package: str) -> None:
     tops = NEEDS_EXTRA.get(package, ())
     needing = find_modules_needing_extra(ROOT / "packages" / package)
     assert (
@@ -50,7 +51,7 @@ def test_every_import_is_declared(package: str) -> None:
     assert find_undeclared_imports(ROOT / "packages" / package) == []
 
 
-def test_what_is_imported_at_once_counts_and_what_is_imported_later_does_not(
+def test_only_imports_at_module_level_need_the_extra(
     tmp_path: Path,
 ) -> None:
     package = _package(
@@ -66,12 +67,12 @@ def test_what_is_imported_at_once_counts_and_what_is_imported_later_does_not(
     }
 
 
-def test_a_package_whose_init_needs_an_extra_takes_its_modules_with_it(tmp_path: Path) -> None:
+def test_modules_of_a_package_whose_init_needs_an_extra_need_it_too(tmp_path: Path) -> None:
     package = _package(tmp_path, __init__="import peft", plain="")
     assert find_modules_needing_extra(package) == {"temper_example", "temper_example.plain"}
     assert drop_submodules(find_modules_needing_extra(package), ["temper_example"]) == set()
 
 
-def test_an_import_that_nobody_declares_is_named_also_inside_a_function(tmp_path: Path) -> None:
+def test_undeclared_import_inside_a_function_is_reported(tmp_path: Path) -> None:
     package = _package(tmp_path, late="def read():\n    import numpy.linalg, json, peft, yaml")
     assert find_undeclared_imports(package) == ["temper_example.late: numpy"]

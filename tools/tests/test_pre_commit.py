@@ -7,12 +7,10 @@ import yaml
 from tools.steps import STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
-IN_PLACE_OF_SCRIPTS = {
-    "-c from importlinter.cli import lint_imports_command as c; c()": "lint-imports"
-}
+HOOK_OF_COMMAND = {"-c from importlinter.cli import lint_imports_command as c; c()": "lint-imports"}
 
 
-def _asked(words: list[str]) -> str:
+def _normalize(words: list[str]) -> str:
     """Return a command without its environment and without words that only one of the two needs."""
     kept = [word for word in words if word not in ("-m", ".", "--force-exclude")]
     return " ".join(kept).removeprefix(".temper/env/bin/").removeprefix("python ")
@@ -20,7 +18,7 @@ def _asked(words: list[str]) -> str:
 
 def test_every_command_of_lint_and_layers_is_a_hook() -> None:
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
-    hooks = {_asked(hook["entry"].split()) for hook in repository["hooks"]}
+    hooks = {_normalize(hook["entry"].split()) for hook in repository["hooks"]}
     commands = [
         " ".join(command)
         for step in STEPS
@@ -28,5 +26,5 @@ def test_every_command_of_lint_and_layers_is_a_hook() -> None:
         for command in step.commands
     ]
     assert {
-        IN_PLACE_OF_SCRIPTS.get(command) or _asked(command.split()) for command in commands
+        HOOK_OF_COMMAND.get(command) or _normalize(command.split()) for command in commands
     } == hooks

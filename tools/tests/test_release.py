@@ -8,26 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from tools.api import complaints
-from tools.compat import record_passed, trials
-from tools.release import main, verify
+from tools.api import find_broken_promises
+from tools.compat import list_trials, record_passed
+from tools.release import main, verify_release
 from tools.release_checks import (
-    check_before,
-    check_tried,
-    declared_version,
+    check_release,
+    check_trials,
+    find_reused_versions,
     next_version,
-    reused_versions,
+    read_declared_version,
 )
-from tools.releases import (
+from tools.release_records import (
     RECORDS,
-    Record,
     ReleaseError,
+    ReleaseRecord,
     git,
     last_release,
-    published,
+    list_published,
     read_records,
     record_commits,
-    unpack,
+    unpack_tree,
     write_records,
 )
 
@@ -129,7 +129,7 @@ def test_a_release_is_staged_and_not_committed(released: Released) -> None:
     ]
 
 
-def test_a_release_binds_the_fragments_above_the_older_entry(released: Released) -> None:
+def test_release_adds_the_fragments_above_older_entries(released: Released) -> None:
     text = (released.root / "packages/engine-api/CHANGELOG.md").read_text()
     order = [
         "<!-- releases below -->",
@@ -140,11 +140,11 @@ def test_a_release_binds_the_fragments_above_the_older_entry(released: Released)
         "* The seed.",
         "## 0.2.0",
     ]
-    places = [text.index(part) for part in order]
-    assert places == sorted(places)
+    positions = [text.index(part) for part in order]
+    assert positions == sorted(positions)
 
 
-def test_a_release_keeps_its_files_and_their_hashes(released: Released) -> None:
+def test_release_stores_its_files_and_their_hashes(released: Released) -> None:
     (record,) = read_records(released.root)
     assert sorted(record.sha256) == sorted(path.name for path in (released.root / "dist").iterdir())
     assert sorted(record.sha256) == [
@@ -176,7 +176,10 @@ def test_a_release_is_found_without_a_tag_and_with_one(released: Released, tmp_p
         "engine-api/v0.3.0:packages/engine-api",
     )
     assert git(clone, "rev-parse", by_tag.treeish).strip() == by_record.treeish
-    assert declared_version(unpack(clone, by_record.treeish, tmp_path / "unpacked")) == "0.3.0"
+    assert (
+        read_declared_version(unpack_tree(clone, by_record.treeish, tmp_path / "unpacked"))
+        == "0.3.0"
+    )
 
 
 def test_the_commit_is_recorded_once_it_is_made(released: Released, tmp_path: Path) -> None:
@@ -193,10 +196,10 @@ def test_recording_a_release_starts_the_next_version(released: Released, tmp_pat
     clone = tmp_path / "clone"
     git(released.root, "clone", "--quiet", str(released.root), str(clone))
     assert main(["--record"], root=clone) == 0
-    assert declared_version(clone / "packages/engine-api") == "0.3.1.dev0"
-    assert declared_version(clone / "packages/engine-fsdp") == "0.3.0"  # was not released
+    assert read_declared_version(clone / "packages/engine-api") == "0.3.1.dev0"
+    assert read_declared_version(clone / "packages/engine-fsdp") == "0.3.0"  # was not released
     assert main(["--record"], root=clone) == 0
-    assert declared_version(clone / "packages/engine-api") == "0.3.1.dev0"
+    assert read_declared_version(clone / "packages/engine-api") == "0.3.1.dev0"
 
 
 @pytest.mark.parametrize(
@@ -211,9 +214,9 @@ def test_changed_code_may_not_carry_the_version_of_a_release(
 ) -> None:
     clone = tmp_path / "clone"
     git(released.root, "clone", "--quiet", str(released.root), str(clone))
-    assert reused_versions(clone) == []
+    assert find_reused_versions(clone) == []
     (clone / "packages/engine-api/src/temper_engine_api/more.py").touch()
-    assert reused_versions(clone) == [
+    assert find_reused_versions(clone) == [
         (
             "engine-api/pyproject.toml declares 0.3.0, but the package differs from release 0.3.0: "
             "set the version to 0.3.1.dev0 (tools/release.py --record does)."
@@ -221,13 +224,13 @@ def test_changed_code_may_not_carry_the_version_of_a_release(
     ]
     assert git(clone, "diff", "--cached", "--name-only") == ""
     main(["--record"], root=clone)
-    assert reused_versions(clone) == []
+    assert find_reused_versions(clone) == []
 
 
 def test_no_package_carries_the_version_of_a_release_it_differs_from() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("a git clone runs this")
-    assert reused_versions(ROOT) == []
+    assert find_reused_versions(ROOT) == []
 
 
 @pytest.fixture
@@ -245,26 +248,26 @@ def withdrawn(released: Released, tmp_path: Path) -> Path:
 
 def test_a_withdrawn_release_is_not_the_last_release(withdrawn: Path) -> None:
     assert [record.withdrawn for record in read_records(withdrawn)] == ["never published"]
-    assert published(withdrawn, "engine-api") == []
+    assert list_published(withdrawn, "engine-api") == []
     assert last_release(withdrawn, "engine-api") is None
-    assert trials(withdrawn, "engine-api:engine-fsdp") == []
+    assert list_trials(withdrawn, "engine-api:engine-fsdp") == []
 
 
 def test_a_withdrawn_release_promises_no_names(withdrawn: Path) -> None:
     init = withdrawn / "packages/engine-api/src/temper_engine_api/__init__.py"
     init.write_text("def renamed_plan() -> None: ...\n")
     (withdrawn / "packages/engine-api/changes/plan.removed.md").write_text("`plan` is gone.\n")
-    assert complaints(withdrawn / "packages/engine-api") == []
-    check_before(withdrawn, "engine-api", "0.3.1")
+    assert find_broken_promises(withdrawn / "packages/engine-api") == []
+    check_release(withdrawn, "engine-api", "0.3.1")
 
 
 def test_the_version_of_a_withdrawn_release_is_not_used_again(withdrawn: Path) -> None:
-    with pytest.raises(ReleaseError, match=r"0\.3\.0 is released already"):
-        check_before(withdrawn, "engine-api", "0.3.0")
-    assert "set the version to 0.3.1.dev0" in reused_versions(withdrawn)[0]
+    with pytest.raises(ReleaseError, match=r"0\.3\.0 is already released"):
+        check_release(withdrawn, "engine-api", "0.3.0")
+    assert "set the version to 0.3.1.dev0" in find_reused_versions(withdrawn)[0]
 
 
-def test_a_commit_that_holds_more_than_was_built_is_refused(
+def test_commit_with_other_contents_than_were_built_is_refused(
     released: Released, tmp_path: Path
 ) -> None:
     clone = tmp_path / "clone"
@@ -272,7 +275,7 @@ def test_a_commit_that_holds_more_than_was_built_is_refused(
     (clone / "packages/engine-api/README.md").write_text("changed after the build\n")
     git(clone, "add", "--all")
     git(clone, *IDENTITY, "commit", "--quiet", "--amend", "-m", "engine-api: release 0.3.0")
-    with pytest.raises(ReleaseError, match="something was changed after"):
+    with pytest.raises(ReleaseError, match="files were changed after"):
         record_commits(clone)
 
 
@@ -284,9 +287,9 @@ def test_a_release_is_built_again_from_its_record(released: Released, tmp_path: 
     (clone / RECORDS).write_text(re.sub(r'(\.whl" = )"\w{8}', r'\1"00000000', text))
     with pytest.raises(
         ReleaseError,
-        match=r"^temper_engine_api-0\.3\.0-py3-none-any\.whl came out with another hash",
+        match=r"^temper_engine_api-0\.3\.0-py3-none-any\.whl has another hash",
     ):
-        verify(clone, "engine-api", "0.3.0")
+        verify_release(clone, "engine-api", "0.3.0")
 
 
 def test_a_version_is_released_once_and_the_next_one_is_higher(
@@ -297,17 +300,15 @@ def test_a_version_is_released_once_and_the_next_one_is_higher(
     (clone / "packages/engine-api/changes").mkdir()
     (clone / "packages/engine-api/changes/late.fixed.md").write_text("Late.\n")
     for version in ("0.3.0", "0.2.9"):
-        with pytest.raises(ReleaseError, match=r"0\.3\.0 is released already"):
-            check_before(clone, "engine-api", version)
-    check_before(clone, "engine-api", "0.3.1")
+        with pytest.raises(ReleaseError, match=r"0\.3\.0 is already released"):
+            check_release(clone, "engine-api", version)
+    check_release(clone, "engine-api", "0.3.1")
     (clone / "packages/engine-api/changes/plan.removed.md").write_text("The plan is gone.\n")
     with pytest.raises(ReleaseError, match="raise the minor version"):
-        check_before(clone, "engine-api", "0.3.1")
+        check_release(clone, "engine-api", "0.3.1")
 
 
-def test_a_promise_that_is_broken_in_silence_stops_the_next_release(
-    released: Released, tmp_path: Path
-) -> None:
+def test_unannounced_break_stops_the_next_release(released: Released, tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     git(released.root, "clone", "--quiet", str(released.root), str(clone))
     folder = clone / "packages/engine-api"
@@ -320,7 +321,7 @@ def test_a_promise_that_is_broken_in_silence_stops_the_next_release(
         ReleaseError,
         match=r"temper_engine_api\.plan was 'function -> int' and is 'function -> float'",
     ):
-        check_before(clone, "engine-api", "0.3.1")
+        check_release(clone, "engine-api", "0.3.1")
 
 
 @pytest.fixture
@@ -338,43 +339,45 @@ def test_a_package_that_was_not_tried_with_its_siblings_is_not_released(
     sibling: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["engine-fsdp", "0.3.0"], root=sibling) == 1
-    told = capsys.readouterr().err
-    assert "engine-fsdp with engine-api 0.3.0 (" in told
-    assert "Run nox -s \"compat(pair='engine-api:engine-fsdp')\"\nOr give --untried REASON" in told
+    error = capsys.readouterr().err
+    assert "engine-fsdp with engine-api 0.3.0 (" in error
+    assert "Run nox -s \"compat(pair='engine-api:engine-fsdp')\"\nOr give --untried REASON" in error
     assert git(sibling, "status", "--porcelain") == ""
 
 
 @pytest.mark.parametrize(
-    ("version", "told"), [("0.2.7", "0.2.7 is below it"), ("v0.3.0", "write three numbers")]
+    ("version", "expected"), [("0.2.7", "0.2.7 is below it"), ("v0.3.0", "write three numbers")]
 )
-def test_a_version_that_can_not_be_is_told_before_anybody_is_sent_to_trials(
-    sibling: Path, capsys: pytest.CaptureFixture[str], version: str, told: str
+def test_invalid_version_is_reported_before_missing_trials(
+    sibling: Path, capsys: pytest.CaptureFixture[str], version: str, expected: str
 ) -> None:
     assert main(["engine-fsdp", version], root=sibling) == 1
     error = capsys.readouterr().err
-    assert told in error
+    assert expected in error
     assert "nox -s" not in error
 
 
-def test_a_package_beside_record_is_refused_and_not_passed_over(
+def test_package_together_with_record_is_refused(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main(["engine-api", "--record"], root=repository)
-    assert "give PACKAGE and VERSION, or --record alone" in capsys.readouterr().err
+    assert "give PACKAGE and VERSION, or only --record" in capsys.readouterr().err
 
 
-def test_a_green_record_lets_it_through(sibling: Path) -> None:
-    record_passed(sibling, "engine-api:engine-fsdp", trials(sibling, "engine-api:engine-fsdp"))
-    check_tried(sibling, "engine-fsdp", "0.3.0", reason="")
-    with pytest.raises(ReleaseError, match="leave --untried away"):
-        check_tried(sibling, "engine-fsdp", "0.3.0", reason="no time")
+def test_passed_trials_permit_the_release(sibling: Path) -> None:
+    record_passed(sibling, "engine-api:engine-fsdp", list_trials(sibling, "engine-api:engine-fsdp"))
+    check_trials(sibling, "engine-fsdp", "0.3.0", reason="")
+    with pytest.raises(ReleaseError, match="remove --untried"):
+        check_trials(sibling, "engine-fsdp", "0.3.0", reason="no time")
 
 
 def test_a_reason_is_recorded_as_it_was_given(tmp_path: Path) -> None:
     (tmp_path / "tools").mkdir()
     records = [
-        Record(package="engine-api", version=version, date="2026-01-01", tree="", untried=reason)
+        ReleaseRecord(
+            package="engine-api", version=version, date="2026-01-01", tree="", untried=reason
+        )
         for version, reason in REASONS
     ]
     write_records(tmp_path, records)
@@ -382,7 +385,7 @@ def test_a_reason_is_recorded_as_it_was_given(tmp_path: Path) -> None:
     assert (tmp_path / RECORDS).read_text().count("untried") == 1
 
 
-def test_the_file_names_the_tag_and_a_wrong_one_is_refused(
+def test_records_contain_the_tag_and_a_wrong_one_is_refused(
     released: Released, tmp_path: Path
 ) -> None:
     text = (released.root / RECORDS).read_text()
@@ -391,7 +394,8 @@ def test_the_file_names_the_tag_and_a_wrong_one_is_refused(
     (tmp_path / RECORDS).write_text(text.replace('"engine-api/v0.3.0"', '"engine-api/v0.4.0"'))
     with pytest.raises(
         ReleaseError,
-        match=r"the tag 'engine-api/v0\.4\.0' for engine-api 0\.3\.0: it is 'engine-api/v0\.3\.0'",
+        match=r"the tag 'engine-api/v0\.4\.0' for engine-api 0\.3\.0, "
+        r"expected 'engine-api/v0\.3\.0'",
     ):
         read_records(tmp_path)
 
@@ -413,49 +417,50 @@ def test_changes_that_are_not_committed_stop_a_release(
 
 @pytest.mark.parametrize("version", ["0.3", "v0.3.0", "0.3.0.dev1", "0.03.0", "0.3.0rc1"])
 def test_a_version_has_three_numbers(repository: Path, version: str) -> None:
-    with pytest.raises(ReleaseError, match="no version that we release"):
-        check_before(repository, "engine-api", version)
+    with pytest.raises(ReleaseError, match="is not a release version"):
+        check_release(repository, "engine-api", version)
 
 
 def test_a_version_below_the_declared_one_is_refused(repository: Path) -> None:
     with pytest.raises(ReleaseError, match=r"declares 0\.3\.0: 0\.2\.7 is below it"):
-        check_before(repository, "engine-api", "0.2.7")
+        check_release(repository, "engine-api", "0.2.7")
 
 
-def test_siblings_must_let_a_new_version_in(repository: Path) -> None:
+def test_bounds_of_siblings_must_accept_the_new_version(repository: Path) -> None:
     with pytest.raises(
         ReleaseError,
-        match=r"temper-engine-fsdp requires temper-engine-api<0\.4,>=0\.3, which leaves out engine-api 0\.4\.0",
+        match=r"temper-engine-fsdp requires temper-engine-api<0\.4,>=0\.3, "
+        r"which excludes engine-api 0\.4\.0",
     ):
-        check_before(repository, "engine-api", "0.4.0")
+        check_release(repository, "engine-api", "0.4.0")
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [("speed.faster.md", "Faster."), ("notes.txt", "Hm."), ("empty.fixed.md", " \n")],
 )
-def test_a_fragment_that_would_be_lost_stops_the_release(
+def test_unrecognized_or_empty_fragment_stops_the_release(
     repository: Path, name: str, text: str
 ) -> None:
     (repository / "packages/engine-api/changes" / name).write_text(text)
     with pytest.raises(ReleaseError, match=re.escape(name)):
-        check_before(repository, "engine-api", "0.3.0")
+        check_release(repository, "engine-api", "0.3.0")
 
 
 def test_a_sibling_between_two_releases_satisfies_bounds_without_a_pre_release(
     sibling: Path,
 ) -> None:
     assert main(["--record"], root=sibling) == 0
-    assert declared_version(sibling / "packages/engine-api") == "0.3.1.dev0"
-    check_before(sibling, "engine-fsdp", "0.3.0")
+    assert read_declared_version(sibling / "packages/engine-api") == "0.3.1.dev0"
+    check_release(sibling, "engine-fsdp", "0.3.0")
 
 
-def test_nothing_to_say_is_nothing_to_release(repository: Path) -> None:
+def test_package_without_fragments_is_not_released(repository: Path) -> None:
     with pytest.raises(ReleaseError, match="nothing to release"):
-        check_before(repository, "engine-fsdp", "0.3.0")
+        check_release(repository, "engine-fsdp", "0.3.0")
 
 
-def test_what_is_recorded_here_is_what_was_committed() -> None:
+def test_records_of_this_repository_match_its_commits() -> None:
     inside = subprocess.run(
         ["git", "rev-parse", "--is-shallow-repository"],
         cwd=ROOT,
@@ -464,7 +469,7 @@ def test_what_is_recorded_here_is_what_was_committed() -> None:
         check=False,
     )
     if inside.stdout.strip() != "false":
-        pytest.skip("this is no clone with its whole history; one that is runs this")
+        pytest.skip("a clone with its full history runs this")
     for record in read_records(ROOT):
         if record.commit:
             assert (

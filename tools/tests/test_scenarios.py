@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from tools.command_rules import pip_install
+from tools.command_rules import check_pip
 from tools.environment import TORCH
-from tools.scenarios import SCENARIOS, own_loop
+from tools.scenarios import SCENARIOS, read_own_loop
 
 
-def test_the_loop_of_ones_own_is_the_pages_program() -> None:
-    names = {node.id for node in ast.walk(ast.parse(own_loop())) if isinstance(node, ast.Name)}
+def test_own_loop_is_the_program_of_its_page() -> None:
+    names = {node.id for node in ast.walk(ast.parse(read_own_loop())) if isinstance(node, ast.Name)}
     assert {"engine", "load_engine_class"} <= names
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_scenario_installs_packages_of_ours(name: str, tmp_path: Path) -> None:
+def test_scenario_installs_packages_of_this_repository(name: str, tmp_path: Path) -> None:
     lines = [line for line in SCENARIOS[name].installs if line != (TORCH,)]
-    assert [pip_install(("pip", "install", *line), tmp_path) for line in lines] == [""] * len(lines)
+    assert [check_pip(("pip", "install", *line), tmp_path) for line in lines] == [""] * len(lines)
     assert lines

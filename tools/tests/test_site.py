@@ -8,12 +8,12 @@ import pytest
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.schema import iterate_entries
-from tools.docs import broken_links
+from tools.docs import find_broken_links
 from tools.environment import PACKAGES
 from tools.pages import split_page
-from tools.site.__main__ import gather
+from tools.site.__main__ import gather_pages
 from tools.site.architecture_figure import FIGURE, contract_layers, draw_architecture
-from tools.site.configuration import configuration_page
+from tools.site.configuration import build_configuration_page
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,20 +22,20 @@ ROOT = Path(__file__).resolve().parents[2]
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All pages of the site, gathered once."""
     folder = tmp_path_factory.mktemp("site") / "site"
-    gather(ROOT, folder)
+    gather_pages(ROOT, folder)
     return folder
 
 
-def test_every_link_leads_somewhere_inside_the_site(site: Path) -> None:
-    found = [
+def test_every_link_has_a_target_in_the_site(site: Path) -> None:
+    broken = [
         line
         for page in (site / "pages").rglob("*.md")
-        for line in broken_links(page, split_page(page.read_text())[1])
+        for line in find_broken_links(page, split_page(page.read_text())[1])
     ]
-    assert found == []
+    assert broken == []
 
 
-def test_every_page_stands_in_the_navigation(site: Path) -> None:
+def test_every_page_is_in_the_navigation(site: Path) -> None:
     navigation = (site / "mkdocs.yml").read_text()
     pages = sorted(
         path.relative_to(site / "pages").as_posix() for path in (site / "pages").rglob("*.md")
@@ -46,7 +46,13 @@ def test_every_page_stands_in_the_navigation(site: Path) -> None:
     } <= set(pages)
 
 
-def test_the_compatibility_table_says_who_needs_no_torch(site: Path) -> None:
+def test_glossary_is_listed_with_the_concepts(site: Path) -> None:
+    navigation = (site / "mkdocs.yml").read_text()
+    concepts = navigation.partition("- Concepts:")[2].partition("- How to:")[0]
+    assert "- docs/glossary.md" in concepts
+
+
+def test_compatibility_table_shows_which_packages_need_torch(site: Path) -> None:
     page = (site / "pages/reference/compatibility.md").read_text()
     torch = {
         cells[1].strip(): cells[4].strip()
@@ -58,8 +64,8 @@ def test_the_compatibility_table_says_who_needs_no_torch(site: Path) -> None:
     assert torch["temper-engine-api"].startswith(">=")
 
 
-def test_the_reference_of_the_configuration_has_every_block_with_its_meaning() -> None:
-    page = configuration_page()
+def test_configuration_reference_explains_every_key() -> None:
+    page = build_configuration_page()
     rows = dict(re.findall(r"^\| `([^`]+)` \| .* \| ([^|]*) \|$", page, re.MULTILINE))
     assert {"task", "batching.max_tokens", "run.seed", "strategy", "tensor_parallel"} <= rows.keys()
     assert [key for key, meaning in rows.items() if not meaning.strip()] == []
@@ -69,10 +75,10 @@ def test_the_reference_of_the_configuration_has_every_block_with_its_meaning() -
     assert " | seconds | " in page
 
 
-def test_every_number_of_the_configuration_has_its_unit_or_is_known_to_have_none() -> None:
+def test_every_number_in_the_configuration_has_a_unit_or_none() -> None:
     rows = re.findall(
         r"^\| `([^`]+)` \| ((?:\\\||[^|])*) \| (?:\\\||[^|])* \| ((?:\\\||[^|])*) \|",
-        configuration_page(),
+        build_configuration_page(),
         re.MULTILINE,
     )
     units = {key: unit.strip() for key, kind, unit in rows if "number" in kind}
@@ -85,15 +91,15 @@ def test_every_number_of_the_configuration_has_its_unit_or_is_known_to_have_none
     assert {unit for key, kind, unit in rows if kind in ("text", "true or false")} == {""}
 
 
-def test_the_figure_shows_the_rooms_of_the_contracts(tmp_path: Path) -> None:
+def test_figure_shows_the_components_of_the_contracts(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(
-        (ROOT / "pyproject.toml").read_text().replace('"(metrics)"', '"(a_new_room)"')
+        (ROOT / "pyproject.toml").read_text().replace('"(metrics)"', '"(a_new_component)"')
     )
-    assert "a_new_room" in draw_architecture(tmp_path)
+    assert "a_new_component" in draw_architecture(tmp_path)
     assert (ROOT / FIGURE).read_text() == draw_architecture(ROOT), (
-        "draw it anew: python -m tools.site.architecture_figure"
+        "draw it again: python -m tools.site.architecture_figure"
     )
     drawn = re.findall(r">([^<>]+)</text>", draw_architecture(ROOT))
-    for row in contract_layers(ROOT, name="Inside the trainer"):
-        assert {room.strip("_") for room in row} <= set(drawn)
+    for row in contract_layers(ROOT, name="Folders of the trainer"):
+        assert {component.strip("_") for component in row} <= set(drawn)
     assert {"engine-api", "trainer", "legacy-shim"} <= set(drawn)

@@ -16,23 +16,27 @@ HEAVY = ("torch", "transformers", "ray", "vllm", "megatron", "peft")
 
 PROGRAM = """
 import importlib, pkgutil, sys
-names, left_out, unwanted = (text.split(",") for text in sys.argv[1:])
-within = lambda name, rooms: any(name == room or name.startswith(room + ".") for room in rooms)
+names, excluded, unwanted = (text.split(",") for text in sys.argv[1:])
 imported = []
+
+def is_excluded(name):
+    return any(name == module or name.startswith(module + ".") for module in excluded)
+
 def visit(name):
-    module = importlib.import_module(name)
+    package = importlib.import_module(name)
     imported.append(name)
-    for found in pkgutil.iter_modules(getattr(module, "__path__", []), name + "."):
-        if not within(found.name, left_out):
-            visit(found.name)
+    for module in pkgutil.iter_modules(getattr(package, "__path__", []), name + "."):
+        if not is_excluded(module.name):
+            visit(module.name)
+
 for name in names:
     visit(name)
-print(len(imported), *sorted(guest for guest in unwanted if guest in sys.modules))
+print(len(imported), *sorted(library for library in unwanted if library in sys.modules))
 """
 
 
-def _guests(
-    *modules: str, unwanted: tuple[str, ...], left_out: tuple[str, ...] = ("-",)
+def _import_and_find_unwanted(
+    *modules: str, unwanted: tuple[str, ...], excluded: tuple[str, ...] = ("-",)
 ) -> tuple[int, list[str]]:
     """Return the number of modules imported in a fresh process, and the unwanted ones among them.
 
@@ -44,18 +48,18 @@ def _guests(
         "-c",
         PROGRAM,
         ",".join(modules),
-        ",".join(left_out),
+        ",".join(excluded),
         ",".join(unwanted),
     ]
     variables = os.environ | {"PYTHONPATH": sources}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    number, *guests = done.stdout.split()
-    return int(number), guests
+    number, *libraries = done.stdout.split()
+    return int(number), libraries
 
 
 @pytest.mark.parametrize(
-    ("modules", "left_out", "unwanted"),
+    ("modules", "excluded", "unwanted"),
     [
         (
             ("temper_legacy_shim.cli", "temper_legacy_shim.configs"),
@@ -68,24 +72,24 @@ def _guests(
     ],
     ids=["legacy-shim", "trainer", "engine-fsdp", "engine-megatron"],
 )
-def test_configurations_are_read_without_anything_heavy(
-    modules: tuple[str, ...], left_out: tuple[str, ...], unwanted: tuple[str, ...]
+def test_configurations_are_read_without_heavy_libraries(
+    modules: tuple[str, ...], excluded: tuple[str, ...], unwanted: tuple[str, ...]
 ) -> None:
-    number, guests = _guests(*modules, unwanted=unwanted, left_out=left_out)
-    assert guests == []
+    number, libraries = _import_and_find_unwanted(*modules, unwanted=unwanted, excluded=excluded)
+    assert libraries == []
     assert number >= len(modules)
 
 
 # nightly, because it imports torch and transformers; import-linter checks import statements daily
 @pytest.mark.nightly
-def test_ray_vllm_and_hydra_have_one_door_each_in_the_trainer() -> None:
-    doors = (
+def test_ray_vllm_and_hydra_are_each_imported_by_one_component() -> None:
+    importers = (
         "runtime.ray",
         "rollout.vllm",
         "config_loading",
         "__main__",
     )
-    number, guests = _guests(
+    number, libraries = _import_and_find_unwanted(
         "temper_trainer",
         unwanted=(
             "ray",
@@ -98,14 +102,14 @@ def test_ray_vllm_and_hydra_have_one_door_each_in_the_trainer() -> None:
             "temper_engine_fsdp",
             "temper_engine_megatron",
         ),
-        left_out=tuple(f"temper_trainer.{door}" for door in doors),
+        excluded=tuple(f"temper_trainer.{module}" for module in importers),
     )
-    assert guests == []
+    assert libraries == []
     assert number > 50
 
 
-def test_a_guest_that_comes_along_is_seen() -> None:
-    assert _guests(
+def test_indirectly_imported_library_is_found() -> None:
+    assert _import_and_find_unwanted(
         "temper_engine_api.contract_version", "fractions", unwanted=("numpy", "fractions")
     ) == (
         2,

@@ -13,12 +13,12 @@ from tools.steps import (
     STEPS,
     Counts,
     Step,
+    compute_total_budget_s,
     count_tests,
-    report,
-    run_side_by_side,
+    print_report,
+    run_in_parallel,
     run_step,
-    stream,
-    total_budget_s,
+    run_streamed,
 )
 
 PYTHON = Path(sys.executable)
@@ -52,7 +52,7 @@ def test_a_step_that_passes_counts_as_one(tmp_path: Path) -> None:
     assert (result.failures, result.counts, result.tail) == ((), Counts(passed=1), ("hello",))
 
 
-def test_a_failing_command_keeps_no_later_one_from_running(tmp_path: Path) -> None:
+def test_later_commands_run_after_a_failing_one(tmp_path: Path) -> None:
     result = run_step(_step("raise SystemExit(3)", "print('second')"), python=PYTHON, root=tmp_path)
     assert result.failures == ("failed with exit status 3",)
     assert result.counts == Counts(failed=1)
@@ -90,11 +90,14 @@ def test_a_pytest_run_that_dies_counts_as_a_failure(tmp_path: Path) -> None:
 
 
 def test_nested_suites_are_added_up() -> None:
-    xml = '<testsuites><testsuite tests="5" failures="1" errors="1" skipped="1"/><testsuite tests="2"/></testsuites>'
+    xml = (
+        '<testsuites><testsuite tests="5" failures="1" errors="1" skipped="1"/>'
+        '<testsuite tests="2"/></testsuites>'
+    )
     assert count_tests(xml) == Counts(passed=4, failed=2, skipped=1)  # 5 - 1 - 1 - 1 + 2; 1 + 1; 1
 
 
-def test_a_step_past_four_budgets_is_killed_with_what_it_started(tmp_path: Path) -> None:
+def test_step_past_four_budgets_is_killed_with_its_child_processes(tmp_path: Path) -> None:
     program = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
@@ -108,22 +111,22 @@ def test_a_step_past_four_budgets_is_killed_with_what_it_started(tmp_path: Path)
     assert _is_gone(int(result.tail[0]))
 
 
-def test_steps_run_two_at_a_time_and_are_told_in_their_order(
+def test_steps_run_two_at_a_time_and_results_keep_their_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Each step waits for a file that the other one writes: in sequence the first would never end.
     program = (
         "import pathlib, sys, time\n"
-        "mine, others = map(pathlib.Path, {names})\n"
-        "mine.touch()\n"
-        "while not others.exists(): time.sleep(0.01)\n"
+        "own_file, other_file = map(pathlib.Path, {names})\n"
+        "own_file.touch()\n"
+        "while not other_file.exists(): time.sleep(0.01)\n"
         "print('met')\n"
     )
     steps = [
-        Step(name=mine, budget_s=budget, commands=(("-c", program.format(names=[mine, others])),))
-        for mine, others, budget in (("short", "long", 6), ("long", "short", 8))
+        Step(name=name, budget_s=budget, commands=(("-c", program.format(names=[name, other])),))
+        for name, other, budget in (("short", "long", 6), ("long", "short", 8))
     ]
-    results = run_side_by_side(steps, python=PYTHON, root=tmp_path)
+    results = run_in_parallel(steps, python=PYTHON, root=tmp_path)
     assert [(result.step.name, result.failures, result.tail) for result in results] == [
         ("short", (), ("met",)),
         ("long", (), ("met",)),
@@ -131,20 +134,24 @@ def test_steps_run_two_at_a_time_and_are_told_in_their_order(
     assert {"short | met", "long | met"} <= set(capsys.readouterr().out.splitlines())
 
 
-def test_an_interrupted_run_ends_what_its_steps_started(tmp_path: Path) -> None:
+def test_interrupted_run_kills_the_processes_of_its_steps(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, signal, sys, threading, time\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from tools.steps import Step, run_side_by_side\n"
+        "from tools.steps import Step, run_in_parallel\n"
         # In a shell's background job Ctrl-C is ignored, and child processes inherit that.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "child = 'import os, pathlib, time; pathlib.Path(\"pid\").write_text(str(os.getpid())); time.sleep(60)'\n"
+        "child = 'import os, pathlib, time; '"
+        "'pathlib.Path(\"pid\").write_text(str(os.getpid())); time.sleep(60)'\n"
         "def interrupt():\n"
         "    while not pathlib.Path('pid').exists(): time.sleep(0.01)\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "threading.Thread(target=interrupt).start()\n"
-        "steps = [Step(name='waits', budget_s=60, commands=(('-c', child),)), Step(name='later', budget_s=1, commands=(('-c', 'pass'),))]\n"
-        "run_side_by_side(steps, python=pathlib.Path(sys.executable), root=pathlib.Path('.'))\n"
+        "steps = [\n"
+        "    Step(name='waits', budget_s=60, commands=(('-c', child),)),\n"
+        "    Step(name='later', budget_s=1, commands=(('-c', 'pass'),)),\n"
+        "]\n"
+        "run_in_parallel(steps, python=pathlib.Path(sys.executable), root=pathlib.Path('.'))\n"
     )
     started = time.monotonic()
     done = subprocess.run(
@@ -160,23 +167,29 @@ def test_an_interrupted_run_ends_what_its_steps_started(tmp_path: Path) -> None:
     assert _is_gone(int((tmp_path / "pid").read_text()))
 
 
-def test_what_a_step_leaves_running_is_killed(tmp_path: Path) -> None:
-    program = "import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)\n"
+def test_processes_left_running_by_a_step_are_killed(tmp_path: Path) -> None:
+    program = (
+        "import subprocess, sys\n"
+        "child = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        "print(subprocess.Popen(child).pid)\n"
+    )
     tail = deque[str]()
     started = time.monotonic()
     assert (
-        stream([sys.executable, "-c", program], cwd=tmp_path, tail=tail, limit_s=30, name="example")
+        run_streamed(
+            [sys.executable, "-c", program], cwd=tmp_path, tail=tail, limit_s=30, name="example"
+        )
         == 0
     )
     assert time.monotonic() - started < 20
     assert _is_gone(int(tail[0]))
 
 
-def test_the_last_line_is_the_sum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_line_counts_all_tests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = run_step(_step("pass"), python=PYTHON, root=tmp_path)
     bad = run_step(_step("print('the reason'); raise SystemExit(1)"), python=PYTHON, root=tmp_path)
     capsys.readouterr()
-    report([good, bad], took_s=3.0)
+    print_report([good, bad], took_s=3.0)
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "1 passed, 1 failed, 0 skipped"
     assert "the reason" in lines
@@ -188,8 +201,8 @@ def test_the_last_line_is_the_sum(tmp_path: Path, capsys: pytest.CaptureFixture[
     ]
 
 
-def test_the_budgets_leave_room_in_thirty_five_minutes() -> None:
-    assert total_budget_s((ENVIRONMENT, *STEPS)) < 35 * 60
+def test_total_budget_is_below_thirty_five_minutes() -> None:
+    assert compute_total_budget_s((ENVIRONMENT, *STEPS)) < 35 * 60
 
 
 def _is_gone(pid: int) -> bool:

@@ -33,11 +33,17 @@ def _faults(folder: Path, source: str, wording: Wording, *, name: str = "module.
         ("'''What a run leaves.'''\n", "module.py:1: the module docstring starts with 'What'"),
         (
             "def read():\n    '''Read nobody's file.'''\n",
-            "module.py:2: the docstring says 'nobody': write no one, or say who",
+            (
+                "module.py:2: the docstring says 'nobody': write no one, or say who "
+                "(rare in technical English)"
+            ),
         ),
         (
             "class WeightParcel: ...\n",
-            "module.py:1: 'parcel' in `WeightParcel`: write weight file (it hides that a file is written)",
+            (
+                "module.py:1: 'parcel' in `WeightParcel`: write weight file "
+                "(it hides that a file is written)"
+            ),
         ),
         ("def run(*, rooms): ...\n", "module.py:1: 'rooms' in `rooms`: write component, context"),
         (
@@ -58,10 +64,10 @@ def _faults(folder: Path, source: str, wording: Wording, *, name: str = "module.
 def test_a_fault_is_reported_with_its_line_and_what_to_write(
     tmp_path: Path, wording: Wording, source: str, fault: str
 ) -> None:
-    (found,) = [
+    (first_fault,) = [
         line for line in _faults(tmp_path, source, wording) if "docstrings start with" not in line
     ][:1]
-    assert found.startswith(fault)
+    assert first_fault.startswith(fault)
 
 
 @pytest.mark.parametrize(
@@ -79,9 +85,75 @@ def test_plain_code_has_no_fault(tmp_path: Path, wording: Wording, source: str) 
     assert _faults(tmp_path, source, wording) == []
 
 
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            "'''The rooms of a run and its laws,\nparcels, residency and guests.'''\n",
+            [
+                "1: the docstring says 'laws'",
+                "1: the docstring says 'rooms'",
+                "2: the docstring says 'guests'",
+                "2: the docstring says 'parcels'",
+                "2: the docstring says 'residency'",
+            ],
+        ),
+        (
+            "x = 1  # Nobody mends it\n\n# in\n# vain; it starts anew.\n",
+            [
+                "1: the comment says 'Nobody'",
+                "1: the comment says 'mends'",
+                "3: the comment says 'in vain'",
+                "4: the comment says 'anew'",
+            ],
+        ),
+        (
+            "raise OSError(f'{x} lies beside ' 'the path; nobody mends it')\n",
+            [
+                "1: the error message says 'beside'",
+                "1: the error message says 'mends'",
+                "1: the error message says 'nobody'",
+            ],
+        ),
+        (
+            "log.warning(\n    'waited in vain for %s', x)\nwarnings.warn('the whole run')\n",
+            ["2: the log message says 'in vain'", "3: the log message says 'the whole'"],
+        ),
+        (
+            "# Normalised by the optimiser, whose licence is honoured: maths.\n",
+            [
+                "1: the comment says 'Normalised'",
+                "1: the comment says 'honoured'",
+                "1: the comment says 'licence'",
+                "1: the comment says 'maths'",
+                "1: the comment says 'optimiser'",
+            ],
+        ),
+    ],
+)
+def test_banned_words_are_reported_in_all_prose(
+    tmp_path: Path, wording: Wording, source: str, expected: list[str]
+) -> None:
+    reported = [line.split(": write ")[0] for line in _faults(tmp_path, source, wording)]
+    assert reported == [f"module.py:{each}" for each in expected]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "# Room for 2 GB; besides, precise and optimistic kinetics (lawful).\n",
+        "name = 'guest'\nprint('# nobody')\n",  # data, not a comment or a message
+    ],
+)
+def test_ordinary_words_and_data_have_no_fault(
+    tmp_path: Path, wording: Wording, source: str
+) -> None:
+    assert _faults(tmp_path, source, wording) == []
+
+
 def test_file_names_are_checked(tmp_path: Path, wording: Wording) -> None:
-    (found,) = _faults(tmp_path, "", wording, name="parcels.py")
-    assert found.startswith("parcels.py:1: 'parcels' in the path parcels.py: write weight file")
+    (fault,) = _faults(tmp_path, "", wording, name="parcels.py")
+    assert fault.startswith("parcels.py:1: 'parcels' in the path parcels.py: write weight file")
 
 
 def test_too_few_verbs_are_reported_with_the_functions_that_lack_one(
@@ -92,7 +164,10 @@ def test_too_few_verbs_are_reported_with_the_functions_that_lack_one(
     assert _faults(tmp_path, with_verb * 4 + without_verb, wording) == []
     assert _faults(tmp_path, with_verb * 3 + without_verb, wording) == [
         "module.py:8: the function docstring starts with 'The': start with an imperative verb",
-        ".: 75% of the function docstrings start with a verb that tools/wording.toml lists; 80% must",
+        (
+            ".: 75% of the function docstrings start with a verb that tools/wording.toml lists; "
+            "80% must"
+        ),
     ]
 
 

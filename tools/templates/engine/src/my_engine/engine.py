@@ -17,9 +17,9 @@ from my_engine.config import MyConfig
 from my_engine.head_outputs import compute_outputs
 from temper_engine_api.batch import PackedBatch, SequenceBatch
 from temper_engine_api.capabilities import Capability
-from temper_engine_api.engine import BaseEngine, MicroBatchLoss, ObjectT
+from temper_engine_api.engine import BaseEngine, ObjectT
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.objective import HeadOutput, HeadOutputs
+from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_api.specs import EngineConfig, ModelSpec
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import (
@@ -37,7 +37,7 @@ class MyEngine(BaseEngine):
     """Implements the abstract methods of `BaseEngine`.
 
     The base class checks arguments, plans mini-batches, normalizes the loss and writes checkpoints.
-    Its docstrings in `temper_engine_api.backend` specify the methods below.
+    Its docstrings in `temper_engine_api.engine` specify the methods below.
     """
 
     config_class: ClassVar[type[EngineConfig]] = MyConfig
@@ -278,7 +278,7 @@ def _load_model(spec: ModelSpec) -> nn.Module:
     """Build the model in float32 from its directory, or with seeded random weights."""
     if spec.trust_remote_code:
         raise ConfigError(
-            "model.trust_remote_code is True, but this engine runs no foreign code: set it to False."
+            "model.trust_remote_code is True, but this engine runs no remote code: set it to False."
         )
     torch.manual_seed(spec.seed)
     model: nn.Module

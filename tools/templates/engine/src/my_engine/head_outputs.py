@@ -40,7 +40,7 @@ def compute_outputs(
                 column = log_probs.gather(1, sequence.columns[LOGPROB_AT_IDS][1:])
             case _:
                 raise AssertionError(
-                    f"{head_output} needs a head that this engine does not claim; the base class refuses it"
+                    f"{head_output} is not supported by this engine, and its base class refuses it"
                 )
         found[head_output] = torch.cat([column.new_zeros(1, *column.shape[1:]), column])
     return found

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 
-def declared(package: Path, *, extras: Iterable[str] = ()) -> Iterator[Requirement]:
+def read_requirements(package: Path, *, extras: Iterable[str] = ()) -> Iterator[Requirement]:
     """Yield the third-party requirements of a package and some of its extras."""
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     optional = project.get("optional-dependencies", {})
@@ -35,7 +35,7 @@ def sibling_requirements_in(pyproject: str) -> Iterator[Requirement]:
             yield requirement
 
 
-def pairs(packages: Iterable[Path]) -> list[str]:
+def list_sibling_pairs(packages: Iterable[Path]) -> list[str]:
     """Return `SIBLING:PACKAGE` for each of our packages that a package requires."""
     return [
         f"{name.removeprefix('temper-')}:{path.name}"
@@ -44,7 +44,7 @@ def pairs(packages: Iterable[Path]) -> list[str]:
     ]
 
 
-def floor(requirement: Requirement) -> str:
+def pin_lower_bound(requirement: Requirement) -> str:
     """Pin a requirement at its lower bound.
 
     Raises:
@@ -53,25 +53,26 @@ def floor(requirement: Requirement) -> str:
     bounds = [clause.version for clause in requirement.specifier if clause.operator == ">="]
     if len(bounds) != 1:
         raise ValueError(
-            f"{requirement} has no lower bound: write {requirement.name}>=X, the oldest version that works."
+            f"{requirement} has no lower bound: write {requirement.name}>=X with the oldest "
+            "version that works."
         )
     marker = f"; {requirement.marker}" if requirement.marker else ""
     return f"{requirement.name}=={bounds[0]}{marker}"
 
 
-def floors(
+def pin_lower_bounds(
     package: Path, *, extras: Iterable[str] = (), leave_out: Iterable[str] = ()
 ) -> list[str]:
     """Return the lower bounds of a package and some of its extras as pins.
 
     If several of them require a distribution with the same marker, the highest bound is taken.
     """
-    found: dict[tuple[str, str], str] = {}
-    for requirement in declared(package, extras=extras):
-        key, pin = (requirement.name, str(requirement.marker or "")), floor(requirement)
-        if key not in found or _version(pin) > _version(found[key]):
-            found[key] = pin
-    return [pin for (name, _), pin in sorted(found.items()) if name not in set(leave_out)]
+    highest: dict[tuple[str, str], str] = {}
+    for requirement in read_requirements(package, extras=extras):
+        key, pin = (requirement.name, str(requirement.marker or "")), pin_lower_bound(requirement)
+        if key not in highest or _version(pin) > _version(highest[key]):
+            highest[key] = pin
+    return [pin for (name, _), pin in sorted(highest.items()) if name not in set(leave_out)]
 
 
 def _version(pin: str) -> Version:

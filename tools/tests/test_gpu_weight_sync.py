@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.nightly
-def test_every_job_leaves_its_row_and_one_that_fails_is_told(tmp_path: Path) -> None:
+def test_every_job_adds_a_row_and_an_unknown_job_is_refused(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",

@@ -23,10 +23,12 @@ RECORDS = Path("tools") / "releases.toml"
 
 HEADER = """\
 # Every release, oldest first, for clones without tags. tools/release.py writes this file.
-# tag: of the commit, where a clone has tags. tree: the package's folder at the release, as git names its content.
+# tag: git tag of the commit, in clones that have tags.
+# tree: git tree id of the package's folder at the release.
 # commit: the release commit, recorded after it was made.
-# withdrawn: why this release promises nothing; its content stays recorded and its version is not used again.
-# sha256: the built files; `tools/release.py PACKAGE VERSION --verify` builds them again from the tree and compares.
+# withdrawn: why the release was withdrawn; its content stays recorded, its version is not reused.
+# sha256: hashes of the built files. `tools/release.py PACKAGE VERSION --verify` builds them again
+# from the tree and compares.
 """
 
 
@@ -35,7 +37,7 @@ class ReleaseError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class ReleaseRecord:
     """One entry of tools/releases.toml."""
 
     package: str
@@ -61,7 +63,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ReleaseSource:
     """Location of a release's files in this clone."""
 
     package: str
@@ -72,7 +74,7 @@ class Source:
     """Tag or recorded commit of the release; empty if neither is known."""
 
 
-def read_records(root: Path) -> tuple[Record, ...]:
+def read_records(root: Path) -> tuple[ReleaseRecord, ...]:
     """Return the recorded releases, oldest first; none if the file does not exist.
 
     Raises:
@@ -81,10 +83,12 @@ def read_records(root: Path) -> tuple[Record, ...]:
     file = root / RECORDS
     if not file.exists():
         return ()
-    return tuple(_record(entry) for entry in tomllib.loads(file.read_text()).get("release", []))
+    return tuple(
+        _parse_record(entry) for entry in tomllib.loads(file.read_text()).get("release", [])
+    )
 
 
-def published(root: Path, package: str) -> list[Record]:
+def list_published(root: Path, package: str) -> list[ReleaseRecord]:
     """Return the recorded releases of a package that were not withdrawn, oldest first."""
     return [
         record
@@ -93,7 +97,7 @@ def published(root: Path, package: str) -> list[Record]:
     ]
 
 
-def write_records(root: Path, records: Sequence[Record]) -> None:
+def write_records(root: Path, records: Sequence[ReleaseRecord]) -> None:
     """Write tools/releases.toml with these releases."""
     lines = [HEADER.rstrip("\n")]
     for record in records:
@@ -113,7 +117,7 @@ def write_records(root: Path, records: Sequence[Record]) -> None:
     (root / RECORDS).write_text("\n".join(lines) + "\n")
 
 
-def last_release(root: Path, package: str) -> Source | None:
+def last_release(root: Path, package: str) -> ReleaseSource | None:
     """Return the highest version of a package that was released and not withdrawn.
 
     A tag is preferred over the record.
@@ -127,12 +131,12 @@ def last_release(root: Path, package: str) -> Source | None:
         for tag in git(root, "tag", "--list", f"{package}/v*").split()
         if tag not in withdrawn
     }
-    recorded = {record.version: record for record in published(root, package)}
+    recorded = {record.version: record for record in list_published(root, package)}
     if not tags and not recorded:
         return None
     version = max(tags.keys() | recorded.keys(), key=Version)
     if version in tags:
-        return Source(
+        return ReleaseSource(
             package=package,
             version=version,
             treeish=f"{tags[version]}:packages/{package}",
@@ -141,13 +145,15 @@ def last_release(root: Path, package: str) -> Source | None:
     record = recorded[version]
     if not has_object(root, record.tree):
         raise ReleaseError(
-            f"{RECORDS} records {package} {version} as tree {record.tree[:12]}, which this clone does not have: "
-            "fetch the whole history (git fetch --unshallow), or the tags (git fetch --tags)."
+            f"{RECORDS} records {package} {version} as tree {record.tree[:12]}, which this clone "
+            "lacks: fetch the full history (git fetch --unshallow) or the tags (git fetch --tags)."
         )
-    return Source(package=package, version=version, treeish=record.tree, commit=record.commit)
+    return ReleaseSource(
+        package=package, version=version, treeish=record.tree, commit=record.commit
+    )
 
 
-def record_commits(root: Path) -> list[Record]:
+def record_commits(root: Path) -> list[ReleaseRecord]:
     """Write the commit id of each release that has none yet, and return these releases.
 
     Raises:
@@ -164,36 +170,38 @@ def record_commits(root: Path) -> list[Record]:
     return filled
 
 
-def _record(entry: dict[str, Any]) -> Record:
+def _parse_record(entry: dict[str, Any]) -> ReleaseRecord:
     fields = {name: value for name, value in entry.items() if name != "tag"}
-    record = Record(**fields)
+    record = ReleaseRecord(**fields)
     if entry.get("tag") != record.tag:
         raise ReleaseError(
-            f"{RECORDS} has the tag {entry.get('tag')!r} for {record.package} {record.version}: it is {record.tag!r}."
+            f"{RECORDS} has the tag {entry.get('tag')!r} for {record.package} {record.version}, "
+            f"expected {record.tag!r}: correct the entry."
         )
     return record
 
 
-def _find_commit(root: Path, record: Record) -> str:
+def _find_commit(root: Path, record: ReleaseRecord) -> str:
     """Return the commit that added the record to the file."""
     commits = git(
         root, "log", "--format=%H", f'-Stree = "{record.tree}"', "--", RECORDS.as_posix()
     ).split()
     if not commits:
         raise ReleaseError(
-            f"{record.tag} is in {RECORDS}, but no commit holds it: commit the release, then record it."
+            f"{record.tag} is in {RECORDS}, but not committed: commit the release, then record it."
         )
     commit = commits[-1]
     tree = git(root, "rev-parse", f"{commit}:packages/{record.package}").strip()
     if tree != record.tree:
         raise ReleaseError(
-            f"commit {commit[:12]} brings {record.tag}, but its packages/{record.package} is tree {tree[:12]} and the release was built "
-            f"from {record.tree[:12]}: something was changed after tools/release.py ran. Undo that commit and release again."
+            f"commit {commit[:12]} adds {record.tag} with packages/{record.package} as tree "
+            f"{tree[:12]}, but the release was built from tree {record.tree[:12]}: files were "
+            "changed after tools/release.py ran. Undo that commit and release again."
         )
     return commit
 
 
-def unpack(root: Path, treeish: str, folder: Path, *, paths: Sequence[str] = ()) -> Path:
+def unpack_tree(root: Path, treeish: str, folder: Path, *, paths: Sequence[str] = ()) -> Path:
     """Unpack a git tree, or these paths of it, into a new folder."""
     done = subprocess.run(
         ["git", "archive", treeish, *paths], cwd=root, capture_output=True, check=False

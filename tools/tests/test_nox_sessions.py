@@ -13,18 +13,18 @@ SESSIONS = [
     node
     for node in ast.parse(NOXFILE.read_text()).body
     if isinstance(node, ast.FunctionDef)
-    and any(ast.unparse(mark).startswith("nox.session") for mark in node.decorator_list)
+    and any(ast.unparse(decorator).startswith("nox.session") for decorator in node.decorator_list)
 ]
 
 
 @pytest.mark.parametrize("session", SESSIONS, ids=lambda session: session.name)
-def test_the_line_of_a_session_is_a_whole_sentence(session: ast.FunctionDef) -> None:
-    told = (ast.get_docstring(session) or "").partition("\n")[0]
-    assert told[:1].isupper(), told
-    assert told.endswith("."), f"nox -l shows the first line alone: {told}"
+def test_first_docstring_line_of_a_session_is_a_sentence(session: ast.FunctionDef) -> None:
+    first_line = (ast.get_docstring(session) or "").partition("\n")[0]
+    assert first_line[:1].isupper(), first_line
+    assert first_line.endswith("."), f"nox -l shows only the first line: {first_line}"
 
 
-def test_a_python_that_is_not_there_is_a_failure_and_no_green_run(tmp_path: Path) -> None:
+def test_missing_python_fails_the_session(tmp_path: Path) -> None:
     other = "3.12" if sys.version_info[:2] != (3, 12) else "3.13"
     command = [sys.executable, "-m", "nox", "-f", str(NOXFILE), "--envdir", str(tmp_path / "nox")]
     # Hide all Pythons that nox could find through the path or the home directory.
