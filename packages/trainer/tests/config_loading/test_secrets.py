@@ -88,7 +88,8 @@ def test_no_message_repeats_a_secret_of_the_command_line(
 
 
 @pytest.mark.parametrize(
-    "override", ["run.dir=a,b", "data.prompt_key=x,y", "reward.arguments.api_key=${oc.env:JUDGE}"]
+    "override",
+    ["run.dir=a,b", "data.prompt_key=x,y", "reward.arguments.api_key=${oc.env:JUDGE}", "", "1=2"],
 )
 def test_other_overrides_are_repeated(override: str) -> None:
     assert redact_override(override) == override

@@ -199,7 +199,8 @@ def _names_secret(name: str) -> bool:
     """
     separated = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     words = [word for word in re.split(r"[^a-z]+", separated) if word]
-    for previous, word, following in zip(["", *words[:-1]], words, [*words[1:], ""], strict=True):
+    padded = ["", *words, ""]
+    for previous, word, following in zip(padded[:-2], words, padded[2:], strict=True):
         if _HARMLESS_NEXT.fullmatch(following):
             continue
         if _SECRET_WORD.search(word) and not (word == "pass" and following):
