@@ -119,7 +119,7 @@ class Score:
     reward: float | None
     """Finite; None if scoring failed."""
     failure: str | None = None
-    """``raised``, ``timeout`` or ``not_finite``, with a message; None if there is a reward."""
+    """``exception``, ``timeout`` or ``not_finite``, with a message; None if there is a reward."""
     components: tuple[float, ...] = ()
     """The rewards whose weighted sum this is, if there are several."""
 

@@ -58,12 +58,12 @@ def test_failures_are_counted_by_kind_and_other_rewards_are_kept(
     scores = scorer.score(items("1", "raise", "2", "nan", "infinity", "word", "hang", "3"))
     assert [score.reward for score in scores] == [1.5, None, 2.5, None, None, None, None, 3.5]
     failures = [score.failure or "" for score in scores]
-    assert failures[1] == "raised: RuntimeError: no reward for #### 2 (prompt 1, file:1)"
+    assert failures[1] == "exception: RuntimeError: no reward for #### 2 (prompt 1, file:1)"
     assert failures[3].startswith("not_finite: returned nan (float)")
     assert failures[5].startswith("not_finite: returned 'one' (str)")
     assert failures[6] == "timeout: took longer than reward.timeout_s = 1.0 (prompt 6, file:6)"
     assert scorer.metrics() == {
-        "reward/raised": 1.0,
+        "reward/exception": 1.0,
         "reward/timeout": 1.0,
         "reward/not_finite": 3.0,
     }
@@ -95,7 +95,7 @@ def test_function_that_kills_its_process_is_counted() -> None:
         assert [score.reward for score in scores] == [1.0, None, 2.0]
         assert (
             scores[1].failure
-            == "raised: the worker process died with exit code 7 (prompt 1, file:1)"
+            == "exception: the worker process died with exit code 7 (prompt 1, file:1)"
         )
 
 
@@ -117,9 +117,8 @@ def test_call_whose_process_is_killed_twice_is_counted(caplog: pytest.LogCapture
     with Scorer(replace(PATIENT, num_workers=1)) as scorer:
         scores = scorer.score(items("1", "kill", "2"))
     assert [score.reward for score in scores] == [1.0, None, 2.0]
-    assert (
-        scores[1].failure == "raised: the worker process died with exit code -9 (prompt 1, file:1)"
-    )
+    expected = "exception: the worker process died with exit code -9 (prompt 1, file:1)"
+    assert scores[1].failure == expected
     first, second = caplog.messages
     assert first.startswith("replaced reward process ")
     assert first.endswith(": prompt 1 (file:1) died with exit code -9 and is retried")
@@ -183,12 +182,12 @@ def test_more_failures_than_accepted_stop_the_run_with_the_first_traceback() -> 
             1.0,
         ]
         with pytest.raises(
-            RewardFailureError, match=r"2 of 4 calls .* failed \(1 raised, 1 not_finite\)"
+            RewardFailureError, match=r"2 of 4 calls .* failed \(1 exception, 1 not_finite\)"
         ) as caught:
             scorer.score(items("raise", "1", "nan", "1"))
         assert 'raise RuntimeError(f"no reward for {prompt.answer}")' in str(caught.value)
         assert scorer.metrics() == {
-            "reward/raised": 1.0,
+            "reward/exception": 1.0,
             "reward/timeout": 0.0,
             "reward/not_finite": 1.0,
         }

@@ -39,7 +39,7 @@ Item = tuple[Prompt, str]
 class FailureKind(StrEnum):
     """Reason why there is no reward."""
 
-    RAISED = "raised"
+    EXCEPTION = "exception"
     """The function raised, or its process died."""
     TIMEOUT = "timeout"
     """The call took longer than reward.timeout_s."""
@@ -84,7 +84,7 @@ class RewardCall:
         # A user's function may raise anything; each failure is counted and shown.
         except Exception as error:  # noqa: BLE001
             return Outcome(
-                kind=FailureKind.RAISED,
+                kind=FailureKind.EXCEPTION,
                 message=(
                     f"{type(error).__name__}: {error} (prompt {prompt.prompt_id}, {prompt.source})"
                 ),
@@ -268,7 +268,7 @@ class ProcessScoring:
                 return
             worker.tasks.popleft()
             message = f"the worker process {reason} (prompt {prompt.prompt_id}, {prompt.source})"
-            outcomes[index] = Outcome(kind=FailureKind.RAISED, message=message)
+            outcomes[index] = Outcome(kind=FailureKind.EXCEPTION, message=message)
             self._replace(worker, item=item, reason=f"{reason}, which counts as failed")
 
     def _replace(self, worker: "_Worker", *, item: Item, reason: str) -> None:
