@@ -98,7 +98,7 @@ def test_reverse_kl_with_k2_moves_toward_the_teacher_and_is_clamped() -> None:
     )
     assert terms.loss.tolist() == pytest.approx([0.0, 0.5, 1.5, 0.0])
     assert terms.metrics["distill/clamped_fraction"].result == pytest.approx(0.5)
-    assert terms.metrics["distill/taught_fraction"].result == pytest.approx(2 / 3)
+    assert terms.metrics["distill/teacher_token_fraction"].result == pytest.approx(2 / 3)
     (gradient,) = torch.autograd.grad(terms.loss.sum(), head_outputs[HeadOutput.LOGPROB])
     assert gradient.tolist() == pytest.approx([0.0, 1.0, 0.0, 0.0]), (
         "log p is above log q by 1: push it down"

@@ -72,13 +72,13 @@ def test_policy_moves_toward_two_teachers(
     )
     if "apply_as=reward" not in distillation:
         assert found[-1]["distill/divergence"] < found[0]["distill/divergence"]
-        assert found[0]["distill/taught_fraction"] == 1.0
+        assert found[0]["distill/teacher_token_fraction"] == 1.0
 
 
 def test_distillation_can_be_added_to_rl(run: Run, rows: Rows, tmp_path: Path) -> None:
     run(tmp_path / "run", *SHORT, *TWO, "distillation.coef=0.1", "run.total_steps=1")
     (row,) = rows(tmp_path / "run")
-    assert row["distill/taught_fraction"] == 1.0
+    assert row["distill/teacher_token_fraction"] == 1.0
     assert "advantage/std" in row
 
 

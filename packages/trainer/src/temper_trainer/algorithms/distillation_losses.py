@@ -184,7 +184,7 @@ def _common_metrics(
 ) -> dict[str, Metric]:
     metrics = {
         "distill/divergence": weighted_mean(column, mask),
-        "distill/taught_fraction": weighted_mean(mask, batch.loss_mask),
+        "distill/teacher_token_fraction": weighted_mean(mask, batch.loss_mask),
     }
     if clamp is not None:
         metrics["distill/clamped_fraction"] = weighted_mean(column.detach().abs() > clamp, mask)
