@@ -129,7 +129,7 @@ TIMES = (
     "time/step_s",
     "time/rollout_s",
     "time/update_s",
-    "time/annotate_s",
+    "time/forward_s",
     "time/weight_sync_s",
     "time/wait_s",
     "rollout/tokens_per_s",

@@ -165,7 +165,7 @@ def test_sampling_scoring_and_updates_report_progress(
     assert [name for name, total, _ in printed if total is None] == [
         "reward",
         "rollout",
-        "annotate",
+        "forward",
         "update",
         "weight sync",
     ]

@@ -189,7 +189,7 @@ def train_on_rollouts(
     plan = plan_step(samples, config.batching, layouts=layouts, seed=plan_seed)
     if step == 1:
         log.print_line(describe_plan(plan, samples))
-    with timer.measure("annotate"):
+    with timer.measure("forward"):
         samples = add_forward_columns(samples, plan, config=config, roles=roles)
     teacher_metrics: dict[str, float] = {}
     if teachers is not None:
