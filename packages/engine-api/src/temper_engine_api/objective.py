@@ -36,7 +36,7 @@ class HeadOutput(StrEnum):
     """[T] entropy of the distribution that predicts each token, after temperature."""
     LOGPROB_AT = "logprob_at"
     """[T, K] log-probabilities of the token ids in the column `LOGPROB_AT_IDS`."""
-    LOGSUMEXP_TERMS = "logsumexp_terms"
+    LOGSUMEXP = "logsumexp"
     """[T] logsumexp of the logits, after temperature."""
     VALUE = "value"
     """[T] value of the state before each token."""

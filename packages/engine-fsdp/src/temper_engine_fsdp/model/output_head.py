@@ -19,7 +19,7 @@ from temper_engine_fsdp.model.token_logprobs import chunked_logprobs, full_logpr
 from temper_engine_fsdp.runtime.host_device import to_device
 
 LANGUAGE_OUTPUTS = frozenset(
-    {HeadOutput.LOGPROB, HeadOutput.ENTROPY, HeadOutput.LOGPROB_AT, HeadOutput.LOGSUMEXP_TERMS}
+    {HeadOutput.LOGPROB, HeadOutput.ENTROPY, HeadOutput.LOGPROB_AT, HeadOutput.LOGSUMEXP}
 )
 
 LinearGetter = Callable[[], nn.Linear]
@@ -141,7 +141,7 @@ class LanguageHead:
         columns = {
             HeadOutput.LOGPROB: logprobs.logprob,
             HeadOutput.ENTROPY: logprobs.entropy,
-            HeadOutput.LOGSUMEXP_TERMS: logprobs.logsumexp,
+            HeadOutput.LOGSUMEXP: logprobs.logsumexp,
             HeadOutput.LOGPROB_AT: logprobs.logprob_at,
         }
         return {

@@ -21,7 +21,7 @@ from temper_engine_megatron.model.micro_batch_layout import LocalMicroBatch
 from temper_engine_megatron.model.vocab_parallel_logprobs import VocabShard, vocab_parallel_logprobs
 
 LANGUAGE_OUTPUTS = frozenset(
-    {HeadOutput.LOGPROB, HeadOutput.ENTROPY, HeadOutput.LOGPROB_AT, HeadOutput.LOGSUMEXP_TERMS}
+    {HeadOutput.LOGPROB, HeadOutput.ENTROPY, HeadOutput.LOGPROB_AT, HeadOutput.LOGSUMEXP}
 )
 
 
@@ -151,7 +151,7 @@ class OutputHead:
         return {
             HeadOutput.LOGPROB: logprobs.logprob,
             HeadOutput.ENTROPY: logprobs.entropy,
-            HeadOutput.LOGSUMEXP_TERMS: logprobs.logsumexp,
+            HeadOutput.LOGSUMEXP: logprobs.logsumexp,
             HeadOutput.LOGPROB_AT: logprobs.logprob_at,
         }
 

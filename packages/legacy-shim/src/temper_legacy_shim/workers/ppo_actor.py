@@ -112,7 +112,7 @@ class PPOActor(OnEngine):
         with self._adopted.weights_of_module():
             requested_outputs = [HeadOutput.LOGPROB, HeadOutput.ENTROPY] if calculate_entropy else [HeadOutput.LOGPROB]
             squares = self.settings.calculate_sum_pi_squared
-            requested_outputs += [HeadOutput.LOGSUMEXP_TERMS] if squares else []
+            requested_outputs += [HeadOutput.LOGSUMEXP] if squares else []
             found = compute_outputs(
                 self.engine, data, requested_outputs=requested_outputs, temperature=temperature, micro_batches=micro_batches
             )
@@ -124,12 +124,12 @@ class PPOActor(OnEngine):
                 halved = compute_outputs(
                     self.engine,
                     data,
-                    requested_outputs=[HeadOutput.LOGSUMEXP_TERMS],
+                    requested_outputs=[HeadOutput.LOGSUMEXP],
                     temperature=temperature / 2,
                     micro_batches=micro_batches,
                 )
-                squared = (halved[HeadOutput.LOGSUMEXP_TERMS] - 2 * found[HeadOutput.LOGSUMEXP_TERMS]).exp()
-                outputs["sum_pi_squared"] = squared * (found[HeadOutput.LOGSUMEXP_TERMS] != 0)
+                squared = (halved[HeadOutput.LOGSUMEXP] - 2 * found[HeadOutput.LOGSUMEXP]).exp()
+                outputs["sum_pi_squared"] = squared * (found[HeadOutput.LOGSUMEXP] != 0)
         return outputs
 
     def update_policy(self, data: DataProto) -> dict[str, object]:

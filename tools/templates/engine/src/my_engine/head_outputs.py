@@ -34,7 +34,7 @@ def compute_outputs(
                 column = log_probs.gather(1, sequence.tokens[1:, None]).squeeze(1)
             case HeadOutput.ENTROPY:
                 column = -(log_probs.exp() * log_probs).sum(dim=-1)
-            case HeadOutput.LOGSUMEXP_TERMS:
+            case HeadOutput.LOGSUMEXP:
                 column = scaled.logsumexp(dim=-1)
             case HeadOutput.LOGPROB_AT:
                 column = log_probs.gather(1, sequence.columns[LOGPROB_AT_IDS][1:])

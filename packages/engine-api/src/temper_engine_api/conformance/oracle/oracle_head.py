@@ -63,7 +63,7 @@ def _language_outputs(
             log_distribution.gather(1, sequence.tokens[1:, None])[:, 0]
         ),
         HeadOutput.ENTROPY: _shift_to_labels(entropy),
-        HeadOutput.LOGSUMEXP_TERMS: _shift_to_labels(torch.logsumexp(logits, dim=-1)[:-1]),
+        HeadOutput.LOGSUMEXP: _shift_to_labels(torch.logsumexp(logits, dim=-1)[:-1]),
     }
     if with_ids:
         ids = sequence.columns[LOGPROB_AT_IDS]

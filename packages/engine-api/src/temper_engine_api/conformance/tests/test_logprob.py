@@ -40,7 +40,7 @@ from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.outputs import ForwardOutputs
 
-LANGUAGE_OUTPUTS = (HeadOutput.LOGPROB, HeadOutput.ENTROPY, HeadOutput.LOGSUMEXP_TERMS)
+LANGUAGE_OUTPUTS = (HeadOutput.LOGPROB, HeadOutput.ENTROPY, HeadOutput.LOGSUMEXP)
 every_query = pytest.mark.parametrize(
     "head_output",
     [
