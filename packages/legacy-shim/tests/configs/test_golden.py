@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("temper_trainer", reason="needs temper-trainer and its engines")
 
+from temper_trainer.config.removed_keys import find_new_key
 from temper_trainer.config_loading import load
 from temper_trainer.config_loading.schema import flatten
 
@@ -26,7 +27,8 @@ leave out what was the default then."""
 def test_a_released_translation_still_means_the_same(file: Path) -> None:
     written = json.loads(file.with_suffix(".json").read_text())
     now = flatten(load([], config_dir=str(file.parent), config_name=file.stem).resolved)
-    changed = {key: (value, now.get(key)) for key, value in written.items() if now.get(key, "is gone") != value}
+    values = {find_new_key(key) or key: value for key, value in written.items()}
+    changed = {key: (value, now.get(key)) for key, value in values.items() if now.get(key, "is gone") != value}
     assert changed == {key: both for key, both in CHANGED_DEFAULTS.items() if key in changed}
 
 

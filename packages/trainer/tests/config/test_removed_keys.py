@@ -1,7 +1,14 @@
 import pytest
 
 from temper_engine_fsdp.config import FSDPConfig
-from temper_trainer.config.removed_keys import REMOVED_KEYS, describe_removed_key
+from temper_trainer.config.removed_keys import (
+    REMOVED_KEYS,
+    RENAMED_ENGINE_KEYS,
+    RENAMED_KEYS,
+    describe_removed_key,
+    describe_renamed_key,
+    find_new_key,
+)
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.schema import collect_keys
 
@@ -42,5 +49,17 @@ def test_old_key_of_the_worker_switch_names_the_new_one() -> None:
     assert "use: use_legacy_worker_impl, at the top level." in text
 
 
+@pytest.mark.parametrize("role", ["actor", "critic", "ref", "reward.model", "teachers.NAME"])
+@pytest.mark.parametrize("old", RENAMED_ENGINE_KEYS)
+def test_renamed_key_of_an_engine_has_its_new_name_in_every_role(role: str, old: str) -> None:
+    assert f"{role}.engine.{old}" not in KEYS
+    assert find_new_key(f"{role}.engine.{old}") in KEYS
+
+
+def test_renamed_keys_do_not_exist_and_their_new_names_do() -> None:
+    assert not RENAMED_KEYS.keys() & KEYS.keys()
+    assert set(RENAMED_KEYS.values()) <= KEYS.keys()
+
+
 def test_existing_keys_are_not_refused() -> None:
-    assert [key for key in KEYS if describe_removed_key(key) is not None] == []
+    assert [key for key in KEYS if describe_removed_key(key) or describe_renamed_key(key)] == []

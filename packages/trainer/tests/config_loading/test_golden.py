@@ -1,31 +1,68 @@
-"""Test that configurations of released versions are read with unchanged values."""
+"""Test that configurations of released versions keep their values, or name the keys to rename."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from temper_engine_api.errors import ConfigError
 from temper_trainer.config_loading import load
 from temper_trainer.config_loading.schema import flatten
 
-GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*/*/config.yaml"))
+FOLDER = Path(__file__).parents[1] / "golden"
+GOLDEN = sorted(FOLDER.glob("*/*/config.yaml"))
+
+RENAMED = {
+    "residency": "offload",
+    "offload_parameters": "parameters",
+    "offload_gradients": "gradients",
+    "offload_optimizer": "optimizer",
+    "max_failure_share": "max_failure_fraction",
+    "cov_share": "cov_fraction",
+}
+"""Names of 0.1.0 in these files, and their names since 0.2."""
 
 
-@pytest.mark.skipif(
-    not GOLDEN,
-    reason=(
-        "no version is released yet whose configurations could be kept; the first "
-        "release brings them"
-    ),
-)
 @pytest.mark.parametrize("file", GOLDEN, ids=lambda file: f"{file.parts[-3]}-{file.parts[-2]}")
-def test_released_configuration_has_the_same_values(file: Path) -> None:
-    written = yaml.safe_load(file.read_text())
+def test_released_configuration_has_the_same_values_under_the_new_keys(
+    file: Path, tmp_path: Path
+) -> None:
+    text = file.read_text()
+    for old, new in RENAMED.items():
+        text = re.sub(rf"\b{old}:", f"{new}:", text)
+    (tmp_path / "config.yaml").write_text(text)
+    written = yaml.safe_load(text)
     del written["defaults"]
-    now = flatten(load([], config_dir=str(file.parent), config_name="config").resolved)
+    now = flatten(load([], config_dir=str(tmp_path), config_name="config").resolved)
     changed = {
         key: (value, now.get(key))
         for key, value in flatten(written).items()
         if now.get(key, "is gone") != value
     }
     assert changed == {}
+
+
+@pytest.mark.parametrize(
+    ("run", "num_engines"), [("gsm8k_grpo", 1), ("gsm8k_ppo", 2), ("gsm8k_sft", 1)]
+)
+def test_configuration_of_0_1_is_refused_with_the_new_name_of_each_key(
+    run: str, num_engines: int
+) -> None:
+    folder = FOLDER / "0.1.0" / run
+    with pytest.raises(ConfigError) as caught:
+        load([], config_dir=str(folder), config_name="config")
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 5 * num_engines + 2  # the offload policy has five keys
+    assert all("was renamed in 0.2 to" in line for line in lines)
+    assert (
+        "algorithm.cov_share was renamed in 0.2 to algorithm.cov_fraction; its values mean the "
+        f"same. Write the new name. (set by: run {folder / 'config.yaml'})"
+    ) in lines
+    assert any(
+        line.startswith(
+            "actor.engine.residency.offload_parameters was renamed in 0.2 to "
+            "actor.engine.offload.parameters;"
+        )
+        for line in lines
+    )

@@ -1,4 +1,4 @@
-"""Keys of the older generation, each with its replacement; they are rejected with a hint."""
+"""Removed and renamed keys, each with its replacement; they are rejected with a hint."""
 
 from dataclasses import dataclass
 
@@ -185,6 +185,26 @@ REMOVED_KEYS = (
 )
 
 
+RENAMED_SINCE = "0.2"
+"""First release with the new names below."""
+
+RENAMED_KEYS = {
+    "algorithm.cov_share": "algorithm.cov_fraction",
+    "reward.max_failure_share": "reward.max_failure_fraction",
+}
+"""New keys by the key of 0.1; the values kept their meaning."""
+
+RENAMED_ENGINE_KEYS = {
+    "residency": "offload",
+    "residency.offload_parameters": "offload.parameters",
+    "residency.offload_gradients": "offload.gradients",
+    "residency.offload_optimizer": "offload.optimizer",
+    "residency.load_optimizer_in": "offload.load_optimizer_in",
+    "residency.optimizer_on_cpu": "offload.optimizer_on_cpu",
+}
+"""As RENAMED_KEYS, for the keys below the engine of any role."""
+
+
 REMOVED_BLOCKS = (
     "actor_rollout_ref",
     "reward_model",
@@ -286,6 +306,26 @@ def describe_removed_key(key: str) -> str | None:
             f"removed in {SINCE}. {_hint(key)}"
         )
     return None
+
+
+def find_new_key(key: str) -> str | None:
+    """Return the present name of a key of 0.1 that was renamed, else None."""
+    if key in RENAMED_KEYS:
+        return RENAMED_KEYS[key]
+    role, engine, engine_key = key.partition(".engine.")
+    new = RENAMED_ENGINE_KEYS.get(engine_key)
+    return None if new is None else f"{role}{engine}{new}"
+
+
+def describe_renamed_key(key: str) -> str | None:
+    """Return the error message for a renamed key, else None."""
+    new = find_new_key(key)
+    if new is None:
+        return None
+    return (
+        f"{key} was renamed in {RENAMED_SINCE} to {new}; its values mean the same. Write the new "
+        "name."
+    )
 
 
 def _hint(key: str) -> str:

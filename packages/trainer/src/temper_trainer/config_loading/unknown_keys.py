@@ -1,10 +1,14 @@
-"""Reject keys that do not exist: name a removed key's replacement, or the nearest valid key."""
+"""Reject keys that do not exist: name the replacement of an old key, or the nearest valid key."""
 
 import difflib
 from collections.abc import Mapping, Sequence
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.removed_keys import describe_refused_teacher_key, describe_removed_key
+from temper_trainer.config.removed_keys import (
+    describe_refused_teacher_key,
+    describe_removed_key,
+    describe_renamed_key,
+)
 from temper_trainer.config_loading.composition import Layer
 from temper_trainer.config_loading.schema import ANY_NAME, Entry
 
@@ -43,6 +47,7 @@ def check_keys(layers: Sequence[Layer], *, known: Mapping[str, Entry]) -> None:
 def _describe_problem(key: str, *, known: Mapping[str, Entry]) -> str:
     return (
         describe_removed_key(key)
+        or describe_renamed_key(key)
         or describe_refused_teacher_key(key)
         or f"there is no key {key}: {suggest_keys(key, known=known)}"
     )
