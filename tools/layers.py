@@ -12,6 +12,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from importlib.util import find_spec
 from pathlib import Path
 
 import grimp
@@ -117,10 +118,21 @@ def check_imports(module: str, source: str) -> list[str]:
 def build_import_graph(packages: Sequence[str]) -> dict[str, set[str]]:
     """Return which files of these packages each file imports.
 
-    Imports in functions and for type checkers count: they hide a cycle and do not remove it.
+    Imports in functions, for type checkers and by import_module() with a literal name count: they
+    hide a cycle and do not remove it.
     """
-    graph = grimp.build_graph(*packages, exclude_type_checking_imports=False, cache_dir=None)
-    return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    built = grimp.build_graph(*packages, exclude_type_checking_imports=False, cache_dir=None)
+    graph = {module: built.find_modules_directly_imported_by(module) for module in built.modules}
+    # grimp reads import statements only.
+    for package in packages:
+        spec = find_spec(package)
+        assert spec is not None
+        assert spec.origin is not None
+        folder = Path(spec.origin).parent
+        for path in folder.rglob("*.py"):
+            calls = _iterate_import_calls(ast.parse(path.read_text()))
+            graph[_module_name(path, folder.parent)] |= {name for _, name in calls if name in graph}
+    return graph
 
 
 def find_cycles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
@@ -186,13 +198,20 @@ def _iterate_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, name) for name in names if name in _RULED_MODULES)
         elif isinstance(node, ast.Attribute) and ast.unparse(node) in _RULED_MODULES:
             yield node.lineno, ast.unparse(node)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+    yield from _iterate_import_calls(tree)
+
+
+def _iterate_import_calls(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield each literal name passed to import_module(), with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
             "importlib.import_module",
             "import_module",
         ):
-            first = node.args[0] if node.args else None
-            if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                yield node.lineno, first.value
+            names = (*node.args[:1], *(item.value for item in node.keywords if item.arg == "name"))
+            for name in names:
+                if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                    yield node.lineno, name.value
 
 
 def _module_name(path: Path, source_root: Path) -> str:

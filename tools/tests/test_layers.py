@@ -146,6 +146,38 @@ def test_imports_in_functions_and_for_type_checkers_close_a_cycle(
     assert "three" not in sentence
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import importlib\ndef late():\n    importlib.import_module('dynamic_example.one')\n",
+        "from importlib import import_module\nimport_module('dynamic_example.one')\n",
+        "from importlib import import_module\nimport_module(name='dynamic_example.one')\n",
+    ],
+)
+def test_import_module_with_a_literal_name_closes_a_cycle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    package = tmp_path / "dynamic_example"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "one.py").write_text("import dynamic_example.two\n")
+    (package / "two.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    (sentence,) = check_cycles(build_import_graph(["dynamic_example"]), [])
+    assert "dynamic_example.two imports dynamic_example.one" in sentence
+
+
+def test_import_module_of_another_package_is_no_edge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "dynamic_third_party"
+    package.mkdir()
+    (package / "__init__.py").write_text("import importlib\nimportlib.import_module('json')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    graph = build_import_graph(["dynamic_third_party"])
+    assert graph == {"dynamic_third_party": set()}
+
+
 def test_every_cycle_is_found() -> None:
     graph = {"a": ["b"], "b": ["c"], "c": ["a", "d"], "d": ["e"], "e": ["d"], "f": ["a"]}
     cycles = find_cycles(graph)

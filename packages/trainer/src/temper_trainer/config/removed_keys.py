@@ -202,7 +202,7 @@ RENAMED_ENGINE_KEYS = {
     "residency.load_optimizer_in": "offload.load_optimizer_in",
     "residency.optimizer_on_cpu": "offload.optimizer_on_cpu",
 }
-"""As RENAMED_KEYS, for the keys below the engine of any role."""
+"""New keys below the engine of any role, by the key of 0.1."""
 
 
 REMOVED_BLOCKS = (
