@@ -4,7 +4,7 @@
 
 CLONES has a clone, bare or not, of each repository of the table under ``OWNER+NAME`` (``git clone --bare
 https://github.com/OWNER/NAME.git CLONES/OWNER+NAME``). Every script is written once to OUT, which must not exist; none of them
-belongs into this repository. The nightly tests of ``tests/scripts`` take OUT as TEMPER_LAUNCH_SCRIPTS.
+belongs into this repository. The nightly tests of ``tests/scripts`` read ``$TEMPER_TEST_DATA/legacy/scripts``, so let OUT be that.
 """
 
 import argparse
