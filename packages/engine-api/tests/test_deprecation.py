@@ -19,7 +19,7 @@ RECORD = Deprecation(
     since="0.2.1",
     removed_in="0.4.0",
     instead="temper_example.total",
-    how="it takes the same arguments",
+    migration_hint="it takes the same arguments",
 )
 SENTENCE = (
     "temper_example.old_sum is deprecated since temper-example 0.2.1 and will be removed in 0.4.0: "

@@ -1,4 +1,4 @@
-"""Objectives by name, and answers that were never asked for."""
+"""Objectives by name, and head outputs that were not requested."""
 
 import pytest
 import torch
@@ -15,44 +15,48 @@ from temper_engine_api.objective import (
 
 
 @pytest.fixture
-def mine(objective: Objective, monkeypatch: pytest.MonkeyPatch) -> type[Objective]:
-    """A class to register, in a registry of this test's own."""
+def objective_class(objective: Objective, monkeypatch: pytest.MonkeyPatch) -> type[Objective]:
+    """Return a class to register; the registry of this test is empty."""
     monkeypatch.setattr("temper_engine_api.objective._REGISTRY", {})
 
-    class Mine(type(objective)):  # type: ignore[misc]
-        """A class of its own."""
+    class Likelihood(type(objective)):  # type: ignore[misc]
+        """A subclass that no other test registers."""
 
-    return Mine
-
-
-def test_a_registered_objective_is_found_by_name(mine: type[Objective]) -> None:
-    register_objective("mine")(mine)
-    assert get_objective_class("mine") is mine
-    assert dict(list_objectives()) == {"mine": mine}
-    assert mine.name == "mine"
+    return Likelihood
 
 
-def test_an_unknown_objective_names_those_there_are(mine: type[Objective]) -> None:
-    register_objective("mine")(mine)
+def test_registered_objective_is_returned_by_name(objective_class: type[Objective]) -> None:
+    register_objective("likelihood")(objective_class)
+    assert get_objective_class("likelihood") is objective_class
+    assert dict(list_objectives()) == {"likelihood": objective_class}
+    assert objective_class.name == "likelihood"
+
+
+def test_error_for_an_unknown_name_lists_the_registered_ones(
+    objective_class: type[Objective],
+) -> None:
+    register_objective("likelihood")(objective_class)
     with pytest.raises(
-        ConfigError, match=r"no objective is registered as 'yours'; registered: mine\."
+        ConfigError, match=r"no objective is registered as 'ppo'; registered: likelihood\."
     ):
-        get_objective_class("yours")
+        get_objective_class("ppo")
 
 
-def test_a_name_belongs_to_one_class(mine: type[Objective]) -> None:
-    register_objective("mine")(mine)
-    register_objective("mine")(mine)
+def test_two_classes_cannot_have_the_same_name(objective_class: type[Objective]) -> None:
+    register_objective("likelihood")(objective_class)
+    register_objective("likelihood")(objective_class)
 
-    class Other(mine):  # type: ignore[misc, valid-type]
+    class Other(objective_class):  # type: ignore[misc, valid-type]
         """Another class."""
 
-    with pytest.raises(ConfigError, match=r"'mine' is already used by .*Mine: choose another"):
-        register_objective("mine")(Other)
+    with pytest.raises(
+        ConfigError, match=r"'likelihood' is already used by .*Likelihood: choose another"
+    ):
+        register_objective("likelihood")(Other)
 
 
-def test_an_answer_that_was_not_asked_for_is_an_error() -> None:
+def test_reading_an_output_that_was_not_requested_is_an_error() -> None:
     head_outputs = HeadOutputs(columns={HeadOutput.LOGPROB: torch.zeros(2, requires_grad=True)})
     assert not head_outputs.detach()[HeadOutput.LOGPROB].requires_grad
-    with pytest.raises(EngineStateError, match=r"the head was not asked for 'entropy'"):
+    with pytest.raises(EngineStateError, match=r"output 'entropy' was not requested from the head"):
         _ = head_outputs[HeadOutput.ENTROPY]

@@ -93,7 +93,7 @@ from temper_engine_api.topology import Axis
         ),
         (
             lambda: ScheduleSpec(kind="linear", warmup_steps=9, total_steps=9),
-            r"total_steps \(9\) must exceed the warm-up \(9 steps\)",
+            r"total_steps \(9\) must exceed the warmup \(9 steps\)",
         ),
         (lambda: ScheduleSpec(warmup_steps=-1), r"warmup_steps is -1, but must be at least 0"),
         (
@@ -126,15 +126,15 @@ from temper_engine_api.topology import Axis
         ),
         (
             lambda: ScheduleSpec(kind="wsd", total_steps=9),
-            r"decay_steps is None and schedule.kind wsd: wsd needs the length of its fall",
+            r"decay_steps is None and schedule.kind wsd: wsd needs the number of its decay steps",
         ),
         (
             lambda: ScheduleSpec(kind="cosine", total_steps=9, decay_steps=2),
-            r"no other kind has one",
+            r"no other kind has any",
         ),
         (
             lambda: ScheduleSpec(kind="wsd", total_steps=9, warmup_steps=5, decay_steps=5),
-            r"and hold schedule.decay_steps \(5\)",
+            r"and leave schedule.decay_steps \(5\)",
         ),
         (
             lambda: PrecisionSpec(initial_loss_scale=8.0),

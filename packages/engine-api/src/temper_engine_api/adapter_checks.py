@@ -20,7 +20,7 @@ PEFT_PREFIX = "base_model.model."
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Names of PEFT's two files."""
 _COMPARED_FIELDS = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
-"""Config fields that change what the same tensors compute."""
+"""Fields of the config that decide how the adapter's tensors are scaled and combined."""
 
 
 def new_lora_config(spec: LoraSpec, *, model: ModelSpec) -> dict[str, object]:
@@ -143,14 +143,16 @@ def has_suffix(names: Collection[str], *, suffix: str) -> bool:
 
 
 def check_same_adapter(config: Mapping[str, object], *, own_config: Mapping[str, object]) -> None:
-    """Check that the tensors of another adapter compute the same in this engine.
+    """Check that an adapter to load has the same ranks and scales as this engine's adapter.
+
+    With others, its tensors would change the model in another way than where they were trained.
 
     Args:
         config: Contents of adapter_config.json of the adapter to load.
-        own_config: The same of this engine's adapter.
+        own_config: Contents of adapter_config.json of this engine's adapter.
 
     Raises:
-        ConfigError: If they would compute something else.
+        ConfigError: If a field that scales or combines the tensors differs.
     """
     for key in _COMPARED_FIELDS:
         if config.get(key, own_config[key]) != own_config[key]:

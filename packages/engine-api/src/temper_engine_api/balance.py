@@ -23,10 +23,12 @@ def assign_to_ranks(costs: Tensor, *, num_ranks: int) -> Tensor:
     """Assign items to ranks with similar total cost and equal numbers of items.
 
     Items go in descending cost to the least loaded rank that has a free slot (longest processing
-    time first; Graham 1969, "Bounds on multiprocessing timing anomalies"). Then exchanges lower the
-    largest load: without them the last items, which have only one free slot left, cause up to 7 %
-    imbalance for 1024 log-normal lengths on 64 ranks. Every rank gets floor(N / num_ranks) items or
-    one more, unless equal numbers can't be balanced.
+    time first; Graham 1969, "Bounds on multiprocessing timing anomalies"). Every rank has
+    floor(N / num_ranks) slots or one more.
+
+    Then ranks swap items to lower the largest load. The last items had no choice of a rank, because
+    few slots were free: for 1024 log-normal lengths on 64 ranks that left an imbalance of up to
+    7 %. If no swap helps, single items move, and the numbers of items may differ by more than one.
 
     Args:
         costs: [N] int64, at least 0.
@@ -47,6 +49,7 @@ def _assign_longest_first(costs: Tensor, *, num_ranks: int) -> Tensor:
     # Stable, so that every rank sorts equal costs alike, without communication.
     order = torch.argsort(costs, descending=True, stable=True)
     small, num_larger = divmod(len(costs), num_ranks)
+    # Any num_larger of the ranks may take small + 1 items; a rank at 1 left has taken small.
     capacity = [small + 1] * num_ranks if num_larger else [small] * num_ranks
     # One integer per rank, load * num_ranks + rank: comparing integers is twice as fast as
     # comparing tuples.
@@ -72,7 +75,10 @@ def _assign_longest_first(costs: Tensor, *, num_ranks: int) -> Tensor:
 def _reduce_largest_load(
     ranks: Tensor, costs: list[int], loads: list[int], *, target: float
 ) -> None:
-    """Exchange items of the most loaded rank until its load meets the target or nothing helps."""
+    """Exchange items of the most loaded rank until the largest load is at most the target.
+
+    Stops earlier if no exchange lowers it.
+    """
     members: list[list[_Entry]] = [[] for _ in loads]
     for item, rank in enumerate(ranks.tolist()):
         members[rank].append((costs[item], item))
@@ -93,16 +99,21 @@ def _reduce_largest_load(
 def _find_exchange(
     heavy: int, lighter: list[int], members: list[list[_Entry]], loads: list[int]
 ) -> tuple[int, _Entry, _Entry | None] | None:
-    """Find a swap with the least loaded rank that has one, else an item to move to that rank."""
+    """Find a swap that lowers the largest load, or else an item to move without a return.
+
+    Returns:
+        (rank, item given to it, item taken from it or None), or None if nothing helps. A swap is
+        with the least loaded rank that offers one; a single item goes to the least loaded rank.
+    """
     for light in reversed(lighter):
         swap = _find_best_swap(members[heavy], members[light], gap=loads[heavy] - loads[light])
         if swap is not None:
             return light, *swap
     gap = loads[heavy] - loads[lighter[-1]] if lighter else 0
-    gifts = [entry for entry in members[heavy] if 0 < entry[0] < gap]
+    movable = [entry for entry in members[heavy] if 0 < entry[0] < gap]
     return (
-        (lighter[-1], min(gifts, key=lambda entry: abs(gap - 2 * entry[0])), None)
-        if gifts
+        (lighter[-1], min(movable, key=lambda entry: abs(gap - 2 * entry[0])), None)
+        if movable
         else None
     )
 
@@ -126,16 +137,16 @@ def _find_best_swap(
 def _move(
     entry: _Entry,
     source: int,
-    goal: int,
+    target: int,
     members: list[list[_Entry]],
     loads: list[int],
     ranks: Tensor,
 ) -> None:
     members[source].remove(entry)
-    insort(members[goal], entry)
+    insort(members[target], entry)
     loads[source] -= entry[0]
-    loads[goal] += entry[0]
-    ranks[entry[1]] = goal
+    loads[target] += entry[0]
+    ranks[entry[1]] = target
 
 
 def pack_bins(sizes: Sequence[int], *, capacity: int) -> list[list[int]]:

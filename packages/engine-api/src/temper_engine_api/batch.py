@@ -2,7 +2,7 @@
 
 Sequences are concatenated without padding. Entry t of a per-token column belongs to `tokens[t]`:
 `logprobs[t] = log p(tokens[t] | earlier tokens of its sequence)`, and `values[t]` is the value of
-the state before `tokens[t]`. Code that pads converts at the border, see `padding`.
+the state before `tokens[t]`. See `padding` for conversion to and from padded tensors.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,8 +25,8 @@ DUMMY_ID = -1
 class Denominators:
     """Counts of a mini-batch over all ranks, by which summed losses are divided.
 
-    They are counted after all masking, when the mini-batch is planned. So every rank and every
-    micro-batch divides by the same number, whatever its own length.
+    They are counted once, when the mini-batch is planned and all masks are final. So all ranks and
+    micro-batches divide by the same numbers, however many tokens they have themselves.
 
     Example:
         >>> Denominators(tokens=512, sequences=16, groups=4).is_empty
@@ -58,9 +58,9 @@ _PER_SEQUENCE = {"axis": "sequence", "dim": 0}
 class SequenceBatch:
     """B sequences of T tokens in total, concatenated without padding, and their columns.
 
-    Every field but `sequence_starts` declares its axis. Selecting, slicing, concatenating,
-    packing and moving to a device are derived from that declaration, so a new field needs no
-    other change.
+    Every field but `sequence_starts` declares in its metadata whether it has one entry per token
+    or per sequence. Selecting, slicing, concatenating, packing and moving to a device are derived
+    from that declaration, so a new field needs no other change.
 
     Example:
         >>> batch = from_sequences(
@@ -94,9 +94,9 @@ class SequenceBatch:
     sequence_columns: Mapping[str, Tensor] = field(metadata=_PER_SEQUENCE, default_factory=dict)
     """Per-sequence inputs of an objective by name, [B] or [B, K]."""
     position_ids: Tensor | None = field(metadata=_PER_TOKEN_LAST, default=None)
-    """[T] or [3, T] int64 where they don't simply count from 0 in each sequence."""
+    """[T] or [3, T] int64; None if positions count from 0 in each sequence."""
     media: tuple[object, ...] | None = field(metadata=_PER_SEQUENCE, default=None)
-    """B entries, reserved for inputs that are not text; opaque to every engine of 0.x."""
+    """B entries, reserved for images and other inputs that are not text; engines ignore them."""
 
     def __post_init__(self) -> None:
         self._check_shapes()
@@ -200,8 +200,8 @@ class SequenceBatch:
             sequence_starts=starts.int(),
             **_map_columns(
                 [self],
-                per_token=lambda column, *, dim: column[0].index_select(dim, source),
-                per_sequence=lambda column: column[0][index],
+                per_token=lambda tensors, *, dim: tensors[0].index_select(dim, source),
+                per_sequence=lambda tensors: tensors[0][index],
                 media=lambda items: tuple(items[i] for i in index.tolist()),
             ),
         )
@@ -223,8 +223,8 @@ class SequenceBatch:
             sequence_starts=_copy_to_device(self.sequence_starts, device),
             **_map_columns(
                 [self],
-                per_token=lambda column, *, dim: _copy_to_device(column[0], device),
-                per_sequence=lambda column: _copy_to_device(column[0], device),
+                per_token=lambda tensors, *, dim: _copy_to_device(tensors[0], device),
+                per_sequence=lambda tensors: _copy_to_device(tensors[0], device),
                 media=tuple,
             ),
         )
@@ -303,8 +303,8 @@ def slice_sequences(batch: SequenceBatch, *, first: int, last: int) -> SequenceB
         sequence_starts=batch.sequence_starts[first : last + 1] - batch.sequence_starts[first],
         **_map_columns(
             [batch],
-            per_token=lambda column, *, dim: column[0].narrow(dim, begin, end - begin),
-            per_sequence=lambda column: column[0][first:last],
+            per_token=lambda tensors, *, dim: tensors[0].narrow(dim, begin, end - begin),
+            per_sequence=lambda tensors: tensors[0][first:last],
             media=lambda items: tuple(items[first:last]),
         ),
     )
@@ -313,8 +313,8 @@ def slice_sequences(batch: SequenceBatch, *, first: int, last: int) -> SequenceB
 def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
     """Concatenate batches that have the same columns.
 
-    Where only some batches have position_ids, those of the others are filled in by counting;
-    where only some have media, the entries of the others are None.
+    If only some batches have position_ids, the others get positions that count from 0 in each
+    sequence. If only some have media, the entries of the others are None.
 
     Raises:
         BatchError: If there is no batch, or if their columns differ.
@@ -342,7 +342,7 @@ def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
         sequence_starts=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int(),
         **_map_columns(
             batches,
-            per_token=lambda columns, *, dim: torch.cat(columns, dim=dim),
+            per_token=lambda tensors, *, dim: torch.cat(tensors, dim=dim),
             per_sequence=torch.cat,
             media=tuple,
         ),
@@ -350,17 +350,17 @@ def concatenate(batches: Sequence[SequenceBatch]) -> SequenceBatch:
 
 
 def make_dummy_sequence(batch: SequenceBatch) -> SequenceBatch:
-    """Return a one-token sequence with the columns of `batch`, all zero, that trains nothing.
+    """Return a sequence of one untrained token with the columns of `batch`, all zero.
 
-    It fills a micro-batch that would be empty: every rank must run the same number of
-    micro-batches, because each one is a collective.
+    It fills a micro-batch that would otherwise be empty. Every rank must run the same number of
+    micro-batches, because each one runs collectives.
     """
     zeros = SequenceBatch(
         sequence_starts=torch.tensor([0, 1], dtype=torch.int32, device=batch.tokens.device),
         **_map_columns(
             [batch],
-            per_token=lambda column, *, dim: torch.zeros_like(column[0].narrow(dim, 0, 1)),
-            per_sequence=lambda column: torch.zeros_like(column[0][:1]),
+            per_token=lambda tensors, *, dim: torch.zeros_like(tensors[0].narrow(dim, 0, 1)),
+            per_sequence=lambda tensors: torch.zeros_like(tensors[0][:1]),
             media=lambda items: (None,),
         ),
     )
@@ -376,7 +376,7 @@ def make_dummy_sequence(batch: SequenceBatch) -> SequenceBatch:
 
 
 class _PerToken(Protocol):
-    def __call__(self, column: list[Tensor], /, *, dim: int) -> Tensor: ...
+    def __call__(self, tensors: list[Tensor], /, *, dim: int) -> Tensor: ...
 
 
 def _map_columns(
@@ -390,10 +390,11 @@ def _map_columns(
 
     Args:
         batches: One batch, or several with the same columns.
-        per_token: Maps the tensors of one per-token column, one from each batch, to a tensor;
+        per_token: Computes a per-token column from the column's tensors, one from each batch;
             `dim` is their token dimension.
-        per_sequence: The same for a per-sequence column, along dimension 0.
-        media: Maps the media of all batches, one after the other.
+        per_sequence: Computes a per-sequence column from the column's tensors, one from each
+            batch; their dimension 0 is the sequence.
+        media: Computes the media from those of all batches, joined to one list.
 
     Returns:
         Arguments of SequenceBatch for every field but `sequence_starts`.
@@ -443,8 +444,8 @@ def from_sequences(
         group_ids: B ids of prompts; the sample ids by default.
         pack_group_ids: B ids of sequences to keep in one micro-batch; the sample ids by default.
         temperature: One number for all sequences, or B numbers.
-        columns: B tensors [L_b] or [L_b, K] by column name.
-        sequence_columns: Tensors [B] or [B, K] by column name.
+        columns: Per-token columns by name, each as a list of B tensors [L_b] or [L_b, K].
+        sequence_columns: Per-sequence columns by name, each as one tensor [B] or [B, K].
     """
     ids = (
         torch.arange(len(tokens))

@@ -9,17 +9,17 @@ from importlib.metadata import Distribution, PackageNotFoundError, version
 
 from temper_engine_api.errors import ContractVersionError
 
-CONTRACT = "temper-engine-api"
-"""Distribution whose version is the version of the contract."""
+ENGINE_API = "temper-engine-api"
+"""Name of this distribution. Engines declare in their requirements which versions they support."""
 
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(;.*)?")
 
 
 def check_contract(distribution: Distribution, *, engine: str) -> None:
-    """Check the installed contract against the bounds that an engine's distribution requires.
+    """Check that the installed temper-engine-api is one that an engine's distribution requires.
 
-    A distribution without such bounds passes, and so does every engine if the contract itself is
-    only on the path and not installed.
+    A distribution that requires no particular version passes. Every engine passes if
+    temper-engine-api is only on the path and not installed, because it has no version then.
 
     Args:
         distribution: Distribution of the engine.
@@ -29,7 +29,7 @@ def check_contract(distribution: Distribution, *, engine: str) -> None:
         ContractVersionError: If the installed version is outside the bounds.
     """
     try:
-        installed = version(CONTRACT)
+        installed = version(ENGINE_API)
     except PackageNotFoundError:
         return
     for bounds in read_contract_bounds(distribution):
@@ -37,22 +37,25 @@ def check_contract(distribution: Distribution, *, engine: str) -> None:
             name = distribution.name
             raise ContractVersionError(
                 f"engine {engine!r} of {name} {distribution.version} is built for "
-                f"{CONTRACT}{bounds}, and {CONTRACT} {installed} is installed: either "
-                f'`pip install "{CONTRACT}{bounds}"`, or '
-                f'`pip install "{CONTRACT}=={installed}" --upgrade {name}` '
+                f"{ENGINE_API}{bounds}, and {ENGINE_API} {installed} is installed: either "
+                f'`pip install "{ENGINE_API}{bounds}"`, or '
+                f'`pip install "{ENGINE_API}=={installed}" --upgrade {name}` '
                 f"for the release of {name} that goes with {installed}."
             )
 
 
 def read_contract_bounds(distribution: Distribution) -> list[str]:
-    """Return a distribution's bounds on the contract, such as `>=0.1,<0.2`; extras are ignored."""
-    found = (_REQUIREMENT.fullmatch(line) for line in distribution.requires or ())
+    """Return a distribution's bounds on temper-engine-api, such as `>=0.1,<0.2`.
+
+    Requirements with a marker, such as those of extras, are ignored.
+    """
+    requirements = (_REQUIREMENT.fullmatch(line) for line in distribution.requires or ())
     return [
-        match.group(2).strip()
-        for match in found
-        if match is not None
-        and not match.group(3)
-        and re.sub(r"[._-]+", "-", match.group(1)).lower() == CONTRACT
+        requirement.group(2).strip()
+        for requirement in requirements
+        if requirement is not None
+        and not requirement.group(3)
+        and re.sub(r"[._-]+", "-", requirement.group(1)).lower() == ENGINE_API
     ]
 
 
@@ -68,10 +71,10 @@ def parse_version(version: str) -> tuple[int, int, int]:
     Raises:
         ValueError: If the text does not start with a number.
     """
-    found = re.match(r"v?(\d+)(?:\.(\d+))?(?:\.(\d+))?", version)
-    if found is None:
+    numbers = re.match(r"v?(\d+)(?:\.(\d+))?(?:\.(\d+))?", version)
+    if numbers is None:
         raise ValueError(f"{version!r} is no version: expected numbers with dots, such as 0.3.0.")
-    major, minor, patch = (int(part or 0) for part in found.groups())
+    major, minor, patch = (int(number or 0) for number in numbers.groups())
     return major, minor, patch
 
 
@@ -89,10 +92,10 @@ def satisfies_bounds(version: str, bounds: str) -> bool:
 
 
 def _satisfies_bound(version: tuple[int, int, int], clause: str) -> bool:
-    found = _CLAUSE.fullmatch(clause)
-    if found is None:
+    match = _CLAUSE.fullmatch(clause)
+    if match is None:
         raise ValueError(f"{clause!r} is no bound on a version: expected one such as >=0.1.")
-    operator, text, has_star = found.groups()
+    operator, text, has_star = match.groups()
     bound, length = parse_version(text), len(text.split(".")) if has_star else 3
     match operator:
         case "==" | "===":

@@ -1,7 +1,7 @@
 """Records of deprecated names, and the warnings made from them.
 
-A package keeps its records in a module `deprecations` as the tuple `DEPRECATIONS`. A release fails
-if a name is still there in the version that was to remove it.
+A package keeps its records in a module `deprecations` as the tuple `DEPRECATIONS`. The checks of
+this repository fail if a package's version reaches `removed_in` and the name still exists.
 
     OLD = Deprecation(
         package="temper-trainer",
@@ -9,7 +9,7 @@ if a name is still there in the version that was to remove it.
         since="0.2.0",
         removed_in="0.4.0",
         instead="temper_trainer.data.read_prompts",
-        how="it takes the same arguments",
+        migration_hint="it takes the same arguments",
     )
 
 
@@ -31,7 +31,7 @@ from typing_extensions import deprecated as _mark_for_type_checkers
 
 from temper_engine_api.contract_version import parse_version
 
-MINORS = 2
+MIN_MINOR_VERSIONS = 2
 """Minimum number of minor versions for which a deprecated name stays."""
 
 P = ParamSpec("P")
@@ -47,11 +47,11 @@ class Deprecation:
     """One deprecated name, parameter or value.
 
     Raises:
-        ValueError: its removal is promised for fewer than two minor versions after ``since``.
+        ValueError: If its removal is promised for less than two minor versions after `since`.
     """
 
     package: str
-    """The distribution whose releases ``since`` and ``removed_in`` count."""
+    """Distribution that contains the name; `since` and `removed_in` are versions of it."""
     what: str
     """Deprecated name as users write it: dotted, or with a parameter or value."""
     since: str
@@ -60,19 +60,21 @@ class Deprecation:
     """Release that no longer has it."""
     instead: str
     """Replacement as users write it."""
-    how: str
-    """Instruction to replace it, without a final period."""
+    migration_hint: str
+    """End of the warning: a difference to heed when switching, without a final period."""
 
     def __post_init__(self) -> None:
         (major, minor, _), (removed_major, removed_minor, _) = (
             parse_version(self.since),
             parse_version(self.removed_in),
         )
-        if removed_major < major or (removed_major == major and removed_minor < minor + MINORS):
+        if removed_major < major or (
+            removed_major == major and removed_minor < minor + MIN_MINOR_VERSIONS
+        ):
             raise ValueError(
                 f"{self.what} is deprecated since {self.since} and its removal is promised for "
-                f"{self.removed_in}: leave {MINORS} minor versions, "
-                f"removed_in={major}.{minor + MINORS}.0 at the earliest."
+                f"{self.removed_in}: leave {MIN_MINOR_VERSIONS} minor versions, "
+                f"removed_in={major}.{minor + MIN_MINOR_VERSIONS}.0 at the earliest."
             )
 
     def sentence(self) -> str:
@@ -80,7 +82,7 @@ class Deprecation:
         return (
             f"{self.what} is deprecated since {self.package} {self.since} and will be removed in "
             f"{self.removed_in}: "
-            f"use {self.instead} instead; {self.how}."
+            f"use {self.instead} instead; {self.migration_hint}."
         )
 
     def is_overdue(self, version: str) -> bool:

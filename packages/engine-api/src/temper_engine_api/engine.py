@@ -538,7 +538,7 @@ class BaseEngine(ABC):
         self.finish_saving()
         with self._loaded("update"):
             staged = self._stage(self._stage_state())
-        self._background_part.start(lambda: staged.write_part(directory), goal=Path(directory))
+        self._background_part.start(lambda: staged.write_part(directory), path=Path(directory))
 
     @property
     def has_written_part(self) -> bool:
@@ -606,13 +606,13 @@ class BaseEngine(ABC):
         if not in_background:
             return save(self, gather=self._gather_objects)
         self.require(Capability.BACKGROUND_SAVE)
-        goal = checkpoint.step_directory(local_path, global_step)
+        path = checkpoint.step_directory(local_path, global_step)
         with self._loaded("update"):
             staged = self._stage(self._stage_state())
         self._background_save.start(
-            lambda: save(staged, gather=self._gather_in_background), goal=goal
+            lambda: save(staged, gather=self._gather_in_background), path=path
         )
-        return str(goal)
+        return str(path)
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
@@ -698,7 +698,7 @@ class BaseEngine(ABC):
         """Clip gradients and update the parameters; return the global norm before clipping.
 
         The norm is computed in float32 and is the same on every rank. If it is not finite, change
-        no parameter and no optimizer state. An engine that claims FP16 multiplies the loss by
+        no parameter and no optimizer state. An engine that supports FP16 multiplies the loss by
         `loss_scale.value` before the backward pass and divides the gradients by it here, before
         the norm.
         """

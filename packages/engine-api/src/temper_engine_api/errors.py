@@ -2,14 +2,14 @@
 
 TemperError
 ├── ConfigError(ValueError)             a setting is wrong, unknown, conflicting, or without effect
-├── BatchError(ValueError)              a batch breaks the contract of its type
+├── BatchError(ValueError)              a batch breaks a rule of its type
 │   └── PlanError                       no plan satisfies the caps and the topology
 ├── CapabilityError                     the engine does not have a required capability
 ├── EngineStateError(RuntimeError)      methods were called in a wrong order
 ├── CollectiveTimeoutError(RuntimeError)  a collective timed out
 ├── MessageError(ValueError)            a gathered value or message is not supported
 ├── EngineNotFoundError(LookupError)    no engine of that name, or its import failed
-│   └── ContractVersionError            the engine is built for another version of the contract
+│   └── ContractVersionError            it is built for another version of engine-api
 ├── WeightError(ValueError)             names, shapes or checksums of a set of weights do not match
 └── CheckpointError(RuntimeError)
     ├── IncompleteCheckpointError       a directory without its manifest: never committed
@@ -26,7 +26,7 @@ class ConfigError(TemperError, ValueError):
 
 
 class BatchError(TemperError, ValueError):
-    """A batch breaks the contract of its type."""
+    """A batch breaks a rule of its type, such as the shape of a column."""
 
 
 class PlanError(BatchError):

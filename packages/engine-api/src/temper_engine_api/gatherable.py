@@ -1,4 +1,7 @@
-"""The classes whose instances ranks may gather. Does not import torch; see `gather_codec`."""
+"""Registry of the classes whose instances ranks may gather with `gather_codec`.
+
+Does not import torch, so that modules without torch can mark their classes.
+"""
 
 from typing import TypeVar
 
@@ -9,10 +12,10 @@ CLASSES: dict[str, type] = {}
 
 
 def gatherable(cls: TypeT) -> TypeT:
-    """Allow instances of a dataclass or an enum in gathered values; for use as a decorator.
+    """Allow instances of a dataclass or an enum in gathered values; use it as a decorator.
 
-    The class must be safe to construct with any field values: a message names the class and the
-    values.
+    A rank that receives a message constructs the class with the field values in the message, so
+    constructing it with any values must be safe.
     """
     CLASSES[full_name(cls)] = cls
     return cls

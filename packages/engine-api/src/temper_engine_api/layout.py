@@ -4,7 +4,7 @@ An engine's package defines them as a module attribute, in a module that does no
 names it in its `pyproject.toml`:
 
     [project.entry-points."temper.conformance_layouts"]
-    mine = "my_package.layouts:LAYOUTS"
+    my_engine = "my_package.layouts:LAYOUTS"
 """
 
 import re

@@ -2,7 +2,7 @@
 
 An objective returns losses and weights, not a mean. `reduction.reduce_loss` makes the scalar, with
 denominators that were counted when the mini-batch was planned. So the gradient does not depend on
-how the mini-batch is split, and an objective needs no collective.
+the split into ranks and micro-batches, and an objective needs no collective.
 """
 
 from abc import ABC, abstractmethod
@@ -65,12 +65,12 @@ class HeadOutputs:
         """Return one output.
 
         Raises:
-            EngineStateError: If the head was not asked to compute it.
+            EngineStateError: If this output was not requested from the head.
         """
         if head_output not in self.columns:
             raise EngineStateError(
-                f"the head was not asked for {head_output.value!r}: name it in the objective's "
-                "required_outputs, or in outputs."
+                f"output {head_output.value!r} was not requested from the head: add it to the "
+                "objective's required_outputs, or to outputs."
             )
         return self.columns[head_output]
 

@@ -1,6 +1,6 @@
-"""Conversion between packed batches and padded mappings of [B, L] tensors, without loss.
+"""Lossless conversion between packed batches and padded mappings of [B, L] tensors.
 
-Engines work on packed batches only; use this module at the border to code that pads.
+Engines compute on packed batches only. Convert batches here if your code pads them.
 """
 
 from collections.abc import Mapping

@@ -36,8 +36,8 @@ class CostModel:
     """
 
     linear: int = 24576
-    """Cost per token. A transformer layer of width D does about 24 D^2 l + 4 D l^2 FLOPs, which is
-    6 D to 1; the default is for D = 4096."""
+    """Cost per token. A transformer layer of width D needs about 24 D^2 l + 4 D l^2 FLOPs, which is
+    proportional to 6 D l + l^2. The default is for D = 4096."""
     quadratic: int = 1
     """Cost per squared token, from attention."""
 
@@ -72,7 +72,7 @@ class MiniBatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PackGroup:
-    """Sequences that share a micro-batch."""
+    """Sequences that must share a micro-batch."""
 
     members: tuple[int, ...]
     tokens: int
@@ -295,15 +295,15 @@ def _check_fits(
     if largest.tokens <= capacity:
         return
     longest = max(largest.members, key=lambda i: lengths[i])
-    what = f"sample {longest} has {lengths[longest]} tokens"
+    fault = f"sample {longest} has {lengths[longest]} tokens"
     if len(largest.members) > 1:
-        what += (
+        fault += (
             f" and shares its pack group with {len(largest.members) - 1} more, {largest.tokens} "
             "tokens together"
         )
     padding = f", counted in multiples of {token_multiple}" if token_multiple > 1 else ""
     raise PlanError(
-        f"{what}, but a micro-batch may have {max_tokens}{padding}: raise batching.max_tokens or "
+        f"{fault}, but a micro-batch may have {max_tokens}{padding}: raise batching.max_tokens or "
         "lower sampling.max_tokens."
     )
 
@@ -316,7 +316,7 @@ def _round_up_count(count: int, constraints: PlanConstraints) -> int:
 def _rank_plan(
     own_groups: list[_PackGroup], bins: list[list[int]], *, count: int, capacity: int
 ) -> RankPlan:
-    """Balance the micro-batches by cost; keep the packed bins if that exceeds the cap."""
+    """Balance the micro-batches by cost; keep the packed bins if the result exceeds the cap."""
     tokens, costs = [group.tokens for group in own_groups], [group.cost for group in own_groups]
     even = balance_bins(tokens, costs, num_bins=count, capacity=capacity)
     chosen = bins + [[]] * (count - len(bins)) if even is None else even
@@ -329,7 +329,11 @@ def _rank_plan(
 
 
 def _join_groups(group_ids: Sequence[int], pack_group_ids: Sequence[int]) -> list[list[int]]:
-    """Merge sequences that share a group or a pack group, also indirectly, in input order."""
+    """Merge sequences that share a group or a pack group, directly or through others.
+
+    Returns:
+        Lists of indices that must stay in one mini-batch, in input order.
+    """
     parent = list(range(len(group_ids)))
 
     def root(i: int) -> int:
@@ -340,7 +344,7 @@ def _join_groups(group_ids: Sequence[int], pack_group_ids: Sequence[int]) -> lis
         return i
 
     for ids in (group_ids, pack_group_ids):
-        # Per kind of id, because a group and a pack group with the same number are not related.
+        # A new dict for each kind of id: a group and a pack group with the same id are not related.
         first: dict[int, int] = {}
         for i, name in enumerate(ids):
             a, b = sorted((root(i), root(first.setdefault(name, i))))

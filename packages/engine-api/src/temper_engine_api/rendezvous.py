@@ -142,9 +142,9 @@ class StoreServer:
             if method == b"compare_set":
                 key, expected, desired = parts
                 # One lock for reading and writing, so that only one of several ranks can win.
-                found = self._values.get(key)
+                current = self._values.get(key)
                 # As in torch's stores, an absent key is set only if the expected value is empty.
-                if found == expected or (found is None and not expected):
+                if current == expected or (current is None and not expected):
                     self._put(key, desired)
                 return b"", self._values.get(key, expected)
             if method == b"check":
@@ -180,8 +180,8 @@ class StoreServer:
 
 
 _OPEN_STORES: set["TokenStore"] = set()
-"""References that keep the Python half of each store alive until it is closed. A process group or
-PrefixStore has only the C++ half, whose methods fail once the Python half is collected."""
+"""Stores that are not closed yet. A process group or PrefixStore refers only to the C++ object of a
+store, whose methods fail once the Python object is collected; this set keeps it alive."""
 
 
 class TokenStore(Store):
@@ -229,8 +229,8 @@ class TokenStore(Store):
     @property
     def _timeout(self) -> timedelta:
         # Read from the C++ half, because set_timeout() of a PrefixStore changes only that.
-        found: timedelta = self.timeout  # type: ignore[attr-defined]
-        return found
+        timeout: timedelta = self.timeout  # type: ignore[attr-defined]
+        return timeout
 
     def clone(self) -> "TokenStore":
         """Return a client with its own connection, which does not wait for this one."""
@@ -336,8 +336,8 @@ def store_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
     """
     token = os.environ.get(TOKEN_VARIABLE)
     if token is None:
-        found: tuple[Store, int, int] = next(rendezvous("env://", timeout=timeout))
-        return found
+        joined: tuple[Store, int, int] = next(rendezvous("env://", timeout=timeout))
+        return joined
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TokenStore(address, port, token=token, timeout=timeout)
     return store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

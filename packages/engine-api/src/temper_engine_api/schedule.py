@@ -9,9 +9,10 @@ from temper_engine_api.specs import ScheduleSpec
 def compute_learning_rate(step: int, *, peak: float, spec: ScheduleSpec) -> float:
     """Compute the learning rate of the update after `step` completed steps.
 
-    Warmup is linear, peak * (step + 1) / warmup_steps, and never 0. After it the rate is constant,
-    or decays linearly or as a cosine to peak * min_lr_ratio at total_steps and stays there. With
-    wsd the linear decay starts decay_steps before total_steps.
+    During the warmup it is peak * (step + 1) / warmup_steps, so it is above 0 for the first update.
+    After the warmup it is constant, or decays linearly or as a cosine until total_steps, and stays
+    at peak * min_lr_ratio from there on. With wsd it is constant until decay_steps before
+    total_steps, and then decays linearly.
 
     Args:
         step: Number of completed steps, at least 0.

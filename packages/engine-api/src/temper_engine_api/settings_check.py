@@ -13,10 +13,11 @@ from temper_engine_api.errors import ConfigError
 
 
 def find_write_error(folder: str | Path) -> OSError | None:
-    """Return the error of making or writing a folder, or None; leaves nothing behind.
+    """Return the error that creating or writing a folder would raise, or None.
 
-    An empty folder is made and removed in it, or in the nearest parent that exists. Permissions
-    alone would not do: they do not limit root, and file systems such as /proc accept no files.
+    It creates an empty folder there, or in the nearest parent that exists, and removes it again.
+    Reading the permissions would not be enough: they do not apply to root, and some file systems,
+    such as /proc, accept no files.
     """
     parent = Path(folder)
     try:
@@ -41,7 +42,7 @@ def check_head_counts(config: object, *, architecture: Mapping[str, object]) -> 
         architecture: The fields that the user set.
 
     Raises:
-        ConfigError: If they do not.
+        ConfigError: If they do not fit each other.
     """
     hidden, heads, kv_heads = (
         getattr(config, name, None)
@@ -74,7 +75,7 @@ def check_field_types(settings: object, *, prefix: str = "") -> None:
         prefix: Prefix of its keys in the configuration, such as `schedule.`.
 
     Raises:
-        ConfigError: Names the key, the value and the allowed values.
+        ConfigError: If a value is not allowed; names the key, the value and the allowed values.
     """
     kind: Any = type(settings)
     for name, words, is_number, may_be_none in _list_checked_fields(kind):
@@ -94,7 +95,7 @@ def check_field_types(settings: object, *, prefix: str = "") -> None:
 @cache
 def _list_checked_fields(kind: type) -> tuple[tuple[str, tuple[object, ...], bool, bool], ...]:
     """Return (name, literals, is_number, may_be_none) of the Literal and int fields of a class."""
-    found = []
+    checked_fields = []
     for name, hint in get_type_hints(kind).items():
         members = {hint} if get_origin(hint) is Literal else set(get_args(hint)) or {hint}
         words = tuple(
@@ -102,8 +103,8 @@ def _list_checked_fields(kind: type) -> tuple[tuple[str, tuple[object, ...], boo
         )
         is_number = int in members and members <= {int, NoneType}
         if words or is_number:
-            found.append((name, words, is_number, NoneType in members))
-    return tuple(found)
+            checked_fields.append((name, words, is_number, NoneType in members))
+    return tuple(checked_fields)
 
 
 def _either(choices: list[str]) -> str:

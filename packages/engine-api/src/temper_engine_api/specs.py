@@ -124,7 +124,7 @@ class LoraSpec:
                 f"remove lora.{setting}, or leave lora.target_parameters empty."
             )
         if self.rank == 0:
-            self._refuse_what_has_no_effect()
+            self._refuse_settings_without_effect()
 
     @property
     def is_enabled(self) -> bool:
@@ -141,7 +141,7 @@ class LoraSpec:
                     f"lora.{name} is {value!r}, which is not a regular expression: {error}."
                 ) from error
 
-    def _refuse_what_has_no_effect(self) -> None:
+    def _refuse_settings_without_effect(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
             if (

@@ -181,21 +181,21 @@ class ScheduleSpec:
         if (self.kind == "wsd") != (self.decay_steps is not None):
             raise ConfigError(
                 f"schedule.decay_steps is {self.decay_steps} and schedule.kind {self.kind}: wsd "
-                "needs the length of its fall, and no other kind has one."
+                "needs the number of its decay steps, and no other kind has any."
             )
         if not self.total_steps:
             return
-        fall, rise = self.decay_steps or 0, self.num_warmup_steps
+        decay, warmup = self.decay_steps or 0, self.num_warmup_steps
         if (
-            fall < 0
-            or self.total_steps <= rise
-            or self.total_steps < rise + fall
-            or (self.kind == "wsd" and fall < 1)
+            decay < 0
+            or self.total_steps <= warmup
+            or self.total_steps < warmup + decay
+            or (self.kind == "wsd" and decay < 1)
         ):
             raise ConfigError(
-                f"schedule.total_steps ({self.total_steps}) must exceed the warm-up ({rise} steps)"
+                f"schedule.total_steps ({self.total_steps}) must exceed the warmup ({warmup} steps)"
                 + (
-                    f" and hold schedule.decay_steps ({fall}), at least 1, after it."
+                    f" and leave schedule.decay_steps ({decay}), at least 1, after it."
                     if self.kind == "wsd"
                     else "."
                 )

@@ -41,9 +41,10 @@ class UpdateReport:
 
 
 class UpdateCycle:
-    """One update after the other: accumulate gradients, reduce them once, step or skip.
+    """Checks the order of the calls of each update, and keeps the counters of all updates.
 
-    The engine computes; this class checks the order of the calls and keeps the counters.
+    An update accumulates gradients, reduces them over ranks once, and steps or is skipped. The
+    engine does the computation.
     """
 
     def __init__(self, precision: PrecisionSpec) -> None:
@@ -64,7 +65,7 @@ class UpdateCycle:
 
     @contextmanager
     def training_call(self, *, result: GradientState) -> Iterator[None]:
-        """Enclose a call that changes gradients or parameters; every such call passes through here.
+        """Enclose a call that changes gradients or parameters, and record its effect on them.
 
         Args:
             result: State of the gradients after the call.
@@ -112,10 +113,10 @@ class UpdateCycle:
 
         Args:
             norm: Global gradient norm before clipping.
-            max_consecutive_skips: Non-finite updates in a row that are not an error.
+            max_consecutive_skips: Number of consecutive non-finite updates that is allowed.
 
         Raises:
-            EngineStateError: If more updates in a row were not finite.
+            EngineStateError: If more consecutive updates were not finite.
         """
         if not self.trains_something:
             self.last_update = UpdateReport(

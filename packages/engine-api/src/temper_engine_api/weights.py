@@ -100,20 +100,21 @@ def check_weight_entries(expected: Iterable[WeightEntry], arrived: Sequence[Weig
     """Check that exactly the expected tensors arrived, once each and with their shapes.
 
     Raises:
-        WeightError: Names up to five missing, unexpected, repeated or misshapen weights.
+        WeightError: If a weight is missing, unexpected, repeated or has another shape; names up to
+            five of them.
     """
-    want = {entry.name: entry.shape for entry in expected}
-    have = {entry.name: entry.shape for entry in arrived}
-    faults = [f"missing {name}" for name in want.keys() - have.keys()] + [
-        f"unexpected {name}" for name in have.keys() - want.keys()
+    expected_shapes = {entry.name: entry.shape for entry in expected}
+    shapes = {entry.name: entry.shape for entry in arrived}
+    faults = [f"missing {name}" for name in expected_shapes.keys() - shapes.keys()] + [
+        f"unexpected {name}" for name in shapes.keys() - expected_shapes.keys()
     ]
     faults += [
-        f"{n}: shape {have[n]}, expected {want[n]}"
-        for n in want.keys() & have.keys()
-        if want[n] != have[n]
+        f"{name}: shape {shapes[name]}, expected {expected_shapes[name]}"
+        for name in expected_shapes.keys() & shapes.keys()
+        if expected_shapes[name] != shapes[name]
     ]
-    if len(arrived) != len(have):
-        faults.append(f"{len(arrived) - len(have)} names came twice")
+    if len(arrived) != len(shapes):
+        faults.append(f"{len(arrived) - len(shapes)} names came twice")
     if faults:
         more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise WeightError(
@@ -159,9 +160,10 @@ matrix and expert.
 
 
 def split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield a tensor under its names in files.
+    """Yield the tensors that files have for a tensor in memory, with their names.
 
-    A joined tensor [experts, rows, columns] is yielded as views of its matrices, others unchanged.
+    A joined tensor [experts, rows, columns] is split into views, one per expert and matrix. Any
+    other tensor is yielded unchanged.
     """
     layer, _, kind = name.rpartition(".experts.")
     if kind not in JOINED_EXPERTS:
@@ -174,7 +176,7 @@ def split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def list_file_shapes(name: str, shape: Sequence[int]) -> list[tuple[str, torch.Size]]:
-    """Return names and shapes in files of a tensor in memory."""
+    """Return names and shapes of the tensors that files have for a tensor in memory."""
     return [
         (file_name, part.shape)
         for file_name, part in split_experts(name, torch.empty(tuple(shape), device="meta"))

@@ -88,7 +88,7 @@ def test_pruning_never_removes_what_we_did_not_write(
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").write_text("mine")
     assert prune(tmp_path, max_to_keep=1) == [2]
-    assert "engine/notes.txt is not ours to delete" in caplog.text
+    assert "engine/notes.txt is not a file of this step" in caplog.text
     verify(tmp_path / "step_00000001")
     assert all(
         (tmp_path / name / "mine").is_file()

@@ -64,7 +64,7 @@ class Participant(Protocol):
         """Sizes and ranks of the parallel axes."""
 
     def write_part(self, directory: str) -> PartReport:
-        """Write this rank's files. Collective."""
+        """Write this rank's files of the engine's part of the checkpoint. Collective."""
 
     def read_part(self, directory: str) -> None:
         """Read the files of `write_part`. Collective."""
@@ -78,12 +78,13 @@ class StagedEngine:
     topology: Topology
     write: Callable[[str], list[str]]
     """Writes the state to a directory and returns relative paths of this rank's files. Collective;
-    for a copy of the state, over the saving threads."""
+    a background save calls it on every rank's saving thread."""
     progress: Mapping[str, object]
-    """Counters of the engine at that time, which a thread must not read from the engine."""
+    """Counters of the engine at that time. The saving thread must not read them from the engine,
+    which trains meanwhile."""
 
     def write_part(self, directory: str) -> PartReport:
-        """Write this rank's files. Collective."""
+        """Write this rank's files of the engine's part of the checkpoint. Collective."""
         files = self.write(directory)
         if self.topology.global_rank == 0:
             files = [*files, write_json(directory, PROGRESS_FILE, self.progress)]
@@ -98,9 +99,9 @@ class StagedEngine:
 
 
 class BackgroundSave(Generic[T]):
-    """Thread that runs one save at a time, and keeps its error until `finish`.
+    """Runs one save at a time in a thread, and keeps its result or error until `finish`.
 
-    The thread is not a daemon, so the process waits for it before it exits.
+    The thread is not a daemon, so the process does not exit before the save has ended.
     """
 
     def __init__(self) -> None:
@@ -118,12 +119,12 @@ class BackgroundSave(Generic[T]):
         """True if the save has ended, with or without an error."""
         return self._thread is not None and not self._thread.is_alive()
 
-    def start(self, action: Callable[[], T], *, goal: Path) -> None:
+    def start(self, action: Callable[[], T], *, path: Path) -> None:
         """Start a save; the previous one must have been finished.
 
         Args:
             action: Function that saves.
-            goal: Path of the checkpoint, for the log and the name of the thread.
+            path: Path of the checkpoint, for the log and the name of the thread.
         """
         assert self._thread is None, "the previous save was not finished"
 
@@ -131,11 +132,11 @@ class BackgroundSave(Generic[T]):
             try:
                 self._result = action()
             except BaseException as error:  # noqa: BLE001 (raised again by finish)
-                logger.error("saving %s in the background failed: %s", goal, error)
+                logger.error("saving %s in the background failed: %s", path, error)
                 self._error = error
 
         self._result = self._error = None
-        self._thread = threading.Thread(target=run, name=f"saving {goal.name}")
+        self._thread = threading.Thread(target=run, name=f"saving {path.name}")
         self._thread.start()
 
     def wait(self) -> None:
@@ -268,11 +269,11 @@ def _check_seen(path: Path, gather: Gather) -> None:
 
     Without a shared file system each node would write a fragment that no one can load.
     """
-    blind = [rank for rank, sees in enumerate(gather(path.is_file())) if not sees]
-    if blind:
+    without_file = [rank for rank, sees in enumerate(gather(path.is_file())) if not sees]
+    if without_file:
         raise CheckpointError(
-            f"ranks {blind[:8]} do not see {path}, which rank 0 created: give a folder on a file "
-            "system that all nodes share."
+            f"ranks {without_file[:8]} do not see {path}, which rank 0 created: give a folder "
+            "on a file system that all nodes share."
         )
 
 
@@ -319,7 +320,7 @@ def _on_rank_zero(action: Callable[[], T], *, rank: int, gather: Gather) -> T:
 
 def _together(outcome: _Outcome[T], gather: Gather) -> None:
     """Raise the first error of any rank on every rank."""
-    # Errors alone: the values stay on their ranks, and some cannot be gathered.
+    # Only the errors are gathered: the values are not needed, and some cannot be encoded.
     for error in gather(outcome.error):
         if error is not None:
             raise error
@@ -337,10 +338,11 @@ def _attempt(action: Callable[[], T]) -> _Outcome[T]:
 
 
 def _failures() -> tuple[type[BaseException], ...]:
-    """Return the exception types of failed I/O.
+    """Return the exception types that a failed save or load may raise.
 
-    All exceptions count: libraries have error types of their own for a full disk, and torch's
-    CheckpointException is not even an Exception. The import is local because it takes a second.
+    All exceptions are included, because libraries raise errors of their own for a full disk.
+    torch's CheckpointException is not a subclass of Exception. The import is local because it takes
+    a second.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 

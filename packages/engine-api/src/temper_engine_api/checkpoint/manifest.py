@@ -40,7 +40,7 @@ _TEMPORARY_ERRORS = frozenset(
         *(errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EREMOTEIO, errno.EPIPE),
     }
 )
-"""Errors that say nothing about the file: it may be intact. All others are damage."""
+"""Errors whose cause is not the file, which may be intact. All others are treated as damage."""
 
 
 def package_versions(

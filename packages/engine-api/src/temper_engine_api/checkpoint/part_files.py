@@ -54,7 +54,7 @@ def _record(directory: Path, path: str) -> FileRecord:
 
 
 def find_file_damage(directory: Path, record: FileRecord, *, with_content: bool) -> str | None:
-    """Return what is wrong with a file, worded to follow its name, or None if it is as recorded.
+    """Return what is wrong with a file, such as "is missing", or None if it is as recorded.
 
     Args:
         directory: Directory that the record's path is relative to.

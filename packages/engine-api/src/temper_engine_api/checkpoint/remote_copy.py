@@ -79,12 +79,12 @@ def upload(directory: Path, url: str) -> str:
             "URL."
         )
     for record in manifest.files:
-        goal = f"{target}/{record.path}"
-        files.makedirs(goal.rpartition("/")[0], exist_ok=True)
-        files.put_file(str(directory / record.path), goal)
-        if files.size(goal) != record.num_bytes:
+        path = f"{target}/{record.path}"
+        files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        files.put_file(str(directory / record.path), path)
+        if files.size(path) != record.num_bytes:
             raise CheckpointError(
-                f"{copy}/{record.path} has {files.size(goal)} bytes after the upload instead of "
+                f"{copy}/{record.path} has {files.size(path)} bytes after the upload instead of "
                 f"{record.num_bytes}: upload the step again."
             )
     # Last, because object stores cannot rename a folder: the manifest commits the copy.
@@ -114,10 +114,10 @@ def download(url: str, root: str | Path) -> Path:
     )
     with begin_checkpoint(root, manifest.step) as transaction:
         for record in manifest.files:
-            goal = transaction.staging / record.path
-            goal.parent.mkdir(parents=True, exist_ok=True)
+            path = transaction.staging / record.path
+            path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                files.get_file(f"{source}/{record.path}", str(goal))
+                files.get_file(f"{source}/{record.path}", str(path))
             except FileNotFoundError as error:
                 raise DamagedCheckpointError(
                     f"{record.path} of {url} is missing: load another step."

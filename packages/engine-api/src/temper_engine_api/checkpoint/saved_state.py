@@ -27,7 +27,7 @@ DCP_FOLDER = "dcp"
 SAFETENSORS_FOLDER = "state"
 """Folder of safetensors files."""
 FIRST, SECOND, COUNT = "first_moment", "second_moment", "update_count"
-"""Kinds of tensors in addition to the weight."""
+"""Kinds of saved tensors in addition to the weight, as the first parts of their keys."""
 METADATA_FILE = ".metadata"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = frozenset(

@@ -37,8 +37,8 @@ MARKER_NAME = ".temper-partial"
 """File in every directory that is not committed yet. It holds the id of the run that writes it, so
 that only this run deletes it."""
 INVENTORY_NAME = ".temper-files"
-"""File in what a killed save left, with the size and time of each file that was there when its run
-renamed it. Files that are added or changed later are not the run's."""
+"""List of the files of a killed save, each with its size and modification time. It is written when
+the run renames the directory. Files that are added or changed later do not belong to the run."""
 STEP_NAME = re.compile(r"step_(\d{8,})")
 """Name of a committed step directory."""
 _PARTIAL = re.compile(r"\.(step_\d{8,})\.[0-9a-f]+\.partial")
@@ -84,7 +84,7 @@ def list_step_entries(root: str | Path) -> dict[int, Path]:
 
 
 def set_aside(path: Path, reason: Literal["damaged", "incomplete", "superseded"]) -> Path:
-    """Rename a step directory, or what a crashed save left, so that its name is free again.
+    """Rename a step directory, or one of a crashed save, so that a save can use its name again.
 
     Returns:
         The new path, ``step_NNNNNNNN.<reason>-<number>``; the number is the first that is free.
@@ -93,10 +93,10 @@ def set_aside(path: Path, reason: Literal["damaged", "incomplete", "superseded"]
     if match:
         _write_inventory(path)
     stem, number = match[1] if match else path.name, 1
-    while os.path.lexists(goal := path.with_name(f"{stem}.{reason}-{number}")):
+    while os.path.lexists(renamed := path.with_name(f"{stem}.{reason}-{number}")):
         number += 1
-    os.rename(path, goal)
-    return goal
+    os.rename(path, renamed)
+    return renamed
 
 
 def find_latest_step(root: str | Path) -> int | None:
@@ -118,8 +118,8 @@ def find_step(path: str | Path) -> Path:
     """Return the step directory for a path: the path itself, or the latest complete step in it.
 
     Raises:
-        IncompleteCheckpointError: there is no complete step; says what is there instead.
-        ConfigError: the path is a URL.
+        IncompleteCheckpointError: If there is no complete step; lists the entries of the folder.
+        ConfigError: If the path is a URL.
     """
     path = _folder(path)
     if (path / MANIFEST_NAME).is_file():
@@ -146,24 +146,25 @@ def prune(
     keep_every: int = 0,
     check: Callable[[Path], object] | None = None,
 ) -> list[int]:
-    """Delete old complete steps of a run, and what its killed saves and deletions left.
+    """Delete old complete steps of a run, and the remains of its killed saves and deletions.
 
-    From the newest step on, steps are kept until ``max_to_keep`` of them have passed ``check``.
-    Steps that fail it are kept, too. Of the older steps of this run, all are deleted, whether
-    damaged or not, except permanent ones, those that are being read, symbolic links, and
-    directories with a file that their manifest does not name. Steps of other runs and steps whose
-    manifest cannot be read are never deleted.
+    Starting with the newest, steps are kept until `max_to_keep` of them have passed `check`. Steps
+    among them that fail it are kept, too. The older steps of this run are deleted, damaged or not.
+    Exceptions are permanent steps, steps that are being read, symbolic links, and directories with
+    a file that their manifest does not list. Steps of other runs, and steps whose manifest cannot
+    be read, are never deleted.
 
-    What a killed save or deletion left is deleted if this run's marker is in it, and all its files
-    are named by its manifest or were there when `set_aside` renamed it.
+    The directory of a killed save or deletion is deleted if it has this run's marker, and each of
+    its files is in its manifest or was in it when `set_aside` renamed it.
 
     Args:
         root: Folder of step directories. No save may be running in it.
-        max_to_keep: Number of steps that pass ``check`` to keep, at least 1.
-        run_id: Delete only what this run wrote; None deletes only what has no run id.
+        max_to_keep: Number of steps to keep that pass `check`, at least 1.
+        run_id: Delete only directories that this run wrote; None deletes only those without a run
+            id.
         keep_every: Steps that are a multiple of this are permanent; 0 makes none permanent.
-        check: Raises CheckpointError for a directory that does not count as kept. None compares
-            sizes with the manifest and reads no file.
+        check: Raises CheckpointError for a step that must not count towards `max_to_keep`. None
+            compares sizes with the manifest and reads no file.
 
     Returns:
         The deleted steps.
@@ -175,11 +176,13 @@ def prune(
         raise ConfigError(
             f"max_ckpt_to_keep is {max_to_keep}, but must be at least 1, or null to keep all."
         )
-    for left in [*list_partial_saves(root), *_set_aside_partials(root)]:
+    for partial in [*list_partial_saves(root), *_list_renamed_partials(root)]:
         # A link may lead to a folder that this run did not write.
-        if not left.is_symlink() and _read_owner(left) == (run_id or ""):
-            _delete_uncommitted(left)
-    manifests = {step: _readable(step_directory(root, step)) for step in list_complete_steps(root)}
+        if not partial.is_symlink() and _read_owner(partial) == (run_id or ""):
+            _delete_uncommitted(partial)
+    manifests = {
+        step: _try_read_manifest(step_directory(root, step)) for step in list_complete_steps(root)
+    }
     own = {s: m for s, m in manifests.items() if m is not None and m.info.run_id == run_id}
     if len(own) <= max_to_keep:
         return []
@@ -196,14 +199,14 @@ def prune(
 
 
 def remove_step(directory: Path, manifest: Manifest, *, is_read: bool = False) -> bool:
-    """Delete a step unless it is being read or holds other files; return whether it was deleted.
+    """Delete a step unless it is being read or has other files; return whether it was deleted.
 
     A symbolic link is kept, and so is its target.
 
     Args:
         directory: The step.
-        manifest: What it holds.
-        is_read: Delete it also while it is being read: its readers are ranks that are done with it.
+        manifest: Manifest of the step.
+        is_read: Delete the step although ranks still hold read locks on it; they have loaded it.
     """
     if directory.is_symlink():
         # Its target is an archive that this run did not write: deleting would go through the link.
@@ -211,14 +214,14 @@ def remove_step(directory: Path, manifest: Manifest, *, is_read: bool = False) -
         return False
     known = {record.path for record in manifest.files} | _CONTROL_FILES
     if added := _files_below(directory).keys() - known:
-        logger.warning("%s is kept: %s is not ours to delete", directory, min(added))
+        logger.warning("%s is kept: %s is not a file of this step", directory, min(added))
         return False
     # Writable, because NFS gives an exclusive lock only to a file that is open for writing.
     with open(directory / MANIFEST_NAME, "rb+") as file:
         if not is_read and _lock(file, fcntl.LOCK_EX) is False:
             logger.info("%s is kept for now: another process is reading it", directory)
             return False
-        # Out of sight in one move, so that a crash never leaves half a step under its name.
+        # Renamed first, so that a crash never leaves half a step under the name of a complete one.
         (directory / MARKER_NAME).write_text(manifest.info.run_id or "")
         hidden = partial_directory(directory.parent, manifest.step)
         os.rename(directory, hidden)
@@ -295,10 +298,10 @@ def _read_owner(partial_step: Path) -> str | None:
 
 
 def _delete_uncommitted(directory: Path) -> None:
-    """Delete what a killed save or deletion left, unless a file in it may be somebody else's."""
+    """Delete the directory of a killed save or deletion, unless another program added a file."""
     present, known = _files_below(directory), set(_CONTROL_FILES)
     if MANIFEST_NAME in present:  # half of a deleted step, or of a save that was killed at its end
-        manifest = _readable(directory)
+        manifest = _try_read_manifest(directory)
         known |= set() if manifest is None else {record.path for record in manifest.files}
     if INVENTORY_NAME in present:
         listed = _read_inventory(directory)
@@ -313,10 +316,10 @@ def _delete_uncommitted(directory: Path) -> None:
 
 
 def _delete_files(directory: Path, files: Iterable[str]) -> None:
-    """Delete these files of a directory, and all directories that are empty then.
+    """Delete these files of a directory, then its folders, which must be empty by then.
 
-    Nothing else is deleted, also if it appears meanwhile: then the last `rmdir` fails. The files
-    that say what may be deleted go last, so that `prune` finishes a deletion that was killed.
+    A file that appears meanwhile is not deleted, and `rmdir` fails. The files that list what may be
+    deleted go last, so that `prune` can finish a deletion that was killed.
     """
     for name in sorted(set(files) - _CONTROL_FILES):
         (directory / name).unlink(missing_ok=True)
@@ -329,16 +332,16 @@ def _delete_files(directory: Path, files: Iterable[str]) -> None:
 
 
 def _files_below(directory: Path) -> dict[str, list[int]]:
-    """Return size and modification time of everything below a directory that is no directory."""
-    found = {}
+    """Return size and modification time of each file and link below a directory, by path."""
+    states = {}
     for folder, folders, files in os.walk(directory):
         # os.walk lists links to directories as directories, but deleting one needs unlink.
         links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
         for path in (Path(folder, name) for name in (*files, *links)):
             # lstat, because a link is what would be deleted, not its target.
             state = path.lstat()
-            found[path.relative_to(directory).as_posix()] = [state.st_size, state.st_mtime_ns]
-    return found
+            states[path.relative_to(directory).as_posix()] = [state.st_size, state.st_mtime_ns]
+    return states
 
 
 def _write_inventory(partial: Path) -> None:
@@ -351,7 +354,7 @@ def _write_inventory(partial: Path) -> None:
         (partial / INVENTORY_NAME).unlink(missing_ok=True)
 
 
-def _set_aside_partials(root: str | Path) -> list[Path]:
+def _list_renamed_partials(root: str | Path) -> list[Path]:
     if not Path(root).is_dir():
         return []
     return sorted(path for path in Path(root).iterdir() if _INCOMPLETE.fullmatch(path.name))
@@ -359,17 +362,17 @@ def _set_aside_partials(root: str | Path) -> list[Path]:
 
 def _read_inventory(partial: Path) -> Mapping[str, list[int]]:
     try:
-        found: Mapping[str, list[int]] = json.loads((partial / INVENTORY_NAME).read_text())
+        states: Mapping[str, list[int]] = json.loads((partial / INVENTORY_NAME).read_text())
     except ValueError:  # killed while it was written
         return {}
-    return found
+    return states
 
 
-def _readable(directory: Path) -> Manifest | None:
+def _try_read_manifest(directory: Path) -> Manifest | None:
     try:
         return read_manifest(directory)
     except CheckpointError as error:
-        logger.warning("%s is left alone: %s", directory, error)
+        logger.warning("%s is not deleted: %s", directory, error)
         return None
 
 

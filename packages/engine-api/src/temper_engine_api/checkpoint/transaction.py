@@ -96,7 +96,7 @@ class CheckpointTransaction:
         # After the files and directories are on disk: a manifest promises that they are complete.
         write_durably(self.staging / MANIFEST_NAME, manifest.to_json())
         try:
-            # The rename is the commit: atomic on POSIX, and it fails if the goal has files.
+            # The rename is the commit: atomic on POSIX, and it fails if the target has files.
             os.rename(self.staging, self.final)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):

@@ -14,8 +14,9 @@ from temper_engine_api.conformance import KIT, PLUGIN, missing_extra
 def pytest_load_initial_conftests(early_config: pytest.Config, args: Sequence[str]) -> None:
     """Load the kit's plugin if the command line names the kit, as a module or as a folder.
 
-    A conftest inside an installed package is found too late, because ``--pyargs`` resolves names at
-    collection. Options that every session had could collide with those of other plugins.
+    A conftest inside the package would be loaded too late to add options, because pytest resolves
+    `--pyargs` at collection. The plugin is not loaded in other sessions, where its options could
+    collide with those of other plugins.
 
     Raises:
         UsageError: The kit's extra is not installed.

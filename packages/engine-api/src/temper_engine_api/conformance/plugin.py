@@ -35,7 +35,9 @@ SHARED_RESOURCES_PLUGIN = "temper-conformance-shared"
 The kit's own tests register it, because they run the kit many times in one process.
 """
 OPTIONS = pytest.StashKey[KitOptions]()
+"""Key of the options in pytest's stash."""
 RUN = pytest.StashKey[ConformanceRun]()
+"""Key of the results in pytest's stash."""
 _TESTS = Path(__file__).parent / "tests"
 
 
@@ -92,10 +94,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 # Before pytest applies -k and -m, so that `unclaimed` does not depend on them.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select tests by the engine's claims, mark expected failures, sort by layout.
+    """Select the tests for the engine's capabilities, mark expected failures, sort by layout.
 
-    Tests of an unclaimed capability are left out, not skipped: that the engine rejects the
-    capability is a test of its own, marked `if_not_claimed`.
+    If the engine does not claim a capability, the tests of that capability are removed from the
+    session and not reported as skipped. Another test, marked `if_not_claimed`, runs in their place
+    and checks that the engine rejects requests for the capability.
     """
     options = config.stash[OPTIONS]
     tests = [

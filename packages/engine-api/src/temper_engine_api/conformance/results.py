@@ -131,22 +131,26 @@ class ConformanceRun:
 
 
 def collect_versions(module: str) -> dict[str, str]:
-    """Return the versions of Python, the contract, the engine's package and dependencies."""
-    found = {"Python": platform.python_version()}
+    """Return the versions of Python, temper-engine-api, the engine's package and its libraries.
+
+    Args:
+        module: Module of the engine's class.
+    """
+    versions = {"Python": platform.python_version()}
     package = module.partition(".")[0]
     # The metadata of an editable install does not list its modules; its entry point does.
     points = [
         point for point in entry_points(group=ENGINES) if point.module.partition(".")[0] == package
     ]
-    owners = packages_distributions().get(package, []) or [
+    distributions = packages_distributions().get(package, []) or [
         point.dist.name for point in points if point.dist is not None
     ]
-    for name in dict.fromkeys(["temper-engine-api", *owners, *_DEPENDENCIES]):
+    for name in dict.fromkeys(["temper-engine-api", *distributions, *_DEPENDENCIES]):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
 def merge_runs(runs: Iterable[ConformanceRun]) -> list[ConformanceRun]:

@@ -15,23 +15,24 @@ def load_engine_class(name: str) -> type[BaseEngine]:
     """Import the engine class of that name.
 
     Raises:
-        EngineNotFoundError: There is none, or it is not an engine.
+        EngineNotFoundError: If no engine has that name, or the class does not derive from
+            BaseEngine.
     """
     module, separator, attribute = name.partition(":")
     if not separator:
         return registry.load_engine_class(name)
     try:
-        found = vars(import_module(module)).get(attribute)
+        engine = vars(import_module(module)).get(attribute)
     except ModuleNotFoundError as error:
         raise EngineNotFoundError(
             f"--engine {name!r} names a module which cannot be imported: {error}."
         ) from error
-    if not isinstance(found, type) or not issubclass(found, BaseEngine):
+    if not isinstance(engine, type) or not issubclass(engine, BaseEngine):
         raise EngineNotFoundError(
-            f"--engine {name!r} names {found!r}, expected a class that derives from "
+            f"--engine {name!r} names {engine!r}, expected a class that derives from "
             "temper_engine_api.engine.BaseEngine."
         )
-    return found
+    return engine
 
 
 def load_layouts(name: str) -> tuple[Layout, ...]:
@@ -40,7 +41,7 @@ def load_layouts(name: str) -> tuple[Layout, ...]:
     They are those of its entry point, or of CONFORMANCE_LAYOUTS in its module.
 
     Raises:
-        EngineNotFoundError: The object found is not a tuple of layouts.
+        EngineNotFoundError: If they are not a tuple of layouts.
     """
     module, separator, _ = name.partition(":")
     if not separator:

@@ -88,9 +88,9 @@ class RankPool:
             self._start()
         name = f"{job.__module__}:{job.__qualname__}"
         if layout.name not in self._rendezvous:
-            # NCCL destroys a group only collectively, so all ranks of the old one leave before any
-            # joins another.
-            self._leave_group()
+            # This job needs another process group than the last one. NCCL destroys a group only
+            # collectively, so all ranks leave the old group before any of them joins another.
+            self._leave_last_group()
         request = JobRequest(
             engine=engine,
             layout=layout,
@@ -173,8 +173,8 @@ class RankPool:
             raise RankFailureError("\n".join(errors))
         return replies
 
-    def _leave_group(self) -> None:
-        """Make all ranks of the last process group leave it, also those the next one lacks."""
+    def _leave_last_group(self) -> None:
+        """Make all ranks of the last process group leave it, also those not in the next one."""
         __tracebackhide__ = True
         members, self._group_size = self._members[: self._group_size], 0
         if members:

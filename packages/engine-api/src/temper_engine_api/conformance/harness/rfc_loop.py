@@ -1,6 +1,7 @@
-"""The training loop of the engine RFC as users write it, and its callables.
+"""A training loop with `forward_backward_step`, as users of the engine RFC write it.
 
-The loop does not depend on the engine. Each data-parallel rank passes its own rows of a padded
+The RFC is the proposal of the engine interface. This module has the loop, its hooks and its loss
+functions; they work with any engine. Each data-parallel rank passes its own rows of a padded
 mini-batch.
 """
 
@@ -37,11 +38,11 @@ class LoopResult:
     losses: list[float]
     """Losses in the order of the mini-batches."""
     grad_norms: list[float]
-    rates: list[float]
+    next_lrs: list[float]
     """Return values of `lr_scheduler_step`."""
     num_hook_calls: object
     """Calls of both hooks, in training and evaluation together."""
-    seen: Tensor | None
+    first_predictions: Tensor | None
     """Predictions [T] of the first mini-batch in training; None if the rank returns none."""
     evaluated: Tensor | None
     """Predictions [T] of the last mini-batch, forward only."""
@@ -55,7 +56,7 @@ def preprocess_fn(batch: RawBatch, ctx: Context) -> tuple[RawBatch, Context]:
 
 
 def postprocess_fn(predictions: Predictions, ctx: Context) -> tuple[Predictions, Context]:
-    """Count the call and turn log-probs into costs, which the loss must then receive."""
+    """Count the call, and replace log-probs by costs; without them `mean_cost` raises KeyError."""
     return {"cost": -predictions["logprob"]}, _counted(ctx)
 
 
@@ -75,7 +76,7 @@ def mean_cost(
 
 @dataclass(frozen=True, slots=True)
 class MeanOfRankMeans:
-    """Compute on one rank with all rows what `mean_cost` gives over several ranks."""
+    """Loss function for one rank that has all rows: the average of `mean_cost` over ranks."""
 
     num_ranks: int
     """Rank r has the rows r, r + num_ranks, ..."""
@@ -111,7 +112,7 @@ def rfc_loop(
     ]
     hooks = _Hooks(preprocess_fn=preprocess_fn, postprocess_fn=postprocess_fn)
     ctx: Context = {"calls": 0}
-    losses, grad_norms, rates, seen = [], [], [], []
+    losses, grad_norms, next_lrs, predictions = [], [], [], []
 
     engine.set_loss_fn(loss_fn)
     for batch in train_loader:
@@ -123,8 +124,8 @@ def rfc_loop(
         assert isinstance(loss, Tensor)
         losses.append(float(loss))
         grad_norms.append(grad_norm)
-        rates.append(current_lr)
-        seen.append(preds)
+        next_lrs.append(current_lr)
+        predictions.append(preds)
     with engine.eval_mode():
         evaluated, ctx = engine.forward_backward_step(
             train_loader[-1], ctx, forward_only=True, **hooks
@@ -135,9 +136,9 @@ def rfc_loop(
         dp=dp,
         losses=losses,
         grad_norms=grad_norms,
-        rates=rates,
+        next_lrs=next_lrs,
         num_hook_calls=ctx["calls"],
-        seen=_only_column(seen[0]),
+        first_predictions=_only_column(predictions[0]),
         evaluated=_only_column(evaluated),
         state=collect_state(engine),
     )

@@ -26,7 +26,7 @@ class TinyAdapter:
     fields: Mapping[str, object] = field(default_factory=dict)
     """Fields of PEFT's LoraConfig; defaults are rank 4 and alpha 6 on all linear layers."""
     seed: int = 0
-    """Seed of its values.
+    """Added to the seed of `write_adapter`.
 
     Some seeds put a token of a MoE model so close to the boundary between two experts that rounding
     changes its expert.
@@ -36,11 +36,18 @@ class TinyAdapter:
 def write_adapter(
     adapter: TinyAdapter, base: PreTrainedModel, *, folder: Path, seed: int = 0
 ) -> Path:
-    """Write the adapter's two files once; they depend on adapter and seed only.
+    """Write an adapter's config and weights, unless an earlier call has written them.
+
+    Args:
+        adapter: The adapter.
+        base: Its base model, which PEFT changes.
+        folder: Folder of the adapters' directories.
+        seed: Seed of the values, to which the adapter's own seed is added.
 
     Returns:
         The adapter's directory.
     """
+    seed += adapter.seed
     target = folder / f"adapter-{adapter.name}-{seed}"
     if not (target / CONFIG_FILE).exists():
         is_language_model = adapter.model.model_type == "language_model"

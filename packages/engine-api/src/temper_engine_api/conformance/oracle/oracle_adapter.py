@@ -39,8 +39,8 @@ class OracleAdapter:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by their names in a PEFT file."""
-        found = get_peft_model_state_dict(self.peft, state_dict=dict(self.peft.named_parameters()))
-        return cast(dict[str, nn.Parameter], found)
+        named = dict(self.peft.named_parameters())
+        return cast(dict[str, nn.Parameter], get_peft_model_state_dict(self.peft, state_dict=named))
 
     def iterate_merged(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full model's weights with the adapter merged, by Hugging Face name."""

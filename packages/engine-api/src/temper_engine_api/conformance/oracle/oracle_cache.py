@@ -84,7 +84,7 @@ class OracleCache:
             # A model of its own, because PEFT changes the model that it wraps.
             load_model(bare.build_config(OracleEngine, device="cpu", layout_fields={})),
             folder=self.folder,
-            seed=seed + adapter.seed,
+            seed=seed,
         )
         return replace(bare, lora=LoraSpec(path=str(path), dropout=dropout))
 

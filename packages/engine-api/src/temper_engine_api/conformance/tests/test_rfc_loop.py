@@ -84,7 +84,7 @@ def assert_same_loop(results: list[LoopResult], expected: LoopResult) -> None:
             assert_close(loss, expected_value, LOSS, quantity="loss", min_scale=LOSS_TERM_SCALE)
         for norm, expected_value in zip(result.grad_norms, expected.grad_norms, strict=True):
             assert_close(norm, expected_value, UPDATE, quantity="gradient norm")
-        assert result.rates == expected.rates
+        assert result.next_lrs == expected.next_lrs
     masters = [
         {name: entry.master for name, entry in each.state.items()}
         for each in (results[0], expected)
@@ -105,9 +105,9 @@ def test_rfc_predictions_are_detached(
         rows = range(result.dp.rank, batch.num_sequences, result.dp.size)
         own_rows = batch.with_columns({"expected": logprobs}).select(rows)
         # A rank that returns no predictions; another rank of its replica does.
-        if result.seen is None or result.evaluated is None:
+        if result.first_predictions is None or result.evaluated is None:
             continue
-        assert not result.seen.requires_grad
+        assert not result.first_predictions.requires_grad
         assert_close(
             result.evaluated,
             own_rows.columns["expected"],
@@ -115,7 +115,7 @@ def test_rfc_predictions_are_detached(
             quantity="predictions, forward only",
         )
         trained = torch.where(own_rows.loss_mask, own_rows.columns["expected"], 0.0)
-        assert_close(result.seen, trained, LOGPROB, quantity="predictions in training")
+        assert_close(result.first_predictions, trained, LOGPROB, quantity="predictions in training")
 
 
 def test_rfc_calls_accumulate_gradients(
