@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from temper_engine_api.specs import LoraSpec, Scalar
-from temper_engine_api.training_specs import Compute
+from temper_engine_api.specs import Compute, LoraSpec, Scalar
 from tools.gpu.workload import SMALL
 
 LAYOUTS: Mapping[str, Mapping[str, object]] = {

@@ -23,7 +23,6 @@ from temper_engine_api.errors import (
     WeightError,
 )
 from temper_engine_api.hooks import pack_single_micro_batch
-from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.objective import HeadOutput, Objective
 from temper_engine_api.padding import to_padded
 from temper_engine_api.specs import (
@@ -36,6 +35,7 @@ from temper_engine_api.specs import (
     ScheduleSpec,
 )
 from temper_engine_api.topology import PlanConstraints
+from temper_engine_api.updates import LossScale
 from temper_engine_api.weights import NamedWeight
 
 MakeBatch = Callable[..., SequenceBatch]

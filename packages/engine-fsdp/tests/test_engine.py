@@ -18,8 +18,7 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import CapabilityError, ConfigError, EngineStateError, WeightError
 from temper_engine_api.hooks import Context
 from temper_engine_api.objective import HeadOutput
-from temper_engine_api.specs import LoraSpec, ModelSpec, OffloadSpec, PrecisionSpec
-from temper_engine_api.training_specs import Compute
+from temper_engine_api.specs import Compute, LoraSpec, ModelSpec, OffloadSpec, PrecisionSpec
 from temper_engine_api.weights import NamedWeight
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine

@@ -32,7 +32,6 @@ from temper_engine_api.hooks import (
     RawBatch,
     pack_single_micro_batch,
 )
-from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.metrics import Metric
 from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss, Objective
 from temper_engine_api.outputs import (
@@ -46,7 +45,7 @@ from temper_engine_api.reduction import ObjectiveLoss, count_denominators
 from temper_engine_api.schedule import compute_learning_rate
 from temper_engine_api.specs import EngineConfig, OptimizerSpec
 from temper_engine_api.topology import Topology
-from temper_engine_api.updates import GradientState, UpdateCycle, UpdateReport
+from temper_engine_api.updates import GradientState, LossScale, UpdateCycle, UpdateReport
 from temper_engine_api.weights import NamedWeight, TrainingState, WeightStream
 
 ObjectT = TypeVar("ObjectT")

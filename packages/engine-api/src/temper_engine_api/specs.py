@@ -7,16 +7,13 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.schedule import ScheduleSpec
 from temper_engine_api.settings_check import check_field_types
-from temper_engine_api.training_specs import (
-    OffloadSpec,
-    OptimizerSpec,
-    PrecisionSpec,
-    Scalar,
-    ScheduleSpec,
-)
 
 __all__ = [
+    "ADAMW",
+    "Compute",
+    "Dtype",
     "EngineConfig",
     "LoraSpec",
     "ModelSpec",
@@ -29,6 +26,12 @@ __all__ = [
 ]
 
 ModelType = Literal["language_model", "value_model", "reward_model"]
+Scalar = str | int | float | bool | None
+Compute = Literal["bf16", "fp16", "fp32"]
+Dtype = Literal["bf16", "fp32"]
+
+ADAMW = "adamw"
+"""Name of the optimizer that every engine has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +165,173 @@ class LoraSpec:
             )
             raise ConfigError(
                 f"lora.{item.name} is {value}, but {source}, so it has no effect: {remedy}."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    """Optimizer and gradient clipping."""
+
+    name: str = ADAMW
+    """`adamw` (fused), or the dotted path of a torch optimizer, such as `torch.optim.SGD`."""
+    arguments: Mapping[str, Scalar | tuple[float, ...]] = field(default_factory=dict, hash=False)
+    """Further arguments of that class, checked against its signature; adamw has betas and eps."""
+    lr: float = 1e-6
+    """Learning rate after the warmup, the highest of the schedule."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's first and second moment."""
+    eps: float = 1e-8
+    """Added to the square root of AdamW's second moment."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay, for parameters with two or more dimensions; see decays_vectors."""
+    decays_vectors: bool = False
+    """Also decay biases and norms, as torch.optim.AdamW does with one parameter group."""
+    clip_grad_norm: float | None = 1.0
+    """Maximum global gradient norm; None disables clipping."""
+    max_consecutive_skips: int = 10
+    """Consecutive updates that may be skipped for non-finite gradients before the run stops."""
+
+    def __post_init__(self) -> None:
+        check_field_types(self, prefix="optimizer.")
+        if len(self.betas) != 2:
+            raise ConfigError(
+                f"optimizer.betas is {self.betas}, but must be two numbers, for the first and the "
+                "second moment."
+            )
+        if (
+            not 0 <= self.lr < math.inf
+            or not 0 < self.eps < math.inf
+            or not all(0 <= b < 1 for b in self.betas)
+        ):
+            raise ConfigError(
+                f"optimizer.lr is {self.lr}, eps {self.eps} and betas {self.betas}, but lr must be "
+                ">= 0, eps > 0, and betas in [0, 1)."
+            )
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise ConfigError(
+                f"optimizer.clip_grad_norm is {self.clip_grad_norm}, but must be above 0, or null "
+                "to disable clipping."
+            )
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(
+                f"optimizer.weight_decay is {self.weight_decay}, but must be at least 0."
+            )
+        if self.max_consecutive_skips < 0:
+            raise ConfigError(
+                f"optimizer.max_consecutive_skips is {self.max_consecutive_skips}, but must be at "
+                "least 0."
+            )
+        self._check_name()
+
+    @property
+    def is_adamw(self) -> bool:
+        """True for `adamw`."""
+        return self.name == ADAMW
+
+    def _check_name(self) -> None:
+        if self.is_adamw:
+            if self.arguments:
+                raise ConfigError(
+                    f"optimizer.arguments {sorted(self.arguments)} have no effect with "
+                    "optimizer.name adamw: it has optimizer.betas and optimizer.eps."
+                )
+            return
+        if not all(part.isidentifier() for part in self.name.split(".")) or "." not in self.name:
+            raise ConfigError(
+                f"optimizer.name is {self.name!r}, but must be adamw, or the dotted path of a "
+                "class such as torch.optim.SGD."
+            )
+        idle = [
+            name
+            for name, default in (("betas", (0.9, 0.999)), ("eps", 1e-8))
+            if getattr(self, name) != default
+        ]
+        if idle:
+            raise ConfigError(
+                f"optimizer.{idle[0]} has no effect with optimizer.name {self.name}: give it in "
+                "optimizer.arguments."
+            )
+        if {"lr", "weight_decay", "params"} & self.arguments.keys():
+            raise ConfigError(
+                "optimizer.arguments must not contain lr, weight_decay or params: the first two "
+                "are keys of optimizer itself."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionSpec:
+    """Dtypes. Optimizer states, log-probs, losses and gradient norms are always float32."""
+
+    compute: Compute = "bf16"
+    """Dtype of matmuls and activations. fp16 uses a dynamic loss scale, saved in checkpoints."""
+    parameters: Dtype = "fp32"
+    """Dtype of the master weights. In bf16 an update below 0.4 % of a weight is lost."""
+    reduce: Dtype = "fp32"
+    """Dtype in which gradients are summed over ranks."""
+    buffers: Dtype = "fp32"
+    """Dtype of the model's buffers, such as rotary frequencies."""
+    initial_loss_scale: float | None = None
+    """Initial loss scale of fp16; None means 65536."""
+    loss_scale_growth_interval: int | None = None
+    """Updates without an overflow after which the loss scale doubles; None means 2000."""
+
+    def __post_init__(self) -> None:
+        check_field_types(self, prefix="precision.")
+        scale, interval = self.initial_loss_scale, self.loss_scale_growth_interval
+        if self.compute != "fp16" and (scale is not None or interval is not None):
+            raise ConfigError(
+                "precision.initial_loss_scale and precision.loss_scale_growth_interval have no "
+                f"effect with precision.compute {self.compute}: only fp16 scales its loss."
+            )
+        if scale is not None and not 0 < scale < math.inf:
+            raise ConfigError(f"precision.initial_loss_scale is {scale}, but must be above 0.")
+        if interval is not None and interval < 1:
+            raise ConfigError(
+                f"precision.loss_scale_growth_interval is {interval}, but must be at least 1."
+            )
+        if self.compute == "fp16" and self.parameters == "bf16":
+            raise ConfigError(
+                "precision.parameters is bf16, but precision.compute is fp16: use fp32 master "
+                "weights with fp16."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadSpec:
+    """State that is offloaded to host memory when an engine does not need it."""
+
+    parameters: bool = False
+    """Offload parameters outside `train_mode` and `eval_mode`."""
+    gradients: bool | None = None
+    """Offload gradients too; None means the same as `parameters`."""
+    optimizer: bool = False
+    """Offload optimizer states outside `optimizer_step`."""
+    load_optimizer_in: Literal["optimizer_step", "train_mode"] = "optimizer_step"
+    """When to load optimizer states: for the step only, or in `train_mode`, so that the copy
+    overlaps with the passes."""
+    optimizer_on_cpu: bool = False
+    """Keep optimizer states in host memory and compute the update on the CPU."""
+
+    @property
+    def offloads_gradients(self) -> bool:
+        """True if gradients are offloaded between contexts."""
+        return self.parameters if self.gradients is None else self.gradients
+
+    @property
+    def offloads_anything(self) -> bool:
+        """True if any state is offloaded."""
+        return self.parameters or self.offloads_gradients or self.optimizer or self.optimizer_on_cpu
+
+    def __post_init__(self) -> None:
+        check_field_types(self, prefix="offload.")
+        if self.optimizer_on_cpu and self.optimizer:
+            raise ConfigError(
+                "offload.optimizer has no effect with offload.optimizer_on_cpu, which keeps "
+                "optimizer states in host memory all the time: remove one of them."
+            )
+        if self.load_optimizer_in == "train_mode" and not self.optimizer:
+            raise ConfigError(
+                "offload.load_optimizer_in has no effect without offload.optimizer: remove it."
             )
 
 

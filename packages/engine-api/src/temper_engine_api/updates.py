@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.errors import DamagedCheckpointError, EngineStateError
-from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.specs import PrecisionSpec
+
+INITIAL_LOSS_SCALE = 65536.0
+LOSS_SCALE_GROWTH_INTERVAL = 2000
+"""Defaults of torch.amp.GradScaler: the first scale, and the number of updates without an overflow
+after which the scale doubles."""
 
 
 class GradientState(Enum):
@@ -38,6 +42,58 @@ class UpdateReport:
     """Unless 'stepped', weights, optimizer states and learning rate did not change."""
     sample_ids: tuple[int, ...]
     """Ids of this rank's samples if the outcome is 'nonfinite', else empty."""
+
+
+class LossScale:
+    """Dynamic loss scale of fp16: halved after an overflow, doubled after updates without one.
+
+    It is 1 for other compute dtypes. Without communication it is the same on every rank, because it
+    depends only on the global gradient norm.
+    """
+
+    def __init__(self, precision: PrecisionSpec) -> None:
+        self.is_enabled = precision.compute == "fp16"
+        initial = precision.initial_loss_scale or INITIAL_LOSS_SCALE
+        self.value = initial if self.is_enabled else 1.0
+        self._interval = precision.loss_scale_growth_interval or LOSS_SCALE_GROWTH_INTERVAL
+        self._num_good = 0
+
+    def update(self, *, is_finite: bool) -> None:
+        """Adjust the scale after an update.
+
+        Args:
+            is_finite: True if the global gradient norm was finite.
+        """
+        if not self.is_enabled:
+            return
+        # The rule of torch.amp.GradScaler.
+        self._num_good = self._num_good + 1 if is_finite else 0
+        if not is_finite:
+            self.value /= 2
+        elif self._num_good == self._interval:
+            self.value, self._num_good = self.value * 2, 0
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the state to save in a checkpoint."""
+        return {"loss_scale": self.value, "num_updates_without_overflow": self._num_good}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Load the state; keys are absent, and nothing changes, if it was saved without fp16.
+
+        Raises:
+            DamagedCheckpointError: If a value has the wrong type or range.
+        """
+        value, num_good = (
+            state.get("loss_scale", self.value),
+            state.get("num_updates_without_overflow", self._num_good),
+        )
+        if not isinstance(value, float) or not isinstance(num_good, int) or not value > 0:
+            raise DamagedCheckpointError(
+                f"progress.json must contain a loss scale, but contains {dict(state)}: load "
+                "another step."
+            )
+        if self.is_enabled:
+            self.value, self._num_good = value, num_good
 
 
 class UpdateCycle:

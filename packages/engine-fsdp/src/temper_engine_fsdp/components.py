@@ -15,7 +15,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from temper_engine_api import adapter_checks
 from temper_engine_api.determinism import check_deterministic_environment
 from temper_engine_api.errors import CapabilityError, ConfigError
-from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.offload import (
     GRADIENTS,
@@ -25,6 +24,7 @@ from temper_engine_api.offload import (
     OffloadPolicy,
 )
 from temper_engine_api.process_group import ThreadGroup, choose_device
+from temper_engine_api.updates import LossScale
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model import packed_attention
 from temper_engine_fsdp.model.huggingface_model import build_model

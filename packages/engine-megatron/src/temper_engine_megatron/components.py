@@ -10,9 +10,9 @@ from transformers import PretrainedConfig
 from temper_engine_api.adapter_checks import check_target_names
 from temper_engine_api.determinism import check_deterministic_environment
 from temper_engine_api.errors import CapabilityError
-from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Offloader, OffloadPolicy
 from temper_engine_api.process_group import ThreadGroup
+from temper_engine_api.updates import LossScale
 from temper_engine_megatron.adapter.adapter_placement import plan_placement
 from temper_engine_megatron.bridge_compat import BridgeTranslation
 from temper_engine_megatron.config import MegatronConfig

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec
-from temper_engine_api.training_specs import Compute
+from temper_engine_api.specs import Compute, ModelSpec, OptimizerSpec, PrecisionSpec
 from temper_engine_api.weights import TrainingState
 
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from megatron_engines import with_drawn_moments
 from test_megatron import CONFIG, EXPERTS, _model, _write_ranks
 
-from temper_engine_api.training_specs import Compute
+from temper_engine_api.specs import Compute
 from temper_legacy_shim.checkpoints import open_checkpoint
 from temper_legacy_shim.checkpoints.lazy import InMemory, LazyTensor
 from temper_legacy_shim.checkpoints.megatron_flat import _layout

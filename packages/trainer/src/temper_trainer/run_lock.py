@@ -125,36 +125,40 @@ class RunLock:
             )
 
     def _watch_holder(self) -> None:
-        """Take over the lock of an owner that cannot be looked up, once its heartbeat stops."""
+        """Take over the lock of an owner that has ended or whose heartbeat stops."""
         owner, last_heartbeat_ns = self._lease.owner, self._last_heartbeat_ns()
         if owner is not None and _is_local(owner):
-            raise ConfigError(_describe_refusal(self._folder, owner))
-        lease_s = self._lease.lease_duration
-        logger.warning(
-            "%s %s: waiting up to %.0f s to see whether it is %s",
-            self._folder / LOCK_FILE,
-            "names no owner" if owner is None else f"is held by {describe_owner(owner)}",
-            lease_s,
-            "being written" if owner is None else "alive",
-        )
+            refusal = find_lock_refusal(self._folder)
+            if refusal is not None:
+                raise ConfigError(refusal)
+            lease_s = 0.0
+        else:
+            lease_s = max(self._lease.lease_duration, (owner and owner.lease_duration) or 0.0)
+            logger.warning(
+                "%s %s: waiting up to %.0f s to see whether it is %s",
+                self._folder / LOCK_FILE,
+                "names no owner" if owner is None else f"is held by {describe_owner(owner)}",
+                lease_s,
+                "being written" if owner is None else "alive",
+            )
         deadline = time.monotonic() + lease_s
         while (heartbeat_ns := self._last_heartbeat_ns()) in (last_heartbeat_ns, None):
-            if owner is None and heartbeat_ns is not None:
-                # An owner writes its record and every heartbeat changes the file, so a file that
-                # did not change during the lease has no living owner.
+            if heartbeat_ns is not None:
                 if time.monotonic() < deadline:
                     time.sleep(min(0.5, lease_s / 10))
                     continue
-                self._remove_ownerless(last_heartbeat_ns)
+                # Not left to filelock, which exchanges two file names in one call: NFS, SMB and
+                # some FUSE file systems refuse that, and the lock would stay forever.
+                self._remove_dead_lock(last_heartbeat_ns)
             try:
                 self._lease.acquire(blocking=False)
                 return
             except Timeout:
-                time.sleep(min(0.5, lease_s / 10))
+                continue
         raise ConfigError(_describe_refusal(self._folder, self._lease.owner))
 
-    def _remove_ownerless(self, last_heartbeat_ns: int | None) -> None:
-        """Remove a lock file without an owner, unless another process has replaced it."""
+    def _remove_dead_lock(self, last_heartbeat_ns: int | None) -> None:
+        """Remove the lock file of a dead owner, unless another process has replaced it."""
         path = self._folder / LOCK_FILE
         aside = path.with_name(f"{LOCK_FILE}.{os.getpid()}")
         # Rename the file before checking it: if two processes do this at the same time, the slower
@@ -169,7 +173,9 @@ class RunLock:
     def _last_heartbeat_ns(self) -> int | None:
         """Return the time of the holder's last heartbeat, or None if it has released the lock."""
         try:
-            return (self._folder / LOCK_FILE).stat().st_mtime_ns
+            # An NFS client caches attributes for up to a minute, but fetches them on each open.
+            with (self._folder / LOCK_FILE).open("rb") as file:
+                return os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             return None
 

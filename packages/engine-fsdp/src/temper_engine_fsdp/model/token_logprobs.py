@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from temper_engine_api.batch_invariant import MIN_ROWS, batch_invariant_linear
+from temper_engine_api.determinism import BATCH_INVARIANT_MIN_ROWS, batch_invariant_linear
 
 CPU_CHUNK_BYTES = 128 << 20
 CUDA_CHUNK_BYTES = 1 << 30
@@ -191,7 +191,7 @@ def _logits(hidden: Tensor, weight: Tensor, *, temperatures: Tensor, out: Tensor
     """Return [C, V] float32 logits in the first rows of `out`."""
     logits = out[: hidden.shape[0]]
     # Small matmuls take another CPU kernel, whose results depend on the number of rows.
-    if weight.dtype == torch.float32 and hidden.shape[0] >= MIN_ROWS:
+    if weight.dtype == torch.float32 and hidden.shape[0] >= BATCH_INVARIANT_MIN_ROWS:
         torch.mm(hidden, weight.t(), out=logits)
     else:
         logits.copy_(batch_invariant_linear(hidden, weight))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
-from temper_engine_api.loss_scale import LossScale
 from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
+from temper_engine_api.updates import LossScale
 from temper_engine_fsdp.model.output_head import build_head_request
 from temper_engine_fsdp.model.packed_attention import PackLayout
 from temper_engine_fsdp.model.sequence_parallel import SequenceGroup

@@ -17,7 +17,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from temper_engine_api.batch_invariant import batch_invariant_linear
+from temper_engine_api.determinism import batch_invariant_linear
 
 P = ParamSpec("P")
 T = TypeVar("T")

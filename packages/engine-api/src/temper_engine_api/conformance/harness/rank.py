@@ -7,6 +7,8 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.layout import Layout, default_layout
 from temper_engine_api.specs import (
+    Compute,
+    Dtype,
     EngineConfig,
     LoraSpec,
     ModelSpec,
@@ -16,7 +18,6 @@ from temper_engine_api.specs import (
     PrecisionSpec,
     ScheduleSpec,
 )
-from temper_engine_api.training_specs import Compute, Dtype
 
 P = ParamSpec("P")
 T = TypeVar("T")

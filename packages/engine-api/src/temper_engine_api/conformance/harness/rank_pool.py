@@ -25,7 +25,7 @@ from temper_engine_api.conformance.harness.rank_process import (
     serve_jobs,
 )
 from temper_engine_api.layout import Layout
-from temper_engine_api.training_specs import Compute
+from temper_engine_api.specs import Compute
 
 JOB_TIMEOUT_S = 120.0
 """Time limit of a job on every rank; the first job also waits for the imports of the engine."""

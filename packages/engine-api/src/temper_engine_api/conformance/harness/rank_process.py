@@ -22,7 +22,7 @@ import torch.distributed as dist
 from temper_engine_api.conformance.harness.engine_lookup import load_engine_class
 from temper_engine_api.conformance.harness.rank import COLLECTIVE_TIMEOUT_S, Rank
 from temper_engine_api.layout import Layout
-from temper_engine_api.training_specs import Compute
+from temper_engine_api.specs import Compute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

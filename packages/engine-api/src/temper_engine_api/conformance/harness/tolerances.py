@@ -10,7 +10,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from temper_engine_api.training_specs import Compute
+from temper_engine_api.specs import Compute
 from temper_engine_api.weights import TrainingState
 
 

@@ -37,8 +37,8 @@ from temper_engine_api.errors import (
     CapabilityError,
     CheckpointError,
 )
-from temper_engine_api.loss_scale import INITIAL
 from temper_engine_api.specs import ScheduleSpec
+from temper_engine_api.updates import INITIAL_LOSS_SCALE
 
 COSINE = ScheduleSpec(kind="cosine", warmup_steps=1, total_steps=6)
 
@@ -251,7 +251,7 @@ def test_fp16_loss_scale_is_halved_and_resumed(
             2,
             1,
         )
-        assert saved.loss_scale == INITIAL / 2
+        assert saved.loss_scale == INITIAL_LOSS_SCALE / 2
 
 
 def progress_around_a_save(
