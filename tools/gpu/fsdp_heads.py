@@ -51,7 +51,7 @@ def _wrap_own_head(function: Callable[..., object], **options: object) -> Head:
 def _list_heads(context: RankContext) -> Mapping[str, Callable[[], Head]]:
     return {
         "own, chunked": lambda: _wrap_own_head(chunked_logprobs),
-        "own, full": lambda: _wrap_own_head(full_logprobs, is_compiled=context.scale.compiles),
+        "own, full": lambda: _wrap_own_head(full_logprobs, uses_compile=context.scale.compiles),
         "cut-cross-entropy": _cut_cross_entropy,
         "liger": _liger,
     }

@@ -18,7 +18,7 @@ class Case:
     weight: Tensor
     labels: Tensor
     temperature: Tensor
-    ids: Tensor
+    extra_ids: Tensor
 
     def fused(
         self, *, chunk_tokens: int | None = None, entropy_has_gradient: bool = True
@@ -28,7 +28,7 @@ class Case:
             self.weight,
             self.labels,
             temperature=self.temperature,
-            ids=self.ids,
+            extra_ids=self.extra_ids,
             needs_entropy=True,
             entropy_has_gradient=entropy_has_gradient,
             chunk_tokens=chunk_tokens,
@@ -43,7 +43,7 @@ class Case:
             logprob=logprobs.gather(1, self.labels[:, None])[:, 0],
             logsumexp=torch.logsumexp(logits, dim=-1),
             entropy=-(logprobs.exp() * logprobs).sum(-1),
-            logprob_at=logprobs.gather(1, self.ids),
+            extra_logprobs=logprobs.gather(1, self.extra_ids),
         )
 
 
@@ -54,7 +54,7 @@ def make_case(*, positions: int = 37, vocabulary: int = 101, scale: float = 1.0)
         weight=(scale * torch.randn(vocabulary, 16, generator=generator)).requires_grad_(),
         labels=torch.randint(0, vocabulary, (positions,), generator=generator),
         temperature=0.5 + torch.rand(positions, generator=generator),
-        ids=torch.randint(0, vocabulary, (positions, 3), generator=generator),
+        extra_ids=torch.randint(0, vocabulary, (positions, 3), generator=generator),
     )
 
 
@@ -64,7 +64,7 @@ def mixed_loss(columns: TokenLogprobs) -> Tensor:
     loss = (
         (columns.logprob * at).sum()
         + 0.3 * (columns.logsumexp * at.square()).sum()
-        + 0.1 * columns.logprob_at.sum()
+        + 0.1 * columns.extra_logprobs.sum()
     )
     return loss + 0.7 * (columns.entropy * at).sum() if columns.entropy.requires_grad else loss
 
@@ -79,7 +79,7 @@ def gradients(case: Case, loss: Tensor) -> tuple[Tensor, ...]:
 def test_columns_equal_their_definition_at_every_chunk_boundary(chunk_tokens: int) -> None:
     case = make_case()
     fused, naive = case.fused(chunk_tokens=chunk_tokens), case.naive()
-    for name in ("logprob", "logsumexp", "entropy", "logprob_at"):
+    for name in ("logprob", "logsumexp", "entropy", "extra_logprobs"):
         torch.testing.assert_close(
             getattr(fused, name), getattr(naive, name).float(), rtol=2e-6, atol=2e-6
         )
@@ -104,7 +104,7 @@ def test_entropy_without_gradient_leaves_the_other_gradients_as_they_are() -> No
         logprob=naive.logprob,
         logsumexp=naive.logsumexp,
         entropy=naive.entropy.detach(),
-        logprob_at=naive.logprob_at,
+        extra_logprobs=naive.extra_logprobs,
     )
     for actual, expected in zip(
         gradients(case, mixed_loss(columns)), gradients(case, mixed_loss(naive))
@@ -139,9 +139,14 @@ def test_uniform_logits_have_the_entropy_and_logprob_of_the_vocabulary() -> None
 
 def test_an_id_requested_twice_gets_its_gradient_twice() -> None:
     case = make_case(positions=1)
-    once = chunked_logprobs(case.hidden, case.weight, case.labels, ids=torch.tensor([[4]]))
-    twice = chunked_logprobs(case.hidden, case.weight, case.labels, ids=torch.tensor([[4, 4]]))
-    single, double = gradients(case, once.logprob_at.sum()), gradients(case, twice.logprob_at.sum())
+    once = chunked_logprobs(case.hidden, case.weight, case.labels, extra_ids=torch.tensor([[4]]))
+    twice = chunked_logprobs(
+        case.hidden, case.weight, case.labels, extra_ids=torch.tensor([[4, 4]])
+    )
+    single, double = (
+        gradients(case, once.extra_logprobs.sum()),
+        gradients(case, twice.extra_logprobs.sum()),
+    )
     for one, two in zip(single, double):
         torch.testing.assert_close(two, 2 * one)
 

@@ -16,7 +16,7 @@ def inputs() -> dict[str, torch.Tensor]:
         "weight": torch.randn(53, 16, generator=draw).requires_grad_(),
         "labels": torch.randint(53, (23,), generator=draw),
         "temperature": torch.rand(23, generator=draw) + 0.5,
-        "ids": torch.randint(53, (23, 3), generator=draw),
+        "extra_ids": torch.randint(53, (23, 3), generator=draw),
     }
 
 
@@ -26,25 +26,25 @@ def gradients(
     loss = (
         (columns.logprob * torch.arange(23)).sum()
         + columns.logsumexp.square().sum()
-        + columns.logprob_at.pow(3).sum()
+        + columns.extra_logprobs.pow(3).sum()
     )
     loss = loss + (columns.entropy.square().sum() if with_entropy else 0.0)
     return list(torch.autograd.grad(loss, (given["hidden"], given["weight"])))
 
 
-@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("uses_compile", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_outputs_and_gradients_equal_the_chunked_head(
-    with_entropy: bool, is_compiled: bool
+    with_entropy: bool, uses_compile: bool
 ) -> None:
     given = inputs()
     chunked = chunked_logprobs(
         **given, needs_entropy=True, entropy_has_gradient=with_entropy, chunk_tokens=7
     )
     full = full_logprobs(
-        **given, needs_entropy=True, entropy_has_gradient=with_entropy, is_compiled=is_compiled
+        **given, needs_entropy=True, entropy_has_gradient=with_entropy, uses_compile=uses_compile
     )
-    for name in ("logprob", "logsumexp", "entropy", "logprob_at"):
+    for name in ("logprob", "logsumexp", "entropy", "extra_logprobs"):
         torch.testing.assert_close(
             getattr(full, name), getattr(chunked, name), rtol=1e-5, atol=1e-5
         )
@@ -57,7 +57,7 @@ def test_outputs_and_gradients_equal_the_chunked_head(
 
 def test_full_and_chunked_head_are_equal_without_a_temperature() -> None:
     given = inputs()
-    del given["temperature"], given["ids"]
+    del given["temperature"], given["extra_ids"]
     torch.testing.assert_close(
         full_logprobs(**given).logprob, chunked_logprobs(**given).logprob, rtol=1e-5, atol=1e-5
     )

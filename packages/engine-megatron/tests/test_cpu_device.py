@@ -9,11 +9,11 @@ import torch.distributed as dist
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.layout import default_layout
 from temper_engine_megatron.runtime import cpu_device
-from temper_engine_megatron.runtime.cpu_device import megatron_on_cpu
+from temper_engine_megatron.runtime.cpu_device import support_missing_cuda
 
 
 def test_cuda_device_names_mean_the_cpu_inside_the_context():
-    with megatron_on_cpu():
+    with support_missing_cuda():
         assert torch.zeros(2, device="cuda").device.type == "cpu"
         assert (
             torch.empty(1, device=torch.cuda.current_device(), pin_memory=True).device.type == "cpu"
@@ -23,7 +23,7 @@ def test_cuda_device_names_mean_the_cpu_inside_the_context():
 
 def test_patches_are_undone_after_the_context():
     before = [getattr(owner, name) for owner, name, _ in cpu_device._replacements()]
-    with pytest.raises(ZeroDivisionError), megatron_on_cpu():
+    with pytest.raises(ZeroDivisionError), support_missing_cuda():
         raise ZeroDivisionError
     assert [getattr(owner, name) for owner, name, _ in cpu_device._replacements()] == before
     with pytest.raises((RuntimeError, AssertionError)):
@@ -31,7 +31,7 @@ def test_patches_are_undone_after_the_context():
 
 
 def test_context_can_be_nested():
-    with megatron_on_cpu(), megatron_on_cpu():
+    with support_missing_cuda(), support_missing_cuda():
         assert torch.zeros(2, device="cuda").device.type == "cpu"
     assert torch.Tensor.type is cpu_device._REAL_TYPE
 
@@ -41,7 +41,7 @@ def test_only_megatrons_optimizers_see_cuda_type_names():
     optimizer: dict[str, Any] = {}
     exec(compile(source, "/somewhere/megatron/core/optimizer/optimizer.py", "exec"), optimizer)
     assert optimizer["type_of"](torch.zeros(1)) == "torch.FloatTensor"
-    with megatron_on_cpu():
+    with support_missing_cuda():
         assert optimizer["type_of"](torch.zeros(1)) == "torch.cuda.FloatTensor"
         assert torch.zeros(1).type() == "torch.FloatTensor"
         assert torch.zeros(1).type(torch.float64).dtype is torch.float64
@@ -50,7 +50,7 @@ def test_only_megatrons_optimizers_see_cuda_type_names():
 def test_nothing_is_patched_if_cuda_is_available(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     current_device = torch.cuda.current_device
-    with megatron_on_cpu():
+    with support_missing_cuda():
         assert torch.cuda.current_device is current_device
         assert torch.Tensor.type is cpu_device._REAL_TYPE
 
@@ -68,6 +68,6 @@ def gather_parts(rank, *, setup):
     rank.temporary_engine(setup)
     local_rank = dist.get_rank()
     parts = [torch.empty(3, 2), torch.empty(1, 2)]
-    with megatron_on_cpu():
+    with support_missing_cuda():
         dist.all_gather(parts, torch.full(parts[local_rank].shape, float(local_rank)))
     return [part.tolist() for part in parts]

@@ -39,14 +39,14 @@ def test_outputs_and_gradients_equal_log_softmax(group, chunk):
     hidden, weight, labels, ids, temperature = draw_inputs()
     shard = VocabShard(group=group, first_id=0, num_tokens=13, chunk_size=chunk, needs_entropy=True)
     columns = vocab_parallel_logprobs(
-        hidden, weight, labels, temperature=temperature, ids=ids, shard=shard
+        hidden, weight, labels, temperature=temperature, extra_ids=ids, shard=shard
     )
     logs = torch.log_softmax(hidden @ weight[:13].t() / temperature[:, None], dim=-1)
     expected = {
         "logprob": logs.gather(1, labels[:, None])[:, 0],
         "logsumexp": torch.logsumexp(hidden @ weight[:13].t() / temperature[:, None], dim=-1),
         "entropy": -(logs.exp() * logs).sum(-1),
-        "logprob_at": logs.gather(1, ids),
+        "extra_logprobs": logs.gather(1, ids),
     }
     draw = torch.Generator().manual_seed(1)
     factors = {name: torch.randn(column.shape, generator=draw) for name, column in expected.items()}
@@ -66,10 +66,10 @@ def test_empty_batch_has_empty_outputs_and_zero_gradients(group):
     hidden, weight, labels, _, temperature = draw_inputs()
     shard = VocabShard(group=group, first_id=0, num_tokens=13, chunk_size=4, needs_entropy=False)
     columns = vocab_parallel_logprobs(
-        hidden[:0], weight, labels[:0], temperature=temperature[:0], ids=None, shard=shard
+        hidden[:0], weight, labels[:0], temperature=temperature[:0], extra_ids=None, shard=shard
     )
     columns.logprob.sum().backward()
-    assert (columns.logprob.shape, columns.logprob_at.shape) == ((0,), (0, 0))
+    assert (columns.logprob.shape, columns.extra_logprobs.shape) == ((0,), (0, 0))
     assert not bool(weight.grad.any())
 
 
@@ -94,7 +94,7 @@ def test_columns_are_summed_in_the_same_order_on_every_rank(group):
         scalar_output=None,
         vocab_size=13,
         chunk_size=4,
-        is_compiled=False,
+        uses_compile=False,
         pads_chunks=False,
         tp=group,
         cp=group,
@@ -110,7 +110,7 @@ def test_logprob_does_not_depend_on_the_number_of_positions(group):
     hidden, weight, labels, _, temperature = draw_inputs(rows=24)
     shard = VocabShard(group=group, first_id=0, num_tokens=13, chunk_size=100, needs_entropy=True)
     full = vocab_parallel_logprobs(
-        hidden, weight, labels, temperature=temperature, ids=None, shard=shard
+        hidden, weight, labels, temperature=temperature, extra_ids=None, shard=shard
     )
     for size in (1, 2, 3, 5, 23):
         few = vocab_parallel_logprobs(
@@ -118,7 +118,7 @@ def test_logprob_does_not_depend_on_the_number_of_positions(group):
             weight,
             labels[:size],
             temperature=temperature[:size],
-            ids=None,
+            extra_ids=None,
             shard=shard,
         )
         assert torch.equal(few.logprob, full.logprob[:size])
@@ -138,9 +138,9 @@ def test_padded_chunks_change_neither_outputs_nor_gradients(group):
             pads_chunks=pads_chunks,
         )
         columns = vocab_parallel_logprobs(
-            hidden, weight, labels, temperature=temperature, ids=ids, shard=shard
+            hidden, weight, labels, temperature=temperature, extra_ids=ids, shard=shard
         )
-        total = (columns.logprob + columns.entropy + columns.logprob_at.sum(1)).sum()
+        total = (columns.logprob + columns.entropy + columns.extra_logprobs.sum(1)).sum()
         results.append(
             (columns.logprob, columns.entropy, *torch.autograd.grad(total, [hidden, weight]))
         )

@@ -6,17 +6,17 @@ from temper_engine_api.layout import Layout
 from temper_engine_api.specs import OffloadSpec
 
 
-def _at(sizes: tuple[int, ...], name: str, fields: Mapping[str, object]) -> list[Layout]:
+def _make_layouts(sizes: tuple[int, ...], name: str, fields: Mapping[str, object]) -> list[Layout]:
     return [Layout(name=f"{name}.{size}", world_size=size, fields=fields) for size in sizes]
 
 
 LAYOUTS = (
-    *_at((1, 2, 4), "fsdp1", {"strategy": "fsdp1"}),
+    *_make_layouts((1, 2, 4), "fsdp1", {"strategy": "fsdp1"}),
     Layout(name="fsdp1-hybrid.4", world_size=4, fields={"strategy": "fsdp1", "fsdp_size": 2}),
     Layout(name="fsdp1-replicated.2", world_size=2, fields={"strategy": "fsdp1", "fsdp_size": 1}),
     Layout(name="hybrid.4", world_size=4, fields={"fsdp_size": 2}),
     Layout(name="replicated.2", world_size=2, fields={"fsdp_size": 1}),
-    *_at((2, 4), "no-reshard", {"reshard_after_forward": False}),
+    *_make_layouts((2, 4), "no-reshard", {"reshard_after_forward": False}),
     Layout(
         name="together.2", world_size=2, fields={"wrap_together": 2, "reshard_after_forward": False}
     ),
@@ -46,8 +46,8 @@ LAYOUTS = (
         world_size=2,
         fields={"sequence_parallel": 2, "reshard_after_forward": False},
     ),
-    *_at((1, 2), "logits-kept", {"head_keeps_logits": True}),
-    *_at(
+    *_make_layouts((1, 2), "logits-kept", {"head_keeps_logits": True}),
+    *_make_layouts(
         (1, 2),
         "checkpointed",
         {
@@ -56,6 +56,6 @@ LAYOUTS = (
             "offload_activations": True,
         },
     ),
-    *_at((1, 2), "optimizer-on-cpu", {"offload": OffloadSpec(optimizer_on_cpu=True)}),
+    *_make_layouts((1, 2), "optimizer-on-cpu", {"offload": OffloadSpec(optimizer_on_cpu=True)}),
 )
 """`nox -s nightly` runs all layouts, `dev.py test` a sample."""

@@ -23,11 +23,11 @@ from temper_engine_megatron.huggingface.huggingface_model import (
 )
 from temper_engine_megatron.model.config_overrides import check_overrides, to_megatron_values
 from temper_engine_megatron.model.gpt_chunks import ModelChunks, build_chunks
-from temper_engine_megatron.runtime.cpu_device import megatron_on_cpu
+from temper_engine_megatron.runtime.cpu_device import support_missing_cuda
 from temper_engine_megatron.runtime.process_groups import (
     Membership,
-    join,
-    leave,
+    join_groups,
+    leave_groups,
     preserve_rng_state,
 )
 from temper_engine_megatron.training.megatron_optimizer import MegatronAdamW
@@ -97,7 +97,7 @@ def build_components(config: MegatronConfig, *, loss_scale: LossScale) -> Engine
     check_overrides(config)
     hf_config = load_hf_config(config.model)
     translation = BridgeTranslation(hf_config)
-    membership = join(config)
+    membership = join_groups(config)
     try:
         if config.deterministic:
             check_deterministic_environment(membership.device)
@@ -106,7 +106,7 @@ def build_components(config: MegatronConfig, *, loss_scale: LossScale) -> Engine
         )
     except BaseException:
         # The caller gets no engine that it could close.
-        leave(membership)
+        leave_groups(membership)
         raise
     if loss_scale.is_enabled:
         # Through Megatron and not in our loss function: its schedules also scale the router losses,
@@ -129,7 +129,7 @@ def _build(
             config, hf_config=hf_config, translation=translation, membership=membership
         )
     # Building modules draws random numbers that no weight keeps.
-    with megatron_on_cpu(), preserve_rng_state():
+    with support_missing_cuda(), preserve_rng_state():
         chunks = build_chunks(
             config,
             hf_config=hf_config,

@@ -31,7 +31,7 @@ from temper_engine_megatron.runtime.known_warnings import ignore_known_warnings
 with ignore_known_warnings():
     from temper_engine_megatron.checkpoint import checkpoint_files, training_checkpoint
     from temper_engine_megatron.components import EngineComponents, build_components, check_model
-    from temper_engine_megatron.runtime.process_groups import leave
+    from temper_engine_megatron.runtime.process_groups import leave_groups
     from temper_engine_megatron.weights.sharded_state import ShardedState
 
 if TYPE_CHECKING:
@@ -279,4 +279,4 @@ class MegatronEngine(BaseEngine):
         gc.collect()
         if membership.device.type == "cuda":
             torch.cuda.empty_cache()
-        leave(membership)
+        leave_groups(membership)

@@ -165,10 +165,10 @@ def save_adapter(rank: Rank, *, setup: EngineSetup, folder: Path, sharding: str,
         is_private: as in 0.7 with a bridge: weights of adapters in ``adapter_checkpoint/``, and the optimizer alone in ``dist_ckpt/``.
     """
     engine: Any = rank.temporary_engine(replace(setup, optimizer=None))  # also imports the bridge without TransformerEngine
-    from temper_engine_megatron.runtime.cpu_device import megatron_on_cpu
+    from temper_engine_megatron.runtime.cpu_device import support_missing_cuda
 
     chunks, settings = list(engine._built.runner._chunks.unwrapped), engine._built.runner._chunks.transformer_config
-    with megatron_on_cpu():
+    with support_missing_cuda():
         _adapt(chunks, settings, seed=7 + rank.index)
         optimizer = _updated(chunks, settings, seed=rank.index)
     with on_cpu():

@@ -39,9 +39,9 @@ def list_weight_entries(
 ) -> list[WeightEntry]:
     """List the entries that `iterate_weights` will yield, without gathering."""
     shapes = [
-        (part, shape, p.dtype)
+        (weight_name, shape, p.dtype)
         for name, p in parameters.items()
-        for part, shape in list_file_shapes(name, p.shape)
+        for weight_name, shape in list_file_shapes(name, p.shape)
     ]
     shapes += [(name, b.shape, b.dtype) for name, b in buffers.items()]
     return [
@@ -77,8 +77,9 @@ def iterate_weights(
         else:
             # Cast before gathering: half the traffic in bf16.
             full = parameter.gather(parameter.local_shard().to(dtype))
-        for part, tensor in split_experts(name, full):
-            yield NamedWeight(part, tensor)
+        # The experts of one parameter are separate tensors in files.
+        for weight_name, tensor in split_experts(name, full):
+            yield NamedWeight(weight_name, tensor)
     for name, buffer in buffers.items():
         yield NamedWeight(
             name,
@@ -101,14 +102,16 @@ def load_weights(
     """
     received: list[WeightEntry] = []
     shards: dict[str, Tensor] = {}
-    joiner = ExpertJoiner({name: parameter.shape for name, parameter in parameters.items()})
-    for part, tensor in stream:
+    expert_joiner = ExpertJoiner({name: parameter.shape for name, parameter in parameters.items()})
+    for weight_name, tensor in stream:
         # Names and shapes are checked after the loop: only then is a missing name known.
-        received.append(WeightEntry(name=part, shape=tuple(tensor.shape), dtype=tensor.dtype))
-        if part in buffers and buffers[part].shape == tensor.shape:
+        received.append(
+            WeightEntry(name=weight_name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+        )
+        if weight_name in buffers and buffers[weight_name].shape == tensor.shape:
             # The sender may reuse its buffer for the next tensor.
-            shards[part] = tensor.clone()
-        elif (joined := joiner.add(part, tensor)) is not None:
+            shards[weight_name] = tensor.clone()
+        elif (joined := expert_joiner.add(weight_name, tensor)) is not None:
             name, full = joined
             shards[name] = parameters[name].take_shard(full).to(parameters[name].dtype)
     check_weight_entries(list_weight_entries(parameters, buffers, dtype=torch.float32), received)
@@ -129,9 +132,9 @@ def iterate_state(
             parameter.gather(state.second),
         )
         for parts in zip(*(split_experts(name, tensor) for tensor in full), strict=True):
-            (part, master), (_, first), (_, second) = parts
+            (weight_name, master), (_, first), (_, second) = parts
             yield TrainingState(
-                name=part,
+                name=weight_name,
                 master=master,
                 first_moment=first,
                 second_moment=second,
@@ -157,7 +160,7 @@ def load_state(
     shards: dict[str, tuple[Tensor, Tensor, Tensor, int]] = {}
     full_shapes = {name: parameter.shape for name, parameter in parameters.items()}
     # One joiner per kind of tensor: the experts of a parameter arrive part by part.
-    joiners = [ExpertJoiner(full_shapes) for _ in range(3)]
+    expert_joiners = [ExpertJoiner(full_shapes) for _ in range(3)]
     for state in stream:
         shapes = {tuple(t.shape) for t in (state.master, state.first_moment, state.second_moment)}
         if len(shapes) != 1:
@@ -168,7 +171,8 @@ def load_state(
         received.append(WeightEntry(name=state.name, shape=shapes.pop(), dtype=state.master.dtype))
         tensors = (state.master, state.first_moment, state.second_moment)
         joined = [
-            joiner.add(state.name, tensor) for joiner, tensor in zip(joiners, tensors, strict=True)
+            joiner.add(state.name, tensor)
+            for joiner, tensor in zip(expert_joiners, tensors, strict=True)
         ]
         complete = [name_and_tensor for name_and_tensor in joined if name_and_tensor is not None]
         # The parts of the three kinds arrive together, so all three are complete or none is.

@@ -104,37 +104,37 @@ class LanguageHead:
         *,
         chunk_tokens: int | None,
         keeps_logits: bool = False,
-        is_compiled: bool = False,
+        uses_compile: bool = False,
     ) -> None:
         self._linear = linear
         self._chunk_tokens = chunk_tokens
         self._keeps_logits = keeps_logits
-        self._is_compiled = is_compiled
+        self._uses_compile = uses_compile
 
     def __call__(
         self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest
     ) -> Mapping[HeadOutput, Tensor]:
-        """See Head."""
+        """Compute log-probs and, if requested, entropies and the log-probs of extra token ids."""
         _check_requested(request.requested_outputs, allowed=LANGUAGE_OUTPUTS, head="language_model")
-        at = request.positions
-        ids = (
-            _requested_ids(batch)[at]
+        positions = request.positions
+        extra_ids = (
+            _requested_ids(batch)[positions]
             if HeadOutput.LOGPROB_AT in request.requested_outputs
             else None
         )
         compute_logprobs = (
-            partial(full_logprobs, is_compiled=self._is_compiled)
+            partial(full_logprobs, uses_compile=self._uses_compile)
             if self._keeps_logits
             else partial(chunked_logprobs, chunk_tokens=self._chunk_tokens)
         )
         logprobs = compute_logprobs(
-            hidden.index_select(0, at - 1 - request.first_position),
+            hidden.index_select(0, positions - 1 - request.first_position),
             self._linear().weight,
-            batch.tokens[at],
+            batch.tokens[positions],
             temperature=None
             if request.is_unit_temperature
-            else batch.temperature[batch.sequence_index[at]],
-            ids=ids,
+            else batch.temperature[batch.sequence_index[positions]],
+            extra_ids=extra_ids,
             needs_entropy=HeadOutput.ENTROPY in request.requested_outputs,
             entropy_has_gradient=HeadOutput.ENTROPY in request.with_gradient,
         )
@@ -142,10 +142,10 @@ class LanguageHead:
             HeadOutput.LOGPROB: logprobs.logprob,
             HeadOutput.ENTROPY: logprobs.entropy,
             HeadOutput.LOGSUMEXP: logprobs.logsumexp,
-            HeadOutput.LOGPROB_AT: logprobs.logprob_at,
+            HeadOutput.LOGPROB_AT: logprobs.extra_logprobs,
         }
         return {
-            head_output: _scatter(columns[head_output], at=at, size=batch.num_tokens)
+            head_output: _scatter(columns[head_output], positions=positions, size=batch.num_tokens)
             for head_output in sorted(request.requested_outputs)
         }
 
@@ -160,7 +160,7 @@ class ScalarHead:
     def __call__(
         self, hidden: Tensor, batch: SequenceBatch, request: HeadRequest
     ) -> Mapping[HeadOutput, Tensor]:
-        """See Head."""
+        """Compute a value at each requested position, or a score for each sequence."""
         _check_requested(
             request.requested_outputs,
             allowed=frozenset({self._head_output}),
@@ -171,13 +171,15 @@ class ScalarHead:
             scores = self._project(hidden.index_select(0, last - request.first_position))
             return {
                 HeadOutput.SCORE: _scatter(
-                    scores, at=request.score_sequences, size=batch.num_sequences
+                    scores, positions=request.score_sequences, size=batch.num_sequences
                 )
             }
         values = self._project(
             hidden.index_select(0, request.positions - 1 - request.first_position)
         )
-        return {self._head_output: _scatter(values, at=request.positions, size=batch.num_tokens)}
+        return {
+            self._head_output: _scatter(values, positions=request.positions, size=batch.num_tokens)
+        }
 
     def _project(self, hidden: Tensor) -> Tensor:
         linear = self._linear()
@@ -187,9 +189,9 @@ class ScalarHead:
         ).sum(1)
 
 
-def _scatter(column: Tensor, *, at: Tensor, size: int) -> Tensor:
-    """Return [size, ...] zeros with the rows of `column` at positions `at`; differentiable."""
-    return column.new_zeros(size, *column.shape[1:]).index_copy(0, at, column)
+def _scatter(column: Tensor, *, positions: Tensor, size: int) -> Tensor:
+    """Return [size, ...] zeros with the rows of `column` at `positions`; differentiable."""
+    return column.new_zeros(size, *column.shape[1:]).index_copy(0, positions, column)
 
 
 def _requested_ids(batch: SequenceBatch) -> Tensor:

@@ -207,11 +207,11 @@ def _make_buckets(lengths: Sequence[int], *, call_cost: int) -> tuple[list[int],
     counts = Counter(lengths)
     sizes = sorted(counts, reverse=True)  # at most sqrt(2 T) distinct lengths
     squares = torch.tensor(sizes, dtype=torch.float64).square()
-    before = torch.tensor([0, *accumulate(counts[size] for size in sizes)], dtype=torch.float64)
+    num_before = torch.tensor([0, *accumulate(counts[size] for size in sizes)], dtype=torch.float64)
     cost, best_start = torch.zeros(len(sizes) + 1, dtype=torch.float64), [0]
     for end in range(1, len(sizes) + 1):
         # Cheapest way to cover sizes[:end] whose last bucket is sizes[start:end], for every start.
-        totals = cost[:end] + call_cost + (before[end] - before[:end]) * squares[:end]
+        totals = cost[:end] + call_cost + (num_before[end] - num_before[:end]) * squares[:end]
         best_start.append(int(totals.argmin()))
         cost[end] = totals[best_start[end]]
     # Walk back from the end through the best split points.

@@ -182,7 +182,7 @@ def build_head(
             linear,
             chunk_tokens=config.head_chunk_tokens,
             keeps_logits=config.head_keeps_logits,
-            is_compiled=config.compile_layers,
+            uses_compile=config.compile_layers,
         )
     return ScalarHead(
         linear, head_output=HeadOutput.VALUE if kind == "value_model" else HeadOutput.SCORE

@@ -33,7 +33,7 @@ class TokenLogprobs:
     """[N] log-normalizer, after temperature."""
     entropy: Tensor
     """[N] entropy; zeros if not requested."""
-    logprob_at: Tensor
+    extra_logprobs: Tensor
     """[N, K] log-probs of extra token ids; K is 0 if none are requested."""
 
 
@@ -52,7 +52,7 @@ def chunked_logprobs(
     labels: Tensor,
     *,
     temperature: Tensor | None = None,
-    ids: Tensor | None = None,
+    extra_ids: Tensor | None = None,
     needs_entropy: bool = False,
     entropy_has_gradient: bool = False,
     chunk_tokens: int | None = None,
@@ -64,7 +64,8 @@ def chunked_logprobs(
         weight: [V, D] output projection without bias, in the compute dtype.
         labels: [N] int64 below V.
         temperature: [N] float32 divisor of the logits; None means 1.
-        ids: [N, K] int64 extra token ids below V; None means none.
+        extra_ids: [N, K] int64 ids below V of other tokens whose log-probs are returned too; None
+            means none.
         needs_entropy: Compute the entropy.
         entropy_has_gradient: The entropy is part of a loss; if False, the backward pass is cheaper.
         chunk_tokens: Positions per chunk; None fits CPU_CHUNK_BYTES or CUDA_CHUNK_BYTES.
@@ -77,16 +78,16 @@ def chunked_logprobs(
         needs_entropy=needs_entropy,
         entropy_has_gradient=entropy_has_gradient,
     )
-    extra_ids = labels.new_empty(labels.shape[0], 0) if ids is None else ids
+    extra_ids = labels.new_empty(labels.shape[0], 0) if extra_ids is None else extra_ids
     # Autograd functions take tensors only: an empty one stands for a temperature of 1.
     temperatures = (
         hidden.new_empty(0, 1, dtype=torch.float32) if temperature is None else temperature[:, None]
     )
-    logprob, logsumexp, entropy, logprob_at = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+    logprob, logsumexp, entropy, extra_logprobs = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, labels, temperatures, extra_ids, options
     )
     return TokenLogprobs(
-        logprob=logprob, logsumexp=logsumexp, entropy=entropy, logprob_at=logprob_at
+        logprob=logprob, logsumexp=logsumexp, entropy=entropy, extra_logprobs=extra_logprobs
     )
 
 
@@ -103,21 +104,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         temperatures: Tensor,
-        ids: Tensor,
+        extra_ids: Tensor,
         options: _ChunkedOptions,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         size = hidden.shape[0]
         logprob, logsumexp, entropy = (
             hidden.new_zeros(size, dtype=torch.float32) for _ in range(3)
         )
-        logprob_at = hidden.new_zeros(ids.shape, dtype=torch.float32)
+        extra_logprobs = hidden.new_zeros(extra_ids.shape, dtype=torch.float32)
         logits_buffer = _buffer(size, options=options, weight=weight)
         weights_buffer = torch.empty_like(logits_buffer) if options.needs_entropy else logits_buffer
         for rows in _chunks(size, options.chunk):
             logits = _logits(
                 hidden[rows], weight, temperatures=temperatures[rows], out=logits_buffer
             )
-            chosen = logits.gather(1, torch.cat([labels[rows, None], ids[rows]], dim=1))
+            chosen = logits.gather(1, torch.cat([labels[rows, None], extra_ids[rows]], dim=1))
             if options.needs_entropy:
                 log_total = _logsumexp_with_entropy_(
                     logits, scratch=weights_buffer, entropy=entropy[rows]
@@ -126,12 +127,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 log_total = _logsumexp_(logits)
             logsumexp[rows] = log_total
             logprob[rows] = chosen[:, 0] - log_total
-            logprob_at[rows] = chosen[:, 1:] - log_total[:, None]
-        ctx.save_for_backward(hidden, weight, labels, temperatures, ids, logsumexp, entropy)
+            extra_logprobs[rows] = chosen[:, 1:] - log_total[:, None]
+        ctx.save_for_backward(hidden, weight, labels, temperatures, extra_ids, logsumexp, entropy)
         ctx.options = options  # type: ignore[attr-defined]
         if not options.entropy_has_gradient:
             ctx.mark_non_differentiable(entropy)
-        return logprob, logsumexp, entropy, logprob_at
+        return logprob, logsumexp, entropy, extra_logprobs
 
     @staticmethod
     def backward(
@@ -139,15 +140,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_logprob: Tensor,
         grad_logsumexp: Tensor,
         grad_entropy: Tensor,
-        grad_at: Tensor,
+        grad_extra: Tensor,
     ) -> tuple[Tensor, Tensor, None, None, None, None]:
-        hidden, weight, labels, temperatures, ids, logsumexp, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
+        hidden, weight, labels, temperatures, extra_ids, logsumexp, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
         options: _ChunkedOptions = ctx.options  # type: ignore[attr-defined]
         grad_hidden = torch.empty_like(hidden)
         # float32: the sum over many chunks would lose digits in bf16.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         # Sum of the factors of p in dz: +1 per log-normalizer, -1 per log-prob.
-        prob_coeff = grad_logsumexp - grad_logprob - grad_at.sum(1)
+        prob_coeff = grad_logsumexp - grad_logprob - grad_extra.sum(1)
         buffer = _buffer(hidden.shape[0], options=options, weight=weight)
         for rows in _chunks(hidden.shape[0], options.chunk):
             logits = _logits(hidden[rows], weight, temperatures=temperatures[rows], out=buffer)
@@ -160,7 +161,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             else:
                 grad = logits.exp_().mul_(prob_coeff[rows, None])
             grad.scatter_add_(1, labels[rows, None], grad_logprob[rows, None])
-            grad.scatter_add_(1, ids[rows], grad_at[rows])
+            grad.scatter_add_(1, extra_ids[rows], grad_extra[rows])
             if temperatures.numel() > 0:
                 grad.div_(temperatures[rows])
             _accumulate(
@@ -244,7 +245,7 @@ class _FullOptions:
 
     needs_entropy: bool
     entropy_has_gradient: bool
-    is_compiled: bool
+    uses_compile: bool
 
 
 def full_logprobs(
@@ -253,10 +254,10 @@ def full_logprobs(
     labels: Tensor,
     *,
     temperature: Tensor | None = None,
-    ids: Tensor | None = None,
+    extra_ids: Tensor | None = None,
     needs_entropy: bool = False,
     entropy_has_gradient: bool = False,
-    is_compiled: bool = False,
+    uses_compile: bool = False,
 ) -> TokenLogprobs:
     """Compute the outputs of `chunked_logprobs`, but store all logits, in the compute dtype.
 
@@ -268,25 +269,25 @@ def full_logprobs(
         weight: [V, D] output projection.
         labels: [N] int64.
         temperature: [N] divisor of the logits; None means 1.
-        ids: [N, K] extra token ids; None means none.
+        extra_ids: [N, K] ids of other tokens whose log-probs are returned too; None means none.
         needs_entropy: Compute the entropy.
         entropy_has_gradient: The entropy is part of a loss.
-        is_compiled: Compile each elementwise pass to one kernel.
+        uses_compile: Compile each elementwise pass to one kernel.
     """
     options = _FullOptions(
         needs_entropy=needs_entropy,
         entropy_has_gradient=entropy_has_gradient,
-        is_compiled=is_compiled,
+        uses_compile=uses_compile,
     )
-    extra_ids = labels.new_empty(labels.shape[0], 0) if ids is None else ids
+    extra_ids = labels.new_empty(labels.shape[0], 0) if extra_ids is None else extra_ids
     temperatures = (
         hidden.new_ones(1, 1, dtype=torch.float32) if temperature is None else temperature[:, None]
     )
-    logprob, logsumexp, entropy, logprob_at = _FullLogprobs.apply(  # type: ignore[no-untyped-call]
+    logprob, logsumexp, entropy, extra_logprobs = _FullLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, labels, temperatures, extra_ids, options
     )
     return TokenLogprobs(
-        logprob=logprob, logsumexp=logsumexp, entropy=entropy, logprob_at=logprob_at
+        logprob=logprob, logsumexp=logsumexp, entropy=entropy, extra_logprobs=extra_logprobs
     )
 
 
@@ -298,21 +299,23 @@ class _FullLogprobs(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         temperatures: Tensor,
-        ids: Tensor,
+        extra_ids: Tensor,
         options: _FullOptions,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # A log-prob must have the same bits however many positions of the micro-batch are
         # requested.
         logits = batch_invariant_linear(hidden, weight)
-        chosen = logits.gather(1, torch.cat([labels[:, None], ids], dim=1)).float() / temperatures
+        chosen = (
+            logits.gather(1, torch.cat([labels[:, None], extra_ids], dim=1)).float() / temperatures
+        )
         if options.needs_entropy:
-            logsumexp, entropy = _maybe_compiled(_logsumexp_and_entropy, options.is_compiled)(
+            logsumexp, entropy = _maybe_compiled(_logsumexp_and_entropy, options.uses_compile)(
                 logits, temperatures
             )
         else:
-            logsumexp = _maybe_compiled(_logsumexp, options.is_compiled)(logits, temperatures)
+            logsumexp = _maybe_compiled(_logsumexp, options.uses_compile)(logits, temperatures)
             entropy = torch.zeros_like(logsumexp)
-        ctx.save_for_backward(hidden, weight, labels, temperatures, ids, logsumexp, entropy)
+        ctx.save_for_backward(hidden, weight, labels, temperatures, extra_ids, logsumexp, entropy)
         # Not save_for_backward: the backward pass overwrites the logits with their gradient.
         ctx.logits = logits if any(ctx.needs_input_grad) else None  # type: ignore[attr-defined]
         ctx.options = options  # type: ignore[attr-defined]
@@ -326,9 +329,9 @@ class _FullLogprobs(torch.autograd.Function):
         grad_logprob: Tensor,
         grad_logsumexp: Tensor,
         grad_entropy: Tensor,
-        grad_at: Tensor,
+        grad_extra: Tensor,
     ) -> tuple[Tensor, Tensor, None, None, None, None]:
-        hidden, weight, labels, temperatures, ids, logsumexp, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
+        hidden, weight, labels, temperatures, extra_ids, logsumexp, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
         options: _FullOptions = ctx.options  # type: ignore[attr-defined]
         logits: Tensor | None = ctx.logits  # type: ignore[attr-defined]
         assert logits is not None, "full_logprobs keeps logits for one backward pass only"
@@ -336,9 +339,9 @@ class _FullLogprobs(torch.autograd.Function):
         # logits.
         ctx.logits = None  # type: ignore[attr-defined]
         # Sum of the factors of p in dz: +1 per log-normalizer, -1 per log-prob.
-        prob_coeff = grad_logsumexp - grad_logprob - grad_at.sum(1)
+        prob_coeff = grad_logsumexp - grad_logprob - grad_extra.sum(1)
         needed_grad_entropy = grad_entropy if options.entropy_has_gradient else None
-        _maybe_compiled(_replace_with_gradient, options.is_compiled)(
+        _maybe_compiled(_replace_with_gradient, options.uses_compile)(
             logits,
             temperatures,
             logsumexp,
@@ -348,8 +351,8 @@ class _FullLogprobs(torch.autograd.Function):
             entropy,
             needed_grad_entropy,
         )
-        if ids.shape[1] > 0:
-            logits.scatter_add_(1, ids, (grad_at / temperatures).to(logits.dtype))
+        if extra_ids.shape[1] > 0:
+            logits.scatter_add_(1, extra_ids, (grad_extra / temperatures).to(logits.dtype))
         return logits @ weight, logits.t() @ hidden, None, None, None, None
 
 
@@ -360,8 +363,8 @@ def _compiled(function: Callable[P, T]) -> Callable[P, T]:
     return compiled
 
 
-def _maybe_compiled(function: Callable[P, T], is_compiled: bool) -> Callable[P, T]:
-    return _compiled(function) if is_compiled else function
+def _maybe_compiled(function: Callable[P, T], uses_compile: bool) -> Callable[P, T]:
+    return _compiled(function) if uses_compile else function
 
 
 def _logsumexp(logits: Tensor, temperatures: Tensor) -> Tensor:

@@ -43,12 +43,12 @@ def _is_exact(rows: int, inner: int) -> bool:
 @contextmanager
 def use_matmul_precision(precision: str) -> Iterator[None]:
     """Set torch's float32 matmul precision inside the context."""
-    before = torch.get_float32_matmul_precision()
+    previous = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(previous)
 
 
 def has_cpu_kernels(compute: str) -> bool:

@@ -39,12 +39,12 @@ _EXPERT_TENSORS = ("gate_up_proj", "down_proj")
 class LoraAdapter:
     """The adapter of one model; its parameters are part of the model and may be sharded."""
 
-    def __init__(self, hf: PreTrainedModel, *, config: LoraConfig) -> None:
+    def __init__(self, hf_model: PreTrainedModel, *, config: LoraConfig) -> None:
         self._config = config
         self._is_adapter_disabled = False
         self.has_replaced_base = False
         """True if the base weights were replaced, so that checkpoints must contain them."""
-        modules = dict(hf.named_modules())
+        modules = dict(hf_model.named_modules())
         self._switchable = [
             m for m in modules.values() if isinstance(m, BaseTunerLayer | ModulesToSaveWrapper)
         ]
@@ -53,7 +53,7 @@ class LoraAdapter:
         }
         self._experts = {
             _expert_weight_name(name, module): (name, module)
-            for name, module in _expert_wrappers(hf)
+            for name, module in _expert_wrappers(hf_model)
         }
         self._fully_trained = tuple(
             name for name, module in modules.items() if isinstance(module, ModulesToSaveWrapper)
@@ -67,19 +67,19 @@ class LoraAdapter:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Disable the adapter inside the context; may be nested."""
-        before = self._is_adapter_disabled
-        self._set_disabled(is_off=True)
+        was_disabled = self._is_adapter_disabled
+        self._set_disabled(is_disabled=True)
         try:
             yield
         finally:
-            self._set_disabled(is_off=before)
+            self._set_disabled(is_disabled=was_disabled)
 
-    def _set_disabled(self, *, is_off: bool) -> None:
-        self._is_adapter_disabled = is_off
+    def _set_disabled(self, *, is_disabled: bool) -> None:
+        self._is_adapter_disabled = is_disabled
         for module in self._switchable:
             # A private field: enable_adapters() would also change requires_grad, which FSDP reads
             # only once, when it first gathers a parameter.
-            module._disable_adapters = is_off
+            module._disable_adapters = is_disabled
 
     def make_module_getter(self, module: nn.Module) -> Callable[[], nn.Module]:
         """Return a function that returns the module to use in place of `module`.
@@ -203,7 +203,7 @@ class LoraAdapter:
         self.has_replaced_base = has_weights
 
 
-def attach_adapter(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> LoraAdapter:
+def attach_adapter(hf_model: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> LoraAdapter:
     """Add an adapter to the model, new or from a directory; freeze all other parameters.
 
     Raises:
@@ -216,14 +216,16 @@ def attach_adapter(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> 
         if spec.path is None
         else _saved_config(spec.path, dropout=spec.dropout)
     )
-    adapter_checks.check_target_names(spec, module_names=[name for name, _ in hf.named_modules()])
+    adapter_checks.check_target_names(
+        spec, module_names=[name for name, _ in hf_model.named_modules()]
+    )
     module_targets, expert_targets = config.target_modules, tuple(config.target_parameters or ())
-    head = hf.get_output_embeddings()
+    head = hf_model.get_output_embeddings()
     if module_targets == "all-linear" and config.target_parameters:
         # PEFT would otherwise adapt all expert tensors, and with another rank.
         config.target_modules = {
             name
-            for name, module in hf.named_modules()
+            for name, module in hf_model.named_modules()
             if isinstance(module, nn.Linear) and module is not head
         }
     # Every rank draws the same values; the streams of the process stay as they were.
@@ -231,7 +233,7 @@ def attach_adapter(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> 
         # peft warns of tied embeddings and missing modules; the checks below make both errors.
         warnings.simplefilter("ignore")
         try:
-            inject_adapter_in_model(config, hf)
+            inject_adapter_in_model(config, hf_model)
         except ValueError as error:
             targets = f"target_modules {adapter_checks.format_targets(module_targets)}" + (
                 f" with lora.target_parameters {', '.join(expert_targets)}"
@@ -239,28 +241,28 @@ def attach_adapter(hf: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> 
                 else ""
             )
             raise ConfigError(
-                f"lora.{targets} cannot be adapted in {type(hf).__name__}: {error}"
+                f"lora.{targets} cannot be adapted in {type(hf_model).__name__}: {error}"
             ) from error
-        _initialize(hf, seed=model.seed)
-    _refuse_unsupported(hf, spec=spec, head=head)
-    _check_target_parameters(hf, requested=expert_targets)
+        _initialize(hf_model, seed=model.seed)
+    _refuse_unsupported(hf_model, spec=spec, head=head)
+    _check_target_parameters(hf_model, requested=expert_targets)
     # Save names instead of "all-linear", which other loaders may resolve differently.
     config.target_modules = (
-        _short_target_names(hf) if module_targets == "all-linear" else module_targets
+        _short_target_names(hf_model) if module_targets == "all-linear" else module_targets
     )
-    adapter = LoraAdapter(hf, config=config)
+    adapter = LoraAdapter(hf_model, config=config)
     if spec.path is not None:
-        _set_initial_tensors(hf, load_file(adapter_checks.find_adapter_weights(spec.path)))
+        _set_initial_tensors(hf_model, load_file(adapter_checks.find_adapter_weights(spec.path)))
     return adapter
 
 
-def _initialize(hf: nn.Module, *, seed: int) -> None:
+def _initialize(hf_model: nn.Module, *, seed: int) -> None:
     """Initialize the adapter with the numbers that peft draws.
 
     peft leaves adapters of meta-device layers on the meta device.
     """
     restart_rng(seed)
-    for layer in _sort_like_peft(hf):
+    for layer in _sort_like_peft(hf_model):
         for part in (layer.lora_A, layer.lora_B):
             if any(parameter.is_meta for parameter in part.parameters()):
                 part.to_empty(device="cpu")
@@ -269,14 +271,14 @@ def _initialize(hf: nn.Module, *, seed: int) -> None:
         layer.reset_lora_parameters(_ADAPTER, init_lora_weights=True)
 
 
-def _sort_like_peft(hf: nn.Module) -> Iterator[LoraLinear | ParamWrapper]:
+def _sort_like_peft(hf_model: nn.Module) -> Iterator[LoraLinear | ParamWrapper]:
     """Yield layers in the order in which peft initializes them.
 
     Linear layers first, then expert tensors; of nested wrappers the innermost first.
     """
-    yield from (module for module in hf.modules() if isinstance(module, LoraLinear))
+    yield from (module for module in hf_model.modules() if isinstance(module, LoraLinear))
     nests: dict[str, list[ParamWrapper]] = {}
-    for name, wrapper in _expert_wrappers(hf):
+    for name, wrapper in _expert_wrappers(hf_model):
         nests.setdefault(name.replace(".base_layer", ""), []).append(wrapper)
     for nest in nests.values():
         yield from reversed(nest)
@@ -319,8 +321,10 @@ def _saved_config(path: str, *, dropout: float) -> LoraConfig:
     return config
 
 
-def _refuse_unsupported(hf: PreTrainedModel, *, spec: LoraSpec, head: nn.Module | None) -> None:
-    modules = dict(hf.named_modules())
+def _refuse_unsupported(
+    hf_model: PreTrainedModel, *, spec: LoraSpec, head: nn.Module | None
+) -> None:
+    modules = dict(hf_model.named_modules())
     for name, module in modules.items():
         if isinstance(module, ParamWrapper):
             continue
@@ -334,9 +338,9 @@ def _refuse_unsupported(hf: PreTrainedModel, *, spec: LoraSpec, head: nn.Module 
             )
         is_embedding = isinstance(module, ModulesToSaveWrapper) and module.original_module in (
             head,
-            hf.get_input_embeddings(),
+            hf_model.get_input_embeddings(),
         )
-        if is_embedding and hf.config.tie_word_embeddings:
+        if is_embedding and hf_model.config.tie_word_embeddings:
             raise ConfigError(
                 f"lora.modules_to_save names {name}, which this model ties to its other embedding: "
                 "choose an untied model."
@@ -351,14 +355,14 @@ def _refuse_unsupported(hf: PreTrainedModel, *, spec: LoraSpec, head: nn.Module 
     ]
     if missing:
         raise ConfigError(
-            f"lora.modules_to_save names {', '.join(missing)}, which {type(hf).__name__} does not "
-            "have."
+            f"lora.modules_to_save names {', '.join(missing)}, but {type(hf_model).__name__} has no "
+            "such module."
         )
 
 
-def _expert_wrappers(hf: nn.Module) -> Iterator[tuple[str, ParamWrapper]]:
+def _expert_wrappers(hf_model: nn.Module) -> Iterator[tuple[str, ParamWrapper]]:
     """Yield the modules that adapt expert tensors, with their names."""
-    for name, module in hf.named_modules():
+    for name, module in hf_model.named_modules():
         if isinstance(module, ParamWrapper):
             yield name, module
 
@@ -367,12 +371,12 @@ def _expert_weight_name(name: str, module: ParamWrapper) -> str:
     return hf_name(f"{name}.base_layer.{module.parameter_name}")
 
 
-def _check_target_parameters(hf: nn.Module, *, requested: Collection[str]) -> None:
+def _check_target_parameters(hf_model: nn.Module, *, requested: Collection[str]) -> None:
     """Reject target parameters other than expert tensors given by name.
 
     Other names would give expert tensors a different rank.
     """
-    adapted = {_expert_weight_name(name, module) for name, module in _expert_wrappers(hf)}
+    adapted = {_expert_weight_name(name, module) for name, module in _expert_wrappers(hf_model)}
     not_experts = sorted(
         name for name in adapted if name.rpartition(".experts.")[2] not in _EXPERT_TENSORS
     )
@@ -394,11 +398,11 @@ def _check_target_parameters(hf: nn.Module, *, requested: Collection[str]) -> No
         )
 
 
-def _short_target_names(hf: PreTrainedModel) -> set[str]:
+def _short_target_names(hf_model: PreTrainedModel) -> set[str]:
     """Return the last part of each adapted layer's name, or the full name if ambiguous."""
     linears = {
         name: module
-        for name, module in hf.named_modules()
+        for name, module in hf_model.named_modules()
         if isinstance(module, nn.Linear | LoraLinear)
         # Linear layers inside an adapted layer: the two of the adapter, and the original one.
         and ".lora_" not in name
@@ -417,11 +421,11 @@ def _gather_tensor(name: str, adapter_parameters: ShardedParameters) -> Tensor:
 
 
 @torch.no_grad()
-def _set_initial_tensors(hf: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+def _set_initial_tensors(hf_model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
     """Set the adapter of a model that is not sharded yet."""
     targets = {
         peft_name(name): parameter
-        for name, parameter in hf.named_parameters()
+        for name, parameter in hf_model.named_parameters()
         if is_adapter_parameter(name)
     }
     adapter_checks.check_adapter_tensors(

@@ -108,12 +108,12 @@ class TorchOptimizer(ShardedOptimizer):
 
     def _with_smallest_parameter(self, group: Mapping[str, object]) -> dict[str, object]:
         """Return the group with its smallest parameter only, the same one on all ranks."""
-        members = {id(parameter) for parameter in cast(list[nn.Parameter], group["params"])}
-        owners = [owner for owner in self._parameters.values() if id(owner.tensor) in members]
-        return {
-            **group,
-            "params": [min(owners, key=lambda owner: (owner.shape.numel(), owner.name)).tensor],
-        }
+        members = {id(tensor) for tensor in cast(list[nn.Parameter], group["params"])}
+        parameters = [
+            parameter for parameter in self._parameters.values() if id(parameter.tensor) in members
+        ]
+        smallest = min(parameters, key=lambda p: (p.shape.numel(), p.name))
+        return {**group, "params": [smallest.tensor]}
 
     @torch.no_grad()
     def _check_update(self) -> None:
@@ -126,26 +126,28 @@ class TorchOptimizer(ShardedOptimizer):
                 saved.
         """
         members = {
-            id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]
+            id(tensor) for group in self._optimizer.param_groups for tensor in group["params"]
         }
-        owners = [owner for owner in self._parameters.values() if id(owner.tensor) in members]
-        before = [owner.local_shard().clone() for owner in owners]
-        for owner in owners:
+        parameters = [
+            parameter for parameter in self._parameters.values() if id(parameter.tensor) in members
+        ]
+        original = [parameter.local_shard().clone() for parameter in parameters]
+        for parameter in parameters:
             # A zero gradient still creates the state and runs all operators.
-            owner.tensor.grad = torch.zeros_like(owner.tensor)
+            parameter.tensor.grad = torch.zeros_like(parameter.tensor)
         try:
             self._optimizer.step()
             # Also raises if the class keeps a state that checkpoints cannot save.
             self.state_tensors()
         except (RuntimeError, NotImplementedError, AssertionError) as error:
-            strategy = "fsdp1" if isinstance(owners[0], FSDP1Parameter) else "fsdp2"
+            strategy = "fsdp1" if isinstance(parameters[0], FSDP1Parameter) else "fsdp2"
             raise CapabilityError(
                 f"optimizer.name {self._spec.name} cannot update parameters sharded with strategy "
                 f"{strategy}: {error} {ALTERNATIVES}"
             ) from error
-        for owner, weight in zip(owners, before, strict=True):
-            owner.tensor.grad = None
-            owner.local_shard().copy_(weight)
+        for parameter, shard in zip(parameters, original, strict=True):
+            parameter.tensor.grad = None
+            parameter.local_shard().copy_(shard)
 
     def _update(self, gradients: GradientShards, *, lr: float) -> None:
         for name, gradient in gradients.items():
@@ -167,13 +169,13 @@ class TorchOptimizer(ShardedOptimizer):
     def state_tensors(self) -> dict[str, StateTensor]:
         """See ShardedOptimizer. Converts numbers in the state to tensors."""
         tensors = {}
-        for name, owner in self._parameters.items():
-            state = self._optimizer.state.get(owner.tensor, {})
+        for name, parameter in self._parameters.items():
+            state = self._optimizer.state.get(parameter.tensor, {})
             for key, value in state.items():
                 if not isinstance(value, Tensor):
                     state[key] = value = torch.as_tensor(value)
-                is_like_owner = value.ndim > 0 and value.shape == owner.tensor.shape
-                if isinstance(value, DTensor) and not is_like_owner:
+                has_parameter_shape = value.ndim > 0 and value.shape == parameter.tensor.shape
+                if isinstance(value, DTensor) and not has_parameter_shape:
                     raise CapabilityError(
                         f"{self._spec.name} keeps a {key} that is not sharded like its parameter, "
                         "which checkpoints cannot save: use another optimizer."
@@ -182,11 +184,11 @@ class TorchOptimizer(ShardedOptimizer):
                     local_tensor(value)
                     if isinstance(value, DTensor)
                     else value.view(-1)
-                    if is_like_owner
+                    if has_parameter_shape
                     else value
                 )
                 tensors[f"{STATE_PREFIX}.{key}.{name}"] = StateTensor(
-                    owner=owner if is_like_owner else None, tensor=shard
+                    owner=parameter if has_parameter_shape else None, tensor=shard
                 )
         return tensors
 
@@ -200,7 +202,7 @@ class TorchOptimizer(ShardedOptimizer):
         if not any(name.startswith(f"{STATE_PREFIX}.") for name in names):
             self._optimizer.state.clear()
             return
-        before = {
+        original = {
             name: parameter.local_shard().clone() for name, parameter in self._parameters.items()
         }
         for parameter in self._parameters.values():
@@ -208,8 +210,8 @@ class TorchOptimizer(ShardedOptimizer):
                 parameter.tensor.grad = torch.zeros_like(parameter.tensor)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        for name, weight in before.items():
-            self._parameters[name].local_shard().copy_(weight)
+        for name, shard in original.items():
+            self._parameters[name].local_shard().copy_(shard)
 
 
 def _import_optimizer(path: str) -> type[torch.optim.Optimizer]:

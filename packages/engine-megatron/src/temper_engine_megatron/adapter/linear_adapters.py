@@ -66,10 +66,10 @@ class LinearLayer:
     """Column or row parallel; returns its output and a bias or None."""
     splits_input: bool
     """True for row parallel: x is split over ranks, and outputs are summed."""
-    rows: Mapping[str, Tensor]
-    """Output indices of each Hugging Face module, by the last part of its name.
+    output_indices: Mapping[str, Tensor]
+    """Indices into this rank's output, by the last part of the Hugging Face module's name.
 
-    Indices refer to this rank's output, in the order of the module's rows."""
+    They are in the order of the rows of that module's weight."""
 
     @property
     def weight(self) -> Tensor:
@@ -138,14 +138,14 @@ class LinearAdapter(nn.Module):
         for name in targets:
             pair = LoraPair(
                 linear,
-                num_rows=len(linear.rows[name]),
+                num_rows=len(linear.output_indices[name]),
                 settings=settings,
                 is_sequence_parallel=context.is_sequence_parallel,
             )
             self.add_module(name, pair)
         # Permutes outputs from module after module to the layer's interleaved order.
-        order = torch.argsort(torch.cat([*linear.rows.values()]))
-        self.register_buffer("order", order, persistent=False)
+        output_permutation = torch.argsort(torch.cat([*linear.output_indices.values()]))
+        self.register_buffer("output_permutation", output_permutation, persistent=False)
 
     def hook(
         self, _: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
@@ -154,8 +154,10 @@ class LinearAdapter(nn.Module):
         if self._context.switch.is_off:
             return output
         y, bias = output
-        updates = [self._compute_update(name, inputs[0], y) for name in self._linear.rows]
-        return y + torch.cat(updates, dim=-1).index_select(-1, self.get_buffer("order")), bias
+        updates = [self._compute_update(name, inputs[0], y) for name in self._linear.output_indices]
+        return y + torch.cat(updates, dim=-1).index_select(
+            -1, self.get_buffer("output_permutation")
+        ), bias
 
     def get_pair(self, name: str) -> LoraPair:
         """Return the pair of one Hugging Face module."""
@@ -164,18 +166,18 @@ class LinearAdapter(nn.Module):
         return pair
 
     def _compute_update(self, name: str, x: Tensor, y: Tensor) -> Tensor:
-        rows = self._linear.rows[name]
+        output_indices = self._linear.output_indices[name]
         if name not in self._targets:
-            return y.new_zeros(*y.shape[:-1], len(rows))
+            return y.new_zeros(*y.shape[:-1], len(output_indices))
         pair, settings = self.get_pair(name), self._settings
         low_rank = self._exchange(nn.functional.linear(self._apply_dropout(x), pair.lora_A))
         update = nn.functional.linear(low_rank, pair.lora_B) * settings.scale
         if pair.lora_magnitude_vector is None:
             return update
         # DoRA scales W x + s B A x without the bias.
-        base = y.index_select(-1, rows.to(y.device))
+        base = y.index_select(-1, output_indices.to(y.device))
         if self._linear.added_bias is not None:
-            base = base - self._linear.added_bias.index_select(0, rows.to(y.device))
+            base = base - self._linear.added_bias.index_select(0, output_indices.to(y.device))
         ratio = (pair.lora_magnitude_vector.float() / self.row_norms(name)).to(y.dtype)
         return (ratio - 1) * base + ratio * update
 
@@ -220,8 +222,11 @@ class LinearAdapter(nn.Module):
 
         Without gradient: a constant, as in equation 11 of the paper. Collective if x is split.
         """
-        pair, rows = self.get_pair(name), self._linear.rows[name].to(self._linear.weight.device)
-        weight = self._linear.weight.index_select(0, rows).float()
+        pair, output_indices = (
+            self.get_pair(name),
+            self._linear.output_indices[name].to(self._linear.weight.device),
+        )
+        weight = self._linear.weight.index_select(0, output_indices).float()
         squares = (
             torch.addmm(
                 weight, pair.lora_B.float(), pair.lora_A.float(), alpha=self._settings.scale
@@ -266,13 +271,13 @@ def find_linear_layers(
         is_row_parallel = path.endswith(("linear_proj", "linear_fc2"))
         size = linear.get_parameter("weight").shape[0]
         if len(names) == 3:
-            rows = _qkv_rows(transformer_config, tp_size=tp_size)
+            output_indices = _qkv_rows(transformer_config, tp_size=tp_size)
         else:
-            rows = list(torch.arange(size).chunk(len(names)))
+            output_indices = list(torch.arange(size).chunk(len(names)))
         linear_layers[path] = LinearLayer(
             module=linear,
             splits_input=is_row_parallel,
-            rows=dict(zip(names, rows, strict=True)),
+            output_indices=dict(zip(names, output_indices, strict=True)),
         )
     return linear_layers
 

@@ -22,7 +22,7 @@ def import_bridge() -> Any:
     """
     versions = find_installed_pair()
     try:
-        with _stub_imports(versions.unconditional_imports), _preserve_logging():
+        with _stub_imports(versions.unused_package_importers), _preserve_logging():
             import megatron.bridge
     except (ImportError, RuntimeError) as error:
         # The empty "transformer-engine" package raises a RuntimeError when it is imported.
@@ -30,7 +30,7 @@ def import_bridge() -> Any:
             f"Megatron-Bridge is installed, but importing it failed with {type(error).__name__} "
             f"({error}): install what is missing, or remove the package that does not work."
         ) from error
-    if versions.lacks_router_gemm:
+    if versions.router_needs_transformer_engine:
         from megatron.core.transformer.moe import moe_utils
 
         # The router uses this name, which is defined only if TransformerEngine is installed.

@@ -57,7 +57,7 @@ class BridgeTranslation:
         auto_bridge = bridge.AutoBridge.from_hf_config(causal_lm_config)
         self.transformer_config: Any = auto_bridge.to_megatron_provider(load_weights=False)
         """Megatron's transformer config; the caller adds the settings of the run."""
-        self._registry = (
+        self._mapping_registry = (
             _import_model_bridge()
             .get_model_bridge(getattr(transformers, causal_lm_config.architectures[0]))
             .mapping_registry()
@@ -69,7 +69,7 @@ class BridgeTranslation:
         Raises:
             CapabilityError: If the bridge does not know the parameter.
         """
-        mapping = self._registry.megatron_to_hf_lookup(name)
+        mapping = self._mapping_registry.megatron_to_hf_lookup(name)
         if mapping is None:
             raise CapabilityError(
                 f"Megatron-Bridge has no mapping for {name}, so this architecture is not "

@@ -27,16 +27,17 @@ class VersionPair:
     """Tested version by distribution."""
     python: SpecifierSet
     """Python versions for which pip installs both."""
-    unconditional_imports: Mapping[str, str] = field(hash=False)
-    """Packages that some modules import although the engine never uses them.
+    unused_package_importers: Mapping[str, str] = field(hash=False)
+    """Modules that import a package which this engine never needs, by package.
 
-    The value is the prefix of the names of the importing modules."""
+    The value is a prefix of the names of the importing modules. `bridge_import` stubs the package
+    while they are imported."""
     ignores_rope_parameters: bool
     """True if the bridge reads `rope_theta` (transformers 4), but not `rope_parameters` (5).
 
     It uses 10000 if it finds none."""
-    lacks_router_gemm: bool
-    """True if the router raises a NameError (a GEMM function) without TransformerEngine."""
+    router_needs_transformer_engine: bool
+    """True if the router calls a GEMM function that only TransformerEngine defines."""
     wraps_expert_submodules: bool
     """True if `layer_spec.submodules.mlp` is a `functools.partial` that holds the submodules."""
 
@@ -52,12 +53,12 @@ VERSION_PAIRS = (
         bridge=SpecifierSet(">=0.3.1,<0.4"),
         tested={CORE: "0.16.1", BRIDGE: "0.3.1"},
         python=SpecifierSet(">=3.11"),
-        unconditional_imports={
+        unused_package_importers={
             "transformer_engine": "megatron.bridge.peft.",
             "triton": "megatron.core.inference.contexts.attention_context.triton.tensor_ops",
         },
         ignores_rope_parameters=True,
-        lacks_router_gemm=True,
+        router_needs_transformer_engine=True,
         wraps_expert_submodules=False,
     ),
     VersionPair(
@@ -66,9 +67,9 @@ VERSION_PAIRS = (
         tested={CORE: "0.19.2", BRIDGE: "0.6.2"},
         python=SpecifierSet("==3.12.*"),
         # megatron-core 0.19 itself imports Triton, so this package requires it.
-        unconditional_imports={"transformer_engine": "megatron.bridge.peft."},
+        unused_package_importers={"transformer_engine": "megatron.bridge.peft."},
         ignores_rope_parameters=False,
-        lacks_router_gemm=False,
+        router_needs_transformer_engine=False,
         wraps_expert_submodules=True,
     ),
 )

@@ -38,7 +38,7 @@ from temper_engine_megatron.huggingface.weight_names import (
     map_to_saved_names,
     split_saved_experts,
 )
-from temper_engine_megatron.runtime.cpu_device import megatron_on_cpu
+from temper_engine_megatron.runtime.cpu_device import support_missing_cuda
 
 FILE_BYTES = 2 << 30
 """Approximate size of a file of the training state."""
@@ -173,11 +173,11 @@ def select_saved(saved: SavedState, names: Collection[str]) -> SavedState:
         weights={name: saved.weights[name] for name in saved_names},
         has_moments=_have_moments(saved_names, stored),
     )
-    by_file_name, requested = split_saved_experts(selected), frozenset(names)
+    split_saved, requested = split_saved_experts(selected), frozenset(names)
     # A joined tensor includes experts that were not requested.
     return replace(
-        by_file_name,
-        weights={name: shape for name, shape in by_file_name.weights.items() if name in requested},
+        split_saved,
+        weights={name: shape for name, shape in split_saved.weights.items() if name in requested},
     )
 
 
@@ -221,7 +221,7 @@ def get_rng_states(
     states = {"cpu": torch.get_rng_state()} | {
         name: generator.get_state() for name, generator in generators.items()
     }
-    with megatron_on_cpu():
+    with support_missing_cuda():
         states |= {
             f"{_MEGATRON_PREFIX}{name}": state
             for name, state in get_cuda_rng_tracker().get_states().items()

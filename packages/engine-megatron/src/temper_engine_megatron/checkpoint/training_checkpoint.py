@@ -107,17 +107,17 @@ def load_training_state(components: EngineComponents, *, directory: str) -> None
         CheckpointError: If another configuration made the checkpoint; nothing is loaded then.
     """
     saved = checkpoint_files.open_saved_state(directory)
-    by_file_name = split_saved_experts(saved)
+    split_saved = split_saved_experts(saved)
     base, trainable = components.base_state, components.trainable_state
     expected = trainable.list_weight_entries()
     loads_base = False
     if components.adapter is not None:
         base_names = {entry.name for entry in base.list_weight_entries()}
-        loads_base = not by_file_name.weights.keys().isdisjoint(base_names)
+        loads_base = not split_saved.weights.keys().isdisjoint(base_names)
         components.adapter.check_base_weights(loads_base, directory=directory)
         if loads_base:
             expected = [*base.list_weight_entries(), *expected]
-    check_saved_entries(expected, by_file_name.entries(), directory=directory)
+    check_saved_entries(expected, split_saved.entries(), directory=directory)
     if loads_base:
         base.load_local_weights(
             checkpoint_files.select_saved(saved, base.local_names()).iterate_weights()

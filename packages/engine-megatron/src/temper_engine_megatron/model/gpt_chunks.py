@@ -290,7 +290,7 @@ def _build_head(
         trained_head=trained_head,
         vocab_size=vocab_size,
         chunk_size=config.head_chunk_tokens,
-        is_compiled=config.compile_head,
+        uses_compile=config.compile_head,
         pads_chunks=config.deterministic,
         tp=membership.tp,
         cp=membership.cp,

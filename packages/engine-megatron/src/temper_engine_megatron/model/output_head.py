@@ -39,7 +39,7 @@ class OutputHead:
     """Number of tokens V, without the padding of the vocabulary."""
     chunk_size: int
     """Number of positions whose logits are in memory at once."""
-    is_compiled: bool
+    uses_compile: bool
     """Same as in `VocabShard`."""
     pads_chunks: bool
     """Same as in `VocabShard`."""
@@ -135,7 +135,7 @@ class OutputHead:
             weight,
             batch.tokens[positions],
             temperature=batch.temperature.float()[batch.sequence_index[positions]],
-            ids=_logprob_at_ids(batch)[positions]
+            extra_ids=_logprob_at_ids(batch)[positions]
             if HeadOutput.LOGPROB_AT in requested_outputs
             else None,
             shard=VocabShard(
@@ -144,7 +144,7 @@ class OutputHead:
                 num_tokens=max(0, min(num_rows, self.vocab_size - first_id)),
                 chunk_size=self.chunk_size,
                 needs_entropy=HeadOutput.ENTROPY in requested_outputs,
-                is_compiled=self.is_compiled,
+                uses_compile=self.uses_compile,
                 pads_chunks=self.pads_chunks,
             ),
         )
@@ -152,7 +152,7 @@ class OutputHead:
             HeadOutput.LOGPROB: logprobs.logprob,
             HeadOutput.ENTROPY: logprobs.entropy,
             HeadOutput.LOGSUMEXP: logprobs.logsumexp,
-            HeadOutput.LOGPROB_AT: logprobs.logprob_at,
+            HeadOutput.LOGPROB_AT: logprobs.extra_logprobs,
         }
 
     def _compute_scores(self, hidden: Tensor, local: LocalMicroBatch) -> Tensor:

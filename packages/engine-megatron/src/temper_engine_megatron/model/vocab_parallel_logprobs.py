@@ -33,7 +33,7 @@ class TokenLogprobs:
     """[N] log of the normalizer, after temperature."""
     entropy: Tensor
     """[N] entropy; zeros if not requested."""
-    logprob_at: Tensor
+    extra_logprobs: Tensor
     """[N, K] log-probabilities of further token ids; K is 0 if none are requested."""
 
 
@@ -50,7 +50,7 @@ class VocabShard:
     chunk_size: int
     """Number of positions whose logits are in memory at once."""
     needs_entropy: bool
-    is_compiled: bool = False
+    uses_compile: bool = False
     """Compile each pass over logits to one kernel."""
     pads_chunks: bool = False
     """Pad every matmul to `chunk_size` rows.
@@ -78,7 +78,7 @@ def vocab_parallel_logprobs(
     labels: Tensor,
     *,
     temperature: Tensor,
-    ids: Tensor | None,
+    extra_ids: Tensor | None,
     shard: VocabShard,
 ) -> TokenLogprobs:
     """Compute token log-probs of a bias-free linear head with a sharded vocabulary.
@@ -90,19 +90,20 @@ def vocab_parallel_logprobs(
         weight: [V / ranks, D] rows of this rank.
         labels: [N] int64.
         temperature: [N] float32 divisor of the logits.
-        ids: [N, K] int64 additional token ids, whose log-probs are returned too.
+        extra_ids: [N, K] int64 ids of other tokens whose log-probs are returned too, or
+            None.
         shard: This rank's shard.
 
     Returns:
         Float32 outputs. Matmuls use the compute dtype, everything after them float32.
     """
-    further = labels.new_empty(labels.shape[0], 0) if ids is None else ids
-    all_ids = torch.cat([labels[:, None], further], dim=1)
+    extra = labels.new_empty(labels.shape[0], 0) if extra_ids is None else extra_ids
+    all_ids = torch.cat([labels[:, None], extra], dim=1)
     logprobs, logsumexp, entropy = _VocabParallelLogprobs.apply(
         hidden, weight, all_ids, temperature[:, None], shard
     )  # type: ignore[no-untyped-call]
     return TokenLogprobs(
-        logprob=logprobs[:, 0], logsumexp=logsumexp, entropy=entropy, logprob_at=logprobs[:, 1:]
+        logprob=logprobs[:, 0], logsumexp=logsumexp, entropy=entropy, extra_logprobs=logprobs[:, 1:]
     )
 
 
@@ -163,8 +164,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             _maybe_compile(_logits_to_gradient_, shard)(grad, *columns, chunk_grad_entropy)
             if ids.shape[1] > 1:
                 local_ids, is_local = _to_local_ids(ids[chunk, 1:], shard)
-                further_grad = grad_logprobs[chunk, 1:] * is_local / temperature[chunk]
-                grad.scatter_add_(1, local_ids, further_grad.to(grad.dtype))
+                extra_grad = grad_logprobs[chunk, 1:] * is_local / temperature[chunk]
+                grad.scatter_add_(1, local_ids, extra_grad.to(grad.dtype))
             grad_hidden[chunk] = (grad @ rows).float()
             grad_weight[: shard.num_tokens] += (grad.t() @ hidden[chunk]).float()
         return (
@@ -197,7 +198,7 @@ def _compile(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _maybe_compile(function: Callable[P, T], shard: VocabShard) -> Callable[P, T]:
-    return _compile(function) if shard.is_compiled else function
+    return _compile(function) if shard.uses_compile else function
 
 
 def _normalizer_and_entropy(

@@ -1,4 +1,4 @@
-"""Run Megatron-Core without CUDA: inside `megatron_on_cpu` its CUDA calls use the CPU.
+"""Run Megatron-Core without CUDA: inside `support_missing_cuda` its CUDA calls use the CPU.
 
 Megatron-Core hard-codes CUDA (devices, streams, RNG states, type names) and has no setting for most
 of these places, so the calls are patched. The patches last only for the context. If CUDA is
@@ -135,7 +135,7 @@ def _replacements() -> Iterator[tuple[object, str, object]]:
 
 
 @contextmanager
-def megatron_on_cpu() -> Iterator[None]:
+def support_missing_cuda() -> Iterator[None]:
     """Make Megatron-Core use the CPU inside the context; use it around every call into Megatron.
 
     Does nothing if CUDA is available, or if the context is already active.

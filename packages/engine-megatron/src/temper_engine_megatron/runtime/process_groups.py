@@ -20,7 +20,7 @@ from temper_engine_api import process_group
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.topology import Axis, PlanConstraints, Topology
 from temper_engine_megatron.config import MegatronConfig
-from temper_engine_megatron.runtime.cpu_device import megatron_on_cpu
+from temper_engine_megatron.runtime.cpu_device import support_missing_cuda
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ _NUM_ENGINES: Counter[ParallelSizes] = Counter()
 """Number of engines by parallel sizes; at most one key, since Megatron has one set of groups."""
 
 
-def join(config: MegatronConfig) -> Membership:
+def join_groups(config: MegatronConfig) -> Membership:
     """Join or create the default process group and Megatron's groups. Collective.
 
     Raises:
@@ -142,7 +142,7 @@ def join(config: MegatronConfig) -> Membership:
     if not _NUM_ENGINES:
         _create_groups(sizes, timeout_s=config.collective_timeout_s, seed=config.model.seed)
     _NUM_ENGINES[sizes] += 1
-    with megatron_on_cpu():
+    with support_missing_cuda():
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     return Membership(
         topology=_build_topology(config, pg_collection),
@@ -153,10 +153,10 @@ def join(config: MegatronConfig) -> Membership:
     )
 
 
-def leave(membership: Membership) -> None:
+def leave_groups(membership: Membership) -> None:
     """Destroy Megatron's groups when the last engine leaves.
 
-    The default group is destroyed too if `join` created it.
+    The default group is destroyed too if `join_groups` created it.
     """
     _NUM_ENGINES[membership.sizes] -= 1
     if _NUM_ENGINES[membership.sizes] == 0:
@@ -212,7 +212,7 @@ def _check_sizes(config: MegatronConfig, sizes: ParallelSizes, world_size: int) 
 
 
 def _create_groups(sizes: ParallelSizes, *, timeout_s: float, seed: int) -> None:
-    with megatron_on_cpu(), preserve_rng_state():
+    with support_missing_cuda(), preserve_rng_state():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tensor_parallel,
             pipeline_model_parallel_size=sizes.pipeline_parallel,

@@ -19,7 +19,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor, nn
 
 from temper_engine_api.specs import OptimizerSpec
-from temper_engine_megatron.runtime.cpu_device import megatron_on_cpu
+from temper_engine_megatron.runtime.cpu_device import support_missing_cuda
 from temper_engine_megatron.runtime.known_warnings import ignore_known_warnings
 from temper_engine_megatron.runtime.process_groups import Membership
 
@@ -77,7 +77,7 @@ class MegatronAdamW:
         )
         # no_grad: the distributed optimizer's views of parameters would remember their origin, and
         # torch warns whenever the gradient of such a view is read.
-        with megatron_on_cpu(), _use_torch_adamw(), torch.no_grad():
+        with support_missing_cuda(), _use_torch_adamw(), torch.no_grad():
             self._chain = get_megatron_optimizer(
                 config, list(chunks), use_gloo_process_groups=False
             )
@@ -91,7 +91,7 @@ class MegatronAdamW:
         Returns:
             The global gradient norm before clipping, the same on every rank.
         """
-        with ignore_known_warnings(), megatron_on_cpu():
+        with ignore_known_warnings(), support_missing_cuda():
             # Megatron's `step` in parts: on its own it checks for infinity only with a loss scaler.
             # The first part copies gradients to the tensors of AdamW, where the norm reads them.
             self._chain.prepare_grads()
@@ -115,7 +115,7 @@ class MegatronAdamW:
 
     def zero_grad(self) -> None:
         """Drop the gradients that the last step left in the parameters."""
-        with megatron_on_cpu():
+        with support_missing_cuda():
             self._chain.zero_grad()
 
     def offloadable_tensors(self) -> Iterator[Tensor]:
@@ -247,12 +247,12 @@ def _use_torch_adamw() -> Iterator[None]:
     Megatron prefers the Adam of TransformerEngine or Apex if installed. Both keep the update count
     elsewhere, so the state here, and checkpoints, would depend on installed packages.
     """
-    before = core_optimizer.USING_PYTORCH_OPTIMIZER
+    previous = core_optimizer.USING_PYTORCH_OPTIMIZER
     core_optimizer.USING_PYTORCH_OPTIMIZER = True
     try:
         yield
     finally:
-        core_optimizer.USING_PYTORCH_OPTIMIZER = before
+        core_optimizer.USING_PYTORCH_OPTIMIZER = previous
 
 
 def _is_divided_expert(parameter: nn.Parameter) -> bool:

@@ -30,7 +30,7 @@ from temper_engine_megatron.model.moe_router import (
     pop_router_losses,
 )
 from temper_engine_megatron.model.output_head import OutputHead
-from temper_engine_megatron.runtime.cpu_device import megatron_on_cpu
+from temper_engine_megatron.runtime.cpu_device import support_missing_cuda
 from temper_engine_megatron.runtime.known_warnings import ignore_known_warnings
 from temper_engine_megatron.runtime.process_groups import Membership
 
@@ -84,7 +84,7 @@ class ScheduleRunner:
         ]
         if not forward_only:
             self.has_unreduced_gradients = True
-        with self._run_pass(trains=not forward_only), megatron_on_cpu():
+        with self._run_pass(trains=not forward_only), support_missing_cuda():
             outputs = self._run_micro_batches(local_batches, options)
         return outputs if self._membership.is_last_stage else None
 
@@ -156,7 +156,7 @@ class ScheduleRunner:
         Covers data and context parallelism, tied embeddings, and the norms under sequence
         parallelism.
         """
-        with ignore_known_warnings(), megatron_on_cpu(), torch.no_grad():
+        with ignore_known_warnings(), support_missing_cuda(), torch.no_grad():
             # None: no number of tokens to divide by, since the objective's reduction has divided.
             finalize_model_grads(
                 list(self._chunks.wrapped), None, pg_collection=self._membership.pg_collection

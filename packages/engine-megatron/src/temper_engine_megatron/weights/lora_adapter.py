@@ -34,11 +34,11 @@ class LoraAdapter:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Disable the adapter inside the context; may be nested."""
-        before, self._switch.is_off = self._switch.is_off, True
+        previous, self._switch.is_off = self._switch.is_off, True
         try:
             yield
         finally:
-            self._switch.is_off = before
+            self._switch.is_off = previous
 
     def make_merge(self) -> Merge:
         """Return a function that merges the adapter into the weights of one export.

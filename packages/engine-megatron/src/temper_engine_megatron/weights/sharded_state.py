@@ -22,17 +22,17 @@ class ShardedState:
     """Parameters of a model or an adapter, with their optimizer states."""
 
     def __init__(self, parameters: ParameterMap, optimizer: MegatronAdamW | None) -> None:
-        self._map = parameters
+        self._parameter_map = parameters
         self._optimizer = optimizer
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of parameters and activations."""
-        return self._map.compute_dtype
+        return self._parameter_map.compute_dtype
 
     def list_weight_entries(self) -> list[WeightEntry]:
         """List all Hugging Face names with full shapes, in the order of an export."""
-        return self._map.list_weight_entries()
+        return self._parameter_map.list_weight_entries()
 
     def iterate_weights(
         self, *, dtype: torch.dtype, merge: Merge | None = None
@@ -43,37 +43,37 @@ class ShardedState:
             dtype: Dtype of the tensors.
             merge: Merges an adapter into each weight; None without an adapter.
         """
-        for entry in self._map.entries:
+        for entry in self._parameter_map.entries:
             # Gathered in the compute dtype: half the traffic of master weights, which the
             # parameters are rounded from.
             local = None if entry.parameter is None else entry.parameter.detach()
-            for name, tensor in self._map.gather(
-                entry, local, dtype=self._map.compute_dtype
+            for name, tensor in self._parameter_map.gather(
+                entry, local, dtype=self._parameter_map.compute_dtype
             ).items():
                 merged = tensor if merge is None else merge(name, tensor)
                 yield NamedWeight(name, merged.to(dtype, copy=True))
 
     def iterate_masters(self) -> Iterator[NamedWeight]:
         """Yield full float32 master weights, gathering one parameter at a time. Collective."""
-        for entry in self._map.entries:
+        for entry in self._parameter_map.entries:
             for name, tensor in self._gather_master(entry).items():
                 yield NamedWeight(name, tensor.clone())
 
     def gather_master(self, name: str) -> Tensor:
         """Return one full float32 master weight. Collective."""
-        (entry,) = (entry for entry in self._map.entries if name in entry.mapping.names)
+        (entry,) = (entry for entry in self._parameter_map.entries if name in entry.mapping.names)
         return self._gather_master(entry)[name]
 
     def _gather_master(self, entry: MappedParameter) -> dict[str, Tensor]:
         parameter = entry.parameter
         if parameter is None:
-            return self._map.gather(entry, None, dtype=torch.float32)
+            return self._parameter_map.gather(entry, None, dtype=torch.float32)
         local = (
             parameter.detach().float()
             if self._optimizer is None
             else self._optimizer.read_state(parameter).master
         )
-        return self._map.gather(entry, local, dtype=torch.float32)
+        return self._parameter_map.gather(entry, local, dtype=torch.float32)
 
     def write_shard(self, parameter: nn.Parameter, shard: Tensor) -> None:
         """Replace this rank's shard of a parameter; moments stay."""
@@ -86,8 +86,8 @@ class ShardedState:
         """List the names of which this rank has a shard, which it must read from a checkpoint."""
         return [
             name
-            for entry in self._map.entries
-            if self._map.local_parameters(entry)
+            for entry in self._parameter_map.entries
+            if self._parameter_map.local_parameters(entry)
             for name in entry.mapping.names
         ]
 
@@ -102,11 +102,11 @@ class ShardedState:
             WeightError: If a name is missing, unexpected or repeated, or a shape differs; nothing
                 is loaded then.
         """
-        self._load_weights(stream, _Collector(self._map, self.list_weight_entries()))
+        self._load_weights(stream, _Collector(self._parameter_map, self.list_weight_entries()))
 
     def load_local_weights(self, stream: Iterable[NamedWeight]) -> None:
         """Load the weights named in `local_names` only; see `load_weights`."""
-        self._load_weights(stream, _Collector(self._map, self._local_entries()))
+        self._load_weights(stream, _Collector(self._parameter_map, self._local_entries()))
 
     def _load_weights(self, stream: Iterable[NamedWeight], collector: "_Collector") -> None:
         for name, tensor in stream:
@@ -121,12 +121,12 @@ class ShardedState:
             read: Returns a full tensor.
             names: Names to set; None sets all.
         """
-        for entry in self._map.entries:
-            if self._map.local_parameters(entry) and (
+        for entry in self._parameter_map.entries:
+            if self._parameter_map.local_parameters(entry) and (
                 names is None or entry.mapping.names[0] in names
             ):
                 tensors = [read(name) for name in entry.mapping.names]
-                self._write_master(entry, self._map.take_shard(entry, tensors))
+                self._write_master(entry, self._parameter_map.take_shard(entry, tensors))
 
     def iterate_state(self) -> Iterator[TrainingState]:
         """Yield each parameter's float32 master weight, Adam moments and update count. Collective.
@@ -134,13 +134,13 @@ class ShardedState:
         One parameter is gathered at a time.
         """
         optimizer = self._require_optimizer()
-        for entry in self._map.entries:
+        for entry in self._parameter_map.entries:
             state = None if entry.parameter is None else optimizer.read_state(entry.parameter)
             local = (None,) * 3 if state is None else (state.master, state.first, state.second)
             masters, firsts, seconds = (
-                self._map.gather(entry, tensor, dtype=torch.float32) for tensor in local
+                self._parameter_map.gather(entry, tensor, dtype=torch.float32) for tensor in local
             )
-            count = self._map.broadcast_count(entry, 0 if state is None else state.count)
+            count = self._parameter_map.broadcast_count(entry, 0 if state is None else state.count)
             for name, master in masters.items():
                 yield TrainingState(
                     name=name,
@@ -157,9 +157,9 @@ class ShardedState:
         Every tensor is yielded on a single rank.
         """
         # Of the copies on data-parallel ranks only the writer's takes part.
-        for entry in self._map.entries:
-            if entry.parameter is not None and self._map.takes_part_in_saving(entry):
-                tensors = self._map.gather_to_writer(entry, entry.parameter.detach())
+        for entry in self._parameter_map.entries:
+            if entry.parameter is not None and self._parameter_map.takes_part_in_saving(entry):
+                tensors = self._parameter_map.gather_to_writer(entry, entry.parameter.detach())
                 for name, tensor in tensors.items():
                     yield NamedWeight(name, tensor.to(torch.float32, copy=True))
 
@@ -169,8 +169,8 @@ class ShardedState:
         In host memory. Every tensor is yielded on a single rank.
         """
         optimizer = self._require_optimizer()
-        for entry in self._map.entries:
-            takes_part = self._map.takes_part_in_saving(entry)
+        for entry in self._parameter_map.entries:
+            takes_part = self._parameter_map.takes_part_in_saving(entry)
             # Reading a distributed state is collective, also for ranks that write nothing.
             if entry.parameter is None or not (takes_part or optimizer.is_distributed):
                 continue
@@ -193,21 +193,21 @@ class ShardedState:
     def _gather_on_host(self, entry: MappedParameter, local: Tensor) -> dict[str, Tensor]:
         return {
             name: tensor.to("cpu", copy=True)
-            for name, tensor in self._map.gather_to_writer(entry, local).items()
+            for name, tensor in self._parameter_map.gather_to_writer(entry, local).items()
         }
 
     def load_state(self, stream: Iterable[TrainingState]) -> None:
-        """Replace all master weights, moments and counts.
+        """Replace all master weights, moments and update counts.
 
         Raises:
             WeightError: If a name is missing, unexpected or repeated, or a shape differs; nothing
                 is loaded then.
         """
-        self._load_state(stream, _Collector(self._map, self.list_weight_entries()))
+        self._load_state(stream, _Collector(self._parameter_map, self.list_weight_entries()))
 
     def load_local_state(self, stream: Iterable[TrainingState]) -> None:
         """Load the state of the names in `local_names` only; see `load_state`."""
-        self._load_state(stream, _Collector(self._map, self._local_entries()))
+        self._load_state(stream, _Collector(self._parameter_map, self._local_entries()))
 
     def _load_state(self, stream: Iterable[TrainingState], collector: "_Collector") -> None:
         optimizer = self._require_optimizer()
@@ -218,14 +218,14 @@ class ShardedState:
             counts[state.name] = state.update_count
         for entry, (master, first, second) in collector.finish():
             count = counts[entry.mapping.names[0]]
-            for parameter in self._map.local_parameters(entry):
+            for parameter in self._parameter_map.local_parameters(entry):
                 optimizer.write_state(
                     parameter,
                     ParameterState(master=master, first=first, second=second, count=count),
                 )
 
     def _write_master(self, entry: MappedParameter, shard: Tensor) -> None:
-        for parameter in self._map.local_parameters(entry):
+        for parameter in self._parameter_map.local_parameters(entry):
             self.write_shard(parameter, shard)
 
     def _require_optimizer(self) -> MegatronAdamW:
@@ -238,7 +238,7 @@ class _Collector:
 
     def __init__(self, parameters: ParameterMap, expected: list[WeightEntry]) -> None:
         """Expect these entries, which include all names of which this rank has a shard."""
-        self._map = parameters
+        self._parameter_map = parameters
         self._expected = expected
         self._shapes = {entry.name: entry.shape for entry in self._expected}
         self._entry_of = {
@@ -260,11 +260,12 @@ class _Collector:
         # A parameter such as linear_qkv needs several names before its shard can be taken.
         if not all(other in self._waiting for other in entry.mapping.names):
             return
-        if self._map.local_parameters(entry):
+        if self._parameter_map.local_parameters(entry):
             kinds = zip(*(self._waiting[other] for other in entry.mapping.names), strict=True)
             # Cloned: a view would keep the full tensor alive.
             self._shards[entry.info.name] = [
-                self._map.take_shard(entry, tensors_of_kind).clone() for tensors_of_kind in kinds
+                self._parameter_map.take_shard(entry, tensors_of_kind).clone()
+                for tensors_of_kind in kinds
             ]
         for other in entry.mapping.names:
             self._waiting[other] = ()
@@ -276,8 +277,8 @@ class _Collector:
             WeightError: If other names or shapes have arrived than expected.
         """
         check_weight_entries(self._expected, self._received)
-        for entry in self._map.entries:
-            if self._map.local_parameters(entry):
+        for entry in self._parameter_map.entries:
+            if self._parameter_map.local_parameters(entry):
                 yield entry, self._shards[entry.info.name]
 
 
