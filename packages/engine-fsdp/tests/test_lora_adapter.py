@@ -154,7 +154,7 @@ def test_new_adapter_depends_only_on_the_seed(start: Start) -> None:
         ),
         (
             replace(LORA, modules_to_save=("no_such",)),
-            r"lora.modules_to_save names no_such, which Qwen2ForCausalLM does not have",
+            r"lora.modules_to_save names no_such, but Qwen2ForCausalLM has no such module",
         ),
         (
             replace(LORA, modules_to_save=("lm_head",)),

@@ -355,8 +355,8 @@ def _refuse_unsupported(
     ]
     if missing:
         raise ConfigError(
-            f"lora.modules_to_save names {', '.join(missing)}, but {type(hf_model).__name__} has no "
-            "such module."
+            f"lora.modules_to_save names {', '.join(missing)}, but {type(hf_model).__name__} has "
+            "no such module."
         )
 
 
