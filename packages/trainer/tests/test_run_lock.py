@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import filelock._soft
 import pytest
 
 from temper_engine_api.errors import ConfigError
@@ -149,6 +150,46 @@ def test_owner_on_another_host_without_a_heartbeat_is_replaced_after_the_lease(
     with RunLock(tmp_path, lease_s=1.0):
         assert time.monotonic() - begin >= 1.0
     assert "is held by process 4711 on host node17: waiting up to 1 s" in caplog.text
+
+
+@pytest.fixture
+def _no_exchange(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Make the file system of `tmp_path` refuse RENAME_EXCHANGE, as NFS and GlusterFS do.
+
+    `docs/records/safety.md` has the same cases on these two file systems.
+    """
+    exchange = filelock._soft.exchange_names
+
+    def refuse(source: str, target: str) -> bool:
+        return not source.startswith(str(tmp_path)) and exchange(source, target)
+
+    monkeypatch.setattr(filelock._soft, "exchange_names", refuse)
+
+
+@pytest.mark.usefixtures("_no_exchange")
+def test_killed_process_is_replaced_at_once_on_a_shared_file_system(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with hold(tmp_path) as process:
+        process.kill()
+    begin = time.monotonic()
+    with RunLock(tmp_path) as lock:
+        assert time.monotonic() - begin < 30
+        lock.check()
+        assert f"pid={os.getpid()}" in (tmp_path / LOCK_FILE).read_text()
+    assert f"was left by process {process.pid}" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("_no_exchange")
+def test_owner_on_another_host_is_replaced_after_the_lease_on_a_shared_file_system(
+    tmp_path: Path,
+) -> None:
+    write_lock(tmp_path, host="node17", pid=4711, lease_s=1.0)
+    begin = time.monotonic()
+    with RunLock(tmp_path, lease_s=1.0):
+        assert 1.0 <= time.monotonic() - begin < 30
+        assert f"pid={os.getpid()}" in (tmp_path / LOCK_FILE).read_text()
 
 
 def test_killed_container_with_the_same_host_name_is_replaced_after_the_lease(
