@@ -9,8 +9,8 @@ import threading
 import time
 from pathlib import Path
 
-import filelock._soft
 import pytest
+from filelock._util import exchange_names
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.run_lock import LOCK_FILE, RunLock, RunLockLostError, find_lock_refusal
@@ -158,12 +158,11 @@ def _no_exchange(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     `docs/records/safety.md` has the same cases on these two file systems.
     """
-    exchange = filelock._soft.exchange_names
 
     def refuse(source: str, target: str) -> bool:
-        return not source.startswith(str(tmp_path)) and exchange(source, target)
+        return not source.startswith(str(tmp_path)) and exchange_names(source, target)
 
-    monkeypatch.setattr(filelock._soft, "exchange_names", refuse)
+    monkeypatch.setattr("filelock._soft.exchange_names", refuse)
 
 
 @pytest.mark.usefixtures("_no_exchange")
