@@ -94,7 +94,7 @@ def test_inputs_of_all_layers_are_offloaded(
     monkeypatch.setattr(ActivationOffloader, "__init__", note)
     engine = start(activation_checkpointing=True, offload_activations=True)
     entered: list[Tensor] = []
-    for layer in engine._components.runner._sharded.root.hf.model.layers:
+    for layer in engine._components.sharded.root.hf.model.layers:
         layer.input_layernorm.register_forward_pre_hook(
             lambda _, args: entered.append(args[0].detach().clone())
         )

@@ -249,7 +249,7 @@ def test_a_layer_with_its_own_attention_is_rejected_in_the_first_pass(
     engine = start()
     layer = next(
         module
-        for module in engine._components.runner._sharded.root.modules()
+        for module in engine._components.sharded.root.modules()
         if type(module).__name__.endswith("Qwen2DecoderLayer")
     )
     layer.self_attn.forward = lambda hidden_states, **_: (

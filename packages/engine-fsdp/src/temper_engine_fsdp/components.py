@@ -77,6 +77,8 @@ class EngineComponents:
     """Rank, world size and device of this process."""
     hf_config: PretrainedConfig
     """Hugging Face config of the model."""
+    sharded: ShardedModule
+    """The model with its head."""
     parameters: ShardedParameters
     """Sharded master weights of the model."""
     trainable: ShardedParameters
@@ -202,6 +204,7 @@ def _build(
         tracer=tracer,
         profiler=UpdateProfiler(config, membership=membership),
         hf_config=hf.config,
+        sharded=sharded,
         parameters=parameters,
         trainable=trainable,
         adapter=adapter,

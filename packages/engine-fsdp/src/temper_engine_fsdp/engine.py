@@ -105,7 +105,7 @@ class FSDPEngine(BaseEngine):
     def _loaded(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
         # Gathered copies would become stale after an update, and take memory during an evaluation.
         if mode != "train":
-            self._components.runner.reshard()
+            self._components.sharded.reshard()
         return self._components.offload_policy.mode_context(mode)
 
     def to(
@@ -129,7 +129,7 @@ class FSDPEngine(BaseEngine):
                 f"to({device!r}) was called inside {self._mode}_mode(): exit the mode first."
             )
         # Gathered copies would keep the device memory that offloading frees.
-        self._components.runner.reshard()
+        self._components.sharded.reshard()
         offloader = self._components.offloader
         for name, is_meant in ((PARAMETERS, model), (GRADIENTS, model), (OPTIMIZER, optimizer)):
             if is_meant and device == "cpu":
@@ -195,7 +195,7 @@ class FSDPEngine(BaseEngine):
             return optimizer.step(
                 lr=lr,
                 loss_scale=self.loss_scale.value,
-                after_launch=self._components.runner.prefetch_parameters,
+                after_launch=self._components.sharded.prefetch_parameters,
             )
 
     def optimizer_step(self) -> float:

@@ -82,14 +82,6 @@ class MicroBatchRunner:
                 outputs.append(columns.detach())
         return outputs
 
-    def prefetch_parameters(self) -> None:
-        """Gather parameters for the next pass if that needs no extra memory."""
-        self._sharded.prefetch_parameters()
-
-    def reshard(self) -> None:
-        """Free gathered parameters; call before shards are modified or offloaded."""
-        self._sharded.reshard()
-
     def reduce_gradients(self) -> None:
         """Reduce the gradients that earlier calls accumulated on this rank.
 
