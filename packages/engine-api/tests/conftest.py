@@ -1,4 +1,4 @@
-"""Test batches, and a small real engine: a bigram table on one or more threads."""
+"""Test batches, and a small engine: a bigram table, with ranks as threads."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ from temper_engine_api.specs import EngineConfig, ModelSpec, OptimizerSpec, Sche
 from temper_engine_api.topology import Axis, Topology
 from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, check_weight_entries
 
-# A machine that is busy with other tests is slow now and then; that is no failure.
+# No deadline: on a machine that is busy with other tests, a slow example is no failure.
 settings.register_profile("temper", deadline=None)
 settings.load_profile("temper")
 
@@ -30,8 +30,8 @@ VOCAB = 11
 T = TypeVar("T")
 
 
-class Meeting:
-    """Ranks as threads of one process, and what they tell each other."""
+class RankThreads:
+    """Runs ranks as threads of one process, and gathers values among them."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -47,7 +47,7 @@ class Meeting:
         return everything
 
     def run(self, action: Callable[[int], T]) -> list[T]:
-        """Every rank runs the action; their results, or the first rank's error."""
+        """Run an action on every rank; return the results, or raise the first rank's error."""
         with ThreadPoolExecutor(self.num_ranks) as pool:
             return [
                 future.result()
@@ -65,7 +65,7 @@ class BigramConfig(EngineConfig):
 class BigramEngine(BaseEngine):
     """Bigram model: log p(t | previous token) is a row of one table, trained with AdamW.
 
-    Gradients are summed over the ranks of a meeting.
+    Gradients are summed over ranks, which are threads of this process.
     """
 
     config_class = BigramConfig
@@ -74,10 +74,10 @@ class BigramEngine(BaseEngine):
     )
 
     def __init__(
-        self, config: EngineConfig, *, meeting: Meeting | None = None, rank: int = 0
+        self, config: EngineConfig, *, rank_threads: RankThreads | None = None, rank: int = 0
     ) -> None:
         super().__init__(config)
-        self.meeting = meeting or Meeting(1)
+        self.rank_threads = rank_threads or RankThreads(1)
         self.rank = rank
         self.mode_events: list[str] = []
 
@@ -87,7 +87,7 @@ class BigramEngine(BaseEngine):
         )
         self.table = torch.nn.Parameter(start)
         self.optimizer = torch.optim.AdamW([self.table], weight_decay=0.0)
-        size = self.meeting.num_ranks
+        size = self.rank_threads.num_ranks
         return Topology(world_size=size, global_rank=self.rank, dp=Axis(size=size, rank=self.rank))
 
     def _run_micro_batches(
@@ -99,7 +99,7 @@ class BigramEngine(BaseEngine):
         forward_only,
         reduce_gradients,
     ) -> list[HeadOutputs]:  # type: ignore[no-untyped-def]
-        found = []
+        outputs = []
         for micro in batch.micro_batches():
             with torch.set_grad_enabled(not forward_only):
                 head_outputs = HeadOutputs(
@@ -112,10 +112,10 @@ class BigramEngine(BaseEngine):
                     loss = micro_batch_loss(head_outputs, micro)
                     if not forward_only:
                         loss.backward()
-            found.append(head_outputs.detach())
+            outputs.append(head_outputs.detach())
         if reduce_gradients:
             self._reduce_pending_gradients()
-        return found
+        return outputs
 
     def _compute_outputs(self, head_output: HeadOutput, micro: SequenceBatch) -> Tensor:
         assert head_output is HeadOutput.LOGPROB
@@ -204,7 +204,7 @@ class BigramEngine(BaseEngine):
         return torch.stack(self._gather_objects(value)).sum(0)
 
     def _gather_objects(self, item: T) -> list[T]:
-        return self.meeting.gather(self.rank, item)
+        return self.rank_threads.gather(self.rank, item)
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
         return None
@@ -215,7 +215,7 @@ class BigramEngine(BaseEngine):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedLogprob(Objective):
-    """-advantage * logprob per token; the smallest objective that reads a column."""
+    """Loss -advantage * logprob of each token; a small objective that reads a column."""
 
     name: ClassVar[str] = "weighted_logprob"
     aggregation: Aggregation = field(default_factory=Aggregation)
@@ -259,7 +259,7 @@ def objective() -> Objective:
 
 @pytest.fixture(scope="session")
 def make_engines() -> Callable[..., list[BigramEngine]]:
-    """num_ranks initialised engines that meet; lr, schedule and other settings by keyword."""
+    """Return a function that builds the initialized engines of `num_ranks` ranks."""
 
     def make(
         num_ranks: int = 1,
@@ -268,12 +268,14 @@ def make_engines() -> Callable[..., list[BigramEngine]]:
         schedule: ScheduleSpec | None = None,
         **settings: Any,
     ) -> list[BigramEngine]:
-        meeting = Meeting(num_ranks)
+        rank_threads = RankThreads(num_ranks)
         settings.setdefault(
             "optimizer", OptimizerSpec(lr=lr, clip_grad_norm=None, max_consecutive_skips=2)
         )
         config = BigramConfig(schedule=schedule or ScheduleSpec(), **settings)
-        engines = [BigramEngine(config, meeting=meeting, rank=rank) for rank in range(num_ranks)]
+        engines = [
+            BigramEngine(config, rank_threads=rank_threads, rank=rank) for rank in range(num_ranks)
+        ]
         for engine in engines:
             engine.init_model()
             engine.set_loss_fn(WeightedLogprob())
@@ -284,6 +286,6 @@ def make_engines() -> Callable[..., list[BigramEngine]]:
 
 @pytest.fixture
 def engine(make_engines: Callable[..., list[BigramEngine]]) -> BigramEngine:
-    """One initialised engine alone."""
-    (alone,) = make_engines()
-    return alone
+    """Return an initialized engine with a single rank."""
+    (single,) = make_engines()
+    return single

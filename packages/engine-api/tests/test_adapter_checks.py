@@ -1,4 +1,4 @@
-"""Tests of adapter_checks.py."""
+"""Test the checks of LoRA adapters."""
 
 import json
 from pathlib import Path
@@ -63,7 +63,7 @@ def test_other_rank_is_refused() -> None:
         check_same_adapter({"r": 8}, own_config=own)
 
 
-def test_adapter_alone_does_not_load_on_replaced_weights() -> None:
+def test_checkpoint_of_only_an_adapter_is_refused_if_the_base_was_replaced() -> None:
     check_base_weights(has_replaced_base=True, has_weights=True, directory="d")
     with pytest.raises(CheckpointError, match="contains only an adapter"):
         check_base_weights(has_replaced_base=True, has_weights=False, directory="d")

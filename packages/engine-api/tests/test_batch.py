@@ -1,4 +1,4 @@
-"""Sequences laid end to end: what is checked, selected, sliced and joined."""
+"""Test packed batches: checks, selecting, slicing and concatenating."""
 
 import pickle
 from collections.abc import Callable

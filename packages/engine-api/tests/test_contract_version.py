@@ -1,4 +1,4 @@
-"""Test that an engine built for another contract is refused before it is imported."""
+"""Test that an engine built for another temper-engine-api is refused before it is imported."""
 
 import sys
 from importlib.metadata import version
@@ -20,7 +20,7 @@ INSTALLED = version("temper-engine-api")
 
 
 def _install(folder: Path, *requirements: str, name: str = "acme") -> None:
-    """Metadata of a distribution acme-engines 7.1 with one engine, as pip would have left it."""
+    """Write the metadata that pip installs for a distribution acme-engines 7.1 with one engine."""
     info = folder / "acme_engines-7.1.dist-info"
     info.mkdir()
     lines = [

@@ -29,7 +29,7 @@ SENTENCE = (
 
 @deprecated(RECORD)
 def old_sum(first: int, *, second: int = 1) -> int:
-    """Adds."""
+    """Add two numbers."""
     return first + second
 
 
@@ -42,7 +42,7 @@ class OldPair:
 
 
 class Derived(OldPair):
-    """Of a user's."""
+    """Subclass in a user's code."""
 
 
 def _line() -> int:

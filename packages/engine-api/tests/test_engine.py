@@ -1,4 +1,4 @@
-"""The contract's logic, written once in the base class, on a real engine of one table."""
+"""Test the methods that BaseEngine implements, on an engine whose model is one table."""
 
 import math
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def table_of(engine: BaseEngine) -> Tensor:
 
 
 def update(engine: BaseEngine, *batches: PackedBatch) -> float:
-    """One update from these calls; the last one is final."""
+    """Run one update with a call for each batch, of which the last is final."""
     engine.optimizer_zero_grad()
     with engine.train_mode():
         for i, batch in enumerate(batches):
@@ -68,7 +68,7 @@ def untrained(batch: SequenceBatch) -> SequenceBatch:
     )
 
 
-# Building and asking.
+# Construction, properties and capabilities.
 
 
 def test_the_topology_is_unknown_before_init_model(engine: BaseEngine) -> None:
@@ -93,7 +93,7 @@ def test_another_engines_configuration_is_refused(engine: BaseEngine) -> None:
         ),
     ],
 )
-def test_what_is_not_claimed_is_refused_when_building(
+def test_building_refuses_a_capability_that_is_not_claimed(
     make_engines: MakeEngines, settings: dict[str, object], named: str
 ) -> None:
     with pytest.raises(
@@ -174,15 +174,15 @@ def test_an_update_moves_the_weights_along_the_gradient(
     assert moved.max().item() == pytest.approx(0.1, rel=1e-3)
 
 
-def test_the_loss_is_that_of_the_formula(engine: BaseEngine, make_batch: MakeBatch) -> None:
-    whole = make_batch([6, 7, 3])
+def test_loss_matches_the_formula(engine: BaseEngine, make_batch: MakeBatch) -> None:
+    mini_batch = make_batch([6, 7, 3])
     with engine.eval_mode():
         result = engine.forward_backward_batch(
-            engine.shard_data(whole, max_tokens=8), forward_only=True
+            engine.shard_data(mini_batch, max_tokens=8), forward_only=True
         )
-    previous, trained = whole.tokens.roll(1), whole.loss_mask
-    logprobs = table_of(engine).log_softmax(-1)[previous, whole.tokens]
-    expected = -(whole.columns["advantages"] * logprobs)[trained].mean()
+    previous, trained = mini_batch.tokens.roll(1), mini_batch.loss_mask
+    logprobs = table_of(engine).log_softmax(-1)[previous, mini_batch.tokens]
+    expected = -(mini_batch.columns["advantages"] * logprobs)[trained].mean()
     assert result.metrics["loss"].result == pytest.approx(expected.item(), rel=1e-5)
     assert result.outputs is None
 
@@ -190,9 +190,9 @@ def test_the_loss_is_that_of_the_formula(engine: BaseEngine, make_batch: MakeBat
 def test_two_calls_then_a_step_equal_one_call(
     make_engines: MakeEngines, make_batch: MakeBatch
 ) -> None:
-    whole = make_batch([6, 7, 3, 4])
+    mini_batch = make_batch([6, 7, 3, 4])
     (one,), (two,) = make_engines(), make_engines()
-    full = one.shard_data(whole, max_tokens=64)
+    full = one.shard_data(mini_batch, max_tokens=64)
     halves = [full.select([0, 1]), full.select([2, 3])]
     packed = [
         pack_single_micro_batch(
@@ -205,7 +205,7 @@ def test_two_calls_then_a_step_equal_one_call(
     torch.testing.assert_close(table_of(two), table_of(one), rtol=1e-6, atol=1e-6)
 
 
-def test_a_call_after_the_final_one_is_an_error(engine: BaseEngine, make_batch: MakeBatch) -> None:
+def test_call_after_the_final_one_is_an_error(engine: BaseEngine, make_batch: MakeBatch) -> None:
     batch = engine.shard_data(make_batch([4, 5]), max_tokens=16)
     with engine.train_mode():
         engine.forward_backward_batch(batch, forward_only=False)
@@ -216,7 +216,7 @@ def test_a_call_after_the_final_one_is_an_error(engine: BaseEngine, make_batch: 
             engine.forward_backward_batch(batch, forward_only=False)
 
 
-def test_a_forward_pass_between_two_calls_leaves_the_gradients_alone(
+def test_forward_pass_between_two_calls_does_not_change_the_gradients(
     make_engines: MakeEngines, make_batch: MakeBatch
 ) -> None:
     (one,), (two,) = make_engines(), make_engines()
@@ -290,30 +290,34 @@ def test_training_without_a_loss_is_an_error(make_batch: MakeBatch, engine: Base
         fresh.forward_backward_step(batch)
 
 
-def test_needs_beside_an_objective_is_refused(engine: BaseEngine, objective: Objective) -> None:
+def test_required_outputs_are_refused_with_an_objective(
+    engine: BaseEngine, objective: Objective
+) -> None:
     with pytest.raises(ConfigError, match="required_outputs has no effect with an Objective"):
         engine.set_loss_fn(objective, required_outputs=[HeadOutput.ENTROPY])
 
 
-# Updates that must not happen.
+# Skipped updates.
 
 
 def test_a_nonfinite_gradient_skips_on_every_rank(
     make_engines: MakeEngines, make_batch: MakeBatch
 ) -> None:
     engines = make_engines(2, schedule=ScheduleSpec(warmup_steps=4))
-    whole = make_batch([5, 6, 4, 7], sample_ids=[10, 11, 12, 13])
+    mini_batch = make_batch([5, 6, 4, 7], sample_ids=[10, 11, 12, 13])
     before = [table_of(engine) for engine in engines]
 
     def run(rank: int) -> float:
-        share = engines[rank].shard_data(whole, max_tokens=64)
+        local_batch = engines[rank].shard_data(mini_batch, max_tokens=64)
         if rank == 1:
-            share = share.with_columns({"advantages": torch.full((share.num_tokens,), torch.inf)})
-        norm = update(engines[rank], share)
+            local_batch = local_batch.with_columns(
+                {"advantages": torch.full((local_batch.num_tokens,), torch.inf)}
+            )
+        norm = update(engines[rank], local_batch)
         engines[rank].lr_scheduler_step()
         return norm
 
-    norms = engines[0].meeting.run(run)  # type: ignore[attr-defined]
+    norms = engines[0].rank_threads.run(run)  # type: ignore[attr-defined]
     assert not any(math.isfinite(norm) for norm in norms)
     for engine, start in zip(engines, before, strict=True):
         assert engine.last_update is not None
@@ -364,7 +368,7 @@ def test_a_good_update_ends_a_row_of_skips(engine: BaseEngine, make_batch: MakeB
     assert (engine.num_nonfinite_updates, engine.num_updates) == (4, 1)
 
 
-def test_all_masked_batch_steps_nothing(engine: BaseEngine, make_batch: MakeBatch) -> None:
+def test_fully_masked_batch_skips_the_step(engine: BaseEngine, make_batch: MakeBatch) -> None:
     update(
         engine, engine.shard_data(make_batch([5, 6]), max_tokens=64)
     )  # so that Adam's moments would move the weights
@@ -377,7 +381,7 @@ def test_all_masked_batch_steps_nothing(engine: BaseEngine, make_batch: MakeBatc
     assert torch.equal(table_of(engine), before)
 
 
-def test_the_schedule_advances_once_per_update_that_happened(
+def test_schedule_advances_only_with_updates_that_were_applied(
     make_engines: MakeEngines, make_batch: MakeBatch
 ) -> None:
     (engine,) = make_engines(schedule=ScheduleSpec(warmup_steps=2))
@@ -394,27 +398,27 @@ def test_the_schedule_advances_once_per_update_that_happened(
 
 @settings(max_examples=25)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), num_ranks=st.integers(1, 3))
-def test_unsharding_what_was_sharded_gives_it_back(
+def test_unshard_data_inverts_shard_data(
     make_engines: MakeEngines, make_batch: MakeBatch, lengths: list[int], num_ranks: int
 ) -> None:
     engines = make_engines(num_ranks)
-    whole = make_batch(lengths, sample_ids=[50 - i for i in range(len(lengths))])
+    mini_batch = make_batch(lengths, sample_ids=[50 - i for i in range(len(lengths))])
 
     def run(rank: int) -> SequenceBatch:
         return engines[rank].unshard_data(
-            engines[rank].shard_data(whole, max_tokens=12), sample_ids=whole.sample_ids
+            engines[rank].shard_data(mini_batch, max_tokens=12), sample_ids=mini_batch.sample_ids
         )
 
-    for back in engines[0].meeting.run(run):  # type: ignore[attr-defined]
-        assert torch.equal(back.tokens, whole.tokens)
-        assert torch.equal(back.sequence_starts, whole.sequence_starts)
-        assert torch.equal(back.columns["advantages"], whole.columns["advantages"])
-        assert torch.equal(back.sample_ids, whole.sample_ids)
+    for back in engines[0].rank_threads.run(run):  # type: ignore[attr-defined]
+        assert torch.equal(back.tokens, mini_batch.tokens)
+        assert torch.equal(back.sequence_starts, mini_batch.sequence_starts)
+        assert torch.equal(back.columns["advantages"], mini_batch.columns["advantages"])
+        assert torch.equal(back.sample_ids, mini_batch.sample_ids)
 
 
-def test_without_an_order_unsharding_sorts_by_id(engine: BaseEngine, make_batch: MakeBatch) -> None:
-    whole = make_batch([3, 4, 2], sample_ids=[7, 5, 6])
-    assert engine.unshard_data(engine.shard_data(whole, max_tokens=9)).sample_ids.tolist() == [
+def test_unshard_data_sorts_by_id_by_default(engine: BaseEngine, make_batch: MakeBatch) -> None:
+    mini_batch = make_batch([3, 4, 2], sample_ids=[7, 5, 6])
+    assert engine.unshard_data(engine.shard_data(mini_batch, max_tokens=9)).sample_ids.tolist() == [
         5,
         6,
         7,
@@ -425,38 +429,38 @@ def test_without_an_order_unsharding_sorts_by_id(engine: BaseEngine, make_batch:
 def test_gradient_is_independent_of_data_parallel_size(
     make_engines: MakeEngines, make_batch: MakeBatch, num_ranks: int
 ) -> None:
-    whole = make_batch([9, 2, 7, 3, 5])
-    (alone,) = make_engines()
-    expected = update(alone, alone.shard_data(whole, max_tokens=64))
+    mini_batch = make_batch([9, 2, 7, 3, 5])
+    (single,) = make_engines()
+    expected = update(single, single.shard_data(mini_batch, max_tokens=64))
     engines = make_engines(num_ranks)
-    norms = engines[0].meeting.run(
-        lambda rank: update(engines[rank], engines[rank].shard_data(whole, max_tokens=9))
+    norms = engines[0].rank_threads.run(
+        lambda rank: update(engines[rank], engines[rank].shard_data(mini_batch, max_tokens=9))
     )  # type: ignore[attr-defined]
     assert norms == pytest.approx([expected] * num_ranks, rel=1e-5)
-    torch.testing.assert_close(table_of(engines[0]), table_of(alone), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(table_of(engines[0]), table_of(single), rtol=1e-5, atol=1e-5)
 
 
-def test_outputs_come_back_in_the_order_asked_for(
+def test_outputs_are_in_the_requested_order(
     make_engines: MakeEngines, make_batch: MakeBatch
 ) -> None:
     engines = make_engines(3)
-    whole = make_batch([4, 4, 2, 6])
+    mini_batch = make_batch([4, 4, 2, 6])
 
     def run(rank: int) -> Tensor:
         engine = engines[rank]
         with engine.eval_mode():
-            share = engine.shard_data(whole, max_tokens=6)
+            local_batch = engine.shard_data(mini_batch, max_tokens=6)
             outputs = engine.forward_backward_batch(
-                share, forward_only=True, outputs=[HeadOutput.LOGPROB]
+                local_batch, forward_only=True, outputs=[HeadOutput.LOGPROB]
             ).outputs
-        return engine.unshard_outputs(outputs, sample_ids=whole.sample_ids).columns[
+        return engine.unshard_outputs(outputs, sample_ids=mini_batch.sample_ids).columns[
             HeadOutput.LOGPROB
         ]
 
-    logprobs = table_of(engines[0]).log_softmax(-1)[whole.tokens.roll(1), whole.tokens]
-    logprobs[whole.sequence_starts.long()[:-1]] = 0.0
-    for found in engines[0].meeting.run(run):  # type: ignore[attr-defined]
-        torch.testing.assert_close(found, logprobs)
+    logprobs = table_of(engines[0]).log_softmax(-1)[mini_batch.tokens.roll(1), mini_batch.tokens]
+    logprobs[mini_batch.sequence_starts.long()[:-1]] = 0.0
+    for gathered in engines[0].rank_threads.run(run):  # type: ignore[attr-defined]
+        torch.testing.assert_close(gathered, logprobs)
 
 
 # The RFC's hooks.
@@ -519,7 +523,7 @@ def test_an_rfc_loss_is_averaged_over_ranks_and_calls_add_up(
     table = table_of(engines[0]).requires_grad_()
     total = sum(table.log_softmax(-1)[b.tokens.roll(1), b.tokens][1:].sum() for b in batches)
     (gradient,) = torch.autograd.grad(total, table)
-    for loss, norm in engines[0].meeting.run(run):  # type: ignore[attr-defined]
+    for loss, norm in engines[0].rank_threads.run(run):  # type: ignore[attr-defined]
         assert loss == pytest.approx(sum(sums) / 2, rel=1e-5)
         assert norm == pytest.approx(
             gradient.norm().item(), rel=1e-5
@@ -530,18 +534,18 @@ def test_an_objective_under_the_rfc_loop_gives_the_same_gradient(
     make_engines: MakeEngines, make_batch: MakeBatch
 ) -> None:
     (one,), (two,) = make_engines(), make_engines()
-    whole = make_batch([4, 6])
-    expected = update(one, one.shard_data(whole, max_tokens=64))
+    mini_batch = make_batch([4, 6])
+    expected = update(one, one.shard_data(mini_batch, max_tokens=64))
     two.optimizer_zero_grad()
     with two.train_mode():
-        two.forward_backward_step(whole)
+        two.forward_backward_step(mini_batch)
     assert two.optimizer_step() == pytest.approx(expected, rel=1e-6)
 
 
 # Weights and state.
 
 
-def test_weights_are_read_only_inside_their_with(engine: BaseEngine) -> None:
+def test_weights_can_be_read_only_inside_the_context(engine: BaseEngine) -> None:
     stream = engine.export_weights()
     with pytest.raises(EngineStateError, match=r"only inside `with engine.export_weights\(\)"):
         next(stream)
@@ -565,7 +569,7 @@ def test_loading_is_strict(engine: BaseEngine) -> None:
 
 
 @pytest.mark.bitwise
-def test_the_portable_state_carries_an_optimizer_over(
+def test_portable_state_transfers_the_optimizer(
     make_engines: MakeEngines, make_batch: MakeBatch
 ) -> None:
     (one,), (two,) = (
@@ -604,7 +608,7 @@ def test_resume_is_bitwise(
     assert (second.num_updates, second.current_lr) == (5, straight.current_lr)
 
 
-def test_loading_drops_gradients_of_before(
+def test_loading_a_checkpoint_drops_gradients(
     engine: BaseEngine, make_batch: MakeBatch, tmp_path: Path
 ) -> None:
     saved = engine.save_checkpoint(str(tmp_path), global_step=0)
@@ -617,9 +621,13 @@ def test_loading_drops_gradients_of_before(
         engine.optimizer_step()
 
 
-def test_unsharding_nothing_is_an_error(engine: BaseEngine, make_batch: MakeBatch) -> None:
-    whole = make_batch([3])
-    dummy = from_sequences([whole.tokens[:1]], loss_masks=[torch.tensor([False])], sample_ids=[-1])
+def test_unshard_data_of_only_dummies_is_an_error(
+    engine: BaseEngine, make_batch: MakeBatch
+) -> None:
+    mini_batch = make_batch([3])
+    dummy = from_sequences(
+        [mini_batch.tokens[:1]], loss_masks=[torch.tensor([False])], sample_ids=[-1]
+    )
     with pytest.raises(BatchError, match="got no batch"):
         engine.unshard_data(dummy)
 

@@ -1,4 +1,4 @@
-"""Values that ranks gather arrive as they were sent; other bytes are refused."""
+"""Test that gathered values are decoded unchanged, and that other bytes are refused."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Metrics merge the same in any grouping, and read as what they say."""
+"""Test that metrics merge to the same result in any grouping."""
 
 import math
 import pickle

@@ -1,4 +1,4 @@
-"""Objectives by name, and head outputs that were not requested."""
+"""Test the registry of objectives, and reading outputs that were not requested."""
 
 import pytest
 import torch

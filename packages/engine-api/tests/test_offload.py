@@ -109,7 +109,9 @@ def offloaded_groups(offloader: Offloader) -> set[str]:
         (OffloadSpec(optimizer=True), {OPTIMIZER}),
     ],
 )
-def test_each_kind_leaves_on_its_own(groups: Offloader, spec: OffloadSpec, gone: set[str]) -> None:
+def test_each_group_is_offloaded_as_configured(
+    groups: Offloader, spec: OffloadSpec, gone: set[str]
+) -> None:
     offloading = OffloadPolicy(groups, spec=spec)
     assert offloaded_groups(groups) == gone
     with offloading.mode_context("update"):
@@ -117,11 +119,11 @@ def test_each_kind_leaves_on_its_own(groups: Offloader, spec: OffloadSpec, gone:
     assert offloaded_groups(groups) == gone
 
 
-def test_what_is_loaded_in_train_mode_stays_for_the_step(groups: Offloader) -> None:
+def test_optimizer_states_prefetched_in_train_mode_stay_for_the_step(groups: Offloader) -> None:
     offloading = OffloadPolicy(
         groups, spec=OffloadSpec(optimizer=True, load_optimizer_in="train_mode")
     )
-    # (context, optimiser states on the device inside, and after it)
+    # (mode, whether optimizer states are on the device inside it, and after it)
     steps: list[tuple[Mode, bool, bool]] = [
         ("train", True, True),
         ("train", True, True),
@@ -134,7 +136,7 @@ def test_what_is_loaded_in_train_mode_stays_for_the_step(groups: Offloader) -> N
         assert groups.is_offloaded(OPTIMIZER) != after, mode
 
 
-def test_an_exception_in_a_step_offloads_what_was_prefetched(groups: Offloader) -> None:
+def test_prefetched_states_are_offloaded_after_an_exception_in_the_step(groups: Offloader) -> None:
     offloading = OffloadPolicy(
         groups, spec=OffloadSpec(optimizer=True, load_optimizer_in="train_mode")
     )

@@ -1,4 +1,4 @@
-"""Padded mappings and packed sequences are the same thing, exactly, in both directions."""
+"""Test that conversion between padded mappings and packed batches is exact both ways."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,12 +30,12 @@ def assert_same(one: SequenceBatch, other: SequenceBatch) -> None:
         a, b = getattr(one, name), getattr(other, name)
         assert torch.equal(a, b), name
         assert a.dtype == b.dtype, name
-    for mine, theirs in (
+    for actual, expected in (
         (one.columns, other.columns),
         (one.sequence_columns, other.sequence_columns),
     ):
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], expected[name]) for name in actual)
     assert (one.position_ids is None) == (other.position_ids is None)
     assert one.position_ids is None or torch.equal(one.position_ids, other.position_ids)
 
@@ -46,7 +46,7 @@ def assert_same(one: SequenceBatch, other: SequenceBatch) -> None:
     side=st.sampled_from(["left", "right"]),
     axes=st.sampled_from([None, 1, 3]),
 )
-def test_padding_and_unpadding_gives_the_batch_back(
+def test_from_padded_inverts_to_padded(
     make_batch: MakeBatch,
     lengths: list[int],
     extra: int,
@@ -57,8 +57,8 @@ def test_padding_and_unpadding_gives_the_batch_back(
     wide = torch.arange(float(2 * batch.num_tokens)).view(-1, 2)
     batch = batch.with_columns({"wide": wide, "ids": batch.tokens + 1})
     if axes is not None:
-        places = torch.arange(axes * batch.num_tokens)
-        batch = replace(batch, position_ids=places if axes == 1 else places.view(axes, -1))
+        positions = torch.arange(axes * batch.num_tokens)
+        batch = replace(batch, position_ids=positions if axes == 1 else positions.view(axes, -1))
     assert_same(from_padded(to_padded(batch, length=max(lengths) + extra, side=side)), batch)
 
 
@@ -77,7 +77,7 @@ def test_padding_on_both_sides_is_dropped(rows: list[tuple[int, int, int]]) -> N
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_mapping_comes_back_as_it_was(side: Literal["left", "right"]) -> None:
+def test_to_padded_inverts_from_padded(side: Literal["left", "right"]) -> None:
     # Left:  [0 0 5 6] [7 8 9 4]; right: [5 6 0 0] [7 8 9 4].
     short = [0, 0, 5, 6] if side == "left" else [5, 6, 0, 0]
     mask = [0, 0, 1, 1] if side == "left" else [1, 1, 0, 0]
@@ -115,13 +115,13 @@ def test_without_a_loss_mask_all_but_the_first_token_is_trained() -> None:
     )
 
 
-def test_an_integer_temperature_for_all_is_taken() -> None:
-    batch = from_padded({**whole(), "temperature": torch.tensor(2)})
+def test_one_integer_temperature_applies_to_all_rows() -> None:
+    batch = from_padded({**two_rows(), "temperature": torch.tensor(2)})
     assert batch.temperature.tolist() == [2.0, 2.0]
     assert batch.temperature.dtype == torch.float32
 
 
-def whole() -> dict[str, Tensor]:
+def two_rows() -> dict[str, Tensor]:
     return {
         "input_ids": torch.tensor([[5, 6, 7], [8, 9, 4]]),
         "attention_mask": torch.ones(2, 3, dtype=torch.long),
@@ -172,11 +172,9 @@ def whole() -> dict[str, Tensor]:
         ({"advantages": torch.ones(2, 3, 4, 5)}, "column 'advantages' has shape"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_a_sentence(
-    change: dict[str, Tensor], sentence: str
-) -> None:
+def test_entry_of_a_wrong_shape_is_refused(change: dict[str, Tensor], sentence: str) -> None:
     with pytest.raises(BatchError, match=sentence):
-        from_padded({**whole(), **change})
+        from_padded({**two_rows(), **change})
 
 
 def test_a_missing_attention_mask_is_named() -> None:
@@ -188,7 +186,11 @@ def test_training_on_padding_is_refused() -> None:
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     with pytest.raises(BatchError, match="loss_mask of row 1 is True on padding"):
         from_padded(
-            {**whole(), "attention_mask": mask, "loss_mask": torch.tensor([[0, 1, 1], [0, 1, 1]])}
+            {
+                **two_rows(),
+                "attention_mask": mask,
+                "loss_mask": torch.tensor([[0, 1, 1], [0, 1, 1]]),
+            }
         )
 
 
@@ -202,7 +204,7 @@ def test_media_are_refused(make_batch: MakeBatch) -> None:
         to_padded(replace(make_batch([2]), media=("image",)))
 
 
-def test_a_sequence_column_that_would_read_as_per_token_is_refused(make_batch: MakeBatch) -> None:
+def test_sequence_column_with_the_shape_of_a_token_column_is_refused(make_batch: MakeBatch) -> None:
     batch = make_batch([3, 2]).with_columns({}, {"features": torch.ones(2, 3)})
     with pytest.raises(
         BatchError,

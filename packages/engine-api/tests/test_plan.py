@@ -82,12 +82,12 @@ def test_all_ranks_have_the_same_allowed_number_of_micro_batches(
 
 
 @given(lengths=LENGTHS, dp_size=st.integers(1, 4), data=st.data())
-def test_atoms_are_never_split(lengths: list[int], dp_size: int, data: st.DataObject) -> None:
-    # At most 4 sequences of at most 50 tokens share an atom: 200 tokens.
+def test_pack_groups_are_never_split(lengths: list[int], dp_size: int, data: st.DataObject) -> None:
+    # At most 4 sequences of at most 50 tokens share a pack group: 200 tokens.
     pack_group_ids = [i // 4 for i in data.draw(st.permutations(range(len(lengths))))]
     plan = plan_mini_batch(lengths, dp_size=dp_size, max_tokens=200, pack_group_ids=pack_group_ids)
-    homes = {(pack_group_ids[i], slot) for slot, micro in enumerate(slots(plan)) for i in micro}
-    assert len(homes) == len(set(pack_group_ids))
+    assigned = {(pack_group_ids[i], slot) for slot, micro in enumerate(slots(plan)) for i in micro}
+    assert len(assigned) == len(set(pack_group_ids))
 
 
 @given(lengths=LENGTHS, dp_size=st.integers(1, 4), cap=st.integers(50, 120))
@@ -162,7 +162,7 @@ def test_a_sample_above_the_cap_is_named() -> None:
         plan_mini_batch([10, 90, 30], dp_size=2, max_tokens=64)
 
 
-def test_an_atom_above_the_cap_names_its_longest_sample() -> None:
+def test_pack_group_above_the_cap_names_its_longest_sample() -> None:
     with pytest.raises(
         PlanError,
         match=r"sample 2 has 40 tokens and shares its pack group with 1 more, 70 tokens together",
@@ -193,7 +193,7 @@ def test_more_ranks_than_sequences_leaves_empty_micro_batches() -> None:
     assert sorted(slots(plan)) == [(), (0,), (1,)]
 
 
-def test_a_single_micro_batch_is_padded_to_what_the_layout_asks() -> None:
+def test_single_micro_batch_plan_follows_the_constraints() -> None:
     plan = plan_single_micro_batch(
         3, constraints=PlanConstraints(micro_batch_multiple=2, min_micro_batches=3)
     )
@@ -240,7 +240,7 @@ def test_an_empty_micro_batch_becomes_one_untrained_token(
     assert empty.sequence_columns["scores"].tolist() == [0.0]
 
 
-def test_given_position_ids_and_media_travel_with_the_dummy(
+def test_dummy_has_position_ids_and_media_if_the_batch_has(
     make_batch: Callable[..., SequenceBatch],
 ) -> None:
     batch = replace(make_batch([4, 2]), position_ids=torch.arange(18).view(3, 6), media=("a", "b"))
@@ -262,7 +262,7 @@ def test_given_position_ids_and_media_travel_with_the_dummy(
     seed=st.one_of(st.none(), st.integers(0, 5)),
     data=st.data(),
 )
-def test_mini_batches_keep_groups_whole_and_miss_nothing(
+def test_each_group_is_in_exactly_one_mini_batch(
     sizes: list[int], seed: int | None, data: st.DataObject
 ) -> None:
     groups = [g for g, size in enumerate(sizes) for _ in range(size)]
@@ -270,8 +270,8 @@ def test_mini_batches_keep_groups_whole_and_miss_nothing(
     parts = split_mini_batches(groups, num_mini_batches=number, seed=seed)
     assert sorted(i for part in parts for i in part) == list(range(len(groups)))
     assert all(parts)
-    homes = {(groups[i], m) for m, part in enumerate(parts) for i in part}
-    assert len(homes) == len(sizes)
+    assigned = {(groups[i], m) for m, part in enumerate(parts) for i in part}
+    assert len(assigned) == len(sizes)
 
 
 @given(
@@ -292,7 +292,7 @@ def test_equal_groups_fill_mini_batches_equally(
         assert max(counts) - min(counts) <= group_size
 
 
-def test_membership_depends_on_the_seed_only() -> None:
+def test_split_depends_only_on_the_seed() -> None:
     groups = [i // 2 for i in range(40)]
     one, again, other = (
         split_mini_batches(groups, num_mini_batches=4, seed=seed) for seed in (1, 1, 2)
@@ -306,20 +306,20 @@ def test_without_a_seed_the_order_is_kept() -> None:
     assert parts == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_without_a_seed_a_group_goes_where_its_middle_lies() -> None:
+def test_cut_without_a_seed_follows_the_middle_of_a_group() -> None:
     # Half of 11 is 5.5, and the second group's middle is at 4 + 4 / 2 = 6.
     parts = split_mini_batches([0] * 4 + [1] * 4 + [2] * 3, num_mini_batches=2, seed=None)
     assert parts == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
 
 
-def test_without_a_seed_small_groups_in_front_leave_no_mini_batch_out() -> None:
+def test_cut_without_a_seed_leaves_no_mini_batch_empty() -> None:
     # A third of 12 is 4, which the first two groups do not reach; each still gets a
     # mini-batch, because 3 groups must fill 3 mini-batches.
     parts = split_mini_batches([0, 1] + [2] * 10, num_mini_batches=3, seed=None)
     assert parts == [[0], [1], [2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
 
 
-def test_an_atom_that_spans_groups_joins_them() -> None:
+def test_groups_joined_by_a_pack_group_stay_in_one_mini_batch() -> None:
     parts = split_mini_batches(
         [0, 0, 1, 1, 2, 2], num_mini_batches=2, seed=3, pack_group_ids=[0, 7, 7, 3, 4, 5]
     )
@@ -331,7 +331,7 @@ def test_more_mini_batches_than_groups_is_an_error() -> None:
         split_mini_batches([0, 0, 1], num_mini_batches=3, seed=0)
 
 
-def test_the_description_counts_what_the_plan_holds() -> None:
+def test_formatted_plan_counts_sequences_and_tokens() -> None:
     table = format_plan(plan_mini_batch([10, 20, 30], dp_size=2, max_tokens=64), [10, 20, 30])
     assert [line.split() for line in table.splitlines()[1:3]] == [
         ["0", "1", "30", "30", "1.000"],

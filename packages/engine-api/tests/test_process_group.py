@@ -1,4 +1,4 @@
-"""Objects of several ranks are gathered without pickle."""
+"""Test that values of several ranks are gathered without pickle."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""The one place that divides: each mode by hand, split invariance, and what must never leak."""
+"""Test the reduction of losses: each mode by hand, independence of the split, and masked NaN."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -44,7 +44,9 @@ def three_sequences() -> tuple[SequenceBatch, torch.Tensor]:
     ],
     ids=BY_NAME,
 )
-def test_each_mode_divides_as_it_says(aggregation: Aggregation, expected: float) -> None:
+def test_each_aggregation_mode_divides_by_its_denominator(
+    aggregation: Aggregation, expected: float
+) -> None:
     batch, loss = three_sequences()
     reduced = reduce_loss(
         LossTerms(loss=loss), batch, denominators=count_denominators(batch), aggregation=aggregation
@@ -55,7 +57,9 @@ def test_each_mode_divides_as_it_says(aggregation: Aggregation, expected: float)
 @pytest.mark.parametrize(
     ("aggregation", "expected"), list(zip(MODES, [6.0, 6.0, 6.0, 0.75], strict=True)), ids=BY_NAME
 )
-def test_a_token_alone_is_divided_by_one(aggregation: Aggregation, expected: float) -> None:
+def test_loss_of_a_single_token_is_divided_by_one(
+    aggregation: Aggregation, expected: float
+) -> None:
     batch = from_sequences([torch.zeros(2)], loss_masks=[torch.tensor([False, True])])
     terms = LossTerms(loss=torch.tensor([50.0, 6.0]))
     assert (
@@ -105,10 +109,10 @@ def test_the_loss_does_not_depend_on_the_split(
     batch = make_batch(lengths)
     denominators = count_denominators(batch)
     loss = torch.linspace(-1, 2, batch.num_tokens, requires_grad=True)
-    whole = reduce_loss(
+    reduced = reduce_loss(
         LossTerms(loss=loss), batch, denominators=denominators, aggregation=aggregation
     )
-    (expected,) = torch.autograd.grad(whole, loss)
+    (expected,) = torch.autograd.grad(reduced, loss)
     cuts = sorted(data.draw(st.sets(st.integers(1, len(lengths)), max_size=4)) | {0, len(lengths)})
     for first, last in pairwise(cuts):
         a, b = int(batch.sequence_starts[first]), int(batch.sequence_starts[last])

@@ -1,4 +1,4 @@
-"""The store through which ranks meet: what torch asks of a store, and who is turned away."""
+"""Test the store of process groups: torch's Store methods, and clients without the token."""
 
 import logging
 import os
@@ -81,7 +81,7 @@ def test_a_client_reads_what_another_wrote(server: StoreServer, wrap: Callable[[
     assert [two.delete_key("x"), two.delete_key("x")] == [True, False]
 
 
-def test_a_client_waits_for_a_key_and_gives_up_in_time(server: StoreServer) -> None:
+def test_client_waits_for_a_key_until_its_timeout(server: StoreServer) -> None:
     one, two = client_of(server), client_of(server)
     with ThreadPoolExecutor(1) as pool:
         value = pool.submit(one.get, "late")
@@ -97,7 +97,7 @@ def test_a_client_waits_for_a_key_and_gives_up_in_time(server: StoreServer) -> N
         two.get("never")
 
 
-def test_a_clone_waits_beside_its_original(server: StoreServer) -> None:
+def test_clone_waits_without_blocking_the_original(server: StoreServer) -> None:
     store = client_of(server)
     clone = store.clone()
     with ThreadPoolExecutor(1) as pool:
@@ -106,7 +106,7 @@ def test_a_clone_waits_beside_its_original(server: StoreServer) -> None:
         assert value.result(timeout=20) == b"now"
 
 
-def test_gloo_meets_through_it(server: StoreServer) -> None:
+def test_gloo_group_forms_through_the_store(server: StoreServer) -> None:
     def sum_of_ranks(rank: int) -> float:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = SOON
@@ -125,21 +125,19 @@ def test_a_client_without_the_token_neither_reads_nor_writes(
     server: StoreServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    mine = client_of(server)
-    mine.set("secret", "value")
+    client = client_of(server)
+    client.set("secret", "value")
     with pytest.raises(EngineStateError, match="has another token"):
         client_of(server, token="wrong")
-    assert mine.num_keys() == 1
+    assert client.num_keys() == 1
     line = "rejected a client of the store from 127.0.0.1: it has another token"
     deadline = time.monotonic() + 20
     while line not in caplog.text and time.monotonic() < deadline:
-        time.sleep(0.01)  # the server's thread logs it after the client has been told
+        time.sleep(0.01)  # the server's thread logs it after the client was refused
     assert line in caplog.text
 
 
-def test_a_pickle_that_a_stranger_sends_is_not_executed(
-    server: StoreServer, tmp_path: Path
-) -> None:
+def test_pickle_of_an_unknown_client_is_not_executed(server: StoreServer, tmp_path: Path) -> None:
     # With TCPStore both worked: a torch client that only knows the port, and a pickle as message.
     with pytest.raises(RuntimeError):
         dist.TCPStore(
@@ -150,8 +148,8 @@ def test_a_pickle_that_a_stranger_sends_is_not_executed(
             wait_for_workers=False,
         )
     proof = tmp_path / "executed"
-    with socket.create_connection((server.address, server.port)) as stranger:
-        connection = Connection(os.dup(stranger.fileno()))
+    with socket.create_connection((server.address, server.port)) as unknown:
+        connection = Connection(os.dup(unknown.fileno()))
         connection.recv_bytes()  # the challenge
         connection.send(Evil(proof))
         refusal = connection.recv_bytes()
@@ -160,11 +158,11 @@ def test_a_pickle_that_a_stranger_sends_is_not_executed(
     assert refusal == b"#FAILURE#"
     assert not proof.exists()
     pickle.loads(pickle.dumps(Evil(proof)))
-    assert proof.exists(), "the pickle would have done it"
+    assert proof.exists(), "the standard unpickler executes this pickle"
     assert client_of(server).num_keys() == 0
 
 
-def test_a_stranger_that_says_nothing_keeps_nobody_waiting_and_is_hung_up_on(
+def test_silent_client_delays_no_other_and_is_disconnected(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 1)
@@ -174,7 +172,7 @@ def test_a_stranger_that_says_nothing_keeps_nobody_waiting_and_is_hung_up_on(
             pass  # the challenge, then the end
 
 
-def test_a_stranger_that_sends_a_byte_now_and_then_is_hung_up_on_when_its_time_is_over(
+def test_client_that_sends_single_bytes_is_disconnected_after_the_time_limit(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 1)
@@ -193,7 +191,7 @@ def test_a_stranger_that_sends_a_byte_now_and_then_is_hung_up_on_when_its_time_i
     client_of(server).set("a", "b")
 
 
-def test_strangers_that_use_up_the_open_files_do_not_end_the_store(
+def test_store_survives_clients_that_use_up_the_open_files(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "HANDSHAKE_S", 1)
@@ -204,51 +202,51 @@ silent = [socket.create_connection(("{server.address}", {server.port})) for _ in
 print("connected", flush=True)
 time.sleep(600)
 """
-    strangers = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    unknown_clients = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    )
     try:
-        assert strangers.stdout is not None
+        assert unknown_clients.stdout is not None
         num_open = len(os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 40, hard))
-        assert strangers.stdout.readline() == "connected\n"
+        assert unknown_clients.stdout.readline() == "connected\n"
         time.sleep(1.5)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        strangers.kill()
-        strangers.communicate()
+        unknown_clients.kill()
+        unknown_clients.communicate()
     client = client_of(server)
     client.set("a", "b")
     assert client.get("a") == b"b"
 
 
-def test_strangers_get_no_more_threads_than_handshakes_are_allowed(server: StoreServer) -> None:
+def test_handshakes_of_unknown_clients_use_a_limited_number_of_threads(server: StoreServer) -> None:
     before = threading.active_count()
-    strangers = [
+    unknown_clients = [
         socket.create_connection((server.address, server.port), timeout=20) for _ in range(200)
     ]
     time.sleep(1)
     assert threading.active_count() - before <= rendezvous.MAX_HANDSHAKES
-    for stranger in strangers:
-        stranger.close()
+    for unknown in unknown_clients:
+        unknown.close()
     client_of(server).set("a", "b")
 
 
-def test_it_listens_on_its_own_address_alone_and_keeps_its_port(server: StoreServer) -> None:
+def test_server_listens_only_on_its_own_address_and_keeps_its_port(server: StoreServer) -> None:
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind((server.address, server.port))
-    with socket.socket() as elsewhere:
-        elsewhere.bind(
-            ("127.0.0.2", server.port)
-        )  # which a listener on every address would not allow
+    with socket.socket() as second:
+        second.bind(("127.0.0.2", server.port))  # which a listener on every address would not allow
 
 
-def test_a_closed_server_gives_its_port_back() -> None:
+def test_closed_server_releases_its_port() -> None:
     server = StoreServer(LOOPBACK, token="t")
     server.close()
     with pytest.raises(EngineStateError, match="can't be reached"):
         client_of(server, timeout=timedelta(seconds=1))
 
 
-def test_a_client_that_comes_first_waits_for_the_server(server: StoreServer) -> None:
+def test_client_that_starts_first_waits_for_the_server(server: StoreServer) -> None:
     address, port = server.address, server.port
     server.close()
     with ThreadPoolExecutor(1) as pool:
@@ -259,7 +257,7 @@ def test_a_client_that_comes_first_waits_for_the_server(server: StoreServer) -> 
     late.close()
 
 
-def test_many_clients_at_once_lose_no_count(server: StoreServer) -> None:
+def test_concurrent_additions_are_all_counted(server: StoreServer) -> None:
     def count(_: int) -> None:
         store = client_of(server)
         for _ in range(50):
@@ -270,17 +268,17 @@ def test_many_clients_at_once_lose_no_count(server: StoreServer) -> None:
     assert client_of(server).get("n") == b"400"
 
 
-def test_ranks_find_the_store_that_their_environment_names(
+def test_ranks_connect_to_the_store_named_in_their_environment(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = {
+    environment = {
         "MASTER_ADDR": server.address,
         "MASTER_PORT": str(server.port),
         "RANK": "1",
         "WORLD_SIZE": "2",
         "TEMPER_STORE_TOKEN": "right",
     }
-    for name, value in place.items():
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     store, rank, world_size = store_from_environment(SOON)
     assert (type(store), rank, world_size) == (TokenStore, 1, 2)

@@ -1,4 +1,4 @@
-"""Learning rates by hand, and what no schedule may do."""
+"""Test learning rates against values worked out by hand, and bounds of all schedules."""
 
 import pytest
 from hypothesis import given
@@ -38,7 +38,7 @@ def test_the_rate_stays_between_the_floor_and_the_peak(spec: ScheduleSpec, step:
     assert floor - 1e-12 <= rate <= 2.0 + 1e-12
 
 
-def test_warm_up_is_linear_and_reaches_the_peak() -> None:
+def test_warmup_is_linear_and_reaches_the_peak() -> None:
     rates = [
         compute_learning_rate(step, peak=8.0, spec=ScheduleSpec(warmup_steps=4))
         for step in range(6)
@@ -63,9 +63,9 @@ def test_decay_starts_at_the_peak_and_ends_at_the_floor(kind: str, middle: float
     assert compute_learning_rate(1000, peak=1.0, spec=spec) == pytest.approx(0.2)
 
 
-def test_wsd_stays_at_the_peak_until_its_fall() -> None:
+def test_wsd_stays_at_the_peak_until_its_decay() -> None:
     spec = ScheduleSpec(kind="wsd", warmup_steps=2, total_steps=10, decay_steps=4, min_lr_ratio=0.2)
-    # Two steps of rise, the peak until step 6, then from 1 to 0.2 in four steps of 0.2.
+    # Two steps of warmup, the peak until step 6, then from 1 to 0.2 in four steps of 0.2.
     rates = [compute_learning_rate(step, peak=1.0, spec=spec) for step in range(12)]
     assert rates == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
 
@@ -73,7 +73,7 @@ def test_wsd_stays_at_the_peak_until_its_fall() -> None:
 @pytest.mark.parametrize(
     ("ratio", "steps"), [(0.1, 3), (0.05, 2), (0.0, 0)]
 )  # of 30: 3, 1.5 rounded up, none
-def test_a_warm_up_ratio_is_a_share_of_all_steps(ratio: float, steps: int) -> None:
+def test_warmup_ratio_is_a_fraction_of_all_steps(ratio: float, steps: int) -> None:
     by_ratio = ScheduleSpec(kind="cosine", warmup_ratio=ratio, total_steps=30)
     by_steps = ScheduleSpec(kind="cosine", warmup_steps=steps, total_steps=30)
     assert [compute_learning_rate(n, peak=1.0, spec=by_ratio) for n in range(31)] == [
@@ -81,7 +81,7 @@ def test_a_warm_up_ratio_is_a_share_of_all_steps(ratio: float, steps: int) -> No
     ]
 
 
-def test_a_constant_rate_may_warm_up_by_a_ratio() -> None:
+def test_constant_rate_may_have_a_warmup_ratio() -> None:
     spec = ScheduleSpec(warmup_ratio=0.5, total_steps=4)
     assert [compute_learning_rate(step, peak=2.0, spec=spec) for step in range(4)] == [
         1.0,

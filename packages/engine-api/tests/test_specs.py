@@ -1,4 +1,4 @@
-"""Settings that make no sense say so."""
+"""Test that invalid settings, and settings without effect, are refused."""
 
 from collections.abc import Callable
 
@@ -200,14 +200,14 @@ from temper_engine_api.topology import Axis
         ),
     ],
 )
-def test_a_setting_without_sense_is_refused_with_a_sentence(
+def test_invalid_setting_is_refused_with_its_reason(
     build: Callable[[], object], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         build()
 
 
-def test_experts_alone_can_be_adapted() -> None:
+def test_adapter_may_target_only_experts() -> None:
     assert LoraSpec(
         rank=8, alpha=8.0, target_modules=(), target_parameters=("experts.down_proj",)
     ).is_enabled

@@ -1,4 +1,4 @@
-"""Sets of weights: complete or refused, and a checksum of their bytes."""
+"""Test that an incomplete set of weights is refused, and the checksum of tensors."""
 
 import hashlib
 

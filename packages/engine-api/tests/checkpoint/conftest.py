@@ -1,4 +1,4 @@
-"""Small checkpoints."""
+"""Fixtures that write small checkpoints."""
 
 import subprocess
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""An engine that saves and loads alone, on one rank or several; every rank ends the same way."""
+"""Test checkpoints that a single engine saves and loads, on one rank and on several."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ OTHER_SEED = ModelSpec(architecture={"model_type": "bigram"}, seed=9)
 
 
 def on_every_rank(engines: list[Any], action: Callable[[BaseEngine], object]) -> list[object]:
-    """Results or errors by rank."""
+    """Run an action on every rank; return its results or errors, in rank order."""
 
     def run(rank: int) -> object:
         try:
@@ -39,14 +39,14 @@ def on_every_rank(engines: list[Any], action: Callable[[BaseEngine], object]) ->
         except (CheckpointError, ConfigError) as error:
             return error
 
-    return list(engines[0].meeting.run(run))
+    return list(engines[0].rank_threads.run(run))
 
 
 def save(step: int, path: Path, **options: Any) -> Callable[[BaseEngine], str]:
     return lambda engine: engine.save_checkpoint(str(path), global_step=step, **options)
 
 
-def test_all_ranks_write_one_step_and_learn_its_path(
+def test_all_ranks_write_one_step_and_return_its_path(
     make_engines: MakeEngines, tmp_path: Path
 ) -> None:
     paths = on_every_rank(make_engines(3), save(10, tmp_path))
@@ -83,7 +83,7 @@ def test_an_existing_step_is_refused_on_every_rank(
         assert "already exists and is never overwritten" in str(error)
 
 
-def test_a_rank_that_can_not_write_stops_every_rank(
+def test_all_ranks_raise_if_one_cannot_write(
     make_engines: MakeEngines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines = make_engines(2)
@@ -102,11 +102,11 @@ def test_a_rank_that_can_not_write_stops_every_rank(
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
-def test_an_error_of_any_kind_on_one_rank_reaches_all(
+def test_all_ranks_raise_if_a_library_raises_on_one(
     make_engines: MakeEngines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class LibraryError(Exception):
-        """As safetensors has one."""
+        """Error class of a library; safetensors, for example, has one."""
 
     def fails(directory: str) -> list[str]:
         raise LibraryError("No space left on device")
@@ -124,7 +124,7 @@ def test_an_error_of_any_kind_on_one_rank_reaches_all(
 @pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled:UserWarning"
 )  # one process is what is meant
-def test_a_full_disk_under_torch_s_own_writer_is_a_checkpoint_error(
+def test_full_disk_in_torch_checkpoint_writer_is_a_checkpoint_error(
     make_engines: MakeEngines, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (engine,) = make_engines()
@@ -160,7 +160,7 @@ def test_damage_is_refused_before_the_first_weight_changes(
     assert all(torch.equal(engine.table, before) for engine in fresh)
 
 
-def test_counters_that_are_none_are_damage(make_engines: MakeEngines, tmp_path: Path) -> None:
+def test_counters_of_a_wrong_type_are_damage(make_engines: MakeEngines, tmp_path: Path) -> None:
     (engine,) = make_engines()
     with begin_checkpoint(tmp_path, 1) as transaction:
         part = transaction.part("engine")
@@ -196,12 +196,14 @@ def test_a_step_of_several_participants_is_refused_naming_them(
         engine.load_checkpoint(str(final))
 
 
-def test_a_rank_that_does_not_see_the_folder_stops_all(tmp_path: Path) -> None:
+def test_folder_that_one_rank_does_not_see_is_refused_on_all(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"ranks \[1, 3\] do not see .* that all nodes share"):
         _check_seen(tmp_path, lambda seen: [True, seen, True, seen])
 
 
-def test_a_copy_goes_to_the_url_and_comes_back(make_engines: MakeEngines, tmp_path: Path) -> None:
+def test_copy_is_uploaded_and_loaded_from_the_url(
+    make_engines: MakeEngines, tmp_path: Path
+) -> None:
     engines, fresh = make_engines(2), make_engines(2, model=OTHER_SEED)
     url = f"memory://{tmp_path.name}/run"
     on_every_rank(engines, save(4, tmp_path / "local", hdfs_path=url))

@@ -1,4 +1,4 @@
-"""A manifest notices every change to what it describes, and to itself."""
+"""Test that a change of any file of a step, or of its manifest, is noticed."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_damage_is_refused_naming_the_file(
         verify(step)
 
 
-def test_ranks_share_the_reading_and_all_see_the_sizes(save_step: SaveStep) -> None:
+def test_each_rank_reads_its_shard_and_checks_all_sizes(save_step: SaveStep) -> None:
     step = save_step(1)
     flip(step / "engine" / "shards" / "0.bin")  # the first of two files
     verify(step, shard=(1, 2))
@@ -85,8 +85,8 @@ def test_any_altered_byte_of_a_manifest_is_noticed(
 ) -> None:
     step = tmp_path / "step_00000001"
     content = (step if step.exists() else save_step(1)).joinpath("manifest.json").read_bytes()
-    place = data.draw(st.integers(0, len(content) - 1))
-    altered = content[:place] + bytes([data.draw(st.integers(33, 126))]) + content[place + 1 :]
+    index = data.draw(st.integers(0, len(content) - 1))
+    altered = content[:index] + bytes([data.draw(st.integers(33, 126))]) + content[index + 1 :]
     if json_of(altered) == json.loads(content):
         return
     with pytest.raises(DamagedCheckpointError, match=r"the manifest"):
@@ -118,7 +118,7 @@ def test_a_newer_schema_is_refused(save_step: SaveStep) -> None:
         read_manifest(path.parent)
 
 
-def test_a_bit_flipped_in_the_schema_version_is_damage_and_no_newer_release(
+def test_flipped_bit_in_the_schema_version_is_damage(
     save_step: SaveStep,
 ) -> None:
     path = save_step(1) / "manifest.json"
@@ -134,13 +134,13 @@ def test_only_a_manifest_with_a_run_id_needs_the_newer_schema(save_step: SaveSte
     assert [read_manifest(step).info.run_id for step in (without, with_id)] == [None, "c0ffee"]
 
 
-def test_shares_of_all_ranks_are_every_file_once_and_balanced_by_size() -> None:
+def test_files_are_partitioned_over_ranks_by_size() -> None:
     files = [FileRecord(path=f"{size}", num_bytes=size, sha256="") for size in (7, 5, 4, 3, 1)]
-    shares = partition_by_size(files, num_shards=2)
-    assert [[record.num_bytes for record in share] for share in shares] == [[7, 3], [5, 4, 1]]
+    shards = partition_by_size(files, num_shards=2)
+    assert [[record.num_bytes for record in shard] for shard in shards] == [[7, 3], [5, 4, 1]]
 
 
-def test_each_rank_reads_only_its_share_and_together_they_notice(save_step: SaveStep) -> None:
+def test_altered_file_is_noticed_by_the_rank_that_reads_it(save_step: SaveStep) -> None:
     step = save_step(1)
     flip(step / "trainer/state.json")  # the smaller one of two files: rank 1 reads it
     verify(step, shard=(0, 2))
@@ -238,7 +238,7 @@ def test_the_hash_of_a_configuration_depends_on_values_only() -> None:
     assert config_hash(one) != config_hash(other)
 
 
-def test_a_configuration_with_anything_else_in_it_has_no_hash() -> None:
+def test_configuration_with_an_arbitrary_object_has_no_hash() -> None:
     @dataclass(frozen=True)
     class Odd:
         thing: Mapping[str, object]
@@ -247,7 +247,7 @@ def test_a_configuration_with_anything_else_in_it_has_no_hash() -> None:
         config_hash(Odd(thing={"a": object()}))
 
 
-def test_versions_name_ours_and_torch() -> None:
+def test_versions_include_engine_api_and_torch() -> None:
     versions = package_versions()
     assert {"temper-engine-api", "torch"} <= versions.keys()
     assert all(versions.values())
@@ -266,7 +266,7 @@ def test_a_report_holds_size_and_checksum(tmp_path: Path) -> None:
     assert record.sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
 
-def test_small_json_comes_back_and_what_is_none_is_damaged(tmp_path: Path) -> None:
+def test_json_is_read_back_and_other_content_is_damage(tmp_path: Path) -> None:
     assert read_json(tmp_path, write_json(tmp_path, "a.json", {"b": 1, "c": [2.5, None]})) == {
         "b": 1,
         "c": [2.5, None],

@@ -1,4 +1,4 @@
-"""Copies behind a URL, on fsspec's own file systems: local folders and memory."""
+"""Test uploads and downloads with fsspec's local and in-memory file systems."""
 
 import importlib
 import sys
@@ -32,7 +32,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         files.rm(path, recursive=True)
 
 
-def test_what_goes_up_comes_down_verified(save_step: SaveStep, tmp_path: Path, url: str) -> None:
+def test_downloaded_step_equals_the_uploaded_one(
+    save_step: SaveStep, tmp_path: Path, url: str
+) -> None:
     step = save_step(7)
     assert upload(step, url) == f"{url}/step_00000007"
     for i, source in enumerate((url, f"{url}/step_00000007", f"{url}/")):
@@ -41,7 +43,7 @@ def test_what_goes_up_comes_down_verified(save_step: SaveStep, tmp_path: Path, u
         assert (copy / "manifest.json").read_bytes() == (step / "manifest.json").read_bytes()
 
 
-def test_a_folder_means_its_last_committed_step(
+def test_url_of_a_folder_gives_its_last_committed_step(
     save_step: SaveStep, tmp_path: Path, url: str
 ) -> None:
     for step in (1, 12, 3):
@@ -82,7 +84,7 @@ def test_a_committed_copy_is_never_overwritten(
     ).read_text() == "weights of step 1"
 
 
-def test_an_upload_that_died_is_not_a_step_and_can_be_repeated(
+def test_interrupted_upload_is_not_a_step_and_can_be_repeated(
     save_step: SaveStep, tmp_path: Path, url: str
 ) -> None:
     step = save_step(1)
@@ -95,7 +97,7 @@ def test_an_upload_that_died_is_not_a_step_and_can_be_repeated(
     verify(download(url, tmp_path / "fresh"))
 
 
-def test_what_is_not_of_this_step_is_not_touched(save_step: SaveStep, url: str) -> None:
+def test_other_files_at_the_url_are_not_changed(save_step: SaveStep, url: str) -> None:
     files, base = fsspec.core.url_to_fs(url)
     files.makedirs(f"{base}/step_00000001", exist_ok=True)
     files.pipe_file(f"{base}/step_00000001/thesis.pdf", b"years")
@@ -123,7 +125,7 @@ def test_damage_behind_the_url_is_refused_naming_the_file(
     assert list((tmp_path / "fresh").iterdir()) == []
 
 
-def test_a_step_that_is_already_here_is_not_downloaded_over(
+def test_download_does_not_overwrite_a_local_step(
     save_step: SaveStep, tmp_path: Path, url: str
 ) -> None:
     upload(save_step(1), url)
@@ -145,7 +147,7 @@ def test_an_unknown_protocol_is_named() -> None:
         download("gopher://x", "nowhere")
 
 
-def test_without_fsspec_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_fsspec_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(
         CheckpointError,
@@ -156,7 +158,9 @@ def test_without_fsspec_one_sentence_says_what_to_install(monkeypatch: pytest.Mo
     importlib.import_module("fsspec.core")
 
 
-def test_a_download_leaves_other_saves_alone(save_step: SaveStep, tmp_path: Path, url: str) -> None:
+def test_download_does_not_delete_a_running_save(
+    save_step: SaveStep, tmp_path: Path, url: str
+) -> None:
     upload(save_step(1), url)
     running = begin_checkpoint(tmp_path / "fresh", 5)
     download(url, tmp_path / "fresh")

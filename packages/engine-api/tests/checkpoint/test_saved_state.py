@@ -1,4 +1,4 @@
-"""Reading torch's distributed checkpoints: their metadata is data."""
+"""Test that reading torch's distributed checkpoints executes no code of their metadata."""
 
 import pickle
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def test_metadata_with_code_in_it_is_refused_and_not_executed(tmp_path: Path) ->
         SafeDcpReader(tmp_path).read_metadata()
     assert not proof.exists()
     pickle.loads((tmp_path / ".metadata").read_bytes())
-    assert proof.exists(), "the pickle would have done it"
+    assert proof.exists(), "the standard unpickler executes this pickle"
 
 
 def test_entries_that_torch_would_unpickle_are_refused(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_entries_that_torch_would_unpickle_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps([1])])
-def test_damaged_metadata_is_said(tmp_path: Path, content: bytes) -> None:
+def test_damaged_metadata_is_refused_with_its_path(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"\.metadata (can't be read|contains a list)"):
         SafeDcpReader(tmp_path).read_metadata()

@@ -1,4 +1,4 @@
-"""What is on the disk decides: which steps are whole, which may go."""
+"""Test which directories count as complete steps, and which ones retention deletes."""
 
 import subprocess
 import sys
@@ -37,16 +37,14 @@ def test_complete_steps_are_those_with_a_manifest(save_step: SaveStep, tmp_path:
     assert find_latest_step(tmp_path) == 100_000_000
 
 
-def test_a_path_means_its_step_or_the_last_complete_one(
-    save_step: SaveStep, tmp_path: Path
-) -> None:
+def test_path_gives_its_step_or_the_last_complete_one(save_step: SaveStep, tmp_path: Path) -> None:
     first, second = save_step(1), save_step(2)
     (tmp_path / "step_00000003").mkdir()
     assert find_step(tmp_path) == second
     assert find_step(first) == first
 
 
-def test_a_path_without_a_complete_step_says_what_is_there(tmp_path: Path) -> None:
+def test_error_without_a_complete_step_lists_the_entries(tmp_path: Path) -> None:
     with pytest.raises(IncompleteCheckpointError, match=r"does not exist"):
         find_step(tmp_path / "nowhere")
     (tmp_path / "step_00000003").mkdir()
@@ -78,7 +76,7 @@ def test_a_newer_damaged_manifest_does_not_count_as_the_last_complete_step(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
 
 
-def test_pruning_never_removes_what_we_did_not_write(
+def test_pruning_keeps_files_of_other_programs(
     save_step: SaveStep, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (1, 2, 3):
@@ -96,7 +94,7 @@ def test_pruning_never_removes_what_we_did_not_write(
     )
 
 
-def test_pruning_removes_what_died_before_its_commit(save_step: SaveStep, tmp_path: Path) -> None:
+def test_pruning_deletes_uncommitted_saves(save_step: SaveStep, tmp_path: Path) -> None:
     save_step(1)
     dead = begin_checkpoint(tmp_path, 2)
     assert list_partial_saves(tmp_path) == [dead.staging]
@@ -105,7 +103,7 @@ def test_pruning_removes_what_died_before_its_commit(save_step: SaveStep, tmp_pa
     assert list_complete_steps(tmp_path) == [1]
 
 
-def test_pruning_deletes_only_what_the_same_run_wrote(save_step: SaveStep, tmp_path: Path) -> None:
+def test_pruning_deletes_only_steps_of_the_same_run(save_step: SaveStep, tmp_path: Path) -> None:
     for step, run_id in ((1, None), (2, "other"), (3, "ours"), (4, "ours"), (5, "other")):
         save_step(step, run_id=run_id)
     left = {
@@ -118,7 +116,7 @@ def test_pruning_deletes_only_what_the_same_run_wrote(save_step: SaveStep, tmp_p
 
 
 def write_half_a_step(root: Path, step: int) -> Path:
-    """Leave what a save that is killed leaves."""
+    """Create the directory of a save that was killed."""
     staging = begin_checkpoint(root, step, run_id="ours").staging
     (staging / "engine").mkdir()
     (staging / "engine" / "0.bin").write_text("half")
@@ -288,9 +286,7 @@ def test_a_step_that_was_deleted_cannot_be_read(save_step: SaveStep, tmp_path: P
         pass
 
 
-def test_setting_aside_never_replaces_what_was_set_aside_before(
-    save_step: SaveStep, tmp_path: Path
-) -> None:
+def test_set_aside_never_replaces_an_earlier_directory(save_step: SaveStep, tmp_path: Path) -> None:
     names = [set_aside(save_step(7), "damaged").name for _ in range(2)]
     assert names == ["step_00000007.damaged-1", "step_00000007.damaged-2"]
     partial = begin_checkpoint(tmp_path, 8, run_id="ours")
@@ -316,7 +312,7 @@ def test_partial_names_do_not_collide(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "use", [find_step, lambda url: begin_checkpoint(url, 1)], ids=["load", "save"]
 )
-def test_a_url_is_no_folder_of_this_name(
+def test_url_is_refused_as_a_local_folder(
     use: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""A step appears whole or not at all, and never in the place of another."""
+"""Test that a step is committed atomically and never replaces another."""
 
 import errno
 import resource
@@ -84,9 +84,7 @@ def test_steps_can_be_saved_at_the_same_time(tmp_path: Path, info: ManifestInfo)
     ]
 
 
-def test_of_two_saves_of_one_step_the_first_commit_stays(
-    tmp_path: Path, info: ManifestInfo
-) -> None:
+def test_first_commit_of_a_step_wins(tmp_path: Path, info: ManifestInfo) -> None:
     one, two = begin_checkpoint(tmp_path, 1), begin_checkpoint(tmp_path, 1)
     for content, transaction in (("first", one), ("second", two)):
         (transaction.part("engine") / "a").write_text(content)
@@ -122,7 +120,7 @@ def save_after(damage: Callable[[Path], object], root: Path, info: ManifestInfo)
     ],
     ids=["vanished", "shrank", "nobody's"],
 )
-def test_a_part_that_is_not_as_reported_stops_the_commit(
+def test_commit_fails_if_a_file_differs_from_its_report(
     tmp_path: Path, info: ManifestInfo, damage: Callable[[Path], object], sentence: str
 ) -> None:
     with pytest.raises(CheckpointError, match=sentence):
@@ -202,7 +200,7 @@ def test_a_file_that_can_not_grow_is_a_checkpoint_error(
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 4096
 
 
-# A run dies at every point of a save of step 2, where step 1 is whole.
+# A run dies at each point of a save of step 2; step 1 is complete.
 
 DIES = """
 import os, sys
@@ -251,7 +249,7 @@ def die_at(point: str, root: Path) -> None:
     "point",
     ["begun", "written", "reported", "manifest written under another name", "manifest in place"],
 )
-def test_a_run_that_dies_before_the_rename_leaves_the_earlier_step(
+def test_earlier_step_is_the_latest_if_the_run_dies_before_the_rename(
     save_step: SaveStep, tmp_path: Path, point: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_step(1)
@@ -264,7 +262,7 @@ def test_a_run_that_dies_before_the_rename_leaves_the_earlier_step(
 
 
 @pytest.mark.parametrize("point", ["renamed", "committed", "pruned step out of sight"])
-def test_a_run_that_dies_after_the_rename_leaves_the_later_step(
+def test_later_step_is_the_latest_if_the_run_dies_after_the_rename(
     save_step: SaveStep, tmp_path: Path, point: str
 ) -> None:
     save_step(1)

@@ -209,14 +209,14 @@ FAULTY_ENGINES = (
         state.AppliesDropoutInEval, ("test_adapter::test_adapter_dropout_is_off_in_eval",)
     ),
     FaultyEngine(
-        state.SharesStateBetweenEngines,
+        state.StartsWithMomentsOfClosedEngine,
         ("test_call_order::test_engine_after_a_closed_engine_gives_the_same_update",),
     ),
 )
 
 
 def format_row(faulty_engine, failed):
-    """One line of the table."""
+    """Return the row of one faulty engine."""
     required = {test.partition("::")[2] for test in faulty_engine.tests}
     counts = Counter(test.partition("[")[0] for test in failed)
     tests = [
@@ -247,8 +247,8 @@ def main(names):
         for faulty_engine in FAULTY_ENGINES:
             name = faulty_engine.engine.__name__
             if not names or name in names:
-                found = kit.run(faulty_engine.name, "--tb=no", **faulty_engine.where)
-                rows[name] = format_row(faulty_engine, found.failed)
+                result = kit.run(faulty_engine.name, "--tb=no", **faulty_engine.where)
+                rows[name] = format_row(faulty_engine, result.failed)
         shared.rank_pool.close()
     PAGE.parent.mkdir(parents=True, exist_ok=True)
     PAGE.write_text(

@@ -95,7 +95,7 @@ class ReducesEveryCall(DataParallelOracle):
         return head_outputs
 
     def _reduce_pending_gradients(self):
-        """Do nothing; every call has reduced already."""
+        """Leave the gradients as they are; every call has reduced already."""
 
 
 class NeverReducesPending(DataParallelOracle):
@@ -108,7 +108,7 @@ class NeverReducesPending(DataParallelOracle):
         return head_outputs
 
     def _reduce_pending_gradients(self):
-        """Do nothing."""
+        """Leave the gradients unreduced."""
 
 
 class IgnoresTemperature(_ChangedBatch):
@@ -294,9 +294,9 @@ class SumsLossOverRanks(DataParallelOracle):
         result = super().forward_backward_batch(batch, **arguments)
         if "loss" not in result.metrics or not dist.is_initialized():
             return result
-        whole = float(
+        total = float(
             self._sum_over_data_parallel(torch.tensor(float(result.metrics["loss"].value)))
         )
         return replace(
-            result, metrics={**result.metrics, "loss": Metric(value=whole, reduction="sum")}
+            result, metrics={**result.metrics, "loss": Metric(value=total, reduction="sum")}
         )

@@ -18,8 +18,8 @@ class IgnoresClip(DataParallelOracle):
     """Ignores the limit of the gradient norm."""
 
     def _adamw(self, name, parameter, gradient, *, lr, spec):
-        whole = self.gradients()[name]
-        super()._adamw(name, parameter, whole, lr=lr, spec=spec)
+        unclipped = self.gradients()[name]
+        super()._adamw(name, parameter, unclipped, lr=lr, spec=spec)
 
 
 class ReportsClippedNorm(DataParallelOracle):
@@ -124,7 +124,7 @@ class KeepsZeroedGradients(DataParallelOracle):
     """Keeps gradients after ``optimizer_zero_grad``."""
 
     def _zero_gradients(self):
-        """Do nothing."""
+        """Keep the gradients."""
 
 
 class DropsGradientsOnExit(DataParallelOracle):
@@ -241,7 +241,7 @@ class DropsUpdateCounts(DataParallelOracle):
         self.update_counts = dict.fromkeys(self.update_counts, 0)
 
 
-class SharesStateBetweenEngines(DataParallelOracle):
+class StartsWithMomentsOfClosedEngine(DataParallelOracle):
     """Starts a second engine with the moments of the first."""
 
     _moments: dict = {}

@@ -23,7 +23,7 @@ from temper_engine_api.objective import (
 
 
 def pair(columns=None, sequence_columns=None):
-    """Two sequences of two tokens, the second of each trained."""
+    """Return a batch of two sequences of two tokens, of which the second is trained."""
     mask = torch.tensor([False, True])
     parts = {
         name: list(torch.tensor(column).view(2, 2, *torch.tensor(column).shape[1:]))

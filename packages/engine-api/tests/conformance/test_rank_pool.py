@@ -16,7 +16,7 @@ from temper_engine_api.conformance.harness.rank_process import JobReply, pickle_
 from temper_engine_api.layout import default_layout
 
 ANY_ENGINE = "temper_engine_api.engine:BaseEngine"
-"""No engine is built here; this class needs no import but torch."""
+"""Engine named in the requests; the jobs of this file build none."""
 
 
 def who_am_i(rank, *, add):
