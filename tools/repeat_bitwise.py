@@ -3,9 +3,9 @@
     python -m tools.repeat_bitwise [--times 20] [--group trainer] [--expression EXPR] [--restart]
 
 A repetition is one pytest process that runs the tests of a group with the mark `bitwise`. Its
-result is stored in .temper/bitwise.json before the next one starts, and later calls at the same
-commit continue there. After each repetition the table of all results is written to
-docs/records/bitwise.md.
+result is stored in docs/records/bitwise.json before the next one starts, and later calls continue
+there, also at later commits: all repetitions together take several hours. After each repetition
+the table of all results in docs/records/bitwise.md is replaced; the text below it is kept.
 """
 
 import argparse
@@ -23,8 +23,10 @@ from pathlib import Path
 from tools.release_records import git
 
 ROOT = Path(__file__).resolve().parent.parent
-STATE = ROOT / ".temper" / "bitwise.json"
+STATE = ROOT / "docs" / "records" / "bitwise.json"
 REPORT = ROOT / "docs" / "records" / "bitwise.md"
+END_OF_TABLE = "<!-- Text below this line is kept. -->"
+JUNIT_XML = ROOT / ".temper" / "bitwise.xml"
 
 KIT = ("--pyargs", "temper_engine_api.conformance", "--world-sizes", "1,2", "--engine")
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -68,33 +70,32 @@ class Outcomes:
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """All repetitions at one commit."""
+    """All repetitions, which may be of several commits."""
 
-    commit: str
+    commits: list[str] = field(default_factory=list)
+    """Short ids of the commits that were tested, in order."""
     done: dict[str, int] = field(default_factory=dict)
     """Number of repetitions by group, condition and expression."""
     tests: dict[str, dict[str, Outcomes]] = field(default_factory=dict)
     """Outcomes by test and condition."""
 
     @classmethod
-    def load(cls, path: Path, *, commit: str) -> "Record":
-        """Return the stored record of this commit, or an empty one."""
+    def load(cls, path: Path) -> "Record":
+        """Return the stored record, or an empty one."""
         if not path.exists():
-            return cls(commit=commit)
+            return cls()
         stored = json.loads(path.read_text())
-        if stored["commit"] != commit:
-            return cls(commit=commit)
         tests = {
             name: {condition: Outcomes(**counts) for condition, counts in outcomes.items()}
             for name, outcomes in stored["tests"].items()
         }
-        return cls(commit=commit, done=stored["done"], tests=tests)
+        return cls(commits=stored["commits"], done=stored["done"], tests=tests)
 
     def save(self, path: Path) -> None:
         """Replace the file atomically, so that a killed run keeps the previous version."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(self), indent=1))
+        partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
         partial.replace(path)
 
     def add(self, junit_xml: str, *, condition: str) -> None:
@@ -122,7 +123,8 @@ class Record:
             "",
             (
                 f"Processor: {_read_processor_name()}, {os.cpu_count()} cores. "
-                f"Last repetition: {time.strftime('%Y-%m-%d')}."
+                f"Last repetition: {time.strftime('%Y-%m-%d')}. "
+                f"Commits: {', '.join(self.commits)}."
             ),
             "",
             "| test | idle host: passed | failed | under load: passed | failed |",
@@ -147,7 +149,7 @@ class Record:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the missing repetitions; return 1 if any test ever failed at this commit, else 0."""
+    """Run the missing repetitions; return 1 if any test ever failed, else 0."""
     parser = argparse.ArgumentParser(prog="tools.repeat_bitwise", description=__doc__)
     parser.add_argument("--times", type=int, default=20, help="repetitions under each condition")
     parser.add_argument(
@@ -159,12 +161,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--expression", default="", help="run only tests that this pytest -k expression selects"
     )
-    parser.add_argument(
-        "--restart", action="store_true", help="discard the stored repetitions of this commit"
-    )
+    parser.add_argument("--restart", action="store_true", help="discard the stored repetitions")
     chosen = parser.parse_args(arguments)
-    commit = git(ROOT, "rev-parse", "HEAD").strip()
-    record = Record(commit=commit) if chosen.restart else Record.load(STATE, commit=commit)
+    commit = git(ROOT, "rev-parse", "--short", "HEAD").strip()
+    record = Record() if chosen.restart else Record.load(STATE)
     # Iterate over repetitions first, so that an interrupted run has tried every group.
     for number in range(1, chosen.times + 1):
         for group in chosen.group or GROUPS:
@@ -176,9 +176,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if junit_xml is not None:
                     record.add(junit_xml, condition=condition)
                 record.done[key] = number
+                if commit not in record.commits:
+                    record.commits.append(commit)
                 record.save(STATE)
-                REPORT.parent.mkdir(parents=True, exist_ok=True)
-                REPORT.write_text(record.table())
+                _, _, text = REPORT.read_text().partition(END_OF_TABLE)
+                REPORT.write_text(f"{record.table()}\n{END_OF_TABLE}{text}")
                 print(f"{key}: {number} of {chosen.times}", flush=True)
     failed = {
         name
@@ -197,9 +199,8 @@ def _repeat(group: str, *, condition: str, expression: str) -> str | None:
     Raises:
         RuntimeError: If pytest wrote no report.
     """
-    report = STATE.with_suffix(".xml")
-    report.parent.mkdir(parents=True, exist_ok=True)
-    report.unlink(missing_ok=True)
+    JUNIT_XML.parent.mkdir(parents=True, exist_ok=True)
+    JUNIT_XML.unlink(missing_ok=True)
     command = [
         sys.executable,
         "-m",
@@ -209,7 +210,7 @@ def _repeat(group: str, *, condition: str, expression: str) -> str | None:
         "bitwise",
         "--timeout",
         "3600",
-        f"--junitxml={report}",
+        f"--junitxml={JUNIT_XML}",
     ]
     command += ["-k", expression] if expression else []
     command += _list_pytest_arguments(group)
@@ -217,14 +218,14 @@ def _repeat(group: str, *, condition: str, expression: str) -> str | None:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode == NO_TESTS:
         return None
-    if done.returncode not in (0, 1) or not report.exists():
+    if done.returncode not in (0, 1) or not JUNIT_XML.exists():
         raise RuntimeError(
             f"pytest exited with status {done.returncode}, expected 0 or 1:\n"
             f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         )
     if done.returncode == 1:
         print(done.stdout[-8000:], flush=True)
-    return report.read_text()
+    return JUNIT_XML.read_text()
 
 
 def _list_pytest_arguments(group: str) -> list[str]:

@@ -11,19 +11,19 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_a_stored_record_continues_at_the_same_commit_only(tmp_path: Path) -> None:
-    record = Record(commit="abc", done={"trainer": 2})
+def test_stored_record_continues(tmp_path: Path) -> None:
+    assert Record.load(tmp_path / "state.json") == Record()
+    record = Record(commits=["abc", "def"], done={"trainer": 2})
     record.add(REPORT, condition="idle")
     record.add(REPORT, condition="idle")
     record.save(tmp_path / "state.json")
-    again = Record.load(tmp_path / "state.json", commit="abc")
+    again = Record.load(tmp_path / "state.json")
     assert again == record
     assert again.tests["a.test_b::test_same"] == {"idle": Outcomes(passed=2)}
-    assert Record.load(tmp_path / "state.json", commit="def") == Record(commit="def")
 
 
 def test_table_counts_by_condition_and_names_what_never_ran() -> None:
-    record = Record(commit="abc")
+    record = Record(commits=["abc"])
     record.add(REPORT, condition="idle")
     record.add(REPORT, condition="under load")
     record.add(REPORT, condition="under load")
