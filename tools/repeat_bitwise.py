@@ -98,10 +98,10 @@ class Record:
         partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
         partial.replace(path)
 
-    def add(self, junit_xml: str, *, condition: str) -> None:
-        """Count the tests of one pytest report."""
+    def add(self, junit_xml: str, *, group: str, condition: str) -> None:
+        """Count the tests of one pytest report; the kit's tests are counted by engine."""
         for case in ElementTree.fromstring(junit_xml).iter("testcase"):
-            name = f"{case.get('classname')}::{case.get('name')}"
+            name = f"{group}: {case.get('classname')}::{case.get('name')}"
             counts = self.tests.setdefault(name, {}).setdefault(condition, Outcomes())
             kinds = {child.tag for child in case}
             if kinds & {"failure", "error"}:
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     continue
                 junit_xml = _repeat(group, condition=condition, expression=chosen.expression)
                 if junit_xml is not None:
-                    record.add(junit_xml, condition=condition)
+                    record.add(junit_xml, group=group, condition=condition)
                 record.done[key] = number
                 if commit not in record.commits:
                     record.commits.append(commit)

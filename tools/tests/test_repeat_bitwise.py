@@ -14,20 +14,20 @@ REPORT = """<testsuites><testsuite>
 def test_stored_record_continues(tmp_path: Path) -> None:
     assert Record.load(tmp_path / "state.json") == Record()
     record = Record(commits=["abc", "def"], done={"trainer": 2})
-    record.add(REPORT, condition="idle")
-    record.add(REPORT, condition="idle")
+    record.add(REPORT, group="g", condition="idle")
+    record.add(REPORT, group="g", condition="idle")
     record.save(tmp_path / "state.json")
     again = Record.load(tmp_path / "state.json")
     assert again == record
-    assert again.tests["a.test_b::test_same"] == {"idle": Outcomes(passed=2)}
+    assert again.tests["g: a.test_b::test_same"] == {"idle": Outcomes(passed=2)}
 
 
 def test_table_counts_by_condition_and_names_what_never_ran() -> None:
     record = Record(commits=["abc"])
-    record.add(REPORT, condition="idle")
-    record.add(REPORT, condition="under load")
-    record.add(REPORT, condition="under load")
+    record.add(REPORT, group="g", condition="idle")
+    record.add(REPORT, group="g", condition="under load")
+    record.add(REPORT, group="g", condition="under load")
     lines = record.table().splitlines()
-    assert "| `a.test_b::test_same` | 1 | 0 | 2 | 0 |" in lines
-    assert "| `a.test_b::test_other` | 0 | 1 | 0 | 2 |" in lines
-    assert lines[-1] == "Always skipped on this machine: `a.test_b::test_gpu`."
+    assert "| `g: a.test_b::test_same` | 1 | 0 | 2 | 0 |" in lines
+    assert "| `g: a.test_b::test_other` | 0 | 1 | 0 | 2 |" in lines
+    assert lines[-1] == "Always skipped on this machine: `g: a.test_b::test_gpu`."
