@@ -8,7 +8,7 @@ the state before `tokens[t]`. See `padding` for conversion to and from padded te
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -137,18 +137,12 @@ class SequenceBatch:
                 "sequences: give one entry per sequence."
             )
         sizes = {"token": self.num_tokens, "sequence": self.num_sequences}
-        for declared in fields(SequenceBatch):
-            value = getattr(self, declared.name)
-            columns = value if isinstance(value, Mapping) else {declared.name: value}
-            for name, column in columns.items():
-                if "axis" not in declared.metadata or not isinstance(column, Tensor):
-                    continue
-                axis, dim = declared.metadata["axis"], declared.metadata["dim"]
-                if column.ndim == 0 or column.shape[dim] != sizes[axis]:
-                    raise BatchError(
-                        f"column {name!r} has shape {tuple(column.shape)}, but the batch has "
-                        f"{sizes[axis]} {axis}s: expected {sizes[axis]} entries along dim {dim}."
-                    )
+        for _, name, axis, dim, tensor in list_columns(self):
+            if tensor.ndim == 0 or tensor.shape[dim] != sizes[axis]:
+                raise BatchError(
+                    f"column {name!r} has shape {tuple(tensor.shape)}, but the batch has "
+                    f"{sizes[axis]} {axis}s: expected {sizes[axis]} entries along dim {dim}."
+                )
 
     @property
     def num_tokens(self) -> int:
@@ -286,6 +280,34 @@ class PackedBatch(SequenceBatch):
         """Iterate over the micro-batches, as views of this batch's tensors."""
         for first, last in pairwise(self.micro_batch_starts.tolist()):
             yield slice_sequences(self, first=first, last=last)
+
+
+class Column(NamedTuple):
+    """One tensor of a batch and the axis of its entries."""
+
+    field: str
+    """Field of SequenceBatch that has the tensor."""
+    name: str
+    """Key of the tensor if the field is a mapping, else the name of the field."""
+    axis: Literal["token", "sequence"]
+    """Axis of the entries: one for each token, or one for each sequence."""
+    dim: int
+    """Dimension of the entries."""
+    tensor: Tensor
+
+
+def list_columns(batch: SequenceBatch) -> list[Column]:
+    """List all tensors of a batch except `sequence_starts`."""
+    columns = []
+    for declared in fields(SequenceBatch):
+        value = getattr(batch, declared.name)
+        tensors = value if isinstance(value, Mapping) else {declared.name: value}
+        columns += [
+            Column(declared.name, name, declared.metadata["axis"], declared.metadata["dim"], tensor)
+            for name, tensor in tensors.items()
+            if "axis" in declared.metadata and isinstance(tensor, Tensor)
+        ]
+    return columns
 
 
 def _copy_to_device(column: Tensor, device: torch.device | str) -> Tensor:

@@ -4,18 +4,23 @@ Engines compute on packed batches only. Convert batches here if your code pads t
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.batch import SequenceBatch, list_columns
 from temper_engine_api.errors import BatchError
 
-_IDS = ("sample_ids", "group_ids", "pack_group_ids")
-_OWN_FIELDS = frozenset(
-    {"input_ids", "attention_mask", "loss_mask", "position_ids", "temperature", *_IDS}
-)
+_RESERVED_NAMES = frozenset(
+    {
+        *("input_ids", "attention_mask"),
+        *(field.name for field in fields(SequenceBatch) if field.type in (Tensor, Tensor | None)),
+    }
+) - {"tokens", "sequence_starts"}
+"""Entries of a padded mapping that are not columns: the tensors of SequenceBatch under their names,
+except that `input_ids` has the tokens, and `attention_mask` stands for `sequence_starts`."""
 
 
 def from_padded(padded: Mapping[str, Tensor]) -> SequenceBatch:
@@ -80,32 +85,24 @@ def to_padded(
             `from_padded` could not recover a column from its name and shape.
     """
     width = _checked_width(batch, length)
-    mask = _mask_of(batch.lengths, width=width, side=side)
+    mask = _make_mask(batch.lengths, width=width, side=side)
 
     def pad(column: Tensor, fill: int = 0) -> Tensor:
         out = column.new_full((*mask.shape, *column.shape[1:]), fill)
         out[mask] = column
         return out
 
-    padded = {
-        "input_ids": pad(batch.tokens, pad_token_id),
-        "attention_mask": mask.long(),
-        "loss_mask": pad(batch.loss_mask),
-    }
-    padded |= {
-        "sample_ids": batch.sample_ids,
-        "group_ids": batch.group_ids,
-        "pack_group_ids": batch.pack_group_ids,
-    }
-    padded |= {"temperature": batch.temperature, **batch.sequence_columns}
-    padded |= {name: pad(column) for name, column in batch.columns.items()}
-    if batch.position_ids is not None:
-        position_ids = batch.position_ids
-        padded["position_ids"] = (
-            pad(position_ids)
-            if position_ids.ndim == 1
-            else torch.stack([pad(axis) for axis in position_ids])
-        )
+    padded = {"input_ids": pad(batch.tokens, pad_token_id), "attention_mask": mask.long()}
+    for field, name, axis, dim, tensor in list_columns(batch):
+        if field == "tokens":
+            continue
+        if axis == "sequence":
+            padded[name] = tensor
+        elif dim == 0 or tensor.ndim == 1:
+            padded[name] = pad(tensor)
+        else:
+            # Tokens are last in [3, T] position ids, so each row is padded by itself.
+            padded[name] = torch.stack([pad(row) for row in tensor])
     return padded
 
 
@@ -127,7 +124,7 @@ def _checked_width(batch: SequenceBatch, length: int | None) -> int:
                 f"{width} could not be told from a per-token column: choose another length."
             )
     # Names must be unique, because from_padded has only the name and the shape.
-    taken = _OWN_FIELDS | (batch.columns.keys() & batch.sequence_columns.keys())
+    taken = _RESERVED_NAMES | (batch.columns.keys() & batch.sequence_columns.keys())
     for name in sorted(taken & (batch.columns.keys() | batch.sequence_columns.keys())):
         raise BatchError(
             f"column {name!r} has the name of a field of the padded mapping, or exists both per "
@@ -136,7 +133,7 @@ def _checked_width(batch: SequenceBatch, length: int | None) -> int:
     return width
 
 
-def _mask_of(lengths: Tensor, *, width: int, side: Literal["left", "right"]) -> Tensor:
+def _make_mask(lengths: Tensor, *, width: int, side: Literal["left", "right"]) -> Tensor:
     position = torch.arange(width, device=lengths.device)
     return position < lengths[:, None] if side == "right" else position >= width - lengths[:, None]
 
@@ -228,7 +225,7 @@ def _columns(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     token_columns: dict[str, Tensor] = {}
     sequence_columns: dict[str, Tensor] = {}
-    for name in padded.keys() - _OWN_FIELDS:
+    for name in padded.keys() - _RESERVED_NAMES:
         value = padded[name]
         if value.shape[:2] == mask.shape and value.ndim in (2, 3):
             token_columns[name] = value[mask]
