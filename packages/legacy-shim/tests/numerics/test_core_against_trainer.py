@@ -192,7 +192,7 @@ def test_the_adaptive_kl_controller_agrees(call: str) -> None:
     controller = KlController(coef=given["kl_coef"], target=given["target_kl"], horizon=given["horizon"])
     found = [controller.coef]
     for kl in case["current_kl"]:
-        controller = controller.updated(kl=kl, num_samples=case["n_steps"])
+        controller = controller.adapt(kl=kl, num_samples=case["n_steps"])
         found.append(controller.coef)
     assert replace(controller).coef == pytest.approx(found[-1])
     assert found == pytest.approx(json_of(CORE / "kl_controllers" / "metrics.json")[call]["value"])  # type: ignore[index]

@@ -230,8 +230,8 @@ def _train(loaded: LoadedConfig, options: argparse.Namespace, *, lock: RunLock) 
             return _fail(
                 f"interrupted before the first checkpoint, start again with: {command}", code=code
             )
-        where = f"at step {error.step}" if error.checkpoint else "before the first checkpoint"
-        return _fail(f"interrupted {where}, resume with: {command}", code=code)
+        point = f"at step {error.step}" if error.checkpoint else "before the first checkpoint"
+        return _fail(f"interrupted {point}, resume with: {command}", code=code)
     print(f"done: {_list_results(result.directory)}")
     return 0
 

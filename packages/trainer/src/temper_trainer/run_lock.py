@@ -160,15 +160,15 @@ class RunLock:
     def _remove_dead_lock(self, last_heartbeat_ns: int | None) -> None:
         """Remove the lock file of a dead owner, unless another process has replaced it."""
         path = self._folder / LOCK_FILE
-        aside = path.with_name(f"{LOCK_FILE}.{os.getpid()}")
+        renamed = path.with_name(f"{LOCK_FILE}.{os.getpid()}")
         # Rename the file before checking it: if two processes do this at the same time, the slower
         # one renames the new lock of the faster one, sees that it changed, and puts it back.
         with contextlib.suppress(FileNotFoundError):
-            path.rename(aside)
-            if aside.stat().st_mtime_ns != last_heartbeat_ns:
+            path.rename(renamed)
+            if renamed.stat().st_mtime_ns != last_heartbeat_ns:
                 with contextlib.suppress(FileExistsError):
-                    os.link(aside, path)
-            aside.unlink()
+                    os.link(renamed, path)
+            renamed.unlink()
 
     def _last_heartbeat_ns(self) -> int | None:
         """Return the time of the holder's last heartbeat, or None if it has released the lock."""

@@ -159,10 +159,10 @@ def _is_own_folder(folder: Path) -> bool:
 
 def _is_orphan(name: str) -> bool:
     """Return True if the owner in a name was a process of this user and host, and is dead."""
-    found = _NAME.fullmatch(name)
-    if found is None or int(found["user"]) != os.getuid() or found["space"] != _process_space():
+    match = _NAME.fullmatch(name)
+    if match is None or int(match["user"]) != os.getuid() or match["space"] != _process_space():
         return False
-    return _start_time(int(found["process"])) != int(found["start"])
+    return _start_time(int(match["process"])) != int(match["start"])
 
 
 def _start_time(process: int) -> int | None:

@@ -49,8 +49,8 @@ class Prompt:
     """Token ids; at least one."""
     answer: str
     """Reference answer, unchanged from the source."""
-    source: str = ""
-    """Name of the source."""
+    location: str = ""
+    """File and line of its row, or the name of the data source, for messages."""
     extra: Mapping[str, object] = field(default_factory=dict, compare=False)
     """Fields of the row listed in the source's ``extra_keys``, for reward functions."""
     route: str = ""

@@ -10,14 +10,13 @@ def test_coefficient_rises_below_the_target_and_falls_to_zero_above_it() -> None
     controller = build_entropy_controller(
         AlgorithmConfig(entropy_target=0.5, entropy_coef_step=0.01)
     )
-    raised = controller.updated(entropy=0.4).updated(entropy=0.4)
+    raised = controller.adapt(entropy=0.4).adapt(entropy=0.4)
     assert raised.coef == pytest.approx(0.02)
-    assert raised.updated(entropy=0.6).coef == pytest.approx(0.01)
-    assert controller.updated(entropy=0.6).coef == 0.0
+    assert raised.adapt(entropy=0.6).coef == pytest.approx(0.01)
+    assert controller.adapt(entropy=0.6).coef == 0.0
 
 
 def test_without_a_target_the_coefficient_is_fixed() -> None:
     assert (
-        build_entropy_controller(AlgorithmConfig(entropy_coef=-0.1)).updated(entropy=0.0).coef
-        == -0.1
+        build_entropy_controller(AlgorithmConfig(entropy_coef=-0.1)).adapt(entropy=0.0).coef == -0.1
     )

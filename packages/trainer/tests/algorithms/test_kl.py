@@ -90,7 +90,7 @@ def test_expected_gradient_of_each_estimator_is_that_of_its_divergence(
 
 def test_controller_without_a_target_does_not_change() -> None:
     controller = build_kl_controller(AlgorithmConfig(kl_reward_coef=0.1))
-    assert controller.updated(kl=100.0, num_samples=64) == controller
+    assert controller.adapt(kl=100.0, num_samples=64) == controller
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,13 @@ def test_controller_follows_the_error_clipped_to_one_fifth(kl: float, expected: 
     # 100 samples over a horizon of 10,000 is 0.01; errors of 6.6, 60, 0 and 6 over 6 are 0.1, 9
     # (held at 0.2), -1 (held) and 0.
     controller = build_kl_controller(AlgorithmConfig(kl_reward_coef=0.2, kl_target=6.0))
-    assert controller.updated(kl=kl, num_samples=100).coef == pytest.approx(expected)
+    assert controller.adapt(kl=kl, num_samples=100).coef == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
 def test_step_with_nan_kl_does_not_change_the_controller(kl: float) -> None:
     controller = build_kl_controller(AlgorithmConfig(kl_reward_coef=0.2, kl_target=6.0))
-    assert controller.updated(kl=kl, num_samples=100) == controller
+    assert controller.adapt(kl=kl, num_samples=100) == controller
 
 
 def test_sequence_kl_sums_tokens_and_averages_samples() -> None:

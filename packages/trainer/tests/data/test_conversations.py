@@ -27,7 +27,7 @@ CONVERSATION = Row(
     ),
     answer="",
     solution="",
-    source="talk 0",
+    location="talk 0",
 )
 
 
@@ -81,4 +81,4 @@ def test_template_that_rewrites_earlier_turns_is_refused() -> None:
 def test_conversation_without_an_assistant_is_refused() -> None:
     record = {"messages": [{"role": "user", "content": "hi"}]}
     with pytest.raises(DataError, match="one of role assistant: there is nothing to imitate"):
-        build_row(record, config=config().train, row_id=0, source="talks.jsonl:1")
+        build_row(record, config=config().train, row_id=0, location="talks.jsonl:1")

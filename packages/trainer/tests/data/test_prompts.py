@@ -24,7 +24,7 @@ TEMPLATE = (
 
 def row(row_id: int, prompt: str | tuple[ChatMessage, ...], solution: str = "#### 2") -> Row:
     return Row(
-        row_id=row_id, prompt=prompt, answer="#### 2", solution=solution, source=f"file:{row_id}"
+        row_id=row_id, prompt=prompt, answer="#### 2", solution=solution, location=f"file:{row_id}"
     )
 
 

@@ -65,7 +65,7 @@ def test_rows_are_numbered_over_all_files_up_to_max_rows(tmp_path: Path) -> None
         (1, "2 + 3?"),
         (2, "1 + 1?"),
     ]
-    assert rows[2].source == f"{tmp_path / 'b'}:1"
+    assert rows[2].location == f"{tmp_path / 'b'}:1"
 
 
 def test_file_system_url_is_passed_on_unchanged(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_evaluation_reports_problems_of_another_split_as_untrained(
 
 
 def row(number: int, prompt: str | tuple[ChatMessage, ...]) -> Row:
-    return Row(row_id=number, prompt=prompt, answer="4", solution="4", source="here")
+    return Row(row_id=number, prompt=prompt, answer="4", solution="4", location="here")
 
 
 def prompt(number: int) -> Prompt:

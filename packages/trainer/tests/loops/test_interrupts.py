@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from temper_trainer.loops.interrupts import StopRequest, WorkAbandoned, allow_late_abandon
+from temper_trainer.loops.interrupts import StopRequest, WorkAbandoned, allow_stop_after_half_grace
 
 GRACE_S = 60.0
 
@@ -55,7 +55,7 @@ def test_blocking_call_is_interrupted_after_half_of_the_grace_period() -> None:
         stop.on_late = lambda: called.append(threading.current_thread().name)
         begin = time.monotonic()
         receive(signal.SIGTERM)
-        with pytest.raises(WorkAbandoned), allow_late_abandon():
+        with pytest.raises(WorkAbandoned), allow_stop_after_half_grace():
             threading.Event().wait(30)
         assert 0.5 <= time.monotonic() - begin < 5
         time.sleep(0.1)

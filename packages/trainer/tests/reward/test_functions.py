@@ -14,7 +14,7 @@ from temper_trainer.types import Prompt
 
 
 def make_prompt(answer: str) -> Prompt:
-    return Prompt(prompt_id=3, text="?", tokens=(1,), answer=answer, source="file:3")
+    return Prompt(prompt_id=3, text="?", tokens=(1,), answer=answer, location="file:3")
 
 
 @pytest.mark.parametrize(

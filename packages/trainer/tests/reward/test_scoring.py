@@ -25,7 +25,7 @@ PATIENT = RewardConfig(
 
 def items(*texts: str) -> list[Item]:
     return [
-        (Prompt(prompt_id=i, text="?", tokens=(1,), answer="#### 2", source=f"file:{i}"), text)
+        (Prompt(prompt_id=i, text="?", tokens=(1,), answer="#### 2", location=f"file:{i}"), text)
         for i, text in enumerate(texts)
     ]
 
@@ -131,7 +131,7 @@ sys.path[:0] = sys.argv[1:]
 from temper_trainer.config.reward import RewardConfig
 from temper_trainer.reward.scoring import Scorer
 from temper_trainer.types import Prompt
-prompt = Prompt(prompt_id=0, text="?", tokens=(1,), answer="", source="")
+prompt = Prompt(prompt_id=0, text="?", tokens=(1,), answer="", location="")
 if __name__ == "__main__":
     with Scorer(RewardConfig(function="functions_for_tests:follow_text", num_workers=1)) as scorer:
         scorer.score([(prompt, "1")])

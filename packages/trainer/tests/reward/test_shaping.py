@@ -43,14 +43,14 @@ def test_rewards_are_normalized_over_the_step() -> None:
 
 def test_running_moments_cover_all_rewards_so_far() -> None:
     # 1, 3, then 5: mean 3, squares 4 + 0 + 4 = 8.
-    moments = RunningStats().updated([1.0, 3.0]).updated([5.0])
+    moments = RunningStats().with_rewards([1.0, 3.0]).with_rewards([5.0])
     assert (moments.count, moments.mean, moments.squares) == pytest.approx((3.0, 3.0, 8.0))
     shaped = shape_rewards(
         [5.0],
         lengths=[1],
         max_tokens=9,
         config=ShapingConfig(normalization="running"),
-        moments=RunningStats().updated([1.0, 3.0]),
+        moments=RunningStats().with_rewards([1.0, 3.0]),
     )
     assert shaped.rewards == pytest.approx([2.0 / (8.0 / 3.0) ** 0.5])
 

@@ -17,8 +17,8 @@ class EntropyController:
     step: float
     """Change of the weight per training step."""
 
-    def updated(self, *, entropy: float) -> "EntropyController":
-        """Return the controller after a step: weight up if entropy < target, else down to 0.
+    def adapt(self, *, entropy: float) -> "EntropyController":
+        """Return the controller for the next step: weight up if entropy < target, else down to 0.
 
         Args:
             entropy: Mean over the step's trained tokens, in nats.
@@ -52,8 +52,8 @@ class KlController:
     horizon: int
     """Completions over which a lasting error of 20 % or more scales the weight by about e^0.2."""
 
-    def updated(self, *, kl: float, num_samples: int) -> "KlController":
-        """Return the controller after a step.
+    def adapt(self, *, kl: float, num_samples: int) -> "KlController":
+        """Return the controller for the next step.
 
             coef' = coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)
 

@@ -398,5 +398,5 @@ def compute_reinforce_plus_plus_baseline_advantages(
 
     Source: Hu et al. 2025, arXiv:2501.03262, section 3 (REINFORCE++-baseline).
     """
-    above = compute_grpo_advantages(rewards, group_ids=samples.group_ids, scale_by_std=False)
-    return whiten(above[samples.sequence_index], mask=samples.loss_mask)
+    advantages = compute_grpo_advantages(rewards, group_ids=samples.group_ids, scale_by_std=False)
+    return whiten(advantages[samples.sequence_index], mask=samples.loss_mask)

@@ -17,9 +17,9 @@ def describe_policy(run: RunConfig) -> str:
         'checkpoints: saved every 30 min, every 10 steps and at the end; all are kept'
     """
     steps = "step" if run.save_every == 1 else f"{run.save_every} steps"
-    when = [] if run.save_interval_s is None else [f"every {_format_s(run.save_interval_s)}"]
-    when += [f"every {steps}"] if run.save_every else []
-    times = f"{', '.join(when)}{' and ' if when else ''}at the end"
+    occasions = [] if run.save_interval_s is None else [f"every {_format_s(run.save_interval_s)}"]
+    occasions += [f"every {steps}"] if run.save_every else []
+    times = f"{', '.join(occasions)}{' and ' if occasions else ''}at the end"
     return f"checkpoints: saved {times}; {describe_retention(run)}"
 
 

@@ -39,8 +39,8 @@ def import_object(path: str, *, key: str) -> Callable[..., Any]:
             f"{error}): {remedy}."
         ) from error
     members = vars(imported)
-    found = members.get(name)
-    if not callable(found):
+    member = members.get(name)
+    if not callable(member):
         # Only callables: a module also has imports and constants, which cannot be meant.
         near = difflib.get_close_matches(
             name, [known for known, value in members.items() if callable(value)], n=1
@@ -49,8 +49,8 @@ def import_object(path: str, *, key: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{key} names {name!r} in {module}, which has no function or class of that name{hint}"
         )
-    named: Callable[..., Any] = found
-    return named
+    imported_object: Callable[..., Any] = member
+    return imported_object
 
 
 def _suggest_remedy(absent: str) -> str:

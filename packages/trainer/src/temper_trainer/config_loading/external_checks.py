@@ -156,8 +156,11 @@ def check_libraries(config: TrainerConfig) -> None:
         _check_vllm(f"teachers.{taught[0]}.backend is vllm", python=config.runtime.rollout_python)
 
 
-def _check_vllm(reason: str, *, python: str | None) -> None:
+def _check_vllm(setting: str, *, python: str | None) -> None:
     """Raise if an interpreter's packages cannot run vLLM servers.
+
+    `setting` starts the message: it is the setting that needs vLLM, such as "rollout.sampler is
+    vllm".
 
     Packages are listed and not imported, because importing takes minutes. A mismatch of torchvision
     and torch is only found when a server starts.
@@ -165,10 +168,10 @@ def _check_vllm(reason: str, *, python: str | None) -> None:
     if python is None:
         if not _is_installed("vllm"):
             raise ConfigError(
-                f"{reason}, but vLLM is not installed here: pip install 'temper-trainer[vllm]', "
+                f"{setting}, but vLLM is not installed here: pip install 'temper-trainer[vllm]', "
                 "or set runtime.rollout_python to the Python of an environment that has it."
             )
-        found = vllm_versions.find_installed_versions()
+        versions = vllm_versions.find_installed_versions()
     else:
         if shutil.which(python) is None:
             raise ConfigError(
@@ -184,14 +187,14 @@ def _check_vllm(reason: str, *, python: str | None) -> None:
             if module not in listed
         ]
         if missing:
-            vllm_note = "" if "vllm" in listed else f" It has no vLLM either: {reason}."
+            vllm_note = "" if "vllm" in listed else f" It has no vLLM either: {setting}."
             raise ConfigError(
                 f"runtime.rollout_python is {python}, which has no {' and no '.join(missing)}: run "
                 f"{python} -m pip install --no-deps {' '.join(missing)}.{vllm_note}"
             )
-        found = listed
-    if problem := vllm_versions.find_version_problem(found, python=python or sys.executable):
-        raise ConfigError(f"{reason}: {problem}")
+        versions = listed
+    if problem := vllm_versions.find_version_problem(versions, python=python or sys.executable):
+        raise ConfigError(f"{setting}: {problem}")
 
 
 def _list_versions(python: str) -> dict[str, str] | None:
@@ -228,9 +231,9 @@ def _list_versions(python: str) -> dict[str, str] | None:
 
 
 def _check_custom_environment(config: EnvironmentConfig) -> None:
-    found = load_environment_class(config)
+    environment_class = load_environment_class(config)
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(environment_class)
     except (
         ValueError
     ):  # classes in C may have no signature; then the first instantiation reports it
@@ -359,6 +362,6 @@ def _find_port_problems(address: str, port: int) -> Iterator[str]:
 
 
 def _is_installed(module: str) -> bool:
-    found = importlib.util.find_spec(module)
+    spec = importlib.util.find_spec(module)
     # A namespace package, such as the folder /tmp/ray seen from /tmp, is not the library.
-    return found is not None and found.origin is not None
+    return spec is not None and spec.origin is not None

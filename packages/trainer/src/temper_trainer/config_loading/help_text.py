@@ -167,12 +167,12 @@ def _field_docstrings(cls: type) -> dict[str, str]:
         if isinstance(node, ast.ClassDef) and node.name == cls.__name__
     )
     docstrings = {}
-    for field, below in itertools.pairwise(body):
+    for field, following in itertools.pairwise(body):
         is_text = (
-            isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-            and isinstance(below.value.value, str)
+            isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and isinstance(following.value.value, str)
         )
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
-            docstrings[field.target.id] = (" ").join(ast.literal_eval(below.value).split())  # type: ignore[attr-defined]
+            docstrings[field.target.id] = (" ").join(ast.literal_eval(following.value).split())  # type: ignore[attr-defined]
     return docstrings

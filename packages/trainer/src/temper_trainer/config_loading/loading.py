@@ -239,7 +239,7 @@ def expand_home(value: Plain, *, key: str = "") -> Plain:
         key: Last component of the value's key.
     """
     if isinstance(value, dict):
-        return {name: expand_home(below, key=name) for name, below in value.items()}
+        return {name: expand_home(item, key=name) for name, item in value.items()}
     if isinstance(value, list):
         return [expand_home(item, key=key) for item in value]
     return os.path.expanduser(value) if isinstance(value, str) and key in PATH_KEYS else value

@@ -25,7 +25,8 @@ _WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
 """Classes whose tokens are bytes or characters."""
 
 
-_CONFIGS_OF_TRANSFORMERS = ("auto_mappings.py", "configuration_auto.py")
+_MODEL_TYPE_FILES = ("auto_mappings.py", "configuration_auto.py")
+"""Files of transformers that list its model types, by version."""
 
 
 def find_model_problems(config: TrainerConfig) -> Iterator[str]:
@@ -47,8 +48,7 @@ def find_model_problems(config: TrainerConfig) -> Iterator[str]:
         if path is not None and _is_model(path) and not has_vocabulary(Path(path)):
             yield (
                 f"teachers.{name}.engine.model.path is {path}, which has no tokenizer files, so "
-                "it cannot be checked that its tokens are the policy's: copy the tokenizer's files "
-                "there."
+                "its tokens cannot be compared with the policy's: copy the tokenizer's files there."
             )
     # After a warm start, the model that it saved is the base model of the adapter.
     has_base = config.actor.engine.model.path is not None or config.warm_start is not None
@@ -131,23 +131,23 @@ def _find_model_problem(key: str, model: ModelSpec) -> str | None:
             f"config.json): {remedy}"
         )
     try:
-        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        model_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         return f"{key}.path: {folder}/config.json is not JSON ({error}): copy or download it again."
-    if not isinstance(fields, dict):
+    if not isinstance(model_config, dict):
         return (
-            f"{key}.path: {folder}/config.json is a {type(fields).__name__}, but must be a JSON "
-            "object: download it again."
+            f"{key}.path: {folder}/config.json is a {type(model_config).__name__}, but must be a "
+            "JSON object: download it again."
         )
     if not key.startswith("teachers.") and (
-        part := find_multimodal_part(folder)
+        entry := find_multimodal_part(folder)
     ):  # a server of a teacher answers text alone
         return (
-            f"{key}.path is {path}, whose config.json has {part}: a multimodal model, which no "
+            f"{key}.path is {path}, whose config.json has {entry}: a multimodal model, which no "
             "engine can train. Give the folder of a text model."
         )
-    if not (model.trust_remote_code and "auto_map" in fields) and (
-        problem := _describe_unknown_type(f"{key}.path: model_type", fields)
+    if not (model.trust_remote_code and "auto_map" in model_config) and (
+        problem := _describe_unknown_type(f"{key}.path: model_type", model_config)
     ):
         return problem
     damage = find_damaged_weights(folder)
@@ -158,9 +158,9 @@ def _is_model(path: str) -> bool:
     return (Path(path) / "config.json").is_file()
 
 
-def _describe_unknown_type(key: str, fields: Mapping[str, object]) -> str | None:
+def _describe_unknown_type(key: str, model_config: Mapping[str, object]) -> str | None:
     """Return a message if the installed transformers does not know a model type, else None."""
-    name, known = fields.get("model_type"), _list_model_types()
+    name, known = model_config.get("model_type"), _list_model_types()
     if not isinstance(name, str) or not known or name in known:
         return None
     return (
@@ -177,12 +177,12 @@ def _list_model_types() -> frozenset[str]:
     Importing transformers takes 3 to 14 s. If the source has an unexpected form, the result is
     empty and the check is skipped: an unknown type is then reported when the model is loaded.
     """
-    found = importlib.util.find_spec("transformers")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
         return frozenset()
-    folder = Path(found.origin).parent / "models" / "auto"
+    folder = Path(spec.origin).parent / "models" / "auto"
     names: set[str] = set()
-    for file in _CONFIGS_OF_TRANSFORMERS:
+    for file in _MODEL_TYPE_FILES:
         text = (folder / file).read_text(encoding="utf-8") if (folder / file).is_file() else ""
         names |= set(re.findall(r'"([\w.-]+)"[,:]\s*"\w+Config"', text))
     return frozenset(names)

@@ -109,28 +109,28 @@ def collect_defaults(
     """
     defaults: dict[str, Plain] = {}
     for entry in iterate_entries(cls, engine_class=engine_class):
-        below = given.get(entry.name)
-        if entry.item is not None and isinstance(below, dict):
+        given_block = given.get(entry.name)
+        if entry.item is not None and isinstance(given_block, dict):
             defaults[entry.name] = {
                 name: collect_defaults(
                     entry.item,
                     engine_class=engine_class,
                     given=block if isinstance(block, dict) else {},
                 )
-                for name, block in below.items()
+                for name, block in given_block.items()
                 if block is not None
             }
             continue
         # An explicit null switches a block off; a block that is not mentioned keeps its default.
-        is_off = entry.name in given and below is None
-        is_unset = is_optional(entry.annotation) and not isinstance(below, dict)
+        is_off = entry.name in given and given_block is None
+        is_unset = is_optional(entry.annotation) and not isinstance(given_block, dict)
         if entry.has_default and (entry.default is not None or entry.block is None or is_unset):
             defaults[entry.name] = None if is_off else to_plain(entry.default)
         elif entry.block is not None and not is_off:
             defaults[entry.name] = collect_defaults(
                 entry.block,
                 engine_class=engine_class,
-                given=below if isinstance(below, dict) else {},
+                given=given_block if isinstance(given_block, dict) else {},
             )
     return defaults
 

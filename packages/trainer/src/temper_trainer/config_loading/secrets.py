@@ -153,8 +153,8 @@ def restore_secret_references(
             return given if _has_secret(value, given, key, secrets=secrets) else value
         if isinstance(value, dict) and isinstance(given, dict):
             return {
-                name: restore(below, given.get(name), f"{key}.{name}" if key else name)
-                for name, below in value.items()
+                name: restore(item, given.get(name), f"{key}.{name}" if key else name)
+                for name, item in value.items()
             }
         if isinstance(value, list) and isinstance(given, list) and len(value) == len(given):
             return [restore(item, other, key) for item, other in zip(value, given, strict=True)]

@@ -152,24 +152,24 @@ class _NestedProblems(ConfigError):
         self.problems = problems
 
 
-def _structure_value(value: object, kind: object) -> object:
-    read = _read(value, kind)
+def _structure_value(value: object, annotation: object) -> object:
+    read = _read(value, annotation)
     if read is _INVALID:
-        if get_origin(kind) in (dict, Mapping) and isinstance(value, dict):
-            raise _NestedProblems(_find_value_problems(value, get_args(kind)[1]))
+        if get_origin(annotation) in (dict, Mapping) and isinstance(value, dict):
+            raise _NestedProblems(_find_value_problems(value, get_args(annotation)[1]))
         hint = ""
-        if isinstance(value, str) and describe_type(kind).startswith(("list", "text | list")):
+        if isinstance(value, str) and describe_type(annotation).startswith(("list", "text | list")):
             hint = f" A list is written [{value}]."
-        raise ConfigError(f"is {_show(value)}, but must be: {describe_type(kind)}.{hint}")
+        raise ConfigError(f"is {_show(value)}, but must be: {describe_type(annotation)}.{hint}")
     return read
 
 
-def _find_value_problems(mapping: dict[object, object], kind: object) -> list[str]:
+def _find_value_problems(mapping: dict[object, object], annotation: object) -> list[str]:
     """Return the problems of a mapping's values, each starting with its key."""
     problems = []
     for key, value in mapping.items():
         try:
-            _structure_value(value, kind)
+            _structure_value(value, annotation)
         except _NestedProblems as error:
             problems += [f"{key}.{problem}" for problem in error.problems]
         except ConfigError as error:

@@ -136,7 +136,7 @@ def generate_arithmetic_rows(config: SourceConfig) -> list[Row]:
                 prompt=problem.question,
                 answer=solve(problem.steps),
                 solution=solve(demonstrated),
-                source=f"arithmetic[{config.split}] row {len(rows)}",
+                location=f"arithmetic[{config.split}] row {len(rows)}",
                 route=""
                 if config.route_key is None
                 else ("one" if len(problem.steps) == 1 else "two"),

@@ -25,7 +25,7 @@ def encode_conversation(
     template = config.chat_template or tokenizer.chat_template
     if template is None:
         raise ConfigError(
-            f"{row.source} is a list of chat messages, but the tokenizer has no chat template: "
+            f"{row.location} is a list of chat messages, but the tokenizer has no chat template: "
             "set data.chat_template."
         )
     if config.tools_path is not None:
@@ -40,25 +40,25 @@ def encode_conversation(
     trained: list[bool] = []
     rendered = ""
     for i in trained_turns:
-        before = _render(messages[:i], tokenizer, template=template, opens_turn=True)
-        after = _render(messages[: i + 1], tokenizer, template=template, opens_turn=False)
-        if not before.startswith(rendered) or not after.startswith(before):
+        context_text = _render(messages[:i], tokenizer, template=template, opens_turn=True)
+        completed_text = _render(messages[: i + 1], tokenizer, template=template, opens_turn=False)
+        if not context_text.startswith(rendered) or not completed_text.startswith(context_text):
             raise DataError(
-                f"{row.source}: the chat template rewrites turn {i} when another follows, so "
+                f"{row.location}: the chat template rewrites turn {i} when another follows, so "
                 "trained and untrained tokens cannot be separated: set data.train_on=last, or "
                 "another data.chat_template."
             )
         # In pieces: a sampled completion starts a new token, while the tokenizer could merge
         # characters across the border.
-        context = _tokenize(before[len(rendered) :], tokenizer)
-        completion = _tokenize(after[len(before) :], tokenizer)
+        context = _tokenize(context_text[len(rendered) :], tokenizer)
+        completion = _tokenize(completed_text[len(context_text) :], tokenizer)
         tokens += context + completion
         trained += [False] * len(context) + _mask_until_end(completion, tokenizer)
-        rendered = after
+        rendered = completed_text
     first = trained.index(True)
     if first == 0:
         raise DataError(
-            f"{row.source}: the conversation starts with an assistant turn, so there is no "
+            f"{row.location}: the conversation starts with an assistant turn, so there is no "
             "prompt: remove the row."
         )
     prompt = Prompt(
@@ -66,7 +66,7 @@ def encode_conversation(
         text=tokenizer.decode(tokens[:first]),
         tokens=tuple(tokens[:first]),
         answer="",
-        source=row.source,
+        location=row.location,
     )
     return Demonstration(
         prompt=prompt, tokens=tuple(tokens[first:]), loss_mask=tuple(trained[first:])

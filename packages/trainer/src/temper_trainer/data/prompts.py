@@ -89,7 +89,7 @@ def check_fits(demonstrations: Sequence[Demonstration], *, max_tokens: tuple[int
         length = len(demonstration.prompt.tokens) + len(demonstration.tokens)
         if length > limit:
             raise DataError(
-                f"{demonstration.prompt.source}: prompt and solution have {length} tokens, but "
+                f"{demonstration.prompt.location}: prompt and solution have {length} tokens, but "
                 f"{key} is {limit}: raise it, or remove the row."
             )
 
@@ -108,7 +108,7 @@ def render_prompt(row: Row, *, tokenizer: PreTrainedTokenizerBase, config: DataC
     template = config.chat_template or tokenizer.chat_template
     if template is None:
         raise ConfigError(
-            f"{row.source} is a list of chat messages, but the tokenizer has no chat template: "
+            f"{row.location} is a list of chat messages, but the tokenizer has no chat template: "
             "set data.chat_template."
         )
     messages = [{"role": message.role, "content": message.content} for message in row.prompt]
@@ -156,8 +156,9 @@ def _fits(prompt: Prompt, *, config: DataConfig) -> bool:
     if config.overlong_prompts == "drop":
         return False
     raise DataError(
-        f"{prompt.source}: the prompt has {len(prompt.tokens)} tokens, but data.max_prompt_tokens "
-        f"is {config.max_prompt_tokens}: raise it, or set data.overlong_prompts to drop."
+        f"{prompt.location}: the prompt has {len(prompt.tokens)} tokens, but "
+        f"data.max_prompt_tokens is {config.max_prompt_tokens}: raise it, or set "
+        "data.overlong_prompts to drop."
     )
 
 
@@ -195,7 +196,7 @@ def _encode(
         ids = _strip_end_token(with_special, tokenizer) if isinstance(row.prompt, str) else without
         if not ids:
             raise DataError(
-                f"{row.source}: the prompt {text!r:.80} has no tokens: there is nothing to "
+                f"{row.location}: the prompt {text!r:.80} has no tokens: there is nothing to "
                 "complete."
             )
         prompt = Prompt(
@@ -203,7 +204,7 @@ def _encode(
             text=text,
             tokens=tuple(ids),
             answer=row.answer,
-            source=row.source,
+            location=row.location,
             extra=row.extra,
             route=row.route,
         )

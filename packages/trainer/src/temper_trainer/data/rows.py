@@ -34,8 +34,8 @@ class Row:
     """Text that supervised training imitates.
 
     Equal to the answer, unless wrong demonstrations were generated on purpose."""
-    source: str
-    """File and line, or the name of the source, for messages."""
+    location: str
+    """File and line, or the name of the data source, for messages."""
     route: str = ""
     """Value of the field that the source's `route_key` names; selects a reward or teacher."""
     extra: Mapping[str, object] = field(default_factory=dict, compare=False)
@@ -62,14 +62,14 @@ class PairRow:
     """The same prompt with the other completion."""
 
 
-def build_row(record: object, *, config: SourceConfig, row_id: int, source: str) -> Row:
+def build_row(record: object, *, config: SourceConfig, row_id: int, location: str) -> Row:
     """Validate one raw record and return its row.
 
     Args:
         record: Must be a mapping from field to value.
         config: Names the fields.
         row_id: Index of the new row.
-        source: File and line, for messages.
+        location: File and line, for messages.
 
     Raises:
         DataError: If the record is not a mapping, or a field is missing, empty or of the wrong
@@ -77,23 +77,23 @@ def build_row(record: object, *, config: SourceConfig, row_id: int, source: str)
     """
     if not isinstance(record, Mapping):
         raise DataError(
-            f"{source}: expected an object with fields {config.prompt_key!r} and "
+            f"{location}: expected an object with fields {config.prompt_key!r} and "
             f"{config.answer_key!r}, but found {record!r:.80}."
         )
     if config.messages_key is not None:
         return _build_conversation_row(
-            record, key=config.messages_key, row_id=row_id, source=source
+            record, key=config.messages_key, row_id=row_id, location=location
         )
-    _check_field(record, config.prompt_key, setting="prompt_key", source=source)
-    _check_field(record, config.answer_key, setting="answer_key", source=source)
+    _check_field(record, config.prompt_key, setting="prompt_key", location=location)
+    _check_field(record, config.answer_key, setting="answer_key", location=location)
     answer = get_field(record, config.answer_key)
     if not isinstance(answer, str):
         raise DataError(
-            f"{source}: field {config.answer_key!r} must be text, but is {type(answer).__name__} "
+            f"{location}: field {config.answer_key!r} must be text, but is {type(answer).__name__} "
             f"{answer!r:.80}."
         )
     prompt = _parse_prompt(
-        get_field(record, config.prompt_key), where=f"{source}: field {config.prompt_key!r}"
+        get_field(record, config.prompt_key), location=f"{location}: field {config.prompt_key!r}"
     )
     extra = {
         key: None if (value := get_field(record, key)) is ABSENT else value
@@ -102,46 +102,46 @@ def build_row(record: object, *, config: SourceConfig, row_id: int, source: str)
     route = (
         ""
         if config.route_key is None
-        else _parse_route(record, key=config.route_key, source=source)
+        else _parse_route(record, key=config.route_key, location=location)
     )
     return Row(
         row_id=row_id,
         prompt=prompt,
         answer=answer,
         solution=answer,
-        source=source,
+        location=location,
         route=route,
         extra=extra,
     )
 
 
-def build_pair(record: object, *, config: SourceConfig, row_id: int, source: str) -> PairRow:
+def build_pair(record: object, *, config: SourceConfig, row_id: int, location: str) -> PairRow:
     """Validate one raw record and return its preference pair; see `build_row`."""
-    found = {}
+    rows = {}
     for key, setting in ((config.chosen_key, "chosen_key"), (config.rejected_key, "rejected_key")):
         if isinstance(record, Mapping):
-            _check_field(record, key, setting=setting, source=source)
+            _check_field(record, key, setting=setting, location=location)
         row = build_row(
-            record, config=replace(config, answer_key=key), row_id=row_id, source=source
+            record, config=replace(config, answer_key=key), row_id=row_id, location=location
         )
         if not row.answer.strip():
             raise DataError(
-                f"{source}: field {key!r} is empty: a pair needs two completions. Remove the row."
+                f"{location}: field {key!r} is empty: a pair needs two completions. Remove the row."
             )
-        found[key] = row
-    if found[config.chosen_key].answer == found[config.rejected_key].answer:
+        rows[key] = row
+    if rows[config.chosen_key].answer == rows[config.rejected_key].answer:
         raise DataError(
-            f"{source}: fields {config.chosen_key!r} and {config.rejected_key!r} are equal, so "
+            f"{location}: fields {config.chosen_key!r} and {config.rejected_key!r} are equal, so "
             "there is no preference: remove the row."
         )
-    return PairRow(chosen=found[config.chosen_key], rejected=found[config.rejected_key])
+    return PairRow(chosen=rows[config.chosen_key], rejected=rows[config.rejected_key])
 
 
-def _check_field(record: Mapping[object, object], key: str, *, setting: str, source: str) -> None:
+def _check_field(record: Mapping[object, object], key: str, *, setting: str, location: str) -> None:
     if get_field(record, key) is ABSENT:
         fields = sorted(map(str, record))
         raise DataError(
-            f"{source}: there is no field {key!r} among {fields}: correct the row, or set "
+            f"{location}: there is no field {key!r} among {fields}: correct the row, or set "
             f"{setting}."
         )
 
@@ -158,64 +158,64 @@ def get_field(record: Mapping[object, object], key: str) -> object:
     if key in record:
         return record[key]
     outer, dot, inner = key.partition(".")
-    below = record.get(outer) if dot else None
-    return get_field(below, inner) if isinstance(below, Mapping) else ABSENT
+    nested = record.get(outer) if dot else None
+    return get_field(nested, inner) if isinstance(nested, Mapping) else ABSENT
 
 
 def _build_conversation_row(
-    record: Mapping[object, object], *, key: str, row_id: int, source: str
+    record: Mapping[object, object], *, key: str, row_id: int, location: str
 ) -> Row:
     """Return a row whose prompt is the full conversation."""
     value = get_field(record, key)
     if value is ABSENT:
         raise DataError(
-            f"{source}: there is no field {key!r} among {sorted(map(str, record))}: correct the "
+            f"{location}: there is no field {key!r} among {sorted(map(str, record))}: correct the "
             "row, or set messages_key."
         )
-    messages = _parse_prompt(value, where=f"{source}: field {key!r}")
+    messages = _parse_prompt(value, location=f"{location}: field {key!r}")
     if isinstance(messages, str) or not any(message.role == "assistant" for message in messages):
         raise DataError(
-            f"{source}: field {key!r} must be a list of chat messages with one of role assistant: "
-            "there is nothing to imitate."
+            f"{location}: field {key!r} must be a list of chat messages with one of role "
+            "assistant: there is nothing to imitate."
         )
-    return Row(row_id=row_id, prompt=messages, answer="", solution="", source=source)
+    return Row(row_id=row_id, prompt=messages, answer="", solution="", location=location)
 
 
-def _parse_route(record: Mapping[object, object], *, key: str, source: str) -> str:
+def _parse_route(record: Mapping[object, object], *, key: str, location: str) -> str:
     value = get_field(record, key)
     if not isinstance(value, str):
         raise DataError(
-            f"{source}: field {key!r}, which route_key names, must be text, but is {value!r:.80}: "
-            "correct the row."
+            f"{location}: field {key!r}, which route_key names, must be text, but is "
+            f"{value!r:.80}: correct the row."
         )
     return value
 
 
-def _parse_prompt(value: object, *, where: str) -> str | tuple[ChatMessage, ...]:
+def _parse_prompt(value: object, *, location: str) -> str | tuple[ChatMessage, ...]:
     if isinstance(value, str):
         if not value.strip():
             raise DataError(
-                f"{where} is empty: there is nothing to complete. Remove the row or fill it in."
+                f"{location} is empty: there is nothing to complete. Remove the row or fill it in."
             )
         return value
     if not isinstance(value, list | tuple):
         raise DataError(
-            f"{where} must be text or a list of chat messages, but is {type(value).__name__} "
+            f"{location} must be text or a list of chat messages, but is {type(value).__name__} "
             f"{value!r:.80}."
         )
     if not value:
         raise DataError(
-            f"{where} is an empty list: there is nothing to complete. Remove the row or add "
+            f"{location} is an empty list: there is nothing to complete. Remove the row or add "
             "messages."
         )
     return tuple(
-        _parse_message(item, where=(f"{where}, message {i}")) for i, item in enumerate(value)
+        _parse_message(item, location=f"{location}, message {i}") for i, item in enumerate(value)
     )
 
 
-def _parse_message(item: object, *, where: str) -> ChatMessage:
+def _parse_message(item: object, *, location: str) -> ChatMessage:
     if isinstance(item, Mapping):
         role, content = item.get("role"), item.get("content")
         if isinstance(role, str) and isinstance(content, str):
             return ChatMessage(role=role, content=content)
-    raise DataError(f"{where} must have role and content, both text, but is {item!r:.80}.")
+    raise DataError(f"{location} must have role and content, both text, but is {item!r:.80}.")

@@ -50,8 +50,10 @@ def iterate_rows(source: SourceConfig, *, base_dir: Path | None = None) -> Itera
     )
     fields += () if source.route_key is None else (source.route_key,)
     # Numbered over all files, so that an id names one row of the source in every epoch.
-    for i, (where, record) in enumerate(iterate_records(source, fields=fields, base_dir=base_dir)):
-        yield build_row(record, config=source, row_id=i, source=where)
+    for i, (location, record) in enumerate(
+        iterate_records(source, fields=fields, base_dir=base_dir)
+    ):
+        yield build_row(record, config=source, row_id=i, location=location)
 
 
 def load_pairs(source: SourceConfig) -> list[PairRow]:
@@ -66,8 +68,8 @@ def load_pairs(source: SourceConfig) -> list[PairRow]:
 def iterate_pairs(source: SourceConfig) -> Iterator[PairRow]:
     """Yield the preference pairs of a source one at a time; see `load_pairs`."""
     fields = (source.prompt_key, source.chosen_key, source.rejected_key)
-    for i, (where, record) in enumerate(iterate_records(source, fields=fields)):
-        yield build_pair(record, config=source, row_id=i, source=where)
+    for i, (location, record) in enumerate(iterate_records(source, fields=fields)):
+        yield build_pair(record, config=source, row_id=i, location=location)
 
 
 def iterate_records(

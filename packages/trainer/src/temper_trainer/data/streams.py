@@ -72,11 +72,11 @@ class InMemoryStream(Generic[Item]):
         taken: list[Item] = []
         total = 0
         while True:
-            before = self._cursor
+            cursor = self._cursor
             (item,) = self.take(1)
             total += size_of(item)
             if taken and total > limit:
-                self._seek(before)
+                self._seek(cursor)
                 return taken
             taken.append(item)
 
@@ -146,12 +146,12 @@ class BufferedStream(Generic[Item]):
         taken: list[Item] = []
         total = 0
         while True:
-            before = self._cursor
+            cursor = self._cursor
             item = self._next()
             total += size_of(item)
             if taken and total > limit:
                 # The source cannot be rewound, so the item is kept for the next call.
-                self._waiting, self._cursor = [item], before
+                self._waiting, self._cursor = [item], cursor
                 return taken
             taken.append(item)
 
@@ -159,8 +159,8 @@ class BufferedStream(Generic[Item]):
         if self._waiting:
             item = self._waiting.pop()
         else:
-            found = next(self._items, None)
-            if found is None:
+            next_item = next(self._items, None)
+            if next_item is None:
                 if self._cursor.index == 0:
                     raise DataError(
                         "there are no training items: the source is empty, or all its items were "
@@ -169,7 +169,7 @@ class BufferedStream(Generic[Item]):
                 self._cursor = DataCursor(epoch=self._cursor.epoch + 1)
                 self._items = self._ordered(self._cursor.epoch)
                 return self._next()
-            item = found
+            item = next_item
         self._cursor = DataCursor(epoch=self._cursor.epoch, index=self._cursor.index + 1)
         return item
 

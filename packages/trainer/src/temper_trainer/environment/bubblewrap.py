@@ -83,7 +83,7 @@ class Interpreter:
             if not module.name.startswith(_SCREEN_MODULES)
         ]
         # A line of ldd is "name => path (address)", or "path (address)" for the loader itself.
-        found = re.findall(
+        library_paths = re.findall(
             r"(?:=> |^\s+)(/.*) \(0x[0-9a-f]+\)$",
             _run_and_read(["ldd", executable, *modules]),
             re.M,
@@ -96,7 +96,7 @@ class Interpreter:
         return cls(
             executable=executable,
             folders=tuple(folders),
-            libraries=tuple(sorted({os.path.normpath(path) for path in found})),
+            libraries=tuple(sorted({os.path.normpath(path) for path in library_paths})),
             hidden=tuple(path for path in packages if os.path.isdir(path)),
         )
 

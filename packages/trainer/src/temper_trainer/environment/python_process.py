@@ -124,8 +124,8 @@ def run_process(
         pass_fds=pass_fds,
         start_new_session=True,
     )
-    watched = _kill_group_on_exit(process.pid) if has_watcher else nullcontext()
-    with process, closing(_Pipes(process, stdin)) as pipes, watched:
+    watcher = _kill_group_on_exit(process.pid) if has_watcher else nullcontext()
+    with process, closing(_Pipes(process, stdin)) as pipes, watcher:
         kill_reason, is_timeout = None, False
         try:
             while process.poll() is None and kill_reason is None:
@@ -221,14 +221,14 @@ class _Pipes:
 
 
 @contextmanager
-def _kill_group_on_exit(leader: int) -> Iterator[None]:
+def _kill_group_on_exit(group_id: int) -> Iterator[None]:
     """Kill a process group if this process dies in the body, even by SIGKILL.
 
-    PR_SET_PDEATHSIG would end only the leader, and exists only on Linux.
+    PR_SET_PDEATHSIG would end only the first process of the group, and exists only on Linux.
     """
     # In a session of its own, so that Ctrl-C in the terminal does not end it before this process.
     watcher = subprocess.Popen(
-        ["/bin/sh", "-c", _WATCHER, str(leader)],
+        ["/bin/sh", "-c", _WATCHER, str(group_id)],
         stdin=subprocess.PIPE,
         env={},
         start_new_session=True,
@@ -237,14 +237,14 @@ def _kill_group_on_exit(leader: int) -> Iterator[None]:
         try:
             yield
         finally:
-            # When its stdin closes, the watcher kills the leader's process id, which may by now
-            # belong to another process. Therefore kill the watcher first.
+            # Kill the watcher before its stdin closes: it would kill the group id, which may by now
+            # belong to other processes.
             watcher.kill()
 
 
-def _kill_group(leader: int) -> None:
+def _kill_group(group_id: int) -> None:
     try:
-        os.killpg(leader, signal.SIGKILL)
+        os.killpg(group_id, signal.SIGKILL)
     except ProcessLookupError:  # the usual case: nothing of the group is left
         pass
     except PermissionError:  # macOS: only zombies are left

@@ -74,11 +74,11 @@ def find_call(transcript: str, *, completion: str, config: EnvironmentConfig) ->
     """
     if not completion.endswith(config.call_end):
         return None
-    before = transcript[: -len(config.call_end)]
-    start = before.rfind(config.call_start or "\n")
+    text = transcript[: -len(config.call_end)]
+    start = text.rfind(config.call_start or "\n")
     if start < 0:
-        return before if not config.call_start else None
-    return before[start + len(config.call_start or "\n") :]
+        return text if not config.call_start else None
+    return text[start + len(config.call_start or "\n") :]
 
 
 def run_calculator(expression: str) -> tuple[str, bool]:

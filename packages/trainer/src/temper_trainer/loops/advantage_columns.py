@@ -77,7 +77,7 @@ def add_advantages(
         mean_kl = mean_sequence_kl(token_kl, samples=samples)
         metrics |= {"ref/kl": mean_kl, "ref/kl_coef": kl_controller.coef}
         # After this step's rewards: the new coefficient applies from the next step on.
-        kl_controller = kl_controller.updated(kl=mean_kl, num_samples=samples.num_sequences)
+        kl_controller = kl_controller.adapt(kl=mean_kl, num_samples=samples.num_sequences)
     advantages = _discount_turns(
         estimated.advantages, samples=samples, environment=config.environment
     )

@@ -230,7 +230,7 @@ _active: StopRequest | None = None
 
 
 @contextmanager
-def allow_late_abandon() -> Iterator[None]:
+def allow_stop_after_half_grace() -> Iterator[None]:
     """Let a stop request interrupt the body after half of the grace period.
 
     The body must not change weights. No effect in other threads than the main thread, without a

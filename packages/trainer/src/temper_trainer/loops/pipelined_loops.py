@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from temper_engine_api.objective import Objective
-from temper_trainer.loops.interrupts import allow_late_abandon
+from temper_trainer.loops.interrupts import allow_stop_after_half_grace
 from temper_trainer.loops.rl_step import (
     Controllers,
     StepLoop,
@@ -104,7 +104,7 @@ class OneStepOffLoop:
         # Only the first step of a process finds no batch in progress.
         batch = self._next_batch or self._start_sampling(step, controllers.reward_stats)
         self._next_batch = None
-        with timer.measure("wait"), allow_late_abandon():
+        with timer.measure("wait"), allow_stop_after_half_grace():
             sampled = batch.future.result()
         # Start sampling step n + 1 before step n trains: the two overlap, and the samples come from
         # the weights before the updates of step n.
@@ -207,7 +207,7 @@ class AsyncLoop:
     ) -> StepResult:
         """Run one step; afterwards, the sampling thread has another credit."""
         components, timer, start = self._components, StepTimer(), time.perf_counter()
-        with timer.measure("wait"), allow_late_abandon():
+        with timer.measure("wait"), allow_stop_after_half_grace():
             batch = self._take_batch(step)
         sampled = batch.sampled
         staleness = measure_staleness(sampled.rollouts, version=components.publisher.version)

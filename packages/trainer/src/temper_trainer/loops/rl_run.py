@@ -262,8 +262,9 @@ def _save_on_failure(
     try:
         yield
     except WorkAbandoned:
-        # Raised only where no weight has changed yet (see `allow_late_abandon`), so the roles still
-        # have the state before the step. A second save of the same step would be refused.
+        # Raised only where no weight has changed yet (see `allow_stop_after_half_grace`), so the
+        # roles still have the state before the step. A second save of the same step would be
+        # refused.
         if before.step != boundary.saved_step:
             boundary.set_saved(before.step, writer.save(before, wait=True))
         raise boundary.make_interrupted(stop) from None

@@ -34,7 +34,7 @@ from temper_trainer.batching.step_plan import (
 )
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.loops.advantage_columns import add_advantages, replace_squares
-from temper_trainer.loops.interrupts import allow_late_abandon
+from temper_trainer.loops.interrupts import allow_stop_after_half_grace
 from temper_trainer.loops.run_components import RunComponents
 from temper_trainer.loops.sampling import sample_step
 from temper_trainer.loops.seeds import derive_seed
@@ -114,7 +114,7 @@ class SyncLoop:
         """Run one step; see `StepLoop`."""
         components, timer, start = self.components, StepTimer(), time.perf_counter()
         # Sampling changes no weight, so a stop request may abandon it.
-        with timer.measure("rollout"), allow_late_abandon():
+        with timer.measure("rollout"), allow_stop_after_half_grace():
             sampled = sample_step(
                 components, step=step, timer=timer, reward_stats=controllers.reward_stats
             )
@@ -193,7 +193,7 @@ def train_on_rollouts(
         samples = add_forward_columns(samples, plan, config=config, roles=roles)
     teacher_metrics: dict[str, float] = {}
     if teachers is not None:
-        with timer.measure("teacher"), allow_late_abandon():
+        with timer.measure("teacher"), allow_stop_after_half_grace():
             columns, teacher_metrics = teachers.fetch_columns(
                 samples, routes=[rollout.prompt.route for rollout in rollouts]
             )
@@ -218,7 +218,7 @@ def train_on_rollouts(
             layout=layouts["actor"],
             max_tokens=config.batching.max_tokens,
         )
-    with allow_late_abandon():
+    with allow_stop_after_half_grace():
         pass  # The last point at which a stop request may abandon the step: updates follow.
     with timer.measure("update"):
         update_metrics = update_roles(
@@ -228,7 +228,7 @@ def train_on_rollouts(
     # NaN if the objective reports no entropy or no update measured one. The controller would lower
     # its coefficient then, because NaN < target is False.
     if not math.isnan(entropy):
-        controllers = replace(controllers, entropy=controllers.entropy.updated(entropy=entropy))
+        controllers = replace(controllers, entropy=controllers.entropy.adapt(entropy=entropy))
     metrics = measure_plan(plan, samples, role="actor") | advantage_metrics | teacher_metrics
     return metrics | update_metrics, controllers
 

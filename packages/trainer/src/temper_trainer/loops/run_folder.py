@@ -59,8 +59,8 @@ class RunFolder:
         if self.model.exists():
             self.model.rename(next_superseded_path(self.model))
 
-    def mark_trained(self) -> None:
-        """Record that a step was completed: from now on, only `run.resume` continues the folder."""
+    def mark_used(self) -> None:
+        """Record that the run has results: from now on, only `run.resume` continues the folder."""
         (self.root / UNTRAINED).unlink(missing_ok=True)
 
 
@@ -93,7 +93,7 @@ def open_run_folder(run: RunConfig) -> RunFolder:
         present = [path for name in START_FILES if (path := folder.root / name).exists()]
         for path in present:
             path.rename(next_superseded_path(path))
-    # Until `mark_trained` removes it, another start may use the folder.
+    # Until `mark_used` removes it, another start may use the folder.
     marker.touch()
     return folder
 

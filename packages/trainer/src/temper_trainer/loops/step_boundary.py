@@ -41,7 +41,7 @@ class StepBoundary:
             RunLockLostError: If another process has taken over the run folder.
         """
         self.lock.check()
-        self.folder.mark_trained()
+        self.folder.mark_used()
         self.log.refresh_report()
 
     def is_save_due(self, step: int, *, is_last: bool) -> bool:

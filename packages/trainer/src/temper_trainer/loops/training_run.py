@@ -117,7 +117,7 @@ def train(
                 raise
             raise RunInterrupted(step=completed_steps, checkpoint=checkpoint, stop=stop) from None
     # Training steps already mark the folder, but the tasks eval and generate have no steps.
-    folder.mark_trained()
+    folder.mark_used()
     return RunResult(directory=folder.root, evaluation=evaluation)
 
 

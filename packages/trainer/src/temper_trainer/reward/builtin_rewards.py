@@ -58,7 +58,7 @@ def _parse_reference(prompt: Prompt) -> Decimal:
     answer = extract_reference(prompt)
     if not _ANY_NUMBER.fullmatch(answer):
         raise ValueError(
-            f"the reference answer of prompt {prompt.prompt_id} ({prompt.source}) is {answer!r}, "
+            f"the reference answer of prompt {prompt.prompt_id} ({prompt.location}) is {answer!r}, "
             "but must be a number."
         )
     return _parse_number(answer)
@@ -86,7 +86,7 @@ def math_verify(prompt: Prompt, completion_text: str) -> float:
     gold = parse(f"${reference}$", parsing_timeout=None) or parse(reference, parsing_timeout=None)
     if not gold:
         raise ValueError(
-            f"the reference answer of prompt {prompt.prompt_id} ({prompt.source}) is "
+            f"the reference answer of prompt {prompt.prompt_id} ({prompt.location}) is "
             f"{reference!r}, which math-verify cannot parse: correct the row."
         )
     answer = parse(completion_text, parsing_timeout=None)

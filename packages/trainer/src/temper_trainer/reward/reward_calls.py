@@ -86,7 +86,8 @@ class RewardCall:
             return Outcome(
                 kind=FailureKind.EXCEPTION,
                 message=(
-                    f"{type(error).__name__}: {error} (prompt {prompt.prompt_id}, {prompt.source})"
+                    f"{type(error).__name__}: {error} (prompt {prompt.prompt_id}, "
+                    f"{prompt.location})"
                 ),
                 trace=traceback.format_exc(),
             )
@@ -94,18 +95,19 @@ class RewardCall:
             message = (
                 f"returned {value!r:.80} ({type(value).__name__}), but a reward is a finite number"
             )
-            message += f" (prompt {prompt.prompt_id}, {prompt.source})"
+            message += f" (prompt {prompt.prompt_id}, {prompt.location})"
             return Outcome(kind=FailureKind.NOT_FINITE, message=message)
         return Outcome(reward=float(value))
 
 
 def make_timeout_outcome(item: Item, *, timeout_s: float) -> Outcome:
     """Return the outcome of a call that was abandoned."""
+    prompt, _ = item
     return Outcome(
         kind=FailureKind.TIMEOUT,
         message=(
-            f"took longer than reward.timeout_s = {timeout_s} (prompt {item[0].prompt_id}, "
-            f"{item[0].source})"
+            f"took longer than reward.timeout_s = {timeout_s} (prompt {prompt.prompt_id}, "
+            f"{prompt.location})"
         ),
     )
 
@@ -267,7 +269,7 @@ class ProcessScoring:
                 self._replace(worker, item=item, reason=f"{reason} and is retried")
                 return
             worker.tasks.popleft()
-            message = f"the worker process {reason} (prompt {prompt.prompt_id}, {prompt.source})"
+            message = f"the worker process {reason} (prompt {prompt.prompt_id}, {prompt.location})"
             outcomes[index] = Outcome(kind=FailureKind.EXCEPTION, message=message)
             self._replace(worker, item=item, reason=f"{reason}, which counts as failed")
 
@@ -279,7 +281,7 @@ class ProcessScoring:
             "replaced reward process %s: prompt %s (%s) %s",
             process,
             prompt.prompt_id,
-            prompt.source,
+            prompt.location,
             reason,
         )
         worker.kill()

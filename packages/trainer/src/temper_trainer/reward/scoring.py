@@ -178,7 +178,9 @@ def score_with_model(
         if math.isfinite(score):
             outcomes.append(Outcome(reward=score))
         else:
-            message = f"the reward model gave {score} (prompt {prompt.prompt_id}, {prompt.source})"
+            message = (
+                f"the reward model gave {score} (prompt {prompt.prompt_id}, {prompt.location})"
+            )
             outcomes.append(Outcome(kind=FailureKind.NOT_FINITE, message=message))
     return outcomes
 
@@ -202,7 +204,7 @@ class RunningStats:
         """Standard deviation with divisor N; 0 before the second reward."""
         return math.sqrt(self.squares / self.count) if self.count else 0.0
 
-    def updated(self, rewards: Sequence[float]) -> "RunningStats":
+    def with_rewards(self, rewards: Sequence[float]) -> "RunningStats":
         """Return the statistics with more rewards.
 
         Source: Chan, Golub and LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for
@@ -286,7 +288,7 @@ def shape_rewards(
     ]
     shaped_baselines = [scale_and_bound(score, length) for score, length in baselines]
     # Updated before normalizing, so that the first step has statistics, too.
-    moments = moments.updated(rewards)
+    moments = moments.with_rewards(rewards)
     metrics: dict[str, float] = {}
     if config.overlong is not None:
         metrics |= {
@@ -295,7 +297,7 @@ def shape_rewards(
         }
     if config.normalization == "none":
         return Shaped(rewards=rewards, baselines=shaped_baselines, moments=moments, metrics=metrics)
-    stats = moments if config.normalization == "running" else RunningStats().updated(rewards)
+    stats = moments if config.normalization == "running" else RunningStats().with_rewards(rewards)
     metrics["reward/std_before_normalization"] = stats.std
 
     def normalize(values: list[float]) -> list[float]:

@@ -146,9 +146,9 @@ def _count_hex_bytes(text: str) -> int:
     return len(text) // 2 if re.fullmatch(r"([0-9a-f]{2})*", text) else -1
 
 
-def _refusal(what: str) -> str:
+def _refusal(problem: str) -> str:
     return (
-        f"the description of the sender's buffer has {what}, so it is not mapped. Another program "
-        "may have used the channel's port: check who can reach it (SECURITY.md), and start the run "
-        "again."
+        f"the description of the sender's buffer has {problem}, so it is not mapped. Another "
+        "program may have used the channel's port: check who can reach it (SECURITY.md), and start "
+        "the run again."
     )

@@ -137,13 +137,13 @@ def sample_inverse_cdf(probabilities: Tensor, *, points: Tensor) -> Tensor:
     ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)
     target = points * ends[:, -1]
     block = (ends <= target[:, None]).sum(-1)
-    within = padded[torch.arange(len(block), device=block.device), block].cumsum(
+    block_cumsum = padded[torch.arange(len(block), device=block.device), block].cumsum(
         -1, dtype=torch.float64
     )
     start = torch.nn.functional.pad(ends, (1, 0)).gather(-1, block[:, None])[:, 0]
     # The cumulative sum inside the block may end slightly below the block's sum, by rounding.
-    inside = torch.minimum(target - start, within[:, -1] * (1 - 2.0**-50)).clamp_min(0)
-    tokens: Tensor = block * size + (within <= inside[:, None]).sum(-1)
+    block_target = torch.minimum(target - start, block_cumsum[:, -1] * (1 - 2.0**-50)).clamp_min(0)
+    tokens: Tensor = block * size + (block_cumsum <= block_target[:, None]).sum(-1)
     return tokens
 
 

@@ -294,6 +294,13 @@ def write_delta_file(
 ) -> PackedDelta:
     """Write the delta of one bucket to a new file; no file if nothing changed.
 
+    Args:
+        weights: The new weights of the bucket, for the checksum.
+        delta: Changed elements of each weight.
+        entries: Layout of the bucket.
+        path: File to write.
+        with_digest: Compute checksums.
+
     Raises:
         WeightError: If the file system is full.
     """
@@ -305,13 +312,13 @@ def write_delta_file(
         else torch.empty(0, dtype=torch.uint8)
     )
     pack_delta(data, delta, entries)
-    # Of the new weights and not of the delta: it also finds a receiver with another base.
-    updated = compute_tensors_digest([w.tensor for w in weights]) if with_digest else None
+    # A checksum of the delta alone would not find a receiver that applies it to another base.
+    updated_digest = compute_tensors_digest([w.tensor for w in weights]) if with_digest else None
     return PackedDelta(
         counts=counts,
         num_bytes=num_bytes,
         digest=compute_digest(data) if with_digest and num_bytes else None,
-        updated_digest=updated,
+        updated_digest=updated_digest,
         path=str(path) if num_bytes else None,
     )
 

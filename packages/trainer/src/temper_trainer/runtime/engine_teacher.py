@@ -142,7 +142,7 @@ def score_tokens(
     Returns:
         None on ranks that return no outputs, such as earlier pipeline stages.
     """
-    found: list[tuple[ForwardOutputs, Tensor, Tensor]] = []
+    micro_scores: list[tuple[ForwardOutputs, Tensor, Tensor]] = []
     for i, micro in enumerate(part.micro_batches()):
         requested_outputs = [HeadOutput.LOGPROB]
         if top_k:
@@ -158,25 +158,25 @@ def score_tokens(
         outputs = worker.forward(single, requested_outputs).outputs
         if outputs is None:
             continue
-        assert i == len(found)
+        assert i == len(micro_scores)
         ids, logs = torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, 0)
         if top_k:
             logs, ids = outputs.columns[HeadOutput.LOGPROB_AT].topk(min(top_k, vocab_size), dim=-1)
-        found.append(
+        micro_scores.append(
             (
                 replace(outputs, columns={HeadOutput.LOGPROB: outputs.columns[HeadOutput.LOGPROB]}),
                 ids,
                 logs,
             )
         )
-    if not found:
+    if not micro_scores:
         return None
     return RankScores(
-        sample_ids=torch.cat([outputs.sample_ids for outputs, _, _ in found]),
-        lengths=torch.cat([outputs.sequence_starts.diff() for outputs, _, _ in found]),
-        logprobs=torch.cat([outputs.columns[HeadOutput.LOGPROB] for outputs, _, _ in found]),
-        top_ids=torch.cat([ids for _, ids, _ in found]),
-        top_logprobs=torch.cat([logs for _, _, logs in found]),
+        sample_ids=torch.cat([outputs.sample_ids for outputs, _, _ in micro_scores]),
+        lengths=torch.cat([outputs.sequence_starts.diff() for outputs, _, _ in micro_scores]),
+        logprobs=torch.cat([outputs.columns[HeadOutput.LOGPROB] for outputs, _, _ in micro_scores]),
+        top_ids=torch.cat([ids for _, ids, _ in micro_scores]),
+        top_logprobs=torch.cat([logs for _, _, logs in micro_scores]),
     )
 
 

@@ -235,8 +235,8 @@ def _is_server(role: str, config: TrainerConfig) -> bool:
 
 
 def _describe_server(name: str, number: int, *, devices: Sequence[str]) -> str:
-    on = f"devices {devices[number]}" if devices else "this process's devices"
-    return f"{name} replica {number}: a server on this host, on {on}"
+    used = f"devices {devices[number]}" if devices else "this process's devices"
+    return f"{name} replica {number}: a server on this host, on {used}"
 
 
 def describe_weight_path(config: TrainerConfig) -> list[str]:

@@ -67,9 +67,9 @@ class VllmTeacher:
         ]
         with ThreadPoolExecutor(max_workers=1) as pool:
             try:
-                rows = pool.submit(self.servers.call_each, "score_prompts", arguments).result(
-                    timeout=timeout_s
-                )
+                replica_results = pool.submit(
+                    self.servers.call_each, "score_prompts", arguments
+                ).result(timeout=timeout_s)
             except FutureTimeoutError as error:
                 # Leaving the with block waits for the thread, so close the servers: that makes its
                 # call return.
@@ -81,8 +81,8 @@ class VllmTeacher:
             except ReplicaError as error:
                 raise TeacherError(f"teacher {self._name}: {error}") from error
         results: dict[int, TeacherScores] = {}
-        for indices, row in zip(assigned, rows, strict=True):
-            logprobs = cast("list[PromptLogprobs]", row or [])
+        for indices, result in zip(assigned, replica_results, strict=True):
+            logprobs = cast("list[PromptLogprobs]", result or [])
             for index, prompt_logprobs in zip(indices, logprobs, strict=True):
                 results[index] = _make_scores(
                     requests[index], prompt_logprobs, top_k=top_k, vocab_size=self._vocab_size
@@ -106,8 +106,8 @@ def build_vllm_teacher(
 def _make_scores(
     request: TeacherRequest, prompt_logprobs: PromptLogprobs, *, top_k: int, vocab_size: int
 ) -> TeacherScores:
-    given, top_ids, top_logprobs = prompt_logprobs
-    scores = TeacherScores(request_id=request.request_id, logprobs=torch.tensor(given))
+    token_logprobs, top_ids, top_logprobs = prompt_logprobs
+    scores = TeacherScores(request_id=request.request_id, logprobs=torch.tensor(token_logprobs))
     if not top_k:
         return scores
     # Rows are shorter than top_k if the vocabulary is.

@@ -59,13 +59,13 @@ class WeightExporter(Protocol):
 def export_buckets(worker: WeightExporter, bucket_bytes: int) -> list[WeightBucket]:
     """Return all weights on rank 0 and an empty list on other ranks; runs on every actor rank."""
     if not worker.is_first:
-        join_export(worker)
+        participate_in_export(worker)
         return []
     with worker.export_weights() as stream:
         return list(pack_buckets(stream, bucket_bytes=bucket_bytes))
 
 
-def join_export(worker: WeightExporter) -> None:
+def participate_in_export(worker: WeightExporter) -> None:
     """Take part in the collectives of an export without keeping its tensors."""
     with worker.export_weights() as stream:
         # Gathering a sharded tensor is a collective, so every rank must ask for every tensor.

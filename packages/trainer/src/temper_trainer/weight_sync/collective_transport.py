@@ -36,13 +36,13 @@ from temper_trainer.rollout.weight_delta import (
     compute_delta,
     compute_tensors_digest,
 )
-from temper_trainer.weight_sync.buckets import WeightExporter, join_export
+from temper_trainer.weight_sync.buckets import WeightExporter, participate_in_export
 from temper_trainer.weight_sync.sender_state import (
     CachedWeights,
     WeightSender,
     drop_cached_weights,
     get_sender_state,
-    match_buckets,
+    iterate_checked_buckets,
     take_cached_weights,
 )
 from temper_trainer.weight_sync.transport import RankGroup, SentWeights
@@ -297,7 +297,7 @@ def send_weights(
         WeightError: If the weights have another layout.
     """
     if not worker.is_first:
-        join_export(worker)
+        participate_in_export(worker)
         return SentWeights(num_bytes=0, fraction=1.0)
     channel = get_sender_state(worker).channels[f"{spec.address}:{spec.port}"]
     entries = tuple(bucket.entries for bucket in layout)
@@ -306,7 +306,7 @@ def send_weights(
         # Freed first: otherwise two copies of the model would be in memory.
         drop_cached_weights(worker, key)
     with worker.export_weights() as stream:
-        matched = match_buckets(stream, entries, bucket_bytes=bucket_bytes)
+        matched = iterate_checked_buckets(stream, entries, bucket_bytes=bucket_bytes)
         for (weights, expected), bucket in zip(matched, layout, strict=True):
             data = channel.bucket_buffer(bucket.num_bytes)
             pack_tensors(data, weights, expected)
@@ -337,14 +337,14 @@ def send_delta(
         WeightError: If rank 0 has not cached `base_version`, or the weights have another layout.
     """
     if not worker.is_first:
-        join_export(worker)
+        participate_in_export(worker)
         return SentWeights(num_bytes=0, fraction=0.0)
     channel = get_sender_state(worker).channels[f"{spec.address}:{spec.port}"]
     cached = take_cached_weights(worker, key, version=base_version)
     num_bytes, num_elements = 0, 0
     with worker.export_weights() as stream:
         for index, (weights, entries) in enumerate(
-            match_buckets(stream, cached.entries, bucket_bytes=bucket_bytes)
+            iterate_checked_buckets(stream, cached.entries, bucket_bytes=bucket_bytes)
         ):
             delta = compute_delta(
                 weights, cached.tensors[index], max_changed_fraction=max_changed_fraction

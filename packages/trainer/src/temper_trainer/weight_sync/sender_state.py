@@ -89,7 +89,7 @@ def drop_cached_weights(worker: WeightSender, key: str) -> None:
     get_sender_state(worker).cached.pop(key, None)
 
 
-def match_buckets(
+def iterate_checked_buckets(
     stream: Iterator[NamedWeight], entries: Sequence[Entries], *, bucket_bytes: int
 ) -> Iterator[tuple[list[NamedWeight], Entries]]:
     """Split a stream into buckets and compare each with the layout that the receivers know.

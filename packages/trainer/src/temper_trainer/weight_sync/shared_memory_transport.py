@@ -38,8 +38,8 @@ from temper_trainer.rollout.weight_delta import (
     write_delta_file,
 )
 from temper_trainer.temporary_folders import find_shared_memory_root, make_folder_path
-from temper_trainer.weight_sync.buckets import WeightExporter, join_export
-from temper_trainer.weight_sync.sender_state import match_buckets
+from temper_trainer.weight_sync.buckets import WeightExporter, participate_in_export
+from temper_trainer.weight_sync.sender_state import iterate_checked_buckets
 from temper_trainer.weight_sync.transport import RankGroup, SentWeights
 
 logger = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ def write_weight_files(
         WeightError: If the weights do not fit into `folder`, which is in shared memory.
     """
     if not worker.is_first:
-        join_export(worker)
+        participate_in_export(worker)
         return []
     files = []
     with worker.export_weights() as stream, _finish_on_error(stream, folder=Path(folder)):
@@ -251,17 +251,18 @@ def write_delta(
         max_changed_fraction: See `compute_delta`.
 
     Raises:
-        WeightError: If it does not fit into shared memory, or the weights have another layout.
+        WeightError: If the delta does not fit into `folder`, which is in shared memory, or the
+            weights have another layout.
     """
     manifest = DeltaManifest(version=version, base_version=loaded.version, deltas=())
     if not worker.is_first:
-        join_export(worker)
+        participate_in_export(worker)
         return manifest
     with worker.export_weights() as stream, _finish_on_error(stream, folder=Path(folder)):
         bases = [_update_base_file(bucket, loaded, index) for index, bucket in enumerate(base)]
         recreate_folder(Path(folder))
         deltas = []
-        matched = match_buckets(
+        matched = iterate_checked_buckets(
             stream, [bucket.entries for bucket in base], bucket_bytes=bucket_bytes
         )
         for index, (weights, entries) in enumerate(matched):

@@ -22,7 +22,7 @@ from temper_trainer.weight_sync.buckets import (
     WeightBucket,
     WeightExporter,
     copy_to_cpu,
-    join_export,
+    participate_in_export,
     unpack_buckets,
 )
 from temper_trainer.weight_sync.sender_state import (
@@ -30,7 +30,7 @@ from temper_trainer.weight_sync.sender_state import (
     WeightSender,
     drop_cached_weights,
     get_sender_state,
-    match_buckets,
+    iterate_checked_buckets,
     take_cached_weights,
 )
 from temper_trainer.weight_sync.transport import RankGroup, SentWeights, Transport
@@ -218,7 +218,7 @@ class StreamDeltaTransport:
 def cache_current_weights(worker: WeightSender, key: str, bucket_bytes: int, version: int) -> None:
     """Copy all weights into the cache of rank 0; runs on every actor rank."""
     if not worker.is_first:
-        join_export(worker)
+        participate_in_export(worker)
         return
     # Freed first: otherwise two copies of the model would be in memory.
     drop_cached_weights(worker, key)
@@ -246,13 +246,13 @@ def export_delta(
         WeightError: If rank 0 did not cache that version, or the weights have another layout.
     """
     if not worker.is_first:
-        join_export(worker)
+        participate_in_export(worker)
         return []
     cached = take_cached_weights(worker, key, version=base_version)
     buckets = []
     with worker.export_weights() as stream:
         for index, (bucket, entries) in enumerate(
-            match_buckets(stream, cached.entries, bucket_bytes=bucket_bytes)
+            iterate_checked_buckets(stream, cached.entries, bucket_bytes=bucket_bytes)
         ):
             delta = compute_delta(
                 bucket, cached.tensors[index], max_changed_fraction=max_changed_fraction

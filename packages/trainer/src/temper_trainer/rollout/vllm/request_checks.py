@@ -66,6 +66,6 @@ def check_completion(
         )
     if completion.weight_version != version:
         raise WeightError(
-            f"{message_start} weights {completion.weight_version}, but weights {version} were "
-            "published."
+            f"{name} sampled request {request.request_id} with weights "
+            f"{completion.weight_version}, but weights {version} were published."
         )

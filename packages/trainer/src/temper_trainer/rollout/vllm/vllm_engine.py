@@ -184,11 +184,11 @@ class VllmEngine:
         results = []
         for output, (tokens, first) in zip(outputs, rows, strict=True):
             positions = output.prompt_logprobs[first:]
-            given = [
+            token_logprobs = [
                 by_token[token].logprob
                 for by_token, token in zip(positions, tokens[first:], strict=True)
             ]
-            # vLLM adds the given token to the top-k, so there may be one more than top_k.
+            # vLLM adds the token of the sequence to the top-k, so there may be one more than top_k.
             # Equal log-probs are ordered by id, so that the choice does not depend on vLLM's order.
             ranked = [
                 sorted(by_token.items(), key=lambda item: (-item[1].logprob, item[0]))[:top_k]
@@ -196,7 +196,7 @@ class VllmEngine:
             ]
             results.append(
                 (
-                    given,
+                    token_logprobs,
                     [[i for i, _ in row] for row in ranked],
                     [[entry.logprob for _, entry in row] for row in ranked],
                 )
