@@ -7,79 +7,37 @@ from dataclasses import dataclass
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.data.rows import Row
-from temper_trainer.loops.multi_turn import (
-    Conversation,
-    add_environment_rewards,
-    complete_rollouts,
-)
 from temper_trainer.loops.run_components import RunComponents
 from temper_trainer.loops.run_folder import RunFolder
+from temper_trainer.loops.sampling import ScoredCompletions, complete_and_score
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.metrics.run_log import SampleRow
 from temper_trainer.progress import track_progress
 from temper_trainer.types import Prompt, SamplingRequest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ScoredCompletions:
-    """Completions of prompts; all fields have one entry per prompt."""
-
-    conversations: list[Conversation]
-    texts: list[str]
-    rewards: list[float | None]
-    """None if a completion could not be scored."""
-    metrics: dict[str, float]
-    """Metrics of turns and tools."""
-
-    @property
-    def known_rewards(self) -> list[float]:
-        """Rewards of the completions that could be scored."""
-        return [reward for reward in self.rewards if reward is not None]
-
-    @property
-    def mean_reward(self) -> float:
-        """Mean reward of the completions that could be scored; NaN if there are none."""
-        rewards = self.known_rewards
-        return sum(rewards) / len(rewards) if rewards else float("nan")
-
-
-def _complete_and_score(
+def _sample_once(
     components: RunComponents, prompts: Sequence[Prompt], *, sampling: SamplingConfig, purpose: str
-) -> _ScoredCompletions:
+) -> ScoredCompletions:
     """Sample one completion of each prompt and score it."""
-    config = components.config
+    seed = components.config.run.seed
     requests = [
         SamplingRequest(
             request_id=i,
             prompt_tokens=prompt.tokens,
             sampling=sampling,
             # Without the step: each evaluation of a run draws with the same seeds.
-            seed=derive_seed(config.run.seed, purpose, i),
+            seed=derive_seed(seed, purpose, i),
         )
         for i, prompt in enumerate(prompts)
     ]
-    with track_progress("completions", total=len(requests) if config.environment is None else None):
-        conversations, metrics = complete_rollouts(
-            requests,
-            prompts=prompts,
-            sampler=components.sampler,
-            config=config.environment,
-            make_environment=components.make_environment,
-        )
-    texts = [
-        components.tokenizer.decode(conversation.tokens, skip_special_tokens=True)
-        for conversation in conversations
-    ]
-    scores = components.scorer.score(
-        list(zip(prompts, texts, strict=True)),
-        tokens=[conversation.full_tokens for conversation in conversations],
-    )
-    return _ScoredCompletions(
-        conversations=conversations,
-        texts=texts,
-        rewards=add_environment_rewards(scores, conversations=conversations),
-        metrics=metrics,
-    )
+    return complete_and_score(components, requests, prompts=prompts)
+
+
+def _average(rewards: Sequence[float | None]) -> tuple[float, int]:
+    """Return the mean of the rewards that are known, NaN if there are none, and their number."""
+    known = [reward for reward in rewards if reward is not None]
+    return sum(known) / len(known) if known else float("nan"), len(known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +62,7 @@ def evaluate(components: RunComponents, *, name: str, sampling: SamplingConfig) 
     """
     prompts = components.eval_prompts
     with track_progress(f"{name} evaluation"):
-        completions = _complete_and_score(
-            components, prompts, sampling=sampling, purpose=f"eval-{name}"
-        )
+        completions = _sample_once(components, prompts, sampling=sampling, purpose=f"eval-{name}")
     scored = list(zip(prompts, completions.texts, completions.rewards, strict=True))
     rows = [
         SampleRow(
@@ -117,11 +73,8 @@ def evaluate(components: RunComponents, *, name: str, sampling: SamplingConfig) 
         )
         for prompt, text, reward in scored[: components.config.run.num_table_rows]
     ]
-    return Evaluation(
-        mean_reward=completions.mean_reward,
-        num_scored=len(completions.known_rewards),
-        rows=rows,
-    )
+    mean_reward, num_scored = _average(completions.rewards)
+    return Evaluation(mean_reward=mean_reward, num_scored=num_scored, rows=rows)
 
 
 def evaluate_all(components: RunComponents, *, step: int, label: str) -> dict[str, float]:
@@ -155,19 +108,29 @@ def evaluate_all(components: RunComponents, *, step: int, label: str) -> dict[st
         results.append(f"{name} {evaluation.mean_reward:.3f}{note}")
         if i == 0:
             log.show_samples(step, evaluation.rows)
-    log.print_line(f"{label}: {_describe_problems(components)}: {', '.join(results)}")
+    problems = _describe_problems(
+        components.config.reward.function,
+        num_problems=len(components.eval_prompts),
+        num_trained=components.num_eval_trained,
+    )
+    log.print_line(f"{label}: {problems}: {', '.join(results)}")
     log.log_metrics(step, metrics, phase="eval")
     return metrics
 
 
-def _describe_problems(components: RunComponents) -> str:
-    """Describe what is evaluated; "held-out" only if the training data was compared."""
-    num_problems = len(components.eval_prompts)
-    problems = f"{components.config.reward.function} over {num_problems} problems"
-    if components.num_eval_trained is None:
+def _describe_problems(reward_function: str, *, num_problems: int, num_trained: int | None) -> str:
+    """Describe what is evaluated; "held-out" only if the training data was compared.
+
+    Args:
+        reward_function: Name of the reward function.
+        num_problems: Number of held-out prompts.
+        num_trained: How many of them are also in the training data; None if nothing is trained.
+    """
+    problems = f"{reward_function} over {num_problems} problems"
+    if num_trained is None:
         return problems
-    if components.num_eval_trained > 0:
-        return f"{problems}, {components.num_eval_trained} of them in the training data too"
+    if num_trained > 0:
+        return f"{problems}, {num_trained} of them in the training data too"
     return f"held-out {problems} never trained on"
 
 
@@ -216,9 +179,7 @@ def generate(components: RunComponents, *, folder: RunFolder) -> dict[str, float
         )
     num_completions = config.generate.num_completions
     prompts = [prompt for prompt in components.eval_prompts for _ in range(num_completions)]
-    completions = _complete_and_score(
-        components, prompts, sampling=config.sampling, purpose="generate"
-    )
+    completions = _sample_once(components, prompts, sampling=config.sampling, purpose="generate")
     lines = [
         json.dumps(
             {
@@ -240,12 +201,13 @@ def generate(components: RunComponents, *, folder: RunFolder) -> dict[str, float
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
     partial.rename(path)
+    mean_reward, num_scored = _average(completions.rewards)
     metrics = {
         "generate/completions": float(len(lines)),
-        "generate/reward": completions.mean_reward,
-        "generate/failed": float(len(lines) - len(completions.known_rewards)),
+        "generate/reward": mean_reward,
+        "generate/failed": float(len(lines) - num_scored),
     }
-    log.log_metrics(0, metrics | completions.metrics, phase="generate")
+    log.log_metrics(0, metrics | completions.turn_metrics, phase="generate")
     log.print_line(
         f"{len(lines)} completions of {len(components.eval_prompts)} prompts are in {path}"
     )

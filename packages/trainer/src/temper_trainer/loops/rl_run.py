@@ -1,6 +1,6 @@
 """A run of reinforcement learning or distillation, from its start or a checkpoint to its end."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from temper_trainer.metrics.run_log import RunLog, SampleRow
 from temper_trainer.progress import Watchdog
 from temper_trainer.reward.scoring import RunningStats
 from temper_trainer.runtime.runtime_factory import Runtime
+from temper_trainer.runtime.worker_group import WorkerGroup
 from temper_trainer.types import DataCursor, Prompt, Rollout
 
 
@@ -182,24 +183,21 @@ def _run_steps(
 
         def make_state(step: int) -> TrainerState:
             """Return the trainer state after a step, with the current controllers."""
-            return TrainerState(
-                phase="rl",
-                step=step,
-                cursor=loop.cursor,
-                weight_version=components.publisher.version,
-                config_digest=state.config_digest,
-                kl_coef=controllers.kl.coef,
-                entropy_coef=controllers.entropy.coef,
-                reward_count=controllers.reward_stats.count,
-                reward_mean=controllers.reward_stats.mean,
-                reward_squares=controllers.reward_stats.squares,
+            return save_controllers(
+                controllers,
+                replace(
+                    state,
+                    step=step,
+                    cursor=loop.cursor,
+                    weight_version=components.publisher.version,
+                ),
             )
 
         for step in range(state.step + 1, run.total_steps + 1):
             # Made before the step, which moves the cursor of the data even if it fails.
-            before = make_state(step - 1)
+            previous_state = make_state(step - 1)
             with _save_on_failure(
-                before, components=components, writer=writer, stop=stop, boundary=boundary
+                previous_state, roles=roles.values(), writer=writer, stop=stop, boundary=boundary
             ):
                 result = loop.run_step(step=step, objectives=objectives, controllers=controllers)
             if result.controllers.entropy != controllers.entropy:
@@ -236,9 +234,9 @@ def _run_steps(
 
 @contextmanager
 def _save_on_failure(
-    before: TrainerState,
+    previous_state: TrainerState,
     *,
-    components: RunComponents,
+    roles: Collection[WorkerGroup],
     writer: CheckpointWriter,
     stop: StopRequest,
     boundary: StepBoundary,
@@ -248,16 +246,16 @@ def _save_on_failure(
     A step spends most of its time before the first update: sampling, scoring, asking teachers.
 
     Args:
-        before: State before the step.
-        components: Components of the run.
+        previous_state: State before the step.
+        roles: Workers whose weights the step changes.
         writer: Writes the checkpoint.
         stop: Stop request of the process.
-        boundary: Knows which step was saved last.
+        boundary: Knows which step was saved last, and has the log.
 
     Raises:
         RunInterrupted: Instead of WorkAbandoned.
     """
-    roles, log = components.roles.values(), components.log
+    saved_step, log = previous_state.step, boundary.log
     num_updates = sum(role.num_updates for role in roles)
     try:
         yield
@@ -265,22 +263,22 @@ def _save_on_failure(
         # Raised only where no weight has changed yet (see `allow_stop_after_half_grace`), so the
         # roles still have the state before the step. A second save of the same step would be
         # refused.
-        if before.step != boundary.saved_step:
-            boundary.set_saved(before.step, writer.save(before, wait=True))
+        if saved_step != boundary.saved_step:
+            boundary.set_saved(saved_step, writer.save(previous_state, wait=True))
         raise boundary.make_interrupted(stop) from None
     except TemperError:
         # After some of the updates, the weights belong to no step and must not be saved. A group
         # that has lost a worker cannot save its part.
         is_unchanged = sum(role.num_updates for role in roles) == num_updates
         can_save = is_unchanged and not any(role.is_broken for role in roles)
-        if can_save and before.step != boundary.saved_step:
-            failed = f"step {before.step + 1} failed"
+        if can_save and saved_step != boundary.saved_step:
+            failed = f"step {saved_step + 1} failed"
             try:
-                checkpoint = writer.save(before, wait=True)
-                log.print_line(f"{failed}; step {before.step} was saved first: {checkpoint}")
+                checkpoint = writer.save(previous_state, wait=True)
+                log.print_line(f"{failed}; step {saved_step} was saved first: {checkpoint}")
             except TemperError as error:
                 # Printed, not raised: the run must end with the error of the step.
-                log.print_line(f"{failed}, and step {before.step} could not be saved: {error}")
+                log.print_line(f"{failed}, and step {saved_step} could not be saved: {error}")
         raise
 
 
@@ -292,6 +290,18 @@ def restore_controllers(config: AlgorithmConfig, state: TrainerState) -> Control
         reward_stats=RunningStats(
             count=state.reward_count, mean=state.reward_mean, squares=state.reward_squares
         ),
+    )
+
+
+def save_controllers(controllers: Controllers, state: TrainerState) -> TrainerState:
+    """Return a state with the values of the controllers; inverse of `restore_controllers`."""
+    return replace(
+        state,
+        kl_coef=controllers.kl.coef,
+        entropy_coef=controllers.entropy.coef,
+        reward_count=controllers.reward_stats.count,
+        reward_mean=controllers.reward_stats.mean,
+        reward_squares=controllers.reward_stats.squares,
     )
 
 

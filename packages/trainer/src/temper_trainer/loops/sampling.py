@@ -1,6 +1,7 @@
 """Sample and score the rollouts of a step, in one round or in several with dynamic sampling."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +19,7 @@ from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.staleness import check_staleness
 from temper_trainer.progress import StepTimer, track_progress
 from temper_trainer.reward.scoring import RunningStats, shape_rewards
-from temper_trainer.types import FinishReason, Prompt, Rollout, SamplingRequest
+from temper_trainer.types import FinishReason, Prompt, Rollout, SamplingRequest, Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,64 +115,126 @@ def sample_rollouts(
     Raises:
         BatchError: If no completion has a reward.
     """
-    config, group_size = components.config, components.config.algorithm.group_size
-    num_sampled, first_sample = len(prompts) * group_size, first_group * group_size
-    # All lists below have one entry per request, in the order of the requests.
+    config = components.config
+    first_sample = first_group * config.algorithm.group_size
     request_prompts, requests = _make_requests(
         config, prompts, step=step, first_sample=first_sample
     )
-    with track_progress("completions", total=len(requests) if config.environment is None else None):
+    scored = complete_and_score(components, requests, prompts=request_prompts, timer=timer)
+    check_staleness(
+        [completion for each in scored.conversations for completion in each.completions],
+        config=config,
+        version=components.publisher.version,
+    )
+    _check_environment_rewards(config, scored.conversations)
+    rollouts = _make_rollouts(
+        scored,
+        num_prompts=len(prompts),
+        group_size=config.algorithm.group_size,
+        first_group=first_group,
+    )
+    num_sampled = len(prompts) * config.algorithm.group_size
+    if not rollouts:
+        raise BatchError(
+            f"none of {num_sampled} completions of step {step} has a reward: check the reward "
+            "function."
+        )
+    metrics = measure_round(rollouts, conversations=scored.conversations[:num_sampled])
+    return rollouts, metrics | scored.turn_metrics | components.scorer.metrics()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredCompletions:
+    """Finished rollouts with their rewards; all lists have one entry per request."""
+
+    prompts: Sequence[Prompt]
+    conversations: list[Conversation]
+    texts: list[str]
+    scores: list[Score]
+    """Scores of the reward function or model alone."""
+    rewards: list[float | None]
+    """Scores plus the environment's rewards; None if scoring failed."""
+    turn_metrics: dict[str, float]
+    """Metrics of turns and tools."""
+
+
+def complete_and_score(
+    components: RunComponents,
+    requests: Sequence[SamplingRequest],
+    *,
+    prompts: Sequence[Prompt],
+    timer: StepTimer | None = None,
+) -> ScoredCompletions:
+    """Complete the rollout of each request and score it.
+
+    Args:
+        components: Components of the run.
+        requests: Requests of the first completions.
+        prompts: Prompt of each request.
+        timer: Measures the time of the rewards; None does not measure it.
+    """
+    environment = components.config.environment
+    with track_progress("completions", total=len(requests) if environment is None else None):
         conversations, turn_metrics = complete_rollouts(
             requests,
-            prompts=request_prompts,
+            prompts=prompts,
             sampler=components.sampler,
-            config=config.environment,
+            config=environment,
             make_environment=components.make_environment,
         )
     texts = [
         components.tokenizer.decode(conversation.tokens, skip_special_tokens=True)
         for conversation in conversations
     ]
-    with timer.measure("reward"):
+    with nullcontext() if timer is None else timer.measure("reward"):
         scores = components.scorer.score(
-            list(zip(request_prompts, texts, strict=True)),
+            list(zip(prompts, texts, strict=True)),
             tokens=[conversation.full_tokens for conversation in conversations],
         )
-    check_staleness(
-        [completion for each in conversations for completion in each.completions],
-        config=config,
-        version=components.publisher.version,
+    return ScoredCompletions(
+        prompts=prompts,
+        conversations=conversations,
+        texts=texts,
+        scores=scores,
+        rewards=add_environment_rewards(scores, conversations=conversations),
+        turn_metrics=turn_metrics,
     )
-    _check_environment_rewards(config, conversations)
-    # Also for greedy completions: a baseline without its environment's rewards would shift all
-    # advantages of its prompt.
-    rewards = add_environment_rewards(scores, conversations=conversations)
-    sampled, greedy_conversations = conversations[:num_sampled], conversations[num_sampled:]
-    baselines = rewards[num_sampled:]  # one per prompt; empty without ReMax
-    rollouts = [
+
+
+def _make_rollouts(
+    scored: ScoredCompletions, *, num_prompts: int, group_size: int, first_group: int
+) -> list[Rollout]:
+    """Return the rollouts that have a reward and, with ReMax, a baseline.
+
+    Args:
+        scored: Completions of `_make_requests`: ``group_size`` per prompt, then with ReMax a greedy
+            one per prompt.
+        num_prompts: Number of prompts.
+        group_size: Number of sampled completions per prompt.
+        first_group: Id of the first group.
+    """
+    num_sampled = num_prompts * group_size
+    # One per prompt; empty without ReMax. They include the environment's rewards too: a baseline
+    # without them would shift all advantages of its prompt.
+    baselines = scored.rewards[num_sampled:]
+    greedy_conversations = scored.conversations[num_sampled:]
+    return [
         Rollout(
-            prompt=request_prompts[i],
-            completion=sampled[i].completions[0],
-            turns=tuple(sampled[i].turns),
-            text=texts[i],
+            prompt=scored.prompts[i],
+            completion=scored.conversations[i].completions[0],
+            turns=tuple(scored.conversations[i].turns),
+            text=scored.texts[i],
             reward=reward,
             group_id=first_group + i // group_size,
-            sample_id=first_sample + i,
-            components=scores[i].components,
+            sample_id=first_group * group_size + i,
+            components=scored.scores[i].components,
             baseline=baselines[i // group_size] if baselines else None,
             baseline_tokens=len(greedy_conversations[i // group_size].tokens) if baselines else 0,
         )
-        for i, reward in enumerate(rewards[:num_sampled])
+        for i, reward in enumerate(scored.rewards[:num_sampled])
         # Without its baseline, no completion of a prompt can be trained.
         if reward is not None and (not baselines or baselines[i // group_size] is not None)
     ]
-    if not rollouts:
-        raise BatchError(
-            f"none of {num_sampled} completions of step {step} has a reward: check the reward "
-            "function."
-        )
-    metrics = measure_round(rollouts, conversations=sampled)
-    return rollouts, metrics | turn_metrics | components.scorer.metrics()
 
 
 def _make_requests(
