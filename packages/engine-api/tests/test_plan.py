@@ -210,15 +210,15 @@ def test_packing_loses_no_token(
         build_packed_batch(batch, plan=plan, rank=rank, denominators=NOTHING)
         for rank in range(dp_size)
     ]
-    found = {}
+    packed = {}
     for part in parts:
         for micro in part.micro_batches():
             for b, sample in enumerate(micro.sample_ids.tolist()):
                 a, z = micro.sequence_starts[b], micro.sequence_starts[b + 1]
-                found[sample] = (micro.tokens[a:z], micro.columns["advantages"][a:z])
-    found.pop(DUMMY_ID, None)
-    assert sorted(found) == list(range(len(lengths)))
-    in_order = [found[i] for i in range(len(lengths))]
+                packed[sample] = (micro.tokens[a:z], micro.columns["advantages"][a:z])
+    packed.pop(DUMMY_ID, None)
+    assert sorted(packed) == list(range(len(lengths)))
+    in_order = [packed[i] for i in range(len(lengths))]
     assert torch.equal(torch.cat([tokens for tokens, _ in in_order]), batch.tokens)
     assert torch.equal(torch.cat([column for _, column in in_order]), batch.columns["advantages"])
 

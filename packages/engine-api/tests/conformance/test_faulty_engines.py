@@ -18,8 +18,8 @@ from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine
 )
 def test_each_faulty_engine_fails_its_tests(kit, faulty_engine):
     for test in faulty_engine.tests:
-        found = kit.run(faulty_engine.name, "--maxfail=1", tests=[test], **faulty_engine.where)
-        assert found.failed, (
+        outcomes = kit.run(faulty_engine.name, "--maxfail=1", tests=[test], **faulty_engine.where)
+        assert outcomes.failed, (
             f"{test} passed on {faulty_engine.name}: {faulty_engine.engine.__doc__}"
         )
 
@@ -43,11 +43,11 @@ def test_the_oracle_passes_the_tests_that_catch_faulty_engines(kit):
             for test in faulty_engine.tests
         }
     )
-    found = kit.run(
+    outcomes = kit.run(
         f"{OracleEngine.__module__}:{OracleEngine.__name__}", tests=tests, world_sizes="1"
     )
-    assert not found.failed
-    assert {test.partition("[")[0] for test in found.passed} == {
+    assert not outcomes.failed
+    assert {test.partition("[")[0] for test in outcomes.passed} == {
         test.partition("::")[2] for test in tests
     }
 
@@ -62,9 +62,9 @@ def test_the_data_parallel_oracle_passes_the_tests_that_catch_faulty_engines(kit
         }
     )
     name = f"{DataParallelOracle.__module__}:{DataParallelOracle.__name__}"
-    found = kit.run(name, tests=tests, world_sizes="2")
-    assert not found.failed
-    assert {test.partition("[")[0] for test in found.passed} == {
+    outcomes = kit.run(name, tests=tests, world_sizes="2")
+    assert not outcomes.failed
+    assert {test.partition("[")[0] for test in outcomes.passed} == {
         test.partition("::")[2] for test in tests
     }
 
@@ -83,9 +83,9 @@ def test_the_staged_oracle_passes_the_tests_that_catch_faulty_engines(kit, layou
         }
     )
     name = f"{StagedOracle.__module__}:{StagedOracle.__name__}"
-    found = kit.run(name, tests=tests, layouts=layout)
-    assert not found.failed
-    assert {test.partition("[")[0] for test in found.passed} == {
+    outcomes = kit.run(name, tests=tests, layouts=layout)
+    assert not outcomes.failed
+    assert {test.partition("[")[0] for test in outcomes.passed} == {
         test.partition("::")[2] for test in tests
     }
 

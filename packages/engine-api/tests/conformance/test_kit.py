@@ -66,8 +66,8 @@ def test_world_sizes_that_are_not_claimed_are_refused(kit, capsys):
 
 
 def test_a_failed_test_fails_the_run(kit):
-    found = kit.run(FAULTY, tests=[TEST], status=pytest.ExitCode.TESTS_FAILED)
-    assert (len(found.failed), len(found.passed)) == (1, 0)
+    outcomes = kit.run(FAULTY, tests=[TEST], status=pytest.ExitCode.TESTS_FAILED)
+    assert (len(outcomes.failed), len(outcomes.passed)) == (1, 0)
 
 
 def test_an_expected_failure_passes_the_run(kit, tmp_path):
@@ -86,8 +86,8 @@ def test_an_expected_failure_that_passes_fails_the_run(kit, tmp_path):
     expected = expecting(
         tmp_path, test="test_gradient_is_clipped", reason="clip is a dead key, issue 7"
     )
-    found = kit.run(ORACLE, *expected, tests=[TEST], status=pytest.ExitCode.TESTS_FAILED)
-    assert len(found.failed) == 1
+    outcomes = kit.run(ORACLE, *expected, tests=[TEST], status=pytest.ExitCode.TESTS_FAILED)
+    assert len(outcomes.failed) == 1
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_tests_of_unclaimed_capabilities_are_listed_in_the_report(kit, tmp_path)
         "test_offload::test_offloaded_weights_give_the_same_logprobs",
         "test_offload::test_manual_moves_change_no_number",
     ]
-    found = kit.run(ORACLE, "--report", str(report), tests=tests, status=pytest.ExitCode.OK)
-    assert [name.partition("[")[0] for name in found.passed] == [
+    outcomes = kit.run(ORACLE, "--report", str(report), tests=tests, status=pytest.ExitCode.OK)
+    assert [name.partition("[")[0] for name in outcomes.passed] == [
         "test_manual_moves_change_no_number"
     ]
     assert (
@@ -128,8 +128,8 @@ def test_a_skipped_test_of_a_mandatory_group_fails(kit, shared, monkeypatch):
         pytest.skip("not enough memory")
 
     monkeypatch.setattr(shared.rank_pool, "run", skipping)
-    found = kit.run(ORACLE, tests=[TEST], status=pytest.ExitCode.TESTS_FAILED)
-    assert len(found.failed) == 1
+    outcomes = kit.run(ORACLE, tests=[TEST], status=pytest.ExitCode.TESTS_FAILED)
+    assert len(outcomes.failed) == 1
 
 
 def test_the_command_starts_where_warnings_are_errors(tmp_path):
@@ -156,14 +156,14 @@ def test_the_command_starts_where_warnings_are_errors(tmp_path):
 @pytest.mark.nightly
 def test_the_oracle_passes_every_test(kit, tmp_path):
     report = tmp_path / "report.md"
-    found = kit.run(ORACLE, "--report", str(report), status=pytest.ExitCode.OK)
-    assert len(found.passed) > 150
+    outcomes = kit.run(ORACLE, "--report", str(report), status=pytest.ExitCode.OK)
+    assert len(outcomes.passed) > 150
     assert "It conforms:" in report.read_text()
 
 
 @pytest.mark.nightly
 def test_the_data_parallel_oracle_passes_every_test(kit):
-    found = kit.run(
+    outcomes = kit.run(
         "data_parallel_oracle:DataParallelOracle", world_sizes="1,2", status=pytest.ExitCode.OK
     )
-    assert len(found.passed) > 300
+    assert len(outcomes.passed) > 300

@@ -23,14 +23,14 @@ def usage_error(kit, capsys, *arguments, engine=STAGED, **options):
 
 
 def test_a_test_runs_in_every_requested_layout(kit):
-    found = kit.run(STAGED, tests=[TEST], layouts="all", status=pytest.ExitCode.OK)
-    assert found.passed == [
+    outcomes = kit.run(STAGED, tests=[TEST], layouts="all", status=pytest.ExitCode.OK)
+    assert outcomes.passed == [
         f"test_topologies_are_consistent[{name}]" for name in ("stages1", "stages2", "contexts2")
     ]
-    found = kit.run(
+    outcomes = kit.run(
         STAGED, "--world-sizes", "2", tests=[TEST], layouts="stages2", status=pytest.ExitCode.OK
     )
-    assert sorted(found.passed) == [
+    assert sorted(outcomes.passed) == [
         "test_topologies_are_consistent[2-ranks]",
         "test_topologies_are_consistent[stages2]",
     ]
@@ -89,14 +89,14 @@ def test_duplicate_layouts_are_rejected(monkeypatch):
 
 
 def test_a_run_of_some_groups_is_partial(kit, capsys):
-    found = kit.run(
+    outcomes = kit.run(
         STAGED,
         "--groups",
         "capability",
         tests=[TEST, "test_update::test_gradient_is_clipped"],
         status=pytest.ExitCode.OK,
     )
-    assert found.passed == ["test_topologies_are_consistent[1-rank]"]
+    assert outcomes.passed == ["test_topologies_are_consistent[1-rank]"]
     assert "was tested in part only" in capsys.readouterr().out
     assert "the groups are gradient, update" in usage_error(kit, capsys, "--groups", "colour")
 
@@ -144,13 +144,13 @@ def test_runs_of_one_engine_in_different_layouts_are_merged(kit, tmp_path):
 @pytest.mark.slow
 def test_tests_pass_if_only_the_last_stage_has_outputs(kit):
     tests = ["test_update", "test_batch", "test_rfc_loop", "test_capability"]
-    found = kit.run(STAGED, tests=tests, layouts="stages2")
-    assert not found.failed
-    assert len(found.passed) > 35
+    outcomes = kit.run(STAGED, tests=tests, layouts="stages2")
+    assert not outcomes.failed
+    assert len(outcomes.passed) > 35
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["stages2", "contexts2"])
 def test_every_test_passes_if_several_ranks_form_a_replica(kit, layout):
-    found = kit.run(STAGED, layouts=layout, status=pytest.ExitCode.OK)
-    assert len(found.passed) > 150
+    outcomes = kit.run(STAGED, layouts=layout, status=pytest.ExitCode.OK)
+    assert len(outcomes.passed) > 150

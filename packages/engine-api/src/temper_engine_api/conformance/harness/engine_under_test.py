@@ -26,10 +26,10 @@ class EngineUnderTest:
 
     @property
     def comparable_layouts(self) -> tuple[Layout, ...]:
-        """Layouts of the run whose models are the same as those of this one.
+        """Layouts of the run that use the same models as this one.
 
-        Layouts with experts use MoE models. Next to them, one rank with the engine's defaults is
-        added.
+        Layouts with experts use MoE models, and so can one rank with the engine's defaults, which
+        is added to them.
         """
         if self.layout.has_experts:
             return default_layout(1), *(layout for layout in self.all_layouts if layout.has_experts)

@@ -5,9 +5,9 @@ For the tests of engine authors:
     for trial in run_trials(engine="fsdp", seeds=range(2), how="background", folder=tmp_path):
         check_trial(trial)
 
-Two ranks of a tiny model train and save without end; one of them is killed, then both. New ranks
-load the last complete step, possibly in another layout. Ranks fork from a process that has
-everything imported, so a trial takes seconds.
+Two ranks of a tiny model train and save until they are killed, one rank first and then the other.
+New ranks load the last complete step, possibly in another layout. The ranks are forked from a
+process that has imported all modules, so a trial takes seconds.
 """
 
 import hashlib
@@ -171,7 +171,10 @@ def _state_digest(engine: BaseEngine) -> str:
 
 
 def _save_without_end(job: _Job, connection: Connection) -> None:
-    """Send the duration of the first save in seconds, then a message before each other save."""
+    """Train and save until killed.
+
+    Sends the duration of the first save in seconds, then a message before each further save.
+    """
     engine = _start_engine(job)
     for step in range(1, 10_000):
         _update(engine, step)

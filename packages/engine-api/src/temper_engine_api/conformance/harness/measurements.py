@@ -39,7 +39,7 @@ class Split:
     min_micro_batches: int = 1
     """Minimum number; if there are fewer samples, empty micro-batches get a dummy."""
     is_dynamic: bool = False
-    """True if the token limit is the longest indivisible group."""
+    """True if the token limit just fits the longest pack group."""
 
 
 ONE_MICRO_BATCH = Split(name="one")
@@ -91,7 +91,7 @@ def rank_slice(
         batch = batch.with_columns(objective.prepare(batch, seed=SEED))
     tokens_per_group = batch.tokens.new_zeros(batch.num_sequences)
     _, group_index = torch.unique(batch.pack_group_ids, return_inverse=True)
-    # The dynamic split has the smallest token limit that fits the longest indivisible group.
+    # The dynamic split has the smallest token limit that fits the longest pack group.
     max_group_tokens = int(tokens_per_group.index_add(0, group_index, batch.lengths).max())
     constraints = engine.topology.plan_constraints
     plan = plan_mini_batch(
@@ -107,11 +107,10 @@ def rank_slice(
         ),
     )
     return build_packed_batch(
-        # Denominators of the full mini-batch, because gradients are summed over ranks and not
-        # averaged.
         batch,
         plan=plan,
         rank=engine.topology.dp.rank,
+        # Of the full mini-batch, because gradients are summed over ranks and not averaged.
         denominators=count_denominators(batch),
     )
 

@@ -33,7 +33,7 @@ class JobRequest:
     """Entry point name or ``module:Class``."""
     layout: Layout
     rendezvous: str
-    """File through which the ranks meet; another path means another process group."""
+    """File that the ranks use to form their process group; a new path means a new group."""
     device: Literal["cpu", "cuda"]
     compute: Compute
     """Compute dtype of setups that do not set one."""
@@ -65,7 +65,7 @@ def serve_jobs(connection: Connection, *, index: int, stack_file: str) -> None:
     """Run requested jobs until the connection is closed.
 
     Args:
-        connection: Pickled requests in, pickled replies out.
+        connection: Connection that receives pickled requests and sends pickled replies.
         index: Rank of this process in every process group that it joins.
         stack_file: File to which SIGUSR1 writes the current stack.
     """

@@ -24,7 +24,7 @@ from temper_engine_api.specs import ModelType, Scalar
 
 VOCABULARY = 211
 PADDING = 143
-"""Padding token of the model that has one; an input twice in the first ragged batch."""
+"""Padding token of QWEN2_TIED. It is an input token twice in the first ragged batch."""
 
 _COMMON: Mapping[str, Scalar] = MappingProxyType(
     {
@@ -114,7 +114,7 @@ def with_experts(model: TinyModel) -> TinyModel:
 
 
 def write_model(model: TinyModel, *, folder: Path, seed: int = 0) -> Path:
-    """Write config and safetensors once; the weights depend on model and seed only.
+    """Write a model's config and weights, unless an earlier call has written them.
 
     Returns:
         The model's directory.

@@ -1,6 +1,6 @@
-"""The expected side of every comparison: models, batches and cached results of the oracle.
+"""Expected values of the tests: models, batches and cached results of the oracle.
 
-It runs in the test's own process.
+The oracle runs in the process of the tests.
 """
 
 from dataclasses import dataclass, field, replace

@@ -295,7 +295,7 @@ def test_checkpoint_contains_only_the_adapter(
 ) -> None:
     """A checkpoint holds the adapter in PEFT's format and no weights of the frozen base.
 
-    A row of the embedding is searched in all files.
+    The test searches all files of the checkpoint for a row of the embedding.
     """
     setup = oracle.make_adapter_setup(ATTENTION, optimizer=ADAMW)
     step = Path(

@@ -50,7 +50,7 @@ def test_rfc_loop_with_a_callable(engine_under_test: EngineUnderTest, oracle: Or
         rfc_loop,
         setup=setup,
         batches=batches,
-        # The oracle has one rank, so it has to be told how rows were spread over the others.
+        # The oracle has one rank, so its loss needs the number of ranks that share the rows.
         loss_fn=MeanOfRankMeans(results[0].dp.size),
         preprocess_fn=preprocess_fn,
         postprocess_fn=postprocess_fn,
