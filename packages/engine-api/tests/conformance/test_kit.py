@@ -7,6 +7,7 @@ import pytest
 
 from temper_engine_api.conformance import KIT
 from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine
+from temper_engine_api.conformance.results import Outcome, from_json
 
 ORACLE = "temper_engine_api.conformance.oracle:OracleEngine"
 TEST = "test_update::test_gradient_is_clipped"
@@ -88,6 +89,36 @@ def test_an_expected_failure_that_passes_fails_the_run(kit, tmp_path):
     )
     outcomes = kit.run(ORACLE, *expected, tests=[TEST], status=pytest.ExitCode.TESTS_FAILED)
     assert len(outcomes.failed) == 1
+
+
+def test_resumed_run_keeps_passed_tests_and_repeats_the_others(kit, tmp_path):
+    results, passing = tmp_path / "results.json", "test_capability::test_engine_claims_what_the_kit_needs"
+    options = ("--results", str(results), "--resume")
+    first = kit.run(FAULTY, *options, tests=[TEST, passing], status=pytest.ExitCode.TESTS_FAILED)
+    again = kit.run(FAULTY, *options, tests=[TEST, passing], status=pytest.ExitCode.TESTS_FAILED)
+    assert (len(first.passed), len(first.failed)) == (1, 1)
+    assert (again.passed, again.failed) == ([], first.failed)
+    outcomes = [(row.test, row.outcome) for row in from_json(results.read_text()).results]
+    assert outcomes == [
+        (first.passed[0], Outcome.PASSED),
+        (first.failed[0], Outcome.FAILED),
+    ]
+
+
+def test_resume_of_another_engine_is_refused(kit, capsys, tmp_path):
+    results = tmp_path / "results.json"
+    kit.run(ORACLE, "--results", str(results), tests=[TEST], status=pytest.ExitCode.OK)
+    message = usage_error(kit, capsys, "--results", str(results), "--resume", engine=FAULTY)
+    assert f"{results} has engine {ORACLE}" in message
+    assert "--resume continues" in usage_error(kit, capsys, "--resume")
+
+
+def test_failure_names_layout_model_and_seed(kit, capsys):
+    kit.run(FAULTY, tests=[TEST], status=pytest.ExitCode.TESTS_FAILED)
+    output = capsys.readouterr().out
+    assert "What was computed" in output
+    assert "layout 1-rank (1 ranks); tiny model qwen2" in output
+    assert "with seed 0" in output
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
     # pytest warns that it cannot rewrite asserts of the entry point's package, which is already
     # imported. The test modules are imported later and are rewritten.
     quiet = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
-    return int(
-        pytest.main(["-p", PLUGIN, "-p", "no:cacheprovider", *quiet, "--pyargs", KIT, *chosen])
-    )
+    defaults = ("-p", PLUGIN, "-p", "no:cacheprovider", "--durations=10", *quiet)
+    return int(pytest.main([*defaults, "--pyargs", KIT, *chosen]))
 
 
 if __name__ == "__main__":

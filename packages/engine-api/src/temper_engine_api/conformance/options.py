@@ -46,6 +46,8 @@ class KitOptions:
     """Markdown file to write."""
     results: Path | None
     """JSON file to write."""
+    is_resumed: bool
+    """Keep the tests of `results` that passed, and run the others."""
     expected: tuple[ExpectedFailure, ...]
     device: Literal["cpu", "cuda"]
     compute: Literal["fp32", "bf16"]
@@ -75,6 +77,12 @@ def add_options(parser: pytest.Parser) -> None:
         "--results",
         help="write the results to this JSON file; python -m temper_engine_api.conformance.report "
         "combines several",
+    )
+    group.addoption(
+        "--resume",
+        action="store_true",
+        help="keep the tests that passed in the file of --results, which is written after each "
+        "test, and run the others",
     )
     group.addoption(
         "--expected-failures",
@@ -116,6 +124,11 @@ def read_options(config: pytest.Config) -> KitOptions:
     report, results, expected = (
         config.getoption(f"--{option}") for option in ("report", "results", "expected-failures")
     )
+    is_resumed = config.getoption("--resume")
+    if is_resumed and not results:
+        raise pytest.UsageError(
+            "--resume continues the run of a results file: give it with --results FILE."
+        )
     return KitOptions(
         engine=name,
         capabilities=engine.capabilities,
@@ -123,6 +136,7 @@ def read_options(config: pytest.Config) -> KitOptions:
         groups=_groups(config.getoption("--groups")),
         report=Path(report) if report else None,
         results=Path(results) if results else None,
+        is_resumed=is_resumed,
         expected=_read_expected(Path(expected)) if expected else (),
         device=config.getoption("--device"),
         compute=config.getoption("--compute"),

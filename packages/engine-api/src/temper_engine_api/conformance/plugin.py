@@ -25,6 +25,7 @@ from temper_engine_api.conformance.results import (
     ConformanceRun,
     Outcome,
     collect_versions,
+    from_json,
     to_json,
 )
 from temper_engine_api.layout import Layout
@@ -74,12 +75,15 @@ def pytest_configure(config: pytest.Config) -> None:
     module = load_engine_class(options.engine).__module__
     config.stash[OPTIONS] = options
     names = tuple(layout.name for layout in options.layouts)
-    config.stash[RUN] = ConformanceRun(
+    run = ConformanceRun(
         engine=options.engine,
         layouts=names,
         versions=collect_versions(module),
         compute=options.compute,
     )
+    if options.is_resumed and options.results is not None and options.results.exists():
+        run.results += _read_passed(options.results, run)
+    config.stash[RUN] = run
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -133,7 +137,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
     if not_requested:
         config.hook.pytest_deselected(items=not_requested)
-    selected = [item for item in items if item not in unclaimed | inapplicable | set(not_requested)]
+    passed = {(result.test, result.layout) for result in config.stash[RUN].results}
+    done = {test for test in tests if (test.name, _get_layout(test).name) in passed}
+    left_out = unclaimed | inapplicable | set(not_requested) | done
+    selected = [item for item in items if item not in left_out]
     # One layout after the other, since each change builds a new process group and new engines.
     position = {layout.name: str(number) for number, layout in enumerate(options.layouts)}
     items[:] = sorted(
@@ -163,9 +170,14 @@ def pytest_runtest_makereport(
             f"a test of the mandatory group {group!r} was skipped; it must pass, fail, or be "
             "listed in --expected-failures."
         )
+    engine = item.funcargs.get("engine_under_test") if isinstance(item, pytest.Function) else None
+    if report.failed and isinstance(engine, EngineUnderTest) and engine.model_paths:
+        report.sections.append(("What was computed", engine.describe()))
     # An error in a fixture is reported in the setup phase, and counts as a failure of the test.
     if report.when == "call" or report.outcome == "failed":
         item.config.stash[RUN].results.append(_make_result(item, report, is_expected=is_expected))
+        # After each test, so that a run that is stopped can be continued with --resume.
+        _write_results(item.config)
     return report
 
 
@@ -177,13 +189,11 @@ def pytest_terminal_summary(
     terminalreporter.section("conformance")
     for line in format_summary(run):
         terminalreporter.line(line)
+    _write_results(config)  # here too, because a run without any test has results as well
     if options.report is not None:
         options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(render_report([run]))
         terminalreporter.line(f"report: {options.report}")
-    if options.results is not None:
-        options.results.parent.mkdir(parents=True, exist_ok=True)
-        options.results.write_text(to_json(run))
 
 
 @pytest.fixture(scope="session")
@@ -292,6 +302,37 @@ def _expect_failures(expected: tuple[ExpectedFailure, ...], tests: list[pytest.F
         for test in matching:
             # Strict, so that a test which passes again has to leave the list.
             test.add_marker(pytest.mark.xfail(reason=entry.reason, strict=True))
+
+
+def _read_passed(path: Path, run: ConformanceRun) -> list[ConformanceResult]:
+    """Return the passed tests of a results file.
+
+    Raises:
+        pytest.UsageError: If the file is of another engine, compute dtype or version.
+    """
+    try:
+        former = from_json(path.read_text())
+    except (OSError, ValueError) as error:
+        raise pytest.UsageError(f"--resume: {path} cannot be read: {error}") from error
+    for name in ("engine", "compute", "versions"):
+        if getattr(former, name) != getattr(run, name):
+            raise pytest.UsageError(
+                f"--resume: {path} has {name} {getattr(former, name)}, but this run has "
+                f"{getattr(run, name)}; choose another --results file."
+            )
+    return [
+        result for result in former.with_outcome(Outcome.PASSED) if result.layout in run.layouts
+    ]
+
+
+def _write_results(config: pytest.Config) -> None:
+    """Replace the results file, if one is requested."""
+    path = config.stash[OPTIONS].results
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text(to_json(config.stash[RUN]))
+        partial.replace(path)
 
 
 def _make_result(

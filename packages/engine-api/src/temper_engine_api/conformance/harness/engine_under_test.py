@@ -1,9 +1,10 @@
 """The engine under test: it runs a job on every rank and returns the results."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from temper_engine_api.capabilities import Capability
-from temper_engine_api.conformance.harness.rank import Job, P, T
+from temper_engine_api.conformance.harness.rank import EngineSetup, Job, P, T
 from temper_engine_api.conformance.harness.rank_pool import RankPool
 from temper_engine_api.layout import Layout, default_layout
 
@@ -19,10 +20,30 @@ class EngineUnderTest:
     layout: Layout
     all_layouts: tuple[Layout, ...]
     rank_pool: RankPool
+    model_paths: set[str] = field(default_factory=set)
+    """Directories of the models that the test has used so far."""
 
     @property
     def world_size(self) -> int:
         return self.layout.world_size
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of data-parallel ranks, if the layout has no settings of the engine's own.
+
+        The kit does not know what such settings mean; 1 then leaves ranks out of messages.
+        """
+        return 1 if self.layout.fields else self.layout.world_size
+
+    def describe(self) -> str:
+        """Return the layout and the models of the test, for a failure message."""
+        models = ", ".join(
+            f"{name} with seed {seed}"
+            for name, _, seed in sorted(
+                Path(path).name.rpartition("-") for path in self.model_paths
+            )
+        )
+        return f"layout {self.layout.name} ({self.world_size} ranks); tiny model {models}"
 
     @property
     def comparable_layouts(self) -> tuple[Layout, ...]:
@@ -44,4 +65,7 @@ class EngineUnderTest:
         """Run a job as `run` does, in another layout."""
         __tracebackhide__ = True
         assert not args, "pass the arguments of a job by keyword"
+        setup = kwargs.get("setup")
+        if isinstance(setup, EngineSetup):
+            self.model_paths.add(setup.model_path)
         return self.rank_pool.run(job, engine=self.engine, layout=layout, arguments=kwargs)

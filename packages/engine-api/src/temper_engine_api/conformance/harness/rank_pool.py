@@ -129,6 +129,8 @@ class RankPool:
                 OMP_NUM_THREADS="1",
                 CUBLAS_WORKSPACE_CONFIG=":4096:8",
                 PYTHONHASHSEED=str(index + 1),
+                # Progress bars of transformers would stand between the failures.
+                TQDM_DISABLE="1",
             ):
                 process = context.Process(
                     target=serve_jobs,

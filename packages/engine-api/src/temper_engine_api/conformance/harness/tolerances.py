@@ -10,6 +10,11 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.conformance.harness.diagnosis import (
+    describe_tensor_errors,
+    describe_token_errors,
+)
 from temper_engine_api.specs import Compute
 from temper_engine_api.weights import TrainingState
 
@@ -110,6 +115,8 @@ def assert_close(
     *,
     quantity: str,
     min_scale: float = 0.0,
+    batch: SequenceBatch | None = None,
+    num_ranks: int = 1,
 ) -> None:
     """Fail unless every entry is within the tolerance; NaN never is.
 
@@ -119,7 +126,36 @@ def assert_close(
         tolerance: Relative to the largest expected magnitude.
         quantity: Name of the values in the message.
         min_scale: Lower bound of the scale that the tolerance is relative to.
+        batch: The batch if the values are [T] or [T, K]; then the message says which tokens are
+            wrong.
+        num_ranks: Number of data-parallel ranks that computed the batch, for the message.
     """
+    difference = _describe_difference(
+        actual, expected, tolerance, quantity=quantity, min_scale=min_scale
+    )
+    if difference is None:
+        return
+    message, max_error = difference
+    if batch is not None:
+        message += " " + describe_token_errors(
+            torch.as_tensor(actual).double(),
+            torch.as_tensor(expected).double(),
+            max_error=max_error,
+            batch=batch,
+            num_ranks=num_ranks,
+        )
+    raise AssertionError(message)
+
+
+def _describe_difference(
+    actual: Tensor | float,
+    expected: Tensor | float,
+    tolerance: Tolerance,
+    *,
+    quantity: str,
+    min_scale: float,
+) -> tuple[str, float] | None:
+    """Return a sentence and the largest allowed error, or None if every entry is close."""
     actual_values, expected_values = (
         # In float64, so that the comparison adds no rounding error of its own.
         torch.as_tensor(actual).double(),
@@ -130,18 +166,21 @@ def assert_close(
         f"{tuple(expected_values.shape)}"
     )
     if not expected_values.numel():
-        return
+        return None
     reason = tolerance.reason if tolerance.allowed == tolerance.relative else BF16.reason
     scale, distance = (
         max(float(expected_values.abs().max()), min_scale),
         float((actual_values - expected_values).abs().max()),
     )
-    # Not written as `distance > ...`: every comparison with NaN is False, so NaN fails here.
-    assert distance <= tolerance.allowed * scale, (
-        f"{quantity} differs from the expected values by {distance:.3e}, which is "
-        f"{distance / scale if scale else float('inf'):.1e} of their scale {scale:.3e}; allowed is "
-        f"{tolerance.allowed:.0e} ({reason})"
+    # Not written as `distance > ...`: every comparison with NaN is False, so NaN is not close.
+    if distance <= tolerance.allowed * scale:
+        return None
+    ratio = distance / scale if scale else math.inf
+    message = (
+        f"{quantity} differs from the expected values by {distance:.3e}, which is {ratio:.1e} of "
+        f"their scale {scale:.3e}; allowed is {tolerance.allowed:.0e} ({reason})."
     )
+    return message, tolerance.allowed * scale
 
 
 def assert_all_close(
@@ -158,14 +197,20 @@ def assert_all_close(
     )
     largest = max(float(tensor.abs().max()) for tensor in expected.values())
     assert largest > 0, f"{quantity}: all expected values are zero, so the comparison shows nothing"
-    for name, tensor in expected.items():
-        assert_close(
+    differences = {
+        name: _describe_difference(
             actual[name],
             tensor,
             tolerance,
             quantity=f"{quantity} of {name}",
             min_scale=SMALL_TENSOR_FRACTION * largest,
         )
+        for name, tensor in expected.items()
+    }
+    wrong = {name: difference for name, difference in differences.items() if difference is not None}
+    assert not wrong, (
+        f"{next(iter(wrong.values()))[0]} {describe_tensor_errors(actual, expected, wrong=wrong)}"
+    )
     # The tolerances of bf16 are so wide for single entries that a missing token could pass them
     # all.
     if tolerance.allowed != tolerance.relative:

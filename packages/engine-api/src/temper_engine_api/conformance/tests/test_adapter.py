@@ -120,7 +120,14 @@ def test_new_adapter_changes_no_output(
     outputs = engine_under_test.run(
         measure_outputs, setup=fresh, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
     )[0]
-    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
+    assert_close(
+        outputs.columns[HeadOutput.LOGPROB],
+        expected,
+        LOGPROB,
+        quantity="log-probs",
+        batch=batch,
+        num_ranks=engine_under_test.num_data_ranks,
+    )
 
 
 @every_adapter
@@ -339,6 +346,8 @@ def test_load_adapter_replaces_the_adapter(
         oracle.get_outputs(other, batch, HeadOutput.LOGPROB),
         LOGPROB,
         quantity="log-probs",
+        batch=batch,
+        num_ranks=engine_under_test.num_data_ranks,
     )
 
 

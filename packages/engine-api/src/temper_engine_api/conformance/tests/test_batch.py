@@ -210,7 +210,14 @@ def test_outputs_are_in_input_order(
         split=split,
     ):
         assert outputs.sample_ids.tolist() == batch.sample_ids.tolist()
-        assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
+        assert_close(
+            outputs.columns[HeadOutput.LOGPROB],
+            expected,
+            LOGPROB,
+            quantity="log-probs",
+            batch=batch,
+            num_ranks=engine_under_test.num_data_ranks,
+        )
 
 
 def test_rank_outputs_are_in_input_order(

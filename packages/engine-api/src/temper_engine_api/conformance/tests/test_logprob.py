@@ -69,6 +69,8 @@ def test_head_outputs_match_oracle(
         oracle.get_outputs(setup, batch, head_output),
         LOGPROB,
         quantity=head_output.value,
+        batch=batch,
+        num_ranks=engine_under_test.num_data_ranks,
     )
 
 
@@ -89,6 +91,8 @@ def test_peaked_distributions_match_oracle(
         oracle.get_outputs(setup, batch, head_output),
         PEAKED_LOGPROB,
         quantity=head_output.value,
+        batch=batch,
+        num_ranks=engine_under_test.num_data_ranks,
     )
 
 
@@ -136,6 +140,8 @@ def test_logprobs_do_not_depend_on_micro_batches(
             expected,
             LOGPROB,
             quantity=f"log-probs, split {split.name}",
+            batch=batch,
+            num_ranks=engine_under_test.num_data_ranks,
         )
 
 
@@ -162,7 +168,14 @@ def test_custom_position_ids_are_used(
             requested_outputs=[HeadOutput.LOGPROB],
             split=split,
         )[0]
-        assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
+        assert_close(
+            outputs.columns[HeadOutput.LOGPROB],
+            expected,
+            LOGPROB,
+            quantity="log-probs",
+            batch=batch,
+            num_ranks=engine_under_test.num_data_ranks,
+        )
 
 
 def test_temperature_scales_logits_before_log_softmax(
@@ -187,6 +200,8 @@ def test_temperature_scales_logits_before_log_softmax(
                 expected,
                 LOGPROB,
                 quantity=f"{head_output.value} at {temperature.tolist()}",
+                batch=batch,
+                num_ranks=engine_under_test.num_data_ranks,
             )
 
 

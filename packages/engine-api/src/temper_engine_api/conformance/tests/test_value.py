@@ -42,6 +42,8 @@ def test_values_match_oracle(engine_under_test: EngineUnderTest, oracle: OracleC
             expected,
             LOGPROB,
             quantity=f"values, split {split.name}",
+            batch=batch,
+            num_ranks=engine_under_test.num_data_ranks,
         )
 
 
