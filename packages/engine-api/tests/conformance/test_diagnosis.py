@@ -85,7 +85,7 @@ def test_wrong_vectors_and_their_factor_are_named():
     )
 
 
-def test_failed_comparisons_say_where_the_values_are_wrong():
+def test_failed_comparisons_name_the_wrong_values():
     with pytest.raises(AssertionError, match=r"log-probs differs .* token 1 of sequence 2"):
         assert_close(
             with_error_at(STARTS[2] + 1), EXPECTED, LOGPROB, quantity="log-probs", batch=BATCH

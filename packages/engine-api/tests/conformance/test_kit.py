@@ -92,7 +92,10 @@ def test_an_expected_failure_that_passes_fails_the_run(kit, tmp_path):
 
 
 def test_resumed_run_keeps_passed_tests_and_repeats_the_others(kit, tmp_path):
-    results, passing = tmp_path / "results.json", "test_capability::test_engine_claims_what_the_kit_needs"
+    results, passing = (
+        tmp_path / "results.json",
+        "test_capability::test_engine_claims_what_the_kit_needs",
+    )
     options = ("--results", str(results), "--resume")
     first = kit.run(FAULTY, *options, tests=[TEST, passing], status=pytest.ExitCode.TESTS_FAILED)
     again = kit.run(FAULTY, *options, tests=[TEST, passing], status=pytest.ExitCode.TESTS_FAILED)
