@@ -1,16 +1,27 @@
 """Warnings about settings that changed since the last start of a run."""
 
+from collections.abc import Collection, Mapping
+
 from temper_trainer.config.resume_changes import describe_changes
 
 LAYERS = "actor.engine.model.architecture.num_hidden_layers"
 
 
 def list_warned_keys(*keys: str, has_checkpoint: bool, has_warm_start: bool) -> list[str]:
+    before, after = dict.fromkeys(keys, 1), dict.fromkeys(keys, 2)
+    parts = ("actor", "critic", "ref", "trainer") if has_checkpoint else ()
+    return list_warnings(before, after, restored_parts=parts, has_warm_start=has_warm_start)
+
+
+def list_warnings(
+    before: Mapping[str, object],
+    after: Mapping[str, object],
+    *,
+    restored_parts: Collection[str] = (),
+    has_warm_start: bool = False,
+) -> list[str]:
     lines = describe_changes(
-        dict.fromkeys(keys, 1),
-        dict.fromkeys(keys, 2),
-        has_checkpoint=has_checkpoint,
-        has_warm_start_model=has_warm_start,
+        before, after, restored_parts=restored_parts, has_warm_start_model=has_warm_start
     )
     return [line.split()[1] for line in lines if "has no effect on a resumed run" in line]
 
@@ -46,23 +57,43 @@ def test_seed_of_a_critic_has_an_effect_until_the_first_checkpoint() -> None:
 def test_seed_of_a_new_adapter_has_an_effect_until_the_first_checkpoint() -> None:
     before: dict[str, object] = {"actor.engine.lora.rank": 8, "actor.engine.model.seed": 0}
     for has_checkpoint in (False, True):
-        lines = describe_changes(
+        warnings = list_warnings(
             before,
             before | {"actor.engine.model.seed": 1},
-            has_checkpoint=has_checkpoint,
-            has_warm_start_model=True,
+            restored_parts=("actor", "trainer") if has_checkpoint else (),
+            has_warm_start=True,
         )
-        assert any("has no effect" in line for line in lines) == has_checkpoint
+        assert bool(warnings) == has_checkpoint
 
 
 def test_architecture_of_a_removed_role_is_not_warned_about() -> None:
     before = {"critic.engine.model.architecture.num_hidden_layers": 4}
-    lines = describe_changes(
-        before, {"critic": None}, has_checkpoint=False, has_warm_start_model=True
-    )
-    assert not any("has no effect" in line for line in lines)
+    assert not list_warnings(before, {"critic": None}, has_warm_start=True)
 
 
 def test_each_key_is_warned_about_once() -> None:
     key = "actor.engine.model.seed"
     assert list_warned_keys(key, has_checkpoint=True, has_warm_start=True) == [key]
+
+
+def test_path_of_a_model_that_the_checkpoint_lacks_has_an_effect() -> None:
+    # Checkpoints of task dpo have the actor alone: the reference is loaded from its path again.
+    keys = ("actor.engine.model.path", "ref.engine.model.path")
+    before, after = dict.fromkeys(keys, "a"), dict.fromkeys(keys, "b")
+    assert list_warnings(before, after, restored_parts=("actor", "trainer")) == [keys[0]]
+    assert list_warnings(before, after, restored_parts=("actor", "ref", "trainer")) == list(keys)
+
+
+def test_coefficient_has_an_effect_with_a_checkpoint_without_trainer_state() -> None:
+    before, after = {"algorithm.entropy_coef": 0.0}, {"algorithm.entropy_coef": 0.1}
+    assert not list_warnings(before, after, restored_parts=("actor",))
+    assert list_warnings(before, after, restored_parts=("actor", "trainer"))
+
+
+def test_path_has_no_effect_after_a_warm_start_for_copies_of_the_actors_model() -> None:
+    keys = ("actor.engine.model.path", "ref.engine.model.path")
+    before, after = dict.fromkeys(keys, "a"), dict.fromkeys(keys, "b")
+    assert list_warnings(before, after, has_warm_start=True) == list(keys)
+    other = before | {"ref.engine.model.path": "c"}
+    assert list_warnings(before, other, has_warm_start=True) == []
+    assert list_warnings(other, before, has_warm_start=True) == []

@@ -1,8 +1,10 @@
-"""Epochs become steps, and schedules get the length of the run."""
+"""Models are fitted to the tokenizer, epochs become steps, schedules get the run's length."""
 
 from dataclasses import replace
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.schedule import compute_learning_rate
@@ -10,11 +12,36 @@ from temper_engine_api.specs import ScheduleSpec
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading import load
 from temper_trainer.data.rows import DataError
-from temper_trainer.loops.run_setup import with_run_length
+from temper_trainer.loops.run_setup import fit_models_to_tokenizer, with_run_length
 
 
 def composed(*overrides: str) -> TrainerConfig:
     return load(["experiment=quickstart", "~run.total_steps", *overrides]).config
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
+
+
+def test_copies_of_the_actors_model_start_from_the_warm_starts_model() -> None:
+    on_base = ("~actor.engine.model.architecture", "actor.engine.model.path=base")
+    kl = ("ref=frozen", "algorithm.kl_loss_coef=0.1")
+    for path in ((), on_base):
+        config = composed("algorithm=ppo", *kl, *path)
+        fitted = fit_models_to_tokenizer(config, tokenizer(), trained_model="trained")
+        assert fitted.critic is not None and fitted.ref is not None
+        for role in (fitted.actor, fitted.critic, fitted.ref):
+            assert role.engine.model.path == "trained" and not role.engine.model.architecture
+
+
+def test_models_of_another_path_are_kept_after_the_warm_start() -> None:
+    config = composed(
+        *("ref=frozen", "algorithm.kl_loss_coef=0.1"),
+        *("ref.engine.model.architecture={}", "ref.engine.model.path=other"),
+    )
+    fitted = fit_models_to_tokenizer(config, tokenizer(), trained_model="trained")
+    assert fitted.actor.engine.model.path == "trained"
+    assert fitted.ref is not None and fitted.ref.engine.model.path == "other"
 
 
 def test_epoch_has_as_many_steps_as_full_batches() -> None:

@@ -413,6 +413,14 @@ def find_engine_checkpoints(path: Path) -> dict[str, Path]:
     return steps if all((step / ENGINE_PART).is_dir() for step in steps.values()) else {}
 
 
+def list_restored_parts(checkpoint: Path) -> set[str]:
+    """Return the parts of a checkpoint that a resume reads: roles, and the trainer's part."""
+    if engine_checkpoints := find_engine_checkpoints(checkpoint):
+        # See `Checkpointer.read_roles`.
+        return engine_checkpoints.keys() - {"ref"}
+    return {path.name for path in checkpoint.iterdir() if path.is_dir()}
+
+
 def _read_common_step(checkpoints: Mapping[str, Path]) -> int:
     steps = {role: read_manifest(directory).step for role, directory in checkpoints.items()}
     if len(set(steps.values())) != 1:

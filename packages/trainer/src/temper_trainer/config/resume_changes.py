@@ -1,6 +1,6 @@
 """Describe settings that changed since the last start of a run."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 
@@ -14,20 +14,11 @@ class FixedSetting:
     """Reason; completes "has no effect on a resumed run: ..."."""
 
 
-FIXED_SETTINGS = (
-    FixedSetting(
-        keys=tuple(
-            f"{role}.engine.{key}"
-            for role in ("actor", "critic", "ref")
-            for key in ("model.path", "model.seed", "lora.path")
-        ),
-        source="the weights are those of the checkpoint",
-    ),
-    FixedSetting(
-        keys=("algorithm.kl_reward_coef", "algorithm.entropy_coef"),
-        source="the checkpoint contains the current coefficient",
-    ),
-    FixedSetting(keys=("generate",), source="a training run writes no completions"),
+ROLES = ("actor", "critic", "ref")
+
+
+WRITES_NO_COMPLETIONS = FixedSetting(
+    keys=("generate",), source="a training run writes no completions"
 )
 
 
@@ -53,7 +44,7 @@ def describe_changes(
     before: Mapping[str, object],
     after: Mapping[str, object],
     *,
-    has_checkpoint: bool,
+    restored_parts: Collection[str],
     has_warm_start_model: bool,
 ) -> Iterator[str]:
     """Yield a line for each setting that changed, and a warning for each change without effect.
@@ -61,7 +52,8 @@ def describe_changes(
     Args:
         before: Settings of the last start by dotted key; empty if there was none.
         after: Settings of this start.
-        has_checkpoint: True if this start continues from a checkpoint.
+        restored_parts: Parts of the checkpoint from which this start continues: roles, and
+            ``trainer``; empty without a checkpoint.
         has_warm_start_model: True if this start uses the model of a warm start that is done.
     """
     changed = [
@@ -78,9 +70,9 @@ def describe_changes(
     for key in changed:
         yield f"  {key}: {_text(before, key)} -> {_text(after, key)}"
     fixed_settings = [
-        *(FIXED_SETTINGS if has_checkpoint else ()),
-        *([WARM_START] if has_checkpoint or has_warm_start_model else ()),
-        *([_find_replaced_models(after)] if has_warm_start_model else ()),
+        *_list_restored_settings(restored_parts),
+        *([WARM_START] if restored_parts or has_warm_start_model else ()),
+        *([_find_replaced_models(before, after)] if has_warm_start_model else ()),
     ]
     for key in changed:
         for fixed in fixed_settings:
@@ -90,7 +82,7 @@ def describe_changes(
                     "new value, choose another run.dir."
                 )
                 break  # one reason is enough
-    if has_checkpoint and any(
+    if restored_parts and any(
         _is_within(key, block) for key in changed for block in DATA_ORDER_KEYS
     ):
         yield (
@@ -99,29 +91,65 @@ def describe_changes(
         )
 
 
-def _find_replaced_models(settings: Mapping[str, object]) -> FixedSetting:
+def _list_restored_settings(parts: Collection[str]) -> Iterator[FixedSetting]:
+    """Yield the settings whose effect is in these parts of a checkpoint."""
+    # A role that the checkpoint lacks is built from its settings at every start: the reference of
+    # task dpo, and that of a checkpoint which an engine saved without a trainer.
+    yield FixedSetting(
+        keys=tuple(
+            f"{role}.engine.{key}"
+            for role in ROLES
+            if role in parts
+            for key in ("model.path", "model.seed", "lora.path")
+        ),
+        source="the weights are those of the checkpoint",
+    )
+    if "trainer" in parts:
+        yield FixedSetting(
+            keys=("algorithm.kl_reward_coef", "algorithm.entropy_coef"),
+            source="the checkpoint contains the current coefficient",
+        )
+    if parts:
+        yield WRITES_NO_COMPLETIONS
+
+
+def _find_replaced_models(
+    before: Mapping[str, object], after: Mapping[str, object]
+) -> FixedSetting:
     """Return the settings of models in whose place the run loads the warm start's model.
 
     Without a warm start, an architecture is not fixed: the engine builds the new one, and refuses a
     checkpoint whose tensors do not fit. The seed still draws a value head and a new LoRA adapter,
     which the warm start's model does not have.
     """
-    roles = [
-        role
-        for role in ("actor", "critic", "ref")
-        if any(_is_within(key, f"{role}.engine.model") for key in settings)
-        and settings.get(f"{role}.engine.model.path") is None
-    ]
+    # A role that was no copy of the actor at the last start, or is none now, changes its model.
+    roles = [role for role in ROLES if _is_copy(role, before) and _is_copy(role, after)]
     unseeded = [
-        role for role in roles if role != "critic" and not settings.get(f"{role}.engine.lora.rank")
+        role for role in roles if role != "critic" and not after.get(f"{role}.engine.lora.rank")
     ]
     return FixedSetting(
         keys=(
+            *(f"{role}.engine.model.path" for role in roles),
             *(f"{role}.engine.model.architecture" for role in roles),
             *(f"{role}.engine.model.seed" for role in unseeded),
         ),
         source="the model is that of the warm start",
     )
+
+
+def _is_copy(role: str, settings: Mapping[str, object]) -> bool:
+    """Return True if a role exists and has the actor's model path and architecture."""
+    exists = any(_is_within(key, f"{role}.engine.model") for key in settings)
+    return exists and _select_model(role, settings) == _select_model("actor", settings)
+
+
+def _select_model(role: str, settings: Mapping[str, object]) -> dict[str, object]:
+    prefix = f"{role}.engine."
+    return {
+        key.removeprefix(prefix): value
+        for key, value in settings.items()
+        if any(_is_within(key, f"{prefix}model.{name}") for name in ("path", "architecture"))
+    }
 
 
 def _text(values: Mapping[str, object], key: str) -> str:

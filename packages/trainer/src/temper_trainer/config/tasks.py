@@ -11,9 +11,11 @@ from temper_trainer.config.ranges import check_range
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartConfig:
-    """Supervised fine-tuning before RL.
+    """Supervised fine-tuning of the actor before RL.
 
-    Task sft does not use it: its settings are data, batching, run and actor.
+    RL starts from its result, also if ``actor.engine.model.path`` is set. So does every role that
+    has the same path and architecture, such as ``ref=frozen`` and ``critic=value_model``. Task sft
+    does not use it: its settings are data, batching, run and actor.
     """
 
     data: SourceConfig | None = None

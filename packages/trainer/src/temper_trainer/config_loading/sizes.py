@@ -41,9 +41,11 @@ def _rl_sizes(config: TrainerConfig) -> list[str]:
     if config.warm_start is not None:
         stage = config.warm_start
         shown = stage.total_steps * stage.batch_size
+        path = config.actor.engine.model.path
+        origin = "" if path is None else f", from the model in {path}"
         lines.append(
             f"warm start: {stage.total_steps:,} updates of {stage.batch_size:,} demonstrations = "
-            f"{shown:,} demonstrations"
+            f"{shown:,} demonstrations{origin}"
         )
     noun = "update" if updates == 1 else "updates"
     lines.append(

@@ -81,24 +81,27 @@ def fit_models_to_tokenizer(
 ) -> TrainerConfig:
     """Return the configuration with the model of every role fitted to the tokenizer.
 
-    Only models without a path change: they get vocabulary size and special tokens, or are replaced
-    by ``trained_model``.
+    Models without a path get vocabulary size and special tokens. After a warm start, the actor and
+    every role whose path and architecture are the actor's start from ``trained_model`` instead.
 
     Args:
         config: The configuration.
         tokenizer: Tokenizer of all roles.
-        trained_model: Model directory that the warm start wrote.
+        trained_model: Model directory that the warm start wrote; None before or without one.
     """
+    actor_model = config.actor.engine.model
 
     def fit(role: RoleConfig | None) -> RoleConfig | None:
-        if role is None or role.engine.model.path is not None:
-            return role
-        # The model directory has its own config.json, so the configured architecture no longer
-        # applies.
-        if trained_model is not None:
-            model = replace(role.engine.model, path=trained_model, architecture={})
-        else:
-            model = _with_vocabulary(role.engine.model, tokenizer)
+        if role is None:
+            return None
+        model = role.engine.model
+        is_copy = (model.path, model.architecture) == (actor_model.path, actor_model.architecture)
+        if trained_model is not None and is_copy:
+            # The model directory has its own config.json, so the configured architecture no longer
+            # applies.
+            model = replace(model, path=trained_model, architecture={})
+        elif model.path is None:
+            model = _with_vocabulary(model, tokenizer)
         return replace(role, engine=replace(role.engine, model=model))
 
     def fit_teacher(teacher: TeacherConfig) -> TeacherConfig:

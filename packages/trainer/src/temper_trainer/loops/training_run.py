@@ -19,7 +19,7 @@ from temper_trainer.checkpoint.checkpoint_messages import (
     describe_last_save,
     describe_policy,
 )
-from temper_trainer.checkpoint.checkpointer import check_resume_step
+from temper_trainer.checkpoint.checkpointer import check_resume_step, list_restored_parts
 from temper_trainer.checkpoint.weight_files import find_damaged_model
 from temper_trainer.config.resume_changes import describe_changes
 from temper_trainer.config.run_folder_checks import find_inputs_in_run_folder
@@ -167,7 +167,7 @@ def _run_task(
         for line in describe_changes(
             previous_settings,
             read_settings(folder.root),
-            has_checkpoint=checkpoint is not None,
+            restored_parts=() if checkpoint is None else list_restored_parts(checkpoint),
             # A damaged model is written again, for which the warm start may train on.
             has_warm_start_model=config.warm_start is not None
             and find_damaged_model(folder.warm_start.model) is None,
@@ -308,6 +308,11 @@ class _TaskRun:
             trained_model = self._run_warm_start()
             trained_rows += self.problems.get("warm_start", [])
         config = fit_models_to_tokenizer(self.config, self.tokenizer, trained_model=trained_model)
+        if trained_model is not None and self.config.actor.engine.model.path is not None:
+            self.log.print_line(
+                f"RL starts from the model of the warm start, {trained_model}, in place of "
+                f"actor.engine.model.path {self.config.actor.engine.model.path}"
+            )
         eval_rows = self.problems.get("eval", [])
         prompts, num_dropped = encode_prompts(self.problems["train"], self.tokenizer, config.data)
         eval_prompts, num_eval_dropped = encode_prompts(eval_rows, self.tokenizer, config.data)
