@@ -91,3 +91,28 @@ def test_model_of_the_warm_start_without_a_config_is_written_again(
         f"the model of the warm start is damaged ({model / 'config.json'} is not there): renamed "
         "to huggingface.damaged-1" in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize(("name", "num_lost_bytes"), [("model.safetensors", 100), ("", 0)])
+def test_damaged_final_model_is_renamed_and_written_again(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, num_lost_bytes: int
+) -> None:
+    settings = ("warm_start=null", "data.eval=null", "run.total_steps=1")
+    run(tmp_path / "run", *settings)
+    model = tmp_path / "run" / "huggingface"
+    content = (model / "model.safetensors").read_bytes()
+    if name:
+        (model / name).write_bytes(content[:-num_lost_bytes])
+    else:  # a folder that Temper did not write
+        shutil.rmtree(model)
+        model.mkdir()
+        (model / "notes.txt").write_text("mine")
+    # What a process that was killed during the export leaves.
+    shutil.copytree(model, model.with_name(".huggingface.partial"))
+    damaged = {path.name: path.read_bytes() for path in model.iterdir()}
+    run(tmp_path / "run", *settings, "run.resume=auto")
+    assert (model / "model.safetensors").read_bytes() == content
+    kept = model.with_name("huggingface.damaged-1")
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == damaged
+    assert not model.with_name(".huggingface.partial").exists()
+    assert "renamed to huggingface.damaged-1, and written again" in caplog.text

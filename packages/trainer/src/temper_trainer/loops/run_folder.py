@@ -1,19 +1,24 @@
 """The run folder: its paths, whether a run may use it, and the exported model."""
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from temper_engine_api.checkpoint import set_aside
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.checkpoint.huggingface_export import write_model_directory
+from temper_trainer.checkpoint.weight_files import find_damaged_model
 from temper_trainer.config.run import RunConfig
 from temper_trainer.config.run_folder_checks import START_FILES, UNTRAINED, contains_run
 from temper_trainer.metrics.run_files import next_superseded_path
 from temper_trainer.runtime.worker_group import WorkerGroup
 from temper_trainer.weight_sync.buckets import DEFAULT_BUCKET_BYTES, export_buckets, unpack_buckets
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,22 @@ def open_run_folder(run: RunConfig) -> RunFolder:
     return folder
 
 
+def set_aside_damaged_model(model: Path) -> str | None:
+    """Rename a model directory if one of its files is damaged.
+
+    Content is not compared: there are no checksums of an exported model, and users may edit it.
+
+    Returns:
+        The damage and the new name, as in "is damaged (...): renamed to ..."; None for a complete
+        model.
+    """
+    damage = find_damaged_model(model)
+    if damage is None:
+        return None
+    renamed = set_aside(model, "damaged")
+    return f"is damaged ({damage.rpartition(': ')[0]}): renamed to {renamed.name}"
+
+
 def export_model(
     group: WorkerGroup, *, engine: EngineConfig, tokenizer: PreTrainedTokenizerBase, directory: Path
 ) -> None:
@@ -107,10 +128,13 @@ def export_model(
         group: Workers of the role.
         engine: The role's engine configuration.
         tokenizer: Saved with the weights.
-        directory: Directory to write; if it already has a complete model, nothing is done.
+        directory: Directory to write. A complete model in it is kept; anything else is renamed.
     """
-    if (directory / "config.json").exists():
-        return
+    if directory.exists():
+        description = set_aside_damaged_model(directory)
+        if description is None:
+            return
+        logger.warning("the model in %s %s, and written again", directory, description)
     # All ranks take part in the export; the first one returns the full tensors.
     buckets = group.run(export_buckets, [(DEFAULT_BUCKET_BYTES,)] * group.num_workers)[0]
     write_model_directory(

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from temper_engine_api.checkpoint import set_aside
 from temper_engine_api.errors import ConfigError
 from temper_trainer.checkpoint.checkpoint_messages import (
     describe_deletion,
@@ -31,7 +30,7 @@ from temper_trainer.loops.evaluation import count_trained_prompts, evaluate_all,
 from temper_trainer.loops.interrupts import RunInterrupted, StopRequest, WorkAbandoned
 from temper_trainer.loops.rl_run import run_rl
 from temper_trainer.loops.run_components import build_inference_components
-from temper_trainer.loops.run_folder import RunFolder, open_run_folder
+from temper_trainer.loops.run_folder import RunFolder, open_run_folder, set_aside_damaged_model
 from temper_trainer.loops.run_setup import (
     fit_models_to_tokenizer,
     load_or_train_tokenizer,
@@ -362,13 +361,12 @@ class _TaskRun:
 
     def _set_aside_if_damaged(self, model: Path) -> bool:
         """Rename the warm start's model if one of its files is damaged; return whether it was."""
-        damage = find_damaged_model(model)
-        if damage is None:
+        description = set_aside_damaged_model(model)
+        if description is None:
             return False
-        renamed = set_aside(model, "damaged")
         self.log.print_line(
-            f"the model of the warm start is damaged ({damage.rpartition(': ')[0]}): renamed to "
-            f"{renamed.name}, and written again from the last checkpoint of the warm start"
+            f"the model of the warm start {description}, and written again from the last "
+            "checkpoint of the warm start"
         )
         return True
 
