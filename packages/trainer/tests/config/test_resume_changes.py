@@ -97,3 +97,11 @@ def test_path_has_no_effect_after_a_warm_start_for_copies_of_the_actors_model() 
     other = before | {"ref.engine.model.path": "c"}
     assert list_warnings(before, other, has_warm_start=True) == []
     assert list_warnings(other, before, has_warm_start=True) == []
+
+
+def test_settings_of_a_trained_tokenizer_have_no_effect_after_the_first_start() -> None:
+    before = {"data.tokenizer.kind": "bpe", "data.tokenizer.vocab_size": 300}
+    smaller = before | {"data.tokenizer.vocab_size": 280}
+    assert list_warnings(before, smaller) == ["data.tokenizer.vocab_size"]
+    loaded = {"data.tokenizer.kind": "pretrained", "data.tokenizer.path": "a"}
+    assert list_warnings(loaded, loaded | {"data.tokenizer.path": "b"}) == []

@@ -1,5 +1,6 @@
 """Damage checkpoints of a real run at random, resume, and compare with an uninterrupted run."""
 
+import json
 import random
 import shutil
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from temper_trainer.data.rows import DataError
 from temper_trainer.loops import RunResult
 
 from .faults_for_tests import damage
@@ -116,3 +118,48 @@ def test_damaged_final_model_is_renamed_and_written_again(
     assert {path.name: path.read_bytes() for path in kept.iterdir()} == damaged
     assert not model.with_name(".huggingface.partial").exists()
     assert "renamed to huggingface.damaged-1, and written again" in caplog.text
+
+
+ONE_STEP = ("warm_start=null", "data.eval=null", "run.save_model=false")
+
+
+def read_vocabulary(folder: Path) -> object:
+    return json.loads((folder / "tokenizer" / "tokenizer.json").read_text())["model"]["vocab"]
+
+
+def test_resumed_run_keeps_its_tokenizer_when_the_training_data_change(
+    run: Run, tmp_path: Path
+) -> None:
+    run(tmp_path / "run", *ONE_STEP, "run.total_steps=1", "data.train.max_rows=64")
+    vocabulary = read_vocabulary(tmp_path / "run")
+    more = (*ONE_STEP, "run.total_steps=2", "run.resume=auto")
+    # Half of the texts have fewer words, on which a new tokenizer would have fewer entries.
+    run(tmp_path / "run", *more, "data.train.max_rows=8")
+    assert read_vocabulary(tmp_path / "run") == vocabulary
+    last = tmp_path / "run" / "checkpoints" / "step_00000002"
+    resume = (*ONE_STEP, "run.total_steps=3", f"run.resume={last}")
+    run(tmp_path / "other", *resume, "data.train.max_rows=8")
+    assert read_vocabulary(tmp_path / "other") == vocabulary
+
+
+def test_training_data_with_words_that_the_tokenizer_lacks_are_refused_on_resume(
+    run: Run, tmp_path: Path
+) -> None:
+    # With this vocabulary size, the model would accept the ids of another tokenizer.
+    size = "actor.engine.model.architecture.vocab_size=200"
+    settings = (*ONE_STEP, size, "run.resume=auto")
+    run(tmp_path / "run", *settings, "run.total_steps=1", "data.train.max_rows=8")
+    vocabulary = read_vocabulary(tmp_path / "run")
+    with pytest.raises(DataError, match=r"run/tokenizer was trained on other texts .* run\.dir"):
+        run(tmp_path / "run", *settings, "run.total_steps=2", "data.train.max_rows=64")
+    assert read_vocabulary(tmp_path / "run") == vocabulary
+
+
+def test_damaged_tokenizer_is_renamed_and_trained_again(run: Run, tmp_path: Path) -> None:
+    run(tmp_path / "run", *ONE_STEP, "run.total_steps=1")
+    vocabulary = read_vocabulary(tmp_path / "run")
+    file = tmp_path / "run" / "tokenizer" / "tokenizer.json"
+    file.write_text(file.read_text()[:-9])
+    run(tmp_path / "run", *ONE_STEP, "run.total_steps=2", "run.resume=auto")
+    assert read_vocabulary(tmp_path / "run") == vocabulary
+    assert (tmp_path / "run" / "tokenizer.damaged-1" / "tokenizer.json").is_file()

@@ -29,9 +29,11 @@ def test_copies_of_the_actors_model_start_from_the_warm_starts_model() -> None:
     for path in ((), on_base):
         config = composed("algorithm=ppo", *kl, *path)
         fitted = fit_models_to_tokenizer(config, tokenizer(), trained_model="trained")
-        assert fitted.critic is not None and fitted.ref is not None
+        assert fitted.critic is not None
+        assert fitted.ref is not None
         for role in (fitted.actor, fitted.critic, fitted.ref):
-            assert role.engine.model.path == "trained" and not role.engine.model.architecture
+            assert role.engine.model.path == "trained"
+            assert not role.engine.model.architecture
 
 
 def test_models_of_another_path_are_kept_after_the_warm_start() -> None:
@@ -41,7 +43,8 @@ def test_models_of_another_path_are_kept_after_the_warm_start() -> None:
     )
     fitted = fit_models_to_tokenizer(config, tokenizer(), trained_model="trained")
     assert fitted.actor.engine.model.path == "trained"
-    assert fitted.ref is not None and fitted.ref.engine.model.path == "other"
+    assert fitted.ref is not None
+    assert fitted.ref.engine.model.path == "other"
 
 
 def test_epoch_has_as_many_steps_as_full_batches() -> None:

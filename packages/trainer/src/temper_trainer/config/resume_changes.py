@@ -26,6 +26,10 @@ WARM_START = FixedSetting(keys=("warm_start",), source="the warm start is done")
 """Settings that are fixed as soon as the warm start is done, also without a checkpoint."""
 
 
+TOKENIZER = FixedSetting(keys=("data.tokenizer",), source="the tokenizer is that of the run folder")
+"""Settings of a tokenizer that was trained at the first start."""
+
+
 UNCOMPARED_KEYS = ("run.resume", "run.dir")
 """Settings that always differ between two starts of a run."""
 
@@ -71,6 +75,7 @@ def describe_changes(
         yield f"  {key}: {_text(before, key)} -> {_text(after, key)}"
     fixed_settings = [
         *_list_restored_settings(restored_parts),
+        *([TOKENIZER] if after.get("data.tokenizer.kind") != "pretrained" else ()),
         *([WARM_START] if restored_parts or has_warm_start_model else ()),
         *([_find_replaced_models(before, after)] if has_warm_start_model else ()),
     ]

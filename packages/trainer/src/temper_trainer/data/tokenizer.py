@@ -1,14 +1,19 @@
 """Load or train the run's tokenizer, and save it with the run for use with its model."""
 
+import json
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from temper_engine_api.checkpoint import set_aside
 from temper_engine_api.errors import CheckpointError, ConfigError
 from temper_trainer.config.data import TokenizerConfig
 from temper_trainer.data.rows import DataError
+
+logger = logging.getLogger(__name__)
 
 PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
@@ -51,17 +56,54 @@ def build_tokenizer(
             else _byte_pairs(corpus, vocab_size=config.vocab_size)
         )
         check_round_trip(trained, corpus)
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=trained,
-            pad_token=PAD,
-            eos_token=END,
-            unk_token=UNKNOWN,
-            # True would remove spaces before punctuation, so that decoded texts differ from the
-            # sampled ones.
-            clean_up_tokenization_spaces=False,
-        )
+        tokenizer = _to_transformers(trained)
     save_tokenizer(tokenizer, directory)
     return tokenizer
+
+
+def load_trained_tokenizer(
+    directory: Path, *, texts: Iterable[str]
+) -> PreTrainedTokenizerBase | None:
+    """Return a tokenizer that `build_tokenizer` saved earlier.
+
+    Weights fit the ids of one tokenizer. One that is trained on other texts may have as many
+    entries in another order, which nothing would notice.
+
+    Args:
+        directory: Its directory; renamed if a file in it is damaged.
+        texts: Texts that it has to encode.
+
+    Returns:
+        The tokenizer; None if there is none, or a damaged one.
+
+    Raises:
+        DataError: If a text does not survive a round trip.
+    """
+    if not directory.is_dir():
+        return None
+    try:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            json.loads((directory / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        renamed = set_aside(directory, "damaged")
+        logger.warning(
+            "the tokenizer in %s is damaged (%s): renamed to %s, and trained again",
+            directory,
+            error,
+            renamed.name,
+        )
+        return None
+    trained = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    changed = _find_changed_text(trained, texts)
+    if changed is not None:
+        raise DataError(
+            f"the tokenizer of the run in {directory} was trained on other texts and would change "
+            f"{changed[0]!r:.200} to {changed[1]!r:.200}. The run's weights fit no other "
+            "tokenizer: keep the training data, or choose another run.dir."
+        )
+    if [trained.token_to_id(token) for token in (PAD, END, UNKNOWN)] == [0, 1, 2]:
+        return _to_transformers(trained)  # equal files: loading would add fields to its config
+    return _load(str(directory))  # the last start had kind pretrained
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
@@ -109,6 +151,18 @@ def _load(path: str | None) -> PreTrainedTokenizerBase:
         # Padding is always masked, so any id of the vocabulary will do.
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _to_transformers(trained: Tokenizer) -> PreTrainedTokenizerBase:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=trained,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        # True would remove spaces before punctuation, so that decoded texts differ from the sampled
+        # ones.
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def _word_level(corpus: Sequence[str]) -> Tokenizer:
@@ -161,16 +215,24 @@ def check_round_trip(tokenizer: Tokenizer, corpus: Sequence[str]) -> None:
     Raises:
         DataError: Naming the first text that has a special token or comes back changed.
     """
-    encoded = tokenizer.encode_batch_fast(list(corpus), add_special_tokens=False)
-    decoded = tokenizer.decode_batch([entry.ids for entry in encoded], skip_special_tokens=False)
-    for text, back in zip(corpus, decoded, strict=True):
+    for text in corpus:
         if any(special in text for special in (PAD, END, UNKNOWN)):
             raise DataError(
                 f"a training text contains one of the special tokens {PAD}, {END} and {UNKNOWN}: "
                 f"{text!r:.200}. Remove the token from the text."
             )
-        if text != back:
-            raise DataError(
-                f"the tokenizer would change a training text: {text!r:.200} comes back as "
-                f"{back!r:.200}. Use tokenizer.kind bpe."
-            )
+    changed = _find_changed_text(tokenizer, corpus)
+    if changed is not None:
+        raise DataError(
+            f"the tokenizer would change a training text: {changed[0]!r:.200} comes back as "
+            f"{changed[1]!r:.200}. Use tokenizer.kind bpe."
+        )
+
+
+def _find_changed_text(tokenizer: Tokenizer, texts: Iterable[str]) -> tuple[str, str] | None:
+    """Return the first text that changes when it is encoded and decoded, and the result."""
+    corpus = list(texts)
+    encoded = tokenizer.encode_batch_fast(corpus, add_special_tokens=False)
+    decoded = tokenizer.decode_batch([entry.ids for entry in encoded], skip_special_tokens=False)
+    pairs = zip(corpus, decoded, strict=True)
+    return next(((text, back) for text, back in pairs if text != back), None)

@@ -144,6 +144,7 @@ def _run_task(
         config,
         folder=folder,
         rows=[*problems["train"], *pair_rows, *problems.get("warm_start", [])],
+        checkpoint=checkpoint,
     )
     # Before `write_config` replaces the file: changed settings are listed below.
     previous_settings = read_settings(folder.root)
