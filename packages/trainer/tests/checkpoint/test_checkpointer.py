@@ -414,6 +414,18 @@ def test_last_save_is_described_for_error_messages(tmp_path: Path) -> None:
     )
 
 
+def test_advice_to_resume_comes_after_the_correction_that_an_error_needs(tmp_path: Path) -> None:
+    correction = "correct what the error names first"
+    assert describe_last_save(tmp_path, needs_correction=True) == (
+        f"No checkpoint of this run was saved yet: {correction}, then run.resume=auto starts at "
+        "step 1."
+    )
+    (saved,) = save(make_checkpointer(tmp_path), 40)
+    assert describe_last_save(tmp_path, needs_correction=True) == (
+        f"step 40 is saved in {saved}: {correction}, then continue with run.resume=auto."
+    )
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [

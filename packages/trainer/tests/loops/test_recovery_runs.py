@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from temper_engine_api.errors import CapabilityError, CheckpointError
 from temper_trainer.data.rows import DataError
 from temper_trainer.loops import RunResult
 
@@ -163,3 +164,15 @@ def test_damaged_tokenizer_is_renamed_and_trained_again(run: Run, tmp_path: Path
     run(tmp_path / "run", *ONE_STEP, "run.total_steps=2", "run.resume=auto")
     assert read_vocabulary(tmp_path / "run") == vocabulary
     assert (tmp_path / "run" / "tokenizer.damaged-1" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("setting", ["model_type=t5", "num_hidden_layers=3"])
+def test_model_that_cannot_continue_needs_another_remedy_than_a_resume(
+    run: Run, tmp_path: Path, setting: str
+) -> None:
+    run(tmp_path / "run", *ONE_STEP, "run.total_steps=1")
+    wrong = f"actor.engine.model.architecture.{setting}"
+    with pytest.raises((CapabilityError, CheckpointError)) as caught:
+        run(tmp_path / "run", *ONE_STEP, "run.total_steps=2", "run.resume=auto", wrong)
+    (note,) = caught.value.__notes__
+    assert note.endswith("correct what the error names first, then continue with run.resume=auto.")

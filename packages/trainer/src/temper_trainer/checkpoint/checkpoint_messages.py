@@ -75,18 +75,33 @@ def _read_run_id(directory: Path) -> str | None:
 NOTHING_SAVED = "No checkpoint of this run was saved yet: run.resume=auto would start at step 1."
 
 
-def describe_last_save(root: Path, *, warm_start: Path | None = None) -> str:
-    """Return from which step a failed run can be resumed, or that no step is saved."""
-    return find_last_save(root, warm_start=warm_start) or NOTHING_SAVED
-
-
-def find_last_save(root: Path, *, warm_start: Path | None = None) -> str | None:
-    """Return from which step a failed run can be resumed; None if nothing was saved.
+def describe_last_save(
+    root: Path, *, warm_start: Path | None = None, needs_correction: bool = False
+) -> str:
+    """Return from which step a failed run can be resumed, or that no step is saved.
 
     Args:
         root: Folder of the run's step directories.
         warm_start: Folder of the warm start's step directories, if the run has a warm start.
+        needs_correction: True if the same command would fail again with the same error.
     """
+    if not needs_correction:
+        return find_last_save(root, warm_start=warm_start) or NOTHING_SAVED
+    place = _describe_newest_save(root, warm_start=warm_start)
+    if place is None:
+        saved, then = "No checkpoint of this run was saved yet", "run.resume=auto starts at step 1"
+    else:
+        saved, then = place, "continue with run.resume=auto"
+    return f"{saved}: correct what the error names first, then {then}."
+
+
+def find_last_save(root: Path, *, warm_start: Path | None = None) -> str | None:
+    """Return from which step a failed run can be resumed; None if nothing was saved."""
+    place = _describe_newest_save(root, warm_start=warm_start)
+    return None if place is None else f"{place}: continue with run.resume=auto."
+
+
+def _describe_newest_save(root: Path, *, warm_start: Path | None) -> str | None:
     for folder, prefix in ((root, ""), (warm_start, "warm start: ")):
         for step in reversed([] if folder is None else list_complete_steps(folder)):
             directory = step_directory(folder or root, step)
@@ -95,5 +110,5 @@ def find_last_save(root: Path, *, warm_start: Path | None = None) -> str | None:
                 verify(directory, with_content=False)
             except CheckpointError:
                 continue  # a resume renames it and uses the one before
-            return f"{prefix}step {step} is saved in {directory}: continue with run.resume=auto."
+            return f"{prefix}step {step} is saved in {directory}"
     return None

@@ -29,6 +29,8 @@ class StepBoundary:
     """The last saved step; 0 if there is none."""
     checkpoint: Path | None = None
     """The checkpoint of that step."""
+    has_completed_step: bool = field(default=False, init=False)
+    """True once this process has completed a step of any phase."""
     _saved_at: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -41,6 +43,7 @@ class StepBoundary:
             RunLockLostError: If another process has taken over the run folder.
         """
         self.lock.check()
+        self.has_completed_step = True
         self.folder.mark_used()
         self.log.refresh_report()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError, WeightError
 from temper_trainer.checkpoint.checkpoint_messages import (
     describe_deletion,
     describe_last_save,
@@ -197,7 +197,7 @@ def _run_task(
             completed_steps=completed_steps,
         )
         try:
-            with _add_last_save_to_errors(folder):
+            with _add_last_save_to_errors(folder, boundary=boundary):
                 match config.task:
                     case "sft" | "dpo" | "rm":
                         run.run_supervised_task()
@@ -225,7 +225,7 @@ def _write_report_at_end(log: RunLog, *, stop: StopRequest) -> Iterator[None]:
 
 
 @contextmanager
-def _add_last_save_to_errors(folder: RunFolder) -> Iterator[None]:
+def _add_last_save_to_errors(folder: RunFolder, *, boundary: StepBoundary) -> Iterator[None]:
     """Add a note to an error of the body that says from which step the run can be resumed."""
     try:
         yield
@@ -234,9 +234,16 @@ def _add_last_save_to_errors(folder: RunFolder) -> Iterator[None]:
     except Exception as error:
         # The advice is to resume, which would fail with the same configuration error.
         if not isinstance(error, ConfigError):
-            error.add_note(
-                describe_last_save(folder.checkpoints, warm_start=folder.warm_start.checkpoints)
+            # So would a model that the engine cannot build, or that the checkpoint does not fit.
+            is_refusal = isinstance(error, CapabilityError | WeightError) or (
+                isinstance(error, CheckpointError) and not boundary.has_completed_step
             )
+            note = describe_last_save(
+                folder.checkpoints,
+                warm_start=folder.warm_start.checkpoints,
+                needs_correction=is_refusal,
+            )
+            error.add_note(note)
         raise
 
 
