@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from temper_engine_api.errors import ConfigError, TemperError
 from temper_trainer.checkpoint.checkpoint_messages import NOTHING_SAVED, find_last_save
@@ -83,10 +84,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser whose usage errors hide what may be a secret, as errors about overrides do."""
+
+    def __init__(self, arguments: Sequence[str], *, usage: str) -> None:
+        super().__init__(prog="temper-train", usage=usage, add_help=False)
+        self._arguments = arguments
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, which repeats arguments, and exit with 2."""
+        for argument in self._arguments:
+            redacted = redact_override(argument)
+            if redacted == argument:
+                continue
+            message = message.replace(argument, redacted)
+            # The value alone, which argparse repeats for a flag that takes none.
+            _, separator, value = argument.partition("=")
+            value = value if separator else argument[2:]
+            message = message.replace(value, "<hidden>") if value else message
+        super().error(message)
+
+
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="temper-train", usage=USAGE.split("usage: ")[1].splitlines()[0], add_help=False
-    )
+    parser = _Parser(arguments, usage=USAGE.split("usage: ")[1].splitlines()[0])
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--check", action="store_true")

@@ -137,6 +137,33 @@ def test_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> 
     assert "usage: temper-train [OVERRIDE ...]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["--wandb-api-key=opensesame"], "--wandb-api-key=<hidden>"),
+        (["run.seed=1", "--config=opensesame"], "--config=<hidden>"),
+        (["--check=opensesame"], "ignored explicit argument '<hidden>'"),
+        (["--url=https://me:opensesame@host"], "--url=<hidden>"),
+        (["-hopensesame"], "ignored explicit argument '<hidden>'"),
+        (["-p", "--token="], "-p --token=<hidden>"),
+        (["--chek"], "--chek"),
+    ],
+)
+def test_usage_error_hides_what_may_be_a_secret(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    shown: str,
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "opensesame")
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert shown in error
+    assert "sesame" not in error
+
+
 def test_help_explains_groups_and_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--help")
     assert code == 0
