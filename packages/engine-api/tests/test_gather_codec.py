@@ -146,6 +146,8 @@ def test_a_list_that_contains_itself_is_refused_where_it_is_sent() -> None:
         message_of({"tensor": ["torch.float32", [2]]}, bytes(7)),
         message_of({"tensor": ["torch.float32", [-1]]}, bytes(4)),
         message_of({"tensor": ["torch.float32", [0, 2**80]]}),
+        message_of({"tensor": ["torch.float32", [2**40]]}, bytes(4)),
+        torch.frombuffer(bytearray((2**63).to_bytes(8, "little") + b"[]"), dtype=torch.uint8),
         message_of({"tensor": ["torch.qint8", [1]]}, bytes(1)),
         message_of([], b"left over"),
     ],

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from temper_engine_api import process_group
 from temper_engine_api.errors import MessageError
 from temper_engine_api.process_group import ThreadGroup, gather_objects
 
@@ -72,6 +73,39 @@ def _send_an_unsupported_value(rank: int, folder: str) -> None:
     assert time.monotonic() - start < 10.0, "the other rank waited for the timeout"
     assert gather_objects(rank) == [0, 1], "the ranks are still at the same collective"
     dist.destroy_process_group()
+
+
+def _claim_lengths(rank: int, folder: str) -> None:
+    _join(rank, folder)
+    for length in (2**62, 2**40, 0, -8):
+        if rank == 1:
+            headers = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
+            dist.all_gather(headers, torch.tensor([length, 0]))
+            continue
+        with pytest.raises(MessageError, match=f"rank 1 .* {length} bytes, .* at most 4294967296"):
+            gather_objects("a value")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _send_a_value_above_the_limit(rank: int, folder: str) -> None:
+    _join(rank, folder)
+    process_group.MAX_MESSAGE_BYTES = 1000
+    item = torch.zeros(1001 * rank, dtype=torch.uint8)
+    with pytest.raises(MessageError, match=r"rank 1 .* could not send its value: .* at most 1000"):
+        gather_objects(item)
+    assert gather_objects(rank) == [0, 1], "the ranks are still at the same collective"
+    dist.destroy_process_group()
+
+
+def test_a_length_that_no_message_has_is_refused_before_memory_is_allocated(
+    tmp_path: Path,
+) -> None:
+    spawn(_claim_lengths, args=(str(tmp_path),), nprocs=2)
+
+
+def test_all_ranks_raise_if_the_value_of_one_is_too_large(tmp_path: Path) -> None:
+    spawn(_send_a_value_above_the_limit, args=(str(tmp_path),), nprocs=2)
 
 
 def test_ranks_gather_values_of_different_lengths_in_rank_order(tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ from temper_engine_api.rendezvous import store_from_environment
 
 ObjectT = TypeVar("ObjectT")
 
+MAX_MESSAGE_BYTES = 4 << 30
+"""Maximum size of the encoded value of a rank, see `gather_objects`."""
+
 
 class _Rendezvous:
     """Keeps one store per address for the life of the process, with a key prefix per group.
@@ -100,13 +103,13 @@ def gather_objects(item: ObjectT, *, group: ProcessGroup | None = None) -> list[
         group: Process group; None is the default group.
 
     Raises:
-        MessageError: On all ranks, if a rank's value is not supported, or a rank sent bytes that
-            are not a value.
+        MessageError: On all ranks, if a rank's value is not supported or takes more than
+            `MAX_MESSAGE_BYTES`, or a rank sent bytes that are not a value.
     """
     device = _transport_device(group)
     has_failed = False
     try:
-        local = encode_value(item).to(device)
+        local = _encode_within_limit(item).to(device)
     except MessageError as error:
         # Sent to the other ranks, which would otherwise wait for this rank until the timeout.
         local, has_failed = encode_value(error).to(device), True
@@ -114,6 +117,14 @@ def gather_objects(item: ObjectT, *, group: ProcessGroup | None = None) -> list[
     headers = [torch.zeros_like(header) for _ in range(dist.get_world_size(group))]
     dist.all_gather(headers, header, group=group)
     lengths, failures = zip(*(each.tolist() for each in headers), strict=True)
+    for rank, length in enumerate(lengths):
+        # Before memory is allocated, of which a damaged or hostile header could claim any amount.
+        if not 0 < length <= MAX_MESSAGE_BYTES:
+            raise MessageError(
+                f"rank {rank} of the group announces a message of {length} bytes, but a message "
+                f"has at least 1 and at most {MAX_MESSAGE_BYTES}. Run the same version of Temper "
+                "on all ranks, and check who can reach the run's network."
+            )
     # Collectives need equal sizes.
     padded = local.new_zeros(max(lengths))
     padded[: len(local)] = local
@@ -131,6 +142,16 @@ def gather_objects(item: ObjectT, *, group: ProcessGroup | None = None) -> list[
             raise MessageError(f"rank {rank} of the group could not send its value: {value}")
         gathered.append(cast("ObjectT", value))
     return gathered
+
+
+def _encode_within_limit(item: object) -> torch.Tensor:
+    message = encode_value(item)
+    if len(message) > MAX_MESSAGE_BYTES:
+        raise MessageError(
+            f"a value takes {len(message)} bytes, but ranks can gather at most "
+            f"{MAX_MESSAGE_BYTES} from each: gather it in several parts."
+        )
+    return message
 
 
 def _transport_device(group: ProcessGroup | None) -> torch.device:
