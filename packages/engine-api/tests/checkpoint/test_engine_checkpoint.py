@@ -16,14 +16,17 @@ from temper_engine_api.checkpoint import (
     report_part,
     verify,
 )
-from temper_engine_api.checkpoint.engine_checkpoint import _check_seen
+from temper_engine_api.checkpoint.engine_checkpoint import _check_seen, save_engine_checkpoint
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import (
     CheckpointError,
+    CollectiveTimeoutError,
     ConfigError,
     DamagedCheckpointError,
     IncompleteCheckpointError,
+    MessageError,
 )
+from temper_engine_api.gather_codec import encode_value
 from temper_engine_api.specs import ModelSpec
 
 MakeEngines = Callable[..., list[Any]]
@@ -194,6 +197,23 @@ def test_a_step_of_several_participants_is_refused_naming_them(
         )
     with pytest.raises(CheckpointError, match=r"has no folder 'engine', but \['actor'\]"):
         engine.load_checkpoint(str(final))
+
+
+def test_lost_rank_leaves_no_staging_directory(make_engines: MakeEngines, tmp_path: Path) -> None:
+    def gather(item: object) -> list[Any]:
+        raise CollectiveTimeoutError("rank 1 does not answer")
+
+    (engine,) = make_engines(1)
+    with pytest.raises(CollectiveTimeoutError, match="does not answer"):
+        save_engine_checkpoint(
+            engine, local_path=str(tmp_path), remote_url=None, step=1, max_to_keep=1, gather=gather
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_other_rank_can_commit_or_abort_a_step(tmp_path: Path) -> None:
+    with begin_checkpoint(tmp_path, 1) as transaction, pytest.raises(MessageError):
+        encode_value(transaction)
 
 
 def test_folder_that_one_rank_does_not_see_is_refused_on_all(tmp_path: Path) -> None:

@@ -29,7 +29,11 @@ from temper_engine_api.checkpoint.step_directories import (
     prune,
     remove_step,
 )
-from temper_engine_api.checkpoint.transaction import CheckpointTransaction, begin_checkpoint
+from temper_engine_api.checkpoint.transaction import (
+    CheckpointTransaction,
+    begin_checkpoint,
+    open_part,
+)
 from temper_engine_api.errors import CheckpointError, ConfigError, EngineStateError, TemperError
 from temper_engine_api.gatherable import gatherable
 from temper_engine_api.specs import EngineConfig
@@ -194,15 +198,19 @@ def save_engine_checkpoint(
             f"max_ckpt_to_keep is {max_to_keep}, but must be at least 1, or null to keep all."
         )
     rank = engine.topology.global_rank
-    transaction = _on_rank_zero(
-        lambda: begin_checkpoint(local_path, step), rank=rank, gather=gather
-    )
     with ExitStack() as undo:
-        if rank == 0:
-            undo.enter_context(transaction)
+        # The transaction stays on rank 0: only this rank may remove or rename the directory. It is
+        # entered before the first gather, which fails if a rank is lost.
+        begun: _Outcome[CheckpointTransaction] = (
+            _attempt(lambda: begin_checkpoint(local_path, step)) if rank == 0 else _Outcome()
+        )
+        transaction = None if begun.value is None else undo.enter_context(begun.value)
+        _together(begun, gather)
+        staging = gather(None if transaction is None else transaction.staging)[0]
+        assert staging is not None
         # Before writing: otherwise a large save would fail only at its end.
-        _check_seen(transaction.staging / MARKER_NAME, gather)
-        reports = _write(engine, transaction, gather)
+        _check_seen(staging / MARKER_NAME, gather)
+        reports = _write(engine, staging, transaction, gather)
         final = _on_rank_zero(
             lambda: _commit(engine, transaction, reports), rank=rank, gather=gather
         )
@@ -278,9 +286,9 @@ def _check_seen(path: Path, gather: Gather) -> None:
 
 
 def _write(
-    engine: Participant, transaction: CheckpointTransaction, gather: Gather
+    engine: Participant, staging: Path, transaction: CheckpointTransaction | None, gather: Gather
 ) -> list[PartReport]:
-    outcomes = gather(_attempt(lambda: engine.write_part(str(transaction.part(ENGINE_PART)))))
+    outcomes = gather(_attempt(lambda: engine.write_part(str(open_part(staging, ENGINE_PART)))))
     failed = [
         f"rank {rank}: {outcome.error}"
         for rank, outcome in enumerate(outcomes)
@@ -290,14 +298,22 @@ def _write(
         # A barrier: all ranks must have stopped writing before rank 0 removes the directory.
         gather(None)
         raise _on_rank_zero(
-            lambda: transaction.failure(failed[0]), rank=engine.topology.global_rank, gather=gather
+            lambda: _describe_failure(transaction, failed[0]),
+            rank=engine.topology.global_rank,
+            gather=gather,
         )
     return [outcome.value for outcome in outcomes if outcome.value is not None]
 
 
+def _describe_failure(transaction: CheckpointTransaction | None, reason: str) -> CheckpointError:
+    assert transaction is not None, "only rank 0 has the transaction"
+    return transaction.failure(reason)
+
+
 def _commit(
-    engine: Participant, transaction: CheckpointTransaction, reports: list[PartReport]
+    engine: Participant, transaction: CheckpointTransaction | None, reports: list[PartReport]
 ) -> Path:
+    assert transaction is not None, "only rank 0 has the transaction"
     info = ManifestInfo(
         topology=topology_sizes(engine.topology),
         config_hash=config_hash(engine.config),

@@ -24,18 +24,17 @@ from temper_engine_api.checkpoint.step_directories import (
     step_directory,
 )
 from temper_engine_api.errors import CheckpointError
-from temper_engine_api.gatherable import gatherable
 
 logger = logging.getLogger(__name__)
 
 
-@gatherable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointTransaction:
     """A step that is being written.
 
-    Only the process that created it may commit or abort it. Leaving its `with` block without a
-    commit aborts it.
+    It cannot be gathered, so that only the process that created it can commit or abort it; other
+    processes get the path of the staging directory. Leaving its `with` block without a commit
+    aborts it.
     """
 
     step: int
@@ -62,9 +61,7 @@ class CheckpointTransaction:
 
     def part(self, name: str) -> Path:
         """Return the directory of one participant; create it if it does not exist."""
-        directory = self.staging / name
-        directory.mkdir(exist_ok=True)
-        return directory
+        return open_part(self.staging, name)
 
     def commit(self, reports: Mapping[str, Sequence[PartReport]], *, info: ManifestInfo) -> Path:
         """Check the reported files, write the manifest, and rename the directory.
@@ -178,6 +175,14 @@ def begin_checkpoint(
     staging.mkdir(parents=True)
     (staging / MARKER_NAME).write_text(run_id or "")
     return CheckpointTransaction(step=step, staging=staging, final=final)
+
+
+def open_part(staging: Path, name: str) -> Path:
+    """Return the directory of one participant of a save; create it if it does not exist."""
+    directory = staging / name
+    # Without parents: a rank that is late must not create the directory of an aborted save again.
+    directory.mkdir(exist_ok=True)
+    return directory
 
 
 def write_durably(path: Path, content: str) -> None:
