@@ -87,18 +87,18 @@ def describe_last_save(
     """
     if not needs_correction:
         return find_last_save(root, warm_start=warm_start) or NOTHING_SAVED
-    place = _describe_newest_save(root, warm_start=warm_start)
-    if place is None:
+    newest = _describe_newest_save(root, warm_start=warm_start)
+    if newest is None:
         saved, then = "No checkpoint of this run was saved yet", "run.resume=auto starts at step 1"
     else:
-        saved, then = place, "continue with run.resume=auto"
+        saved, then = newest, "continue with run.resume=auto"
     return f"{saved}: correct what the error names first, then {then}."
 
 
 def find_last_save(root: Path, *, warm_start: Path | None = None) -> str | None:
     """Return from which step a failed run can be resumed; None if nothing was saved."""
-    place = _describe_newest_save(root, warm_start=warm_start)
-    return None if place is None else f"{place}: continue with run.resume=auto."
+    newest = _describe_newest_save(root, warm_start=warm_start)
+    return None if newest is None else f"{newest}: continue with run.resume=auto."
 
 
 def _describe_newest_save(root: Path, *, warm_start: Path | None) -> str | None:
