@@ -20,7 +20,8 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -258,8 +259,9 @@ def write_entry_points(folder: Path) -> None:
 
     The folder belongs on PYTHONPATH.
     """
+    packages = Path(__file__).resolve().parents[2] / "packages"
     for package in ("engine-fsdp", "engine-megatron"):
-        project = tomllib.loads(Path(f"packages/{package}/pyproject.toml").read_text())["project"]
+        project = tomllib.loads((packages / package / "pyproject.toml").read_text())["project"]
         name = project["name"]
         metadata = folder / f"{name.replace('-', '_')}-0.dist-info"
         metadata.mkdir()
@@ -268,6 +270,27 @@ def write_entry_points(folder: Path) -> None:
         for group, entries in project["entry-points"].items():
             lines += [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items())]
         (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+
+
+@contextmanager
+def provide_entry_points() -> Iterator[None]:
+    """Let this process and its children find the engines of a checkout that is not installed."""
+    if entry_points(group="temper.engines", name="fsdp"):
+        yield
+        return
+    previous = os.environ.get("PYTHONPATH")
+    with tempfile.TemporaryDirectory(prefix="entry-points-") as folder:
+        write_entry_points(Path(folder))
+        sys.path.insert(0, folder)
+        os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{previous or ''}"
+        try:
+            yield
+        finally:
+            sys.path.remove(folder)
+            if previous is None:
+                del os.environ["PYTHONPATH"]
+            else:
+                os.environ["PYTHONPATH"] = previous
 
 
 def run_wave(wave: Wave, *, limit_s: float, options: argparse.Namespace) -> None:

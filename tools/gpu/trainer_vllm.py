@@ -5,8 +5,9 @@ r"""Run GRPO with vLLM through `temper-train`: colocated on one GPU, or on separ
 
 PYTHON is an interpreter with vLLM, temper-engine-api and temper-trainer (their sources on
 PYTHONPATH are enough). This interpreter needs the trainer and the FSDP engine with their
-dependencies, but not Ray. `--gpus` names the GPUs to use, so that several of these scripts can run
-in parallel; `--check` validates the settings of each job and runs nothing.
+dependencies, but not Ray; sources are enough here, too, because the script writes the entry points
+of engines that are not installed. `--gpus` names the GPUs to use, so that several of these scripts
+can run in parallel; `--check` validates the settings of each job and runs nothing.
 
 Each job is a `temper-train` run in its own process, on arithmetic problems with a random model of
 the given shape. The timings of all steps except the first become rows of FOLDER/rows.jsonl.
@@ -32,6 +33,7 @@ import torch
 
 from temper_trainer.config_loading import load
 from temper_trainer.rollout.vllm.server_process import SERVER_MODULE
+from tools.gpu.engine_fsdp import provide_entry_points
 from tools.gpu.workload import SHAPES, Rows
 
 
@@ -332,7 +334,7 @@ def check_job(name: str, *, shape: str, steps: int, rollout_python: str, out: Pa
 
 
 def main() -> None:
-    """Run or check the chosen jobs."""
+    """Read the command line, and run or check the chosen jobs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rollout-python", default=sys.executable)
@@ -344,6 +346,12 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=540.0, help="time limit of a job in seconds")
     parser.add_argument("--check", action="store_true")
     chosen = parser.parse_args()
+    with provide_entry_points():
+        run_chosen(chosen)
+
+
+def run_chosen(chosen: argparse.Namespace) -> None:
+    """Run or check the chosen jobs."""
     if chosen.check:
         for name in chosen.jobs.split(","):
             check_job(
