@@ -85,7 +85,8 @@ def to_padded(
             `from_padded` could not recover a column from its name and shape.
     """
     width = _checked_width(batch, length)
-    mask = _make_mask(batch.lengths, width=width, side=side)
+    position, lengths = torch.arange(width, device=batch.tokens.device), batch.lengths[:, None]
+    mask = position < lengths if side == "right" else position >= width - lengths
 
     def pad(column: Tensor, fill: int = 0) -> Tensor:
         out = column.new_full((*mask.shape, *column.shape[1:]), fill)
@@ -131,11 +132,6 @@ def _checked_width(batch: SequenceBatch, length: int | None) -> int:
             "token and per sequence: rename it."
         )
     return width
-
-
-def _make_mask(lengths: Tensor, *, width: int, side: Literal["left", "right"]) -> Tensor:
-    position = torch.arange(width, device=lengths.device)
-    return position < lengths[:, None] if side == "right" else position >= width - lengths[:, None]
 
 
 def _tokens_and_mask(padded: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
