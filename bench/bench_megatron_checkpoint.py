@@ -75,9 +75,9 @@ def _measure(action: Callable[[], object]) -> tuple[float, float]:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # freed but unreturned memory would hide growth
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak, VmHWM
-    before, started = _read_status_mb("VmRSS"), time.perf_counter()
+    initial_mb, started = _read_status_mb("VmRSS"), time.perf_counter()
     action()
-    return time.perf_counter() - started, _read_status_mb("VmHWM") - before
+    return time.perf_counter() - started, _read_status_mb("VmHWM") - initial_mb
 
 
 def measure_rank(layout: str, *, rank: int, folder: Path) -> Measurement:

@@ -100,8 +100,8 @@ def install_meter(meter: Meter, rows: list[dict[str, float]]) -> None:
         log(*arguments, **named)
         if started[0] and named.get("phase") == "rl":
             total = time.process_time() - started[0]
-            inside = meter.take()
-            rows.append({**inside, "total": total, "trainer": total - sum(inside.values())})
+            measured = meter.take()
+            rows.append({**measured, "total": total, "trainer": total - sum(measured.values())})
 
     setattr(SyncLoop, "run_step", timed_step)  # noqa: B010 - adds only the measurement
     setattr(RunLog, "log_metrics", timed_log)  # noqa: B010 - adds only the measurement

@@ -66,26 +66,26 @@ def list_public_names(package: Path) -> list[str]:
 
 def find_breaking_changes(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
     """Return what breaks code that uses the old names: one sentence by qualified name."""
-    before, after = _index_by_name(old), _index_by_name(new)
+    old_lines, new_lines = _index_by_name(old), _index_by_name(new)
     changes = {}
-    for name, line in before.items():
-        if name not in after:
+    for name, line in old_lines.items():
+        if name not in new_lines:
             changes[name] = f"{name}{_GONE}"
-        elif after[name] != line:
+        elif new_lines[name] != line:
             changes[name] = (
-                f"{name} was {_get_signature(line)!r} and is {_get_signature(after[name])!r}"
+                f"{name} was {_get_signature(line)!r} and is {_get_signature(new_lines[name])!r}"
             )
-    for name, line in after.items():
+    for name, line in new_lines.items():
         if (
-            name not in before
-            and _find_owner(name) in before
+            name not in old_lines
+            and _find_owner(name) in old_lines
             and _get_signature(line).split(", ")[-1] == REQUIRED
         ):
             changes[name] = f"{name} is new and must be given"
     return {
         name: sentence
         for name, sentence in changes.items()
-        if _find_owner(name) not in changes or _find_owner(name) in after
+        if _find_owner(name) not in changes or _find_owner(name) in new_lines
     }
 
 
@@ -259,12 +259,12 @@ def _is_named(word: str, text: str) -> bool:
     )
 
 
-def _covers(what: str, name: str) -> bool:
+def _covers(deprecated: str, name: str) -> bool:
     """Return True if a deprecation names this name, or the class or module that contains it."""
-    words = what.partition("(")[0]
-    return bool(re.search(rf"\b{re.escape(_get_last_word(name))}\b", what)) or name.startswith(
-        (f"{words}.", f"{words}(")
-    )
+    words = deprecated.partition("(")[0]
+    return bool(
+        re.search(rf"\b{re.escape(_get_last_word(name))}\b", deprecated)
+    ) or name.startswith((f"{words}.", f"{words}("))
 
 
 def _get_signature(line: str) -> str:

@@ -63,21 +63,25 @@ def list_functions(project: str, path: Path) -> Iterator[Piece]:
 
 def collect(project: str, root: Path, *, is_local: bool) -> dict[str, list[Piece]]:
     """Return all pieces of a project by kind."""
-    found: dict[str, list[Piece]] = {kind: [] for kind in SIZES}
+    pieces: dict[str, list[Piece]] = {kind: [] for kind in SIZES}
     for pattern in LOCAL_SOURCE if is_local else OTHER_SOURCE:
         for path in sorted(root.glob(pattern)):
             if "test" in path.relative_to(root).as_posix():
                 continue
-            found["function"] += list_functions(project, path)
+            pieces["function"] += list_functions(project, path)
             text = LICENSE.sub("", path.read_text())
             if len(text.splitlines()) in FILE_LINES:
-                found["file"].append(Piece(project=project, kind="file", path=str(path), text=text))
+                pieces["file"].append(
+                    Piece(project=project, kind="file", path=str(path), text=text)
+                )
     for pattern in LOCAL_PAGES if is_local else OTHER_PAGES:
         for path in sorted(root.glob(pattern)):
             text = path.read_text()
             if len(text.splitlines()) in PAGE_LINES:
-                found["page"].append(Piece(project=project, kind="page", path=str(path), text=text))
-    return found
+                pieces["page"].append(
+                    Piece(project=project, kind="page", path=str(path), text=text)
+                )
+    return pieces
 
 
 def split_prose(piece: Piece) -> list[str]:
@@ -127,8 +131,8 @@ def draw(seed: int, out: Path, *, local: Path, others: Sequence[Path]) -> None:
     for root in (local, *others):
         name = "local" if root == local else root.name
         rng = random.Random(f"{seed} {name}")
-        for kind, found in collect(name, root, is_local=root == local).items():
-            pieces += rng.sample(found, SIZES[kind])
+        for kind, candidates in collect(name, root, is_local=root == local).items():
+            pieces += rng.sample(candidates, SIZES[kind])
     random.Random(seed).shuffle(pieces)
     key, text = [], []
     for number, piece in enumerate(pieces, start=1):
@@ -144,7 +148,7 @@ def draw(seed: int, out: Path, *, local: Path, others: Sequence[Path]) -> None:
 
 
 def count(out: Path, answers: Path) -> None:
-    """Print the share of sentences that were reread and of names that were guessed by project."""
+    """Print the fractions of reread sentences and of guessed names, by project."""
     key = {entry["piece"]: entry for entry in json.loads((out / "key.json").read_text())}
     marked = Counter(
         (key[each["piece"]]["project"], each["kind"]) for each in json.loads(answers.read_text())
@@ -154,8 +158,8 @@ def count(out: Path, answers: Path) -> None:
     for project in sorted({entry["project"] for entry in key.values()}):
         own = [entry for entry in key.values() if entry["project"] == project]
         cells: list[object] = [project]
-        for what, kind in (("sentences", "sentence"), ("names", "name")):
-            total, hit = sum(entry[what] for entry in own), marked[project, kind]
+        for field, kind in (("sentences", "sentence"), ("names", "name")):
+            total, hit = sum(entry[field] for entry in own), marked[project, kind]
             cells += [total, hit, f"{hit / total:.1%}"]
         print("| " + " | ".join(map(str, cells)) + " |")
 

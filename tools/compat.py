@@ -229,11 +229,11 @@ def find_missing_trials(root: Path, package: str, version: str) -> list[str]:
         if not missing:
             continue
         if record is None:
-            why = "no passed run is recorded"
+            reason = "no passed run is recorded"
         else:
-            what = " and ".join(changed) or "the last release"
-            why = f"{what} changed since the run that passed at {record.at}"
-        messages.append(f"{' and '.join(missing)}: {why}. Run nox -s \"compat(pair='{pair}')\"")
+            changed_names = " and ".join(changed) or "the last release"
+            reason = f"{changed_names} changed since the run that passed at {record.at}"
+        messages.append(f"{' and '.join(missing)}: {reason}. Run nox -s \"compat(pair='{pair}')\"")
     return messages
 
 

@@ -71,14 +71,14 @@ class Run:
 
     def command(self, results: Path, extra: Sequence[str]) -> list[str]:
         """Return the kit's command line."""
-        where = (
+        selection = (
             ["--world-sizes", str(self.layout.world_size)]
             if self.is_plain
             else ["--layouts", self.layout.name]
         )
-        where += ["--groups", self.groups] if self.groups else []
-        where += ["--device", "cuda"] if self.gpus else []
-        where += (
+        selection += ["--groups", self.groups] if self.groups else []
+        selection += ["--device", "cuda"] if self.gpus else []
+        selection += (
             ["-p", "tools.skip_passed", "--skip-passed", ",".join(map(str, self.earlier_results))]
             if self.earlier_results
             else []
@@ -95,7 +95,7 @@ class Run:
         return [
             sys.executable,
             *kit,
-            *where,
+            *selection,
             "--results",
             str(results),
             "-p",

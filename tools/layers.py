@@ -165,12 +165,12 @@ def check_cycles(graph: Mapping[str, Collection[str]], exempt: Collection[str]) 
         f"import cycle: {' imports '.join(cycle)}. Move what they have in common into one of them, "
         "or into a third file"
         for cycle in cycles
-        if not any(cycle in inside for inside in exempted.values())
+        if not any(cycle in package_cycles for package_cycles in exempted.values())
     ]
     faults += [
         f"{package} has no import cycle: delete its line in EXEMPT_FROM_CYCLES (tools/layers.py)"
-        for package, inside in exempted.items()
-        if not inside and any(_is_within(module, package) for module in graph)
+        for package, package_cycles in exempted.items()
+        if not package_cycles and any(_is_within(module, package) for module in graph)
     ]
     return faults
 

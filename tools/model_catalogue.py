@@ -176,12 +176,12 @@ def check_model(name: str) -> tuple[str, str]:
     try:
         model = build_model(spec, attention=packed_attention.SDPA_VARLEN).eval()
         add_noise(model)
-        found = compute_packed_logprobs(model, batch, spec=spec)
+        packed_logprobs = compute_packed_logprobs(model, batch, spec=spec)
     except (CapabilityError, ConfigError) as error:
         return "refused", str(error)
     except Exception as error:  # noqa: BLE001  # any other error is the result of this row
         return "FAILS", f"{type(error).__name__}: {error}"
-    distance = float((found - compute_single_logprobs(model, batch)).abs().max())
+    distance = float((packed_logprobs - compute_single_logprobs(model, batch)).abs().max())
     return ("right" if distance < 1e-3 else "WRONG"), f"{distance:.0e}"
 
 

@@ -35,21 +35,21 @@ def split_page(text: str) -> tuple[list[Block], str]:
 
     The prose keeps its line numbers: blocks are replaced by empty lines.
     """
-    blocks, prose, inside = list[Block](), list[str](), list[str]()
+    blocks, prose, block_lines = list[Block](), list[str](), list[str]()
     fence, language, start = "", "", 0
     for number, line in enumerate(text.splitlines(), start=1):
         mark = _FENCE.match(line)
         if mark and not fence:
-            fence, language, start, inside = mark.group(1), mark.group(2), number, []
+            fence, language, start, block_lines = mark.group(1), mark.group(2), number, []
         elif mark and mark.group(1).startswith(fence) and not mark.group(2):
-            blocks.append(Block(language=language, line=start, lines=tuple(inside)))
+            blocks.append(Block(language=language, line=start, lines=tuple(block_lines)))
             fence = ""
         elif fence:
-            inside.append(line)
+            block_lines.append(line)
         else:
             prose += [""] * (number - 1 - len(prose)) + [line]
     if fence:
-        blocks.append(Block(language=language, line=start, lines=tuple(inside)))
+        blocks.append(Block(language=language, line=start, lines=tuple(block_lines)))
     return blocks, "\n".join(prose)
 
 

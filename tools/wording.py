@@ -271,14 +271,14 @@ def _docstrings(nodes: Sequence[ast.AST]) -> Iterator[Docstring]:
 
 def _field_docstrings(body: Sequence[ast.stmt]) -> Iterator[Docstring]:
     """Yield strings that follow an assignment, as documentation tools read them."""
-    for before, after in itertools.pairwise(body):
+    for statement, following in itertools.pairwise(body):
         if (
-            isinstance(before, ast.Assign | ast.AnnAssign)
-            and isinstance(after, ast.Expr)
-            and isinstance(after.value, ast.Constant)
-            and isinstance(after.value.value, str)
+            isinstance(statement, ast.Assign | ast.AnnAssign)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and isinstance(following.value.value, str)
         ):
-            yield Docstring(kind="field", line=after.lineno, text=after.value.value)
+            yield Docstring(kind="field", line=following.lineno, text=following.value.value)
 
 
 def _comments(source: str) -> Iterator[Prose]:

@@ -120,12 +120,12 @@ def _run_pass(head: Head, hidden: Tensor, weight: Tensor, labels: Tensor, upstre
 def _measure_cost(context: RankContext, run_once: Callable[[], None]) -> dict[str, object]:
     run_once()
     on_cuda = context.scale.device == "cuda"
-    before = torch.cuda.memory_allocated() if on_cuda else 0
+    initial_bytes = torch.cuda.memory_allocated() if on_cuda else 0
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
     seconds = measure_times(context.scale, run_once, repeats=5)[2]
     peak = torch.cuda.max_memory_allocated() if on_cuda else 0
-    return {"ms": round(1e3 * seconds, 1), "gib": round((peak - before) / 2**30, 2)}
+    return {"ms": round(1e3 * seconds, 1), "gib": round((peak - initial_bytes) / 2**30, 2)}
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -165,11 +165,15 @@ def check_head(context: RankContext) -> None:
     run_once()
     if scale.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        initial_bytes = torch.cuda.memory_allocated()
     seconds = measure_times(scale, run_once, repeats=5)[2]
     # Four products of two FLOPs: forward, its recomputation, and two in the backward pass.
     flops = 8 * positions * weight.numel()
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if scale.device == "cuda" else None
+    peak = (
+        (torch.cuda.max_memory_allocated() - initial_bytes) / 2**30
+        if scale.device == "cuda"
+        else None
+    )
     context.rows.add(
         {
             "job": "head",

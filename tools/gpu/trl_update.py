@@ -101,7 +101,7 @@ def grpo_update_seconds(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.train()
-    seconds = [after - before for before, after in pairwise(times)]
+    seconds = [end - start for start, end in pairwise(times)]
     return sorted(seconds[num_warm_up:]), norms[0]
 
 

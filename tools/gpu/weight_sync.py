@@ -321,7 +321,7 @@ def measure_fastest(call: Callable[[], object], *, device: torch.device) -> floa
 
 def report(
     rows: Rows,
-    what: str,
+    transport: str,
     *,
     shape: str,
     seconds: float,
@@ -331,7 +331,7 @@ def report(
 ) -> None:
     rows.add(
         {
-            "transport": what,
+            "transport": transport,
             "shape": shape,
             "receivers": receivers,
             "checksum": with_digest,

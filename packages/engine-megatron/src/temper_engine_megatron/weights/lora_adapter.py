@@ -18,7 +18,7 @@ from temper_engine_megatron.adapter.adapter_plan import AdapterPlan
 from temper_engine_megatron.adapter.linear_adapters import AdapterSwitch
 from temper_engine_megatron.huggingface.huggingface_model import TensorReader
 from temper_engine_megatron.huggingface.weight_names import ExpertSlice, find_expert_slice
-from temper_engine_megatron.weights.sharded_state import Merge, ShardedState
+from temper_engine_megatron.weights.sharded_state import MergeAdapter, ShardedState
 
 
 class LoraAdapter:
@@ -40,7 +40,7 @@ class LoraAdapter:
         finally:
             self._switch.is_off = previous
 
-    def make_merge(self) -> Merge:
+    def make_merge(self) -> MergeAdapter:
         """Return a function that merges the adapter into the weights of one export.
 
         It keeps the gathered A and B of a layer's experts, whose weights follow each other.

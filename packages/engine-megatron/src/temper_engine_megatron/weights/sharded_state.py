@@ -14,8 +14,8 @@ from temper_engine_api.weights import NamedWeight, TrainingState, WeightEntry, c
 from temper_engine_megatron.training.megatron_optimizer import MegatronAdamW, ParameterState
 from temper_engine_megatron.weights.parameter_map import MappedParameter, ParameterMap
 
-Merge = Callable[[str, Tensor], Tensor]
-"""Merges an adapter into a full weight, given its Hugging Face name. Collective."""
+MergeAdapter = Callable[[str, Tensor], Tensor]
+"""Maps (weight name, full weight) to the weight with the adapter merged in. Collective."""
 
 
 class ShardedState:
@@ -35,7 +35,7 @@ class ShardedState:
         return self._parameter_map.list_weight_entries()
 
     def iterate_weights(
-        self, *, dtype: torch.dtype, merge: Merge | None = None
+        self, *, dtype: torch.dtype, merge: MergeAdapter | None = None
     ) -> Iterator[NamedWeight]:
         """Yield full tensors, gathering one parameter at a time. Collective.
 

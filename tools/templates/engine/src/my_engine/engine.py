@@ -160,13 +160,13 @@ class MyEngine(BaseEngine):
 
         An engine with offloading loads here what the mode needs, and offloads it on exit.
         """
-        before = self._model.training
+        was_training = self._model.training
         if mode != "update":
             self._model.train(mode == "train")
         try:
             yield
         finally:
-            self._model.train(before)
+            self._model.train(was_training)
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
         """Yield full tensors by Hugging Face name; a tied head appears once."""

@@ -27,7 +27,7 @@ def compute_outputs(
     # The last row predicts a token that the sequence does not have.
     scaled = (logits.float() / sequence.temperature.float())[:-1]
     log_probs = scaled.log_softmax(dim=-1)
-    found: dict[HeadOutput, Tensor] = {}
+    columns: dict[HeadOutput, Tensor] = {}
     for head_output in requested_outputs:
         match head_output:
             case HeadOutput.LOGPROB:
@@ -42,5 +42,5 @@ def compute_outputs(
                 raise AssertionError(
                     f"{head_output} is not supported by this engine, and its base class refuses it"
                 )
-        found[head_output] = torch.cat([column.new_zeros(1, *column.shape[1:]), column])
-    return found
+        columns[head_output] = torch.cat([column.new_zeros(1, *column.shape[1:]), column])
+    return columns
