@@ -96,6 +96,9 @@ class MegatronAdamW:
             # The first part copies gradients to the tensors of AdamW, where the norm reads them.
             self._chain.prepare_grads()
             norm = float(self._chain.get_grad_norm())
+            if norm == math.inf:
+                # Megatron squares in float32, so the square of a finite norm may be infinite.
+                norm = self._norm_in_float64()
             if not math.isfinite(norm):
                 return norm
             if self._spec.clip_grad_norm is not None:
@@ -112,6 +115,18 @@ class MegatronAdamW:
                 )
             self._chain.step_with_ready_grads()
         return norm
+
+    def _norm_in_float64(self) -> float:
+        """Return the global gradient norm. Collective."""
+        square = 0.0
+        for optimizer in self._optimizers:
+            gradients = optimizer.get_main_grads_for_grad_norm()
+            own = torch.zeros((), dtype=torch.float64, device=self._membership.device)
+            for gradient in gradients:
+                own += gradient.double().square().sum()
+            dist.all_reduce(own, group=optimizer.get_grad_stats_parallel_group())
+            square += float(own)
+        return math.sqrt(square)
 
     def zero_grad(self) -> None:
         """Drop the gradients that the last step left in the parameters."""
