@@ -5,7 +5,7 @@ Sequences run one at a time, so this code needs neither padding nor packed atten
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -17,6 +17,7 @@ from my_engine.config import MyConfig
 from my_engine.head_outputs import compute_outputs
 from temper_engine_api.batch import PackedBatch, SequenceBatch
 from temper_engine_api.capabilities import Capability
+from temper_engine_api.determinism import use_deterministic_algorithms
 from temper_engine_api.engine import BaseEngine, ObjectT
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
@@ -80,7 +81,7 @@ class MyEngine(BaseEngine):
         """
         results = []
         is_training = micro_batch_loss is not None and not forward_only
-        with torch.set_grad_enabled(not forward_only):
+        with torch.set_grad_enabled(not forward_only), self._determinism():
             for micro in batch.micro_batches():
                 head_outputs = self._compute_outputs(
                     micro, requested_outputs=requested_outputs, only_trained=is_training
@@ -91,6 +92,10 @@ class MyEngine(BaseEngine):
                         loss.backward()
                 results.append(head_outputs.detach())
         return results
+
+    def _determinism(self) -> AbstractContextManager[None]:
+        """Allow only deterministic kernels if the setting `deterministic` asks for it."""
+        return use_deterministic_algorithms() if self.config.deterministic else nullcontext()
 
     def _compute_outputs(
         self, micro: SequenceBatch, *, requested_outputs: frozenset[HeadOutput], only_trained: bool
@@ -138,11 +143,9 @@ class MyEngine(BaseEngine):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         limit = self.config.optimizer.clip_grad_norm
-        norm = float(
-            nn.utils.get_total_norm(
-                [p.grad for p in self._model.parameters() if p.grad is not None]
-            )
-        )
+        # Squares are summed in float64, because those of large gradients overflow float32.
+        norms = [p.grad.double().norm() for p in self._model.parameters() if p.grad is not None]
+        norm = float(torch.stack(norms).norm())
         if math.isfinite(norm):
             if limit is not None:
                 nn.utils.clip_grads_with_norm_(self._model.parameters(), limit, torch.tensor(norm))
@@ -170,18 +173,27 @@ class MyEngine(BaseEngine):
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
         """Yield full tensors by Hugging Face name; a tied head appears once."""
-        for name, parameter in self._model.named_parameters():
+        for name, tensor in self._weights().items():
             # A copy, because the caller may keep the tensor while training changes the parameter.
-            yield NamedWeight(name=name, tensor=parameter.detach().clone())
+            yield NamedWeight(name=name, tensor=tensor.detach().clone())
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
         """Load full tensors by Hugging Face name."""
         # Read the complete stream first: all names and shapes are checked before a weight changes.
-        arrived = list(stream)
-        check_weight_entries(self._entries(), [_entry(name, tensor) for name, tensor in arrived])
+        arrived, weights = list(stream), self._weights()
+        check_weight_entries(
+            [_entry(name, tensor) for name, tensor in weights.items()],
+            [_entry(name, tensor) for name, tensor in arrived],
+        )
         with torch.no_grad():
             for name, tensor in arrived:
-                self._model.get_parameter(name).copy_(tensor)
+                weights[name].copy_(tensor)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return the tensors of the model's files: parameters and persistent buffers."""
+        saved = self._model.state_dict().keys()
+        buffers = {name: b for name, b in self._model.named_buffers() if name in saved}
+        return {**dict(self._model.named_parameters()), **buffers}
 
     def _iterate_state(self) -> Iterator[TrainingState]:
         """Yield master weights and AdamW moments by Hugging Face name."""
