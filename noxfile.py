@@ -48,10 +48,10 @@ PLACEHOLDERS: dict[str, str] = {}
 ENGINES = {"fsdp": "engine-fsdp", "megatron": "engine-megatron"}
 
 KIT_ARGUMENTS = {
-    "fsdp": ("--world-sizes", "1,2,4", "--layouts", "all"),
-    "megatron": ("--world-sizes", "1,2", "--layouts", "all"),
+    "fsdp": ("--world-sizes", "1,2,4", "--layouts", "all", "--thorough"),
+    "megatron": ("--world-sizes", "1,2", "--layouts", "all", "--thorough"),
 }
-"""Layouts in which `conformance` runs an engine."""
+"""Layouts in which `conformance` runs an engine, with the slow tests."""
 
 MEGATRON_PACKAGES = ("engine-megatron", "legacy-shim", "trainer")
 """Packages whose tests run Megatron's engine."""

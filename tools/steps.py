@@ -133,8 +133,9 @@ STEPS = (
             expressions={
                 "[2-ranks": "test_",
                 "[1-rank": "test_gradient.py or test_rfc_loop.py or test_checkpoint.py "
+                "or test_step_directory.py or test_settings.py",
+                "[fsdp1.2": "test_update.py or test_optimizer.py or test_checkpoint.py "
                 "or test_step_directory.py",
-                "[fsdp1.2": "test_update.py or test_checkpoint.py or test_step_directory.py",
                 "[sp2.2": "(test_gradient.py or test_value.py or test_logprob.py) "
                 "and (data_parallel_size or value or entropy)",
             },

@@ -11,7 +11,8 @@ from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.conformance.plugin import SHARED_RESOURCES_PLUGIN
 
 
-@dataclass
+# eq=False keeps it hashable, which pytest needs next to a conftest.py.
+@dataclass(eq=False)
 class OutcomeRecorder:
     """A pytest plugin that records which tests passed and failed."""
 

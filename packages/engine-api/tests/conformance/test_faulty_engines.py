@@ -2,15 +2,13 @@
 
 import inspect
 
+import faulty_inputs
 import faulty_numerics
 import faulty_replicas
 import faulty_state
+import faulty_training
 import pytest
-from data_parallel_oracle import DataParallelOracle
 from faulty_engine_table import FAULTY_ENGINES, PAGE
-from staged_oracle import StagedOracle
-
-from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine
 
 
 @pytest.mark.parametrize(
@@ -27,63 +25,34 @@ def test_each_faulty_engine_fails_its_tests(kit, faulty_engine):
 def test_every_faulty_engine_is_in_the_table():
     classes = [
         member
-        for module in (faulty_numerics, faulty_replicas, faulty_state)
+        for module in (
+            faulty_inputs,
+            faulty_numerics,
+            faulty_replicas,
+            faulty_state,
+            faulty_training,
+        )
         for name, member in inspect.getmembers(module, inspect.isclass)
         if member.__module__ == module.__name__ and not name.startswith("_")
     ]
     assert {faulty_engine.engine for faulty_engine in FAULTY_ENGINES} == set(classes)
 
 
-def test_the_oracle_passes_the_tests_that_catch_faulty_engines(kit):
-    tests = sorted(
-        {
-            test
-            for faulty_engine in FAULTY_ENGINES
-            if faulty_engine.world_size == 1 and not faulty_engine.layout
-            for test in faulty_engine.tests
-        }
-    )
-    outcomes = kit.run(
-        f"{OracleEngine.__module__}:{OracleEngine.__name__}", tests=tests, world_sizes="1"
-    )
-    assert not outcomes.failed
-    assert {test.partition("[")[0] for test in outcomes.passed} == {
-        test.partition("::")[2] for test in tests
-    }
-
-
-def test_the_data_parallel_oracle_passes_the_tests_that_catch_faulty_engines(kit):
-    tests = sorted(
-        {
-            test
-            for faulty_engine in FAULTY_ENGINES
-            if faulty_engine.world_size == 2
-            for test in faulty_engine.tests
-        }
-    )
-    name = f"{DataParallelOracle.__module__}:{DataParallelOracle.__name__}"
-    outcomes = kit.run(name, tests=tests, world_sizes="2")
-    assert not outcomes.failed
-    assert {test.partition("[")[0] for test in outcomes.passed} == {
-        test.partition("::")[2] for test in tests
-    }
-
-
 @pytest.mark.parametrize(
-    "layout",
-    sorted({faulty_engine.layout for faulty_engine in FAULTY_ENGINES if faulty_engine.layout}),
+    ("healthy", "where"),
+    sorted({(each.healthy, tuple(each.where.items())) for each in FAULTY_ENGINES}),
+    ids=lambda value: value if isinstance(value, str) else value[0][1],
 )
-def test_the_staged_oracle_passes_the_tests_that_catch_faulty_engines(kit, layout):
+def test_the_engine_without_the_bug_passes_the_tests(kit, healthy, where):
     tests = sorted(
         {
             test
-            for faulty_engine in FAULTY_ENGINES
-            if faulty_engine.layout == layout
-            for test in faulty_engine.tests
+            for each in FAULTY_ENGINES
+            if (each.healthy, tuple(each.where.items())) == (healthy, where)
+            for test in each.tests
         }
     )
-    name = f"{StagedOracle.__module__}:{StagedOracle.__name__}"
-    outcomes = kit.run(name, tests=tests, layouts=layout)
+    outcomes = kit.run(healthy, tests=tests, **dict(where))
     assert not outcomes.failed
     assert {test.partition("[")[0] for test in outcomes.passed} == {
         test.partition("::")[2] for test in tests

@@ -201,3 +201,13 @@ def test_the_data_parallel_oracle_passes_every_test(kit):
         "data_parallel_oracle:DataParallelOracle", world_sizes="1,2", status=pytest.ExitCode.OK
     )
     assert len(outcomes.passed) > 300
+
+
+def test_slow_tests_run_only_if_the_run_is_thorough(kit):
+    test = "test_sizes::test_sequence_longer_than_every_block_matches_oracle"
+    outcomes = kit.run(ORACLE, tests=[test], status=pytest.ExitCode.NO_TESTS_COLLECTED)
+    assert not outcomes.passed
+    outcomes = kit.run(
+        ORACLE, "--thorough", "--collect-only", tests=[test], status=pytest.ExitCode.OK
+    )
+    assert not outcomes.failed

@@ -52,6 +52,8 @@ class KitOptions:
     device: Literal["cpu", "cuda"]
     compute: Literal["fp32", "bf16"]
     """Compute dtype of tests that do not set one."""
+    is_thorough: bool
+    """Also run the slow tests, marked `thorough`."""
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -100,6 +102,9 @@ def add_options(parser: pytest.Parser) -> None:
         default="fp32",
         help="compute dtype; default fp32; bf16 has wider tolerances",
     )
+    group.addoption(
+        "--thorough", action="store_true", help="also run the slow tests, for example every night"
+    )
 
 
 def read_options(config: pytest.Config) -> KitOptions:
@@ -140,6 +145,7 @@ def read_options(config: pytest.Config) -> KitOptions:
         expected=_read_expected(Path(expected)) if expected else (),
         device=config.getoption("--device"),
         compute=config.getoption("--compute"),
+        is_thorough=config.getoption("--thorough"),
     )
 
 

@@ -69,6 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "moe: uses MoE models; runs in the default layout and in layouts with experts",
     )
+    config.addinivalue_line("markers", "thorough: slow; runs with --thorough only")
     if config.option.help:
         return
     options = read_options(config)
@@ -130,6 +131,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for test in tests
         if test.get_closest_marker("moe") and not _may_have_experts(_get_layout(test))
     }
+    if not options.is_thorough:
+        inapplicable |= {test for test in tests if test.get_closest_marker("thorough")}
     not_requested = [
         test
         for test in tests

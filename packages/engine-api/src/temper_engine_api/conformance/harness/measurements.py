@@ -44,7 +44,9 @@ class Split:
 
 ONE_MICRO_BATCH = Split(name="one")
 TWO_MICRO_BATCHES = Split(name="two", min_micro_batches=2)
+THREE_MICRO_BATCHES = Split(name="three", min_micro_batches=3)
 FOUR_MICRO_BATCHES = Split(name="four", min_micro_batches=4)
+FIVE_MICRO_BATCHES = Split(name="five", min_micro_batches=5)
 DYNAMIC = Split(name="dynamic", is_dynamic=True)
 SPLITS = (ONE_MICRO_BATCH, TWO_MICRO_BATCHES, FOUR_MICRO_BATCHES, DYNAMIC)
 

@@ -56,6 +56,12 @@ class EngineSetup:
     """Dtype of matmuls and activations; None is the run's, fp32 unless `--compute` is given."""
     parameters: Dtype = "fp32"
     """Dtype of the master weights."""
+    reduce: Dtype = "fp32"
+    """Dtype in which gradients are summed over ranks."""
+    buffers: Dtype = "fp32"
+    """Dtype of the model's buffers."""
+    deterministic: bool = True
+    """Several tests compare bits, which nondeterministic kernels would not repeat."""
     offload: OffloadSpec = field(default_factory=OffloadSpec)
     lora: LoraSpec = field(default_factory=LoraSpec)
 
@@ -72,12 +78,16 @@ class EngineSetup:
             model=ModelSpec(path=self.model_path, model_type=self.model_type),
             optimizer=self.optimizer,
             schedule=self.schedule,
-            precision=PrecisionSpec(compute=self.compute or compute, parameters=self.parameters),
+            precision=PrecisionSpec(
+                compute=self.compute or compute,
+                parameters=self.parameters,
+                reduce=self.reduce,
+                buffers=self.buffers,
+            ),
             offload=self.offload,
             lora=self.lora,
             device=device,
-            # Several tests compare bits, which nondeterministic kernels would not repeat.
-            deterministic=True,
+            deterministic=self.deterministic,
             collective_timeout_s=COLLECTIVE_TIMEOUT_S,
         )
         return engine_class.config_class(

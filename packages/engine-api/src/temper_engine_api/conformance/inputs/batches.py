@@ -58,6 +58,26 @@ def make_ragged_batch(*, num_sequences: int = 8, seed: int = 0) -> SequenceBatch
     )
 
 
+def make_batch(
+    lengths: Sequence[int], *, prompt_length: int, are_pairs: bool = True, seed: int = 0
+) -> SequenceBatch:
+    """Build sequences of given lengths; tokens after the prompt are trained.
+
+    With `are_pairs`, sequences 2 i and 2 i + 1 are indivisible, otherwise each one is alone.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    group_size = 2 if are_pairs else 1
+    groups = [b // group_size for b in range(len(lengths))]
+    return from_sequences(
+        [torch.randint(VOCABULARY, (length,), generator=draw) for length in lengths],
+        loss_masks=[torch.arange(length) >= prompt_length for length in lengths],
+        sample_ids=[100 + b for b in range(len(lengths))],
+        group_ids=groups,
+        pack_group_ids=groups,
+        temperature=[_TEMPERATURES[b % len(_TEMPERATURES)] for b in range(len(lengths))],
+    )
+
+
 def add_training_columns(
     batch: SequenceBatch, *, logprobs: Tensor, values: Tensor | None = None, seed: int = 0
 ) -> SequenceBatch:

@@ -1,7 +1,7 @@
 """Probe objectives: one of each kind that an engine must support, used by the invariance tests.
 
 They cover per-token and per-sequence terms, pairs, log-probs at given ids, statistics over the full
-mini-batch, and values. SftProbe and MicroBatchRecorder serve single tests.
+mini-batch, and values. The probes that are not in `PROBES` serve single tests.
 
 B sequences, T tokens, K given ids.
 """
@@ -277,6 +277,61 @@ PROBES: tuple[Objective, ...] = (
     ClipCovProbe(),
     ClippedValueProbe(),
 )
+
+
+@register_objective("probe_score")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreProbe(Objective):
+    """Train scores on indivisible pairs: loss = -log sigmoid(chosen - rejected).
+
+    Source: Bradley & Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, equation 1.
+    """
+
+    aggregation: Aggregation = field(default_factory=lambda: _PER_GROUP)
+
+    @property
+    @override
+    def required_outputs(self) -> frozenset[HeadOutput]:
+        return frozenset({HeadOutput.SCORE})
+
+    @property
+    @override
+    def columns(self) -> frozenset[str]:
+        return frozenset({"is_chosen"})
+
+    @override
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
+        sign = torch.where(batch.sequence_columns["is_chosen"], 1.0, -1.0)
+        pairs, pair_of = torch.unique(batch.pack_group_ids, return_inverse=True)
+        scores = head_outputs[HeadOutput.SCORE]
+        margin = scores.new_zeros(pairs.shape[0]).index_add(0, pair_of, sign * scores)
+        loss = -torch.nn.functional.logsigmoid(margin)
+        return LossTerms(loss=0.5 * loss[pair_of], level="sequence")
+
+
+@register_objective("probe_determinism")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeterminismProbe(Objective):
+    """Return as a metric whether torch allows only deterministic kernels; SftProbe's loss."""
+
+    aggregation: Aggregation = field(default_factory=Aggregation)
+
+    @property
+    @override
+    def required_outputs(self) -> frozenset[HeadOutput]:
+        return frozenset({HeadOutput.LOGPROB})
+
+    @override
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        metric = Metric(value=float(is_deterministic), reduction="min")
+        return LossTerms(
+            loss=-head_outputs[HeadOutput.LOGPROB], metrics={DETERMINISM_METRIC: metric}
+        )
+
+
+DETERMINISM_METRIC = "is_deterministic"
+"""Name of the metric of DeterminismProbe: 1 if it holds in every micro-batch."""
 
 
 def _hashed_uniform_noise(batch: SequenceBatch, *, seed: int) -> Tensor:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -36,7 +37,8 @@ _COMMON: Mapping[str, Scalar] = MappingProxyType(
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "head_dim": 8,
-        "max_position_embeddings": 256,
+        # Longer than every sequence of the kit; rotary embeddings have no table of this length.
+        "max_position_embeddings": 4096,
         # By default the classification head has dropout 0.1, which would make runs differ.
         "classifier_dropout": 0.0,
     }
@@ -98,6 +100,39 @@ OTHER_SHAPES = tuple(
 )
 """QWEN2_GROUPED with fewer layers, more layers, and other shapes under the same names."""
 
+WINDOW = TinyModel(
+    name="qwen2-window",
+    # Two layers with full attention below two with a window of 8 tokens.
+    architecture={
+        **QWEN2_GROUPED.architecture,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 2,
+    },
+)
+ROPE_THETA = TinyModel(
+    name="qwen2-rope-theta", architecture={**QWEN2_GROUPED.architecture, "rope_theta": 1e6}
+)
+NORM_EPSILON = TinyModel(
+    name="qwen2-norm-epsilon", architecture={**QWEN2_GROUPED.architecture, "rms_norm_eps": 0.1}
+)
+BUFFERS = TinyModel(
+    name="buffers",
+    architecture={
+        "model_type": "gemma4_text",
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 2,
+        "sliding_window": 8,
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+    }
+    if "gemma4_text" in CONFIG_MAPPING
+    else {"model_type": "deepseek_v3", "tie_word_embeddings": False},
+)
+"""A model whose files contain buffers. Older versions of transformers have one with experts only,
+which an engine may reject."""
+
 EXPERTS: Mapping[str, Scalar] = MappingProxyType(
     {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 )
@@ -152,3 +187,8 @@ def _fill(network: nn.Module, *, generator: torch.Generator, head_scale: float) 
             # Divided by the root of the fan-in, which keeps the size of activations through the
             # layers.
             parameter.copy_(noise / math.sqrt(parameter.shape[1]))
+    saved = network.state_dict().keys()
+    for name, buffer in network.named_buffers():
+        if name in saved and buffer.is_floating_point():
+            # Not what a new model has, so that a buffer which is not loaded shows.
+            buffer.copy_(1.0 + 0.2 * torch.randn(buffer.shape, generator=generator))

@@ -16,7 +16,11 @@ from temper_engine_api.conformance.harness.measurements import (
     measure_update,
 )
 from temper_engine_api.conformance.harness.rank import EngineSetup, Job, P, Rank, T
-from temper_engine_api.conformance.inputs.batches import add_training_columns, make_ragged_batch
+from temper_engine_api.conformance.inputs.batches import (
+    add_training_columns,
+    make_batch,
+    make_ragged_batch,
+)
 from temper_engine_api.conformance.inputs.tiny_adapters import TinyAdapter, write_adapter
 from temper_engine_api.conformance.inputs.tiny_models import (
     QWEN2_GROUPED,
@@ -46,7 +50,7 @@ class OracleCache:
     """True if all models have MoE layers."""
     rank: Rank = field(default_factory=lambda: Rank(OracleEngine))
     """The rank that runs the oracle."""
-    _batches: dict[tuple[str, int, int], SequenceBatch] = field(default_factory=dict)
+    _batches: dict[tuple[object, ...], SequenceBatch] = field(default_factory=dict)
     _updates: dict[tuple[EngineSetup, str, int], tuple[Update, SequenceBatch]] = field(
         default_factory=dict
     )
@@ -110,6 +114,23 @@ class OracleCache:
                 logprobs=self.get_outputs(self.make_setup(model), bare, HeadOutput.LOGPROB),
                 values=self.get_outputs(self.make_setup(VALUE), bare, HeadOutput.VALUE),
                 seed=seed,
+            )
+        return self._batches[key]
+
+    def get_batch_of(
+        self,
+        lengths: tuple[int, ...],
+        *,
+        prompt_length: int,
+        are_pairs: bool = True,
+        model: TinyModel = QWEN2_GROUPED,
+    ) -> SequenceBatch:
+        """Return a mini-batch with sequences of these lengths, and training columns."""
+        key = (model.name, lengths, prompt_length, are_pairs)
+        if key not in self._batches:
+            bare = make_batch(lengths, prompt_length=prompt_length, are_pairs=are_pairs)
+            self._batches[key] = add_training_columns(
+                bare, logprobs=self.get_outputs(self.make_setup(model), bare, HeadOutput.LOGPROB)
             )
         return self._batches[key]
 

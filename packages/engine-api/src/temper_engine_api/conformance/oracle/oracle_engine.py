@@ -29,6 +29,7 @@ from temper_engine_api.conformance.inputs.tiny_adapters import (
 )
 from temper_engine_api.conformance.oracle.oracle_adapter import OracleAdapter
 from temper_engine_api.conformance.oracle.oracle_head import compute_sequence_outputs, join_outputs
+from temper_engine_api.determinism import use_deterministic_algorithms
 from temper_engine_api.engine import BaseEngine, ObjectT
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
@@ -82,6 +83,11 @@ class OracleEngine(BaseEngine):
             else self.adapter.parameters()
         )
 
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that model files contain, by Hugging Face name."""
+        saved = self.model.state_dict().keys()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
+
     def _run_micro_batches(
         self,
         batch: PackedBatch,
@@ -93,7 +99,7 @@ class OracleEngine(BaseEngine):
     ) -> list[HeadOutputs] | None:
         is_training = micro_batch_loss is not None and not forward_only
         results = []
-        with torch.set_grad_enabled(not forward_only):
+        with torch.set_grad_enabled(not forward_only), self._determinism():
             for micro in batch.micro_batches():
                 head_outputs = self._compute_outputs(
                     micro, requested_outputs=requested_outputs, only_trained=is_training
@@ -125,6 +131,9 @@ class OracleEngine(BaseEngine):
         if self.config.precision.compute == "bf16":
             return torch.autocast("cpu", dtype=torch.bfloat16)
         return nullcontext()
+
+    def _determinism(self) -> AbstractContextManager[None]:
+        return use_deterministic_algorithms() if self.config.deterministic else nullcontext()
 
     def _reduce_pending_gradients(self) -> None:
         """Do nothing: with one process, local gradients are the global ones."""
@@ -196,7 +205,9 @@ class OracleEngine(BaseEngine):
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
         weights = (
-            self.parameters().items() if self.adapter is None else self.adapter.iterate_merged()
+            (self.parameters() | self.buffers()).items()
+            if self.adapter is None
+            else self.adapter.iterate_merged()
         )
         for name, tensor in split_experts(weights):
             # A copy, since exported tensors must stay valid when training continues.
@@ -204,7 +215,9 @@ class OracleEngine(BaseEngine):
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
         targets = _split_experts(
-            self.parameters() if self.adapter is None else self.adapter.base_parameters()
+            self.parameters() | self.buffers()
+            if self.adapter is None
+            else self.adapter.base_parameters()
         )
         # Read and check all entries before the first write, so that a bad stream changes no weight.
         received = list(stream)

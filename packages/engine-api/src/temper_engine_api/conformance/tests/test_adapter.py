@@ -425,6 +425,33 @@ def test_adapter_dropout_is_off_in_eval(
     assert_close(first.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
 
 
+def test_evaluation_after_training_has_no_dropout(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Check that dropout of the adapter is off in `eval_mode` after an update, too.
+
+    It was on in that update: an engine that stays in training mode passes every test that only
+    evaluates.
+    """
+    setup, batch = oracle.make_adapter_setup(PLAIN, dropout=0.5), oracle.get_batch()
+    # A layout may reject dropout; test_adapter_dropout_is_off_in_eval checks its message.
+    if any(engine_under_test.run(read_dropout_error, setup=setup)):
+        return
+    logprobs = engine_under_test.run(logprobs_after_an_update, setup=setup, batch=batch)[0]
+    # The optimizer's learning rate is 0.
+    expected = oracle.get_outputs(oracle.make_adapter_setup(PLAIN), batch, HeadOutput.LOGPROB)
+    assert_close(logprobs, expected, LOGPROB, quantity="log-probs after an update")
+
+
+def logprobs_after_an_update(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> Tensor:
+    """Run one update, then evaluate."""
+    train(rank.cached_engine(setup), [batch])
+    outputs = measure_outputs(
+        rank, setup=setup, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
+    )
+    return outputs.columns[HeadOutput.LOGPROB]
+
+
 def read_dropout_error(rank: Rank, *, setup: EngineSetup) -> str:
     """Return the error message; empty if the engine was built."""
     try:

@@ -283,6 +283,30 @@ def weights_and_update(
     return collect_weights(engine), update
 
 
+def test_exported_weights_stay_valid_after_the_next_update(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Check that an update does not change the tensors exported before it."""
+    setup, batch = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW), oracle.get_batch()
+    for copies, kept, later in engine_under_test.run(
+        weights_around_an_update, setup=setup, batch=batch
+    ):
+        assert_all_equal(kept, copies, quantity="weights exported before the update")
+        assert any(not torch.equal(later[name], copies[name]) for name in copies)
+
+
+def weights_around_an_update(
+    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Return copies of exported tensors, these tensors after an update, and a new export."""
+    engine = rank.temporary_engine(setup)
+    with engine.export_weights() as stream:
+        kept = dict(stream)
+    copies = {name: tensor.cpu().clone() for name, tensor in kept.items()}
+    train_once(engine, batch)
+    return copies, {name: tensor.cpu() for name, tensor in kept.items()}, collect_weights(engine)
+
+
 @pytest.mark.bitwise
 def test_portable_state_continues_bitwise(
     engine_under_test: EngineUnderTest, oracle: OracleCache

@@ -1,0 +1,142 @@
+"""Conformance tests of a model's settings: each takes effect, or the engine rejects the model."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
+from temper_engine_api.conformance.harness.measurements import (
+    collect_weights,
+    measure_outputs,
+    measure_update,
+)
+from temper_engine_api.conformance.harness.rank import EngineSetup, Rank
+from temper_engine_api.conformance.harness.tolerances import (
+    GRADIENT,
+    LOGPROB,
+    assert_all_close,
+    assert_all_equal,
+    assert_close,
+)
+from temper_engine_api.conformance.inputs.probes import SftProbe
+from temper_engine_api.conformance.inputs.tiny_models import (
+    BUFFERS,
+    NORM_EPSILON,
+    QWEN2_GROUPED,
+    ROPE_THETA,
+    WINDOW,
+    TinyModel,
+)
+from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
+from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_api.objective import HeadOutput
+
+LENGTHS = (47, 40, 64, 90)
+"""Longer than the window of 8 tokens, so that it reaches back through all layers."""
+
+
+def read_rejection(rank: Rank, *, setup: EngineSetup) -> str:
+    """Return the message with which the engine rejects the model; empty if it builds it."""
+    try:
+        rank.cached_engine(setup)
+    except (CapabilityError, ConfigError) as error:
+        return str(error)
+    return ""
+
+
+def is_rejected(
+    engine_under_test: EngineUnderTest, setup: EngineSetup, *, names: tuple[str, ...]
+) -> bool:
+    """Return whether all ranks reject the model; the message must contain one of the names.
+
+    Upper and lower case are the same, because some engines name the model's class.
+    """
+    messages = set(engine_under_test.run(read_rejection, setup=setup))
+    assert len(messages) == 1, f"ranks raise different errors: {messages}"
+    message = messages.pop()
+    assert not message or any(name in message.lower() for name in names), (
+        f"the model is rejected for another reason than {' or '.join(names)}: {message}"
+    )
+    return bool(message)
+
+
+def check_setting(
+    engine_under_test: EngineUnderTest,
+    oracle: OracleCache,
+    model: TinyModel,
+    *,
+    names: tuple[str, ...],
+) -> None:
+    """Compare log-probs and gradient with the oracle's, unless the engine rejects the model."""
+    setup = oracle.make_setup(model)
+    if is_rejected(engine_under_test, setup, names=names):
+        return
+    batch = oracle.get_batch_of(LENGTHS, prompt_length=2)
+    expected = oracle.get_outputs(setup, batch, HeadOutput.LOGPROB)
+    # Both models have the same weights, so this is the effect of the setting.
+    default = oracle.get_outputs(oracle.make_setup(QWEN2_GROUPED), batch, HeadOutput.LOGPROB)
+    assert float((expected - default).abs().max()) > 0.1
+    outputs = engine_under_test.run(
+        measure_outputs, setup=setup, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
+    )[0]
+    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
+    update = engine_under_test.run(measure_update, setup=setup, objective=SftProbe(), batch=batch)[
+        0
+    ]
+    assert_all_close(
+        update.gradients,
+        oracle.get_update(setup, SftProbe(), batch).gradients,
+        GRADIENT,
+        quantity="gradient",
+    )
+
+
+def test_sliding_window_limits_attention(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Compare a model with a window of 8 tokens with the oracle, unless it is rejected."""
+    check_setting(engine_under_test, oracle, WINDOW, names=("window",))
+
+
+def test_rope_theta_of_the_model_is_used(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Compare a model with rope_theta 1e6 with the oracle, unless it is rejected."""
+    check_setting(engine_under_test, oracle, ROPE_THETA, names=("rope",))
+
+
+def test_norm_epsilon_of_the_model_is_used(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Compare a model with rms_norm_eps 0.1 with the oracle, unless it is rejected."""
+    check_setting(engine_under_test, oracle, NORM_EPSILON, names=("eps",))
+
+
+def test_persistent_buffers_are_exported(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Compare exported tensors with the model's file, which contains buffers.
+
+    The engine may reject the model instead.
+    The file of a MoE model of this kit contains none, so layouts with experts export parameters.
+    """
+    setup = oracle.make_setup(BUFFERS)
+    on_disk = load_file(Path(setup.model_path) / "model.safetensors")
+    family = str(BUFFERS.architecture["model_type"]).partition("_")[0]
+    if is_rejected(engine_under_test, setup, names=(family, "buffer")):
+        return
+    for exported in engine_under_test.run(export_weights, setup=setup):
+        expected = {
+            name: tensor.bfloat16()
+            if name in exported and exported[name].dtype == torch.bfloat16
+            else tensor
+            for name, tensor in on_disk.items()
+        }
+        assert_all_equal(exported, expected, quantity="weights and buffers")
+
+
+def export_weights(rank: Rank, *, setup: EngineSetup) -> dict[str, Tensor]:
+    """Return the exported weights."""
+    return collect_weights(rank.cached_engine(setup))

@@ -1,0 +1,252 @@
+"""Conformance tests of sizes: long sequences, many short ones, odd numbers of micro-batches."""
+
+from dataclasses import replace
+
+import pytest
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.capabilities import Capability
+from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
+from temper_engine_api.conformance.harness.measurements import (
+    DYNAMIC,
+    FIVE_MICRO_BATCHES,
+    FOUR_MICRO_BATCHES,
+    ONE_MICRO_BATCH,
+    THREE_MICRO_BATCHES,
+    Split,
+    Update,
+    measure_outputs,
+    measure_update,
+    merge_update_metrics,
+    rank_slice,
+    run_update,
+)
+from temper_engine_api.conformance.harness.rank import EngineSetup, Rank
+from temper_engine_api.conformance.harness.tolerances import (
+    GRADIENT,
+    LOGPROB,
+    LONG_GRADIENT,
+    LOSS,
+    LOSS_TERM_SCALE,
+    Tolerance,
+    assert_all_close,
+    assert_close,
+)
+from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
+from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, REWARD
+from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
+from temper_engine_api.objective import HeadOutput, Objective
+
+LONG = (47, 300, 129, 257, 40, 64)
+"""Lengths around the powers of two at which attention and heads start another block."""
+LONGER_THAN_EVERY_BLOCK = (2600, 40)
+"""The largest default block of an engine in use has 2048 tokens: Megatron's head_chunk_tokens."""
+PROMPT_LENGTH = 5
+LANGUAGE_OUTPUTS = (HeadOutput.LOGPROB, HeadOutput.ENTROPY, HeadOutput.LOGSUMEXP)
+
+
+def check_outputs(
+    engine_under_test: EngineUnderTest,
+    oracle: OracleCache,
+    batch: SequenceBatch,
+    *,
+    split: Split = ONE_MICRO_BATCH,
+) -> None:
+    """Compare all outputs of the language-model head with the oracle's."""
+    setup = oracle.make_setup(QWEN2_GROUPED)
+    outputs = engine_under_test.run(
+        measure_outputs, setup=setup, batch=batch, requested_outputs=LANGUAGE_OUTPUTS, split=split
+    )[0]
+    for head_output in LANGUAGE_OUTPUTS:
+        assert_close(
+            outputs.columns[head_output],
+            oracle.get_outputs(setup, batch, head_output),
+            LOGPROB,
+            quantity=head_output.value,
+        )
+
+
+def check_gradient(
+    engine_under_test: EngineUnderTest,
+    oracle: OracleCache,
+    batch: SequenceBatch,
+    *,
+    split: Split,
+    objective: Objective | None = None,
+    tolerance: Tolerance = GRADIENT,
+) -> None:
+    """Compare gradient and loss with the oracle's."""
+    setup, objective = oracle.make_setup(QWEN2_GROUPED), objective or ClippedPpoProbe()
+    expected = oracle.get_update(setup, objective, batch)
+    updates = engine_under_test.run(
+        measure_update, setup=setup, objective=objective, batch=batch, split=split
+    )
+    assert_all_close(updates[0].gradients, expected.gradients, tolerance, quantity="gradient")
+    assert_close(
+        merge_update_metrics(updates)["loss"],
+        merge_update_metrics([expected])["loss"],
+        LOSS,
+        quantity="loss",
+        min_scale=LOSS_TERM_SCALE,
+    )
+
+
+def test_positions_count_up_to_the_end_of_a_long_sequence(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Compare the outputs of one sequence of 300 tokens with the oracle's.
+
+    Positions that wrap around, for example at the length of a table, differ here.
+    """
+    batch = oracle.get_batch_of(LONG, prompt_length=PROMPT_LENGTH).select([LONG.index(300)])
+    check_outputs(engine_under_test, oracle, batch)
+
+
+def test_long_sequences_do_not_see_each_other(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Compare outputs of packed sequences of 40 to 300 tokens with the oracle's for each one.
+
+    Attention may take another path for long sequences than for short ones.
+    """
+    batch = oracle.get_batch_of(LONG, prompt_length=PROMPT_LENGTH)
+    for split in (ONE_MICRO_BATCH, DYNAMIC):
+        check_outputs(engine_under_test, oracle, batch, split=split)
+
+
+def test_no_output_is_lost_at_a_block_boundary(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Check that only first tokens have log-prob 0 in a pack of 837 tokens.
+
+    A head that computes blocks of positions may drop the first or the last one of a block.
+    """
+    setup = oracle.make_setup(QWEN2_GROUPED)
+    batch = oracle.get_batch_of(LONG, prompt_length=PROMPT_LENGTH)
+    outputs = engine_under_test.run(
+        measure_outputs, setup=setup, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
+    )[0]
+    zeros = (outputs.columns[HeadOutput.LOGPROB] == 0).nonzero()[:, 0]
+    assert zeros.tolist() == batch.sequence_starts[:-1].tolist()
+
+
+def test_gradient_of_long_sequences_matches_oracle(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Compare gradient and loss with the oracle's for sequences of 40 to 300 tokens."""
+    batch = oracle.get_batch_of(LONG, prompt_length=PROMPT_LENGTH)
+    check_gradient(
+        engine_under_test,
+        oracle,
+        batch,
+        split=ONE_MICRO_BATCH,
+        objective=ClippedPpoProbe(entropy_coefficient=0.1),
+        tolerance=LONG_GRADIENT,
+    )
+
+
+@pytest.mark.thorough
+def test_sequence_longer_than_every_block_matches_oracle(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Compare outputs, gradient and loss with the oracle's for a sequence of 2600 tokens."""
+    batch = oracle.get_batch_of(LONGER_THAN_EVERY_BLOCK, prompt_length=PROMPT_LENGTH)
+    check_outputs(engine_under_test, oracle, batch)
+    check_gradient(engine_under_test, oracle, batch, split=ONE_MICRO_BATCH, tolerance=LONG_GRADIENT)
+
+
+def test_each_of_24_short_sequences_has_its_own_temperature(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Compare a micro-batch of 24 sequences, each with one trained token, with the oracle.
+
+    Sequences beyond the sixteenth may get another sequence's temperature or none.
+    """
+    batch = oracle.get_batch_of((2,) * 24, prompt_length=1)
+    assert float(batch.temperature[-1]) != 1.0
+    check_outputs(engine_under_test, oracle, batch)
+    check_gradient(engine_under_test, oracle, batch, split=ONE_MICRO_BATCH)
+
+
+def test_24_one_token_sequences_have_log_prob_zero(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Check that a micro-batch of 24 sequences of one token each has log-probs of 0."""
+    batch = oracle.get_batch_of((1,) * 24, prompt_length=1)
+    outputs = engine_under_test.run(
+        measure_outputs,
+        setup=oracle.make_setup(QWEN2_GROUPED),
+        batch=batch,
+        requested_outputs=[HeadOutput.LOGPROB],
+    )[0]
+    assert outputs.columns[HeadOutput.LOGPROB].tolist() == [0.0] * 24
+
+
+@pytest.mark.if_claimed(Capability.REWARD_MODEL)
+def test_24_one_token_sequences_have_their_own_scores(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Compare the scores of 24 sequences of one token each with the oracle's."""
+    setup, batch = oracle.make_setup(REWARD), oracle.get_batch_of((1,) * 24, prompt_length=1)
+    outputs = engine_under_test.run(
+        measure_outputs, setup=setup, batch=batch, requested_outputs=[HeadOutput.SCORE]
+    )[0]
+    expected = oracle.get_outputs(setup, batch, HeadOutput.SCORE)
+    assert_close(outputs.columns[HeadOutput.SCORE], expected, LOGPROB, quantity="scores")
+
+
+@pytest.mark.parametrize(
+    "split", [THREE_MICRO_BATCHES, FIVE_MICRO_BATCHES], ids=lambda split: split.name
+)
+def test_odd_numbers_of_micro_batches_count_each_one_once(
+    engine_under_test: EngineUnderTest, oracle: OracleCache, split: Split
+) -> None:
+    """Compare gradient and loss of three and of five micro-batches with the oracle's."""
+    check_gradient(engine_under_test, oracle, oracle.get_batch(num_sequences=10), split=split)
+
+
+def test_three_micro_batches_of_a_call_that_is_not_final_count_fully(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Compare two calls of three micro-batches each with one call on all samples.
+
+    The first call has `final=False`.
+    """
+    setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch(num_sequences=12)
+    expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
+    update = engine_under_test.run(
+        update_in_two_calls_of_three_micro_batches, setup=setup, batch=batch
+    )[0]
+    assert_all_close(update.gradients, expected.gradients, GRADIENT, quantity="gradient")
+
+
+def update_in_two_calls_of_three_micro_batches(
+    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
+) -> Update:
+    """Train on the first half, then on the second, with the denominators of the full batch."""
+    engine = rank.cached_engine(setup)
+    engine.set_loss_fn(ClippedPpoProbe())
+    denominators = rank_slice(engine, batch, split=ONE_MICRO_BATCH).denominators
+    middle = batch.num_sequences // 2
+    halves = [batch.select(range(middle)), batch.select(range(middle, batch.num_sequences))]
+    return run_update(
+        engine,
+        [
+            replace(rank_slice(engine, half, split=THREE_MICRO_BATCHES), denominators=denominators)
+            for half in halves
+        ],
+    )
+
+
+def test_entropy_of_a_lone_sequence_has_a_gradient(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Compare the gradient of micro-batches of one sequence with the oracle's, with entropies."""
+    batch = oracle.get_batch_of((9, 14, 6, 11), prompt_length=3, are_pairs=False)
+    check_gradient(
+        engine_under_test,
+        oracle,
+        batch,
+        split=FOUR_MICRO_BATCHES,
+        objective=ClippedPpoProbe(entropy_coefficient=0.1),
+    )

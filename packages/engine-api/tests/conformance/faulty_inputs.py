@@ -1,0 +1,174 @@
+"""Faulty engines whose bug shows only for some sizes, models or plans. Each has one bug."""
+
+import math
+from dataclasses import replace
+
+import torch
+from data_parallel_oracle import DataParallelOracle
+from faulty_numerics import LeaksAcrossSequences, _ChangedBatch, _ChangedOutputs, _ScaledLoss
+
+from temper_engine_api.objective import HeadOutput, HeadOutputs
+
+NUM_PADDED_LOGITS = 13
+
+
+class MeanPerMicroBatchNextToAnIdleRank(_ScaledLoss):
+    """Averages over micro-batches and ranks if a rank has no trained token."""
+
+    def _run_micro_batches(self, batch, **arguments):
+        counts = self._gather_objects(int(batch.loss_mask.sum()))
+        self._has_idle_rank = min(counts) == 0
+        return super()._run_micro_batches(batch, **arguments)
+
+    def _factor(self, batch, micro):
+        here = max(int(micro.loss_mask.sum()), 1) * self.topology.dp.size
+        return (
+            batch.denominators.tokens / here / batch.num_micro_batches
+            if self._has_idle_rank
+            else 1.0
+        )
+
+
+class RepeatsLastOfOddMicroBatches(_ScaledLoss):
+    """Runs the last micro-batch twice if their number is odd and above 1."""
+
+    def _factor(self, batch, micro):
+        *_, last = batch.micro_batches()
+        is_odd = batch.num_micro_batches % 2 == 1 and batch.num_micro_batches > 1
+        return 2.0 if is_odd and torch.equal(micro.sample_ids, last.sample_ids) else 1.0
+
+
+class HalvesCallsThatAreNotFinal(_ScaledLoss):
+    """Gives calls with ``final=False`` and more than two micro-batches half their weight."""
+
+    def _run_micro_batches(self, batch, *, reduce_gradients, **arguments):
+        self._is_final = reduce_gradients
+        return super()._run_micro_batches(batch, reduce_gradients=reduce_gradients, **arguments)
+
+    def _factor(self, batch, micro):
+        return 0.5 if not self._is_final and batch.num_micro_batches > 2 else 1.0
+
+
+class IgnoresTemperatureInForwardPasses(DataParallelOracle):
+    """Divides logits by the temperature in training only."""
+
+    def _run_micro_batches(self, batch, *, forward_only, **arguments):
+        if forward_only:
+            batch = replace(batch, temperature=torch.ones_like(batch.temperature))
+        return super()._run_micro_batches(batch, forward_only=forward_only, **arguments)
+
+
+class IgnoresTemperatureOfLastOfMany(DataParallelOracle):
+    """Gives the last of more than 16 sequences in a micro-batch the temperature 1."""
+
+    def _compute_outputs(self, micro, **arguments):
+        if micro.num_sequences > 16:
+            temperature = micro.temperature.clone()
+            temperature[-1] = 1.0
+            micro = replace(micro, temperature=temperature)
+        return super()._compute_outputs(micro, **arguments)
+
+
+class CountsPaddedLogits(_ChangedOutputs):
+    """Computes the entropy with 13 padded logits of 0."""
+
+    def _compute_outputs(self, micro, *, requested_outputs, only_trained):
+        if HeadOutput.ENTROPY not in requested_outputs:
+            return super(_ChangedOutputs, self)._compute_outputs(
+                micro, requested_outputs=requested_outputs, only_trained=only_trained
+            )
+        known = super(_ChangedOutputs, self)._compute_outputs(
+            micro,
+            requested_outputs=requested_outputs | {HeadOutput.LOGSUMEXP},
+            only_trained=only_trained,
+        )
+        entropy, exact = known[HeadOutput.ENTROPY], known[HeadOutput.LOGSUMEXP]
+        padded = torch.logaddexp(exact, torch.tensor(math.log(NUM_PADDED_LOGITS)))
+        kept = (exact - padded).exp()
+        wrong = kept * (entropy - kept.log()) + NUM_PADDED_LOGITS * (-padded).exp() * padded
+        columns = {
+            **known.columns,
+            HeadOutput.ENTROPY: torch.where(entropy == 0, entropy, wrong),
+        }
+        return HeadOutputs(columns={name: columns[name] for name in requested_outputs})
+
+
+class LeaksBetweenLongSequences(LeaksAcrossSequences):
+    """Lets a sequence attend to those before it if one has more than 32 tokens."""
+
+    def _compute_outputs(self, micro, **arguments):
+        if int(micro.lengths.max()) > 32:
+            return super()._compute_outputs(micro, **arguments)
+        return DataParallelOracle._compute_outputs(self, micro, **arguments)
+
+
+class ZeroesEvery256thToken(_ChangedOutputs):
+    """Returns 0 at every 256th token of a micro-batch, where its head starts another chunk."""
+
+    def _change(self, columns, micro):
+        position = torch.arange(micro.num_tokens)
+        is_boundary = (position > 0) & (position % 256 == 0)
+        return {
+            name: column
+            if name is HeadOutput.SCORE
+            else torch.where(is_boundary if column.ndim == 1 else is_boundary[:, None], 0.0, column)
+            for name, column in columns.items()
+        }
+
+
+class WrapsPositions(_ChangedBatch):
+    """Counts positions modulo 32."""
+
+    def _change(self, batch):
+        return replace(batch, position_ids=batch.get_position_ids() % 32)
+
+
+class DetachesEntropyOfLoneSequences(_ChangedOutputs):
+    """Gives the entropy no gradient in micro-batches of one sequence."""
+
+    def _change(self, columns, micro):
+        if HeadOutput.ENTROPY in columns and micro.num_sequences == 1:
+            columns[HeadOutput.ENTROPY] = columns[HeadOutput.ENTROPY].detach()
+        return columns
+
+
+class IgnoresSlidingWindow(DataParallelOracle):
+    """Computes full attention in layers with a sliding window."""
+
+    def _build(self):
+        topology = super()._build()
+        if getattr(self.model.config, "sliding_window", None):
+            self.model.config.sliding_window = 1 << 20
+        return topology
+
+
+class IgnoresRopeTheta(DataParallelOracle):
+    """Computes rotary embeddings with the default base of 10000."""
+
+    def _build(self):
+        topology = super()._build()
+        rotary = getattr(self.model.get_submodule("model"), "rotary_emb", None)
+        if rotary is not None and hasattr(rotary, "inv_freq"):
+            size = 2 * rotary.inv_freq.numel()
+            rotary.inv_freq.copy_(10_000.0 ** -(torch.arange(0, size, 2) / size))
+        return topology
+
+
+class IgnoresNormEpsilon(DataParallelOracle):
+    """Computes norms with the default epsilon of 1e-6."""
+
+    def _build(self):
+        topology = super()._build()
+        for module in self.model.modules():
+            if hasattr(module, "variance_epsilon"):
+                module.variance_epsilon = 1e-6
+        return topology
+
+
+class OmitsBuffersFromExport(DataParallelOracle):
+    """Exports parameters without persistent buffers."""
+
+    def _iterate_weights(self):
+        yield from (
+            weight for weight in super()._iterate_weights() if weight.name not in self.buffers()
+        )

@@ -1,0 +1,101 @@
+"""The data-parallel oracle with the capabilities of production engines that settings need."""
+
+import copy
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from data_parallel_oracle import DataParallelOracle
+
+from temper_engine_api.capabilities import Capability
+from temper_engine_api.conformance.oracle.oracle_engine import STATE_FILE
+from temper_engine_api.process_group import gather_objects
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class FullOracle(DataParallelOracle):
+    """Any torch optimizer, bf16 parameters, reduction and buffers, and saves in the background."""
+
+    capabilities = DataParallelOracle.capabilities | {
+        Capability.ANY_OPTIMIZER,
+        Capability.OTHER_DTYPES,
+        Capability.BACKGROUND_SAVE,
+    }
+
+    def _build(self):
+        topology = super()._build()
+        self.other_optimizer = self._make_other_optimizer()
+        self._round_parameters()
+        self._round_buffers()
+        self._saving_group = dist.new_group() if dist.is_initialized() else None
+        return topology
+
+    def _make_other_optimizer(self):
+        spec = self.config.optimizer
+        if spec is None or spec.is_adamw:
+            return None
+        module, _, name = spec.name.rpartition(".")
+        return getattr(import_module(module), name)(
+            self.parameters().values(), lr=spec.lr, weight_decay=spec.weight_decay, **spec.arguments
+        )
+
+    @torch.no_grad()
+    def _round_parameters(self):
+        for parameter in self.parameters().values():
+            parameter.copy_(parameter.to(_DTYPES[self.config.precision.parameters]))
+
+    def _round_buffers(self):
+        for buffer in self.model.buffers():
+            if buffer.is_floating_point():
+                buffer.copy_(buffer.to(_DTYPES[self.config.precision.buffers]))
+
+    def _apply_gradients(self, *, lr):
+        if self.other_optimizer is None:
+            norm = super()._apply_gradients(lr=lr)
+        else:
+            norm = float(torch.stack([g.double().norm() for g in self.gradients().values()]).norm())
+            for group in self.other_optimizer.param_groups:
+                group["lr"] = lr
+            self.other_optimizer.step()
+        self._round_parameters()
+        return norm
+
+    def _reduce_pending_gradients(self):
+        if self.topology.dp.size > 1:
+            for parameter in self.parameters().values():
+                if parameter.grad is not None:
+                    dtype = _DTYPES[self.config.precision.reduce]
+                    parameter.grad = parameter.grad.to(dtype).float()
+        super()._reduce_pending_gradients()
+
+    def _stage_state(self):
+        staged = {
+            "masters": {name: p.detach().clone() for name, p in self.parameters().items()},
+            "first_moments": copy.deepcopy(self.first_moments),
+            "second_moments": copy.deepcopy(self.second_moments),
+            "update_counts": dict(self.update_counts),
+            "random": torch.get_rng_state(),
+        }
+        return partial(self._write_staged, staged)
+
+    def _write_staged(self, staged, directory):
+        rank = self.topology.global_rank
+        own = f"random-{rank}.pt"
+        torch.save(staged["random"], Path(directory) / own)
+        if rank != 0:
+            return [own]
+        torch.save(staged, Path(directory) / STATE_FILE)
+        return [own, STATE_FILE]
+
+    def _gather_in_background(self, item):
+        if self._saving_group is None:
+            return [item]
+        return gather_objects(item, group=self._saving_group)
+
+    def close(self):
+        if self._saving_group is not None:
+            dist.destroy_process_group(self._saving_group)
+        super().close()
