@@ -320,7 +320,7 @@ class BaseEngine(ABC):
                 `optimizer.max_consecutive_skips` non-finite updates in a row.
         """
         optimizer, cycle = self._require_optimizer(), self._update_cycle
-        # Before the training call: an error of a save must not cost the update.
+        # Before the training call, so that the update can be repeated after an error of a save.
         self._raise_background_error()
         cycle.check_can_step()
         with cycle.training_call(result=GradientState.APPLIED), self._loaded("update"):
@@ -708,9 +708,9 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _loaded(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
-        """Load the offloaded state that a mode needs, and offload it again on exit.
+        """Load the offloaded state that a mode needs; offload it again on exit or an exception.
 
-        Also after an exception. A nested entry must not copy anything.
+        A nested entry must not copy anything.
         """
 
     @abstractmethod
@@ -753,7 +753,10 @@ class BaseEngine(ABC):
         raise NotImplementedError
 
     def _gather_in_background(self, item: ObjectT) -> list[ObjectT]:
-        """Gather like `_gather_objects`, among the saving threads. Required for BACKGROUND_SAVE."""
+        """Gather like `_gather_objects`; called on the saving thread of every rank.
+
+        Required for BACKGROUND_SAVE.
+        """
         raise NotImplementedError
 
     @abstractmethod
@@ -837,8 +840,8 @@ class BaseEngine(ABC):
         )
 
     def _raise_background_error(self) -> None:
-        # All ranks must agree that the save has ended: `finish` on one rank only would let it leave
-        # the update by an exception while the others wait for its gradients.
+        # All ranks must agree that the save has ended. If `finish` raised on one rank only, the
+        # others would wait for the gradients of that rank.
         if self._background_save.is_pending and all(
             self._gather_objects(self._background_save.is_done)
         ):

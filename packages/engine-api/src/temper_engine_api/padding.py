@@ -38,28 +38,30 @@ def from_padded(padded: Mapping[str, Tensor]) -> SequenceBatch:
         BatchError: If an entry is missing or has a wrong shape, `loss_mask` is True on padding, or
             a row is empty or has gaps.
     """
-    tokens, mask = _tokens_and_mask(padded)
+    tokens, mask = _read_tokens_and_mask(padded)
     lengths = mask.sum(1)
     starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     if "loss_mask" in padded:
-        loss_mask = _loss_mask(padded["loss_mask"], mask)
+        loss_mask = _read_loss_mask(padded["loss_mask"], mask)
     else:
         loss_mask = torch.ones(int(starts[-1]), dtype=torch.bool, device=mask.device)
         # The first token of a sequence has no predecessor that could predict it.
         loss_mask[starts[:-1]] = False
-    sample_ids = _ids(padded, "sample_ids", default=torch.arange(len(mask), device=mask.device))
-    token_columns, sequence_columns = _columns(padded, mask)
+    sample_ids = _read_ids(
+        padded, "sample_ids", default=torch.arange(len(mask), device=mask.device)
+    )
+    token_columns, sequence_columns = _read_columns(padded, mask)
     return SequenceBatch(
         tokens=tokens[mask].long(),
         sequence_starts=starts.int(),
         loss_mask=loss_mask,
         sample_ids=sample_ids,
-        group_ids=_ids(padded, "group_ids", default=sample_ids),
-        pack_group_ids=_ids(padded, "pack_group_ids", default=sample_ids),
-        temperature=_temperature(padded, mask),
+        group_ids=_read_ids(padded, "group_ids", default=sample_ids),
+        pack_group_ids=_read_ids(padded, "pack_group_ids", default=sample_ids),
+        temperature=_read_temperature(padded, mask),
         columns=token_columns,
         sequence_columns=sequence_columns,
-        position_ids=_position_ids(padded["position_ids"], mask)
+        position_ids=_read_position_ids(padded["position_ids"], mask)
         if "position_ids" in padded
         else None,
     )
@@ -84,7 +86,7 @@ def to_padded(
         BatchError: If `length` is shorter than the longest sequence, the batch has media, or
             `from_padded` could not recover a column from its name and shape.
     """
-    width = _checked_width(batch, length)
+    width = _check_width(batch, length)
     position, lengths = torch.arange(width, device=batch.tokens.device), batch.lengths[:, None]
     mask = position < lengths if side == "right" else position >= width - lengths
 
@@ -107,7 +109,7 @@ def to_padded(
     return padded
 
 
-def _checked_width(batch: SequenceBatch, length: int | None) -> int:
+def _check_width(batch: SequenceBatch, length: int | None) -> int:
     longest = int(batch.lengths.max())
     width = longest if length is None else length
     if width < longest:
@@ -134,7 +136,7 @@ def _checked_width(batch: SequenceBatch, length: int | None) -> int:
     return width
 
 
-def _tokens_and_mask(padded: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _read_tokens_and_mask(padded: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     missing = {"input_ids", "attention_mask"} - padded.keys()
     if missing:
         raise BatchError(
@@ -175,7 +177,7 @@ def _as_bool(value: Tensor, *, name: str, shape: torch.Size) -> Tensor:
     return value.bool()
 
 
-def _loss_mask(value: Tensor, mask: Tensor) -> Tensor:
+def _read_loss_mask(value: Tensor, mask: Tensor) -> Tensor:
     loss_mask = _as_bool(value, name="loss_mask", shape=mask.shape)
     outside = (loss_mask & ~mask).any(1)
     if bool(outside.any()):
@@ -185,7 +187,7 @@ def _loss_mask(value: Tensor, mask: Tensor) -> Tensor:
     return loss_mask[mask]
 
 
-def _ids(padded: Mapping[str, Tensor], name: str, *, default: Tensor) -> Tensor:
+def _read_ids(padded: Mapping[str, Tensor], name: str, *, default: Tensor) -> Tensor:
     value = padded.get(name, default)
     if value.shape != default.shape or value.is_floating_point():
         raise BatchError(
@@ -194,7 +196,7 @@ def _ids(padded: Mapping[str, Tensor], name: str, *, default: Tensor) -> Tensor:
     return value.long()
 
 
-def _temperature(padded: Mapping[str, Tensor], mask: Tensor) -> Tensor:
+def _read_temperature(padded: Mapping[str, Tensor], mask: Tensor) -> Tensor:
     value = padded.get("temperature", mask.new_ones((), dtype=torch.float32))
     if value.shape not in (torch.Size([]), torch.Size([len(mask)])):
         raise BatchError(
@@ -205,7 +207,7 @@ def _temperature(padded: Mapping[str, Tensor], mask: Tensor) -> Tensor:
     return value.to(torch.float32).expand(len(mask)).clone()
 
 
-def _position_ids(value: Tensor, mask: Tensor) -> Tensor:
+def _read_position_ids(value: Tensor, mask: Tensor) -> Tensor:
     if value.shape == mask.shape:
         return value[mask].long()
     if value.shape == (3, *mask.shape):
@@ -216,7 +218,7 @@ def _position_ids(value: Tensor, mask: Tensor) -> Tensor:
     )
 
 
-def _columns(
+def _read_columns(
     padded: Mapping[str, Tensor], mask: Tensor
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     token_columns: dict[str, Tensor] = {}

@@ -140,7 +140,7 @@ def plan_mini_batch(
     count = _round_up_count(max(len(bins) for bins in filled), constraints)
     return MiniBatchPlan(
         ranks=tuple(
-            _rank_plan(own_groups, bins, count=count, capacity=capacity)
+            _build_rank_plan(own_groups, bins, count=count, capacity=capacity)
             for own_groups, bins in zip(rank_groups, filled, strict=True)
         )
     )
@@ -313,7 +313,7 @@ def _round_up_count(count: int, constraints: PlanConstraints) -> int:
     return -(-max(count, constraints.min_micro_batches, 1) // multiple) * multiple
 
 
-def _rank_plan(
+def _build_rank_plan(
     own_groups: list[_PackGroup], bins: list[list[int]], *, count: int, capacity: int
 ) -> RankPlan:
     """Balance the micro-batches by cost; keep the packed bins if the result exceeds the cap."""

@@ -106,7 +106,7 @@ def gather_objects(item: ObjectT, *, group: ProcessGroup | None = None) -> list[
         MessageError: On all ranks, if a rank's value is not supported or takes more than
             `MAX_MESSAGE_BYTES`, or a rank sent bytes that are not a value.
     """
-    device = _transport_device(group)
+    device = _choose_transport_device(group)
     has_failed = False
     try:
         local = _encode_within_limit(item).to(device)
@@ -154,7 +154,7 @@ def _encode_within_limit(item: object) -> torch.Tensor:
     return message
 
 
-def _transport_device(group: ProcessGroup | None) -> torch.device:
+def _choose_transport_device(group: ProcessGroup | None) -> torch.device:
     """Return a device whose tensors the group can send: the CPU, unless it only has NCCL."""
     # Host memory first, so that a gather does not wait for the GPU's queue.
     if "cpu:" in dist.get_backend_config(group):

@@ -49,15 +49,15 @@ class EngineEntry:
 def list_engines() -> list[EngineEntry]:
     """List the installed engines by name without importing them."""
     return [
-        EngineEntry(name=name, target=point.value, distribution=_distribution(point))
-        for name, point in sorted(_points(ENGINES).items())
+        EngineEntry(name=name, target=point.value, distribution=_format_distribution(point))
+        for name, point in sorted(_find_entry_points(ENGINES).items())
     ]
 
 
 def find_import_errors() -> dict[str, str]:
     """Import every installed engine and return the error messages of those that fail, by name."""
     faults = {}
-    for name in _points(ENGINES):
+    for name in _find_entry_points(ENGINES):
         try:
             load_engine_class(name)
         except EngineNotFoundError as error:
@@ -74,7 +74,7 @@ def load_engine_class(name: str) -> "type[BaseEngine]":
     """
     from temper_engine_api.engine import BaseEngine  # torch, which listing must not need
 
-    loaded = _load(ENGINES, name)
+    loaded = _load_class(ENGINES, name)
     if not issubclass(loaded, BaseEngine):
         raise EngineNotFoundError(
             f"engine {name!r} is {loaded!r}, which is not a subclass of {BaseEngine.__name__}: "
@@ -90,7 +90,7 @@ def load_engine_config_class(name: str) -> type[EngineConfig]:
         EngineNotFoundError: If there is none, its import fails, or it is not an EngineConfig.
         ContractVersionError: If it is built for another version of temper-engine-api.
     """
-    loaded = _load(ENGINE_CONFIGS, name)
+    loaded = _load_class(ENGINE_CONFIGS, name)
     if not issubclass(loaded, EngineConfig):
         raise EngineNotFoundError(
             f"the configuration of engine {name!r} is {loaded!r}, which is not a subclass of "
@@ -105,11 +105,14 @@ def load_conformance_layouts(name: str) -> tuple[Layout, ...]:
     Raises:
         EngineNotFoundError: If the entry point can't be imported or is not a tuple of layouts.
     """
-    point = _points(CONFORMANCE_LAYOUTS).get(name)
+    point = _find_entry_points(CONFORMANCE_LAYOUTS).get(name)
     return (
         ()
         if point is None
-        else check_layouts(_import(point), source=f"entry point {name!r} of {_distribution(point)}")
+        else check_layouts(
+            _load_entry_point(point),
+            source=f"entry point {name!r} of {_format_distribution(point)}",
+        )
     )
 
 
@@ -133,8 +136,8 @@ def check_layouts(layouts: object, *, source: str) -> tuple[Layout, ...]:
     return layouts
 
 
-def _load(group: str, name: str) -> type[object]:
-    points = _points(group)
+def _load_class(group: str, name: str) -> type[object]:
+    points = _find_entry_points(group)
     if name not in points:
         installed = ", ".join(sorted(points)) or "none"
         raise EngineNotFoundError(
@@ -143,33 +146,33 @@ def _load(group: str, name: str) -> type[object]:
             f"(megatron). Other engines need an entry point in {group!r}."
         )
     point = points[name]
-    loaded = _import(point)
+    loaded = _load_entry_point(point)
     if not isinstance(loaded, type):
         raise EngineNotFoundError(
-            f"entry point {name!r} of {_distribution(point)} is {loaded!r}, which is not a class: "
-            "report this to the engine's maintainers."
+            f"entry point {name!r} of {_format_distribution(point)} is {loaded!r}, which is not a "
+            "class: report this to the engine's maintainers."
         )
     return loaded
 
 
-def _import(point: EntryPoint) -> object:
+def _load_entry_point(point: EntryPoint) -> object:
     if point.dist is not None:
         check_contract(point.dist, engine=point.name)
     try:
         loaded: object = point.load()
     except (ImportError, AttributeError, OSError) as error:
         raise EngineNotFoundError(
-            f"engine {point.name!r} of {_distribution(point)} can't be imported from "
+            f"engine {point.name!r} of {_format_distribution(point)} can't be imported from "
             f"{point.value}: {error}. Install what is missing, or another version of it."
         ) from error
     return loaded
 
 
-def _points(group: str) -> Mapping[str, EntryPoint]:
+def _find_entry_points(group: str) -> Mapping[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=group)}
 
 
-def _distribution(point: EntryPoint) -> str:
+def _format_distribution(point: EntryPoint) -> str:
     return (
         f"{point.dist.name} {point.dist.version}"
         if point.dist is not None

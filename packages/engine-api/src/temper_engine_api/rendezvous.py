@@ -101,9 +101,7 @@ class StoreServer:
     def _serve(self, client: socket.socket, origin: str) -> None:
         try:
             try:
-                connection = _authenticated(
-                    client, self._key, is_server=True, timeout_s=HANDSHAKE_S
-                )
+                connection = _authenticate(client, self._key, is_server=True, timeout_s=HANDSHAKE_S)
             finally:
                 self._handshakes.release()
             with connection:
@@ -200,7 +198,7 @@ class TokenStore(Store):
         where = f"the store at {address}:{port}"
         try:
             client = _connect(address, port, timeout_s=timeout.total_seconds())
-            self._connection = _authenticated(
+            self._connection = _authenticate(
                 client, token.encode(), is_server=False, timeout_s=timeout.total_seconds()
             )
         except (AuthenticationError, EOFError) as error:
@@ -240,15 +238,15 @@ class TokenStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
-        self._ask(b"set", key, value)
+        self._call(b"set", key, value)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set several keys at once."""
-        self._ask(b"set", *(part for pair in zip(keys, values, strict=True) for part in pair))
+        self._call(b"set", *(part for pair in zip(keys, values, strict=True) for part in pair))
 
     def append(self, key: str, value: str | bytes) -> None:
         """Add bytes to the end of a key's value."""
-        self._ask(b"append", key, value)
+        self._call(b"append", key, value)
 
     def get(self, key: str) -> bytes:
         """Wait until a key is set and return its value.
@@ -272,23 +270,23 @@ class TokenStore(Store):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter that starts at 0; return its new value."""
-        return int(self._ask(b"add", key, str(amount))[0])
+        return int(self._call(b"add", key, str(amount))[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set a key if it has the expected value; return its value afterwards."""
-        return self._ask(b"compare_set", key, expected, desired)[0]
+        return self._call(b"compare_set", key, expected, desired)[0]
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return True if all keys are set."""
-        return self._ask(b"check", *keys)[0] == b"1"
+        return self._call(b"check", *keys)[0] == b"1"
 
     def delete_key(self, key: str) -> bool:
         """Delete a key; return True if it was set."""
-        return self._ask(b"delete", key)[0] == b"1"
+        return self._call(b"delete", key)[0] == b"1"
 
     def num_keys(self) -> int:
         """Return the number of keys."""
-        return int(self._ask(b"count")[0])
+        return int(self._call(b"count")[0])
 
     # C++ code of torch looks these two methods up by their C++ names.
     getNumKeys = num_keys
@@ -308,7 +306,7 @@ class TokenStore(Store):
             )
         return values
 
-    def _ask(self, method: bytes, *parts: str | bytes) -> list[bytes]:
+    def _call(self, method: bytes, *parts: str | bytes) -> list[bytes]:
         return self._send(method, *parts)[1:]
 
     def _send(self, *parts: str | bytes) -> list[bytes]:
@@ -389,7 +387,7 @@ def _connect(address: str, port: int, *, timeout_s: float) -> socket.socket:
             return client
 
 
-def _authenticated(
+def _authenticate(
     client: socket.socket, key: bytes, *, is_server: bool, timeout_s: float
 ) -> Connection:
     """Authenticate both sides of a socket and return it as a connection.

@@ -84,7 +84,7 @@ def check_field_types(settings: object, *, prefix: str = "") -> None:
             continue
         if words and value not in words:
             choices = [*(repr(word) for word in words), *(["null"] if may_be_none else [])]
-            raise ConfigError(f"{prefix}{name} is {value!r}, but must be {_either(choices)}.")
+            raise ConfigError(f"{prefix}{name} is {value!r}, but must be {_join_with_or(choices)}.")
         if is_number and not (isinstance(value, Real) and float(value).is_integer()):
             raise ConfigError(
                 f"{prefix}{name} is {value!r}, but must be a whole number"
@@ -107,5 +107,5 @@ def _list_checked_fields(kind: type) -> tuple[tuple[str, tuple[object, ...], boo
     return tuple(checked_fields)
 
 
-def _either(choices: list[str]) -> str:
+def _join_with_or(choices: list[str]) -> str:
     return " or ".join([", ".join(choices[:-1]), choices[-1]] if len(choices) > 1 else choices)

@@ -7,7 +7,7 @@ import heapq
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
@@ -44,14 +44,13 @@ _TEMPORARY_ERRORS = frozenset(
 
 
 def package_versions(
-    also: Iterable[str] = ("torch", "transformers", "megatron-core"),
+    libraries: Collection[str] = ("torch", "transformers", "megatron-core"),
 ) -> dict[str, str]:
-    """Return the versions of all Temper distributions, and of others that are installed."""
-    others = set(also)
+    """Return the versions of all Temper distributions, and of the libraries that are installed."""
     return {
         name: version
         for name, version in _installed()
-        if name.startswith("temper-") or name in others
+        if name.startswith("temper-") or name in libraries
     }
 
 
