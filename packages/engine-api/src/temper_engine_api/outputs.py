@@ -53,8 +53,8 @@ class ForwardOutputs:
         lengths = self.sequence_starts.diff()[index]
         starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         # Index of each token within its sequence, without a loop over sequences.
-        within = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], lengths)
-        source = within + torch.repeat_interleave(self.sequence_starts[:-1][index], lengths)
+        token_offset = torch.arange(int(starts[-1])) - torch.repeat_interleave(starts[:-1], lengths)
+        source = token_offset + torch.repeat_interleave(self.sequence_starts[:-1][index], lengths)
         columns = {
             q: c[index] if q == HeadOutput.SCORE else c[source] for q, c in self.columns.items()
         }

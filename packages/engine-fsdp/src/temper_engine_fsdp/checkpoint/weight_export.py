@@ -61,9 +61,9 @@ def iterate_weights(
     dtype: torch.dtype,
     merge: MergeAdapter | None = None,
 ) -> Iterator[NamedWeight]:
-    """Yield every parameter and persistent buffer as a full tensor. Collective.
+    """Yield every parameter and persistent buffer as a full tensor.
 
-    One tensor is gathered at a time.
+    Every rank must read to the end, because each tensor is gathered when it is read.
 
     Args:
         parameters: Base weights of the model.

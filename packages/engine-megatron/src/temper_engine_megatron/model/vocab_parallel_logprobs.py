@@ -115,12 +115,12 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         ctx: FunctionCtx,
         hidden: Tensor,
         weight: Tensor,
-        ids: Tensor,
+        all_ids: Tensor,
         temperature: Tensor,
         shard: VocabShard,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_positions, rows = hidden.shape[0], weight[: shard.num_tokens]
-        logprobs = temperature.new_zeros(ids.shape)
+        logprobs = temperature.new_zeros(all_ids.shape)
         logsumexp = temperature.new_zeros(num_positions)
         entropy = temperature.new_zeros(num_positions)
         for chunk in shard.chunks(num_positions):
@@ -129,12 +129,12 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 logits, temperature[chunk], shard
             )
             logprobs[chunk] = (
-                _gather_logits(logits, ids[chunk], shard) / temperature[chunk]
+                _gather_logits(logits, all_ids[chunk], shard) / temperature[chunk]
                 - logsumexp[chunk, None]
             )
             if shard.needs_entropy:
                 entropy[chunk] = chunk_entropy
-        ctx.save_for_backward(hidden, weight, ids, temperature, logsumexp, entropy)
+        ctx.save_for_backward(hidden, weight, all_ids, temperature, logsumexp, entropy)
         ctx.shard = shard  # type: ignore[attr-defined]
         return logprobs, logsumexp, entropy
 
@@ -142,7 +142,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     def backward(
         ctx: FunctionCtx, grad_logprobs: Tensor, grad_logsumexp: Tensor, grad_entropy: Tensor
     ) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden, weight, ids, temperature, logsumexp, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
+        hidden, weight, all_ids, temperature, logsumexp, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
         shard: VocabShard = ctx.shard  # type: ignore[attr-defined]
         rows = weight[: shard.num_tokens]
         # Sums over chunks are accumulated in float32.
@@ -156,14 +156,14 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 temperature[chunk, 0],
                 logsumexp[chunk],
                 p_coefficient[chunk],
-                ids[chunk, 0] - shard.first_id,
+                all_ids[chunk, 0] - shard.first_id,
                 grad_logprobs[chunk, 0],
                 entropy[chunk],
             )
             chunk_grad_entropy = grad_entropy[chunk] if shard.needs_entropy else None
             _maybe_compile(_logits_to_gradient_, shard)(grad, *columns, chunk_grad_entropy)
-            if ids.shape[1] > 1:
-                local_ids, is_local = _to_local_ids(ids[chunk, 1:], shard)
+            if all_ids.shape[1] > 1:
+                local_ids, is_local = _to_local_ids(all_ids[chunk, 1:], shard)
                 extra_grad = grad_logprobs[chunk, 1:] * is_local / temperature[chunk]
                 grad.scatter_add_(1, local_ids, extra_grad.to(grad.dtype))
             grad_hidden[chunk] = (grad @ rows).float()

@@ -71,62 +71,70 @@ def _converter(engine_class: type[EngineConfig]) -> Converter:
     for primitive in (bool, int, float, str):
         converter.register_structure_hook(primitive, _structure_value)
     converter.register_structure_hook_func(
-        _is_optional_block, lambda value, kind: _structure_optional(converter, value, kind)
+        _is_optional_block,
+        lambda value, annotation: _structure_optional(converter, value, annotation),
     )
     converter.register_structure_hook_func(
         _is_mapping_of_blocks,
-        lambda value, kind: _structure_mapping_of_blocks(converter, value, kind),
+        lambda value, annotation: _structure_mapping_of_blocks(converter, value, annotation),
     )
     converter.register_structure_hook_factory(
-        _is_block, lambda kind: _block_hook(converter, kind, engine_class=engine_class)
+        _is_block, lambda annotation: _block_hook(converter, annotation, engine_class=engine_class)
     )
     return converter
 
 
 def _block_hook(
-    converter: Converter, kind: type[object], *, engine_class: type[EngineConfig]
+    converter: Converter, annotation: type[object], *, engine_class: type[EngineConfig]
 ) -> Callable[[object, type[object]], object]:
-    if kind is EngineConfig and engine_class is not EngineConfig:
+    if annotation is EngineConfig and engine_class is not EngineConfig:
         return lambda value, _: converter.structure(value, engine_class)
     build = make_dict_structure_fn(
-        kind, converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True
+        annotation, converter, _cattrs_forbid_extra_keys=True, _cattrs_detailed_validation=True
     )
 
     def hook(value: object, _: type[object]) -> object:
         if not isinstance(value, dict):
             raise ConfigError(f"is {value!r}, but must be a block of keys.")
-        return build(value, kind)
+        return build(value, annotation)
 
     return hook
 
 
-def _is_block(kind: object) -> bool:
-    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+def _is_block(annotation: object) -> bool:
+    return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
 
 
-def _is_optional_block(kind: object) -> bool:
-    return get_origin(kind) in (Union, types.UnionType) and find_block_class(kind) is not None
+def _is_optional_block(annotation: object) -> bool:
+    return (
+        get_origin(annotation) in (Union, types.UnionType)
+        and find_block_class(annotation) is not None
+    )
 
 
-def _is_mapping_of_blocks(kind: object) -> bool:
-    return find_item_class(kind) is not None
+def _is_mapping_of_blocks(annotation: object) -> bool:
+    return find_item_class(annotation) is not None
 
 
-def _is_value(kind: object) -> bool:
-    return not _is_block(kind) and find_block_class(kind) is None and find_item_class(kind) is None
+def _is_value(annotation: object) -> bool:
+    return (
+        not _is_block(annotation)
+        and find_block_class(annotation) is None
+        and find_item_class(annotation) is None
+    )
 
 
-def _structure_optional(converter: Converter, value: object, kind: object) -> object:
+def _structure_optional(converter: Converter, value: object, annotation: object) -> object:
     if value is None:
         return None
-    block = find_block_class(kind)
+    block = find_block_class(annotation)
     assert block is not None
     return converter.structure(value, block)
 
 
-def _structure_mapping_of_blocks(converter: Converter, value: object, kind: object) -> object:
+def _structure_mapping_of_blocks(converter: Converter, value: object, annotation: object) -> object:
     """Structure blocks by name; each problem starts with the name."""
-    item = find_item_class(kind)
+    item = find_item_class(annotation)
     assert item is not None
     if not isinstance(value, dict):
         raise ConfigError(f"is {value!r}, but must be a mapping from names to blocks.")
@@ -228,10 +236,12 @@ def _read(value: object, annotation: object) -> object:
 def _read_tuple(value: object, arguments: tuple[object, ...]) -> object:
     if not isinstance(value, (list, tuple)):
         return _INVALID
-    kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
-    if len(kinds) != len(value):
+    item_annotations = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
+    if len(item_annotations) != len(value):
         return _INVALID
-    items = tuple(_read(item, kind) for item, kind in zip(value, kinds, strict=True))
+    items = tuple(
+        _read(item, annotation) for item, annotation in zip(value, item_annotations, strict=True)
+    )
     return _INVALID if any(item is _INVALID for item in items) else items
 
 

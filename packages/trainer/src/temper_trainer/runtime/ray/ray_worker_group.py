@@ -55,8 +55,7 @@ class RoleActor:
         """Open the store at which the ranks of the role meet; return its address and port."""
         # Ray knows by which of its addresses other nodes reach this one.
         address = ray.util.get_node_ip_address()
-        # It listens at once: a port that is only chosen could be taken by another process
-        # meanwhile.
+        # StoreServer binds its port immediately, so that no other process can take it.
         self._server = StoreServer(address, token=token)
         return address, self._server.port
 
