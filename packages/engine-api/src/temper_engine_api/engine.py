@@ -5,11 +5,15 @@ implements the abstract methods at the end of the class, and names its configura
 capabilities. Order of calls: `init_model`, `set_loss_fn`, then for each update
 `optimizer_zero_grad`, forward and backward passes, `optimizer_step`, `lr_scheduler_step`. Gradients
 are reduced over ranks exactly once per update.
+
+An exception in a training call marks the update as failed. `optimizer_zero_grad` then discards it
+by `_discard_update`, and nothing else continues. `rank_failures` describes what the other ranks do.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar, overload
@@ -41,6 +45,7 @@ from temper_engine_api.outputs import (
     gather_outputs,
 )
 from temper_engine_api.plan import build_packed_batch, plan_mini_batch
+from temper_engine_api.rank_failures import RankFailures
 from temper_engine_api.reduction import ObjectiveLoss, count_denominators
 from temper_engine_api.schedule import compute_learning_rate
 from temper_engine_api.specs import EngineConfig, OptimizerSpec
@@ -73,6 +78,7 @@ class BaseEngine(ABC):
         self._mode: Literal["train", "eval"] | None = None
         self._is_adapter_disabled = False
         self._update_cycle = UpdateCycle(config.precision)
+        self._rank_failures: RankFailures | None = None
         self._background_save = checkpoint.BackgroundSave[str]()
         self._background_part = checkpoint.BackgroundSave[checkpoint.PartReport]()
 
@@ -97,6 +103,7 @@ class BaseEngine(ABC):
         """
         self.require(*find_required_capabilities(self.config))
         self._topology = self._build()
+        self._rank_failures = RankFailures.join(self._topology)
 
     @property
     def topology(self) -> Topology:
@@ -191,8 +198,9 @@ class BaseEngine(ABC):
             final: Reduce gradients over ranks. Pass False if more calls of this update follow.
 
         Raises:
-            EngineStateError: If called outside a mode, after the final call of this update, or
-                without an objective that is needed.
+            EngineStateError: If called outside a mode, after the final call of this update, after
+                a call of this update that raised, or without an objective that is needed.
+            RankFailedError: If another rank raised, which broke the process group.
         """
         self._check_can_run(forward_only=forward_only)
         requested = frozenset(outputs)
@@ -203,13 +211,14 @@ class BaseEngine(ABC):
                     "forward_backward_batch() needs an Objective: call set_loss_fn() first."
                 )
             loss = ObjectiveLoss(self._objective, batch=batch)
-        head_outputs = self._run_passes(
-            batch,
-            requested_outputs=requested | (loss.required_outputs if loss else frozenset()),
-            micro_batch_loss=loss,
-            forward_only=forward_only,
-            final=final,
-        )
+        with self._reported("a forward call" if forward_only else "a training call"):
+            head_outputs = self._run_passes(
+                batch,
+                requested_outputs=requested | (loss.required_outputs if loss else frozenset()),
+                micro_batch_loss=loss,
+                forward_only=forward_only,
+                final=final,
+            )
         metrics = [*(loss.metrics if loss else ()), self._collect_metrics()]
         return build_step_result(
             batch,
@@ -267,42 +276,61 @@ class BaseEngine(ABC):
             EngineStateError: If called outside a mode, or in training without a loss function.
         """
         self._check_can_run(forward_only=forward_only)
-        if preprocess_fn is not None:
-            batch, ctx = preprocess_fn(batch, ctx)
-        packed = pack_single_micro_batch(
-            batch,
-            constraints=self.topology.plan_constraints,
-            sum_over_ranks=self._sum_over_data_parallel,
-        )
-        loss = self._loss_fn if self._objective is None else self._objective
-        if loss is None and not forward_only:
-            raise EngineStateError("there is no loss function: call set_loss_fn() before training.")
-        step = HookedStep(
-            loss, packed=packed, ctx=ctx, postprocess=postprocess_fn, dp_size=self.topology.dp.size
-        )
-        default = frozenset({DEFAULT_OUTPUT[self.config.model.model_type]})
-        head_outputs = self._run_passes(
-            packed,
-            requested_outputs=self._loss_fn_outputs or default
-            if self._objective is None
-            else self._objective.required_outputs,
-            micro_batch_loss=None if forward_only else step.loss,
-            forward_only=forward_only,
-            # The RFC's calls do not say which is the last, so the optimizer step reduces.
-            final=False,
-        )
-        # Ranks of one replica compute the same predictions; one of them returns them.
-        returns_outputs = head_outputs is not None and self.topology.returns_outputs
-        if forward_only:
-            predictions = step.postprocess_outputs(head_outputs)
-            return (predictions if returns_outputs else None), step.ctx
-        # Each rank has its contribution to the mean, so the sum over ranks is the loss.
-        value = self._sum_over_data_parallel(step.total)
-        return (step.predictions if returns_outputs else None), value, step.ctx
+        with self._reported("a forward call" if forward_only else "a training call"):
+            if preprocess_fn is not None:
+                batch, ctx = preprocess_fn(batch, ctx)
+            packed = pack_single_micro_batch(
+                batch,
+                constraints=self.topology.plan_constraints,
+                sum_over_ranks=self._sum_over_data_parallel,
+            )
+            loss = self._loss_fn if self._objective is None else self._objective
+            if loss is None and not forward_only:
+                raise EngineStateError(
+                    "there is no loss function: call set_loss_fn() before training."
+                )
+            step = HookedStep(
+                loss,
+                packed=packed,
+                ctx=ctx,
+                postprocess=postprocess_fn,
+                dp_size=self.topology.dp.size,
+            )
+            default = frozenset({DEFAULT_OUTPUT[self.config.model.model_type]})
+            head_outputs = self._run_passes(
+                packed,
+                requested_outputs=self._loss_fn_outputs or default
+                if self._objective is None
+                else self._objective.required_outputs,
+                micro_batch_loss=None if forward_only else step.loss,
+                forward_only=forward_only,
+                # The RFC's calls do not say which is the last, so the optimizer step reduces.
+                final=False,
+            )
+            # Ranks of one replica compute the same predictions; one of them returns them.
+            returns_outputs = head_outputs is not None and self.topology.returns_outputs
+            if forward_only:
+                predictions = step.postprocess_outputs(head_outputs)
+                return (predictions if returns_outputs else None), step.ctx
+            # Each rank has its contribution to the mean, so the sum over ranks is the loss.
+            value = self._sum_over_data_parallel(step.total)
+            return (step.predictions if returns_outputs else None), value, step.ctx
 
     def optimizer_zero_grad(self) -> None:
-        """Reset gradients and start an update."""
-        self._zero_gradients()
+        """Reset gradients and start an update.
+
+        After an exception in a call of the last update this discards what the call left behind, so
+        that the next update is the one of a run without it. Random numbers that it drew, for
+        dropout, stay drawn.
+
+        Raises:
+            RankFailedError: If a rank raised and the process group did not survive.
+        """
+        with self._explained():
+            if self._update_cycle.has_failed:
+                self._discard_update()
+            else:
+                self._zero_gradients()
         self._update_cycle.start()
 
     def optimizer_step(self) -> float:
@@ -316,22 +344,35 @@ class BaseEngine(ABC):
             The global gradient norm before clipping.
 
         Raises:
-            EngineStateError: If there are no gradients or no optimizer, or after more than
-                `optimizer.max_consecutive_skips` non-finite updates in a row.
+            EngineStateError: If there are no gradients or no optimizer, if a call of this update
+                raised, or after more than `optimizer.max_consecutive_skips` non-finite updates in a
+                row.
+            RankFailedError: If another rank raised, which broke the process group.
         """
         optimizer, cycle = self._require_optimizer(), self._update_cycle
+        self._check_ranks()
+        self._check_records_gradients()
         # Before the training call, so that the update can be repeated after an error of a save.
         self._raise_background_error()
         cycle.check_can_step()
-        with cycle.training_call(result=GradientState.APPLIED), self._loaded("update"):
+        with self._reported("an optimizer step"), self._loaded("update"):
             if cycle.has_unreduced_gradients:
-                self._reduce_pending_gradients()
-            norm = self._apply_gradients(lr=self.current_lr) if cycle.trains_something else 0.0
+                with cycle.training_call(result=GradientState.REDUCED):
+                    self._reduce_pending_gradients()
+            # A call of its own: only after an exception in here parameters may have changed.
+            with cycle.training_call(result=GradientState.APPLIED):
+                norm = self._apply_gradients(lr=self.current_lr) if cycle.trains_something else 0.0
         cycle.finish(norm, max_consecutive_skips=optimizer.max_consecutive_skips)
         return norm
 
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule unless the last update was skipped; return the next rate."""
+        """Advance the schedule unless the last update was skipped; return the next rate.
+
+        Raises:
+            EngineStateError: If a call of this update raised.
+        """
+        self._check_ranks()
+        self._update_cycle.check_not_failed()
         # A skipped update did not change the weights, so the next one is tried at the same rate.
         if self.last_update is None or self.last_update.outcome == "stepped":
             self.num_schedule_steps += 1
@@ -443,13 +484,14 @@ class BaseEngine(ABC):
             EngineStateError: If the engine has no adapter.
         """
         self._require_adapter()
+        was_disabled = self._is_adapter_disabled
         with self._disable_adapter():
             # A backward pass here would not reach the adapter; _check_can_run refuses it.
             self._is_adapter_disabled = True
             try:
                 yield
             finally:
-                self._is_adapter_disabled = False
+                self._is_adapter_disabled = was_disabled
 
     def export_adapter(self) -> tuple[Mapping[str, object], Mapping[str, Tensor]]:
         """Return the adapter's PEFT config and its full float32 tensors by PEFT name. Collective.
@@ -458,7 +500,7 @@ class BaseEngine(ABC):
             EngineStateError: If the engine has no adapter.
         """
         self._require_adapter()
-        with self._loaded("eval"):
+        with self._load("eval"):
             return self._export_adapter()
 
     def load_adapter(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
@@ -471,7 +513,7 @@ class BaseEngine(ABC):
                 loaded then.
         """
         self._require_adapter()
-        with self._loaded("eval"):
+        with self._load("eval"):
             self._load_adapter(config, tensors)
 
     def gather_objects(self, item: ObjectT) -> list[ObjectT]:
@@ -480,7 +522,8 @@ class BaseEngine(ABC):
         Raises:
             MessageError: If `gather_codec.encode_value` does not support the value.
         """
-        return self._gather_objects(item)
+        with self._explained():
+            return self._gather_objects(item)
 
     def export_weights(self) -> WeightStream:
         """Return a stream of full tensors by Hugging Face name, in the same order on every rank.
@@ -496,20 +539,21 @@ class BaseEngine(ABC):
         Raises:
             WeightError: If a name is missing, unexpected or repeated, or a shape differs.
         """
-        with self._loaded("eval"):
+        with self._load("eval"):
             self._load_weights(stream)
 
     def export_state(self) -> Iterator[TrainingState]:
         """Iterate over the portable training state, one parameter at a time. Collective."""
         self.require(Capability.PORTABLE_STATE)
-        with self._loaded("update"):
+        with self._load("update"):
             yield from self._iterate_state()
 
     def load_state(self, stream: Iterable[TrainingState]) -> None:
         """Load the portable training state. Collective."""
         self.require(Capability.PORTABLE_STATE)
-        with self._loaded("update"):
+        with self._load("update"):
             self._load_state(stream)
+        self._update_cycle.parameters_loaded()
 
     def write_part(self, directory: str) -> checkpoint.PartReport:
         """Write this engine's files of a checkpoint with several participants. Collective.
@@ -517,7 +561,7 @@ class BaseEngine(ABC):
         Returns:
             Sizes and checksums of this rank's files, for `CheckpointTransaction.commit`.
         """
-        with self._loaded("update"):
+        with self._load("update"):
             return self._stage(self._write_state).write_part(directory)
 
     def stage_part(self, directory: str) -> None:
@@ -535,7 +579,7 @@ class BaseEngine(ABC):
                 "finish_part() first."
             )
         self.finish_saving()
-        with self._loaded("update"):
+        with self._load("update"):
             staged = self._stage(self._stage_state())
         self._background_part.start(lambda: staged.write_part(directory), path=Path(directory))
 
@@ -559,8 +603,9 @@ class BaseEngine(ABC):
 
     def read_part(self, directory: str) -> None:
         """Load the files of `write_part` or `stage_part`, and reset gradients. Collective."""
-        with self._loaded("update"):
+        with self._load("update"):
             self._read_state(directory)
+        self._update_cycle.parameters_loaded()
         self._update_cycle.load_state_dict(
             checkpoint.read_json(directory, checkpoint.PROGRESS_FILE)
         )
@@ -606,7 +651,7 @@ class BaseEngine(ABC):
             return save(self, gather=self._gather_objects)
         self.require(Capability.BACKGROUND_SAVE)
         path = checkpoint.step_directory(local_path, global_step)
-        with self._loaded("update"):
+        with self._load("update"):
             staged = self._stage(self._stage_state())
         self._background_save.start(
             lambda: save(staged, gather=self._gather_in_background), path=path
@@ -665,6 +710,9 @@ class BaseEngine(ABC):
     ) -> list[HeadOutputs] | None:
         """Run the forward pass, and the backward pass unless `forward_only`, of each micro-batch.
 
+        After an exception with `forward_only`, accumulated gradients are kept and the engine can be
+        used further. After one in training, `_discard_update` follows.
+
         Args:
             batch: This rank's micro-batches, on any device.
             requested_outputs: Outputs that the head must compute. In training only trained
@@ -705,6 +753,17 @@ class BaseEngine(ABC):
     @abstractmethod
     def _zero_gradients(self) -> None:
         """Set gradients to zero or None."""
+
+    def _discard_update(self) -> None:
+        """Drop everything that a call of `_run_micro_batches` left behind when it raised.
+
+        That is more than `_zero_gradients` drops if gradients are also kept outside of `.grad`, for
+        example in buffers or unreduced sums, or if a framework keeps the state of a pass. By
+        default it calls `_zero_gradients`. Afterwards the next update must be the one of a run
+        without the exception, bit for bit, except for random numbers. Not collective: it also runs
+        on a single rank.
+        """
+        self._zero_gradients()
 
     @abstractmethod
     def _loaded(self, mode: Literal["train", "eval", "update"]) -> AbstractContextManager[None]:
@@ -818,7 +877,7 @@ class BaseEngine(ABC):
             self._run_micro_batches,
             batch,
             requested_outputs=requested_outputs,
-            micro_batch_loss=micro_batch_loss,
+            micro_batch_loss=self._with_position(micro_batch_loss, num=batch.num_micro_batches),
             forward_only=forward_only,
         )
         if forward_only:
@@ -831,7 +890,38 @@ class BaseEngine(ABC):
         with self._update_cycle.training_call(result=result):
             return run(reduce_gradients=final)
 
+    def _with_position(
+        self, micro_batch_loss: MicroBatchLoss | None, *, num: int
+    ) -> MicroBatchLoss | None:
+        """Return the same loss, which also notes its micro-batch for the messages of failures."""
+        failures = self._rank_failures
+        if micro_batch_loss is None or failures is None:
+            return micro_batch_loss
+        positions = itertools.count(1)
+
+        def compute_loss(head_outputs: HeadOutputs, micro: SequenceBatch) -> Tensor:
+            failures.set_position(f" at micro-batch {next(positions)} of {num}")
+            return micro_batch_loss(head_outputs, micro)
+
+        return compute_loss
+
+    def _check_ranks(self) -> None:
+        if self._rank_failures is not None:
+            self._rank_failures.check()
+
+    def _reported(self, call: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._rank_failures is None else self._rank_failures.reported(call)
+
+    def _explained(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._rank_failures is None else self._rank_failures.explained()
+
+    @contextmanager
+    def _load(self, mode: Literal["train", "eval", "update"]) -> Iterator[None]:
+        with self._explained(), self._loaded(mode):
+            yield
+
     def _stage(self, write: Callable[[str], list[str]]) -> checkpoint.StagedEngine:
+        self._update_cycle.check_parameters()
         return checkpoint.StagedEngine(
             config=self.config,
             topology=self.topology,
@@ -854,7 +944,7 @@ class BaseEngine(ABC):
                 f"can't enter {mode}_mode() inside {self._mode}_mode(): exit the outer context "
                 "first."
             )
-        with self._loaded(mode):
+        with self._load(mode):
             self._mode = mode
             try:
                 yield
@@ -876,6 +966,7 @@ class BaseEngine(ABC):
             )
 
     def _check_can_run(self, *, forward_only: bool) -> None:
+        self._check_ranks()
         if self._is_adapter_disabled and not forward_only:
             raise EngineStateError(
                 "can't run a backward pass inside disable_adapter(), which computes the reference "
@@ -887,8 +978,16 @@ class BaseEngine(ABC):
                 f"a {'forward' if forward_only else 'backward'} pass needs `with engine.{context}`."
             )
         if not forward_only:
+            self._check_records_gradients()
             self._update_cycle.check_can_accumulate()
 
+    def _check_records_gradients(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise EngineStateError(
+                "can't train inside torch.inference_mode(), in which no gradient can be computed: "
+                "exit it first."
+            )
+
     def _weights_while_loaded(self) -> Iterator[NamedWeight]:
-        with self._loaded("eval"):
+        with self._load("eval"):
             yield from self._iterate_weights()

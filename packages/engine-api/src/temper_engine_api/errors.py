@@ -7,6 +7,7 @@ TemperError
 ├── CapabilityError                     the engine does not have a required capability
 ├── EngineStateError(RuntimeError)      methods were called in a wrong order
 ├── CollectiveTimeoutError(RuntimeError)  a collective timed out
+├── RankFailedError(RuntimeError)       another rank raised, and the engine must be built again
 ├── MessageError(ValueError)            a gathered value or message is not supported
 ├── EngineNotFoundError(LookupError)    no engine of that name, or its import failed
 │   └── ContractVersionError            it is built for another version of engine-api
@@ -43,6 +44,13 @@ class EngineStateError(TemperError, RuntimeError):
 
 class CollectiveTimeoutError(TemperError, RuntimeError):
     """A collective took longer than `collective_timeout_s`; names rank, stage and collective."""
+
+
+class RankFailedError(TemperError, RuntimeError):
+    """A rank raised in a collective call, which broke the process group; names rank and message.
+
+    The engine can't be used any more. See `temper_engine_api.rank_failures`.
+    """
 
 
 class MessageError(TemperError, ValueError):

@@ -110,11 +110,14 @@ class UpdateCycle:
         self.num_schedule_steps = 0
         self.loss_scale = LossScale(precision)
         self._consecutive_skips = 0
+        self._partial_step: str | None = None
+        """Exception that interrupted a change of the parameters; None if they are consistent."""
         self.start()
 
     def start(self) -> None:
         """Start an update without gradients."""
         self._gradients = GradientState.EMPTY
+        self._failure: str | None = None
         self.trains_something = False
         """True if a pass of this update trained a token; otherwise the step changes nothing."""
         self._pending_sample_ids: list[Tensor] = []
@@ -123,17 +126,50 @@ class UpdateCycle:
     def training_call(self, *, result: GradientState) -> Iterator[None]:
         """Enclose a call that changes gradients or parameters, and record its effect on them.
 
+        An exception marks the update as failed: gradients may be partly accumulated or reduced.
+
         Args:
-            result: State of the gradients after the call.
+            result: State of the gradients after the call; with APPLIED it changes parameters.
         """
         try:
             yield
-        finally:
-            # Also after an exception: the gradients may be partly accumulated or applied by then.
-            self._gradients = result
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}".rstrip(".")
+            if result is GradientState.APPLIED:
+                self._partial_step = self._failure
+            raise
+        self._gradients = result
+
+    @property
+    def has_failed(self) -> bool:
+        """True if a call of this update raised, so that its gradients must be discarded."""
+        return self._failure is not None
+
+    def check_not_failed(self) -> None:
+        """Raise EngineStateError if a call of this update raised."""
+        self.check_parameters()
+        if self._failure is not None:
+            raise EngineStateError(
+                f"a call of this update raised ({self._failure}), so its gradients are incomplete: "
+                "call optimizer_zero_grad() to discard the update and start again."
+            )
+
+    def check_parameters(self) -> None:
+        """Raise EngineStateError if an optimizer step was interrupted and nothing loaded since."""
+        if self._partial_step is not None:
+            raise EngineStateError(
+                f"optimizer_step() raised while it changed the parameters ({self._partial_step}), "
+                "so some of them may be updated and others not: load a checkpoint, or build a new "
+                "engine."
+            )
+
+    def parameters_loaded(self) -> None:
+        """Note that parameters and optimizer states were loaded, so they are consistent again."""
+        self._partial_step = None
 
     def check_can_accumulate(self) -> None:
-        """Raise EngineStateError if the gradients of this update are already reduced."""
+        """Raise EngineStateError if this update failed, or its gradients are already reduced."""
+        self.check_not_failed()
         if self._gradients in (GradientState.REDUCED, GradientState.APPLIED):
             raise EngineStateError(
                 "the gradients of this update are already reduced: call optimizer_zero_grad() "
@@ -152,7 +188,8 @@ class UpdateCycle:
         self._pending_sample_ids.append(sample_ids)
 
     def check_can_step(self) -> None:
-        """Raise EngineStateError if there are no gradients to apply."""
+        """Raise EngineStateError if this update failed, or there are no gradients to apply."""
+        self.check_not_failed()
         if self._gradients in (GradientState.EMPTY, GradientState.APPLIED):
             raise EngineStateError(
                 "there are no gradients: run a backward pass between optimizer_zero_grad() and "

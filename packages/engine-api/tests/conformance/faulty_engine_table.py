@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import faulty_failures as failures
 import faulty_inputs as inputs
 import faulty_numerics as numbers
 import faulty_replicas as replicas
@@ -77,6 +78,8 @@ RANKS = "test_gradient::test_gradient_is_independent_of_data_parallel_size"
 RESUME = "test_checkpoint::test_resume_is_bitwise"
 INDEX = "test_weights::test_exported_weights_equal_the_loaded_files"
 NONFINITE = "test_update::test_nonfinite_gradient_skips_the_step_on_every_rank"
+AFTER_FAILURE = "test_failed_call::test_updates_after_a_failed_call_equal_those_of_a_fresh_run"
+REPORTED = "test_failed_call::test_other_ranks_report_the_rank_that_failed"
 
 FAULTY_ENGINES = (
     FaultyEngine(numbers.MeanPerMicroBatch, (SPLIT,)),
@@ -376,6 +379,24 @@ FAULTY_ENGINES = (
     FaultyEngine(
         training.IgnoresDeterministic,
         ("test_settings::test_deterministic_allows_only_deterministic_kernels",),
+    ),
+    FaultyEngine(failures.KeepsGradientsOfFailedCalls, (AFTER_FAILURE,)),
+    FaultyEngine(failures.KeepsUnreducedSumsOfFailedCalls, (AFTER_FAILURE,)),
+    FaultyEngine(
+        failures.StepsAfterAFailedCall,
+        ("test_failed_call::test_failed_update_cannot_be_continued",),
+    ),
+    FaultyEngine(
+        failures.DropsGradientsInFailedEvaluation,
+        ("test_failed_call::test_failed_evaluation_keeps_the_gradients_of_the_update",),
+    ),
+    FaultyEngine(failures.SwallowsOutOfMemory, (AFTER_FAILURE,)),
+    FaultyEngine(failures.WaitsForFailedRanks, (REPORTED,), 2),
+    FaultyEngine(failures.HidesTheFailedRank, (REPORTED,), 2),
+    FaultyEngine(
+        failures.AcceptsCallsInABrokenGroup,
+        (REPORTED, "test_failed_call::test_lost_connection_ends_the_call_on_every_rank"),
+        2,
     ),
 )
 

@@ -2,6 +2,7 @@
 
 import inspect
 
+import faulty_failures
 import faulty_inputs
 import faulty_numerics
 import faulty_replicas
@@ -26,6 +27,7 @@ def test_every_faulty_engine_is_in_the_table():
     classes = [
         member
         for module in (
+            faulty_failures,
             faulty_inputs,
             faulty_numerics,
             faulty_replicas,

@@ -42,6 +42,7 @@ GROUPS = {
         about="LoRA inside MoE experts, exchange with PEFT", is_mandatory=False
     ),
     "call_order": Group(about="invalid call orders are rejected"),
+    "failed_call": Group(about="an exception costs one update, and every rank learns of it"),
     "rfc_loop": Group(about="the RFC's training loop as users write it"),
     "offload": Group(about="offloading and moving change no number", is_mandatory=False),
     "capability": Group(about="what is not claimed is rejected"),

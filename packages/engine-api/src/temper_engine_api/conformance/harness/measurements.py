@@ -14,6 +14,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch
 from temper_engine_api.conformance.harness.rank import EngineSetup, Rank
+from temper_engine_api.conformance.inputs.failing_probe import InjectedError
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.metrics import Metric, merge_metrics
@@ -123,6 +124,7 @@ def run_update(
     *,
     outputs: Collection[HeadOutput] = (),
     mark_final: bool = True,
+    zeroes_gradients: bool = True,
 ) -> Update:
     """Zero gradients, run one backward call per local batch, then step.
 
@@ -131,8 +133,10 @@ def run_update(
         local_batches: Slices of this rank, one per call.
         outputs: Head outputs to return from the last call.
         mark_final: Pass `final=True` to the last call. If False, the step must reduce gradients.
+        zeroes_gradients: Call `optimizer_zero_grad` first. If False, the caller has done so.
     """
-    engine.optimizer_zero_grad()
+    if zeroes_gradients:
+        engine.optimizer_zero_grad()
     with engine.train_mode():
         for number, local_batch in enumerate(local_batches, start=1):
             result = engine.forward_backward_batch(
@@ -232,10 +236,6 @@ def measure_outputs(
             rank_slice(engine, batch, split=split), forward_only=True, outputs=requested_outputs
         )
     return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids)
-
-
-class InjectedError(Exception):
-    """Raised on purpose inside a mode."""
 
 
 def fail_during_training(engine: BaseEngine, local_batch: PackedBatch, *, is_final: bool) -> None:

@@ -104,6 +104,10 @@ class RankPool:
         replies = self._send_to(request, name, self._members[: layout.world_size])
         return [reply.value for reply in replies]  # type: ignore[misc]  # T, as the job returned it
 
+    def replace_group(self) -> None:
+        """Use a new process group for the next job, because a job has broken the current one."""
+        self._rendezvous.clear()
+
     def close(self) -> None:
         """End every process."""
         for _, connection in self._members:
@@ -170,8 +174,8 @@ class RankPool:
             if r.error is not None
         ]
         if errors:
-            # After an error the ranks no longer agree on the next collective: use a new group.
-            self._rendezvous.clear()
+            # After an error the ranks no longer agree on the next collective.
+            self.replace_group()
             raise RankFailureError("\n".join(errors))
         return replies
 

@@ -484,6 +484,36 @@ def train_with_disabled_adapter(rank: Rank, *, setup: EngineSetup, batch: Sequen
     assert engine.optimizer_step() > 0
 
 
+def test_nested_disable_adapter_keeps_the_adapter_disabled(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """After an inner `disable_adapter` the outer one still disables the adapter and training."""
+    for before, after in engine_under_test.run(
+        disable_twice,
+        setup=oracle.make_adapter_setup(PLAIN, optimizer=ADAMW),
+        batch=oracle.get_batch(),
+    ):
+        assert after.equal(before), "the adapter came back at the end of the inner context"
+
+
+def disable_twice(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+    """Return log-probs without the adapter, before and after an inner context."""
+    engine = rank.temporary_engine(setup)
+    # Otherwise the adapter is 0 and has no effect.
+    train(engine, [batch])
+    with engine.disable_adapter():
+        before = logprobs_of(engine, batch)
+        with engine.disable_adapter():
+            pass
+        after = logprobs_of(engine, batch)
+        engine.optimizer_zero_grad()
+        with engine.train_mode(), pytest.raises(EngineStateError, match="disable_adapter"):
+            engine.forward_backward_batch(
+                rank_slice(engine, batch, split=ONE_MICRO_BATCH), forward_only=False
+            )
+    return before, after
+
+
 def test_adapter_calls_without_an_adapter_are_rejected(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:

@@ -9,7 +9,6 @@ from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.measurements import (
     ONE_MICRO_BATCH,
-    InjectedError,
     Update,
     fail_during_training,
     measure_update,
@@ -24,6 +23,7 @@ from temper_engine_api.conformance.harness.tolerances import (
     assert_close,
     assert_same_state,
 )
+from temper_engine_api.conformance.inputs.failing_probe import InjectedError
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
@@ -60,6 +60,12 @@ def call_out_of_order(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -
         engine.train_mode(),
     ):
         pass
+    with (
+        engine.train_mode(),
+        torch.inference_mode(),
+        pytest.raises(EngineStateError, match="inference_mode"),
+    ):
+        engine.forward_backward_batch(local_batch, forward_only=False)
     with engine.train_mode(), pytest.raises(EngineStateError, match="advantages"):
         engine.forward_backward_batch(replace(local_batch, columns={}), forward_only=False)
     with pytest.raises(EngineStateError, match="no gradients"):

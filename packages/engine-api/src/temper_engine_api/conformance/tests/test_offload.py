@@ -10,7 +10,6 @@ from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.measurements import (
     ONE_MICRO_BATCH,
-    InjectedError,
     Update,
     collect_state,
     collect_weights,
@@ -27,6 +26,7 @@ from temper_engine_api.conformance.harness.rfc_loop import (
     rfc_loop,
 )
 from temper_engine_api.conformance.harness.tolerances import assert_all_equal, assert_same_state
+from temper_engine_api.conformance.inputs.failing_probe import InjectedError
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache

@@ -1,0 +1,84 @@
+"""A probe objective that raises on purpose, at a given micro-batch and on given ranks."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.conformance.inputs.probes import SftProbe
+from temper_engine_api.objective import HeadOutput, HeadOutputs, LossTerms
+from temper_engine_api.rank_failures import close_connections, own_connections
+
+Kind = Literal["loss", "interrupt", "memory_in_backward", "waits_in_collective", "lost_network"]
+"""Kind of the failure: an InjectedError or a KeyboardInterrupt in the loss, or running out of
+memory in the backward pass. In `waits_in_collective` the ranks that do not raise wait for the
+others in a collective of the loss. In `lost_network` all ranks wait there, and the connections of
+those that fail are closed from outside."""
+
+
+class InjectedError(Exception):
+    """Raised on purpose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailingProbe(SftProbe):
+    """The loss of SftProbe, with an exception in one micro-batch. Each instance fails once."""
+
+    fails_at: int
+    """Index of the micro-batch of this rank."""
+    kind: Kind = "loss"
+    fails_on: tuple[int, ...] | None = None
+    """Global ranks; None is all of them."""
+    seen: list[int] = field(default_factory=list, compare=False)
+    """Indices of the micro-batches so far."""
+
+    @override
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
+        self.seen.append(len(self.seen))
+        terms = SftProbe(aggregation=self.aggregation)(head_outputs, batch)
+        if self.seen[-1] != self.fails_at:
+            return terms
+        fails = self.fails_on is None or (
+            dist.is_initialized() and dist.get_rank() in self.fails_on
+        )
+        if self.kind == "lost_network" and fails:
+            cut_connections()
+        if self.kind == "waits_in_collective" and fails:
+            raise InjectedError(describe(self.fails_at))
+        if self.kind in ("waits_in_collective", "lost_network"):
+            dist.all_reduce(torch.zeros(1, device=terms.loss.device))
+        elif fails and self.kind == "loss":
+            raise InjectedError(describe(self.fails_at))
+        elif fails and self.kind == "interrupt":
+            raise KeyboardInterrupt
+        elif fails:
+            logprob: Tensor = _RaisesInBackward.apply(  # type: ignore[no-untyped-call]
+                head_outputs[HeadOutput.LOGPROB]
+            )
+            return LossTerms(loss=-logprob)
+        return terms
+
+
+def describe(micro_batch: int) -> str:
+    """Return the message of the exception that a probe raises."""
+    return f"injected at micro-batch {micro_batch + 1}"
+
+
+def cut_connections() -> None:
+    """Close all connections of this process to other ranks, as a lost network does."""
+    # Connections are given as their other ends see them.
+    close_connections({" ".join(reversed(each.split())) for each in own_connections()})
+
+
+class _RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, column: Tensor) -> Tensor:
+        return column.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("injected in the backward pass")

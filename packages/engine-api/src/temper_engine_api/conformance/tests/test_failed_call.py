@@ -1,0 +1,339 @@
+"""Conformance tests of exceptions in calls: an update is lost, but no later one changes.
+
+If all ranks raise, the engine continues after `optimizer_zero_grad`. If some rank did not raise,
+the process group is broken: every rank names the failed one, and the engine refuses further calls.
+With pipeline stages only the last one computes losses, so there the group always breaks.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from temper_engine_api.batch import PackedBatch, SequenceBatch
+from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
+from temper_engine_api.conformance.harness.measurements import (
+    ONE_MICRO_BATCH,
+    THREE_MICRO_BATCHES,
+    Update,
+    collect_state,
+    rank_slice,
+    run_update,
+)
+from temper_engine_api.conformance.harness.rank import ADAMW, EngineSetup, Rank
+from temper_engine_api.conformance.harness.tolerances import assert_same_state
+from temper_engine_api.conformance.inputs.failing_probe import (
+    FailingProbe,
+    InjectedError,
+    Kind,
+    describe,
+)
+from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
+from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
+from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
+from temper_engine_api.engine import BaseEngine
+from temper_engine_api.errors import EngineStateError, RankFailedError
+
+EXCEPTIONS = (InjectedError, KeyboardInterrupt, torch.OutOfMemoryError, RankFailedError)
+"""Exceptions of a call with a FailingProbe."""
+REPORT_LIMIT_S = 10.0
+"""Time within which the other ranks must report the failure of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedCall:
+    """The exception of a failed call on one rank."""
+
+    error: str
+    """Type and message."""
+    at: float
+    """Time of the exception in seconds since 1970."""
+    later_errors: tuple[str, ...] = ()
+    """Messages of the RankFailedErrors that later calls raised."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovery:
+    """Updates of an engine in which calls failed, or the failure that broke its group."""
+
+    updates: list[Update] = field(default_factory=list)
+    broken: FailedCall | None = None
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize("kind", ["loss", "interrupt", "memory_in_backward"])
+def test_updates_after_a_failed_call_equal_those_of_a_fresh_run(
+    engine_under_test: EngineUnderTest, oracle: OracleCache, kind: Kind
+) -> None:
+    """An exception at the first, second or third micro-batch changes no bit of later updates."""
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
+    batches = [oracle.get_batch(seed=seed) for seed in range(3)]
+    recoveries = engine_under_test.run(
+        update_after_failures, setup=setup, batches=batches, kind=kind
+    )
+    if any(recovery.broken for recovery in recoveries):
+        engine_under_test.rank_pool.replace_group()
+        assert engine_under_test.layout.world_size > 1
+        assert has_stages(recoveries), "every rank raised, so the engine must be usable afterwards"
+        return
+    expected = engine_under_test.run(update_without_failures, setup=setup, batches=batches)
+    for recovery, expected_updates in zip(recoveries, expected, strict=True):
+        for update, expected_update in zip(recovery.updates, expected_updates, strict=True):
+            assert update.grad_norm == expected_update.grad_norm, (
+                f"the gradient norm is {update.grad_norm} after a failed call, but "
+                f"{expected_update.grad_norm} without one"
+            )
+            assert update.next_lr == expected_update.next_lr
+            assert_same_state(update.state, expected_update.state)
+
+
+def update_after_failures(
+    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], kind: Kind
+) -> Recovery:
+    """Before each update, fail at another micro-batch of other data."""
+    engine = rank.temporary_engine(setup)
+    recovery = Recovery()
+    for position, batch in enumerate(batches):
+        failed = fail(
+            engine,
+            rank_slice(engine, batches[position - 1], split=THREE_MICRO_BATCHES),
+            FailingProbe(fails_at=position, kind=kind),
+        )
+        later = collect_later_errors(engine)
+        if later:
+            recovery.broken = replace(failed, later_errors=later)
+            return recovery
+        engine.set_loss_fn(ClippedPpoProbe())
+        # Gradients were zeroed once, which must be enough.
+        recovery.updates.append(
+            run_update(
+                engine,
+                [rank_slice(engine, batch, split=THREE_MICRO_BATCHES)],
+                zeroes_gradients=False,
+            )
+        )
+    return recovery
+
+
+def update_without_failures(
+    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch]
+) -> list[Update]:
+    """Run the same updates in a new engine."""
+    engine = rank.temporary_engine(setup)
+    engine.set_loss_fn(ClippedPpoProbe())
+    return [
+        run_update(engine, [rank_slice(engine, batch, split=THREE_MICRO_BATCHES)])
+        for batch in batches
+    ]
+
+
+def has_stages(recoveries: list[Recovery]) -> bool:
+    """Return True if a rank only learned of the failure from another one."""
+    return any(
+        recovery.broken is not None and recovery.broken.error.startswith("RankFailedError")
+        for recovery in recoveries
+    )
+
+
+def fail(engine: BaseEngine, local_batch: PackedBatch, probe: FailingProbe) -> FailedCall:
+    """Start an update with a training call that raises; return the exception."""
+    engine.set_loss_fn(probe)
+    engine.optimizer_zero_grad()
+    try:
+        with engine.train_mode():
+            engine.forward_backward_batch(local_batch, forward_only=False)
+    except EXCEPTIONS as error:
+        return FailedCall(error=f"{type(error).__name__}: {error}", at=time.time())
+    raise AssertionError("the training call swallowed an exception of its loss or backward pass")
+
+
+def collect_later_errors(engine: BaseEngine) -> tuple[str, ...]:
+    """Call `optimizer_zero_grad`; if the group is broken, return the errors of all later calls."""
+    try:
+        engine.optimizer_zero_grad()
+    except RankFailedError as error:
+        messages = [str(error)]
+    else:
+        return ()
+
+    def evaluate() -> None:
+        with engine.eval_mode():
+            pass
+
+    later: tuple[Callable[[], object], ...] = (
+        evaluate,
+        engine.optimizer_step,
+        engine.lr_scheduler_step,
+        lambda: engine.gather_objects(0),
+        lambda: list(engine.export_state()),
+    )
+    for call in later:
+        with pytest.raises(RankFailedError) as caught:
+            call()
+        messages.append(str(caught.value))
+    return tuple(messages)
+
+
+def test_failed_update_cannot_be_continued(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """After an exception, steps and training calls raise until gradients are zeroed."""
+    changed = engine_under_test.run(
+        continue_failed_update,
+        setup=oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW),
+        batch=oracle.get_batch(),
+    )
+    if any(recovery.broken for recovery in changed):
+        engine_under_test.rank_pool.replace_group()
+        assert has_stages(changed)
+
+
+def continue_failed_update(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> Recovery:
+    """Try to continue after an exception at the second micro-batch."""
+    engine = rank.temporary_engine(setup)
+    before = collect_state(engine)
+    local_batch = rank_slice(engine, batch, split=THREE_MICRO_BATCHES)
+    failed = fail(engine, local_batch, FailingProbe(fails_at=1))
+    engine.set_loss_fn(ClippedPpoProbe())
+    with pytest.raises((EngineStateError, RankFailedError)) as caught:
+        engine.optimizer_step()
+    if isinstance(caught.value, RankFailedError):
+        return Recovery(broken=replace(failed, later_errors=(str(caught.value),)))
+    assert "optimizer_zero_grad" in str(caught.value), f"does not say what to do: {caught.value}"
+    with pytest.raises(EngineStateError, match="optimizer_zero_grad"), engine.train_mode():
+        engine.forward_backward_batch(local_batch, forward_only=False)
+    with pytest.raises(EngineStateError, match="optimizer_zero_grad"):
+        engine.lr_scheduler_step()
+    assert engine.num_updates == 0
+    assert_same_state(collect_state(engine), before)
+    return Recovery()
+
+
+@pytest.mark.bitwise
+def test_failed_evaluation_keeps_the_gradients_of_the_update(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """A forward-only call that raises between a training call and the step changes no gradient."""
+    setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
+    results = engine_under_test.run(gradients_after_a_failed_evaluation, setup=setup, batch=batch)
+    if any(gradients is None for gradients, _ in results):
+        engine_under_test.rank_pool.replace_group()
+    for gradients, expected in results:
+        if gradients is None:
+            continue
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            assert torch.equal(gradient, expected[name]), f"the gradient of {name} changed"
+
+
+def gradients_after_a_failed_evaluation(
+    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
+) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
+    """Return gradients with and without a failed evaluation; None if the group broke."""
+    engine = rank.cached_engine(setup)
+    local_batch = rank_slice(engine, batch, split=THREE_MICRO_BATCHES)
+
+    def train() -> None:
+        engine.set_loss_fn(ClippedPpoProbe())
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            engine.forward_backward_batch(local_batch, forward_only=False, final=False)
+
+    def step() -> dict[str, Tensor]:
+        engine.optimizer_step()
+        return {name: state.first_moment for name, state in collect_state(engine).items()}
+
+    train()
+    expected = step()
+    train()
+    engine.set_loss_fn(FailingProbe(fails_at=1))
+    # A rank that computes no loss and waits for none does not raise.
+    with suppress(InjectedError, RankFailedError), engine.eval_mode():
+        engine.forward_backward_batch(local_batch, forward_only=True)
+    try:
+        return step(), expected
+    except RankFailedError:
+        return None, expected
+
+
+@pytest.mark.parametrize("kind", ["loss", "memory_in_backward", "waits_in_collective"])
+def test_other_ranks_report_the_rank_that_failed(
+    engine_under_test: EngineUnderTest, oracle: OracleCache, kind: Kind
+) -> None:
+    """If one rank raises, every other one names it and its message within 10 s.
+
+    Every later call of each rank raises the same error. With one rank there are no others.
+    """
+    if engine_under_test.world_size == 1:
+        return
+    # The last rank computes losses in every layout, because the last pipeline stage does.
+    culprit = engine_under_test.world_size - 1
+    failures = engine_under_test.run(
+        fail_on_one_rank,
+        setup=oracle.make_setup(QWEN2_GROUPED),
+        batch=oracle.get_batch(),
+        probe=FailingProbe(fails_at=1, kind=kind, fails_on=(culprit,)),
+    )
+    engine_under_test.rank_pool.replace_group()
+    message = "injected in the backward pass" if kind == "memory_in_backward" else describe(1)
+    assert message in failures[culprit].error
+    for failure in failures:
+        # Ranks that share the loss of the failed one raise by themselves.
+        reported = [failure.error, *failure.later_errors]
+        assert failure.later_errors, "a rank still accepts calls although the group is broken"
+        for text in reported[1:]:
+            assert message in text, f"does not contain the message of the failed rank: {text}"
+            assert f"rank {culprit}" in text, f"does not name the failed rank: {text}"
+            assert "build a new engine" in text, f"does not say what to do: {text}"
+        assert message in reported[0]
+        waited_s = failure.at - min(each.at for each in failures)
+        assert waited_s < REPORT_LIMIT_S, f"a rank waited for {waited_s:.1f} s"
+
+
+def fail_on_one_rank(
+    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, probe: FailingProbe
+) -> FailedCall:
+    """Fail, try later calls, and close the engine."""
+    engine = rank.temporary_engine(setup)
+    # Once without a failure: the first pass of an engine may take seconds.
+    engine.set_loss_fn(ClippedPpoProbe())
+    run_update(engine, [rank_slice(engine, batch, split=ONE_MICRO_BATCH)])
+    local_batch = rank_slice(engine, batch, split=THREE_MICRO_BATCHES)
+    failed = fail(engine, local_batch, replace(probe, seen=[]))
+    return replace(failed, later_errors=collect_later_errors(engine))
+
+
+def test_lost_connection_ends_the_call_on_every_rank(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """If a rank loses its connections inside a collective, all ranks raise within 10 s."""
+    if engine_under_test.world_size == 1:
+        return
+    culprit = engine_under_test.world_size - 1
+    failures = engine_under_test.run(
+        lose_connection,
+        setup=oracle.make_setup(QWEN2_GROUPED),
+        batch=oracle.get_batch(),
+        probe=FailingProbe(fails_at=1, kind="lost_network", fails_on=(culprit,)),
+    )
+    engine_under_test.rank_pool.replace_group()
+    for failure in failures:
+        assert failure.later_errors, "a rank still accepts calls although its connection is lost"
+        assert failure.at - min(each.at for each in failures) < REPORT_LIMIT_S
+
+
+def lose_connection(
+    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, probe: FailingProbe
+) -> FailedCall:
+    """Lose the connections in the second micro-batch, then try later calls."""
+    engine = rank.temporary_engine(setup)
+    engine.set_loss_fn(replace(probe, seen=[]))
+    local_batch = rank_slice(engine, batch, split=THREE_MICRO_BATCHES)
+    with pytest.raises(RuntimeError) as caught, engine.train_mode():
+        engine.forward_backward_batch(local_batch, forward_only=False)
+    failed = FailedCall(error=str(caught.value), at=time.time())
+    return replace(failed, later_errors=collect_later_errors(engine))

@@ -1,0 +1,397 @@
+"""Report the exception of one rank to the others, and agree whether the process group survives.
+
+A rank that raises in a collective call leaves the other ranks waiting for it. `RankFailures` ends
+this wait. Nothing is exchanged as long as calls succeed. After an exception:
+
+1. The rank writes its number, the call and the message to the store of the default process group,
+   with the number of collectives that it has started in each group.
+2. It waits up to AGREEMENT_S for the reports of the other ranks. If every rank raised in the same
+   call and after the same collectives, no message is under way: the group survives, and each rank
+   raises its own exception.
+3. Otherwise the group is declared broken in the store. The first declaration wins, so that all
+   ranks name the same failure. The rank then closes its connections to the other ranks. A gloo
+   collective in which they wait fails at once, and they raise RankFailedError with the failure
+   from the store. With NCCL a thread on each rank reads the declaration and aborts the collective.
+4. Every later call of a rank in a broken group raises the same RankFailedError.
+
+Pipeline stages also exchange messages outside of collectives. Their number does not show which
+messages are under way, so with stages the group never survives.
+"""
+
+import json
+import os
+import socket
+import stat
+import sys
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store, _world
+
+from temper_engine_api.errors import CollectiveTimeoutError, RankFailedError
+from temper_engine_api.topology import Topology
+
+AGREEMENT_S = 4.0
+"""Time that the other ranks get to raise too. Less than half of the 10 s within which they report
+the failure, so that a slow store or a busy host does not use up the rest."""
+WATCH_INTERVAL_S = 1.0
+"""Interval at which a rank with NCCL looks for a declaration."""
+MAX_MESSAGE = 2000
+"""Characters of an exception's message that other ranks see."""
+_PREFIX = "temper_engine_api/failure"
+_POLL_S = 0.02
+_LOST_CONNECTION = (
+    "Timed out",
+    "timed out",
+    "Connection closed",
+    "Connection reset",
+    "Connection refused",
+    "Broken pipe",
+    "Read error",
+    "Write error",
+    "pair closure",
+    "NCCL communicator was aborted",
+)
+"""Parts of the messages with which gloo, NCCL and stores report a timeout or a lost peer."""
+_SURVIVES = "survives"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureReport:
+    """Report of a rank's exception, as the other ranks read it."""
+
+    rank: int
+    call_number: int
+    """Number of collective calls of this engine, including this one."""
+    where: str
+    """Call and position, such as `a training call at micro-batch 2 of 3`."""
+    message: str
+    """Type and message of the exception."""
+    num_collectives: dict[str, int]
+    """Collectives that this rank has started, by group and device."""
+    has_lost_connection: bool
+    """True if the exception reports a lost connection or a timeout."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} raised in {self.where}: {self.message}"
+
+
+class RankFailures:
+    """The failures of the ranks of one engine; see the module's docstring."""
+
+    def __init__(self, store: Store, *, rank: int, world_size: int, has_stages: bool) -> None:
+        """Join the other ranks, without waiting for them.
+
+        Args:
+            store: Store that all ranks share.
+            rank: Global rank.
+            world_size: Number of ranks.
+            has_stages: True if the engine has pipeline stages.
+        """
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._has_stages = has_stages
+        # Ranks build their engines in the same order, so they agree on this number.
+        engine_number = store.add(f"{_PREFIX}/engines/{rank}", 1)
+        self._prefix = f"{_PREFIX}/{engine_number}"
+        self._declaration_key = _next_declaration_key(store)
+        self._num_calls = 0
+        self._num_survived = 0
+        self._where = ""
+        self._position = ""
+        self._broken: str | None = None
+        store.set(f"{self._prefix}/connections/{rank}", json.dumps(sorted(own_connections())))
+
+    @classmethod
+    def join(cls, topology: Topology) -> "RankFailures | None":
+        """Join the ranks of the default process group; return None for a single process."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return None
+        # torch has no public accessor for the store of the default group.
+        failures = cls(
+            _get_default_store(),
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            has_stages=topology.pp.size > 1,
+        )
+        if "nccl" in dist.get_backend_config():
+            threading.Thread(
+                target=_watch, args=(weakref.ref(failures),), name="rank-failures", daemon=True
+            ).start()
+        return failures
+
+    def check(self) -> None:
+        """Raise RankFailedError if the group is known to be broken; reads no other rank."""
+        if self._broken is not None:
+            raise RankFailedError(self._broken)
+
+    def set_position(self, position: str) -> None:
+        """Set the position within the call, such as ` at micro-batch 2 of 3`, for messages."""
+        self._position = position
+
+    @contextmanager
+    def reported(self, call: str) -> Iterator[None]:
+        """Enclose a collective call: report its exception, and take part in the agreement.
+
+        Args:
+            call: Name for messages, such as `a training call`.
+
+        Raises:
+            RankFailedError: If another rank failed. An exception of this rank is raised unchanged.
+        """
+        self.check()
+        self._num_calls += 1
+        self._where, self._position = call, ""
+        try:
+            yield
+        except BaseException as error:
+            self._handle(error, reports=True)
+            raise
+        # The watching thread may have aborted a collective, which then returns without a result.
+        self.check()
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Enclose another collective operation: explain a lost connection by a failed rank.
+
+        Raises:
+            RankFailedError: If the connection was lost because another rank failed.
+        """
+        self.check()
+        try:
+            yield
+        except RuntimeError as error:
+            if has_lost_connection(error):
+                self._handle(error, reports=False)
+            raise
+
+    def _handle(self, error: BaseException, *, reports: bool) -> None:
+        """Raise RankFailedError if another rank's failure caused the error; note a broken group."""
+        if isinstance(error, RankFailedError):
+            return
+        try:
+            failure = self._read_declaration()
+            if failure is None and reports:
+                failure = self._agree(self._make_report(error))
+        except dist.DistError as store_error:
+            # The process with the store has ended, so no rank can learn anything from this one.
+            failure = f"rank {self._rank} lost the connection to the store: {store_error}"
+        except BaseException:
+            self._leave_broken_group(f"rank {self._rank} was interrupted in {self._where}")
+            raise
+        if failure is None:
+            return
+        self._leave_broken_group(failure)
+        if has_lost_connection(error) and not failure.startswith(f"rank {self._rank} "):
+            raise RankFailedError(self._broken) from error
+        error.add_note(str(self._broken))
+
+    def _make_report(self, error: BaseException) -> FailureReport:
+        return FailureReport(
+            rank=self._rank,
+            call_number=self._num_calls,
+            where=self._where + self._position,
+            message=f"{type(error).__name__}: {error}"[:MAX_MESSAGE],
+            num_collectives=_count_collectives(),
+            has_lost_connection=has_lost_connection(error),
+        )
+
+    def _agree(self, report: FailureReport) -> str | None:
+        """Publish a report; return None if the group survives, else the declared failure."""
+        prefix = f"{self._prefix}/{self._num_survived}"
+        self._store.set(f"{prefix}/report/{self._rank}", json.dumps(asdict(report)))
+        keys = [f"{prefix}/report/{rank}" for rank in range(self._world_size)]
+        # A lost connection cannot be used again, so there is nothing to wait for.
+        deadline = time.monotonic() + (0.0 if report.has_lost_connection else AGREEMENT_S)
+        while not (is_complete := self._store.check(keys)) and time.monotonic() < deadline:
+            if (failure := self._read_declaration()) is not None:
+                return failure
+            time.sleep(_POLL_S)
+        reports = [
+            FailureReport(**json.loads(self._store.get(key)))
+            for key in keys
+            if self._store.check([key])
+        ]
+        # A rank that lost its connection to a failed one is not the cause.
+        cause = next((each for each in reports if not each.has_lost_connection), report)
+        # One verdict for all ranks: the first one to decide sets it.
+        verdict = bytes(
+            self._store.compare_set(
+                f"{prefix}/verdict",
+                "",
+                _SURVIVES if is_complete and self._survives(reports) else str(cause),
+            )
+        ).decode()
+        if verdict == _SURVIVES:
+            self._num_survived += 1
+            return None
+        return self._declare(verdict)
+
+    def _survives(self, reports: list[FailureReport]) -> bool:
+        if self._has_stages or any(report.has_lost_connection for report in reports):
+            return False
+        counts: defaultdict[str, set[int]] = defaultdict(set)
+        for report in reports:
+            for name, count in report.num_collectives.items():
+                counts[name].add(count)
+        return len({report.call_number for report in reports}) == 1 and all(
+            # Only the ranks of a group report its number.
+            len(found) == 1
+            for found in counts.values()
+        )
+
+    def _read_declaration(self) -> str | None:
+        if not self._store.check([self._declaration_key]):
+            return None
+        return bytes(self._store.get(self._declaration_key)).decode()
+
+    def _declare(self, failure: str) -> str:
+        """Declare the group broken; return the failure that was declared first."""
+        return bytes(self._store.compare_set(self._declaration_key, "", failure)).decode()
+
+    def _leave_broken_group(self, failure: str) -> None:
+        if self._broken is not None:
+            return
+        self._broken = (
+            f"{failure.rstrip('.')}. The connections between the ranks are closed, so this engine "
+            "can't be used any more: close() it, destroy the default process group if the engine "
+            "did not create it, and build a new engine on every rank."
+        )
+        _abort_device_collectives()
+        close_connections(self._other_ends())
+
+    def _other_ends(self) -> set[str]:
+        """Return the connections that other ranks had when the engine was built."""
+        found: set[str] = set()
+        for rank in range(self._world_size):
+            key = f"{self._prefix}/connections/{rank}"
+            try:
+                if rank != self._rank and self._store.check([key]):
+                    found.update(json.loads(self._store.get(key)))
+            except dist.DistError:
+                # Without the store this rank can't tell which connections lead to ranks. The
+                # others also lost the store, and end by their own timeout.
+                return found
+        return found
+
+    def _learn_of_declaration(self) -> bool:
+        """Leave the group if another rank declared it broken; return True if so."""
+        failure = self._read_declaration()
+        if failure is not None:
+            self._leave_broken_group(failure)
+        return failure is not None
+
+
+def has_lost_connection(error: BaseException) -> bool:
+    """Return True if an error of gloo, NCCL or a store reports a timeout or a lost peer."""
+    return isinstance(error, CollectiveTimeoutError) or (
+        # gloo and NCCL raise plain RuntimeErrors: only the message tells.
+        isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST_CONNECTION)
+    )
+
+
+def close_connections(other_ends: set[str]) -> None:
+    """Close this process's TCP connections to given ends, as the end of the process would.
+
+    torch cannot close the connections of a gloo group: its `abort` does nothing, and a group is
+    freed only when no module, mesh or traceback refers to it any more.
+
+    Args:
+        other_ends: Connections as the other processes see them, from `own_connections`.
+    """
+    for connection, endpoint in _connections():
+        with endpoint:
+            local, _, remote = connection.partition(" ")
+            if f"{remote} {local}" in other_ends:
+                # Shuts the connection itself down, also for gloo's descriptor of it.
+                endpoint.shutdown(socket.SHUT_RDWR)
+
+
+def own_connections() -> set[str]:
+    """Return the TCP connections of this process as `local remote`, without those to the store."""
+    found = set()
+    for connection, endpoint in _connections():
+        endpoint.close()
+        found.add(connection)
+    return found
+
+
+def _connections() -> Iterator[tuple[str, socket.socket]]:
+    """Yield this process's TCP connections as `local remote`, without those to the store."""
+    store_port = os.environ.get("MASTER_PORT")
+    for descriptor in os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd"):
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(descriptor)).st_mode):
+                continue
+            endpoint = socket.socket(fileno=os.dup(int(descriptor)))
+        except OSError:
+            continue  # closed since it was listed
+        try:
+            if endpoint.family not in (socket.AF_INET, socket.AF_INET6):
+                raise OSError("not a network socket")
+            ends = [
+                f"{host.removeprefix('::ffff:')}:{port}"
+                for host, port, *_ in (endpoint.getsockname(), endpoint.getpeername())
+            ]
+        except OSError:
+            endpoint.close()
+            continue  # not connected
+        if any(end.rpartition(":")[2] == store_port for end in ends):
+            # torch's store runs in the process of rank 0, and ranks still need it.
+            endpoint.close()
+            continue
+        yield " ".join(ends), endpoint
+
+
+def _groups() -> list[ProcessGroup]:
+    """Return the process groups of this process in the order of their creation."""
+    # torch has no public list of groups.
+    return list(_world.pg_map)
+
+
+def _count_collectives() -> dict[str, int]:
+    """Return the number of collectives that were started, by group and device type."""
+    counts = {}
+    for group in _groups():
+        for device in group._device_types:
+            # torch has no public accessor for this number, and no stub for the private one.
+            backend: Any = group._get_backend(device)
+            name = f"{_world.pg_names[group]}/{device.type}"
+            counts[name] = backend._get_sequence_number_for_group()
+    return counts
+
+
+def _abort_device_collectives() -> None:
+    """Abort NCCL's collectives, in which this or another thread may wait on the device."""
+    for group in _groups():
+        if torch.device("cuda") in group._device_types:
+            group._get_backend(torch.device("cuda")).abort()
+
+
+def _next_declaration_key(store: Store) -> str:
+    """Return a key that is not set: a store may outlive a broken group and serve the next one."""
+    number = 0
+    while store.check([f"{_PREFIX}/declared/{number}"]):
+        number += 1
+    return f"{_PREFIX}/declared/{number}"
+
+
+def _watch(reference: "weakref.ref[RankFailures]") -> None:
+    """Abort collectives on the device once another rank has declared the group broken."""
+    while dist.is_initialized():
+        time.sleep(WATCH_INTERVAL_S)
+        failures = reference()
+        if failures is None or failures._learn_of_declaration():
+            return
+        # Not kept during the sleep, so that a closed engine can be freed.
+        del failures

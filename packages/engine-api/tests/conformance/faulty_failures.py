@@ -1,0 +1,114 @@
+"""Faulty engines that continue wrongly after an exception. Each has one bug."""
+
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from data_parallel_oracle import DataParallelOracle
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from temper_engine_api.errors import RankFailedError
+from temper_engine_api.updates import GradientState
+
+
+class KeepsGradientsOfFailedCalls(DataParallelOracle):
+    """Keeps the gradients of earlier micro-batches when it discards a failed update."""
+
+    def _discard_update(self):
+        """Do nothing."""
+
+
+class KeepsUnreducedSumsOfFailedCalls(DataParallelOracle):
+    """Adds sums that it keeps outside of ``.grad``, and drops them in ``_zero_gradients`` only."""
+
+    def _run_micro_batches(self, batch, *, micro_batch_loss, forward_only, **options):
+        def keep(head_outputs, micro):
+            # The gradients so far, as an engine does that accumulates in a dtype of its own.
+            for name, gradient in self.gradients().items():
+                self._sums[name] = self._sums.get(name, 0.0) + gradient
+            super(KeepsUnreducedSumsOfFailedCalls, self)._zero_gradients()
+            return micro_batch_loss(head_outputs, micro)
+
+        outputs = super()._run_micro_batches(
+            batch,
+            micro_batch_loss=micro_batch_loss if forward_only else keep,
+            forward_only=forward_only,
+            **options,
+        )
+        if not forward_only:
+            for name, parameter in self.parameters().items():
+                if name in self._sums:
+                    parameter.grad = self.gradients()[name] + self._sums.pop(name)
+        return outputs
+
+    def _build(self):
+        self._sums = {}
+        return super()._build()
+
+    def _zero_gradients(self):
+        self._sums = {}
+        super()._zero_gradients()
+
+    def _discard_update(self):
+        super()._zero_gradients()
+
+
+class StepsAfterAFailedCall(DataParallelOracle):
+    """Steps with the gradients that a failed call left behind."""
+
+    def optimizer_step(self):
+        self._update_cycle._failure = None
+        self._update_cycle._gradients = GradientState.REDUCED
+        return super().optimizer_step()
+
+
+class DropsGradientsInFailedEvaluation(DataParallelOracle):
+    """Drops the gradients of the update when a forward-only call raises."""
+
+    def _run_micro_batches(self, batch, *, forward_only, **options):
+        try:
+            return super()._run_micro_batches(batch, forward_only=forward_only, **options)
+        except BaseException:
+            if forward_only:
+                self._zero_gradients()
+            raise
+
+
+class SwallowsOutOfMemory(DataParallelOracle):
+    """Skips a micro-batch whose backward pass runs out of memory."""
+
+    def _run_micro_batches(self, batch, **options):
+        try:
+            return super()._run_micro_batches(batch, **options)
+        except torch.OutOfMemoryError:
+            return []
+
+
+class WaitsForFailedRanks(DataParallelOracle):
+    """Keeps its connections when it raises, so that the other ranks wait for the timeout."""
+
+    def init_model(self):
+        super().init_model()
+        self._rank_failures = None
+        # More than the limit of the test, but less than the kit's timeout.
+        _set_pg_timeout(timedelta(seconds=12))
+
+
+class HidesTheFailedRank(DataParallelOracle):
+    """Raises an error of its own instead of the one that names the failed rank."""
+
+    @contextmanager
+    def _reported(self, call):
+        try:
+            with super()._reported(call):
+                yield
+        except RankFailedError as error:
+            raise RuntimeError("a rank was lost") from error
+
+
+class AcceptsCallsInABrokenGroup(DataParallelOracle):
+    """Accepts calls after a rank failed, although its process group is broken."""
+
+    @contextmanager
+    def _explained(self):
+        yield

@@ -1,0 +1,129 @@
+"""Ranks agree after an exception: all raised at the same point, or every rank names the failure."""
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from temper_engine_api.errors import CollectiveTimeoutError, RankFailedError
+from temper_engine_api.rank_failures import RankFailures, has_lost_connection
+from temper_engine_api.topology import Axis, Topology
+
+
+def join(rank: int, folder: str, *, num_stages: int = 1) -> RankFailures:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    failures = RankFailures.join(Topology(world_size=2, pp=Axis(size=num_stages)))
+    assert failures is not None
+    return failures
+
+
+def run_ranks(job: Callable[[int, str], None], folder: Path) -> None:
+    spawn(job, args=(str(folder),), nprocs=2)
+
+
+def call(failures: RankFailures, *, fails: bool, num_collectives: int = 1) -> None:
+    with failures.reported("a training call"):
+        failures.set_position(" at micro-batch 2 of 3")
+        for _ in range(num_collectives):
+            dist.all_reduce(torch.zeros(1), async_op=fails)
+        if fails:
+            raise ValueError("bad sample")
+
+
+def raise_on_both(rank: int, folder: str) -> None:
+    failures = join(rank, folder)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="bad sample"):
+            call(failures, fails=True)
+        call(failures, fails=False)
+    dist.destroy_process_group()
+
+
+def test_group_survives_if_all_ranks_raise_after_the_same_collectives(tmp_path: Path) -> None:
+    run_ranks(raise_on_both, tmp_path)
+
+
+def raise_on_one(rank: int, folder: str) -> None:
+    failures = join(rank, folder)
+    begin = time.monotonic()
+    with pytest.raises(ValueError if rank else RankFailedError, match="bad sample") as caught:
+        call(failures, fails=rank == 1, num_collectives=1 - rank)
+    assert time.monotonic() - begin < 10.0
+    sentence = "rank 1 raised in a training call at micro-batch 2 of 3: ValueError: bad sample. "
+    if rank == 0:
+        assert str(caught.value).startswith(sentence)
+    for context in (failures.reported("a forward call"), failures.explained()):
+        with pytest.raises(RankFailedError) as later, context:
+            raise AssertionError("the call is refused before it begins")
+        assert str(later.value).startswith(sentence)
+    dist.destroy_process_group()
+
+
+def test_other_rank_names_the_failed_one(tmp_path: Path) -> None:
+    run_ranks(raise_on_one, tmp_path)
+
+
+def raise_after_other_collectives(rank: int, folder: str) -> None:
+    failures = join(rank, folder)
+    with pytest.raises(ValueError, match="bad sample"):
+        call(failures, fails=True, num_collectives=rank)
+    with pytest.raises(RankFailedError, match="build a new engine"):
+        failures.check()
+
+
+def test_group_breaks_if_ranks_have_started_different_collectives(tmp_path: Path) -> None:
+    run_ranks(raise_after_other_collectives, tmp_path)
+
+
+def raise_in_stages(rank: int, folder: str) -> None:
+    failures = join(rank, folder, num_stages=2)
+    with pytest.raises(ValueError, match="bad sample"):
+        call(failures, fails=True)
+    with pytest.raises(RankFailedError):
+        failures.check()
+    dist.destroy_process_group()
+
+
+def test_group_of_pipeline_stages_never_survives(tmp_path: Path) -> None:
+    run_ranks(raise_in_stages, tmp_path)
+
+
+def build_after_a_failure(rank: int, folder: str) -> None:
+    raise_in_stages(rank, folder)
+    raise_on_both(rank, folder + "/next")
+
+
+def test_new_group_is_usable_after_a_broken_one(tmp_path: Path) -> None:
+    (tmp_path / "next").mkdir()
+    run_ranks(build_after_a_failure, tmp_path)
+
+
+def test_single_process_needs_no_agreement() -> None:
+    assert RankFailures.join(Topology()) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:28572"), True),
+        (CollectiveTimeoutError("rank 0 timed out in all_reduce"), True),
+        (dist.DistStoreError("timed out after 3 s waiting for keys"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("Connection closed"), False),
+    ],
+)
+def test_lost_connections_are_recognized(error: BaseException, is_lost: bool) -> None:
+    assert has_lost_connection(error) is is_lost
