@@ -212,6 +212,11 @@ class FSDPEngine(BaseEngine):
         for parameter in self._components.trainable.values():
             parameter.tensor.grad = None
 
+    def _discard_update(self) -> None:
+        self._components.runner.discard_gradients()
+        for parameter in self._components.trainable.values():
+            parameter.tensor.grad = None
+
     def _export_dtype(self) -> torch.dtype:
         return torch_dtype(self.config.precision.compute)
 

@@ -13,6 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.fsdp._runtime_utils import _catch_all_reshard
+from torch.distributed.fsdp._traversal_utils import _get_fsdp_states
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from temper_engine_api.process_group import gather_objects
@@ -108,7 +111,35 @@ class FSDP1Module:
         """See ShardedModule. No-op: FSDP1 always reshards."""
 
     def reset(self) -> None:
-        """See ShardedModule. No-op: FSDP1 resets itself in the next forward pass."""
+        """See ShardedModule."""
+        # What FSDP1 does at the end of a backward pass, which the exception left out.
+        for state in _get_fsdp_states(self._root):
+            # A unit that is still gathered would not follow weights that are loaded now.
+            _catch_all_reshard(state)
+            state.training_state = TrainingState.IDLE
+            handle = state._handle
+            if handle is None:
+                continue
+            handle._training_state = HandleTrainingState.IDLE
+            handle._prefetched = False
+            flat = handle.flat_param
+            if hasattr(flat, "_post_backward_hook_state"):
+                # With a 16-bit compute dtype the hook belongs to the failed forward pass only, and
+                # FSDP1 adds no other one while this exists: gradients would stay unreduced.
+                flat._post_backward_hook_state[-1].remove()
+                del flat._post_backward_hook_state
+
+    def discard_gradients(self) -> None:
+        """See ShardedModule."""
+        for state in _get_fsdp_states(self._root):
+            if state._handle is None:
+                continue
+            flat: Any = state._handle.flat_param
+            flat.grad = None
+            flat._post_backward_called = False
+            # The reduced gradient of a backward pass that did not end. The next would add to it.
+            if hasattr(flat, "_saved_grad_shard"):
+                del flat._saved_grad_shard
 
 
 def _frozen_parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:

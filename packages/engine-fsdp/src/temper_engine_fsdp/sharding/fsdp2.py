@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import ConfigError, EngineStateError
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model.packed_model import PREFIX, PackedModel, find_layers
 from temper_engine_fsdp.runtime.numerics import torch_dtype
@@ -104,6 +104,27 @@ class FSDP2Module:
         """See ShardedModule."""
         if _HAS_RESET_ITER_STATE:
             self._modules[0].reset_iter_state()
+
+    def discard_gradients(self) -> None:
+        """See ShardedModule.
+
+        Raises:
+            EngineStateError: If this version of torch cannot reset FSDP2.
+        """
+        if not _HAS_RESET_ITER_STATE:
+            raise EngineStateError(
+                f"torch {torch.__version__} can't reset FSDP2 after an exception in a training "
+                "call: build a new engine, or use torch 2.13 or strategy fsdp1."
+            )
+        for module in self._modules:
+            # torch has no public access: reset_iter_state() keeps the sums of earlier
+            # micro-batches, which FSDP accumulates here until it reduces them.
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    # Exists after the first pass.
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter.unsharded_param.grad = None
 
 
 def _group_layers(layers: Sequence[nn.Module], *, size: int) -> list[list[nn.Module]]:

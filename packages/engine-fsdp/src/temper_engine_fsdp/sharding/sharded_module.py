@@ -47,7 +47,10 @@ class ShardedModule(Protocol):
         """
 
     def reset(self) -> None:
-        """Reset FSDP after an exception in a pass; gradients accumulated on this rank are lost."""
+        """Reset FSDP after an exception in a pass, so that the next can run; keeps gradients."""
+
+    def discard_gradients(self) -> None:
+        """Drop the gradients that FSDP keeps outside of `.grad`, after `reset`. Not collective."""
 
 
 def shard_model(

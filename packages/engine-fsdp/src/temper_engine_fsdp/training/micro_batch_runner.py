@@ -105,6 +105,11 @@ class MicroBatchRunner:
                 zero_loss.backward()
         self.has_unreduced_gradients = False
 
+    def discard_gradients(self) -> None:
+        """Drop the gradients that are not in `.grad` after a training call raised."""
+        self._sharded.discard_gradients()
+        self.has_unreduced_gradients = False
+
     def _forward(
         self,
         micro: SequenceBatch,
@@ -160,15 +165,11 @@ class MicroBatchRunner:
             with torch.set_grad_enabled(trains), _pause_garbage_collection():
                 yield
         except BaseException:
-            self._reset()
+            # Gradients stay, because those of earlier calls are still needed after a forward call.
+            self._sharded.reset()
             raise
         finally:
             self._sharded.reshard()
-
-    def _reset(self) -> None:
-        """Reset FSDP after an exception; accumulated gradients are lost."""
-        self._sharded.reset()
-        self.has_unreduced_gradients = False
 
 
 @contextmanager
