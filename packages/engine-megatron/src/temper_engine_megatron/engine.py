@@ -170,6 +170,10 @@ class MegatronEngine(BaseEngine):
                 self._components.runner.zero_gradients()
                 optimizer.zero_grad()
 
+    def _discard_update(self) -> None:
+        self._components.runner.discard_call()
+        self._zero_gradients()
+
     def _export_dtype(self) -> torch.dtype:
         return self._components.base_state.compute_dtype
 

@@ -1,6 +1,7 @@
 """Routers of mixtures of experts, whose losses are weighted by the micro-batch's trained tokens."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -109,3 +110,10 @@ def pop_router_losses(layers: list[Any], *, names: tuple[str, ...], num_layers: 
         # Zero without terms: this rank still takes part in the sum over ranks.
         losses.append(torch.stack(terms).sum() / num_layers if terms else torch.zeros(()))
     return torch.stack([loss.float().cpu() for loss in losses])
+
+
+def discard_router_losses(modules: Iterable[Any]) -> None:
+    """Drop the router losses of a training call that raised."""
+    for module in modules:
+        if isinstance(module, WeightedLossRouter):
+            module.weighted_losses.clear()

@@ -27,6 +27,7 @@ from temper_engine_megatron.model.micro_batch_layout import (
 from temper_engine_megatron.model.moe_router import (
     LOAD_BALANCING_LOSS,
     Z_LOSS,
+    discard_router_losses,
     pop_router_losses,
 )
 from temper_engine_megatron.model.output_head import OutputHead
@@ -173,6 +174,14 @@ class ScheduleRunner:
         for chunk in self._data_parallel_chunks():
             chunk.zero_grad_buffer()
         self.has_unreduced_gradients = False
+
+    def discard_call(self) -> None:
+        """Drop what a training call that raised has left outside of the gradient buffers."""
+        for chunk in self._chunks.wrapped:
+            for parameter in chunk.parameters():
+                # Megatron's hook moves this to `main_grad`, unless the exception came in between.
+                parameter.grad = None
+            discard_router_losses(chunk.modules())
 
     def _data_parallel_chunks(self) -> Iterator[DistributedDataParallel]:
         for chunk in self._chunks.wrapped:
