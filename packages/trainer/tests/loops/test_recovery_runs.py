@@ -121,6 +121,20 @@ def test_damaged_final_model_is_renamed_and_written_again(
     assert "renamed to huggingface.damaged-1, and written again" in caplog.text
 
 
+def test_run_that_resumes_from_another_runs_checkpoint_repeats_no_warm_start(
+    run: Run, rows: Rows, warm_started: Path, tmp_path: Path
+) -> None:
+    if not warm_started.exists():
+        run(warm_started, *SHORT)
+    shutil.copytree(warm_started, tmp_path / "same")
+    two_steps = (*SHORT[:-1], "run.total_steps=2")
+    run(tmp_path / "same", *two_steps, "run.resume=auto")
+    checkpoint = warm_started / "checkpoints" / "step_00000001"
+    run(tmp_path / "other", *two_steps, f"run.resume={checkpoint}")
+    assert rows(tmp_path / "other", phase="warm_start") == []
+    assert rows(tmp_path / "other") == rows(tmp_path / "same")[1:]
+
+
 ONE_STEP = ("warm_start=null", "data.eval=null", "run.save_model=false")
 
 

@@ -312,7 +312,7 @@ class _TaskRun:
         trained_rows = list(self.problems["train"])
         trained_model = None
         if self.config.warm_start is not None:
-            trained_model = self._run_warm_start()
+            trained_model = None if self._can_skip_warm_start() else self._run_warm_start()
             trained_rows += self.problems.get("warm_start", [])
         config = fit_models_to_tokenizer(self.config, self.tokenizer, trained_model=trained_model)
         if trained_model is not None and self.config.actor.engine.model.path is not None:
@@ -344,6 +344,25 @@ class _TaskRun:
             boundary=self.boundary,
             runtime=self.runtime,
         )
+
+    def _can_skip_warm_start(self) -> bool:
+        """Return True if no model of this run would keep a weight of the warm start.
+
+        This is so if the run resumes from the checkpoint of another run, in a folder of its own.
+        """
+        if self.checkpoint is None or self.folder.warm_start.root.exists():
+            return False
+        config = self.config
+        roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
+        used = {name: role for name, role in roles.items() if role is not None}
+        # Servers load the warm start's model as the base of an adapter.
+        is_adapted = any(role.engine.lora.is_enabled for role in used.values())
+        if is_adapted or not used.keys() <= list_restored_parts(self.checkpoint):
+            return False
+        self.log.print_line(
+            f"warm start: skipped, because the weights of all roles come from {self.checkpoint}"
+        )
+        return True
 
     def _run_warm_start(self) -> str:
         """Return the warm start's model directory; train it unless an earlier start has."""
