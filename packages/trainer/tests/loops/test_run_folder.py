@@ -10,7 +10,7 @@ from temper_trainer.config.data import TokenizerConfig
 from temper_trainer.config.run import RunConfig
 from temper_trainer.config_loading import load
 from temper_trainer.loops import train
-from temper_trainer.loops.run_folder import open_run_folder
+from temper_trainer.loops.run_folder import RunFolder, open_run_folder, set_aside_damaged_model
 
 
 def test_files_of_a_failed_start_are_renamed_and_never_deleted(
@@ -55,3 +55,15 @@ def test_checkpoints_that_is_not_a_folder_is_refused_at_the_start(
         match=r"checkpoints is (a file|a broken link).*(rename|remove)|already holds a run",
     ):
         open_run_folder(RunConfig(dir=str(tmp_path), resume=resume))
+
+
+def test_link_to_a_missing_model_is_renamed(tmp_path: Path) -> None:
+    # Such as one to a disk that is not mounted: renaming the new model over it would fail.
+    folder = RunFolder(tmp_path)
+    folder.model.symlink_to(tmp_path / "unmounted")
+    folder.supersede_model()
+    assert folder.model.with_name("huggingface.superseded-1").is_symlink()
+    folder.model.symlink_to(tmp_path / "unmounted")
+    assert set_aside_damaged_model(folder.model) is not None
+    assert folder.model.with_name("huggingface.damaged-1").is_symlink()
+    assert not folder.model.is_symlink()

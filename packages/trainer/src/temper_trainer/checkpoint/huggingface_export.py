@@ -48,7 +48,7 @@ def write_model_directory(
     Raises:
         CheckpointError: If the directory exists, or it cannot be written.
     """
-    if directory.exists():
+    if os.path.lexists(directory):
         raise CheckpointError(
             f"{directory} already exists and is never overwritten: move it away, or choose another "
             "run.dir."

@@ -61,7 +61,7 @@ class RunFolder:
 
         A run that trains on would otherwise leave an outdated model until it writes the new one.
         """
-        if self.model.exists():
+        if os.path.lexists(self.model):  # also a link to a disk that is not mounted
             self.model.rename(next_superseded_path(self.model))
 
     def mark_used(self) -> None:
@@ -130,7 +130,7 @@ def export_model(
         tokenizer: Saved with the weights.
         directory: Directory to write. A complete model in it is kept; anything else is renamed.
     """
-    if directory.exists():
+    if os.path.lexists(directory):
         description = set_aside_damaged_model(directory)
         if description is None:
             return
