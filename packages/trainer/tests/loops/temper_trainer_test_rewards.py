@@ -69,6 +69,15 @@ def slow_after_two_steps(prompt: Prompt, completion: str) -> float:
     return share_of_digits(prompt, completion)
 
 
+def blocks_interpreter_after_one_step(prompt: Prompt, completion: str) -> float:
+    """Hold the GIL without end from the 17th completion on, in a call that checks no signals."""
+    with open(os.environ["TEMPER_TEST_MARKER"], "a") as file:
+        file.write("x")
+    if os.path.getsize(os.environ["TEMPER_TEST_MARKER"]) > 16:
+        sum(iter(int, 1))
+    return share_of_digits(prompt, completion)
+
+
 class Fee:
     """Every rollout ends after its first completion, and has the fee added to its reward."""
 

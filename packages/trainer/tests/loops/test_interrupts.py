@@ -1,11 +1,11 @@
 """Stop requests: which work a signal interrupts, and what ends the process."""
 
-import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -107,18 +107,50 @@ with StopRequest(grace_s=1.0) as stop, stop.defer():
         pytest.param("time.sleep(60)", id="python"),
         # A call that neither returns nor lets the interpreter run its signal handler.
         pytest.param("import ctypes; [ctypes.CDLL(None).sleep(20) for _ in range(5)]", id="c"),
+        # The same without releasing the GIL, so that no other thread runs either.
+        pytest.param("sum(iter(int, 1))", id="c with the GIL"),
     ],
 )
-def test_process_that_does_not_stop_is_ended_after_the_grace_period(work: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_process_that_does_not_stop_is_ended_after_the_grace_period(
+    work: str, number: signal.Signals
+) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(work=work)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM.format(work=work)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        begin = time.monotonic()
+        try:
+            process.send_signal(number)
+            assert process.wait(timeout=30) == 128 + number
+        finally:
+            process.kill()
+        assert time.monotonic() - begin < 10
+        (message,) = (line for line in process.stderr if "not stopped within" in line)
+    assert f"{number.name}: not stopped within run.stop_grace_s = 1 s" in message
+    assert "run.resume=auto continues" in message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose /proc lists children")
+def test_watcher_of_a_stop_request_ends_with_its_process() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(work="time.sleep(60)")],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        begin = time.monotonic()
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait(timeout=30) == 128 + signal.SIGTERM
-        assert time.monotonic() - begin < 10
+        (watcher,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.kill()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{watcher}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_late_wake_up_does_not_reach_handlers_that_a_second_ctrl_c_restored() -> None:

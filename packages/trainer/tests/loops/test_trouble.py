@@ -115,6 +115,41 @@ def test_sigterm_in_a_long_step_saves_the_previous_one_within_the_grace_period(
     assert (run / "report.html").exists()
 
 
+def test_sigterm_in_a_step_that_holds_the_gil_keeps_the_last_checkpoint(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    run, blocked = tmp_path / "run", "blocks_interpreter_after_one_step"
+    process = start(
+        environment,
+        run,
+        f"reward.function=temper_trainer_test_rewards:{blocked}",
+        "run.total_steps=1000",
+        "run.save_every=1",
+        "run.stop_grace_s=3",
+    )
+    marker = Path(environment["TEMPER_TEST_MARKER"])
+    while not marker.exists() or marker.stat().st_size <= 16:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(timeout=20)
+    finally:
+        process.kill()
+    stopped = finish(process)
+    assert stopped.returncode == 143, stopped.stderr
+    assert 3 <= time.monotonic() - begin < 10
+    assert "SIGTERM: not stopped within run.stop_grace_s = 3 s" in stopped.stderr
+    assert steps_of(run) == ["step_00000001"]
+    marker.unlink()
+    again = finish(
+        start(environment, run, "run.total_steps=2", "run.resume=auto", "run.save_model=false")
+    )
+    assert again.returncode == 0, again.stderr
+    assert "continuing from step 1 " in again.stdout
+
+
 def test_sigterm_during_startup_starts_no_step_and_the_command_can_be_repeated(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

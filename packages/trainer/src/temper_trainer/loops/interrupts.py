@@ -14,10 +14,14 @@ from pathlib import Path
 from types import FrameType
 
 from temper_engine_api.errors import TemperError
+from temper_trainer.loops.stop_watcher import SIGNALS, StopWatcher, find_signal
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_NOT_STOPPED = (
+    "{signal}: not stopped within {grace}, so this process ends now. Steps after the last "
+    "checkpoint are lost; run.resume=auto continues from it, or starts at step 1 if there is none."
+)
 
 
 class RunInterrupted(TemperError):
@@ -61,8 +65,9 @@ class StopRequest:
 
     The first signal starts the grace period. WorkAbandoned interrupts work that may be abandoned:
     start-up and evaluation at once, sampling after half of the grace period. Other work is
-    finished. If the process still runs at the end of the grace period, a thread ends it, so that
-    no SIGKILL is needed. A second SIGINT acts as usual. A repeated SIGTERM has no effect, because
+    finished. If the process still runs at the end of the grace period, a thread ends it, or half a
+    second later a second process if no thread can run, so that no SIGKILL is needed. A second
+    SIGINT acts as usual. A repeated SIGTERM has no effect, because
     launchers send it several times.
     """
 
@@ -82,6 +87,11 @@ class StopRequest:
             signal.Signals, signal.Handlers | Callable[[int, FrameType | None], object] | int | None
         ] = {}
         self._wakeup: tuple[socket.socket, int] | None = None
+        self._watcher: StopWatcher | None = None
+
+    @property
+    def _grace(self) -> str:
+        return f"run.stop_grace_s = {self.grace_s:g} s"
 
     @property
     def is_set(self) -> bool:
@@ -91,11 +101,17 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         global _active
         if threading.current_thread() is threading.main_thread():
-            self.install()
             # The interpreter writes the signal's number to the socket at once. The Python handler
             # runs only when the main thread returns from a C call, and the grace period must not
             # start that late.
             reader, writer = socket.socketpair()
+            # Before `install`, whose handlers may raise.
+            self._watcher = StopWatcher(
+                reader,
+                grace_s=self.grace_s,
+                message=f"ERROR: {_NOT_STOPPED.replace('{grace}', self._grace)}",
+            )
+            self.install()
             # `set_wakeup_fd` refuses a blocking descriptor, because a handler must never wait for a
             # reader.
             writer.setblocking(False)
@@ -122,6 +138,8 @@ class StopRequest:
             self._is_closed.set()
         self._restore_handlers()
         writer.close()  # ends the thread if there was no signal
+        if self._watcher is not None:
+            self._watcher.close()
 
     def install(self) -> None:
         """Set the handlers, also after a library such as Ray has replaced them."""
@@ -190,17 +208,21 @@ class StopRequest:
     def _watch(self, reader: socket.socket) -> None:
         """Wait for the first signal and enforce the deadline; runs in its own thread."""
         with reader:
-            while (received := reader.recv(1)) and received[0] not in SIGNALS:
-                continue
-            if received:
-                self._start_grace(received[0])
-                self._enforce_deadline()
+            # The watcher peeks, too, so the number of a stop signal stays in the socket.
+            while received := reader.recv(4096, socket.MSG_PEEK):
+                if (number := find_signal(received)) is not None:
+                    self._start_grace(number)
+                    self._enforce_deadline()
+                    return
+                reader.recv(len(received))
 
     def _enforce_deadline(self) -> None:
         assert self.requested is not None
         assert self.deadline is not None
-        name, grace = self.requested.name, f"run.stop_grace_s = {self.grace_s:g} s"
-        logger.warning("%s: stopping within %s; Ctrl-C from now on stops at once", name, grace)
+        name = self.requested.name
+        logger.warning(
+            "%s: stopping within %s; Ctrl-C from now on stops at once", name, self._grace
+        )
         # Half of the period, so that the other half is left to save the step before the abandoned
         # one.
         if self._is_closed.wait(self.grace_s / 2):
@@ -215,13 +237,7 @@ class StopRequest:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         self.on_late()
         if not self._is_closed.wait(max(0.0, self.deadline - time.monotonic())):
-            logger.error(
-                "%s: not stopped within %s, so this process ends now. Steps after the last "
-                "checkpoint are lost; run.resume=auto continues from it, or starts at step 1 if "
-                "there is none.",
-                name,
-                grace,
-            )
+            logger.error(_NOT_STOPPED.format(signal=name, grace=self._grace))
             end_process(128 + self.requested)
 
 

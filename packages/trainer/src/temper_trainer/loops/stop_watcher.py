@@ -1,0 +1,192 @@
+"""End a process at its deadline even if a call holds the GIL, so that none of its threads runs.
+
+A second process waits for the signal and for the end of the grace period. It writes one line, and
+then lets a thread of the C library end the first process with the documented exit code. Standard
+library only: the second process runs this file as a program.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_POLL_S = 0.2
+"""Longest time that the second process runs after the death of the first one."""
+_AFTER_DEADLINE_S = 0.5
+"""Time in which the first process can still end itself, which flushes its output."""
+_KILL_AFTER_S = 1.0
+"""Time after which a process that has not ended with its exit code is killed."""
+
+_SIGEV_THREAD = 2
+"""Constant of POSIX: notify by calling a function in a new thread."""
+
+
+class _SignalEvent(ctypes.Structure):
+    """`struct sigevent` of Linux."""
+
+    _fields_ = (
+        ("value", ctypes.c_ssize_t),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attribute", ctypes.c_void_p),
+        ("padding", ctypes.c_byte * 32),
+    )
+
+
+class _AsyncRead(ctypes.Structure):
+    """`struct aiocb` of Linux; its private part is shorter than the padding."""
+
+    _fields_ = (
+        ("fildes", ctypes.c_int),
+        ("lio_opcode", ctypes.c_int),
+        ("reqprio", ctypes.c_int),
+        ("buf", ctypes.c_void_p),
+        ("nbytes", ctypes.c_size_t),
+        ("sigevent", _SignalEvent),
+        ("padding", ctypes.c_byte * 256),
+    )
+
+
+class StopWatcher:
+    """Process that ends this one some time after one of SIGNALS if this one does not do so itself.
+
+    Args:
+        wakeup: Receives the numbers of signals from `signal.set_wakeup_fd`, which needs no GIL.
+            SIGNALS must be left in it, because the second process peeks at it.
+        grace_s: Time between the signal and the end.
+        message: Written before this process is ended; `{signal}` is the name of the signal.
+    """
+
+    def __init__(self, wakeup: socket.socket, *, grace_s: float, message: str) -> None:
+        triggers = [_open_trigger(os.getpid(), 128 + number).descriptor for number in SIGNALS]
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-I", "-S", __file__),
+                *(str(os.getpid()), str(wakeup.fileno()), str(grace_s), message),
+                *map(str, triggers),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[wakeup.fileno(), *triggers],
+            # So that Ctrl-C in the terminal does not end it.
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        """End the second process."""
+        self._process.kill()
+        self._process.wait()
+
+
+class _ExitTrigger:
+    """A descriptor such that whoever writes to it ends this process with an exit code.
+
+    An asynchronous read of the C library calls `_exit` from a thread that knows nothing of Python.
+    Where there is none (macOS), writing has no effect, and the process is killed.
+    """
+
+    def __init__(self, code: int) -> None:
+        # Neither end is ever closed, because the end of the pipe would complete the read, too.
+        self._reader, self.descriptor = os.pipe()
+        self._buffer = ctypes.create_string_buffer(1)
+        library = ctypes.CDLL(None)
+        if not sys.platform.startswith("linux") or not hasattr(library, "aio_read"):
+            return
+        event = _SignalEvent(
+            value=code,
+            notify=_SIGEV_THREAD,
+            function=ctypes.cast(library._exit, ctypes.c_void_p).value,
+        )
+        self._request = _AsyncRead(
+            fildes=self._reader,
+            buf=ctypes.addressof(self._buffer),
+            nbytes=1,
+            sigevent=event,
+        )
+        if library.aio_read(ctypes.byref(self._request)) != 0:
+            logger.warning(
+                "asynchronous reads are not available: a process that has to be ended by force "
+                "will have the exit code of SIGKILL"
+            )
+
+
+@functools.cache
+def _open_trigger(process: int, code: int) -> _ExitTrigger:
+    """Return this process's trigger for an exit code; a forked process needs one of its own."""
+    del process
+    return _ExitTrigger(code)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Wait for a signal to the parent process, and end that process at the deadline."""
+    for number in (*SIGNALS, signal.SIGHUP):
+        # Launchers signal all processes of a job.
+        signal.signal(number, signal.SIG_IGN)
+    process, descriptor, grace_s, message, *triggers = arguments
+    parent = _Parent(int(process))
+    with socket.socket(fileno=int(descriptor)) as wakeup:
+        signal_number = parent.wait_for_signal(wakeup)
+    if signal_number is None or parent.ends_within(float(grace_s) + _AFTER_DEADLINE_S):
+        return
+    text = message.replace("{signal}", signal.Signals(signal_number).name)
+    # A pipe that no one reads must not block this process.
+    if select.select([], [2], [], 0)[1]:
+        os.write(2, f"{text}\n".encode())
+    os.write(int(triggers[SIGNALS.index(signal.Signals(signal_number))]), b"x")
+    if not parent.ends_within(_KILL_AFTER_S):
+        os.kill(parent.process, signal.SIGKILL)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parent:
+    """The process that started this one."""
+
+    process: int
+
+    def is_alive(self) -> bool:
+        return os.getppid() == self.process
+
+    def ends_within(self, timeout_s: float) -> bool:
+        """Wait until it has ended, or for at most `timeout_s`; return True if it has ended."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive() and (left_s := deadline - time.monotonic()) > 0:
+            time.sleep(min(_POLL_S, left_s))
+        return not self.is_alive()
+
+    def wait_for_signal(self, wakeup: socket.socket) -> int | None:
+        """Return the first of SIGNALS that it receives; None if it ends before."""
+        while self.is_alive():
+            if not select.select([wakeup], [], [], _POLL_S)[0]:
+                continue
+            try:
+                received = wakeup.recv(4096, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:  # the parent has read the number of another signal
+                continue
+            if not received:
+                return None
+            if (number := find_signal(received)) is not None:
+                return number
+            time.sleep(_POLL_S)  # until the parent has read the number of another signal
+        return None
+
+
+def find_signal(received: bytes) -> int | None:
+    """Return the first of SIGNALS in bytes of `signal.set_wakeup_fd`; None if there is none."""
+    return next((number for number in received if number in SIGNALS), None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
