@@ -804,6 +804,20 @@ escaped()
         says="Operation not permitted",
     ),
     Attempt(
+        name="page tables without number",
+        # Each page needs two page tables of its own, because it is 1 GiB away from the one before.
+        code="""
+RW, PRIVATE_ANONYMOUS_FIXED_NOREPLACE = 3, 0x100022
+for i in range(58000):
+  page = libc.mmap(ctypes.c_void_p((1 << 44) + (i << 30)), 4096, RW, PRIVATE_ANONYMOUS_FIXED_NOREPLACE, -1, 0)
+  ctypes.c_char.from_address(checked(page)).value = b'x'
+escaped(58000 * 8 >> 10, 'MiB of page tables')
+""",
+        unconfined="not run",
+        says="more than 256 MiB of memory",
+        machine="x86_64",
+    ),
+    Attempt(
         name="ask who locks a file of the interpreter",
         code="""
 import fcntl, struct

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -30,7 +31,7 @@ FOLDER = "/tmp"
 """The program's own folder, empty at its start, in memory and gone at its end."""
 MAX_FILES = 4096
 """Largest number of files in FOLDER. tmpfs has a mount option for this, but bubblewrap cannot set
-it, so `_FileCountWatch` counts them.
+it, so `_count_files` counts them.
 """
 UNPRIVILEGED_ID = 65534
 """User and group of the program where the trainer runs as root."""
@@ -40,6 +41,7 @@ _NAMESPACES = (
     *("--cap-drop", "ALL", "--hostname", "sandbox"),
 )
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+_MEMORY_IN_STATUS = re.compile(r"^(?:RssAnon|VmPTE):\s*(\d+) kB$", re.MULTILINE)
 _SCREEN_MODULES = ("_tkinter", "_curses", "readline", "nis", "_dbm", "_gdbm")
 """Extension modules whose libraries are left out: there is no screen, keyboard or name service."""
 
@@ -203,7 +205,7 @@ class Bubblewrap:
                 stdin=code.encode(errors="replace"),
                 timeout_s=timeout_s,
                 pass_fds=[file.fileno() for file in (filter_file, *status_files)],
-                on_poll=_FileCountWatch(status_files),
+                on_poll=partial(_find_excess, status_files, memory_mib=memory_mib),
             )
             # bubblewrap reports a status only if the program was started; the program cannot
             # write there.
@@ -216,31 +218,54 @@ class Bubblewrap:
         return process.result()
 
 
-@dataclass(slots=True)
-class _FileCountWatch:
-    """Count the files in a program's folder, while it runs.
+def _find_excess(status_files: Sequence[IO[bytes]], *, memory_mib: int) -> str | None:
+    """Return why a program must end because of what no limit of a process covers, or None.
 
-    Each empty file costs the kernel about a kilobyte that no limit of a process covers.
+    Args:
+        status_files: Status files of the outer bubblewrap, if there is one, and of the inner one.
+        memory_mib: Limit on the program's memory.
     """
+    children = [_read_status(file).get("child-pid") for file in status_files]
+    if None in children:  # not started yet
+        return None
+    # The outer process's own /proc lists the inner one, under its process id in that namespace.
+    processes = "".join(f"/proc/{child}/root" for child in children[:-1]) + "/proc"
+    try:
+        if _count_files(f"{processes}/{children[-1]}/root") > MAX_FILES:
+            return f"more than {MAX_FILES} files"
+        if _measure_memory(processes, parent=str(children[-1])) > memory_mib << 20:
+            return f"more than {memory_mib} MiB of memory"
+    except OSError:  # it has just ended
+        pass
+    return None
 
-    status_files: Sequence[IO[bytes]]
-    """Status files of the outer bubblewrap, if there is one, and of the inner one."""
 
-    def __call__(self) -> str | None:
-        """Return why the program must end, or None."""
-        children = [_read_status(file).get("child-pid") for file in self.status_files]
-        if None in children:  # not started yet
-            return None
-        # The outer process's own /proc lists the inner one, under its process id in that namespace.
-        root = "".join(f"/proc/{child}/root" for child in children)
-        try:
-            usage = os.statvfs(root + FOLDER)
-        except OSError:  # it has just ended
-            return None
-        # Until the program starts, this is still the host's folder, which has another size.
-        is_ready = usage.f_blocks * usage.f_frsize == MAX_FILE_BYTES
-        has_too_many = is_ready and usage.f_files - usage.f_ffree > MAX_FILES
-        return f"more than {MAX_FILES} files" if has_too_many else None
+def _count_files(root: str) -> int:
+    """Return the number of files in the program's folder.
+
+    Each empty file costs the kernel about a kilobyte.
+    """
+    usage = os.statvfs(root + FOLDER)
+    # Until the program starts, this is still the host's folder, which has another size.
+    is_ready = usage.f_blocks * usage.f_frsize == MAX_FILE_BYTES
+    return usage.f_files - usage.f_ffree if is_ready else 0
+
+
+def _measure_memory(processes: str, *, parent: str) -> int:
+    """Return the bytes of the program's pages and page tables.
+
+    RLIMIT_AS limits only the pages. A page far away from others needs page tables of its own, which
+    take twice its size.
+
+    Args:
+        processes: A mounted /proc.
+        parent: The first process of the sandbox, whose only child is the program.
+    """
+    total = 0
+    for child in Path(processes, parent, "task", parent, "children").read_text().split():
+        status = Path(processes, child, "status").read_text()
+        total += sum(int(size) << 10 for size in _MEMORY_IN_STATUS.findall(status))
+    return total
 
 
 def _read_status(file: IO[bytes]) -> dict[str, int]:
