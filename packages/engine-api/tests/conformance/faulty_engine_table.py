@@ -21,6 +21,7 @@ import faulty_training as training
 from data_parallel_oracle import DataParallelOracle
 from full_oracle import FullOracle
 from kit_runner import Kit, SharedKitResources
+from router_oracle import RouterOracle
 from staged_oracle import StagedOracle
 
 from temper_engine_api.conformance.harness.rank_pool import RankPool
@@ -57,9 +58,11 @@ class FaultyEngine:
         base = (
             StagedOracle
             if self.layout
-            else FullOracle
-            if issubclass(self.engine, FullOracle)
-            else DataParallelOracle
+            else next(
+                base
+                for base in (FullOracle, RouterOracle, DataParallelOracle)
+                if issubclass(self.engine, base)
+            )
         )
         return f"{base.__module__}:{base.__name__}"
 
@@ -285,6 +288,10 @@ FAULTY_ENGINES = (
     FaultyEngine(
         inputs.OmitsBuffersFromExport,
         ("test_model_settings::test_persistent_buffers_are_exported",),
+    ),
+    FaultyEngine(
+        inputs.SumsRouterLosses,
+        ("test_sizes::test_router_loss_does_not_grow_with_the_number_of_micro_batches",),
     ),
     FaultyEngine(training.ClipsByLocalNorm, ("test_update::test_gradient_is_clipped",), 2),
     FaultyEngine(

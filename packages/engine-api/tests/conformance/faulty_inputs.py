@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from data_parallel_oracle import DataParallelOracle
 from faulty_numerics import LeaksAcrossSequences, _ChangedBatch, _ChangedOutputs, _ScaledLoss
+from router_oracle import RouterOracle
 
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 
@@ -172,3 +173,10 @@ class OmitsBuffersFromExport(DataParallelOracle):
         yield from (
             weight for weight in super()._iterate_weights() if weight.name not in self.buffers()
         )
+
+
+class SumsRouterLosses(RouterOracle):
+    """Adds up the router losses of micro-batches instead of averaging them."""
+
+    def _fraction(self, batch, micro):
+        return 1.0

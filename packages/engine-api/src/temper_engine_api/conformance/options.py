@@ -38,6 +38,8 @@ class KitOptions:
     """Entry point name or `module:Class`, as on the command line."""
     capabilities: frozenset[Capability]
     """Capabilities that the engine's class claims."""
+    config_fields: frozenset[str]
+    """Fields of the engine's configuration class."""
     layouts: tuple[Layout, ...]
     """Sorted by number of ranks, plain layouts first."""
     groups: frozenset[str]
@@ -137,6 +139,7 @@ def read_options(config: pytest.Config) -> KitOptions:
     return KitOptions(
         engine=name,
         capabilities=engine.capabilities,
+        config_fields=frozenset(field.name for field in fields(engine.config_class)),
         layouts=tuple(sorted(layouts, key=lambda layout: layout.world_size)),
         groups=_groups(config.getoption("--groups")),
         report=Path(report) if report else None,

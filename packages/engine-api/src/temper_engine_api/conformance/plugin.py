@@ -69,6 +69,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "moe: uses MoE models; runs in the default layout and in layouts with experts",
     )
+    config.addinivalue_line(
+        "markers", "if_configurable(*fields): run if the engine's configuration has these fields"
+    )
     config.addinivalue_line("markers", "thorough: slow; runs with --thorough only")
     if config.option.help:
         return
@@ -118,6 +121,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         test
         for test in tests
         if not _get_marked_capabilities(test, "if_claimed") <= options.capabilities
+        or not {name for mark in test.iter_markers("if_configurable") for name in mark.args}
+        <= options.config_fields
     }
     config.stash[RUN].unclaimed += [test.name for test in tests if test in unclaimed]
     inapplicable = {

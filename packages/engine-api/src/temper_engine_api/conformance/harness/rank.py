@@ -60,6 +60,8 @@ class EngineSetup:
     """Dtype in which gradients are summed over ranks."""
     buffers: Dtype = "fp32"
     """Dtype of the model's buffers."""
+    engine_fields: tuple[tuple[str, Any], ...] = ()
+    """Names and values of fields that only some engines' configuration classes have."""
     deterministic: bool = True
     """Several tests compare bits, which nondeterministic kernels would not repeat."""
     offload: OffloadSpec = field(default_factory=OffloadSpec)
@@ -91,7 +93,11 @@ class EngineSetup:
             collective_timeout_s=COLLECTIVE_TIMEOUT_S,
         )
         return engine_class.config_class(
-            **({item.name: getattr(base, item.name) for item in fields(base)} | dict(layout_fields))
+            **(
+                {item.name: getattr(base, item.name) for item in fields(base)}
+                | dict(self.engine_fields)
+                | dict(layout_fields)
+            )
         )
 
 

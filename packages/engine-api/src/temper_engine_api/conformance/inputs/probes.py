@@ -309,6 +309,23 @@ class ScoreProbe(Objective):
         return LossTerms(loss=0.5 * loss[pair_of], level="sequence")
 
 
+@register_objective("probe_zero")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroProbe(Objective):
+    """A loss of 0, so that only losses which the engine adds have a gradient."""
+
+    aggregation: Aggregation = field(default_factory=Aggregation)
+
+    @property
+    @override
+    def required_outputs(self) -> frozenset[HeadOutput]:
+        return frozenset({HeadOutput.LOGPROB})
+
+    @override
+    def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
+        return LossTerms(loss=0.0 * head_outputs[HeadOutput.LOGPROB])
+
+
 @register_objective("probe_determinism")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeterminismProbe(Objective):
