@@ -158,13 +158,13 @@ def test_attention_classes_that_are_chosen_by_name_are_refused() -> None:
         build_model(ModelSpec(architecture={**TINY, "model_type": "falcon"}), attention=SDPA_VARLEN)
 
 
-def test_a_value_model_without_a_classifier_is_rejected() -> None:
+@pytest.mark.parametrize("model_type", ["olmo", "gemma3_text"])
+def test_value_model_without_a_head_for_tokens_is_rejected(model_type: str) -> None:
     with pytest.raises(
-        CapabilityError,
-        match="transformers cannot build a value_model with packed attention from this olmo model",
+        CapabilityError, match=f"transformers has no {model_type} model with a head for tokens"
     ):
         build_model(
-            ModelSpec(architecture={**TINY, "model_type": "olmo"}, model_type="value_model"),
+            ModelSpec(architecture={**TINY, "model_type": model_type}, model_type="value_model"),
             attention="eager",
         )
 

@@ -11,6 +11,7 @@ by `_discard_update`, and nothing else continues. `rank_failures` describes what
 """
 
 import itertools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -72,6 +73,7 @@ class BaseEngine(ABC):
             )
         self.config = config
         self._topology: Topology | None = None
+        self._was_initialized = False
         self._objective: Objective | None = None
         self._loss_fn: LossFn | None = None
         self._loss_fn_outputs: frozenset[HeadOutput] = frozenset()
@@ -100,10 +102,17 @@ class BaseEngine(ABC):
 
         Raises:
             CapabilityError: If the configuration needs a capability that the engine does not claim.
+            EngineStateError: If it was called before, even if the engine was closed since.
         """
+        if self._was_initialized:
+            raise EngineStateError(
+                "init_model() was called before, and an engine is initialized only once: construct "
+                "another one."
+            )
         self.require(*find_required_capabilities(self.config))
         self._topology = self._build()
         self._rank_failures = RankFailures.join(self._topology)
+        self._was_initialized = True
 
     @property
     def topology(self) -> Topology:
@@ -369,8 +378,10 @@ class BaseEngine(ABC):
         """Advance the schedule unless the last update was skipped; return the next rate.
 
         Raises:
-            EngineStateError: If a call of this update raised.
+            EngineStateError: If `init_model` was not called, or a call of this update raised.
         """
+        if self._topology is None:
+            raise EngineStateError("lr_scheduler_step() needs a model: call init_model() first.")
         self._check_ranks()
         self._update_cycle.check_not_failed()
         # A skipped update did not change the weights, so the next one is tried at the same rate.
@@ -420,12 +431,15 @@ class BaseEngine(ABC):
     def loss_scale(self, value: LossScale) -> None:
         self._update_cycle.loss_scale = value
 
-    def shard_data(self, batch: SequenceBatch, *, max_tokens: int, seed: int = 0) -> PackedBatch:
+    def shard_data(
+        self, batch: SequenceBatch, *, max_tokens: int | None = None, seed: int = 0
+    ) -> PackedBatch:
         """Plan a mini-batch and return this rank's packed batch, without communication.
 
         Args:
             batch: The full mini-batch, the same on every rank.
-            max_tokens: Token cap of a micro-batch.
+            max_tokens: Token cap of a micro-batch; None puts all tokens of a rank into one, unless
+                the parallel layout needs several.
             seed: Seed for the objective's `prepare`.
         """
         topology = self.topology
@@ -436,7 +450,7 @@ class BaseEngine(ABC):
             batch.lengths.tolist(),
             pack_group_ids=batch.pack_group_ids.tolist(),
             dp_size=topology.dp.size,
-            max_tokens=max_tokens,
+            max_tokens=sys.maxsize if max_tokens is None else max_tokens,
             constraints=topology.plan_constraints,
         )
         return build_packed_batch(
@@ -965,6 +979,23 @@ class BaseEngine(ABC):
                 "this engine has no adapter: set lora.rank and lora.alpha, or lora.path."
             )
 
+    def _check_can_move(self, device: str) -> None:
+        """Check the argument of `to`, and that the engine is outside a mode; for engines.
+
+        Raises:
+            ConfigError: If the device is not one of the two names.
+            EngineStateError: If it is called inside a mode.
+        """
+        if device not in ("cpu", "device"):
+            raise ConfigError(
+                f"to({device!r}) names no place: use 'cpu' to offload, or 'device' to load to the "
+                "accelerator of the configuration."
+            )
+        if self._mode is not None:
+            raise EngineStateError(
+                f"to({device!r}) was called inside {self._mode}_mode(): exit the mode first."
+            )
+
     def _check_can_run(self, *, forward_only: bool) -> None:
         self._check_ranks()
         if self._is_adapter_disabled and not forward_only:
@@ -989,5 +1020,13 @@ class BaseEngine(ABC):
             )
 
     def _weights_while_loaded(self) -> Iterator[NamedWeight]:
+        num_updates = self.num_updates
         with self._load("eval"):
-            yield from self._iterate_weights()
+            for named_weight in self._iterate_weights():
+                # The receiver would get some weights of each version.
+                if self.num_updates != num_updates:
+                    raise EngineStateError(
+                        "the weights were updated while export_weights() was read: read the "
+                        "stream to its end before optimizer_step()."
+                    )
+                yield named_weight

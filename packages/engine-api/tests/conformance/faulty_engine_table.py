@@ -233,6 +233,16 @@ FAULTY_ENGINES = (
     FaultyEngine(
         state.AppliesDropoutInEval, ("test_adapter::test_adapter_dropout_is_off_in_eval",)
     ),
+    FaultyEngine(state.InitializesTwice, ("test_call_order::test_second_init_model_is_rejected",)),
+    FaultyEngine(
+        state.SchedulesWithoutModel, ("test_call_order::test_engine_is_unusable_before_init_model",)
+    ),
+    FaultyEngine(
+        state.MovesAnywhere, ("test_call_order::test_move_to_an_unknown_device_is_rejected",)
+    ),
+    FaultyEngine(
+        state.ExportsTwoVersions, ("test_call_order::test_weight_stream_does_not_mix_two_versions",)
+    ),
     FaultyEngine(
         state.StartsWithMomentsOfClosedEngine,
         ("test_call_order::test_engine_after_a_closed_engine_gives_the_same_update",),

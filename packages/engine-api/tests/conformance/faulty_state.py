@@ -334,3 +334,33 @@ class AppliesDropoutInEval(DataParallelOracle):
             if isinstance(module, torch.nn.Dropout):
                 module.train()
         return super()._run_micro_batches(batch, **options)
+
+
+class InitializesTwice(DataParallelOracle):
+    """Replaces the model in a second init_model()."""
+
+    def init_model(self):
+        self._was_initialized = False
+        super().init_model()
+
+
+class SchedulesWithoutModel(DataParallelOracle):
+    """Advances the schedule before init_model()."""
+
+    def lr_scheduler_step(self):
+        self.num_schedule_steps += 1
+        return self.current_lr
+
+
+class MovesAnywhere(DataParallelOracle):
+    """Takes every name in to() for the device."""
+
+    def to(self, device, *, model=True, optimizer=True):
+        pass
+
+
+class ExportsTwoVersions(DataParallelOracle):
+    """Continues a stream of weights with those of the next update."""
+
+    def _weights_while_loaded(self):
+        yield from self._iterate_weights()

@@ -122,12 +122,10 @@ class FSDPEngine(BaseEngine):
             optimizer: Move optimizer states.
 
         Raises:
+            ConfigError: If the device is not one of the two names.
             EngineStateError: If called inside a mode.
         """
-        if self._mode is not None:
-            raise EngineStateError(
-                f"to({device!r}) was called inside {self._mode}_mode(): exit the mode first."
-            )
+        self._check_can_move(device)
         # Gathered copies would keep the device memory that offloading frees.
         self._components.sharded.reshard()
         offloader = self._components.offloader

@@ -106,12 +106,10 @@ class MegatronEngine(BaseEngine):
             optimizer: Move optimizer states.
 
         Raises:
+            ConfigError: If the device is not one of the two names.
             EngineStateError: If called inside a mode.
         """
-        if self._mode is not None:
-            raise EngineStateError(
-                f"to({device!r}) was called inside {self._mode}_mode(): exit the mode first."
-            )
+        self._check_can_move(device)
         offloader = self._components.offloader
         for name, is_meant in ((PARAMETERS, model), (GRADIENTS, model), (OPTIMIZER, optimizer)):
             if is_meant and device == "cpu":

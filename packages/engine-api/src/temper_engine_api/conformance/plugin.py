@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 import pytest
+from transformers.utils.logging import disable_progress_bar
 
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.harness.engine_lookup import load_engine_class
@@ -76,6 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.help:
         return
     options = read_options(config)
+    # Those of the oracle would stand between the failures.
+    disable_progress_bar()
     module = load_engine_class(options.engine).__module__
     config.stash[OPTIONS] = options
     names = tuple(layout.name for layout in options.layouts)

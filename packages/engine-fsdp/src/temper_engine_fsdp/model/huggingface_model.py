@@ -14,6 +14,7 @@ from huggingface_hub.errors import (
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -72,6 +73,7 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
     is_language_model = spec.model_type == "language_model"
     auto = AutoModelForCausalLM if is_language_model else AutoModelForTokenClassification
     if not is_language_model:
+        _check_has_token_head(config)
         # One output per token: a value or a score.
         config.num_labels = 1
         # Dropout before the value head would make values random during training.
@@ -102,6 +104,19 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
     # Exported config.json must name the class that was built, not the one that was loaded.
     model.config.architectures = [type(model).__name__]
     return model
+
+
+def _check_has_token_head(config: PretrainedConfig) -> None:
+    """Check that transformers has a class with one output per token for the model.
+
+    Raises:
+        CapabilityError: If it has none.
+    """
+    if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        raise CapabilityError(
+            f"transformers has no {config.model_type} model with a head for tokens, which a value "
+            "or reward model needs: choose another model for it, such as qwen3 or llama."
+        )
 
 
 def _instantiate(

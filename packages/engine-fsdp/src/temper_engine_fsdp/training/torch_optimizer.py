@@ -61,14 +61,7 @@ class TorchOptimizer(ShardedOptimizer):
     ) -> None:
         super().__init__(parameters, spec=spec, sum_over_shards=sum_over_shards)
         cls = _import_optimizer(spec.name)
-        _check_arguments(cls, spec)
-        if any(isinstance(p, FSDP1Parameter) for p in parameters.values()) and not (
-            cls.__module__.startswith("torch.optim.") and cls.__name__ in ELEMENTWISE
-        ):
-            raise CapabilityError(
-                f"optimizer.name {spec.name} may need full parameters, but strategy fsdp1 shards "
-                f"flat tensors: use strategy fsdp2 if it supports DTensors. {ALTERNATIVES}"
-            )
+        # Before the arguments: no value of theirs would make such a class usable.
         if (
             inspect.signature(cls.step).parameters.get("closure", _OPTIONAL).default
             is inspect.Parameter.empty
@@ -76,6 +69,14 @@ class TorchOptimizer(ShardedOptimizer):
             raise CapabilityError(
                 f"optimizer.name {spec.name} needs a closure that recomputes the loss, which this "
                 f"engine does not provide. {ALTERNATIVES}"
+            )
+        _check_arguments(cls, spec)
+        if any(isinstance(p, FSDP1Parameter) for p in parameters.values()) and not (
+            cls.__module__.startswith("torch.optim.") and cls.__name__ in ELEMENTWISE
+        ):
+            raise CapabilityError(
+                f"optimizer.name {spec.name} may need full parameters, but strategy fsdp1 shards "
+                f"flat tensors: use strategy fsdp2 if it supports DTensors. {ALTERNATIVES}"
             )
         takes_decay = _accepts(cls, "weight_decay")
         groups = [
@@ -105,6 +106,12 @@ class TorchOptimizer(ShardedOptimizer):
                 f"optimizer.name {spec.name} does not accept this model's parameters: {error}. "
                 f"{ALTERNATIVES}"
             ) from error
+        # Last, so that no user is told to change a setting of an optimizer that cannot be used.
+        if spec.weight_decay and not takes_decay:
+            raise ConfigError(
+                f"optimizer.weight_decay is {spec.weight_decay}, but {spec.name} takes no weight "
+                "decay: set it to 0."
+            )
 
     def _with_smallest_parameter(self, group: Mapping[str, object]) -> dict[str, object]:
         """Return the group with its smallest parameter only, the same one on all ranks."""
@@ -273,11 +280,6 @@ def _check_arguments(cls: type[torch.optim.Optimizer], spec: OptimizerSpec) -> N
                 f"optimizer.arguments.{name} is {value!r}, but {spec.name} expects a value like "
                 f"{accepted[name].default!r}."
             )
-    if spec.weight_decay and not _accepts(cls, "weight_decay"):
-        raise ConfigError(
-            f"optimizer.weight_decay is {spec.weight_decay}, but {spec.name} takes no weight "
-            "decay: set it to 0."
-        )
     required = [
         name
         for name, p in accepted.items()

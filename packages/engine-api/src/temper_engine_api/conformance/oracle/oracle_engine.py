@@ -328,7 +328,8 @@ class OracleEngine(BaseEngine):
     def to(
         self, device: Literal["cpu", "device"], *, model: bool = True, optimizer: bool = True
     ) -> None:
-        """Do nothing: the oracle always computes on the CPU."""
+        """Check the arguments only: the oracle always computes on the CPU."""
+        self._check_can_move(device)
 
     def close(self) -> None:
         """Drop the model and the optimizer state."""

@@ -187,12 +187,74 @@ def test_engine_is_unusable_before_init_model(
 
 def use_before_init(rank: Rank, *, setup: EngineSetup) -> None:
     """Use an engine before `init_model`, and construct engines with invalid arguments."""
+    engine = rank.construct_engine(setup)
     with pytest.raises(EngineStateError, match="init_model"):
-        _ = rank.construct_engine(setup).topology
+        _ = engine.topology
+    with pytest.raises(EngineStateError, match="init_model"):
+        engine.lr_scheduler_step()
+    assert engine.num_schedule_steps == 0, "lr_scheduler_step() advanced the schedule"
     # Reading the path only in init_model lets a process construct an engine without the files.
     rank.construct_engine(replace(setup, model_path=setup.model_path + "-that-does-not-exist"))
     with pytest.raises(ConfigError, match=rank.engine_class.config_class.__name__):
         rank.engine_class("not a configuration")  # type: ignore[arg-type]  # the wrong type is what is tested
+
+
+def test_second_init_model_is_rejected(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """`init_model` runs once: a second call raises and leaves the engine usable."""
+    engine_under_test.run(
+        init_twice, setup=oracle.make_setup(QWEN2_GROUPED), batch=oracle.get_batch()
+    )
+
+
+def init_twice(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> None:
+    """Call `init_model` again before an update and after `close`."""
+    engine: BaseEngine = rank.construct_engine(setup)
+    engine.init_model()
+    with pytest.raises(EngineStateError, match="construct another"):
+        engine.init_model()
+    engine.set_loss_fn(ClippedPpoProbe())
+    local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)
+    assert run_update(engine, [local_batch]).report.outcome == "stepped"
+    engine.close()
+    with pytest.raises(EngineStateError, match="construct another"):
+        engine.init_model()
+
+
+def test_move_to_an_unknown_device_is_rejected(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Names other than "cpu" and "device" are refused by `to`."""
+    engine_under_test.run(move_to_unknown, setup=oracle.make_setup(QWEN2_GROUPED))
+
+
+def move_to_unknown(rank: Rank, *, setup: EngineSetup) -> None:
+    """Pass a name that is no place, as a user who expects names of torch devices does."""
+    with pytest.raises(ConfigError, match="cuda:0"):
+        rank.cached_engine(setup).to("cuda:0")  # type: ignore[arg-type]  # the wrong value is what is tested
+
+
+def test_weight_stream_does_not_mix_two_versions(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """A stream of `export_weights` that is read on after an update raises."""
+    engine_under_test.run(
+        update_within_stream,
+        setup=oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW),
+        batch=oracle.get_batch(),
+    )
+
+
+def update_within_stream(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> None:
+    """Read one tensor, run an update, and go on reading."""
+    engine = rank.temporary_engine(setup)
+    engine.set_loss_fn(ClippedPpoProbe())
+    with engine.export_weights() as stream:
+        next(iter(stream))
+        run_update(engine, [rank_slice(engine, batch, split=ONE_MICRO_BATCH)])
+        with pytest.raises(EngineStateError, match="updated while export_weights"):
+            next(iter(stream))
 
 
 @pytest.mark.bitwise
