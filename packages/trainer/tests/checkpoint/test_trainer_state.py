@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from temper_engine_api.errors import DamagedCheckpointError
@@ -21,3 +23,12 @@ def test_state_survives_a_round_trip() -> None:
 def test_state_file_with_other_fields_is_refused(text: str) -> None:
     with pytest.raises(DamagedCheckpointError, match="unexpected fields"):
         TrainerState.from_json(text)
+
+
+def test_state_of_an_older_version_has_no_tokenizer_digest() -> None:
+    state = TrainerState(
+        phase="rl", step=7, cursor=DataCursor(), weight_version=8, config_digest="ab"
+    )
+    fields = json.loads(state.to_json())
+    del fields["tokenizer_digest"]
+    assert TrainerState.from_json(json.dumps(fields)) == state

@@ -395,6 +395,18 @@ def check_resume_step(step: int, *, total_steps: int, checkpoint: Path | None) -
         )
 
 
+def read_tokenizer_digest(checkpoint: Path) -> str | None:
+    """Return the digest of the tokenizer of a step directory; None if it records none.
+
+    Checkpoints of older versions and engine-only checkpoints record none.
+
+    Raises:
+        DamagedCheckpointError: If the trainer's part is damaged.
+    """
+    path = checkpoint / TRAINER_PART / STATE_FILE
+    return TrainerState.from_json(path.read_text()).tokenizer_digest if path.is_file() else None
+
+
 def find_engine_checkpoints(path: Path) -> dict[str, Path]:
     """Return the step directories of an engine-only checkpoint by role.
 

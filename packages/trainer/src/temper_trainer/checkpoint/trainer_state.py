@@ -35,6 +35,8 @@ class TrainerState:
     """Mean of these rewards."""
     reward_squares: float = 0.0
     """Sum of their squared deviations from the mean."""
+    tokenizer_digest: str | None = None
+    """Digest of the tokenizer that the weights were trained with; None in older checkpoints."""
 
     def to_json(self) -> str:
         """Return the content of the state file."""
@@ -49,6 +51,9 @@ class TrainerState:
         """
         # Checked field by field: a file of another version must not be read with default values.
         values = json.loads(text)
+        if isinstance(values, dict):
+            # The one field that files of older versions lack.
+            values = {"tokenizer_digest": None, **values}
         match values:
             case {
                 "phase": str(),
@@ -58,6 +63,7 @@ class TrainerState:
             } if (
                 values.keys() == {item.name for item in fields(cls)}
                 and isinstance(values["config_digest"], str)
+                and isinstance(values["tokenizer_digest"], str | None)
                 and all(isinstance(values[name], float) for name in _FLOAT_FIELDS)
             ):
                 return cls(**{**values, "cursor": DataCursor(epoch=epoch, index=index)})

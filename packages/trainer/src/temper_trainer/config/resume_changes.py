@@ -26,8 +26,10 @@ WARM_START = FixedSetting(keys=("warm_start",), source="the warm start is done")
 """Settings that are fixed as soon as the warm start is done, also without a checkpoint."""
 
 
-TOKENIZER = FixedSetting(keys=("data.tokenizer",), source="the tokenizer is that of the run folder")
-"""Settings of a tokenizer that was trained at the first start."""
+TOKENIZER = FixedSetting(
+    keys=("data.tokenizer",), source="the weights fit only the tokenizer that the run has saved"
+)
+"""Settings of the tokenizer, which are fixed as soon as weights were trained with it."""
 
 
 UNCOMPARED_KEYS = ("run.resume", "run.dir")
@@ -50,6 +52,7 @@ def describe_changes(
     *,
     restored_parts: Collection[str],
     has_warm_start_model: bool,
+    has_saved_tokenizer: bool,
 ) -> Iterator[str]:
     """Yield a line for each setting that changed, and a warning for each change without effect.
 
@@ -59,6 +62,7 @@ def describe_changes(
         restored_parts: Parts of the checkpoint from which this start continues: roles, and
             ``trainer``; empty without a checkpoint.
         has_warm_start_model: True if this start uses the model of a warm start that is done.
+        has_saved_tokenizer: True if this start uses the tokenizer of existing weights.
     """
     changed = [
         key
@@ -75,7 +79,7 @@ def describe_changes(
         yield f"  {key}: {_text(before, key)} -> {_text(after, key)}"
     fixed_settings = [
         *_list_restored_settings(restored_parts),
-        *([TOKENIZER] if after.get("data.tokenizer.kind") != "pretrained" else ()),
+        *([TOKENIZER] if has_saved_tokenizer else ()),
         *([WARM_START] if restored_parts or has_warm_start_model else ()),
         *([_find_replaced_models(before, after)] if has_warm_start_model else ()),
     ]

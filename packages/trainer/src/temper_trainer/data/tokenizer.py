@@ -1,19 +1,16 @@
 """Load or train the run's tokenizer, and save it with the run for use with its model."""
 
+import hashlib
 import json
-import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from temper_engine_api.checkpoint import set_aside
-from temper_engine_api.errors import CheckpointError, ConfigError
+from temper_engine_api.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from temper_trainer.config.data import TokenizerConfig
 from temper_trainer.data.rows import DataError
-
-logger = logging.getLogger(__name__)
 
 PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
@@ -26,84 +23,94 @@ character.
 def build_tokenizer(
     config: TokenizerConfig, *, model_path: str | None, texts: Iterable[str], directory: Path
 ) -> PreTrainedTokenizerBase:
-    """Return a tokenizer with pad and end tokens, after saving it to ``directory``.
+    """Return the tokenizer of `load_or_train`, after saving it to ``directory``."""
+    tokenizer = load_or_train(config, model_path=model_path, texts=texts)
+    save_tokenizer(tokenizer, directory)
+    return tokenizer
+
+
+def load_or_train(
+    config: TokenizerConfig, *, model_path: str | None, texts: Iterable[str]
+) -> PreTrainedTokenizerBase:
+    """Return a tokenizer with pad and end tokens.
 
     Args:
         config: Kind of tokenizer.
         model_path: The actor's model directory, used by kind pretrained if config.path is None.
         texts: Prompts, answers and demonstrations that kinds word_level and bpe learn from.
-        directory: Output directory.
 
     Raises:
         ConfigError: If kind pretrained has no readable directory, or its tokenizer has no end
             token.
         DataError: If there are no texts to learn from, or one has a special token or does not
             survive a round trip.
-        CheckpointError: If it cannot be written.
     """
     if config.kind == "pretrained":
-        tokenizer = _load(config.path or model_path)
-    else:
-        # Without duplicates, in order: a set has another order in every process.
-        corpus = list(dict.fromkeys(texts))
-        if not corpus:
-            raise DataError(
-                f"tokenizer.kind {config.kind} learns from the training texts, but there are none."
-            )
-        trained = (
-            _word_level(corpus)
-            if config.kind == "word_level"
-            else _byte_pairs(corpus, vocab_size=config.vocab_size)
+        return _load(config.path or model_path)
+    # Without duplicates, in order: a set has another order in every process.
+    corpus = list(dict.fromkeys(texts))
+    if not corpus:
+        raise DataError(
+            f"tokenizer.kind {config.kind} learns from the training texts, but there are none."
         )
-        check_round_trip(trained, corpus)
-        tokenizer = _to_transformers(trained)
-    save_tokenizer(tokenizer, directory)
+    trained = (
+        _word_level(corpus)
+        if config.kind == "word_level"
+        else _byte_pairs(corpus, vocab_size=config.vocab_size)
+    )
+    check_round_trip(trained, corpus)
+    return _to_transformers(trained)
+
+
+def load_saved_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """Return a tokenizer that `save_tokenizer` wrote.
+
+    Raises:
+        DamagedCheckpointError: If it cannot be read.
+    """
+    try:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            # A slow tokenizer has its own files in place of tokenizer.json.
+            if (directory / name).exists() or name == "tokenizer_config.json":
+                json.loads((directory / name).read_text(encoding="utf-8"))
+        tokenizer = _load(str(directory))
+    except Exception as error:
+        # The tokenizers library raises a bare Exception for a file that it cannot parse.
+        if type(error) is not Exception and not isinstance(
+            error, OSError | ValueError | ConfigError
+        ):
+            raise
+        raise DamagedCheckpointError(
+            f"the tokenizer in {directory} is damaged ({error})."
+        ) from error
+    if _is_trained_by_run(tokenizer) and tokenizer.chat_template is None:
+        # Loading has added fields to its config, which would be exported with the model.
+        return _to_transformers(tokenizer.backend_tokenizer)
     return tokenizer
 
 
-def load_trained_tokenizer(
-    directory: Path, *, texts: Iterable[str]
-) -> PreTrainedTokenizerBase | None:
-    """Return a tokenizer that `build_tokenizer` saved earlier.
+def compute_tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the SHA-256 of what gives token ids their meaning.
 
-    Weights fit the ids of one tokenizer. One that is trained on other texts may have as many
-    entries in another order, which nothing would notice.
-
-    Args:
-        directory: Its directory; renamed if a file in it is damaged.
-        texts: Texts that it has to encode.
-
-    Returns:
-        The tokenizer; None if there is none, or a damaged one.
-
-    Raises:
-        DataError: If a text does not survive a round trip.
+    These are the vocabulary, the merges of BPE and the end token. Other fields of tokenizer.json
+    are left out, because the libraries write them differently from version to version.
     """
-    if not directory.is_dir():
-        return None
-    try:
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            json.loads((directory / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        renamed = set_aside(directory, "damaged")
-        logger.warning(
-            "the tokenizer in %s is damaged (%s): renamed to %s, and trained again",
-            directory,
-            error,
-            renamed.name,
-        )
-        return None
-    trained = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    changed = _find_changed_text(trained, texts)
-    if changed is not None:
-        raise DataError(
-            f"the tokenizer of the run in {directory} was trained on other texts and would change "
-            f"{changed[0]!r:.200} to {changed[1]!r:.200}. The run's weights fit no other "
-            "tokenizer: keep the training data, or choose another run.dir."
-        )
-    if [trained.token_to_id(token) for token in (PAD, END, UNKNOWN)] == [0, 1, 2]:
-        return _to_transformers(trained)  # equal files: loading would add fields to its config
-    return _load(str(directory))  # the last start had kind pretrained
+    merges: list[list[str]] = []
+    if tokenizer.is_fast:
+        model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+        # Older versions write a merge as one string.
+        merges = [
+            pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", [])
+        ]
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
+    content = json.dumps([vocabulary, merges, tokenizer.eos_token_id])
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _is_trained_by_run(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True for a tokenizer of kind word_level or bpe."""
+    special = [tokenizer.get_vocab().get(token) for token in (PAD, END, UNKNOWN)]
+    return tokenizer.is_fast and special == [0, 1, 2]
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
@@ -209,24 +216,54 @@ def _byte_pairs(corpus: Sequence[str], *, vocab_size: int | None) -> Tokenizer:
     return tokenizer
 
 
+def check_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], *, directory: Path
+) -> None:
+    """Check that a saved tokenizer of kind word_level or bpe represents new texts.
+
+    Args:
+        tokenizer: The tokenizer.
+        texts: Texts of this start, which may be others than it was trained on.
+        directory: Where it is saved, for the message.
+
+    Raises:
+        DataError: If a text has a special token or does not survive a round trip.
+    """
+    if not _is_trained_by_run(tokenizer):
+        return
+    corpus = list(dict.fromkeys(texts))
+    _check_special_tokens(corpus)
+    changed = _find_changed_text(tokenizer.backend_tokenizer, corpus)
+    if changed is not None:
+        raise DataError(
+            f"the tokenizer of the run in {directory} was trained on other texts and would change "
+            f"{changed[0]!r:.200} to {changed[1]!r:.200}. The run's weights fit no other "
+            "tokenizer: keep the training data, or choose another run.dir."
+        )
+
+
 def check_round_trip(tokenizer: Tokenizer, corpus: Sequence[str]) -> None:
     """Raise unless decoding the encoded texts returns them unchanged.
 
     Raises:
         DataError: Naming the first text that has a special token or comes back changed.
     """
-    for text in corpus:
-        if any(special in text for special in (PAD, END, UNKNOWN)):
-            raise DataError(
-                f"a training text contains one of the special tokens {PAD}, {END} and {UNKNOWN}: "
-                f"{text!r:.200}. Remove the token from the text."
-            )
+    _check_special_tokens(corpus)
     changed = _find_changed_text(tokenizer, corpus)
     if changed is not None:
         raise DataError(
             f"the tokenizer would change a training text: {changed[0]!r:.200} comes back as "
             f"{changed[1]!r:.200}. Use tokenizer.kind bpe."
         )
+
+
+def _check_special_tokens(corpus: Iterable[str]) -> None:
+    for text in corpus:
+        if any(special in text for special in (PAD, END, UNKNOWN)):
+            raise DataError(
+                f"a training text contains one of the special tokens {PAD}, {END} and {UNKNOWN}: "
+                f"{text!r:.200}. Remove the token from the text."
+            )
 
 
 def _find_changed_text(tokenizer: Tokenizer, texts: Iterable[str]) -> tuple[str, str] | None:

@@ -23,6 +23,7 @@ from temper_trainer.checkpoint.checkpointer import Checkpointer
 from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.data.tokenizer import compute_tokenizer_digest
 from temper_trainer.loops.evaluation import evaluate_all
 from temper_trainer.loops.interrupts import StopRequest, WorkAbandoned
 from temper_trainer.loops.pipelined_loops import open_step_loop
@@ -83,6 +84,7 @@ def run_rl(
         resume_from=resume_from,
         num_prompts=len(prompts),
         digest=digest,
+        tokenizer_digest=compute_tokenizer_digest(tokenizer),
         log=log,
     )
     with build_components(
@@ -125,6 +127,7 @@ def _load_state(
     resume_from: Path | None,
     num_prompts: int,
     digest: str,
+    tokenizer_digest: str,
     log: RunLog,
 ) -> TrainerState:
     """Return the state from which the run continues."""
@@ -134,6 +137,7 @@ def _load_state(
         cursor=DataCursor(),
         weight_version=1,
         config_digest=digest,
+        tokenizer_digest=tokenizer_digest,
         kl_coef=config.algorithm.kl_reward_coef,
         entropy_coef=config.algorithm.entropy_coef,
     )
@@ -142,7 +146,8 @@ def _load_state(
     step = checkpointer.read_engine_only_step(resume_from)
     if step is None:
         # A resumed run may have other settings; its checkpoints record the digest of those.
-        return replace(checkpointer.read_state(resume_from, phase="rl"), config_digest=digest)
+        saved = checkpointer.read_state(resume_from, phase="rl")
+        return replace(saved, config_digest=digest, tokenizer_digest=tokenizer_digest)
     # Without trainer state, skip as many prompts as that number of steps uses.
     epoch, index = divmod(step * config.batching.prompts_per_step, num_prompts)
     log.print_line(

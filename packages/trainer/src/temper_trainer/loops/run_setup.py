@@ -1,6 +1,5 @@
-"""Prepare a run: checkpointer, data, tokenizer, models that fit it, and the number of steps."""
+"""Prepare a run: checkpointer, data, models that fit it, and the number of steps."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +14,6 @@ from temper_trainer.config.run import RoleConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.rows import DataError, Row
 from temper_trainer.data.sources import load_rows
-from temper_trainer.data.tokenizer import (
-    build_tokenizer,
-    load_trained_tokenizer,
-    save_tokenizer,
-)
 from temper_trainer.loops.run_folder import RunFolder
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.runtime.checkpoint_verification import make_checkpoint_verifier
@@ -55,52 +49,6 @@ def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:
         "train": [],
         **{name: load_rows(source) for name, source in sources.items() if source is not None},
     }
-
-
-def load_or_train_tokenizer(
-    config: TrainerConfig, *, folder: RunFolder, rows: Sequence[Row], checkpoint: Path | None = None
-) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a run, and save it in the run folder.
-
-    Kind pretrained is loaded from its path at every start. The other kinds are trained at the first
-    start; later ones load the saved tokenizer, and so does a run that resumes from another's
-    checkpoint.
-
-    Args:
-        config: The configuration.
-        folder: The run folder, in which the tokenizer is saved.
-        rows: Rows whose texts a new tokenizer is trained on.
-        checkpoint: Checkpoint from which the run resumes.
-    """
-    texts = [
-        # The words of the template are tokenized in every prompt, so they must be learned, too.
-        config.data.prompt_template.replace("{prompt}", ""),
-        *(text for row in rows for text in row.texts),
-    ]
-    if config.data.tokenizer.kind != "pretrained":
-        for directory in _list_saved_tokenizers(folder, checkpoint):
-            saved = load_trained_tokenizer(directory, texts=texts)
-            if saved is not None:
-                if directory != folder.tokenizer:
-                    save_tokenizer(saved, folder.tokenizer)
-                return saved
-    return build_tokenizer(
-        config.data.tokenizer,
-        model_path=config.actor.engine.model.path,
-        texts=texts,
-        directory=folder.tokenizer,
-    )
-
-
-def _list_saved_tokenizers(folder: RunFolder, checkpoint: Path | None) -> list[Path]:
-    """Return where a tokenizer may be that fits the weights with which the run continues."""
-    own = [folder.tokenizer] if folder.contains_run else []
-    if checkpoint is None or checkpoint.parent.name != folder.checkpoints.name:
-        return own
-    source = RunFolder(checkpoint.parent.parent)
-    is_same = source.root.resolve() == folder.root.resolve()
-    # The weights come from the checkpoint, so its run's tokenizer counts first.
-    return own if is_same else [source.tokenizer, *own]
 
 
 def fit_models_to_tokenizer(

@@ -30,6 +30,7 @@ from temper_trainer.data.prompts import check_fits, encode_demonstrations, encod
 from temper_trainer.data.rows import PairRow, Row
 from temper_trainer.data.sources import iterate_rows
 from temper_trainer.data.streams import BufferedStream, InMemoryStream
+from temper_trainer.data.tokenizer import compute_tokenizer_digest
 from temper_trainer.loops.interrupts import StopRequest
 from temper_trainer.loops.rl_step import collect_update_metrics, run_forward
 from temper_trainer.loops.run_folder import RunFolder, export_model
@@ -240,6 +241,7 @@ def run_supervised(
         RunInterrupted: If a stop was requested; the last completed step is saved.
     """
     checkpointer = open_checkpointer(config, folder=stage.folder)
+    tokenizer_digest = compute_tokenizer_digest(tokenizer)
     stream = stage.open_stream(DataCursor())
     with ExitStack() as stack:
         groups = stack.enter_context(_open_groups(config, stage, runtime=runtime))
@@ -279,6 +281,7 @@ def run_supervised(
                         # There is no sampler, so no weights were published.
                         weight_version=0,
                         config_digest=digest,
+                        tokenizer_digest=tokenizer_digest,
                     )
                     boundary.set_saved(step, writer.save(state, wait=is_last))
                 if stop.is_set:

@@ -33,12 +33,12 @@ from temper_trainer.loops.run_components import build_inference_components
 from temper_trainer.loops.run_folder import RunFolder, open_run_folder, set_aside_damaged_model
 from temper_trainer.loops.run_setup import (
     fit_models_to_tokenizer,
-    load_or_train_tokenizer,
     load_problems,
     open_checkpointer,
     report_dropped,
     with_run_length,
 )
+from temper_trainer.loops.run_tokenizer import load_or_train_tokenizer, uses_saved_tokenizer
 from temper_trainer.loops.step_boundary import StepBoundary
 from temper_trainer.loops.supervised import (
     SupervisedStage,
@@ -139,6 +139,8 @@ def _run_task(
         )
     problems = load_problems(config)
     pairs = load_pairs(config.data.train) if config.task in ("dpo", "rm") else []
+    # Before it is written: a new tokenizer is saved in the run folder, too.
+    has_saved_tokenizer = uses_saved_tokenizer(config, folder=folder, checkpoint=checkpoint)
     pair_rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
     tokenizer = load_or_train_tokenizer(
         config,
@@ -171,6 +173,7 @@ def _run_task(
             # A damaged model is written again, for which the warm start may train on.
             has_warm_start_model=config.warm_start is not None
             and find_damaged_model(folder.warm_start.model) is None,
+            has_saved_tokenizer=has_saved_tokenizer,
         ):
             log.print_line(line)
         log.try_report()  # a killed process may have left one that is behind metrics.jsonl

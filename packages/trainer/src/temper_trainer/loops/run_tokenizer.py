@@ -1,0 +1,184 @@
+"""Choose the tokenizer of a run: the saved one if weights were trained with it, or a new one.
+
+Weights fit the ids of one tokenizer. Another one, such as one that is trained on changed data, may
+have as many entries in another order, so that no shape check notices it. Each checkpoint therefore
+records the digest of its tokenizer.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from temper_engine_api.checkpoint import list_step_entries, set_aside
+from temper_engine_api.errors import CheckpointError, DamagedCheckpointError
+from temper_trainer.checkpoint.checkpointer import read_tokenizer_digest
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.data.rows import Row
+from temper_trainer.data.tokenizer import (
+    check_texts,
+    compute_tokenizer_digest,
+    load_or_train,
+    load_saved_tokenizer,
+    save_tokenizer,
+)
+from temper_trainer.loops.run_folder import RunFolder
+from temper_trainer.metrics.run_files import next_superseded_path
+
+logger = logging.getLogger(__name__)
+
+
+def uses_saved_tokenizer(
+    config: TrainerConfig, *, folder: RunFolder, checkpoint: Path | None
+) -> bool:
+    """Return True if the run continues with weights that were trained with a tokenizer.
+
+    They are those of the checkpoint, or of a warm start that has a model or a checkpoint.
+    """
+    if config.task in ("eval", "generate"):  # these tasks restore no checkpoint
+        return False
+    warm_start = folder.warm_start
+    return checkpoint is not None or (
+        config.warm_start is not None
+        and (warm_start.model.exists() or bool(list_step_entries(warm_start.checkpoints)))
+    )
+
+
+def load_or_train_tokenizer(
+    config: TrainerConfig, *, folder: RunFolder, rows: Sequence[Row], checkpoint: Path | None = None
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a run, which is then saved in the run folder.
+
+    A run that continues with trained weights uses the tokenizer that was saved with them, whatever
+    ``data.tokenizer`` says. If that one is damaged, or has another digest than the weights record,
+    it is renamed and built again, provided that the new one has that digest.
+
+    Args:
+        config: The configuration.
+        folder: The run folder.
+        rows: Rows whose texts a new tokenizer is trained on.
+        checkpoint: Checkpoint from which the run resumes, of this run or of another one.
+
+    Raises:
+        CheckpointError: If the tokenizer of the weights is lost.
+        DataError: If the tokenizer cannot represent a text.
+        ConfigError: If a new tokenizer cannot be built from ``data.tokenizer``.
+    """
+    texts = [
+        # The words of the template are tokenized in every prompt, so they must be learned, too.
+        config.data.prompt_template.replace("{prompt}", ""),
+        *(text for row in rows for text in row.texts),
+    ]
+    if not uses_saved_tokenizer(config, folder=folder, checkpoint=checkpoint):
+        tokenizer = _build(config, texts)
+        _replace_saved(tokenizer, folder.tokenizer)
+        return tokenizer
+    expected = _read_expected_digest(folder, checkpoint)
+    problems = []
+    for directory in _list_saved_tokenizers(folder, checkpoint):
+        try:
+            saved = load_saved_tokenizer(directory)
+        except DamagedCheckpointError as error:
+            problems.append(str(error))
+            continue
+        if expected not in (None, compute_tokenizer_digest(saved)):
+            problems.append(f"the tokenizer in {directory} has another digest than the weights.")
+            continue
+        check_texts(saved, texts, directory=directory)
+        if directory != folder.tokenizer:
+            _replace_saved(saved, folder.tokenizer)
+        return saved
+    return _build_again(config, texts, folder=folder, expected=expected, problems=problems)
+
+
+def _build(config: TrainerConfig, texts: Sequence[str]) -> PreTrainedTokenizerBase:
+    return load_or_train(
+        config.data.tokenizer, model_path=config.actor.engine.model.path, texts=texts
+    )
+
+
+def _replace_saved(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Save a tokenizer; rename another one that is already there."""
+    if directory.exists():
+        try:
+            saved = load_saved_tokenizer(directory)
+        except DamagedCheckpointError:
+            set_aside(directory, "damaged")
+        else:
+            if compute_tokenizer_digest(saved) != compute_tokenizer_digest(tokenizer):
+                directory.rename(next_superseded_path(directory))
+    save_tokenizer(tokenizer, directory)
+
+
+def _build_again(
+    config: TrainerConfig,
+    texts: Sequence[str],
+    *,
+    folder: RunFolder,
+    expected: str | None,
+    problems: Sequence[str],
+) -> PreTrainedTokenizerBase:
+    """Build the tokenizer of existing weights a second time.
+
+    Args:
+        config: The configuration.
+        texts: Texts that it is trained on.
+        folder: The run folder.
+        expected: Digest that it must have; None if the weights record none.
+        problems: What is wrong with the saved ones; empty if there are none.
+    """
+    description = " ".join(problems) or f"there is no tokenizer in {folder.tokenizer}."
+    if expected is None and problems:
+        raise CheckpointError(
+            f"{description} The checkpoint was saved by an older version and records no digest, so "
+            "a tokenizer that is built again could not be compared: restore the folder from a "
+            "backup. If the training data and data.tokenizer are those of the first start, rename "
+            "it instead, and it is built again."
+        )
+    logger.warning("%s It is built again from data.tokenizer.", description)
+    tokenizer = _build(config, texts)
+    if expected not in (None, compute_tokenizer_digest(tokenizer)):
+        raise CheckpointError(
+            f"{description} The one that is built from the present data and data.tokenizer is not "
+            "that of the weights, either: restore the folder from a backup, or restore the "
+            "training data and data.tokenizer of the run's first start."
+        )
+    if folder.tokenizer.exists():
+        renamed = set_aside(folder.tokenizer, "damaged")
+        logger.warning(
+            "the tokenizer in %s was replaced: renamed to %s", folder.tokenizer, renamed.name
+        )
+    save_tokenizer(tokenizer, folder.tokenizer)
+    return tokenizer
+
+
+def _list_saved_tokenizers(folder: RunFolder, checkpoint: Path | None) -> Iterator[Path]:
+    """Yield where the tokenizer of the weights may be saved, the most likely folder first."""
+    if checkpoint is not None and checkpoint.parent.name == folder.checkpoints.name:
+        source = RunFolder(checkpoint.parent.parent)
+        # The weights come from the checkpoint, so its run's tokenizer counts first.
+        if source.root.resolve() != folder.root.resolve() and source.tokenizer.exists():
+            yield source.tokenizer
+    if folder.tokenizer.exists():
+        yield folder.tokenizer
+
+
+def _read_expected_digest(folder: RunFolder, checkpoint: Path | None) -> str | None:
+    """Return the digest of the tokenizer that the weights were trained with, if it is known."""
+    if checkpoint is not None:
+        return read_tokenizer_digest(checkpoint)
+    warm_start = folder.warm_start
+    for _, step in sorted(list_step_entries(warm_start.checkpoints).items(), reverse=True):
+        try:
+            return read_tokenizer_digest(step)
+        except DamagedCheckpointError:
+            continue  # the warm start passes over this checkpoint, too
+    if not warm_start.model.exists():
+        return None
+    # Its checkpoints were deleted, but the model is saved with its tokenizer.
+    try:
+        return compute_tokenizer_digest(load_saved_tokenizer(warm_start.model))
+    except DamagedCheckpointError as error:
+        logger.warning("the run's tokenizer cannot be compared with that of its weights: %s", error)
+        return None
