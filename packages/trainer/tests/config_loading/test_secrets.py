@@ -156,6 +156,13 @@ def test_more_names_of_secrets_are_refused(key: str) -> None:
         ("${oc.env:SESSION_COOKIE}", "SESSION_COOKIE"),
         ("${oc.env:AWS_CREDENTIALS}", "AWS_CREDENTIALS"),
         ("https://judge/v1?token=${oc.env:HF_TOKEN}", "HF_TOKEN"),
+        ("https://${oc.env:HF_TOKEN}@judge/v1", "HF_TOKEN"),
+        ("${oc.env:HF_TOKEN2}", "HF_TOKEN2"),
+        ("Bearer ${oc.env:API_KEY2}", "API_KEY2"),
+        ("${oc.env:GITHUB_PASSWORD1}", "GITHUB_PASSWORD1"),
+        ("${oc.env:OPENAI_APIKEYS}", "OPENAI_APIKEYS"),
+        ("${oc.env:OPENAI_KEYS}", "OPENAI_KEYS"),
+        ("${oc.env:MY_TOKENS_3}", "MY_TOKENS_3"),
     ],
 )
 @pytest.mark.parametrize("key", ["note", "auth"])
@@ -221,12 +228,103 @@ def test_working_directory_is_written_with_its_value(
         "https://judge/v1?api_key=sentinel",
         "https://judge/v1?model=a&token=sentinel",
         "https://user:sentinel@judge/v1",
+        "https://judge/v1?api-key=sentinel",
+        "https://judge/v1?a=b&subscription-key=sentinel",
+        "https://judge/v1?X-Amz-Credential=sentinel",
+        "https://sentinel4567@judge/v1",
+        "git+https://sentinel4567@judge/v1",
+        "https://hooks.slack.com/services/T1/B2/sentinel",
+        "https://discord.com/api/webhooks/123/sentinel",
+        "https://example.com/webhooks/sentinel1234567890",
+        "https://api.telegram.org/bot123:sentinel/send",
+        "Authorization: Bearer sentinel",
+        '"Authorization": "Basic sentinel"',
+        "x-api-key: sentinel",
+        "Bearer sentinel1234567890",
+        "npm_" + "sentinel123" * 3,
+        "gsk_" + "sentinel123" * 3,
+        "r8_" + "sentinel123" * 3,
+        "tgp_v1_" + "sentinel123" * 3,
+        "xai-" + "sentinel123" * 3,
+        "sk_live_" + "sentinel123" * 3,
+        "nvapi-" + "sentinel123" * 3,
     ],
 )
 def test_value_that_looks_like_a_token_is_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=r"reward\.arguments\.note is a ") as caught:
         load([*BASE, "reward.function=my:judge", f"+reward.arguments.note='{value}'"])
     assert "sentinel" not in str(caught.value).lower()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "ssh://git@github.com/a/b",
+        "https://git@github.com/a/b",
+        "https://judge/v1?mail=a@b.c&max_tokens=5&sort_key=x",
+        "https://judge/hooks/temper",
+        "s3://bucket/a@b",
+        "runs/r8_lora_rank8_alpha16_seed1",
+        "the bearer of this letter",
+        "Use bearer authentication.",
+        "authorization is not needed",
+        "sk-learn",
+    ],
+)
+def test_values_that_resemble_secrets_are_written(value: str) -> None:
+    loaded = load([*BASE, "reward.function=my:judge", f"+reward.arguments.note='{value}'"])
+    assert loaded.resolved["reward"]["arguments"]["note"] == value  # type: ignore[index,call-overload]
+    assert redact_override(f"note={value}") == f"note={value}"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "${oc.env:NOTSET,sentinel}",
+        "${oc.env:NOTSET,${oc.env:NEITHER,sentinel}}",
+        "sentinel${oc.env:JUDGE}",
+        "Bearer ${oc.env:JUDGE}sentinel",
+    ],
+)
+def test_literal_part_of_a_secret_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE", "x")
+    with pytest.raises(ConfigError, match="is a secret in plain text") as caught:
+        load([*BASE, "reward.function=my:judge", f"+reward.arguments.api_key='{value}'"])
+    assert "sentinel" not in str(caught.value)
+    assert "sentinel" not in redact_override(f"+reward.arguments.api_key='{value}'")
+
+
+def test_value_of_a_secret_variable_that_the_shell_expanded_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "plain-sentinel")
+    with pytest.raises(
+        ConfigError, match=r"reward\.arguments\.note .*environment variable MY_TOKEN"
+    ) as caught:
+        load([*BASE, "reward.function=my:judge", "+reward.arguments.note='a plain-sentinel b'"])
+    assert "sentinel" not in str(caught.value)
+
+
+def test_path_that_a_secret_variable_names_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "key.json"
+    file.touch()
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+    loaded = load([*BASE, "reward.function=my:judge", f"+reward.arguments.note={file}"])
+    assert loaded.config.reward.arguments["note"] == str(file)
+
+
+def test_secret_in_a_nested_argument_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is a secret in plain text") as caught:
+        load(
+            [
+                *BASE,
+                "reward.function=my:judge",
+                "+reward.arguments.headers={Authorization: sentinel}",
+            ]
+        )
+    assert "sentinel" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

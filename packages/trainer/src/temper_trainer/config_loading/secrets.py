@@ -6,6 +6,7 @@ A secret must be given as an environment variable, `${oc.env:NAME}`, and is writ
 import os
 import re
 from collections.abc import Iterator, Mapping
+from typing import Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config_loading.schema import Plain, flatten
@@ -29,14 +30,14 @@ _HARMLESS_NEXT = re.compile(
 """Words after `key`, `token` and the like that make the value no secret."""
 _OWNERS_OF_MANY = ("access", "api", "auth", "bearer", "refresh", "secret")
 """Words before `keys` and `tokens` that make a secret: `stop_tokens` are none."""
-_OPEN_BLOCKS = re.compile(r"(arguments|engine_kwargs)\.[^.]+$")
+_OPEN_BLOCKS = re.compile(r"(^|\.)(arguments|engine_kwargs)\.")
 """Blocks whose keys users choose; no other key takes a secret."""
 
 _VARIABLE = "${oc.env:"
 _VARIABLE_NAME = re.compile(r"oc\.env:\s*['\"]?([A-Za-z_][A-Za-z0-9_]*)")
 _SECRET_VARIABLE = re.compile(
-    r"(token|key|secret|secrets|password|passwords|passwd|passphrase|credential|credentials|jwt"
-    r"|(^|_)(auth|authorization|bearer|cookie|cookies|dsn|pass|pat|pwd|webhook))(_|$)",
+    r"((token|key|secret|password|passphrase|credential|webhook)s?|passwd|jwt"
+    r"|(^|_)(auth|authorization|bearer|cookies?|dsn|pass|pat|pwd))[0-9]*(_|$)",
     re.IGNORECASE,
 )
 """Name of an environment variable whose value is a secret. Wider than the rule for keys, because a
@@ -47,26 +48,56 @@ _SHORTEST_UNNAMED = 8
 """Minimum characters of a secret that is found by its value; shorter ones match by chance."""
 
 _REFERENCE = re.compile(r"['\"]?\$\{oc\.env:[^{}]*\}['\"]?")
-"""A value that names a variable, and so holds no secret."""
-_KEY_IN_TEXT = re.compile(r"([\w.-]+)['\"]?\s*[:=]")
-"""A key inside the text of a mapping, such as `api_key` in `{api_key: ...}`."""
-_PASSWORD_IN_URL = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
-_TOKEN_IN_URL = re.compile(
-    r"://\S*[?&](api_?key|key|(access_|auth_)?token|auth|sig|signature|password|secret"
-    r"|x-amz-signature)=(?!\$\{)[^&\s]",
+"""A value that names a variable."""
+_INNERMOST_REFERENCE = re.compile(r"\$\{([^{}]*)\}")
+_HARMLESS_LITERAL = re.compile(
+    r"((bearer|basic|digest|token|api-?key)\b|none|null|empty|missing|unset|dummy"
+    r"|https?://[^\s@]*|@\S*)?[\s:=,;'\"]*",
     re.IGNORECASE,
 )
+"""Text that may stand next to a reference or be its default, in a value that is a secret."""
+_KEY_IN_TEXT = re.compile(r"([\w.-]+)['\"]?\s*[:=]")
+"""A key inside the text of a mapping, such as `api_key` in `{api_key: ...}`."""
+_PASSWORD_IN_URL = re.compile(r"://(?!\$\{[^{}]*\}@)[^/\s:@]*:[^/\s@]+@")
+_USER_IN_URL = re.compile(
+    r"(https?://(?!git@)|://(?=[^\s/@?#]{20,}@)(?=[^\s/@?#]*[0-9]))(?!\$\{)[^\s/:@?#]+@",
+    re.IGNORECASE,
+)
+"""A user without a password, which for HTTP is usually a token."""
+_URL_PARAMETER = re.compile(r"(?<=[?&#;])([\w.-]+)=(?!\$\{)[^&#;\s]")
+_SECRET_PARAMETERS = ("sig", "signature", "x-amz-signature", "x-goog-signature")
+"""Names of URL parameters that are secrets, besides those that `_names_secret` finds."""
+_HOOK_URL = re.compile(
+    r"://(hooks\.(slack|zapier)\.com|discord(app)?\.com/api/webhooks|[\w.-]*webhook\.office\.com)"
+    r"/[\w./-]"
+    r"|://api\.telegram\.org/(file/)?bot[0-9]+:"
+    r"|://\S*/(web)?hooks?[\w.-]*/(\S*/)?(?=[\w-]*[0-9])[\w-]{16,}",
+    re.IGNORECASE,
+)
+"""URLs to which whoever knows them may post."""
+_HEADER = re.compile(
+    r"\b(proxy-)?authorization['\"]?\s*[:=]\s*['\"]?(?!((bearer|basic|digest|token)\s+)?\$\{)\S"
+    r"|\b(x-)?(api-key|auth-token)['\"]?\s*:\s*['\"]?(?!\$\{)\S"
+    r"|\bbearer\s+(?=\S*[0-9])[\w.~+/=-]{12,}",
+    re.IGNORECASE,
+)
+"""HTTP headers that authenticate."""
 _KNOWN_TOKEN = re.compile(
     r"(?<![\w-])("
     r"hf_[A-Za-z0-9]{20,}"
     r"|sk-(?=[\w-]*[0-9])[\w-]{16,}"
     r"|gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}|glpat-[\w-]{16,}"
-    r"|(AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{35}"
-    r"|xox[abprs]-[\w-]{10,}"
+    r"|(AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{35}|ya29\.[\w-]{20,}"
+    r"|xox[abeprs]-[\w-]{10,}|xapp-[\w-]{20,}"
+    r"|(npm|gsk|r8|glsa|shpat|dop_v1|lin_api)_[A-Za-z0-9]{20,}"
+    r"|(tgp_v1|wandb_v1|dckr_pat)_[\w-]{20,}|(xai|pplx|fw)-[A-Za-z0-9]{20,}"
+    r"|nvapi-[\w-]{20,}|[sr]k_(live|test)_[A-Za-z0-9]{16,}|hvs\.[\w-]{20,}|pypi-Ag[\w-]{20,}"
+    r"|SG\.[\w-]{16,}\.[\w-]{16,}"
     r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\."
     r")|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
-"""Tokens of Hugging Face, OpenAI, GitHub, GitLab, AWS, Google and Slack, JWTs and private keys."""
+"""Tokens with a prefix that says whose they are (Hugging Face, OpenAI, GitHub, GitLab, AWS, Google,
+Slack, npm, Groq, Replicate, Together, Stripe and others), JWTs and private keys."""
 
 
 def redact_override(text: str) -> str:
@@ -84,30 +115,32 @@ def redact_override(text: str) -> str:
     """
     key, separator, value = text.partition("=")
     names = (key.strip("+~ '\""), *_KEY_IN_TEXT.findall(value))
-    is_secret = _REFERENCE.fullmatch(value) is None and any(
-        _names_secret(name.rpartition(".")[2]) for name in names
-    )
-    hides_variable = any(secret in text for secret in _list_secret_values())
-    patterns = (_KNOWN_TOKEN, _PASSWORD_IN_URL, _TOKEN_IN_URL)
-    if not (is_secret or hides_variable or any(pattern.search(text) for pattern in patterns)):
+    is_reference = _REFERENCE.fullmatch(value) is not None and not _has_secret_literal(value)
+    is_secret = not is_reference and any(_names_secret(name.rpartition(".")[2]) for name in names)
+    if not (is_secret or _has_variable_value(text) or _describe_secret(text) is not None):
         return text
     # Without a key, the text itself may be the secret.
     return f"{key}=<hidden>" if separator and not _has_pattern(key) else "<hidden>"
 
 
 def _has_pattern(text: str) -> bool:
-    return _KNOWN_TOKEN.search(text) is not None or any(
-        secret in text for secret in _list_secret_values()
-    )
+    return _KNOWN_TOKEN.search(text) is not None or _has_variable_value(text)
 
 
-def _list_secret_values() -> list[str]:
-    """Return the values of environment variables whose names say that they are secrets."""
-    return [
-        value
+def _has_variable_value(text: str) -> bool:
+    return any(secret in text for secret in _list_secret_variables().values())
+
+
+def _list_secret_variables() -> dict[str, str]:
+    """Return the environment variables whose names say that they are secrets."""
+    return {
+        name: value
         for name, value in os.environ.items()
-        if _is_secret_variable(name) and len(value) >= _SHORTEST_UNNAMED
-    ]
+        # A path to a file of secrets is none.
+        if _is_secret_variable(name)
+        and len(value) >= _SHORTEST_UNNAMED
+        and not os.path.exists(value)
+    }
 
 
 def check_secrets(composed: Mapping[str, Plain]) -> None:
@@ -117,35 +150,79 @@ def check_secrets(composed: Mapping[str, Plain]) -> None:
         composed: The configuration with its interpolations.
 
     Raises:
-        ConfigError: If the value of a key such as `api_key` is literal text, a value looks like a
-            token, or a URL has a password or a token.
+        ConfigError: If the value of a key such as `api_key` is literal text or partly so, a value
+            looks like a token, contains the value of a secret environment variable, or is a URL
+            with a password or a token.
     """
+    variables = _list_secret_variables()
     for key, value in flatten(dict(composed)).items():
-        texts = [text for text in _find_strings(value) if text]
-        if (_is_secret(key) and any(_VARIABLE not in text for text in texts)) or any(
-            _KNOWN_TOKEN.search(text) for text in texts
-        ):
+        for text in filter(None, _find_strings(value)):
             name = key.rpartition(".")[2].upper().replace("-", "_")
-            raise ConfigError(
-                f"{key} is a secret in plain text, which config.yaml, the report and the trackers "
-                "would show: put it into an environment variable, and set "
-                f"{key}='${{oc.env:{name}}}'."
-            )
-        # In every value, because any key may have a URL.
-        for pattern, noun in ((_PASSWORD_IN_URL, "password"), (_TOKEN_IN_URL, "token")):
-            if any(pattern.search(text) for text in texts):
-                raise ConfigError(
-                    f"{key} is a URL with a {noun}, which config.yaml, the report and the "
-                    f"trackers would show: give the {noun} to the library that opens the URL, by "
-                    "its own environment variable or file."
-                )
+            advice = f"put it into an environment variable, and set {key}='${{oc.env:{name}}}'."
+            shown = "which config.yaml, the report and the trackers would show"
+            if _is_secret(key) and (_VARIABLE not in text or _has_secret_literal(text)):
+                raise ConfigError(f"{key} is a secret in plain text, {shown}: {advice}")
+            for variable, secret in variables.items():
+                if secret in text:
+                    raise ConfigError(
+                        f"{key} contains the value of the environment variable {variable}, "
+                        f"{shown}: set {key}='${{oc.env:{variable}}}', in quotes, so that the "
+                        "shell does not insert the value."
+                    )
+            # In every value, because any key may have a URL.
+            match _describe_secret(text):
+                case None:
+                    continue
+                case ("password" | "token") as noun:
+                    raise ConfigError(
+                        f"{key} is a URL with a {noun}, {shown}: give the {noun} to the library "
+                        "that opens the URL, by its own environment variable or file."
+                    )
+                case _:
+                    raise ConfigError(f"{key} is a secret in plain text, {shown}: {advice}")
+
+
+def _describe_secret(text: str) -> Literal["password", "token", "text"] | None:
+    """Return what a text contains in plain text: the password or token of a URL, or another secret.
+
+    Example:
+        >>> [_describe_secret(text) for text in ("s3://a:b@c", "https://a?api-key=b", "a@b")]
+        ['password', 'token', None]
+    """
+    if _KNOWN_TOKEN.search(text) or _HEADER.search(text) or _HOOK_URL.search(text):
+        return "text"
+    if _PASSWORD_IN_URL.search(text):
+        return "password"
+    if _USER_IN_URL.search(text):
+        return "token"
+    _, separator, rest = text.partition("://")
+    names = _URL_PARAMETER.findall(rest) if separator else []
+    is_token = any(name.lower() in _SECRET_PARAMETERS or _names_secret(name) for name in names)
+    return "token" if is_token else None
+
+
+def _has_secret_literal(text: str) -> bool:
+    """Return True if a text with references has other text, or a default, that may be a secret.
+
+    Example:
+        >>> [_has_secret_literal(text) for text in ("Bearer ${oc.env:A}", "${oc.env:A,b}")]
+        [False, True]
+    """
+    literals = []
+    # From the inside out, because a default may be a reference itself.
+    while match := _INNERMOST_REFERENCE.search(text):
+        if match[1].startswith("oc.env:"):
+            literals.append(match[1].partition(",")[2])
+        text = f"{text[: match.start()]}\0{text[match.end() :]}"
+    literals += text.split("\0")
+    return any(_HARMLESS_LITERAL.fullmatch(literal.strip(" '\"\0")) is None for literal in literals)
 
 
 def restore_secret_references(
     resolved: Mapping[str, Plain], *, composed: Mapping[str, Plain]
 ) -> dict[str, Plain]:
     """Return the resolved values with every secret replaced by its interpolation."""
-    secrets = _list_secret_values()
+    secrets = list(_list_secret_variables().values())
 
     def restore(value: Plain, given: Plain, key: str) -> Plain:
         # Other interpolations are written with their values, so that the file is complete.
@@ -174,10 +251,9 @@ def _has_secret(value: Plain, given: str, key: str, *, secrets: list[str]) -> bo
     if _is_secret(key) or any(map(_is_secret_variable, _VARIABLE_NAME.findall(given))):
         return True
     return any(
-        pattern.search(text)
+        _describe_secret(text) is not None or any(secret in text for secret in secrets)
         for text in _find_strings(value)
-        for pattern in (_KNOWN_TOKEN, _PASSWORD_IN_URL, _TOKEN_IN_URL)
-    ) or any(secret in text for text in _find_strings(value) for secret in secrets)
+    )
 
 
 def _is_secret_variable(name: str) -> bool:
