@@ -86,14 +86,15 @@ class BaseEngine(ABC):
 
     @classmethod
     def check_model(cls, config: EngineConfig) -> None:
-        """Check that the model and its adapter can be built, without weights or process groups.
+        """Check that model, adapter and optimizer can be built, without weights or process groups.
 
         `temper-train --check` calls it, on a machine that may have no accelerator. By default
         nothing is checked. An engine that overrides it raises the errors of its `init_model`.
 
         Raises:
-            ConfigError: If the architecture is invalid, or the adapter names no module of it.
-            CapabilityError: If the engine does not support the model.
+            ConfigError: If the architecture is invalid, the adapter names no module of it, or the
+                optimizer takes other arguments.
+            CapabilityError: If the engine does not support the model or the optimizer.
         """
         return
 

@@ -1,5 +1,6 @@
 """Check settings: types of fields, and folders to write to. Does not import torch."""
 
+import logging
 import os
 import tempfile
 from collections.abc import Mapping
@@ -10,6 +11,8 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from temper_engine_api.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def find_write_error(folder: str | Path) -> OSError | None:
@@ -30,6 +33,41 @@ def find_write_error(folder: str | Path) -> OSError | None:
             return None
     except OSError as error:
         return error
+
+
+def check_num_layers(config: object) -> None:
+    """Check that a Hugging Face config has a layer; transformers builds a model without one.
+
+    Raises:
+        ConfigError: If it has none.
+    """
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(num_layers, int) and num_layers < 1:
+        raise ConfigError(
+            f"model.architecture.num_hidden_layers is {num_layers}, but must be at least 1."
+        )
+
+
+def warn_about_undeclared_keys(config: object, *, architecture: Mapping[str, object]) -> None:
+    """Log a warning about keys of an architecture that the class of the config does not declare.
+
+    They are not refused: transformers keeps any key, and some models read keys that their config
+    class does not declare, such as head_dim.
+
+    Args:
+        config: The config that was built from the architecture.
+        architecture: The fields that the user set.
+    """
+    default = type(config)()
+    # A key that is renamed or merged into another one, such as rope_theta, is no attribute later.
+    undeclared = [key for key in architecture if hasattr(config, key) and not hasattr(default, key)]
+    for key in undeclared:
+        logger.warning(
+            "model.architecture.%s is not a field of %s: it has an effect only if the model's code "
+            "reads it. Check the spelling.",
+            key,
+            type(config).__name__,
+        )
 
 
 def check_head_counts(config: object, *, architecture: Mapping[str, object]) -> None:

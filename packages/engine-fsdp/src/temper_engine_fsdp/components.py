@@ -24,6 +24,7 @@ from temper_engine_api.offload import (
     OffloadPolicy,
 )
 from temper_engine_api.process_group import ThreadGroup, choose_device
+from temper_engine_api.settings_check import warn_about_undeclared_keys
 from temper_engine_api.updates import LossScale
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model import packed_attention
@@ -56,7 +57,7 @@ from temper_engine_fsdp.sharding.sharded_module import ShardedModule, shard_mode
 from temper_engine_fsdp.sharding.sharded_parameter import Buffers, ShardedParameters
 from temper_engine_fsdp.training.micro_batch_runner import MicroBatchRunner
 from temper_engine_fsdp.training.sharded_optimizer import ShardedAdamW, ShardedOptimizer
-from temper_engine_fsdp.training.torch_optimizer import TorchOptimizer
+from temper_engine_fsdp.training.torch_optimizer import TorchOptimizer, check_optimizer
 
 if TYPE_CHECKING:
     from temper_engine_fsdp.training.lora_adapter import LoraAdapter
@@ -255,16 +256,22 @@ def _import_lora_adapter() -> ModuleType:
 
 
 def check_model(config: FSDPConfig) -> None:
-    """Check that the model and its adapter can be built, with parameters on the meta device.
+    """Check that model, adapter and optimizer can be built, with parameters on the meta device.
 
     Raises:
-        ConfigError: If the architecture is invalid, or the adapter names no module of the model.
-        CapabilityError: If the model is not supported.
+        ConfigError: If the architecture is invalid, the adapter names no module of the model, or
+            the optimizer takes other arguments.
+        CapabilityError: If the model or the optimizer is not supported.
     """
     packed_attention.register_kernels()
     with use_meta_parameters():
         hf = build_model(config.model, attention=packed_attention.SDPA_VARLEN, load_weights=False)
+    warn_about_undeclared_keys(hf.config, architecture=config.model.architecture)
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
+    if config.optimizer is not None and not config.optimizer.is_adamw:
+        check_optimizer(
+            config.optimizer, parameters=hf.parameters(), is_flat=config.strategy == "fsdp1"
+        )
     if not config.lora.is_enabled:
         return
     lora_adapter = _import_lora_adapter()

@@ -12,6 +12,7 @@ from temper_engine_api.determinism import check_deterministic_environment
 from temper_engine_api.errors import CapabilityError
 from temper_engine_api.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Offloader, OffloadPolicy
 from temper_engine_api.process_group import ThreadGroup
+from temper_engine_api.settings_check import warn_about_undeclared_keys
 from temper_engine_api.updates import LossScale
 from temper_engine_megatron.adapter.adapter_placement import plan_placement
 from temper_engine_megatron.bridge_compat import BridgeTranslation
@@ -86,6 +87,7 @@ def check_model(config: MegatronConfig) -> None:
     """
     check_overrides(config)
     hf_config = load_hf_config(config.model)
+    warn_about_undeclared_keys(hf_config, architecture=config.model.architecture)
     if config.lora.is_enabled:
         names = list_weight_modules(config.model, hf_config)
         check_target_names(config.lora, module_names=names)

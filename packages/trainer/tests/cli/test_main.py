@@ -65,6 +65,7 @@ def test_wrong_configuration_prints_one_message_and_exits_with_2(
 
 
 ARCHITECTURE = "actor.engine.model.architecture"
+OPTIMIZER = "actor.engine.optimizer"
 ADAPTER = ("actor.engine.lora.rank=4", "actor.engine.lora.alpha=8")
 
 
@@ -88,6 +89,10 @@ ADAPTER = ("actor.engine.lora.rank=4", "actor.engine.lora.alpha=8")
             [*ADAPTER, "actor.engine.lora.target_modules=[nope]"],
             "lora.target_modules names nope, but no layer of this model has that name: ",
         ),
+        (
+            [f"{ARCHITECTURE}.num_hidden_layers=0"],
+            "model.architecture.num_hidden_layers is 0, but must be at least 1.",
+        ),
     ],
 )
 def test_check_refuses_a_model_that_cannot_be_built_in_the_words_of_the_engine(
@@ -101,6 +106,38 @@ def test_check_refuses_a_model_that_cannot_be_built_in_the_words_of_the_engine(
     with pytest.raises(ConfigError) as of_the_run:
         load_engine_class(engine)(settings).init_model()
     assert str(of_the_run.value) in err
+
+
+@pytest.mark.parametrize("owner", ["actor.engine", "critic.engine", "warm_start"])
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["name=torch.optim.Nope"], "optimizer.name is torch.optim.Nope, but torch.optim has no"),
+        (
+            ["name=torch.optim.SGD", "arguments.momentumm=1"],
+            "optimizer.arguments.momentumm is not an argument of torch.optim.SGD: use momentum",
+        ),
+        (["name=torch.optim.SGD", "arguments.momentum=-1"], "Invalid momentum value: -1"),
+    ],
+)
+def test_check_refuses_an_optimizer_that_cannot_be_built(
+    capsys: pytest.CaptureFixture[str], owner: str, overrides: list[str], sentence: str
+) -> None:
+    changes = [f"++{owner}.optimizer.{override}" for override in overrides]
+    settings = ["experiment=quickstart", "algorithm=ppo", f"++{owner}.optimizer.betas=[0.9,0.999]"]
+    code, out, err = run(capsys, *settings, *changes, "--check")
+    assert (code, out) == (2, "")
+    assert f"\n{owner}: optimizer." in err
+    assert sentence in err
+
+
+def test_check_warns_about_an_architecture_key_that_the_config_class_lacks(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [f"+{ARCHITECTURE}.nosuchkey=5", f"+{ARCHITECTURE}.rope_theta=5e5"]
+    assert run(capsys, "experiment=quickstart", *keys, "--check")[0] == 0
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("model.architecture.nosuchkey is not a field of Qwen2Config")
 
 
 def test_check_accepts_a_changed_model_and_an_adapter_that_fit(

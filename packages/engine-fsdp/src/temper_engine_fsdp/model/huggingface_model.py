@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
-from temper_engine_api.settings_check import check_head_counts
+from temper_engine_api.settings_check import check_head_counts, check_num_layers
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.runtime.numerics import fork_rng
 
@@ -171,6 +171,7 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
             f"model.architecture.model_type is {name!r}, which the installed version of "
             "transformers does not know: use a model type such as qwen2, qwen3 or llama."
         ) from error
+    check_num_layers(config)
     check_head_counts(config, architecture=spec.architecture)
     return config
 

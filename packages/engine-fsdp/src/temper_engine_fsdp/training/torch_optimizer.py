@@ -1,7 +1,7 @@
 """Any torch.optim.Optimizer on sharded parameters, chosen by its dotted path."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import cast
 
@@ -60,24 +60,8 @@ class TorchOptimizer(ShardedOptimizer):
         sum_over_shards: Callable[[Tensor], Tensor],
     ) -> None:
         super().__init__(parameters, spec=spec, sum_over_shards=sum_over_shards)
-        cls = _import_optimizer(spec.name)
-        # Before the arguments: no value of theirs would make such a class usable.
-        if (
-            inspect.signature(cls.step).parameters.get("closure", _OPTIONAL).default
-            is inspect.Parameter.empty
-        ):
-            raise CapabilityError(
-                f"optimizer.name {spec.name} needs a closure that recomputes the loss, which this "
-                f"engine does not provide. {ALTERNATIVES}"
-            )
-        _check_arguments(cls, spec)
-        if any(isinstance(p, FSDP1Parameter) for p in parameters.values()) and not (
-            cls.__module__.startswith("torch.optim.") and cls.__name__ in ELEMENTWISE
-        ):
-            raise CapabilityError(
-                f"optimizer.name {spec.name} may need full parameters, but strategy fsdp1 shards "
-                f"flat tensors: use strategy fsdp2 if it supports DTensors. {ALTERNATIVES}"
-            )
+        is_flat = any(isinstance(p, FSDP1Parameter) for p in parameters.values())
+        cls = _load_optimizer_class(spec, is_flat=is_flat)
         takes_decay = _accepts(cls, "weight_decay")
         groups = [
             {
@@ -106,12 +90,7 @@ class TorchOptimizer(ShardedOptimizer):
                 f"optimizer.name {spec.name} does not accept this model's parameters: {error}. "
                 f"{ALTERNATIVES}"
             ) from error
-        # Last, so that no user is told to change a setting of an optimizer that cannot be used.
-        if spec.weight_decay and not takes_decay:
-            raise ConfigError(
-                f"optimizer.weight_decay is {spec.weight_decay}, but {spec.name} takes no weight "
-                "decay: set it to 0."
-            )
+        _check_weight_decay(cls, spec)
 
     def _with_smallest_parameter(self, group: Mapping[str, object]) -> dict[str, object]:
         """Return the group with its smallest parameter only, the same one on all ranks."""
@@ -219,6 +198,65 @@ class TorchOptimizer(ShardedOptimizer):
         self._optimizer.zero_grad()
         for name, shard in original.items():
             self._parameters[name].local_shard().copy_(shard)
+
+
+def check_optimizer(
+    spec: OptimizerSpec, *, parameters: Iterable[nn.Parameter], is_flat: bool
+) -> None:
+    """Check that the class of an optimizer exists and accepts its arguments; allocates no states.
+
+    Args:
+        spec: Name and arguments of a torch optimizer.
+        parameters: Parameters of the model, which may be on the meta device.
+        is_flat: True for strategy fsdp1, which shards flat tensors.
+
+    Raises:
+        ConfigError: If there is no such class, or it takes other arguments.
+        CapabilityError: If the engine cannot use the class.
+    """
+    cls = _load_optimizer_class(spec, is_flat=is_flat)
+    build: Callable[..., torch.optim.Optimizer] = cls
+    try:
+        build(list(parameters), lr=spec.lr, **spec.arguments)
+    except (TypeError, ValueError) as error:
+        raise CapabilityError(
+            f"optimizer.name {spec.name} does not accept this model's parameters: {error}. "
+            f"{ALTERNATIVES}"
+        ) from error
+    _check_weight_decay(cls, spec)
+
+
+def _load_optimizer_class(spec: OptimizerSpec, *, is_flat: bool) -> type[torch.optim.Optimizer]:
+    cls = _import_optimizer(spec.name)
+    # Before the arguments: no value of theirs would make such a class usable.
+    if (
+        inspect.signature(cls.step).parameters.get("closure", _OPTIONAL).default
+        is inspect.Parameter.empty
+    ):
+        raise CapabilityError(
+            f"optimizer.name {spec.name} needs a closure that recomputes the loss, which this "
+            f"engine does not provide. {ALTERNATIVES}"
+        )
+    _check_arguments(cls, spec)
+    is_elementwise = cls.__module__.startswith("torch.optim.") and cls.__name__ in ELEMENTWISE
+    if is_flat and not is_elementwise:
+        raise CapabilityError(
+            f"optimizer.name {spec.name} may need full parameters, but strategy fsdp1 shards "
+            f"flat tensors: use strategy fsdp2 if it supports DTensors. {ALTERNATIVES}"
+        )
+    return cls
+
+
+def _check_weight_decay(cls: type[torch.optim.Optimizer], spec: OptimizerSpec) -> None:
+    """Check that the class has weight decay if some is set.
+
+    Called last, so that no user is told to change a setting of an optimizer that cannot be used.
+    """
+    if spec.weight_decay and not _accepts(cls, "weight_decay"):
+        raise ConfigError(
+            f"optimizer.weight_decay is {spec.weight_decay}, but {spec.name} takes no weight "
+            "decay: set it to 0."
+        )
 
 
 def _import_optimizer(path: str) -> type[torch.optim.Optimizer]:

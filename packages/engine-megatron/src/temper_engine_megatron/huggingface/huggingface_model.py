@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from temper_engine_api.errors import ConfigError, WeightError
-from temper_engine_api.settings_check import check_head_counts
+from temper_engine_api.settings_check import check_head_counts, check_num_layers
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import split_experts
 
@@ -63,6 +63,7 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
             f"model.architecture.model_type is {model_type!r}, which this version of transformers "
             "does not know: use a model type such as qwen2, qwen3, qwen3_moe, llama or mistral."
         ) from error
+    check_num_layers(config)
     check_head_counts(config, architecture=spec.architecture)
     return config
 

@@ -80,6 +80,10 @@ class SourceConfig:
             )
 
 
+MIN_BPE_ENTRIES = 259
+"""Entries of byte-level BPE without merges: 256 bytes and three special tokens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerConfig:
     """Tokenizer loaded from a directory, or trained on the training source."""
@@ -94,7 +98,6 @@ class TokenizerConfig:
     """bpe only, required there: number of vocabulary entries."""
 
     def __post_init__(self) -> None:
-        check_range("tokenizer.vocab_size", self.vocab_size, at_least=1)
         if self.kind != "pretrained" and self.path is not None:
             raise ConfigError(
                 f"tokenizer.path has no effect with tokenizer.kind {self.kind}: remove it."
@@ -103,6 +106,11 @@ class TokenizerConfig:
             raise ConfigError(
                 f"tokenizer.vocab_size is {self.vocab_size} with kind {self.kind}: bpe needs it, "
                 "and the other kinds do not take it."
+            )
+        if self.vocab_size is not None and self.vocab_size < MIN_BPE_ENTRIES:
+            raise ConfigError(
+                f"tokenizer.vocab_size is {self.vocab_size}, but byte-level BPE needs "
+                f"{MIN_BPE_ENTRIES} for bytes and specials alone."
             )
 
 

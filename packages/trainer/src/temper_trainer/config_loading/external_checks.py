@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from temper_engine_api.checkpoint import verify
@@ -25,6 +26,7 @@ from temper_engine_api.errors import (
 )
 from temper_engine_api.registry import load_engine_class
 from temper_engine_api.settings_check import find_write_error
+from temper_engine_api.specs import EngineConfig
 from temper_trainer.checkpoint.checkpointer import Checkpointer, check_resume_step
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.environment import (
@@ -86,37 +88,48 @@ def check_external_objects(config: TrainerConfig) -> None:
 
 
 def check_models(loaded: LoadedConfig) -> None:
-    """Check models that the user has changed with the code of the engine that will build them.
+    """Check models and optimizers with the code of the engine that will build them.
 
     Slower than the other checks, because it imports torch. Nothing is imported if no key of
-    `architecture` or `lora` is set by the user, and no engine is to run on CUDA.
+    `architecture` or `lora` is set by the user, all optimizers are adamw, and no engine is to run
+    on CUDA.
 
     Raises:
-        ConfigError: If an engine could not build a model, or CUDA is requested but not available.
+        ConfigError: If an engine could not build a model or an optimizer, or CUDA is requested but
+            not available.
     """
     config, problems = loaded.config, []
-    for name, role in (("actor", config.actor), ("critic", config.critic), ("ref", config.ref)):
-        if role is None:
-            continue
-        needs_cuda = role.engine.device == "cuda" and config.runtime.kind == "inline"
-        keys = tuple(f"{name}.engine.{block}" for block in ("model.architecture.", "lora."))
+    for name, engine in _iterate_engines(config):
+        role = "actor" if name == "warm_start" else name.removesuffix(".engine")
+        needs_cuda = engine.device == "cuda" and config.runtime.kind == "inline"
+        keys = tuple(f"{role}.engine.{block}" for block in ("model.architecture.", "lora."))
         is_changed = any(
             is_set_by_user(origin) for key, origin in loaded.origins.items() if key.startswith(keys)
         )
+        has_other_optimizer = engine.optimizer is not None and not engine.optimizer.is_adamw
         try:
             if needs_cuda:
                 from temper_engine_api.process_group import choose_device
 
-                choose_device(role.engine.device)
-            if is_changed:
-                load_engine_class(config.model_engine).check_model(role.engine)
+                choose_device(engine.device)
+            if is_changed or has_other_optimizer:
+                load_engine_class(config.model_engine).check_model(engine)
         except EngineNotFoundError as error:
             # The run may use another host, as with the libraries of `check_libraries`.
             logger.warning("the model of %s is not checked: %s", name, error)
         except TemperError as error:
-            problems.append(f"{name}.engine: {error}")
+            problems.append(f"{name}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _iterate_engines(config: TrainerConfig) -> Iterator[tuple[str, EngineConfig]]:
+    """Yield the engines of the roles by key, and that of the warm start if it is another one."""
+    for name, role in (("actor", config.actor), ("critic", config.critic), ("ref", config.ref)):
+        if role is not None:
+            yield f"{name}.engine", role.engine
+    if config.warm_start is not None and not config.warm_start.optimizer.is_adamw:
+        yield "warm_start", replace(config.actor.engine, optimizer=config.warm_start.optimizer)
 
 
 def check_libraries(config: TrainerConfig) -> None:

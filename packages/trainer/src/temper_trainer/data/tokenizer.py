@@ -193,11 +193,6 @@ def _byte_pairs(corpus: Sequence[str], *, vocab_size: int | None) -> Tokenizer:
     """Train byte-level BPE; digits are never merged, so that every number has one spelling."""
     assert vocab_size is not None
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size < len(alphabet) + 3:
-        raise ConfigError(
-            f"tokenizer.vocab_size is {vocab_size}, but byte-level BPE needs {len(alphabet) + 3} "
-            "for bytes and specials alone."
-        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
