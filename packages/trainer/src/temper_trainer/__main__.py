@@ -30,6 +30,12 @@ from temper_trainer.config_loading.external_checks import (
 from temper_trainer.config_loading.help_text import USAGE, build_help_text
 from temper_trainer.config_loading.secrets import redact_override
 from temper_trainer.config_loading.sizes import describe_sizes
+from temper_trainer.redaction import (
+    RedactingFormatter,
+    print_redacted_traceback,
+    redact_secrets,
+    register_secrets,
+)
 from temper_trainer.run_lock import NO_SPACE, RunLock
 from temper_trainer.runtime.placement import describe_plan
 
@@ -50,7 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 1 failed, 2 wrong configuration, 130 stopped by SIGINT, 143 stopped
         by SIGTERM, 141 if the reader of the output has exited.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(RedactingFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    sys.excepthook = print_redacted_traceback
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     # As with `python -m`, so that reward functions in the current directory can be imported.
     sys.path.insert(0, os.getcwd())
@@ -166,6 +175,7 @@ def _execute(options: argparse.Namespace, *, early_stop: _EarlyStop) -> int:
     if options.print:
         print(format_config(loaded), end="")
         return 0
+    register_secrets(loaded.secrets)
     check_external_objects(loaded.config)
     if options.check:
         check_models(loaded)
@@ -306,7 +316,7 @@ def _list_program(options: argparse.Namespace) -> list[str]:
 
 
 def _fail(message: str, *, code: int) -> int:
-    print(message, file=sys.stderr)
+    print(redact_secrets(message), file=sys.stderr)
     return code
 
 

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Sequence
+from urllib.parse import quote
 
 from transformers import PreTrainedTokenizerBase
 
@@ -76,6 +77,16 @@ def blocks_interpreter_after_one_step(prompt: Prompt, completion: str) -> float:
     if os.path.getsize(os.environ["TEMPER_TEST_MARKER"]) > 16:
         sum(iter(int, 1))
     return share_of_digits(prompt, completion)
+
+
+def fails_with_its_key(prompt: Prompt, completion: str, *, judge: str, api_key: str) -> float:
+    """Raise errors that quote the secrets that a judge has refused, for even lengths."""
+    if len(completion) % 2:
+        return share_of_digits(prompt, completion)
+    try:
+        raise PermissionError(f"https://judge?{quote(api_key, safe='')}")
+    except PermissionError as error:
+        raise RuntimeError(f"401 for {judge!r} with key {api_key}") from error
 
 
 class Fee:

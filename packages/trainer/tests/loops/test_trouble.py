@@ -235,6 +235,32 @@ def test_second_ctrl_c_without_a_checkpoint_does_not_promise_one(
     assert "Resume with" not in stopped.stderr
 
 
+@pytest.mark.parametrize("accepted", [0, 1])
+def test_secrets_in_errors_of_a_reward_function_are_neither_printed_nor_written(
+    environment: dict[str, str], tmp_path: Path, accepted: int
+) -> None:
+    run = tmp_path / "run"
+    secrets = {"LLM_KEY": "first/'sentinel", "JUDGE": "second/'sentinel"}
+    failed = finish(
+        start(
+            environment | secrets,
+            run,
+            "reward.function=temper_trainer_test_rewards:fails_with_its_key",
+            "+reward.arguments.judge='for ${oc.env:LLM_KEY}'",
+            "+reward.arguments.api_key='${oc.env:JUDGE}'",
+            f"reward.max_failure_fraction={accepted}",
+            "run.total_steps=1",
+            "run.save_model=false",
+        )
+    )
+    assert failed.returncode == 1 - accepted, failed.stderr
+    output = failed.stdout + failed.stderr
+    assert ('401 for "<hidden>" with key <hidden>' in output) == (not accepted)
+    assert "sentinel" not in output
+    for path in run.rglob("*"):
+        assert path.is_dir() or b"sentinel" not in path.read_bytes(), path
+
+
 def test_full_disk_at_start_up_and_in_the_last_report_names_the_saved_step(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

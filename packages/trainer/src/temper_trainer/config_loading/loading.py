@@ -33,7 +33,11 @@ from temper_trainer.config_loading.schema import (
     flatten,
     to_plain,
 )
-from temper_trainer.config_loading.secrets import check_secrets, restore_secret_references
+from temper_trainer.config_loading.secrets import (
+    check_secrets,
+    find_secret_values,
+    restore_secret_references,
+)
 from temper_trainer.config_loading.structuring import structure
 from temper_trainer.config_loading.unknown_keys import check_keys
 
@@ -115,7 +119,11 @@ def load(
     check_worker_switch(config)
     written = restore_secret_references(resolved, composed=composition.values)
     return LoadedConfig(
-        config=config, resolved=written, origins=origins, digest=compute_digest(resolved)
+        config=config,
+        resolved=written,
+        origins=origins,
+        digest=compute_digest(resolved),
+        secrets=frozenset(find_secret_values(resolved, written=written)),
     )
 
 

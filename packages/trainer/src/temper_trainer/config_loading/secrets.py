@@ -10,6 +10,7 @@ from typing import Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config_loading.schema import Plain, flatten
+from temper_trainer.redaction import HIDDEN, is_secret_variable, list_secret_variables
 
 _SECRET_WORD = re.compile(
     r"(secrets?|passwords?|passwd|passphrase|credentials?|jwt)$"
@@ -35,18 +36,6 @@ _OPEN_BLOCKS = re.compile(r"(^|\.)(arguments|engine_kwargs)\.")
 
 _VARIABLE = "${oc.env:"
 _VARIABLE_NAME = re.compile(r"oc\.env:\s*['\"]?([A-Za-z_][A-Za-z0-9_]*)")
-_SECRET_VARIABLE = re.compile(
-    r"((token|key|secret|password|passphrase|credential|webhook)s?|passwd|jwt"
-    r"|(^|_)(auth|authorization|bearer|cookies?|dsn|pass|pat|pwd))[0-9]*(_|$)",
-    re.IGNORECASE,
-)
-"""Name of an environment variable whose value is a secret. Wider than the rule for keys, because a
-false match only means that the reference is written in place of its value."""
-_WORKING_DIRECTORY = ("PWD", "OLDPWD")
-"""Paths that must be written as values: a resume may be started in another directory."""
-_SHORTEST_UNNAMED = 8
-"""Minimum characters of a secret that is found by its value; shorter ones match by chance."""
-
 _REFERENCE = re.compile(r"['\"]?\$\{oc\.env:[^{}]*\}['\"]?")
 """A value that names a variable."""
 _INNERMOST_REFERENCE = re.compile(r"\$\{([^{}]*)\}")
@@ -120,7 +109,7 @@ def redact_override(text: str) -> str:
     if not (is_secret or _has_variable_value(text) or _describe_secret(text) is not None):
         return text
     # Without a key, the text itself may be the secret.
-    return f"{key}=<hidden>" if separator and not _has_pattern(key) else "<hidden>"
+    return f"{key}={HIDDEN}" if separator and not _has_pattern(key) else HIDDEN
 
 
 def _has_pattern(text: str) -> bool:
@@ -128,19 +117,7 @@ def _has_pattern(text: str) -> bool:
 
 
 def _has_variable_value(text: str) -> bool:
-    return any(secret in text for secret in _list_secret_variables().values())
-
-
-def _list_secret_variables() -> dict[str, str]:
-    """Return the environment variables whose names say that they are secrets."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        # A path to a file of secrets is none.
-        if _is_secret_variable(name)
-        and len(value) >= _SHORTEST_UNNAMED
-        and not os.path.exists(value)
-    }
+    return any(secret in text for secret in list_secret_variables().values())
 
 
 def check_secrets(composed: Mapping[str, Plain]) -> None:
@@ -154,7 +131,7 @@ def check_secrets(composed: Mapping[str, Plain]) -> None:
             looks like a token, contains the value of a secret environment variable, or is a URL
             with a password or a token.
     """
-    variables = _list_secret_variables()
+    variables = list_secret_variables()
     for key, value in flatten(dict(composed)).items():
         for text in filter(None, _find_strings(value)):
             name = key.rpartition(".")[2].upper().replace("-", "_")
@@ -222,7 +199,7 @@ def restore_secret_references(
     resolved: Mapping[str, Plain], *, composed: Mapping[str, Plain]
 ) -> dict[str, Plain]:
     """Return the resolved values with every secret replaced by its interpolation."""
-    secrets = list(_list_secret_variables().values())
+    secrets = list(list_secret_variables().values())
 
     def restore(value: Plain, given: Plain, key: str) -> Plain:
         # Other interpolations are written with their values, so that the file is complete.
@@ -242,22 +219,42 @@ def restore_secret_references(
     return restored
 
 
+def find_secret_values(
+    resolved: Mapping[str, Plain], *, written: Mapping[str, Plain]
+) -> Iterator[str]:
+    """Yield the values of the secrets of a configuration.
+
+    Args:
+        resolved: Values.
+        written: The same, with the interpolations of `restore_secret_references`.
+    """
+    shown = flatten(dict(written))
+    for key, value in flatten(dict(resolved)).items():
+        given = shown.get(key, value)
+        if value == given:
+            continue
+        known = list(_find_strings(given))
+        variables = (
+            os.environ.get(name) for each in known for name in _VARIABLE_NAME.findall(each)
+        )
+        # The full text, and the part that a program may extract from it.
+        for secret in (*(_find_strings(value) if known else ()), *filter(None, variables)):
+            if secret not in known and _HARMLESS_LITERAL.fullmatch(secret) is None:
+                yield secret
+
+
 def _has_secret(value: Plain, given: str, key: str, *, secrets: list[str]) -> bool:
     """Return True if the value of an interpolation must not be written.
 
     Besides names, the values of secret variables are searched for, because an interpolation may
     refer to another key (`${reward.arguments.auth}`) or compute the variable's name.
     """
-    if _is_secret(key) or any(map(_is_secret_variable, _VARIABLE_NAME.findall(given))):
+    if _is_secret(key) or any(map(is_secret_variable, _VARIABLE_NAME.findall(given))):
         return True
     return any(
         _describe_secret(text) is not None or any(secret in text for secret in secrets)
         for text in _find_strings(value)
     )
-
-
-def _is_secret_variable(name: str) -> bool:
-    return name not in _WORKING_DIRECTORY and _SECRET_VARIABLE.search(name) is not None
 
 
 def _is_secret(key: str) -> bool:

@@ -20,6 +20,7 @@ from temper_trainer.metrics.report import write_report
 from temper_trainer.metrics.run_files import METRICS_FILE, next_superseded_path, supersede_rows
 from temper_trainer.metrics.terminal import Dashboard, format_step_line
 from temper_trainer.metrics.trackers import Tracker, open_tracker
+from temper_trainer.redaction import redact_secrets
 
 REPORT_INTERVAL_S = 60.0
 """Minimum time between two reports during a run."""
@@ -183,8 +184,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._console.print(table, soft_wrap=False)
 
     def print_line(self, text: str) -> None:
-        """Print a line without wrapping; brackets are not interpreted as markup."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """Print a line without wrapping and secrets; brackets are not interpreted as markup."""
+        self._console.print(redact_secrets(text), markup=False, highlight=False, soft_wrap=True)
 
     def report(self) -> Path | None:
         """Draw `curves.png` and write `report.html`; see `write_report`."""

@@ -23,12 +23,13 @@ import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from multiprocessing.connection import Connection, wait
 
 from temper_engine_api.errors import ConfigError, TemperError
 from temper_trainer.progress import advance_progress
+from temper_trainer.redaction import redact_secrets
 from temper_trainer.reward.registry import Argument, RewardFunction
 from temper_trainer.types import Prompt, Score
 
@@ -59,6 +60,12 @@ class Outcome:
     """One line that describes the failure."""
     trace: str = ""
     """Traceback, if the function raised."""
+
+    def redacted(self) -> "Outcome":
+        """Return this outcome with the values of secrets hidden, which exceptions may quote."""
+        if self.kind is None:
+            return self
+        return replace(self, message=redact_secrets(self.message), trace=redact_secrets(self.trace))
 
     def to_score(self) -> Score:
         """Return the score for the training loop."""

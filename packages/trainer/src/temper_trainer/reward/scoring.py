@@ -112,9 +112,10 @@ class Scorer:
                 self._score_with_model(items, tokens) if scoring is None else scoring.run(items)
                 for scoring in self._scorings
             ]
-        # An item with several failed components counts once, with its first failure.
+        # An item with several failed components counts once, with its first failure. Its message
+        # goes to the log and to samples.jsonl.
         outcomes = [
-            next((each for each in of_item if each.kind is not None), of_item[0])
+            next((each for each in of_item if each.kind is not None), of_item[0]).redacted()
             for of_item in zip(*by_part, strict=True)
         ]
         failed = [outcome for outcome in outcomes if outcome.kind is not None]

@@ -1,0 +1,94 @@
+"""Hide the values of secrets in messages: exceptions of user code may quote what they were given.
+
+A value is a secret if it is that of an environment variable with the name of a secret, or of a
+setting that `register_secrets` was told about. Standard library only.
+"""
+
+import json
+import logging
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable
+from types import TracebackType
+from urllib.parse import quote
+
+HIDDEN = "<hidden>"
+MIN_SECRET_CHARS = 8
+"""Minimum characters of a secret that is found by its value; shorter ones match by chance."""
+_MIN_REGISTERED_CHARS = 6
+"""The same for settings, which are fewer than environment variables."""
+
+_SECRET_VARIABLE = re.compile(
+    r"((token|key|secret|password|passphrase|credential|webhook)s?|passwd|jwt"
+    r"|(^|_)(auth|authorization|bearer|cookies?|dsn|pass|pat|pwd))[0-9]*(_|$)",
+    re.IGNORECASE,
+)
+"""Name of an environment variable whose value is a secret. Wider than the rule for keys, because a
+false match only means that the reference is written in place of its value."""
+_WORKING_DIRECTORY = ("PWD", "OLDPWD")
+"""Paths that must be written as values: a resume may be started in another directory."""
+
+_registered: set[str] = set()
+"""Secrets of this process's configurations."""
+
+
+def is_secret_variable(name: str) -> bool:
+    """Return True if the name of an environment variable says that its value is a secret."""
+    return name not in _WORKING_DIRECTORY and _SECRET_VARIABLE.search(name) is not None
+
+
+def list_secret_variables() -> dict[str, str]:
+    """Return the environment variables whose names say that they are secrets."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        # A path to a file of secrets is none.
+        if is_secret_variable(name) and len(value) >= MIN_SECRET_CHARS and not os.path.exists(value)
+    }
+
+
+def register_secrets(values: Iterable[str]) -> None:
+    """Let `redact_secrets` hide these values until this process ends; very short ones are not."""
+    _registered.update(value for value in values if len(value) >= _MIN_REGISTERED_CHARS)
+
+
+def redact_secrets(text: str) -> str:
+    """Return a text with the values of secrets hidden, also in quotes and in URLs.
+
+    Example:
+        >>> os.environ["DOC_API_KEY"] = "value of the key"
+        >>> redact_secrets("401 for https://judge?k=value%20of%20the%20key")
+        '401 for https://judge?k=<hidden>'
+        >>> del os.environ["DOC_API_KEY"]
+    """
+    secrets = _registered.union(list_secret_variables().values())
+    forms = {
+        form
+        for secret in secrets
+        for form in (
+            *(secret, repr(secret)[1:-1], json.dumps(secret)[1:-1]),
+            *(quote(secret), quote(secret, safe="")),
+        )
+    }
+    # Longest first, because one may be part of another.
+    for form in sorted(forms, key=len, reverse=True):
+        text = text.replace(form, HIDDEN)
+    return text
+
+
+class RedactingFormatter(logging.Formatter):
+    """Formatter that hides the values of secrets, also in tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record."""
+        return redact_secrets(super().format(record))
+
+
+def print_redacted_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print an uncaught exception as the interpreter does; for `sys.excepthook`."""
+    lines = traceback.format_exception(kind, error, trace)
+    sys.stderr.write(redact_secrets("".join(lines)))
