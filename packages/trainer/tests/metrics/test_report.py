@@ -89,7 +89,7 @@ def test_run_without_logged_steps_has_no_report(tmp_path: Path) -> None:
 def test_last_lines_are_read_from_the_end_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_text("".join(f"line {i} ü\n" for i in range(1000)) + "cut o")
-    expected = [f"line {i} ü" for i in range(1000)]
+    expected = [f"line {i} ü".encode() for i in range(1000)]
     for block_bytes in (1, 7, 64, 1 << 20):
         assert last_lines(path, 3, block_bytes=block_bytes) == expected[-3:]
     assert last_lines(path, 5000, block_bytes=64) == expected

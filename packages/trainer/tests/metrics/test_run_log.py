@@ -10,7 +10,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.metrics.run_files import read_rows
+from temper_trainer.metrics.run_files import Row, read_latest_rows, read_rows, to_json
 from temper_trainer.metrics.run_log import RunLog, SampleRow
 
 
@@ -187,14 +187,24 @@ def test_resume_continues_the_same_wandb_run(
     assert all(run.name.endswith(run_id) for run in (tmp_path / "wandb").glob("offline-run-*"))
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\n", b"{no json}\n"])
-def test_unreadable_metrics_file_is_renamed(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(content)
+@pytest.mark.parametrize("damaged", [b"\xff\xfe\n", b"{no json}\n", b"\0\0\n", b"[1]\n", b"{}\n"])
+def test_damaged_line_of_the_metrics_is_moved_and_the_others_are_kept(
+    damaged: bytes, tmp_path: Path
+) -> None:
+    good = to_json(Row(step=1, phase="rl", time_s=0.0, values={"x": 1.0})).encode() + b"\n"
+    (tmp_path / "metrics.jsonl").write_bytes(damaged + good)
     log, text = open_log(tmp_path, resume_step=1)
     log.log_metrics(2, {"x": 1.0}, phase="rl")
-    assert read_steps(tmp_path) == [("rl", 2)]
-    assert (tmp_path / "metrics.superseded-1.jsonl").read_bytes() == content
-    assert "metrics.jsonl cannot be read" in text.getvalue()
+    assert read_steps(tmp_path) == [("rl", 1), ("rl", 2)]
+    assert (tmp_path / "metrics.superseded-1.jsonl").read_bytes() == damaged
+    assert "metrics.jsonl has 1 damaged line: moved to metrics.superseded-1" in text.getvalue()
+
+
+def test_report_leaves_out_a_damaged_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    row = Row(step=1, phase="rl", time_s=0.0, values={"x": 1.0})
+    (tmp_path / "metrics.jsonl").write_text("\0\0\n" + to_json(row) + "\n")
+    assert read_latest_rows(tmp_path / "metrics.jsonl") == [row]
+    assert "metrics.jsonl has 1 damaged line, which is left out" in caplog.text
 
 
 def test_report_is_written_after_the_first_step(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from temper_trainer.metrics.run_files import (
     METRICS_FILE,
     Row,
     last_lines,
+    parse_line,
     read_latest_rows,
     read_settings,
 )
@@ -148,7 +149,8 @@ def _times(rows: Sequence[Row]) -> str:
 def _samples(path: Path) -> str:
     if not path.exists():
         return ""
-    rows = [json.loads(line) for line in last_lines(path, NUM_SAMPLES)]
+    parsed = [parse_line(line) for line in last_lines(path, NUM_SAMPLES)]
+    rows = [fields for fields in parsed if fields is not None]
     names = ("step", "prompt", "completion", "answer", "reward")
     return _table(names, [tuple(row[name] for name in names) for row in rows])
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -49,21 +50,45 @@ def to_json(row: Row) -> str:
 
 def from_json(line: str) -> Row:
     """Parse a line that ``to_json`` wrote."""
-    fields = json.loads(line)
-    step, phase, time_s = fields.pop("step"), fields.pop("phase"), fields.pop("time_s")
-    odd = {name: float(text) for name, text in fields.pop("not_finite", {}).items()}
+    return _to_row(json.loads(line))
+
+
+def _to_row(fields: Mapping[str, Any]) -> Row:
+    odd = {name: float(text) for name, text in fields.get("not_finite", {}).items()}
+    head = ("step", "phase", "time_s", "not_finite")
     return Row(
-        step=step,
-        phase=phase,
-        time_s=time_s,
-        values={name: odd.get(name, value) for name, value in fields.items()},
+        step=fields["step"],
+        phase=fields["phase"],
+        time_s=fields["time_s"],
+        values={name: odd.get(name, value) for name, value in fields.items() if name not in head},
     )
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Read the rows of a file in order; skip a last line that a crash left incomplete."""
+    """Read the rows of a file in order; skip a last line that a crash left incomplete.
+
+    Damaged lines are left out with a warning. A resume moves them to another file.
+    """
+    num_damaged = 0
     for line in _complete_lines(path):
-        yield from_json(line)
+        fields = parse_line(line)
+        if fields is None or not {"phase", "time_s"} <= fields.keys():
+            num_damaged += 1
+        else:
+            yield _to_row(fields)
+    if num_damaged:
+        plural = ", which is" if num_damaged == 1 else "s, which are"
+        logger.warning("%s has %d damaged line%s left out", path, num_damaged, plural)
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Return the fields of a line of metrics or samples; None if it is damaged."""
+    try:
+        fields = json.loads(line.decode("utf-8"))
+    except ValueError:  # not UTF-8 or not JSON
+        return None
+    is_row = isinstance(fields, dict) and isinstance(fields.get("step"), int)
+    return fields if is_row else None
 
 
 def read_latest_rows(path: Path) -> list[Row]:
@@ -92,7 +117,12 @@ def supersede_rows(path: Path, *, after_step: int, phase: str | None = None) -> 
         The number of rows that were moved.
     """
     lines = list(_complete_lines(path)) if path.exists() else []
-    is_kept = [_is_kept(json.loads(line), after_step=after_step, phase=phase) for line in lines]
+    parsed = [parse_line(line) for line in lines]
+    is_kept = [
+        # Damaged lines are left to `move_damaged_lines`.
+        fields is None or _is_kept(fields, after_step=after_step, phase=phase)
+        for fields in parsed
+    ]
     moved = [line for line, kept in zip(lines, is_kept, strict=True) if not kept]
     if moved:
         _write_lines(next_superseded_path(path), moved)
@@ -103,21 +133,35 @@ def supersede_rows(path: Path, *, after_step: int, phase: str | None = None) -> 
     return len(moved)
 
 
-def _is_kept(fields: Mapping[str, object], *, after_step: int, phase: str | None) -> bool:
-    step, row_phase = fields["step"], fields.get("phase")
-    assert isinstance(step, int)
+def move_damaged_lines(path: Path) -> tuple[int, Path]:
+    """Move lines that are no rows, as a damaged disk leaves, to ``NAME.superseded-N.jsonl``.
+
+    Returns:
+        Their number, and the file with them; it is not written if there are none.
+    """
+    lines = list(_complete_lines(path)) if path.exists() else []
+    damaged = [line for line in lines if parse_line(line) is None]
+    target = next_superseded_path(path)
+    if damaged:
+        _write_lines(target, damaged)
+        _write_lines(path, [line for line in lines if parse_line(line) is not None])
+    return len(damaged), target
+
+
+def _is_kept(fields: Mapping[str, Any], *, after_step: int, phase: str | None) -> bool:
+    row_phase = fields.get("phase")
     is_selected = row_phase != WARM_START_PHASE if phase is None else row_phase == phase
-    return step <= after_step or not is_selected
+    return fields["step"] <= after_step or not is_selected
 
 
-def _complete_lines(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8") as file:
+def _complete_lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
         for line in file:
-            if line.endswith("\n"):
+            if line.endswith(b"\n"):
                 yield line
 
 
-def last_lines(path: Path, count: int, *, block_bytes: int = 1 << 16) -> list[str]:
+def last_lines(path: Path, count: int, *, block_bytes: int = 1 << 16) -> list[bytes]:
     """Return the last complete lines of a file, reading it backwards in blocks."""
     with path.open("rb") as file:
         start, data = file.seek(0, os.SEEK_END), b""
@@ -128,7 +172,7 @@ def last_lines(path: Path, count: int, *, block_bytes: int = 1 << 16) -> list[st
             data = file.read(size) + data
     lines = data.split(b"\n")
     # The last element is empty or an incomplete line; the first one may start before the block.
-    return [line.decode() for line in lines[1 if start > 0 else 0 : -1]][-count:]
+    return lines[1 if start > 0 else 0 : -1][-count:]
 
 
 def next_superseded_path(path: Path) -> Path:
@@ -139,10 +183,10 @@ def next_superseded_path(path: Path) -> Path:
     return name
 
 
-def _write_lines(path: Path, lines: list[str]) -> None:
+def _write_lines(path: Path, lines: list[bytes]) -> None:
     """Replace a file atomically: a crash leaves either the old or the new content."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text("".join(lines), encoding="utf-8")
+    partial.write_bytes(b"".join(lines))
     partial.replace(path)
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from temper_trainer.config.ranges import LOOPBACK
 from temper_trainer.metrics.prometheus import PrometheusTracker
 from temper_trainer.metrics.report import write_report
-from temper_trainer.metrics.run_files import METRICS_FILE, next_superseded_path, supersede_rows
+from temper_trainer.metrics.run_files import METRICS_FILE, move_damaged_lines, supersede_rows
 from temper_trainer.metrics.terminal import Dashboard, format_step_line
 from temper_trainer.metrics.trackers import Tracker, open_tracker
 from temper_trainer.redaction import redact_secrets
@@ -112,14 +112,15 @@ class RunLog(AbstractContextManager["RunLog"]):
         ]
 
     def _supersede(self, name: str, *, after_step: int) -> bool:
-        """Move rows of later steps, or an unreadable file; return True if anything was moved."""
+        """Move rows of later steps, and damaged lines; return True if anything was moved."""
         path = self._directory / name
-        try:
-            return supersede_rows(path, after_step=after_step) > 0
-        except ValueError as error:  # not UTF-8 or not JSON
-            renamed = path.rename(next_superseded_path(path))
-            self.print_line(f"warning: {path} cannot be read ({error}): renamed to {renamed.name}")
-            return True
+        num_damaged, target = move_damaged_lines(path)
+        if num_damaged:
+            lines = "line" if num_damaged == 1 else "lines"
+            self.print_line(
+                f"warning: {path} has {num_damaged} damaged {lines}: moved to {target.name}"
+            )
+        return supersede_rows(path, after_step=after_step) > 0 or num_damaged > 0
 
     def __enter__(self) -> Self:
         return self
