@@ -38,6 +38,7 @@ from temper_trainer.redaction import (
 )
 from temper_trainer.run_lock import NO_SPACE, RunLock
 from temper_trainer.runtime.placement import describe_plan
+from temper_trainer.terminal_text import escape_control_characters
 
 EXIT_FAILED = 1
 EXIT_WRONG_CONFIG = 2
@@ -316,7 +317,8 @@ def _list_program(options: argparse.Namespace) -> list[str]:
 
 
 def _fail(message: str, *, code: int) -> int:
-    print(redact_secrets(message), file=sys.stderr)
+    # Messages repeat parts of completions, of the output of tools, and of data.
+    print(escape_control_characters(redact_secrets(message)), file=sys.stderr)
     return code
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from types import TracebackType
 from urllib.parse import quote
 
+from temper_trainer.terminal_text import escape_control_characters
+
 HIDDEN = "<hidden>"
 MIN_SECRET_CHARS = 8
 """Minimum characters of a secret that is found by its value; shorter ones match by chance."""
@@ -79,11 +81,11 @@ def redact_secrets(text: str) -> str:
 
 
 class RedactingFormatter(logging.Formatter):
-    """Formatter that hides the values of secrets, also in tracebacks."""
+    """Formatter that hides secrets and escapes control characters, also in tracebacks."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record."""
-        return redact_secrets(super().format(record))
+        return escape_control_characters(redact_secrets(super().format(record)))
 
 
 def print_redacted_traceback(
@@ -91,4 +93,4 @@ def print_redacted_traceback(
 ) -> None:
     """Print an uncaught exception as the interpreter does; for `sys.excepthook`."""
     lines = traceback.format_exception(kind, error, trace)
-    sys.stderr.write(redact_secrets("".join(lines)))
+    sys.stderr.write(escape_control_characters(redact_secrets("".join(lines))))

@@ -1,6 +1,7 @@
 """The command as a person runs it: arguments in, text and an exit code out."""
 
 import itertools
+import logging
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from temper_engine_api.process_group import choose_device
 from temper_engine_api.registry import load_engine_class
 from temper_trainer.__main__ import main
 from temper_trainer.config_loading import load
+from temper_trainer.redaction import RedactingFormatter, print_redacted_traceback
 from temper_trainer.run_lock import LOCK_FILE, RunLock
 
 
@@ -316,3 +318,19 @@ def test_full_disk_names_the_last_saved_step(
     code, _, err = run(capsys, *arguments, f"run.dir={tmp_path}/run")
     assert code == 1
     assert err.splitlines()[-1] == "step 3 is saved in here"
+
+
+def test_control_characters_of_errors_and_log_messages_are_escaped(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, _, err = run(capsys, "experiment=quickstart", "run.seed='\x1b[2J'", "--check")
+    assert code == 2
+    assert "\x1b" not in err
+    assert r"\x1b[2J" in err
+    record = logging.LogRecord(
+        "x", logging.WARNING, "", 0, "tool said %r and %s", ("a", "\x1b"), None
+    )
+    assert RedactingFormatter("%(message)s").format(record) == r"tool said 'a' and \x1b"
+    error = ValueError("\x1b[2J")
+    print_redacted_traceback(ValueError, error, None)
+    assert capsys.readouterr().err == "ValueError: \\x1b[2J\n"

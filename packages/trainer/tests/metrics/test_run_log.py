@@ -207,6 +207,20 @@ def test_report_leaves_out_a_damaged_line(tmp_path: Path, caplog: pytest.LogCapt
     assert "metrics.jsonl has 1 damaged line, which is left out" in caplog.text
 
 
+HOSTILE = "a\x1b]0;title\x07\x1b[2J\rb\x9bc\u202ed\te"
+SHOWN = r"a\x1b]0;title\x07\x1b[2J\x0db\x9bc\u202ed"
+
+
+def test_control_characters_of_completions_and_messages_are_escaped(tmp_path: Path) -> None:
+    text = io.StringIO()
+    terminal = Console(file=text, force_terminal=True, width=200, color_system=None)
+    log = RunLog(tmp_path, trackers=(), progress=False, console=terminal)
+    log.show_samples(1, [SampleRow(prompt=HOSTILE, completion=HOSTILE, answer="", reward=1.0)])
+    log.print_line(HOSTILE)
+    assert text.getvalue().count(SHOWN) == 3
+    assert not set(text.getvalue()) & set("\x1b\x07\r\x9b\u202e")
+
+
 def test_report_is_written_after_the_first_step(tmp_path: Path) -> None:
     log, _ = open_log(tmp_path)
     log.log_metrics(1, {"reward/mean": 0.5}, phase="rl")

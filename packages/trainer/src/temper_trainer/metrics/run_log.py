@@ -21,6 +21,7 @@ from temper_trainer.metrics.run_files import METRICS_FILE, move_damaged_lines, s
 from temper_trainer.metrics.terminal import Dashboard, format_step_line
 from temper_trainer.metrics.trackers import Tracker, open_tracker
 from temper_trainer.redaction import redact_secrets
+from temper_trainer.terminal_text import escape_control_characters
 
 REPORT_INTERVAL_S = 60.0
 """Minimum time between two reports during a run."""
@@ -178,15 +179,16 @@ class RunLog(AbstractContextManager["RunLog"]):
         for row in rows:
             table.add_row(
                 *(
-                    Text(text.strip())
+                    Text(escape_control_characters(text.strip()))
                     for text in (row.prompt, row.completion, row.answer, f"{row.reward:g}")
                 )
             )
         self._console.print(table, soft_wrap=False)
 
     def print_line(self, text: str) -> None:
-        """Print a line without wrapping and secrets; brackets are not interpreted as markup."""
-        self._console.print(redact_secrets(text), markup=False, highlight=False, soft_wrap=True)
+        """Print a line without wrapping, secrets, markup and control characters."""
+        text = escape_control_characters(redact_secrets(text))
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def report(self) -> Path | None:
         """Draw `curves.png` and write `report.html`; see `write_report`."""
