@@ -67,3 +67,26 @@ def test_link_to_a_missing_model_is_renamed(tmp_path: Path) -> None:
     assert set_aside_damaged_model(folder.model) is not None
     assert folder.model.with_name("huggingface.damaged-1").is_symlink()
     assert not folder.model.is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("config.yaml", "folder"),
+        ("metrics.jsonl", "folder"),
+        ("samples.jsonl", "folder"),
+        ("warm_start", "file"),
+        ("warm_start/checkpoints", "file"),
+    ],
+)
+def test_file_in_place_of_a_folder_and_the_reverse_are_refused(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    if kind == "folder":
+        path.mkdir()
+    else:
+        path.write_text("x")
+    with pytest.raises(ConfigError, match=rf"{name} is a {kind}, but must be a .*: rename or"):
+        open_run_folder(RunConfig(dir=str(tmp_path), resume="auto"))

@@ -346,7 +346,7 @@ class Checkpointer:
                 f"{directory} has no {TRAINER_PART}/{STATE_FILE}, so it is not a checkpoint of a "
                 "run: resume from a checkpoint of a run, or from one that temper-migrate converted."
             )
-        state = TrainerState.from_json(path.read_text())
+        state = TrainerState.from_json(path.read_bytes())
         if state.phase != phase:
             raise CheckpointError(
                 f"{directory} is a checkpoint of phase {state.phase}, but this run is in phase "
@@ -404,7 +404,7 @@ def read_tokenizer_digest(checkpoint: Path) -> str | None:
         DamagedCheckpointError: If the trainer's part is damaged.
     """
     path = checkpoint / TRAINER_PART / STATE_FILE
-    return TrainerState.from_json(path.read_text()).tokenizer_digest if path.is_file() else None
+    return TrainerState.from_json(path.read_bytes()).tokenizer_digest if path.is_file() else None
 
 
 def find_engine_checkpoints(path: Path) -> dict[str, Path]:

@@ -43,14 +43,18 @@ class TrainerState:
         return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> "TrainerState":
+    def from_json(cls, text: str | bytes) -> "TrainerState":
         """Parse the content of a state file.
 
         Raises:
-            DamagedCheckpointError: If a field is missing, unknown, or of another type.
+            DamagedCheckpointError: If it is not JSON, or a field is missing, unknown, or of another
+                type.
         """
         # Checked field by field: a file of another version must not be read with default values.
-        values = json.loads(text)
+        try:
+            values = json.loads(text)
+        except ValueError:  # not JSON, or not UTF-8
+            values = None
         if isinstance(values, dict):
             # The one field that files of older versions lack.
             values = {"tokenizer_digest": None, **values}

@@ -21,6 +21,10 @@ START_FILES = ("config.yaml", "config_origins.yaml", "tokenizer")
 """Subset of RUN_FILES that is written before the first step."""
 
 
+_FOLDERS = ("checkpoints", "warm_start", "warm_start/checkpoints")
+_FILES = ("config.yaml", "config_origins.yaml", "metrics.jsonl", "samples.jsonl", "run_id")
+
+
 UNTRAINED = ".untrained"
 """Marks a folder in which a run was started but has not completed a step."""
 
@@ -32,6 +36,22 @@ def contains_run(folder: Path) -> bool:
     folder.
     """
     return not (folder / UNTRAINED).exists() and any((folder / name).exists() for name in RUN_FILES)
+
+
+def find_wrong_entries(folder: Path) -> Iterator[str]:
+    """Yield a sentence for each file of a run folder that must be a folder, and the reverse.
+
+    The tokenizer and the model are left out: the run renames and writes them again.
+    """
+    for name in _FOLDERS:
+        path = folder / name
+        if os.path.lexists(path) and not path.is_dir():
+            kind = "a file" if path.exists() else "a broken link"
+            yield f"{path} is {kind}, but must be a folder: rename or remove it."
+    for name in _FILES:
+        path = folder / name
+        if path.is_dir():
+            yield f"{path} is a folder, but must be a file: rename or remove it."
 
 
 def find_inputs_in_run_folder(config: object, folder: Path) -> Iterator[str]:

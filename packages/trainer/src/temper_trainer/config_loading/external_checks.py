@@ -37,7 +37,11 @@ from temper_trainer.config.environment import (
 from temper_trainer.config.import_path import is_import_path
 from temper_trainer.config.reward import REWARD_MODEL
 from temper_trainer.config.run import RuntimeConfig
-from temper_trainer.config.run_folder_checks import contains_run, find_inputs_in_run_folder
+from temper_trainer.config.run_folder_checks import (
+    contains_run,
+    find_inputs_in_run_folder,
+    find_wrong_entries,
+)
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.data_files import find_data_problems
 from temper_trainer.config_loading.loading import is_set_by_user
@@ -279,6 +283,9 @@ def _find_run_problems(config: TrainerConfig) -> Iterator[str]:
     run = config.run
     if error := find_write_error(run.dir):
         yield describe_write_error(Path(run.dir), error)
+    elif problems := list(find_wrong_entries(Path(run.dir))):
+        # The checks below would fail on these files.
+        yield from problems
     else:
         if refusal := find_lock_refusal(Path(run.dir)):
             yield refusal

@@ -13,7 +13,12 @@ from temper_engine_api.specs import EngineConfig
 from temper_trainer.checkpoint.huggingface_export import write_model_directory
 from temper_trainer.checkpoint.weight_files import find_damaged_model
 from temper_trainer.config.run import RunConfig
-from temper_trainer.config.run_folder_checks import START_FILES, UNTRAINED, contains_run
+from temper_trainer.config.run_folder_checks import (
+    START_FILES,
+    UNTRAINED,
+    contains_run,
+    find_wrong_entries,
+)
 from temper_trainer.metrics.run_files import next_superseded_path
 from temper_trainer.runtime.worker_group import WorkerGroup
 from temper_trainer.weight_sync.buckets import DEFAULT_BUCKET_BYTES, export_buckets, unpack_buckets
@@ -76,16 +81,12 @@ def open_run_folder(run: RunConfig) -> RunFolder:
     Otherwise the corrected command would use an incomplete tokenizer or another configuration.
 
     Raises:
-        ConfigError: If the folder holds a run and ``run.resume`` is never, or if ``checkpoints`` is
-            not a folder.
+        ConfigError: If the folder holds a run and ``run.resume`` is never, or a file of it
+            is a folder, or the reverse.
     """
     folder = RunFolder(Path(run.dir))
-    if os.path.lexists(folder.checkpoints) and not folder.checkpoints.is_dir():
-        kind = "a file" if folder.checkpoints.exists() else "a broken link"
-        raise ConfigError(
-            f"{folder.checkpoints} is {kind}, but must be a folder for checkpoints: rename or "
-            "remove it."
-        )
+    if problems := list(find_wrong_entries(folder.root)):
+        raise ConfigError("\n".join(problems))
     if folder.contains_run:
         if run.resume == "never":
             raise ConfigError(
