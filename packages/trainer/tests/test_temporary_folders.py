@@ -9,9 +9,11 @@ import pytest
 
 from temper_trainer.temporary_folders import (
     announce_session,
+    claim_folder,
     make_folder_path,
     make_temporary_folder,
     remove_claimed_folders,
+    remove_leftovers,
     remove_orphans,
 )
 
@@ -106,6 +108,64 @@ def test_temporary_folder_is_private() -> None:
     assert f"-{os.getuid()}-{os.getpid()}-" in folder.name
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.rmdir()
+
+
+CLAIM = """
+import sys
+from pathlib import Path
+from temper_trainer.temporary_folders import claim_folder
+folder = Path(sys.argv[1])
+folder.mkdir(parents=True)
+claim_folder(folder)
+"""
+
+
+def make_dead_claim(folder: Path) -> Path:
+    """Make a folder that a process that has ended had claimed, and return its claim."""
+    subprocess.run([sys.executable, "-c", CLAIM, str(folder)], check=True)
+    return folder / ".temper-owner"
+
+
+def test_folder_that_a_dead_process_claimed_is_removed(tmp_path: Path) -> None:
+    make_dead_claim(tmp_path / "session")
+    assert remove_claimed_folders(tmp_path) == [tmp_path / "session"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_claim_that_is_a_pipe_a_link_or_a_folder_is_ignored(tmp_path: Path) -> None:
+    claims = [make_dead_claim(tmp_path / name) for name in ("pipe", "link", "folder")]
+    for claim in claims:
+        claim.rename(claim.with_name("moved"))
+    os.mkfifo(claims[0])
+    claims[1].symlink_to("moved")
+    claims[2].mkdir()
+    assert remove_claimed_folders(tmp_path) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, who can make another user's file")
+def test_claim_of_another_user_is_ignored(tmp_path: Path) -> None:
+    os.chown(make_dead_claim(tmp_path / "session"), 65534, 65534)
+    assert remove_claimed_folders(tmp_path) == []
+
+
+def test_claim_that_was_moved_from_another_folder_is_ignored(tmp_path: Path) -> None:
+    live, dead = tmp_path / "live", tmp_path / "dead"
+    live.mkdir()
+    claim_folder(live)
+    make_dead_claim(dead).replace(live / ".temper-owner")
+    dead.rmdir()
+    live.rename(dead)
+    assert remove_claimed_folders(tmp_path) == []
+
+
+def test_each_start_removes_ray_sessions_of_dead_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    session = tmp_path / "ray" / "session"
+    make_dead_claim(session)
+    assert session in remove_leftovers()
+    assert not session.exists()
 
 
 ANNOUNCE = """

@@ -82,9 +82,18 @@ def remove_orphans(root: Path) -> list[Path]:
 
 
 def remove_leftovers() -> list[Path]:
-    """Remove folders of dead processes in shared memory and the temporary directory."""
+    """Remove what dead processes left in shared memory, the temporary directory and Ray's."""
     roots = {find_shared_memory_root(), Path(tempfile.gettempdir())}
-    return [folder for root in sorted(roots) for folder in remove_orphans(root)]
+    orphans = [folder for root in sorted(roots) for folder in remove_orphans(root)]
+    return orphans + remove_claimed_folders(find_ray_root())
+
+
+def find_ray_root() -> Path:
+    """Return the folder in which Ray creates a folder of logs and sockets for each cluster.
+
+    As Ray does, without importing it, because each start removes the folders of dead runs.
+    """
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
 
 
 def claim_folder(folder: Path) -> None:
@@ -92,7 +101,8 @@ def claim_folder(folder: Path) -> None:
 
     Such a folder cannot be named after its owner. See `remove_claimed_folders`.
     """
-    (folder / _CLAIM).write_text(make_folder_path("claim", root=folder).name)
+    name = make_folder_path("claim", root=folder).name
+    (folder / _CLAIM).write_text(f"{name} {_identify(folder)}")
 
 
 @contextmanager
@@ -116,7 +126,7 @@ def remove_claimed_folders(root: Path) -> list[Path]:
     removed = [
         claim.parent
         for claim in root.glob(f"*/{_CLAIM}")
-        if _is_own_folder(claim.parent) and _is_orphan(claim.read_text())
+        if _is_own_folder(claim.parent) and _is_dead_claim(claim)
     ]
     notes = [
         note
@@ -131,6 +141,34 @@ def remove_claimed_folders(root: Path) -> list[Path]:
     for note in notes:
         shutil.rmtree(note, ignore_errors=True)
     return removed
+
+
+def _is_dead_claim(claim: Path) -> bool:
+    """Return True if a dead process of this user made a claim for the folder that it is in.
+
+    Ray lets every user of the machine write to the folder, so the claim may be anything.
+    """
+    try:
+        # A named pipe must not block, and a link is not followed.
+        descriptor = os.open(claim, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # removed by another process, a link or a socket
+        return False
+    try:
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode) or state.st_uid != os.getuid():
+            return False
+        text = os.read(descriptor, 1000).decode(errors="replace")
+    finally:
+        os.close(descriptor)
+    owner, _, folder = text.partition(" ")
+    # A claim may have been moved here from the folder of another run.
+    return _is_orphan(owner) and folder == _identify(claim.parent)
+
+
+def _identify(folder: Path) -> str:
+    """Return what distinguishes a folder from all others, whatever their names."""
+    state = folder.lstat()
+    return f"{state.st_dev}:{state.st_ino}"
 
 
 def _is_announced(folder: Path, *, note: Path) -> bool:

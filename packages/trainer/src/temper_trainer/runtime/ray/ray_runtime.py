@@ -47,15 +47,18 @@ from temper_trainer.runtime.vllm_servers import (
     plan_teacher_servers,
 )
 from temper_trainer.runtime.worker_group import WorkerError, WorkerGroup
-from temper_trainer.temporary_folders import announce_session, claim_folder, remove_claimed_folders
+from temper_trainer.temporary_folders import (
+    announce_session,
+    claim_folder,
+    find_ray_root,
+    remove_claimed_folders,
+)
 
 logger = logging.getLogger(__name__)
 
 _RAY_CLUSTERS_BY_DEFAULT = ray_constants.ENABLE_RAY_CLUSTER
 """False on macOS and Windows, where Ray uses only the loopback interface by default."""
 
-_SESSIONS = Path(ray._common.utils.get_default_ray_temp_dir())
-"""Folder in which Ray creates a folder of logs and sockets for each cluster."""
 _own_jobs: set[str] = set()
 """Ids of the Ray jobs that `connect_to_ray` started in this process. A user's own job is never shut
 down."""
@@ -238,8 +241,9 @@ def _start_or_join(address: str | None, bind_address: str) -> None:
     )
     with ExitStack() as stack:
         if starts_here:
-            remove_claimed_folders(_SESSIONS)
-            stack.enter_context(announce_session(_SESSIONS))
+            # A long-lived process may start several clusters, so not only at the start of a run.
+            remove_claimed_folders(find_ray_root())
+            stack.enter_context(announce_session(find_ray_root()))
             _guards.append(stack.enter_context(RayGuard()))
         _init_ray(
             address="local" if starts_here else address,
