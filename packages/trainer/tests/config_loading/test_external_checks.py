@@ -736,3 +736,23 @@ def test_missing_library_of_a_data_source_is_refused_before_the_run(
     config = load([*there, "data.train.kind=datasets", "data.train.paths=[name]"]).config
     with pytest.raises(ConfigError, match="datasets is not installed"):
         check_libraries(config)
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "sentence"),
+    [
+        ("a b c d e f", ["data.max_prompt_tokens=5"], "the prompt has at least 6 tokens, but"),
+        ("ends <eos> here", [], "contains one of the special tokens"),
+        ("a b", ["+actor.engine.model.architecture.vocab_size=5"], "has at least 259 entries"),
+    ],
+)
+def test_rows_that_do_not_fit_the_trained_tokenizer_are_refused(
+    tmp_path: Path, row: str, overrides: list[str], sentence: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": row, "answer": "1"}) + "\n")
+    settings = ["experiment=gsm8k_sft", f"data.train.paths=[{path}]", f"run.dir={tmp_path}/run"]
+    keys = ["data.train.prompt_key=question", "data.train.answer_key=answer"]
+    bpe = ["data.tokenizer.kind=bpe", "data.tokenizer.vocab_size=259"]
+    with pytest.raises(ConfigError, match=sentence):
+        check_external_objects(load([*settings, *keys, *bpe, *overrides]).config)

@@ -12,7 +12,8 @@ from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import SourceConfig, TokenizerConfig
 from temper_trainer.data.arithmetic import generate_arithmetic_rows
 from temper_trainer.data.rows import DataError
-from temper_trainer.data.tokenizer import build_tokenizer, check_round_trip
+from temper_trainer.data.tokenizer import build_tokenizer
+from temper_trainer.data.trained_tokenizer import check_round_trip
 
 TEXTS = ["Tom has 12 apples.\n", "12-3=9\n#### 9", "Zoé’s naïve_plan costs $4½ — 日本!"]
 

@@ -1,6 +1,6 @@
 """Check that the data files of a configuration exist and that their first rows are usable."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,6 +8,7 @@ from temper_engine_api.errors import TemperError
 from temper_trainer.config.data import SourceConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.model_folders import has_chat_template
+from temper_trainer.data.rows import Row
 
 NUM_CHECKED_ROWS = 100
 """Rows to check per file. The run checks all rows; these find a wrong key or format in
@@ -27,6 +28,7 @@ class FirstRows:
     has_messages: bool
     """True if a prompt is a list of chat messages."""
     routes: frozenset[str]
+    rows: tuple[Row, ...]
 
 
 def find_data_problems(config: TrainerConfig) -> Iterator[str]:
@@ -82,6 +84,10 @@ def _source_problems(name: str, source: SourceConfig, *, config: TrainerConfig) 
     yield from _route_problems(
         name, frozenset().union(*(rows.routes for rows in first_rows)), config=config
     )
+    # The run trains it neither on evaluation data nor on a stream.
+    if first_rows and name != "data.eval" and not config.data.streaming:
+        rows = [row for part in first_rows for row in part.rows]
+        yield from _tokenizer_problems(name, rows, config=config)
 
 
 def _read_first_rows(source: SourceConfig, *, has_pairs: bool) -> FirstRows:
@@ -102,6 +108,7 @@ def _read_first_rows(source: SourceConfig, *, has_pairs: bool) -> FirstRows:
         num_rows=len(rows),
         has_messages=any(not isinstance(row.prompt, str) for row in rows),
         routes=frozenset(row.route for row in rows),
+        rows=tuple(rows),
     )
 
 
@@ -118,3 +125,45 @@ def _route_problems(name: str, routes: frozenset[str], *, config: TrainerConfig)
             f"{unknown[0]!r}, which no teacher has: correct the rows, or set teachers.NAME.route "
             f"to it. Routes are {', '.join(sorted(known))}."
         )
+
+
+def _tokenizer_problems(name: str, rows: Sequence[Row], *, config: TrainerConfig) -> Iterator[str]:
+    """Yield what the run would refuse about a tokenizer that it trains on these and later rows.
+
+    Both bounds hold for the tokenizer of all rows, too: more texts only add entries, and no token
+    is longer than a piece of the text.
+    """
+    data = config.data
+    # A resumed run has its tokenizer already.
+    if data.tokenizer.kind == "pretrained" or config.run.resume != "never":
+        return
+    from temper_trainer.data.trained_tokenizer import train_tokenizer  # 0.1 s
+
+    try:
+        trained = train_tokenizer(data.tokenizer, [text for row in rows for text in row.texts])
+    except TemperError as error:
+        yield f"{name}: {error}"
+        return
+    size = config.actor.engine.model.architecture.get("vocab_size")
+    num_entries = trained.get_vocab_size()
+    if isinstance(size, int) and size < num_entries:
+        yield (
+            f"actor.engine.model.architecture.vocab_size is {size}, but the tokenizer that is "
+            f"trained on {name} has at least {num_entries} entries: raise it or leave it out."
+        )
+    if data.overlong_prompts == "drop" or data.string_prompts != "text":
+        return
+    if config.task in ("dpo", "rm"):  # other limits apply to pairs
+        return
+    for row in rows:
+        if not isinstance(row.prompt, str):
+            continue
+        text = data.prompt_template.replace("{prompt}", row.prompt)
+        num_pieces = len(trained.pre_tokenizer.pre_tokenize_str(text))
+        if num_pieces > data.max_prompt_tokens:
+            yield (
+                f"{name}: {row.location}: the prompt has at least {num_pieces} tokens, but "
+                f"data.max_prompt_tokens is {data.max_prompt_tokens}: raise it, or set "
+                "data.overlong_prompts to drop."
+            )
+            return  # one is enough

@@ -2,22 +2,23 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from temper_engine_api.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from temper_trainer.config.data import TokenizerConfig
 from temper_trainer.data.rows import DataError
-
-PAD, END, UNKNOWN = "<pad>", "<eos>", "<unk>"
-
-_WORDS = r"####| ?[^\W\d_]+|\d|\s|_|[^\w\s]"
-"""Pieces: the answer marker, a word with its leading space, a digit, white space, any other
-character.
-"""
+from temper_trainer.data.trained_tokenizer import (
+    END,
+    PAD,
+    UNKNOWN,
+    check_special_tokens,
+    find_changed_text,
+    train_tokenizer,
+)
 
 
 def build_tokenizer(
@@ -47,19 +48,7 @@ def load_or_train(
     """
     if config.kind == "pretrained":
         return _load(config.path or model_path)
-    # Without duplicates, in order: a set has another order in every process.
-    corpus = list(dict.fromkeys(texts))
-    if not corpus:
-        raise DataError(
-            f"tokenizer.kind {config.kind} learns from the training texts, but there are none."
-        )
-    trained = (
-        _word_level(corpus)
-        if config.kind == "word_level"
-        else _byte_pairs(corpus, vocab_size=config.vocab_size)
-    )
-    check_round_trip(trained, corpus)
-    return _to_transformers(trained)
+    return _to_transformers(train_tokenizer(config, texts))
 
 
 def load_saved_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -172,45 +161,6 @@ def _to_transformers(trained: Tokenizer) -> PreTrainedTokenizerBase:
     )
 
 
-def _word_level(corpus: Sequence[str]) -> Tokenizer:
-    """Build a word-level tokenizer with one sorted entry per piece of the corpus.
-
-    All digits, space, line break and the answer marker are entries, seen or not.
-    """
-    splitter = pre_tokenizers.Split(Regex(_WORDS), "isolated")
-    pieces = {piece for text in corpus for piece, _ in splitter.pre_tokenize_str(text)}
-    entries = [PAD, END, UNKNOWN, *sorted(pieces | {*"0123456789", " ", "\n", "####"})]
-    tokenizer = Tokenizer(
-        models.WordLevel({entry: i for i, entry in enumerate(entries)}, unk_token=UNKNOWN)
-    )
-    tokenizer.pre_tokenizer = splitter
-    # Without it, decoding would put a space between two pieces.
-    tokenizer.decoder = decoders.Fuse()
-    return tokenizer
-
-
-def _byte_pairs(corpus: Sequence[str], *, vocab_size: int | None) -> Tokenizer:
-    """Train byte-level BPE; digits are never merged, so that every number has one spelling."""
-    assert vocab_size is not None
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[PAD, END, UNKNOWN],
-        initial_alphabet=sorted(alphabet),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(corpus, trainer=trainer)
-    return tokenizer
-
-
 def check_texts(
     tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], *, directory: Path
 ) -> None:
@@ -227,44 +177,11 @@ def check_texts(
     if not _is_trained_by_run(tokenizer):
         return
     corpus = list(dict.fromkeys(texts))
-    _check_special_tokens(corpus)
-    changed = _find_changed_text(tokenizer.backend_tokenizer, corpus)
+    check_special_tokens(corpus)
+    changed = find_changed_text(tokenizer.backend_tokenizer, corpus)
     if changed is not None:
         raise DataError(
             f"the tokenizer of the run in {directory} was trained on other texts and would change "
             f"{changed[0]!r:.200} to {changed[1]!r:.200}. The run's weights fit no other "
             "tokenizer: keep the training data, or choose another run.dir."
         )
-
-
-def check_round_trip(tokenizer: Tokenizer, corpus: Sequence[str]) -> None:
-    """Raise unless decoding the encoded texts returns them unchanged.
-
-    Raises:
-        DataError: Naming the first text that has a special token or comes back changed.
-    """
-    _check_special_tokens(corpus)
-    changed = _find_changed_text(tokenizer, corpus)
-    if changed is not None:
-        raise DataError(
-            f"the tokenizer would change a training text: {changed[0]!r:.200} comes back as "
-            f"{changed[1]!r:.200}. Use tokenizer.kind bpe."
-        )
-
-
-def _check_special_tokens(corpus: Iterable[str]) -> None:
-    for text in corpus:
-        if any(special in text for special in (PAD, END, UNKNOWN)):
-            raise DataError(
-                f"a training text contains one of the special tokens {PAD}, {END} and {UNKNOWN}: "
-                f"{text!r:.200}. Remove the token from the text."
-            )
-
-
-def _find_changed_text(tokenizer: Tokenizer, texts: Iterable[str]) -> tuple[str, str] | None:
-    """Return the first text that changes when it is encoded and decoded, and the result."""
-    corpus = list(texts)
-    encoded = tokenizer.encode_batch_fast(corpus, add_special_tokens=False)
-    decoded = tokenizer.decode_batch([entry.ids for entry in encoded], skip_special_tokens=False)
-    pairs = zip(corpus, decoded, strict=True)
-    return next(((text, back) for text, back in pairs if text != back), None)
