@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from temper_engine_api.errors import ConfigError
 from temper_trainer.temporary_folders import (
     announce_session,
     claim_folder,
     make_folder_path,
+    make_ray_root,
     make_temporary_folder,
     remove_claimed_folders,
     remove_leftovers,
@@ -162,10 +164,26 @@ def test_each_start_removes_ray_sessions_of_dead_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    session = tmp_path / "ray" / "session"
+    session = make_ray_root() / "session"
     make_dead_claim(session)
     assert session in remove_leftovers()
     assert not session.exists()
+
+
+def test_only_this_user_can_enter_the_folder_of_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    root = make_ray_root()
+    root.chmod(0o777)  # as Ray does
+    root.parent.chmod(0o777)
+    assert make_ray_root() == root
+    assert root.parent.stat().st_mode & 0o777 == 0o700
+    root.rmdir()
+    root.parent.rmdir()
+    root.parent.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="is not a folder of this user"):
+        make_ray_root()
 
 
 ANNOUNCE = """

@@ -2,9 +2,10 @@
 
 The name of a folder contains the process that owns it. A process that is killed cannot remove its
 folders, so the next process that makes one removes those of dead processes. Linux only, because it
-reads /proc. Standard library only.
+reads /proc.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -17,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+
+from temper_engine_api.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +94,32 @@ def remove_leftovers() -> list[Path]:
 def find_ray_root() -> Path:
     """Return the folder in which Ray creates a folder of logs and sockets for each cluster.
 
-    As Ray does, without importing it, because each start removes the folders of dead runs.
+    Only this user can enter its parent, because Ray lets all users write to the folder itself.
+    Both names are short, because the names of sockets in it may have 107 characters.
     """
-    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray"
+    # Where Ray itself would make its folder, without importing it.
+    parent = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
+    return parent / f"ray-{os.getuid()}" / "r"
+
+
+def make_ray_root() -> Path:
+    """Make the folder of `find_ray_root`, and return it.
+
+    Raises:
+        ConfigError: If its parent is another user's, or a file.
+    """
+    root = find_ray_root()
+    # Without an error if it exists, whatever it is.
+    with contextlib.suppress(FileExistsError):
+        root.parent.mkdir(mode=0o700)
+    if not _is_own_folder(root.parent):
+        raise ConfigError(
+            f"{root.parent} is not a folder of this user, but Ray's files would be in it: remove "
+            "it, or set TMPDIR to another folder."
+        )
+    root.parent.chmod(0o700)
+    root.mkdir(exist_ok=True)
+    return root
 
 
 def claim_folder(folder: Path) -> None:

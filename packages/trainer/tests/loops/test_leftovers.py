@@ -5,6 +5,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -41,6 +42,8 @@ SHORT_RUN = (
 )
 ON_RAY = ("runtime.kind=ray", "runtime.cpus_per_worker=0.5")
 ENDLESS = ("run.total_steps=100000",)
+RAY_LOGS = re.compile(r"ray-[0-9]+/r/session_")
+"""A folder that is kept until the next run, because it has Ray's logs."""
 LIMIT_S = 10.0
 """Seconds until the last process must have ended."""
 
@@ -189,10 +192,12 @@ class Site:
         found = [
             str(path.relative_to(self.folder))
             for path in self.folder.glob("*")
-            if path.name != "ray"
+            if path.name != f"ray-{os.getuid()}"
         ]
         sessions = (
-            path for path in self.folder.glob("ray/*") if path.is_dir() and not path.is_symlink()
+            path
+            for path in self.folder.glob("ray-*/r/*")
+            if path.is_dir() and not path.is_symlink()
         )
         return sorted(
             [
@@ -266,7 +271,7 @@ def test_killed_driver_leaves_no_process_and_the_next_start_removes_its_files(
 def test_driver_killed_while_it_starts_ray_leaves_nothing(site: Site, tmp_path: Path) -> None:
     run = tmp_path / "run"
     driver = site.start(run, *overrides_of("ray"), *ENDLESS)
-    site.wait_for(driver, lambda: bool(list(site.folder.glob("ray/session_2*"))))
+    site.wait_for(driver, lambda: bool(list(site.folder.glob("ray-*/r/session_2*"))))
     driver.kill()
     driver.wait()
     site.check_processes()
@@ -281,7 +286,7 @@ def test_run_that_ends_leaves_no_process_and_no_file(site: Site, tmp_path: Path,
     site.finish(tmp_path / "run", *overrides_of(kind), "run.total_steps=1")
     site.check_processes()
     # Ray's session folder has the logs of the run, and is removed by the next one.
-    assert [name for name in site.files() if not name.startswith("ray/session_")] == []
+    assert [name for name in site.files() if not RAY_LOGS.match(name)] == []
 
 
 @pytest.mark.ray
@@ -296,7 +301,7 @@ def test_killed_ray_actor_ends_the_run_and_leaves_nothing(site: Site, tmp_path: 
     assert "died" in site.log
     assert "run.resume=auto" in site.log
     site.check_processes()
-    assert [name for name in site.files() if not name.startswith("ray/session_")] == []
+    assert [name for name in site.files() if not RAY_LOGS.match(name)] == []
 
 
 @pytest.mark.ray
@@ -309,7 +314,7 @@ def test_sigterm_on_ray_ends_the_run_with_143_and_leaves_nothing(
     begun = (
         has_step(run, 1)
         if moment == "in a step"
-        else lambda: bool(list(site.folder.glob("ray/session_2*")))
+        else lambda: bool(list(site.folder.glob("ray-*/r/session_2*")))
     )
     site.wait_for(driver, begun)
     driver.send_signal(signal.SIGTERM)
@@ -318,7 +323,7 @@ def test_sigterm_on_ray_ends_the_run_with_143_and_leaves_nothing(
         "resume with: temper-train" if moment == "in a step" else "start again with: temper-train"
     ) in site.log
     site.check_processes()
-    assert [name for name in site.files() if not name.startswith("ray/session_")] == []
+    assert [name for name in site.files() if not RAY_LOGS.match(name)] == []
 
 
 @pytest.mark.vllm

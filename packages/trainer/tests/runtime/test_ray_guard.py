@@ -15,14 +15,14 @@ SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 DRIVER = """
 import sys
 from temper_trainer.config.run import RuntimeConfig
-from temper_trainer.runtime import ray_runtime
+from temper_trainer.runtime.ray import ray_runtime
 guard = ray_runtime.RayGuard
 class Told(guard):
     def __init__(self):
         super().__init__()
         print(self._token, flush=True)
 ray_runtime.RayGuard = Told
-ray_runtime.connect(RuntimeConfig(kind="ray"))
+ray_runtime.connect_to_ray(RuntimeConfig(kind="ray"))
 print("connected", flush=True)
 sys.stdin.read()
 """

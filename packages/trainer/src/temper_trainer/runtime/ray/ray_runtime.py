@@ -50,7 +50,7 @@ from temper_trainer.runtime.worker_group import WorkerError, WorkerGroup
 from temper_trainer.temporary_folders import (
     announce_session,
     claim_folder,
-    find_ray_root,
+    make_ray_root,
     remove_claimed_folders,
 )
 
@@ -239,25 +239,28 @@ def _start_or_join(address: str | None, bind_address: str) -> None:
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(
         int(ray_constants.ENABLE_RAY_CLUSTER)
     )
+    root = make_ray_root() if starts_here else None
     with ExitStack() as stack:
-        if starts_here:
+        if root is not None:
             # A long-lived process may start several clusters, so not only at the start of a run.
-            remove_claimed_folders(find_ray_root())
-            stack.enter_context(announce_session(find_ray_root()))
+            remove_claimed_folders(root)
+            stack.enter_context(announce_session(root))
             _guards.append(stack.enter_context(RayGuard()))
         _init_ray(
             address="local" if starts_here else address,
             bind_address=bind_address if starts_here else None,
+            root=root,
         )
         if starts_here:
             claim_folder(Path(ray._private.worker._global_node.get_session_dir_path()))
 
 
-def _init_ray(*, address: str | None, bind_address: str | None) -> None:
+def _init_ray(*, address: str | None, bind_address: str | None, root: Path | None) -> None:
     try:
         ray.init(
             address=address,
             _node_ip_address=bind_address,
+            _temp_dir=None if root is None else str(root),
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
