@@ -82,6 +82,7 @@ RESUME = "test_checkpoint::test_resume_is_bitwise"
 INDEX = "test_weights::test_exported_weights_equal_the_loaded_files"
 NONFINITE = "test_update::test_nonfinite_gradient_skips_the_step_on_every_rank"
 AFTER_FAILURE = "test_failed_call::test_updates_after_a_failed_call_equal_those_of_a_fresh_run"
+UNSHARD = "test_batch::test_unshard_restores_the_sharded_batch"
 REPORTED = "test_failed_call::test_other_ranks_report_the_rank_that_failed"
 
 FAULTY_ENGINES = (
@@ -280,6 +281,9 @@ FAULTY_ENGINES = (
         inputs.WrapsPositions,
         ("test_sizes::test_positions_count_up_to_the_end_of_a_long_sequence",),
     ),
+    FaultyEngine(inputs.ShardsWithoutPositionIds, (UNSHARD,)),
+    FaultyEngine(inputs.UnshardsWithoutMedia, (UNSHARD,)),
+    FaultyEngine(inputs.UnshardsWithAnotherColumn, (UNSHARD,)),
     FaultyEngine(
         inputs.DetachesEntropyOfLoneSequences,
         ("test_sizes::test_entropy_of_a_lone_sequence_has_a_gradient",),

@@ -124,6 +124,28 @@ class WrapsPositions(_ChangedBatch):
         return replace(batch, position_ids=batch.get_position_ids() % 32)
 
 
+class ShardsWithoutPositionIds(DataParallelOracle):
+    """Leaves `position_ids` out of the local batches."""
+
+    def shard_data(self, batch, **arguments):
+        return super().shard_data(replace(batch, position_ids=None), **arguments)
+
+
+class UnshardsWithoutMedia(DataParallelOracle):
+    """Leaves `media` out of the gathered batch."""
+
+    def unshard_data(self, part, **arguments):
+        return replace(super().unshard_data(part, **arguments), media=None)
+
+
+class UnshardsWithAnotherColumn(DataParallelOracle):
+    """Adds a column to the gathered batch."""
+
+    def unshard_data(self, part, **arguments):
+        batch = super().unshard_data(part, **arguments)
+        return batch.with_columns({}, {"rank": torch.zeros(batch.num_sequences)})
+
+
 class DetachesEntropyOfLoneSequences(_ChangedOutputs):
     """Gives the entropy no gradient in micro-batches of one sequence."""
 
