@@ -70,7 +70,7 @@ def test_constructing_warns_for_subclasses_too_and_isinstance_holds() -> None:
 
 def test_the_deprecating_package_itself_is_never_named_as_the_caller() -> None:
     inside: dict[str, object] = {
-        "__name__": "temper_example.rooms",
+        "__name__": "temper_example.components",
         "warn_caller": warn_caller,
         "RECORD": RECORD,
     }

@@ -241,14 +241,14 @@ class OptimizerSpec:
                 f"optimizer.name is {self.name!r}, but must be adamw, or the dotted path of a "
                 "class such as torch.optim.SGD."
             )
-        idle = [
+        ignored = [
             name
             for name, default in (("betas", (0.9, 0.999)), ("eps", 1e-8))
             if getattr(self, name) != default
         ]
-        if idle:
+        if ignored:
             raise ConfigError(
-                f"optimizer.{idle[0]} has no effect with optimizer.name {self.name}: give it in "
+                f"optimizer.{ignored[0]} has no effect with optimizer.name {self.name}: give it in "
                 "optimizer.arguments."
             )
         if {"lr", "weight_decay", "params"} & self.arguments.keys():

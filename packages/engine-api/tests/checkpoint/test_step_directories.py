@@ -104,20 +104,20 @@ def test_pruning_deletes_uncommitted_saves(save_step: SaveStep, tmp_path: Path) 
 
 
 def test_pruning_deletes_only_steps_of_the_same_run(save_step: SaveStep, tmp_path: Path) -> None:
-    for step, run_id in ((1, None), (2, "other"), (3, "ours"), (4, "ours"), (5, "other")):
+    for step, run_id in ((1, None), (2, "other"), (3, "this_run"), (4, "this_run"), (5, "other")):
         save_step(step, run_id=run_id)
     left = {
         run_id: begin_checkpoint(tmp_path, 9, run_id=run_id).staging
-        for run_id in (None, "other", "ours")
+        for run_id in (None, "other", "this_run")
     }
-    assert prune(tmp_path, max_to_keep=1, run_id="ours") == [3]
+    assert prune(tmp_path, max_to_keep=1, run_id="this_run") == [3]
     assert list_complete_steps(tmp_path) == [1, 2, 4, 5]
     assert set(list_partial_saves(tmp_path)) == {left[None], left["other"]}
 
 
 def write_half_a_step(root: Path, step: int) -> Path:
     """Create the directory of a save that was killed."""
-    staging = begin_checkpoint(root, step, run_id="ours").staging
+    staging = begin_checkpoint(root, step, run_id="this_run").staging
     (staging / "engine").mkdir()
     (staging / "engine" / "0.bin").write_text("half")
     return staging
@@ -126,12 +126,12 @@ def write_half_a_step(root: Path, step: int) -> Path:
 def test_files_of_a_killed_save_are_deleted_once_its_run_has_listed_them(
     save_step: SaveStep, tmp_path: Path
 ) -> None:
-    save_step(1, run_id="ours")
+    save_step(1, run_id="this_run")
     left = write_half_a_step(tmp_path, 2)
-    prune(tmp_path, max_to_keep=1, run_id="ours")
+    prune(tmp_path, max_to_keep=1, run_id="this_run")
     assert (left / "engine" / "0.bin").is_file()
     renamed = set_aside(left, "incomplete")
-    prune(tmp_path, max_to_keep=1, run_id="ours")
+    prune(tmp_path, max_to_keep=1, run_id="this_run")
     assert not renamed.exists()
 
 
@@ -139,7 +139,7 @@ def test_files_of_a_killed_save_are_deleted_once_its_run_has_listed_them(
 def test_pruning_keeps_a_killed_save_to_which_a_file_was_added(
     save_step: SaveStep, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_step(1, run_id="ours")
+    save_step(1, run_id="this_run")
     renamed = set_aside(write_half_a_step(tmp_path, 2), "incomplete")
     added = renamed / name
     if name == "folder/link":
@@ -147,7 +147,7 @@ def test_pruning_keeps_a_killed_save_to_which_a_file_was_added(
         added.symlink_to(tmp_path)  # a link to a directory is a file of somebody else, too
     else:
         added.write_text("mine, not the run's")
-    prune(tmp_path, max_to_keep=1, run_id="ours")
+    prune(tmp_path, max_to_keep=1, run_id="this_run")
     assert added.exists()
     assert (renamed / "engine" / "0.bin").is_file()
     assert f"{renamed} is kept: {name} is not known to be a file of this run" in caplog.text
@@ -156,15 +156,15 @@ def test_pruning_keeps_a_killed_save_to_which_a_file_was_added(
 def test_a_step_of_which_half_was_deleted_is_deleted_later_unless_a_file_was_added(
     save_step: SaveStep, tmp_path: Path
 ) -> None:
-    save_step(3, run_id="ours")
+    save_step(3, run_id="this_run")
     halves = []
     for step in (1, 2):
-        (save_step(step, run_id="ours") / ".temper-partial").write_text("ours")
+        (save_step(step, run_id="this_run") / ".temper-partial").write_text("this_run")
         halves.append(tmp_path / f".step_0000000{step}.abc.partial")
         (tmp_path / f"step_0000000{step}").rename(halves[-1])
         (halves[-1] / "engine" / "shards" / "0.bin").unlink()
     (halves[0] / "trainer" / "notes.txt").write_text("mine")
-    prune(tmp_path, max_to_keep=1, run_id="ours")
+    prune(tmp_path, max_to_keep=1, run_id="this_run")
     assert [half.exists() for half in halves] == [True, False]
     assert (halves[0] / "trainer" / "notes.txt").is_file()
 
@@ -174,13 +174,13 @@ def test_a_deletion_that_is_killed_at_any_file_is_finished_by_the_next_one(
     save_step: SaveStep, tmp_path: Path, num_deleted: int
 ) -> None:
     for step in (1, 2):
-        save_step(step, run_id="ours")
+        save_step(step, run_id="this_run")
     ended = subprocess.run(
         [sys.executable, "-c", DIES_WHILE_PRUNING, str(tmp_path), str(num_deleted)], check=False
     )
     assert ended.returncode == 9
     assert list_partial_saves(tmp_path) != []
-    prune(tmp_path, max_to_keep=1, run_id="ours")
+    prune(tmp_path, max_to_keep=1, run_id="this_run")
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
 
 
@@ -200,7 +200,7 @@ def dying(remove):
 for name in ("unlink", "rmdir"):
     setattr(os, name, dying(getattr(os, name)))
     setattr(Path, name, dying(getattr(Path, name)))
-prune(sys.argv[1], max_to_keep=1, run_id="ours")
+prune(sys.argv[1], max_to_keep=1, run_id="this_run")
 """
 
 
@@ -289,11 +289,11 @@ def test_a_step_that_was_deleted_cannot_be_read(save_step: SaveStep, tmp_path: P
 def test_set_aside_never_replaces_an_earlier_directory(save_step: SaveStep, tmp_path: Path) -> None:
     names = [set_aside(save_step(7), "damaged").name for _ in range(2)]
     assert names == ["step_00000007.damaged-1", "step_00000007.damaged-2"]
-    partial = begin_checkpoint(tmp_path, 8, run_id="ours")
+    partial = begin_checkpoint(tmp_path, 8, run_id="this_run")
     assert set_aside(partial.staging, "incomplete").name == "step_00000008.incomplete-1"
     assert list_complete_steps(tmp_path) == []
-    save_step(9, run_id="ours")
-    prune(tmp_path, max_to_keep=1, run_id="ours")
+    save_step(9, run_id="this_run")
+    prune(tmp_path, max_to_keep=1, run_id="this_run")
     assert sorted(path.name for path in tmp_path.iterdir()) == [*names, "step_00000009"]
 
 

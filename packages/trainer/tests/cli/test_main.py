@@ -1,4 +1,4 @@
-"""The command as a person runs it: arguments in, text and an exit code out."""
+"""Tests of the `temper` command: arguments in, text and an exit code out."""
 
 import itertools
 import logging

@@ -14,11 +14,11 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
     """Puts a distribution with one module and one entry point on the path for one test."""
 
     def install_distribution(entry_points: str, module: str) -> None:
-        info = tmp_path / "guest-1.0.dist-info"
+        info = tmp_path / "third_party-1.0.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: guest\nVersion: 1.0\n")
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(entry_points)
-        (tmp_path / "guest_engine.py").write_text(module)
+        (tmp_path / "third_party_engine.py").write_text(module)
         monkeypatch.syspath_prepend(str(tmp_path))
 
     return install_distribution

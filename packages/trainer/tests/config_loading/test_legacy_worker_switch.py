@@ -50,7 +50,8 @@ def test_enable_without_the_shim_says_how_to_install_it(monkeypatch: pytest.Monk
 
 def test_enable_is_refused_if_no_role_could_use_it(install: Callable[[str, str], None]) -> None:
     install(
-        "[temper.legacy_workers]\ntraining_worker = guest_engine:Worker\n", "class Worker: ...\n"
+        "[temper.legacy_workers]\ntraining_worker = third_party_engine:Worker\n",
+        "class Worker: ...\n",
     )
     with pytest.raises(
         ConfigError, match="enable in task sft, which the deprecated workers do not support"
@@ -67,7 +68,8 @@ def test_enable_on_another_engine_is_refused_naming_both_keys(
         reason="needs temper-engine-megatron: an environment with both engines runs this",
     )
     install(
-        "[temper.legacy_workers]\ntraining_worker = guest_engine:Worker\n", "class Worker: ...\n"
+        "[temper.legacy_workers]\ntraining_worker = third_party_engine:Worker\n",
+        "class Worker: ...\n",
     )
     with pytest.raises(
         ConfigError, match="megatron, but temper-train runs the deprecated workers only on fsdp"

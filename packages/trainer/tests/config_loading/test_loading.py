@@ -191,16 +191,16 @@ def test_engine_of_a_third_party_needs_only_its_entry_point(
     install: Callable[[str, str], None],
 ) -> None:
     install(
-        "[temper.engine_configs]\nguest = guest_engine:GuestConfig\n",
+        "[temper.engine_configs]\nfast = third_party_engine:FastConfig\n",
         "from dataclasses import dataclass\n"
         "from temper_engine_api.specs import EngineConfig\n"
         "\n"
         "@dataclass(frozen=True, slots=True, kw_only=True)\n"
-        "class GuestConfig(EngineConfig):\n"
+        "class FastConfig(EngineConfig):\n"
         "    speed: int = 1\n",
     )
-    loaded = load([*RL, "model_engine=guest", "actor.engine.speed=3"])
-    assert (loaded.config.model_engine, loaded.resolved["actor"]["engine"]["speed"]) == ("guest", 3)  # type: ignore[index,call-overload]
+    loaded = load([*RL, "model_engine=fast", "actor.engine.speed=3"])
+    assert (loaded.config.model_engine, loaded.resolved["actor"]["engine"]["speed"]) == ("fast", 3)  # type: ignore[index,call-overload]
     assert loaded.origins["model_engine"] == "command line"
 
 

@@ -27,7 +27,7 @@ CONVERSATION = Row(
     ),
     answer="",
     solution="",
-    location="talk 0",
+    location="conversation 0",
 )
 
 
@@ -38,7 +38,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def config(**settings: str) -> DataConfig:
-    train = SourceConfig(paths=("talks.jsonl",), messages_key="messages")
+    train = SourceConfig(paths=("conversations.jsonl",), messages_key="messages")
     return replace(DataConfig(train=train, chat_template=CHAT), **settings)  # type: ignore[arg-type]
 
 
@@ -71,7 +71,7 @@ def test_template_that_rewrites_earlier_turns_is_refused() -> None:
     with pytest.raises(
         DataError,
         match=(
-            r"talk 0: the chat template rewrites turn 1 when another "
+            r"conversation 0: the chat template rewrites turn 1 when another "
             r"follows.*data\.train_on=last"
         ),
     ):
@@ -81,4 +81,4 @@ def test_template_that_rewrites_earlier_turns_is_refused() -> None:
 def test_conversation_without_an_assistant_is_refused() -> None:
     record = {"messages": [{"role": "user", "content": "hi"}]}
     with pytest.raises(DataError, match="one of role assistant: there is nothing to imitate"):
-        build_row(record, config=config().train, row_id=0, location="talks.jsonl:1")
+        build_row(record, config=config().train, row_id=0, location="conversations.jsonl:1")

@@ -1,4 +1,4 @@
-"""Rows from files, and what is said about files that are not what they should be."""
+"""Tests of reading rows from files, and of the errors for invalid files."""
 
 import json
 import sys

@@ -127,7 +127,7 @@ checked(libc.read(fd, b, 99)); escaped(b.value)
         timeout_s=0.5,
     ),
     Attempt(
-        name="read beside the library by ..",
+        name="read next to the library by ..",
         code="escaped(open(LIBRARY + '/../../../../../../../etc/passwd').read(100))",
     ),
     Attempt(
@@ -277,7 +277,7 @@ for f in glob.glob('/proc/[0-9]*/environ'):
         says="ModuleNotFoundError",
     ),
     Attempt(
-        name="write sitecustomize.py beside the library",
+        name="write sitecustomize.py next to the library",
         code="open(LIBRARY + '/sitecustomize.py', 'x'); escaped()",
         unconfined="not run",
         says="Read-only file system",

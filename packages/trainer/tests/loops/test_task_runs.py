@@ -105,7 +105,7 @@ def conversations(tmp_path: Path) -> str:
         ]
         for i in range(12)
     ]
-    return write(tmp_path / "talks.jsonl", [{"messages": messages} for messages in turns])
+    return write(tmp_path / "conversations.jsonl", [{"messages": messages} for messages in turns])
 
 
 def test_every_assistant_turn_of_a_conversation_is_trained(

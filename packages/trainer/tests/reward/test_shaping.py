@@ -21,7 +21,11 @@ def test_scale_penalty_and_bounds_in_this_order() -> None:
     # 2 * 1 = 2, bounded to 1.5; 2 * 0 - 1 = -1, bounded to -0.5; 2 * 0.5 - 0.5 = 0.5.
     config = ShapingConfig(scale=2.0, overlong=OverlongConfig(buffer_tokens=10), low=-0.5, high=1.5)
     shaped = shape_rewards(
-        [1.0, 0.0, 0.5], lengths=[1, 20, 15], max_tokens=20, config=config, moments=RunningStats()
+        [1.0, 0.0, 0.5],
+        lengths=[1, 20, 15],
+        max_tokens=20,
+        config=config,
+        running_stats=RunningStats(),
     )
     assert shaped.rewards == pytest.approx([1.5, -0.5, 0.5])
     assert shaped.metrics == pytest.approx(
@@ -36,21 +40,23 @@ def test_rewards_are_normalized_over_the_step() -> None:
         lengths=[1, 1],
         max_tokens=9,
         config=ShapingConfig(normalization="step"),
-        moments=RunningStats(count=5.0, mean=9.0),
+        running_stats=RunningStats(count=5.0, mean=9.0),
     )
     assert shaped.rewards == pytest.approx([-1.0, 1.0])
 
 
-def test_running_moments_cover_all_rewards_so_far() -> None:
+def test_running_statistics_cover_all_rewards_so_far() -> None:
     # 1, 3, then 5: mean 3, squares 4 + 0 + 4 = 8.
-    moments = RunningStats().with_rewards([1.0, 3.0]).with_rewards([5.0])
-    assert (moments.count, moments.mean, moments.squares) == pytest.approx((3.0, 3.0, 8.0))
+    running_stats = RunningStats().with_rewards([1.0, 3.0]).with_rewards([5.0])
+    assert (running_stats.count, running_stats.mean, running_stats.squares) == pytest.approx(
+        (3.0, 3.0, 8.0)
+    )
     shaped = shape_rewards(
         [5.0],
         lengths=[1],
         max_tokens=9,
         config=ShapingConfig(normalization="running"),
-        moments=RunningStats().with_rewards([1.0, 3.0]),
+        running_stats=RunningStats().with_rewards([1.0, 3.0]),
     )
     assert shaped.rewards == pytest.approx([2.0 / (8.0 / 3.0) ** 0.5])
 
@@ -65,18 +71,22 @@ def test_baselines_are_shaped_but_not_counted() -> None:
         lengths=[1, 1],
         max_tokens=20,
         config=config,
-        moments=RunningStats(),
+        running_stats=RunningStats(),
         baselines=[(1.0, 15)],
     )
     assert shaped.rewards == pytest.approx([-1.0, 1.0])
     assert shaped.baselines == pytest.approx([-1.25])
-    assert shaped.moments.count == 2.0
+    assert shaped.running_stats.count == 2.0
     assert shaped.metrics["reward/overlong_fraction"] == 0.0
 
 
 def test_default_shaping_returns_the_scores() -> None:
     assert shape_rewards(
-        [0.1, 0.7], lengths=[1, 1], max_tokens=1, config=ShapingConfig(), moments=RunningStats()
+        [0.1, 0.7],
+        lengths=[1, 1],
+        max_tokens=1,
+        config=ShapingConfig(),
+        running_stats=RunningStats(),
     ).rewards == [0.1, 0.7]
 
 

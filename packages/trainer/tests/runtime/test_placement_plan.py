@@ -1,4 +1,4 @@
-"""The placement that a person reads before a run."""
+"""Tests of the placement that is printed before a run."""
 
 from temper_trainer.config_loading import load
 from temper_trainer.runtime.placement import describe_plan

@@ -187,13 +187,13 @@ def open_part(staging: Path, name: str) -> Path:
 
 def write_durably(path: Path, content: str) -> None:
     """Write a small file atomically and fsync it."""
-    draft = path.with_name(f"{path.name}.draft")
-    with open(draft, "w") as file:
+    temporary = path.with_name(f"{path.name}.draft")
+    with open(temporary, "w") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     # Readers see the old or the new content, never a part of it.
-    os.replace(draft, path)
+    os.replace(temporary, path)
     sync_directory(path.parent)
 
 

@@ -317,9 +317,8 @@ def _shape(
         lengths=[rollout.num_tokens for rollout in rollouts],
         max_tokens=config.max_completion_tokens,
         config=config.reward.shaping,
-        moments=reward_stats,
-        # Shaped like the rewards: an unshaped baseline would be on another scale than what it is
-        # subtracted from.
+        running_stats=reward_stats,
+        # Baselines are subtracted from shaped rewards, so they must be shaped in the same way.
         baselines=[
             (rollout.baseline, rollout.baseline_tokens)
             for rollout in rollouts
@@ -333,7 +332,7 @@ def _shape(
         )
         for rollout, reward in zip(rollouts, shaped.rewards, strict=True)
     ]
-    return shaped_rollouts, shaped.moments, shaped.metrics
+    return shaped_rollouts, shaped.running_stats, shaped.metrics
 
 
 def _find_useful_groups(

@@ -177,7 +177,7 @@ time.
 """
 
 _EXTERNAL_KILL_CODES = (-signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes of a process that the kernel (out of memory) or a person has killed."""
+"""Exit codes of a process that the kernel (out of memory) or a user has killed."""
 _PR_SET_PDEATHSIG = 1
 
 Task = tuple[int, Item]

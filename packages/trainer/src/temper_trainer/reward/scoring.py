@@ -230,7 +230,7 @@ class Shaped:
 
     rewards: list[float]
     """One per score, in order."""
-    moments: RunningStats
+    running_stats: RunningStats
     """Statistics of all rewards so far."""
     metrics: dict[str, float]
     baselines: list[float] = field(default_factory=list)
@@ -255,7 +255,7 @@ def shape_rewards(
     lengths: Sequence[int],
     max_tokens: int,
     config: ShapingConfig,
-    moments: RunningStats,
+    running_stats: RunningStats,
     baselines: Sequence[tuple[float, int]] = (),
 ) -> Shaped:
     """Return the rewards of a step's completions.
@@ -265,7 +265,7 @@ def shape_rewards(
         lengths: Tokens of each completion.
         max_tokens: Maximum length of a completion.
         config: Transformations to apply.
-        moments: Statistics of all rewards before this step.
+        running_stats: Statistics of all rewards before this step.
         baselines: Scores and lengths of baseline completions, which are shaped alike but not
             counted in any statistics.
     """
@@ -289,7 +289,7 @@ def shape_rewards(
     ]
     shaped_baselines = [scale_and_bound(score, length) for score, length in baselines]
     # Updated before normalizing, so that the first step has statistics, too.
-    moments = moments.with_rewards(rewards)
+    running_stats = running_stats.with_rewards(rewards)
     metrics: dict[str, float] = {}
     if config.overlong is not None:
         metrics |= {
@@ -297,8 +297,15 @@ def shape_rewards(
             "reward/overlong_fraction": sum(penalty < 0 for penalty in penalties) / len(penalties),
         }
     if config.normalization == "none":
-        return Shaped(rewards=rewards, baselines=shaped_baselines, moments=moments, metrics=metrics)
-    stats = moments if config.normalization == "running" else RunningStats().with_rewards(rewards)
+        return Shaped(
+            rewards=rewards,
+            baselines=shaped_baselines,
+            running_stats=running_stats,
+            metrics=metrics,
+        )
+    stats = (
+        running_stats if config.normalization == "running" else RunningStats().with_rewards(rewards)
+    )
     metrics["reward/std_before_normalization"] = stats.std
 
     def normalize(values: list[float]) -> list[float]:
@@ -307,6 +314,6 @@ def shape_rewards(
     return Shaped(
         rewards=normalize(rewards),
         baselines=normalize(shaped_baselines),
-        moments=moments,
+        running_stats=running_stats,
         metrics=metrics,
     )

@@ -1,4 +1,4 @@
-"""The tested range of vLLM, and what is said about an environment outside it."""
+"""Tests of the supported range of vLLM, and of the messages for versions outside it."""
 
 import sys
 import tomllib

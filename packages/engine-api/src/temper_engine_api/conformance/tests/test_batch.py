@@ -78,14 +78,14 @@ def recorded_and_planned(
     )
     # An engine may add metrics of its own.
     recorded = {
-        name: value_of(metric)
+        name: read_value(metric)
         for name, metric in seen.items()
         if name.startswith(MICRO_BATCH_METRIC)
     }
     return recorded, {name: float(count) for name, count in planned.items()}
 
 
-def value_of(metric: Metric) -> float:
+def read_value(metric: Metric) -> float:
     """Return the metric's value as a float."""
     return float(metric.value)
 
@@ -149,14 +149,14 @@ def test_unshard_restores_the_sharded_batch(
         torch.randperm(batch.num_sequences, generator=torch.Generator().manual_seed(1))
     ]
     for ascending, in_given_order in engine_under_test.run(
-        sharded_and_back, setup=setup, batch=batch, order=ids
+        shard_and_unshard, setup=setup, batch=batch, order=ids
     ):
         assert_same_batch(ascending, batch)
         positions = [batch.sample_ids.tolist().index(sample) for sample in ids.tolist()]
         assert_same_batch(in_given_order, batch.select(positions))
 
 
-def sharded_and_back(
+def shard_and_unshard(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, order: Tensor
 ) -> tuple[SequenceBatch, SequenceBatch]:
     """Shard the batch; return it unsharded in ascending order and in the given order."""
@@ -324,7 +324,7 @@ def trained_and_evaluated_loss(
     with engine.eval_mode():
         evaluated = engine.forward_backward_batch(local_batch, forward_only=True).metrics
     return (
-        (value_of(trained["loss"]), value_of(evaluated["loss"]))
+        (read_value(trained["loss"]), read_value(evaluated["loss"]))
         if engine.topology.returns_outputs
         else None
     )

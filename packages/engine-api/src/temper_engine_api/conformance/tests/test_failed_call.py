@@ -50,7 +50,7 @@ class FailedCall:
 
     error: str
     """Type and message."""
-    at: float
+    time_s: float
     """Time of the exception in seconds since 1970."""
     later_errors: tuple[str, ...] = ()
     """Messages of the RankFailedErrors that later calls raised."""
@@ -147,7 +147,7 @@ def fail(engine: BaseEngine, local_batch: PackedBatch, probe: FailingProbe) -> F
         with engine.train_mode():
             engine.forward_backward_batch(local_batch, forward_only=False)
     except EXCEPTIONS as error:
-        return FailedCall(error=f"{type(error).__name__}: {error}", at=time.time())
+        return FailedCall(error=f"{type(error).__name__}: {error}", time_s=time.time())
     raise AssertionError("the training call swallowed an exception of its loss or backward pass")
 
 
@@ -290,7 +290,7 @@ def test_other_ranks_report_the_rank_that_failed(
             assert f"rank {culprit}" in text, f"does not name the failed rank: {text}"
             assert "build a new engine" in text, f"does not say what to do: {text}"
         assert message in reported[0]
-        waited_s = failure.at - min(each.at for each in failures)
+        waited_s = failure.time_s - min(each.time_s for each in failures)
         assert waited_s < REPORT_LIMIT_S, f"a rank waited for {waited_s:.1f} s"
 
 
@@ -323,7 +323,7 @@ def test_lost_connection_ends_the_call_on_every_rank(
     engine_under_test.rank_pool.replace_group()
     for failure in failures:
         assert failure.later_errors, "a rank still accepts calls although its connection is lost"
-        assert failure.at - min(each.at for each in failures) < REPORT_LIMIT_S
+        assert failure.time_s - min(each.time_s for each in failures) < REPORT_LIMIT_S
 
 
 def lose_connection(
@@ -335,5 +335,5 @@ def lose_connection(
     local_batch = rank_slice(engine, batch, split=THREE_MICRO_BATCHES)
     with pytest.raises(RuntimeError) as caught, engine.train_mode():
         engine.forward_backward_batch(local_batch, forward_only=False)
-    failed = FailedCall(error=str(caught.value), at=time.time())
+    failed = FailedCall(error=str(caught.value), time_s=time.time())
     return replace(failed, later_errors=collect_later_errors(engine))
