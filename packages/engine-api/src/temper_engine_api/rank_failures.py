@@ -246,8 +246,8 @@ class RankFailures:
                 counts[name].add(count)
         return len({report.call_number for report in reports}) == 1 and all(
             # Only the ranks of a group report its number.
-            len(found) == 1
-            for found in counts.values()
+            len(group_counts) == 1
+            for group_counts in counts.values()
         )
 
     def _read_declaration(self) -> str | None:
@@ -272,17 +272,17 @@ class RankFailures:
 
     def _other_ends(self) -> set[str]:
         """Return the connections that other ranks had when the engine was built."""
-        found: set[str] = set()
+        other_ends: set[str] = set()
         for rank in range(self._world_size):
             key = f"{self._prefix}/connections/{rank}"
             try:
                 if rank != self._rank and self._store.check([key]):
-                    found.update(json.loads(self._store.get(key)))
+                    other_ends.update(json.loads(self._store.get(key)))
             except dist.DistError:
                 # Without the store this rank can't tell which connections lead to ranks. The
                 # others also lost the store, and end by their own timeout.
-                return found
-        return found
+                return other_ends
+        return other_ends
 
     def _learn_of_declaration(self) -> bool:
         """Leave the group if another rank declared it broken; return True if so."""
@@ -319,11 +319,11 @@ def close_connections(other_ends: set[str]) -> None:
 
 def own_connections() -> set[str]:
     """Return the TCP connections of this process as `local remote`, without those to the store."""
-    found = set()
+    connections = set()
     for connection, endpoint in _connections():
         endpoint.close()
-        found.add(connection)
-    return found
+        connections.add(connection)
+    return connections
 
 
 def _connections() -> Iterator[tuple[str, socket.socket]]:

@@ -205,7 +205,7 @@ def save_engine_checkpoint(
             _attempt(lambda: begin_checkpoint(local_path, step)) if rank == 0 else _Outcome()
         )
         transaction = None if begun.value is None else undo.enter_context(begun.value)
-        _together(begun, gather)
+        _raise_on_every_rank(begun, gather)
         staging = gather(None if transaction is None else transaction.staging)[0]
         assert staging is not None
         # Before writing: otherwise a large save would fail only at its end.
@@ -259,17 +259,21 @@ def load_engine_checkpoint(
         if delete_download and rank == 0:
             undo.callback(lambda: remove_step(directory, read_manifest(directory), is_read=True))
         _check_seen(directory / MANIFEST_NAME, gather)
-        _together(_attempt(lambda: undo.enter_context(lock_for_reading(directory))), gather)
+        _raise_on_every_rank(
+            _attempt(lambda: undo.enter_context(lock_for_reading(directory))), gather
+        )
         # Ranks divide the files, so that together they read each file once.
         shard = (rank, engine.topology.world_size)
-        _together(_attempt(lambda: verify(directory, shard=shard)), gather)
+        _raise_on_every_rank(_attempt(lambda: verify(directory, shard=shard)), gather)
         if not (directory / ENGINE_PART).is_dir():
             parts = sorted(path.name for path in directory.iterdir() if path.is_dir())
             raise CheckpointError(
                 f"{directory} has no folder {ENGINE_PART!r}, but {parts}: it was saved by a run "
                 "with several engines. Resume that run, or load a step that one engine saved."
             )
-        _together(_attempt(lambda: engine.read_part(str(directory / ENGINE_PART))), gather)
+        _raise_on_every_rank(
+            _attempt(lambda: engine.read_part(str(directory / ENGINE_PART))), gather
+        )
 
 
 def _check_seen(path: Path, gather: Gather) -> None:
@@ -334,7 +338,7 @@ def _on_rank_zero(action: Callable[[], T], *, rank: int, gather: Gather) -> T:
     return first.value
 
 
-def _together(outcome: _Outcome[T], gather: Gather) -> None:
+def _raise_on_every_rank(outcome: _Outcome[T], gather: Gather) -> None:
     """Raise the first error of any rank on every rank."""
     # Only the errors are gathered: the values are not needed, and some cannot be encoded.
     for error in gather(outcome.error):
@@ -348,12 +352,12 @@ def _attempt(action: Callable[[], T]) -> _Outcome[T]:
         return _Outcome(value=action())
     except TemperError as error:
         return _Outcome(error=error)
-    except _failures() as error:
+    except _list_failure_types() as error:
         logger.warning("a checkpoint could not be written or read", exc_info=True)
-        return _Outcome(error=CheckpointError(_reason(error)))
+        return _Outcome(error=CheckpointError(_describe_error(error)))
 
 
-def _failures() -> tuple[type[BaseException], ...]:
+def _list_failure_types() -> tuple[type[BaseException], ...]:
     """Return the exception types that a failed save or load may raise.
 
     All exceptions are included, because libraries raise errors of their own for a full disk.
@@ -365,7 +369,7 @@ def _failures() -> tuple[type[BaseException], ...]:
     return (Exception, CheckpointException)
 
 
-def _reason(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     from torch.distributed.checkpoint.api import CheckpointException
 
     if isinstance(error, CheckpointException):

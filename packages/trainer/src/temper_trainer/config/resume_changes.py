@@ -76,7 +76,7 @@ def describe_changes(
         "config.superseded-*.yaml):"
     )
     for key in changed:
-        yield f"  {key}: {_text(before, key)} -> {_text(after, key)}"
+        yield f"  {key}: {_format_value(before, key)} -> {_format_value(after, key)}"
     fixed_settings = [
         *_list_restored_settings(restored_parts),
         *([TOKENIZER] if has_saved_tokenizer else ()),
@@ -161,7 +161,7 @@ def _select_model(role: str, settings: Mapping[str, object]) -> dict[str, object
     }
 
 
-def _text(values: Mapping[str, object], key: str) -> str:
+def _format_value(values: Mapping[str, object], key: str) -> str:
     return repr(values[key]) if key in values else "(not set)"
 
 

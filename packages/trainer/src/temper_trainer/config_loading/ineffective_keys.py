@@ -363,14 +363,14 @@ def _teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
                 reason=reason,
             )
         if config.runtime.kind == "inline":
-            yield _always(
+            yield _make_unconditional_rule(
                 (f"{key}.pool",),
                 "with runtime.kind inline, which has no resource pools: remove it, or set "
                 "runtime.kind=ray",
             )
         if teacher.backend == "engine" or config.runtime.kind == "ray":
             why = f"{key}.backend engine" if teacher.backend == "engine" else "runtime.kind ray"
-            yield _always(
+            yield _make_unconditional_rule(
                 (f"{key}.devices",),
                 f"with {why}: it is for backend vllm and runtime.kind inline. Remove it",
             )
@@ -388,15 +388,17 @@ def _role_rules(config: TrainerConfig) -> Iterator[Rule]:
                 f"{name}.engine.offload.load_optimizer_in",
                 f"{name}.engine.offload.optimizer_on_cpu",
             )
-            yield _always(keys, f"with {name}.engine.optimizer null, a frozen model: remove it")
+            yield _make_unconditional_rule(
+                keys, f"with {name}.engine.optimizer null, a frozen model: remove it"
+            )
         if model.path is not None and model.model_type == "language_model":
-            yield _always(
+            yield _make_unconditional_rule(
                 (f"{name}.engine.model.seed",),
                 f"with {name}.engine.model.path, whose weights are loaded: remove it",
             )
         if model.path is None:
             keys = (f"{name}.engine.model.trust_remote_code",)
-            yield _always(
+            yield _make_unconditional_rule(
                 keys,
                 (f"with {name}.engine.model.architecture, which has no code to trust: remove it"),
             )
@@ -411,41 +413,43 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
     }
     if all(source is None or source.kind == "arithmetic" for source in sources.values()):
         keys: tuple[str, ...] = ("data.chat_template", "data.tools_path")
-        yield _always(
+        yield _make_unconditional_rule(
             keys, "with sources of kind arithmetic, whose prompts are not chat messages: remove it"
         )
     for name, source in sources.items():
         if source is None:
             continue
         if source.kind in ("jsonl", "parquet"):
-            yield _always(
+            yield _make_unconditional_rule(
                 (f"{name}.split",),
                 f"with {name}.kind {source.kind}, whose files are named in paths: remove it",
             )
         if config.task not in ("dpo", "rm"):
             keys = (f"{name}.chosen_key", f"{name}.rejected_key")
-            yield _always(
+            yield _make_unconditional_rule(
                 keys, f"with task {config.task}: pairs are for tasks dpo and rm. Remove it"
             )
         if source.messages_key is not None:
             keys = (f"{name}.prompt_key", f"{name}.answer_key")
-            yield _always(
+            yield _make_unconditional_rule(
                 keys,
                 f"with {name}.messages_key, the field with full conversations: remove one of them",
             )
         if not config.teachers:
-            yield _always((f"{name}.route_key",), "without teachers, which it selects: remove it")
+            yield _make_unconditional_rule(
+                (f"{name}.route_key",), "without teachers, which it selects: remove it"
+            )
         if source.kind == "arithmetic":
             keys = (f"{name}.prompt_key", f"{name}.answer_key", f"{name}.extra_keys")
-            yield _always(
+            yield _make_unconditional_rule(
                 keys, f"with {name}.kind arithmetic, which generates its problems: remove it"
             )
         else:
             keys = (f"{name}.seed", f"{name}.wrong_first_operation")
-            yield _always(
+            yield _make_unconditional_rule(
                 keys, f"with {name}.kind {source.kind}, which reads its problems: remove it"
             )
 
 
-def _always(keys: tuple[str, ...], reason: str) -> Rule:
+def _make_unconditional_rule(keys: tuple[str, ...], reason: str) -> Rule:
     return Rule(keys=keys, applies=lambda _: True, reason=reason)

@@ -74,7 +74,7 @@ def write_report(directory: Path) -> Path | None:
         "Evaluations": _evaluations(rows),
         "Curves": _curves(draw_curves(directory)),
         "First and last step": _first_and_last(rows),
-        "Time": _times(rows),
+        "Time": _format_times(rows),
         "Samples": _samples(directory / "samples.jsonl"),
         "Configuration": _configuration(directory),
         "Environment": _environment(),
@@ -119,7 +119,7 @@ def _first_and_last(rows: Sequence[Row]) -> str:
     return f"<details><summary>{len(lines)} metrics</summary>{table}</details>"
 
 
-def _times(rows: Sequence[Row]) -> str:
+def _format_times(rows: Sequence[Row]) -> str:
     """Return a table of the time in each phase and operation: total, median and percentage."""
     lines: list[Cells] = []
     for phase in dict.fromkeys(row.phase for row in rows):

@@ -94,7 +94,7 @@ class RankPool:
         request = JobRequest(
             engine=engine,
             layout=layout,
-            rendezvous=self._rendezvous_for(layout),
+            rendezvous=self._make_rendezvous(layout),
             device=self.device,
             compute=self.compute,
             job=name,
@@ -186,7 +186,7 @@ class RankPool:
         if members:
             self._send_to(LeaveRequest(), "leaving the process group", members)
 
-    def _rendezvous_for(self, layout: Layout) -> str:
+    def _make_rendezvous(self, layout: Layout) -> str:
         """Return the rendezvous file of the layout's process group.
 
         There is one group at a time: a new layout leaves the former group and closes its engines.
@@ -248,11 +248,11 @@ class RankPool:
                 "after another rank had raised" if lines else f"within {self.job_timeout_s:.0f} s"
             )
             lines.append(
-                f"rank {index} did not answer {job} {after}. Its stack:\n{self._stack_of(index)}"
+                f"rank {index} did not answer {job} {after}. Its stack:\n{self._read_stack(index)}"
             )
         self._fail("\n".join(lines))
 
-    def _stack_of(self, index: int) -> str:
+    def _read_stack(self, index: int) -> str:
         process = self._members[index][0]
         assert process.pid is not None
         # The handler of faulthandler runs in C, so it works while the rank waits inside a

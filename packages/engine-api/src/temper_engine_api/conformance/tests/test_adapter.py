@@ -248,17 +248,17 @@ class TrainedAdapter:
     def __init__(self, engine: BaseEngine, *, batches: list[SequenceBatch]) -> None:
         uninterrupted = batches[0]
         with engine.disable_adapter():
-            self.disabled_before = logprobs_of(engine, uninterrupted)
+            self.disabled_before = compute_logprobs(engine, uninterrupted)
         train(engine, batches)
-        self.logprobs = logprobs_of(engine, uninterrupted)
+        self.logprobs = compute_logprobs(engine, uninterrupted)
         with engine.disable_adapter():
-            self.disabled_after = logprobs_of(engine, uninterrupted)
-        self.logprobs_again = logprobs_of(engine, uninterrupted)
+            self.disabled_after = compute_logprobs(engine, uninterrupted)
+        self.logprobs_again = compute_logprobs(engine, uninterrupted)
         self.adapter = engine.export_adapter()
         self.weights = collect_weights(engine)
 
 
-def logprobs_of(engine: BaseEngine, batch: SequenceBatch) -> Tensor:
+def compute_logprobs(engine: BaseEngine, batch: SequenceBatch) -> Tensor:
     """Return log-probs [T] in the order of the batch."""
     with engine.eval_mode():
         result = engine.forward_backward_batch(
@@ -502,10 +502,10 @@ def disable_twice(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> tu
     # Otherwise the adapter is 0 and has no effect.
     train(engine, [batch])
     with engine.disable_adapter():
-        before = logprobs_of(engine, batch)
+        before = compute_logprobs(engine, batch)
         with engine.disable_adapter():
             pass
-        after = logprobs_of(engine, batch)
+        after = compute_logprobs(engine, batch)
         engine.optimizer_zero_grad()
         with engine.train_mode(), pytest.raises(EngineStateError, match="disable_adapter"):
             engine.forward_backward_batch(

@@ -160,12 +160,12 @@ def test_outputs_come_from_the_declared_ranks(
     """Exactly the ranks with `returns_outputs` return outputs."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     for returns_outputs, has_outputs in engine_under_test.run(
-        outputs_claimed_and_given, setup=setup, batch=batch
+        list_claimed_and_returned_outputs, setup=setup, batch=batch
     ):
         assert returns_outputs == has_outputs
 
 
-def outputs_claimed_and_given(
+def list_claimed_and_returned_outputs(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
 ) -> tuple[bool, bool]:
     """Return what the topology declares and whether a forward pass returned outputs."""

@@ -215,7 +215,7 @@ def test_counters_and_learning_rate_are_resumed(
         {"advantages": torch.full_like(batches[1].columns["advantages"], torch.inf)}
     )
     for saved, loaded in engine_under_test.run(
-        progress_around_a_save,
+        measure_progress_around_a_save,
         setup=setup,
         batches=[batches[0], bad, batches[2]],
         folder=tmp_path,
@@ -240,7 +240,7 @@ def test_fp16_loss_scale_is_halved_and_resumed(
     # Overflows fp16 once the loss is scaled; every rank sees it in the global norm.
     overflowing = batches[1].with_columns({"advantages": batches[1].columns["advantages"] * 1e9})
     for saved, loaded in engine_under_test.run(
-        progress_around_a_save,
+        measure_progress_around_a_save,
         setup=setup,
         batches=[batches[0], overflowing, batches[2]],
         folder=tmp_path,
@@ -254,7 +254,7 @@ def test_fp16_loss_scale_is_halved_and_resumed(
         assert saved.loss_scale == INITIAL_LOSS_SCALE / 2
 
 
-def progress_around_a_save(
+def measure_progress_around_a_save(
     rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], folder: Path
 ) -> tuple[Progress, Progress]:
     """Return the progress before the save, and of a new engine after loading."""
@@ -271,12 +271,12 @@ def test_random_state_is_resumed(
 ) -> None:
     """After loading, torch draws the numbers that it drew after the save."""
     for after_save, after_load in engine_under_test.run(
-        draws_around_a_save, setup=setup, folder=tmp_path
+        draw_around_a_save, setup=setup, folder=tmp_path
     ):
         assert torch.equal(after_save, after_load)
 
 
-def draws_around_a_save(rank: Rank, *, setup: EngineSetup, folder: Path) -> tuple[Tensor, Tensor]:
+def draw_around_a_save(rank: Rank, *, setup: EngineSetup, folder: Path) -> tuple[Tensor, Tensor]:
     """Return what torch draws after a save, and after loading it."""
     engine = rank.temporary_engine(setup)
     # Another seed on each rank: restoring rank 0's RNG state everywhere must fail.

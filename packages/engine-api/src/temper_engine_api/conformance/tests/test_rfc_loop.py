@@ -124,7 +124,9 @@ def test_rfc_calls_accumulate_gradients(
     """Two equal calls before a step give twice the gradient of one call."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     once, twice = (
-        engine_under_test.run(gradients_of_rfc_calls, setup=setup, batch=batch, num_calls=n)[0]
+        engine_under_test.run(
+            compute_gradients_by_rfc_calls, setup=setup, batch=batch, num_calls=n
+        )[0]
         for n in (1, 2)
     )
     assert_all_close(
@@ -135,7 +137,7 @@ def test_rfc_calls_accumulate_gradients(
     )
 
 
-def gradients_of_rfc_calls(
+def compute_gradients_by_rfc_calls(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, num_calls: int
 ) -> dict[str, torch.Tensor]:
     """Call a callable loss `num_calls` times before the step; return the gradients."""

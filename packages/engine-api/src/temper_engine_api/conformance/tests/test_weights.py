@@ -268,13 +268,13 @@ def test_exported_weights_equal_master_weights(
 ) -> None:
     """Exported weights equal the master weights of the portable state."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW), oracle.get_batch()
-    weights, update = engine_under_test.run(weights_and_update, setup=setup, batch=batch)[0]
+    weights, update = engine_under_test.run(export_weights_and_update, setup=setup, batch=batch)[0]
     assert_all_equal(
         weights, cast_like_export(update.masters, weights, engine_under_test), quantity="weights"
     )
 
 
-def weights_and_update(
+def export_weights_and_update(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
 ) -> tuple[dict[str, Tensor], Update]:
     """Return exported weights and the update of a temporary engine."""
@@ -289,13 +289,13 @@ def test_exported_weights_stay_valid_after_the_next_update(
     """Check that an update does not change the tensors exported before it."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW), oracle.get_batch()
     for copies, kept, later in engine_under_test.run(
-        weights_around_an_update, setup=setup, batch=batch
+        export_weights_around_an_update, setup=setup, batch=batch
     ):
         assert_all_equal(kept, copies, quantity="weights exported before the update")
         assert any(not torch.equal(later[name], copies[name]) for name in copies)
 
 
-def weights_around_an_update(
+def export_weights_around_an_update(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Return copies of exported tensors, these tensors after an update, and a new export."""
