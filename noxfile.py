@@ -30,6 +30,9 @@ from tools.environment import (
     ensure_environment,
 )
 from tools.optional_imports import NEEDS_EXTRA
+from tools.other_engines import ENGINES as OTHER_ENGINES
+from tools.other_engines import REQUIREMENTS as OTHER_REQUIREMENTS
+from tools.other_engines import VERL
 from tools.requirements import list_sibling_pairs, pin_lower_bounds
 from tools.scenarios import SCENARIOS
 
@@ -391,6 +394,30 @@ def megatron_0_19(session: nox.Session) -> None:
     session.install("--no-deps", NEWER_BRIDGE)
     tests = session.posargs or ["packages/engine-megatron/tests", "-m", "not nightly"]
     session.run("python", "-m", "pytest", *tests, env={"CUDA_VISIBLE_DEVICES": ""})
+
+
+@nox.session(name="other-engines")
+def other_engines(session: nox.Session) -> None:
+    """Run the conformance kit on engines of other projects; arguments go to the kit.
+
+    Updates docs/conformance-other-engines.md, unless there are arguments.
+    """
+    session.install("-c", CONSTRAINTS, *OTHER_REQUIREMENTS, *TEST_TOOLS)
+    session.install("--no-deps", VERL)
+    session.install("-c", CONSTRAINTS, f"packages/engine-api{EXTRAS['engine-api']}")
+    records = Path(session.virtualenv.location) if session.posargs else ROOT / "docs" / "records"
+    for project, engine in OTHER_ENGINES.items():
+        session.run(
+            *("python", "-m", "pytest", "--pyargs", "temper_engine_api.conformance"),
+            *("--engine", engine, "--results", str(records / f"conformance-{project}.json")),
+            # Warnings of the other projects cannot be fixed here.
+            *("-W", "default", *session.posargs),
+            env={"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+            # 1: tests failed, which the page explains.
+            success_codes=[0, 1],
+        )
+    if not session.posargs:
+        session.run("python", "-m", "tools.other_engines.page", env={"PYTHONPATH": str(ROOT)})
 
 
 @nox.session(venv_backend="none")
