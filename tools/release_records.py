@@ -75,7 +75,7 @@ class ReleaseSource:
 
 
 def read_records(root: Path) -> tuple[ReleaseRecord, ...]:
-    """Return the recorded releases, oldest first; none if the file does not exist.
+    """Return the releases in tools/releases.toml, oldest first; none if it does not exist.
 
     Raises:
         ReleaseError: The tag of an entry does not match its package and version.
@@ -120,7 +120,7 @@ def write_records(root: Path, records: Sequence[ReleaseRecord]) -> None:
 def last_release(root: Path, package: str) -> ReleaseSource | None:
     """Return the highest version of a package that was released and not withdrawn.
 
-    A tag is preferred over the record.
+    If the release has both a tag and an entry in tools/releases.toml, the tag is used.
 
     Raises:
         ReleaseError: The release has no tag, and this clone lacks the recorded content.
@@ -182,7 +182,7 @@ def _parse_record(entry: dict[str, Any]) -> ReleaseRecord:
 
 
 def _find_commit(root: Path, record: ReleaseRecord) -> str:
-    """Return the commit that added the record to the file."""
+    """Return the commit that added the release's entry to tools/releases.toml."""
     commits = git(
         root, "log", "--format=%H", f'-Stree = "{record.tree}"', "--", RECORDS.as_posix()
     ).split()

@@ -61,7 +61,7 @@ class Deprecation:
     instead: str
     """Replacement as users write it."""
     migration_hint: str
-    """End of the warning: a difference to heed when switching, without a final period."""
+    """Last clause of the warning: how the replacement differs. No period at the end."""
 
     def __post_init__(self) -> None:
         (major, minor, _), (removed_major, removed_minor, _) = (

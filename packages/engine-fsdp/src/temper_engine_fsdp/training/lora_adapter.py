@@ -274,7 +274,8 @@ def _initialize(hf_model: nn.Module, *, seed: int) -> None:
 def _sort_like_peft(hf_model: nn.Module) -> Iterator[LoraLinear | ParamWrapper]:
     """Yield layers in the order in which peft initializes them.
 
-    Linear layers first, then expert tensors; of nested wrappers the innermost first.
+    Linear layers come first, then expert tensors. Wrappers around the same module are yielded
+    from the innermost to the outermost.
     """
     yield from (module for module in hf_model.modules() if isinstance(module, LoraLinear))
     nests: dict[str, list[ParamWrapper]] = {}

@@ -204,9 +204,10 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def sum_over_ranks(local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over ranks that all compute the same loss from the total.
+    """Sum over ranks; every rank must compute the same loss from the total.
 
-    The gradient of each rank's term is the gradient of the total, once.
+    The gradient of `local` is the gradient of the total. It is not summed over ranks, because that
+    would count the same loss once per rank.
     """
     if group.size() == 1:
         return local

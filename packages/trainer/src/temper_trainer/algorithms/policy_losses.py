@@ -160,9 +160,10 @@ def compute_sequence_mean(column: Tensor, batch: SequenceBatch) -> Tensor:
 def compute_clip_fractions(
     *, is_low: Tensor, is_high: Tensor, advantages: Tensor, mask: Tensor
 ) -> dict[str, Metric]:
-    """Return the fractions of trained tokens whose gradient the clip removes, for each side.
+    """Return the fractions of trained tokens whose gradient the low and the high clip remove.
 
-    That is below the clip with a negative advantage, or above it with a positive one.
+    The low clip removes the gradient of tokens below the clip range with a negative advantage. The
+    high clip removes that of tokens above the range with a positive advantage.
     """
     return {
         "policy/clip_fraction_low": weighted_mean(is_low & (advantages < 0), mask),

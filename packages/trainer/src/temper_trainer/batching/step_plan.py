@@ -2,7 +2,7 @@
 
 All roles use the same mini-batches; ranks and micro-batches are planned per role. Cutting one
 mini-batch is the arithmetic of ``temper_engine_api.plan``. This module adds what a step needs:
-several passes, several roles, and leaving out samples without an advantage.
+several passes, several roles, and leaving out zero-advantage samples.
 """
 
 import random

@@ -190,7 +190,7 @@ class _Pipes:
         return bool(self._selector.get_map())
 
     def transfer(self, timeout_s: float) -> None:
-        """Read and write what is possible now, after waiting for it for at most `timeout_s`."""
+        """Wait at most `timeout_s` for a stream to be ready, then read or write the ready ones."""
         if not self.is_open:
             time.sleep(min(timeout_s, 0.001))  # all streams are closed: the process is about to end
         for key, _ in self._selector.select(timeout_s) if self.is_open else ():

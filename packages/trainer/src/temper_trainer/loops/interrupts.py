@@ -177,7 +177,8 @@ class StopRequest:
         self._raise_if_due()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # The user insists: the handlers from before, usually KeyboardInterrupt, act at once.
+        # Ctrl-C after an earlier signal means that the user does not want to wait: the previous
+        # handler, usually Python's own, raises KeyboardInterrupt at once.
         if self._is_handled and number == signal.SIGINT:
             self._restore_handlers()
             signal.raise_signal(number)

@@ -243,7 +243,7 @@ def needs_old_logprob_pass(config: TrainerConfig) -> bool:
 
 
 def can_drop_zero_advantage(config: TrainerConfig) -> bool:
-    """Return True if samples without an advantage do not change the actor's update.
+    """Return True if zero-advantage samples can be left out without changing the actor's update.
 
     That requires that every term of the objective has the advantage as a factor, and that no
     forward pass has used the same micro-batches.

@@ -59,9 +59,9 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
 def _copy_out_of_file(model: PreTrainedModel) -> None:
     """Copy every tensor into aligned memory of its own.
 
-    transformers maps weights from their file. They would change if the file changes, and they
-    start at any offset, but matrix libraries give the same sums from run to run only for aligned
-    memory.
+    transformers maps weights from their file, so they would change with the file. Mapped tensors
+    can also start at any offset, and matrix libraries repeat their sums bit for bit only for
+    aligned memory.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
@@ -122,9 +122,9 @@ def _collect_end_tokens(
 def load_weights(model: PreTrainedModel, stream: Iterable[NamedWeight]) -> None:
     """Copy all weights into the model. Tied tensors arrive once, under their first name.
 
-    Experts may arrive separately, under their names in files, or joined as transformers stores
-    them. Nothing is copied before all names and shapes are checked, so that a bad set changes
-    nothing.
+    Each expert may arrive as its own tensor, named as in checkpoint files. The experts of a layer
+    may also arrive as one joined tensor, named as in the transformers model. All names and shapes
+    are checked before the first copy, so an invalid set leaves the model unchanged.
 
     Raises:
         WeightError: If a name is missing, unexpected or repeated, or a shape differs.

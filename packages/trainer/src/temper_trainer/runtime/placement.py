@@ -138,7 +138,7 @@ def plan_placement(
 
 
 def plan_bundles(roles: Mapping[str, RoleRequest], runtime: RuntimeConfig) -> tuple[Bundle, ...]:
-    """Plan the bundles of every role without a check; see `plan_placement`."""
+    """Plan the bundles of every role without checking that the cluster has the resources."""
     pools: dict[str, dict[str, RoleRequest]] = {}
     for name, request in roles.items():
         pools.setdefault(request.pool, {})[name] = request
