@@ -1,6 +1,7 @@
 """Settings of all tests of this repository, and of conformance kits that run in it."""
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
     All tests share one home: matplotlib, for example, takes seconds to cache its list of fonts
     there.
     """
+    # A shell starts background jobs with SIGINT ignored, and processes of the tests inherit that.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Some tests install packages, but do not test how: keep where Pythons and packages are found.
     for name, path in (("PYENV_ROOT", ".pyenv"), ("PIP_CONFIG_FILE", ".config/pip/pip.conf")):
         if (Path.home() / path).exists():
