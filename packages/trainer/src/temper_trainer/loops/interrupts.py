@@ -67,8 +67,8 @@ class StopRequest:
     start-up and evaluation at once, sampling after half of the grace period. Other work is
     finished. If the process still runs at the end of the grace period, a thread ends it, or half a
     second later a second process if no thread can run, so that no SIGKILL is needed. A second
-    SIGINT acts as usual. A repeated SIGTERM has no effect, because
-    launchers send it several times.
+    SIGINT acts as before this context. A repeated SIGTERM has no effect, because launchers send it
+    several times.
     """
 
     def __init__(self, *, grace_s: float) -> None:
