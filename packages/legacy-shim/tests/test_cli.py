@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,20 @@ def test_a_url_is_no_folder(tmp_path: Path, arguments: list[str], monkeypatch: p
     with pytest.raises(UsageError, match=r"(hdfs|s3):/.* is a URL, but "):
         CliRunner().invoke(app, ["checkpoint", *(word.format(folder=tmp_path) for word in arguments)], catch_exceptions=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = "from temper_legacy_shim.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_version_is_printed() -> None:
+    done = run_process("--version")
+    assert (done.returncode, done.stdout) == (0, f"temper-migrate {version('temper-legacy-shim')}\n")
+
+
+def test_help_of_a_command_is_the_commands_own() -> None:
+    done = run_process("--help", "checkpoint")
+    assert done.returncode == 0
+    assert "--to" in done.stdout
+    assert done.stdout == run_process("checkpoint", "--help").stdout

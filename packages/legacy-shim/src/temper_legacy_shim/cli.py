@@ -5,6 +5,7 @@ A sub-command imports what it needs when it runs, so that the command itself sta
 
 import gc
 import sys
+from importlib.metadata import version
 
 import typer
 
@@ -31,16 +32,28 @@ cli_imports.register(app)
 cli_doctor.register(app)
 
 
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
+        print(f"temper-migrate {version('temper-legacy-shim')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    _: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
     """Keep sub-commands, also while there are few."""
 
 
 def main() -> None:
-    """Run the command; a failure that a user can mend is one message and exit code 1."""
+    """Run the command; a failure that the user can fix is one message and exit code 1."""
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["--help"]:
+        # `--help COMMAND` as in `temper-train`; typer would ignore the second word.
+        arguments = [*arguments[1:], "--help"]
     try:
-        app()
+        app(arguments)
     except ShimError as error:
         _say(f"{type(error).__name__}: {error}", style="red")
         sys.exit(EXIT_FAILED)

@@ -39,6 +39,7 @@ from temper_trainer.redaction import (
 from temper_trainer.run_lock import NO_SPACE, RunLock
 from temper_trainer.runtime.placement import describe_plan
 from temper_trainer.terminal_text import escape_control_characters
+from temper_trainer.versions import format_versions
 
 EXIT_FAILED = 1
 EXIT_WRONG_CONFIG = 2
@@ -119,6 +120,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(arguments, usage=USAGE.split("usage: ")[1].splitlines()[0])
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--version", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--print", action="store_true")
     parser.add_argument("--report", metavar="RUN_DIR")
@@ -169,6 +171,9 @@ def _end_at_sigterm(options: argparse.Namespace) -> Iterator[_EarlyStop]:
 def _execute(options: argparse.Namespace, *, early_stop: _EarlyStop) -> int:
     if options.help:
         print(build_help_text(overrides=options.overrides, config_dir=options.config_dir), end="")
+        return 0
+    if options.version:
+        print(f"temper-train {format_versions()}")
         return 0
     if options.report:
         return _report(Path(options.report))

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -236,6 +237,41 @@ def test_help_shows_the_keys_of_the_chosen_engine(capsys: pytest.CaptureFixture[
     _, out, _ = run(capsys, "--help", "model_engine=megatron")
     assert "actor.engine.device=auto" in out
     assert "activation_checkpointing" not in out
+
+
+@pytest.mark.parametrize(
+    ("name", "shown", "hidden"),
+    [
+        ("algorithm", ["      grpo: ", "  algorithm.group_size="], ["run.seed", "quickstart"]),
+        ("experiment", ["      quickstart: "], ["algorithm.group_size"]),
+        ("rollout", ["      vllm: ", "  rollout.canary_tolerance="], ["algorithm.group_size"]),
+        ("critic.engine", ["  critic.engine.optimizer.lr="], ["actor.engine"]),
+        ("run.total_steps", ["  run.total_steps=100", "Number of RL steps"], ["run.seed"]),
+        ("teachers.NAME.engine", ["  teachers.NAME.engine.device="], ["actor.engine"]),
+    ],
+)
+def test_help_of_a_group_shows_only_its_choices_and_keys(
+    capsys: pytest.CaptureFixture[str], name: str, shown: list[str], hidden: list[str]
+) -> None:
+    code, out, _ = run(capsys, "--help", name)
+    assert code == 0
+    assert [text for text in shown if text not in out] == []
+    assert [text for text in ["usage:", *hidden] if text in out] == []
+
+
+def test_help_of_an_unknown_group_names_the_nearest_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, _, err = run(capsys, "--help", "algoritm")
+    assert code == 2
+    assert "--help algoritm: there is no such group or key: did you mean algorithm?" in err
+
+
+def test_version_names_the_installed_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--version")
+    assert code == 0
+    assert out.splitlines()[0] == f"temper-train {version('temper-trainer')}"
+    assert f"  torch {version('torch')}" in out.splitlines()
 
 
 def test_run_folder_with_a_run_is_refused(

