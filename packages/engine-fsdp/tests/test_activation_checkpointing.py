@@ -22,13 +22,13 @@ def norms(engine: FSDPEngine, batch: SequenceBatch) -> list[float]:
     engine.set_loss_fn(
         lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
     )
-    found = []
+    grad_norms = []
     for _ in range(3):
         engine.optimizer_zero_grad()
         with engine.train_mode():
             engine.forward_backward_step(batch)
-        found.append(engine.optimizer_step())
-    return found
+        grad_norms.append(engine.optimizer_step())
+    return grad_norms
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])

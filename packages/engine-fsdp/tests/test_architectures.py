@@ -82,12 +82,12 @@ def test_packed_logprobs_equal_transformers(
             packed, forward_only=True, outputs=[HeadOutput.LOGPROB]
         ).outputs
     assert outputs is not None
-    found = outputs.reorder(batch.sample_ids).columns[HeadOutput.LOGPROB]
+    packed_logprobs = outputs.reorder(batch.sample_ids).columns[HeadOutput.LOGPROB]
     for b in range(batch.num_sequences):
         first, end = int(batch.sequence_starts[b]), int(batch.sequence_starts[b + 1])
         with torch.no_grad():
             torch.testing.assert_close(
-                found[first + 1 : end], logprobs_of(model, batch, b), rtol=1e-5, atol=1e-5
+                packed_logprobs[first + 1 : end], logprobs_of(model, batch, b), rtol=1e-5, atol=1e-5
             )
 
 

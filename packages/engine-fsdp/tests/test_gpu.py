@@ -108,13 +108,13 @@ def norms(engine: FSDPEngine, batch: SequenceBatch, *, count: int) -> list[float
     engine.set_loss_fn(
         lambda data, predictions, ctx: (-predictions["logprob"][data.loss_mask].mean(), ctx)
     )
-    found = []
+    grad_norms = []
     for _ in range(count):
         engine.optimizer_zero_grad()
         with engine.train_mode():
             engine.forward_backward_step(batch)
-        found.append(engine.optimizer_step())
-    return found
+        grad_norms.append(engine.optimizer_step())
+    return grad_norms
 
 
 @pytest.mark.parametrize(
@@ -235,14 +235,14 @@ def test_updates_on_device_and_host_are_equal(
     start: Callable[..., FSDPEngine], batch: SequenceBatch, clip: float | None
 ) -> None:
     spec = OptimizerSpec(lr=1e-2, clip_grad_norm=clip)
-    found = []
+    grad_norms = []
     for is_async in (True, False):
         engine = start(optimizer=spec, precision=PrecisionSpec(compute="fp32"))
         optimizer = engine._components.optimizer
         assert isinstance(optimizer, ShardedAdamW)
         optimizer.is_async = is_async
-        found.append(norms(engine, batch, count=4))
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
+        grad_norms.append(norms(engine, batch, count=4))
+    assert grad_norms[0] == pytest.approx(grad_norms[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])

@@ -111,9 +111,9 @@ def test_clipping_on_the_device_equals_the_host_bit_for_bit(
             parameters.values(), (2.0, 1.0), (0.3, -0.7), strict=True
         ):
             parameter.local_shard().fill_(weight)
-            found = parameter.local_gradient()
-            assert found is not None
-            found.fill_(gradient)
+            local_gradient = parameter.local_gradient()
+            assert local_gradient is not None
+            local_gradient.fill_(gradient)
         made = ShardedAdamW(
             parameters,
             spec=OptimizerSpec(clip_grad_norm=0.123),

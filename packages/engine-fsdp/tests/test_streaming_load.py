@@ -69,9 +69,9 @@ def test_streamed_weights_are_those_of_the_directory(
         for path in folder.glob("*.safetensors")
         for name, tensor in load_file(path).items()
     }
-    found = weights_of(start(model=ModelSpec(path=str(folder))))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    loaded = weights_of(start(model=ModelSpec(path=str(folder))))
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ def test_experts_are_streamed_into_the_joined_tensors_of_a_layer(
     }
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in in_files
     monkeypatch.setattr(components, "build_model", _refused)
-    found = weights_of(start(model=ModelSpec(path=str(mixture))))
-    assert found.keys() == in_files.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in in_files.items())
+    loaded = weights_of(start(model=ModelSpec(path=str(mixture))))
+    assert loaded.keys() == in_files.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in in_files.items())
 
 
 def test_directory_with_other_names_is_loaded_by_transformers(
@@ -221,6 +221,6 @@ def test_directory_with_other_names_is_loaded_by_transformers(
         "build_model",
         lambda *args, **kwargs: loaded.append(1) or build(*args, **kwargs),
     )
-    found = weights_of(start(model=ModelSpec(path=str(folder))))
+    weights = weights_of(start(model=ModelSpec(path=str(folder))))
     assert loaded == [1]
-    assert torch.equal(found["model.embed_tokens.weight"], embedding)
+    assert torch.equal(weights["model.embed_tokens.weight"], embedding)

@@ -39,13 +39,13 @@ def update(engine: FSDPEngine, batch: SequenceBatch) -> dict[str, torch.Tensor]:
 
 def logprobs_of(model: PreTrainedModel, batch: SequenceBatch) -> torch.Tensor:
     """Return the [T] log-probs of all sequences; 0 for the first token of each."""
-    found = []
+    label_logprobs = []
     for tokens, temperature in zip(
         batch.tokens.split(batch.lengths.tolist()), batch.temperature, strict=True
     ):
         logprobs = torch.log_softmax(model(tokens[None]).logits[0] / temperature, -1)
-        found += [torch.zeros(1), logprobs[:-1].gather(1, tokens[1:, None])[:, 0]]
-    return torch.cat(found)
+        label_logprobs += [torch.zeros(1), logprobs[:-1].gather(1, tokens[1:, None])[:, 0]]
+    return torch.cat(label_logprobs)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
@@ -245,9 +245,9 @@ def test_torch_optimizers_equal_training_of_an_unsharded_model(
         optimizer.zero_grad()
         (-logprobs_of(model, batch)[batch.loss_mask].mean()).backward()
         optimizer.step()
-        found = update(engine, batch)
+        weights = update(engine, batch)
     for key, weight in model.named_parameters():
-        torch.testing.assert_close(found[key], weight.detach(), rtol=1e-3, atol=1e-4, msg=key)
+        torch.testing.assert_close(weights[key], weight.detach(), rtol=1e-3, atol=1e-4, msg=key)
     step = engine.save_checkpoint(str(tmp_path), global_step=1)
     other = start(optimizer=spec, strategy=strategy)
     other.load_checkpoint(step)
