@@ -159,16 +159,16 @@ def test_rank_reads_only_its_own_experts(rank_pool, oracle, tmp_path, engine):
     setup = moe_oracle.make_setup(QWEN2_UNTIED, optimizer=ADAMW)
     arguments = {"setup": setup, "batches": [moe_oracle.get_batch()], "folder": tmp_path, "step": 1}
     rank_pool.run(train_and_save, engine=engine, layout=ONE_RANK, arguments=arguments)
-    found = rank_pool.run(
+    rank_results = rank_pool.run(
         load_and_count_reads,
         engine="megatron",
         layout=LAYOUTS["ep2"],
         arguments={"setup": setup, "folder": tmp_path},
     )
-    assert set(found[0][0].values()) == {1}
+    assert set(rank_results[0][0].values()) == {1}
     if engine == "megatron":
         # Each layer has four experts.
-        for half, (times, _) in enumerate(found):
+        for half, (times, _) in enumerate(rank_results):
             assert {name.split(".")[5] for name in times if ".experts." in name} == {
                 str(2 * half),
                 str(2 * half + 1),

@@ -42,10 +42,10 @@ def private_names(tree):
 
 def test_no_private_name_of_others_is_used():
     sources = sorted(Path(temper_engine_megatron.__file__).parent.rglob("*.py"))
-    found = {
+    used = {
         (path.name, name) for path in sources for name in private_names(ast.parse(path.read_text()))
     }
-    assert found == ALLOWED
+    assert used == ALLOWED
     assert len(sources) > 10
 
 
