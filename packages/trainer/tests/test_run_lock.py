@@ -75,10 +75,10 @@ def test_check_reports_a_living_holder_in_the_words_of_the_start_and_changes_not
     tmp_path: Path,
 ) -> None:
     with hold(tmp_path) as process:
-        found = find_lock_refusal(tmp_path)
+        refusal = find_lock_refusal(tmp_path)
         with pytest.raises(ConfigError) as of_the_start, RunLock(tmp_path):
             pass
-        assert found == str(of_the_start.value)
+        assert refusal == str(of_the_start.value)
         process.send_signal(signal.SIGKILL)
         process.wait()
         before = [(path, path.stat()) for path in tmp_path.iterdir()]

@@ -36,8 +36,8 @@ def answers_of(*logprobs: list[float]) -> HeadOutputs:
 def losses(objective: Objective, head_outputs: HeadOutputs, batch: SequenceBatch) -> list[float]:
     """Return the losses at the trained tokens."""
     prepared = batch.with_columns(objective.prepare(batch, seed=1))
-    found: list[float] = objective(head_outputs, prepared).loss[batch.loss_mask].tolist()
-    return found
+    token_losses: list[float] = objective(head_outputs, prepared).loss[batch.loss_mask].tolist()
+    return token_losses
 
 
 def gradient(
@@ -49,5 +49,5 @@ def gradient(
     loss = reduce_loss(
         terms, prepared, denominators=count_denominators(batch), aggregation=objective.aggregation
     )
-    found: Tensor = torch.autograd.grad(loss, head_outputs[HeadOutput.LOGPROB])[0]
-    return found[batch.loss_mask].tolist()
+    logprob_gradient: Tensor = torch.autograd.grad(loss, head_outputs[HeadOutput.LOGPROB])[0]
+    return logprob_gradient[batch.loss_mask].tolist()

@@ -60,10 +60,12 @@ def test_advantages_do_not_depend_on_the_order_of_samples(
     straight = estimate(config, samples=samples, rewards=REWARDS, values=values).advantages
     columns = {"straight": straight} if values is None else {"straight": straight, "values": values}
     mixed = samples.with_columns(columns).select(order)
-    found = estimate(
+    estimated = estimate(
         config, samples=mixed, rewards=REWARDS[order], values=mixed.columns.get("values")
     )
-    torch.testing.assert_close(found.advantages, mixed.columns["straight"], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        estimated.advantages, mixed.columns["straight"], rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -71,12 +73,12 @@ def test_untrained_tokens_have_zero_advantage_and_their_nan_is_ignored(name: Adv
     samples = make_samples()
     hole = torch.where(samples.loss_mask, 0.1, math.nan)
     config = AlgorithmConfig(advantage=name, kl_reward_coef=0.5)
-    found = estimate(
+    estimated = estimate(
         config, samples=samples, rewards=REWARDS, values=hole if name == "gae" else None, kl=hole
     )
-    assert bool(found.advantages.isfinite().all())
-    assert not bool(found.advantages[~samples.loss_mask].any())
-    assert found.advantages.dtype == torch.float32
+    assert bool(estimated.advantages.isfinite().all())
+    assert not bool(estimated.advantages[~samples.loss_mask].any())
+    assert estimated.advantages.dtype == torch.float32
 
 
 def test_only_gae_returns_value_targets() -> None:
@@ -103,17 +105,17 @@ def test_kl_penalty_is_subtracted_from_the_reward_of_a_completion() -> None:
         group_ids=[0, 0],
     )
     config = AlgorithmConfig(advantage="dr_grpo", kl_reward_coef=0.4)
-    found = estimate_advantages(
+    estimated = estimate_advantages(
         config, samples=samples, rewards=torch.tensor([1.0, 0.0]), kl=torch.full((5,), 0.5)
     )
-    assert found.advantages.tolist() == pytest.approx([0.0, 0.4, 0.4, 0.0, -0.4])
+    assert estimated.advantages.tolist() == pytest.approx([0.0, 0.4, 0.4, 0.0, -0.4])
 
 
 def test_gae_subtracts_the_kl_penalty_per_token_with_the_controllers_weight() -> None:
     # Zero values, gamma = lambda = 1: sums to go of (-0.1, -0.3, 1 - 0.2) = 0.4, 0.5, 0.8.
     samples = from_sequences([torch.arange(4)], loss_masks=[torch.arange(4) >= 1])
     kl = torch.tensor([7.0, 0.1, 0.3, 0.2])
-    found = estimate_advantages(
+    estimated = estimate_advantages(
         AlgorithmConfig(advantage="gae", kl_reward_coef=9.0),
         samples=samples,
         rewards=torch.tensor([1.0]),
@@ -121,26 +123,28 @@ def test_gae_subtracts_the_kl_penalty_per_token_with_the_controllers_weight() ->
         kl=kl,
         kl_coef=1.0,
     )
-    assert found.advantages.tolist() == pytest.approx([0.0, 0.4, 0.5, 0.8])
+    assert estimated.advantages.tolist() == pytest.approx([0.0, 0.4, 0.5, 0.8])
 
 
 def test_whitening_gives_mean_zero_and_std_one_over_trained_tokens() -> None:
     samples = make_samples()
-    found = estimate_advantages(
+    estimated = estimate_advantages(
         AlgorithmConfig(advantage="rloo", whiten_advantages=True), samples=samples, rewards=REWARDS
     )
-    trained = found.advantages[samples.loss_mask]
+    trained = estimated.advantages[samples.loss_mask]
     assert float(trained.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(trained.std(correction=0)) == pytest.approx(1.0, abs=1e-6)
-    assert found.metrics["advantage/std"] == pytest.approx(1.0, abs=1e-6)
+    assert estimated.metrics["advantage/std"] == pytest.approx(1.0, abs=1e-6)
 
 
 def test_zero_std_groups_are_counted_and_have_zero_advantage() -> None:
     samples = make_samples(group_ids=(0, 0, 1, 1, 2, 2))
     rewards = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 1.0])
-    found = estimate_advantages(AlgorithmConfig(advantage="grpo"), samples=samples, rewards=rewards)
-    assert found.metrics["groups/zero_std_fraction"] == pytest.approx(2 / 3)
-    assert not bool(found.advantages[: LENGTHS[0] + LENGTHS[1] + LENGTHS[2] + LENGTHS[3]].any())
+    estimated = estimate_advantages(
+        AlgorithmConfig(advantage="grpo"), samples=samples, rewards=rewards
+    )
+    assert estimated.metrics["groups/zero_std_fraction"] == pytest.approx(2 / 3)
+    assert not bool(estimated.advantages[: LENGTHS[0] + LENGTHS[1] + LENGTHS[2] + LENGTHS[3]].any())
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -148,13 +152,13 @@ def test_step_without_trained_tokens_has_zero_advantages(name: AdvantageName) ->
     samples = from_sequences(
         [torch.arange(3)] * 2, loss_masks=[torch.zeros(3, dtype=torch.bool)] * 2, group_ids=[0, 0]
     )
-    found = estimate(
+    estimated = estimate(
         AlgorithmConfig(advantage=name),
         samples=samples,
         rewards=torch.tensor([1.0, 0.0]),
         values=values_for(name, samples),
     )
-    assert found.advantages.tolist() == [0.0] * 6
+    assert estimated.advantages.tolist() == [0.0] * 6
 
 
 @pytest.mark.parametrize(

@@ -28,20 +28,20 @@ def test_remax_subtracts_the_reward_of_the_greedy_completion() -> None:
 
 def test_opo_weights_the_baseline_by_length() -> None:
     # (1 * 1 + 3 * 0) / 4 = 0.25. The second group is flat.
-    found = compute_opo_advantages(
+    advantages = compute_opo_advantages(
         torch.tensor([1.0, 0.0, 0.3, 0.3]),
         lengths=torch.tensor([1, 3, 2, 9]),
         group_ids=torch.tensor([0, 0, 5, 5]),
     )
-    assert found.tolist() == [0.75, -0.25, 0.0, 0.0]
+    assert advantages.tolist() == [0.75, -0.25, 0.0, 0.0]
 
 
 def test_gpg_is_scaled_by_the_fraction_of_groups_with_a_signal() -> None:
     # B = 4, M = 2: twice (r - mean).
-    found = compute_gpg_advantages(
+    advantages = compute_gpg_advantages(
         torch.tensor([1.0, 0.0, 1.0, 1.0]), group_ids=torch.tensor([0, 0, 1, 1])
     )
-    assert found.tolist() == [1.0, -1.0, 0.0, 0.0]
+    assert advantages.tolist() == [1.0, -1.0, 0.0, 0.0]
 
 
 def test_gpg_of_zero_std_groups_is_zero() -> None:
@@ -55,13 +55,13 @@ def test_gdpo_normalizes_each_reward_before_adding_them() -> None:
     # Each reward alone gives +-1/sqrt(2); weights 1 and 2: -0.7071 and +0.7071. Over 1 and 3
     # tokens: mean 0.35355, deviation 0.61237: (-0.70711 - 0.35355) / 0.61237 = -1.73205, (0.70711 -
     # 0.35355) / 0.61237 = 0.57735.
-    found = compute_gdpo_advantages(
+    advantages = compute_gdpo_advantages(
         torch.tensor([[1.0, 0.0], [0.0, 1.0]]),
         weights=(1.0, 2.0),
         penalty=torch.zeros(2),
         samples=TWO,
     )
-    assert found[TWO.loss_mask].tolist() == pytest.approx(
+    assert advantages[TWO.loss_mask].tolist() == pytest.approx(
         [-1.73205, 0.57735, 0.57735, 0.57735], abs=1e-5
     )
 
@@ -69,8 +69,10 @@ def test_gdpo_normalizes_each_reward_before_adding_them() -> None:
 @pytest.mark.parametrize(("name", "expected"), [("opo", [0.75, -0.25]), ("gpg", [0.5, -0.5])])
 def test_estimators_are_found_by_name(name: str, expected: list[float]) -> None:
     config = AlgorithmConfig(advantage=name)  # type: ignore[arg-type]
-    found = estimate_advantages(config, samples=TWO, rewards=torch.tensor([1.0, 0.0])).advantages
-    assert found[TWO.loss_mask].tolist() == [expected[0]] + [expected[1]] * 3
+    advantages = estimate_advantages(
+        config, samples=TWO, rewards=torch.tensor([1.0, 0.0])
+    ).advantages
+    assert advantages[TWO.loss_mask].tolist() == [expected[0]] + [expected[1]] * 3
 
 
 def test_remax_needs_baselines_and_gdpo_needs_components() -> None:

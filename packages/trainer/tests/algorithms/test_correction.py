@@ -27,17 +27,17 @@ def corrected(**settings: object) -> Correction:
 
 
 def test_weights_are_truncated_above() -> None:
-    found = corrected(truncate_at=1.2)
-    assert found.weights.tolist() == pytest.approx([0.0, 1.2, 0.367879, 1.0], abs=1e-6)
-    assert found.metrics["correction/truncated_fraction"] == pytest.approx(1 / 3)
+    correction = corrected(truncate_at=1.2)
+    assert correction.weights.tolist() == pytest.approx([0.0, 1.2, 0.367879, 1.0], abs=1e-6)
+    assert correction.metrics["correction/truncated_fraction"] == pytest.approx(1 / 3)
 
 
 def test_tokens_outside_the_bounds_are_masked_and_the_rest_normalized() -> None:
     # 1.2 + 1 = 2.2 over 3 tokens: times 3 / 2.2.
-    found = corrected(truncate_at=1.2, mask_low=0.5, self_normalize=True)
-    assert found.weights.tolist() == pytest.approx([0.0, 1.636364, 0.0, 1.363636], abs=1e-6)
-    assert found.metrics["correction/masked_fraction"] == pytest.approx(1 / 3)
-    assert found.metrics["correction/weight_mean"] == pytest.approx(1.0)
+    correction = corrected(truncate_at=1.2, mask_low=0.5, self_normalize=True)
+    assert correction.weights.tolist() == pytest.approx([0.0, 1.636364, 0.0, 1.363636], abs=1e-6)
+    assert correction.metrics["correction/masked_fraction"] == pytest.approx(1 / 3)
+    assert correction.metrics["correction/weight_mean"] == pytest.approx(1.0)
 
 
 def test_sequence_weight_is_the_product_of_its_ratios() -> None:
@@ -50,17 +50,17 @@ def test_sequence_weight_is_the_product_of_its_ratios() -> None:
 @pytest.mark.parametrize(("bound", "is_rejected"), [(0.172, True), (0.173, False)])
 def test_completion_with_too_large_a_kl_is_rejected(bound: float, is_rejected: bool) -> None:
     # k3 with d = 0.5, -1, 0: 0.148721, 0.367879, 0; mean 0.172200.
-    found = corrected(level="none", reject_kl=bound)
-    assert found.weights[1:].tolist() == ([0.0] * 3 if is_rejected else [1.0] * 3)
-    assert found.metrics["correction/rejected_fraction"] == float(is_rejected)
+    correction = corrected(level="none", reject_kl=bound)
+    assert correction.weights[1:].tolist() == ([0.0] * 3 if is_rejected else [1.0] * 3)
+    assert correction.metrics["correction/rejected_fraction"] == float(is_rejected)
 
 
 def test_equal_logprobs_give_weights_of_one() -> None:
-    found = compute_rollout_correction(
+    correction = compute_rollout_correction(
         RolloutCorrectionConfig(), samples=SAMPLES, old_logprobs=OLD, rollout_logprobs=OLD
     )
-    assert found.weights.tolist() == [0.0, 1.0, 1.0, 1.0]
-    assert found.metrics["correction/effective_sample_fraction"] == pytest.approx(1.0)
+    assert correction.weights.tolist() == [0.0, 1.0, 1.0, 1.0]
+    assert correction.metrics["correction/effective_sample_fraction"] == pytest.approx(1.0)
 
 
 def test_effective_sample_fraction_is_always_reported() -> None:
@@ -69,11 +69,11 @@ def test_effective_sample_fraction_is_always_reported() -> None:
         torch.tensor([0.0, 0.0, torch.tensor(3.0).log()]),
         torch.tensor([False, True, True]),
     )
-    found = compute_mismatch_metrics(
+    metrics = compute_mismatch_metrics(
         trainer_logprobs, rollout_logprobs=torch.zeros(3), loss_mask=mask
     )
-    assert compute_effective_sample_fraction(found) == pytest.approx(0.8)
-    assert found["mismatch/ratio_max"].result == pytest.approx(3.0)
+    assert compute_effective_sample_fraction(metrics) == pytest.approx(0.8)
+    assert metrics["mismatch/ratio_max"].result == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize(

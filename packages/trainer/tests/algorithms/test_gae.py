@@ -80,11 +80,11 @@ def test_gae_equals_a_loop_over_tokens(
     samples = samples_of(*masks)
     draw = torch.Generator().manual_seed(seed)
     rewards, values = torch.randn(2, samples.num_tokens, generator=draw, dtype=torch.float64)
-    found, _ = compute_gae(
+    advantages, _ = compute_gae(
         rewards, values=values, samples=samples, gamma=gamma, gae_lambda=gae_lambda
     )
     expected = loop_over_tokens(samples, rewards, values, gamma=gamma, gae_lambda=gae_lambda)
-    assert found.tolist() == pytest.approx(expected, abs=1e-9)
+    assert advantages.tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_long_samples_are_summed_over_their_full_length() -> None:

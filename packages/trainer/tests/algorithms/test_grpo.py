@@ -19,41 +19,45 @@ REWARDED_GROUPS = st.lists(
 
 def test_grpo_divides_by_the_unbiased_standard_deviation() -> None:
     # mean 0.5, std = sqrt(4 * 0.25 / 3) = 0.57735, so 0.5 / 0.577351 = 0.866024.
-    found = compute_grpo_advantages(
+    advantages = compute_grpo_advantages(
         torch.tensor([1.0, 0.0, 0.0, 1.0]), group_ids=torch.tensor([7, 7, 7, 7]), scale_by_std=True
     )
-    assert found.tolist() == pytest.approx([0.866024, -0.866024, -0.866024, 0.866024], abs=1e-6)
+    assert advantages.tolist() == pytest.approx(
+        [0.866024, -0.866024, -0.866024, 0.866024], abs=1e-6
+    )
 
 
 def test_dr_grpo_does_not_divide_by_the_standard_deviation() -> None:
     # Means 0.25 and 3, groups interleaved.
     rewards = torch.tensor([1.0, 2.0, 0.0, 4.0, 0.0, 0.0])
-    found = compute_grpo_advantages(
+    advantages = compute_grpo_advantages(
         rewards, group_ids=torch.tensor([5, 2, 5, 2, 5, 5]), scale_by_std=False
     )
-    assert found.tolist() == pytest.approx([0.75, -1.0, -0.25, 1.0, -0.25, -0.25])
+    assert advantages.tolist() == pytest.approx([0.75, -1.0, -0.25, 1.0, -0.25, -0.25])
 
 
 def test_equal_rewards_whose_mean_rounds_give_exactly_zero() -> None:
     rewards = torch.full((3,), 0.1, dtype=torch.float64)
     assert float(rewards.sum()) / 3 != 0.1  # 0.30000000000000004 / 3
-    found = compute_grpo_advantages(rewards, group_ids=torch.tensor([0, 0, 0]), scale_by_std=True)
-    assert found.tolist() == [0.0, 0.0, 0.0]
+    advantages = compute_grpo_advantages(
+        rewards, group_ids=torch.tensor([0, 0, 0]), scale_by_std=True
+    )
+    assert advantages.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_group_of_one_has_zero_advantage() -> None:
-    found = compute_grpo_advantages(
+    advantages = compute_grpo_advantages(
         torch.tensor([1.0, 0.0, 2.0]), group_ids=torch.tensor([0, 1, 1]), scale_by_std=False
     )
-    assert found.tolist() == [0.0, -1.0, 1.0]
+    assert advantages.tolist() == [0.0, -1.0, 1.0]
 
 
 def test_zero_std_groups_and_groups_of_one_are_counted() -> None:
     # Groups: 0 is one sample, 1 is flat with two, 2 differs; so 2 of 3 are flat and 1 of 3 single.
-    found = compute_group_statistics(
+    statistics = compute_group_statistics(
         torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]), group_ids=torch.tensor([0, 1, 2, 2, 1])
     )
-    assert (found.zero_std_fraction, found.single_fraction) == (
+    assert (statistics.zero_std_fraction, statistics.single_fraction) == (
         pytest.approx(2 / 3),
         pytest.approx(1 / 3),
     )
@@ -66,9 +70,9 @@ def test_grpo_equals_a_loop_over_groups(pairs: list[tuple[int, float]]) -> None:
         peers = [r for g, r in pairs if g == group]
         std = statistics.stdev(peers) if len(peers) > 1 else 0.0
         expected.append((reward - statistics.fmean(peers)) / (std + 1e-6))
-    found = compute_grpo_advantages(
+    advantages = compute_grpo_advantages(
         torch.tensor([r for _, r in pairs], dtype=torch.float64),
         group_ids=torch.tensor([g for g, _ in pairs]),
         scale_by_std=True,
     )
-    assert found.tolist() == pytest.approx(expected, abs=1e-9)
+    assert advantages.tolist() == pytest.approx(expected, abs=1e-9)

@@ -16,11 +16,11 @@ EVERY: tuple[KlEstimator, ...] = ("k1", "k2", "k3")
 def test_three_kl_estimators_computed_by_hand() -> None:
     # d = log ref - log policy = -1.0 - (-1.5) = 0.5: k1 = -0.5; k2 = 0.125; k3 = e^0.5 - 1 - 0.5 =
     # 0.148721.
-    found = [
+    estimates = [
         float(estimate_kl(torch.tensor([-1.5]), ref_logprobs=torch.tensor([-1.0]), estimator=name))
         for name in EVERY
     ]
-    assert found == pytest.approx([-0.5, 0.125, 0.148721], abs=1e-6)
+    assert estimates == pytest.approx([-0.5, 0.125, 0.148721], abs=1e-6)
 
 
 @pytest.mark.parametrize("estimator", EVERY)
@@ -47,15 +47,15 @@ def test_gradient_moves_each_logprob_toward_the_reference(estimator: KlEstimator
 def test_k1_and_k3_are_unbiased_and_k2_is_close_for_near_distributions() -> None:
     policy, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.4, 0.2])
     exact = float((policy * (policy / reference).log()).sum())
-    found = {
+    estimates = {
         name: float(
             (policy * estimate_kl(policy.log(), ref_logprobs=reference.log(), estimator=name)).sum()
         )
         for name in EVERY
     }
-    assert found["k1"] == pytest.approx(exact, abs=1e-6)
-    assert found["k3"] == pytest.approx(exact, abs=1e-6)
-    assert found["k2"] == pytest.approx(exact, rel=0.1)
+    assert estimates["k1"] == pytest.approx(exact, abs=1e-6)
+    assert estimates["k3"] == pytest.approx(exact, abs=1e-6)
+    assert estimates["k2"] == pytest.approx(exact, rel=0.1)
 
 
 @pytest.mark.parametrize("estimator", EVERY)
@@ -84,8 +84,8 @@ def test_expected_gradient_of_each_estimator_is_that_of_its_divergence(
     }
     (expected,) = torch.autograd.grad(exact[divergence], logits, retain_graph=True)
     kl = estimate_kl(policy.log(), ref_logprobs=reference.log(), estimator=estimator)
-    (found,) = torch.autograd.grad((policy.detach() * kl).sum(), logits)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    (gradient,) = torch.autograd.grad((policy.detach() * kl).sum(), logits)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_controller_without_a_target_does_not_change() -> None:

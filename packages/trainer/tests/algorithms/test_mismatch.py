@@ -13,21 +13,21 @@ def test_mismatch_is_measured_over_trained_tokens_only() -> None:
     # (e^0.1 - 1.1) + (e^-0.3 - 1 + 0.3) = 0.005171 + 0.040818 = 0.045989, half of it 0.022995.
     trainer_logprobs = torch.tensor([math.nan, -0.9, -1.3, 5.0])
     sampler_logprobs = torch.tensor([0.0, -1.0, -1.0, math.nan])
-    found = compute_mismatch_metrics(
+    metrics = compute_mismatch_metrics(
         trainer_logprobs,
         rollout_logprobs=sampler_logprobs,
         loss_mask=torch.tensor([False, True, True, False]),
     )
-    assert found["mismatch/abs_mean"].result == pytest.approx(0.2, abs=1e-6)
-    assert found["mismatch/abs_max"].result == pytest.approx(0.3, abs=1e-6)
-    assert found["mismatch/kl"].result == pytest.approx(0.022995, abs=1e-5)
+    assert metrics["mismatch/abs_mean"].result == pytest.approx(0.2, abs=1e-6)
+    assert metrics["mismatch/abs_max"].result == pytest.approx(0.3, abs=1e-6)
+    assert metrics["mismatch/kl"].result == pytest.approx(0.022995, abs=1e-5)
 
 
 def test_equal_logprobs_have_no_mismatch() -> None:
     logprobs = torch.tensor([0.0, -2.0])
-    found = compute_mismatch_metrics(
+    metrics = compute_mismatch_metrics(
         logprobs, rollout_logprobs=logprobs, loss_mask=torch.tensor([False, True])
     )
     distances = ("mismatch/abs_mean", "mismatch/abs_max", "mismatch/kl")
-    assert [found[name].result for name in distances] == [0.0, 0.0, 0.0]
-    assert found["mismatch/ratio_mean"].result == found["mismatch/ratio_max"].result == 1.0
+    assert [metrics[name].result for name in distances] == [0.0, 0.0, 0.0]
+    assert metrics["mismatch/ratio_mean"].result == metrics["mismatch/ratio_max"].result == 1.0

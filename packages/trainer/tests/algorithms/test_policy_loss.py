@@ -68,8 +68,8 @@ def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
 def test_clipped_tokens_have_no_gradient_and_others_ratio_times_advantage() -> None:
     # Mean over 2 tokens: the first is clipped; the second has -ratio * A / 2 = -e^0.1 * 2 / 2.
     batch = batch_of(advantages=[1.0, 2.0], old_logprobs=[-1.0, -1.0])
-    found = gradient(PpoObjective(), answers_of([-0.5, -0.9]), batch)
-    assert found.tolist() == pytest.approx([0.0, 0.0, -math.exp(0.1)], abs=1e-6)
+    token_gradients = gradient(PpoObjective(), answers_of([-0.5, -0.9]), batch)
+    assert token_gradients.tolist() == pytest.approx([0.0, 0.0, -math.exp(0.1)], abs=1e-6)
 
 
 def test_ratio_is_exactly_one_for_equal_logprobs() -> None:

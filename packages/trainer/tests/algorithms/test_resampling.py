@@ -24,9 +24,9 @@ def measure_frequencies(rewards: list[float], groups: list[int], config: Reweigh
 
 def test_power_draws_in_proportion_to_the_reward() -> None:
     # |1|^2, |-2|^2, 0, |1|^2 of 6.
-    found = measure_frequencies([1.0, -2.0, 0.0, 1.0], [0, 0, 1, 1], ReweightConfig())
-    assert found.tolist() == pytest.approx([1 / 6, 4 / 6, 0.0, 1 / 6], abs=0.03)
-    assert found[2] == 0
+    frequencies = measure_frequencies([1.0, -2.0, 0.0, 1.0], [0, 0, 1, 1], ReweightConfig())
+    assert frequencies.tolist() == pytest.approx([1 / 6, 4 / 6, 0.0, 1 / 6], abs=0.03)
+    assert frequencies[2] == 0
 
 
 def test_power_zero_draws_uniformly() -> None:
@@ -38,19 +38,19 @@ def test_power_zero_draws_uniformly() -> None:
 def test_max_min_draws_only_the_best_and_the_worst_of_each_group() -> None:
     # Group 0 (places 0, 2, 4): best is 0, worst is 4; group 1: places 1 and 5 are best together, 3
     # is worst.
-    found = measure_frequencies(
+    frequencies = measure_frequencies(
         [3.0, 2.0, 1.0, 0.0, -1.0, 2.0], [0, 1, 0, 1, 0, 1], ReweightConfig(method="max_min")
     )
-    assert found.tolist() == pytest.approx([1 / 4, 1 / 8, 0.0, 1 / 4, 1 / 4, 1 / 8], abs=0.03)
-    assert found[2] == 0
+    assert frequencies.tolist() == pytest.approx([1 / 4, 1 / 8, 0.0, 1 / 4, 1 / 4, 1 / 8], abs=0.03)
+    assert frequencies[2] == 0
 
 
 def test_max_random_draws_the_best_or_any_of_each_group() -> None:
     # Half on the best, half on any of the four.
-    found = measure_frequencies(
+    frequencies = measure_frequencies(
         [0.0, 1.0, 0.0, 0.0], [7, 7, 7, 7], ReweightConfig(method="max_random")
     )
-    assert found.tolist() == pytest.approx([1 / 8, 5 / 8, 1 / 8, 1 / 8], abs=0.03)
+    assert frequencies.tolist() == pytest.approx([1 / 8, 5 / 8, 1 / 8, 1 / 8], abs=0.03)
 
 
 @pytest.mark.parametrize("method", ["max_min", "max_random"])

@@ -10,10 +10,10 @@ from temper_trainer.algorithms.advantage_estimators import compute_rloo_advantag
 
 def test_baseline_is_the_mean_of_the_other_completions() -> None:
     # 3 - (1 + 2) / 2 = 1.5;  1 - (3 + 2) / 2 = -1.5;  2 - (3 + 1) / 2 = 0.
-    found = compute_rloo_advantages(
+    advantages = compute_rloo_advantages(
         torch.tensor([3.0, 1.0, 2.0]), group_ids=torch.tensor([4, 4, 4])
     )
-    assert found.tolist() == pytest.approx([1.5, -1.5, 0.0])
+    assert advantages.tolist() == pytest.approx([1.5, -1.5, 0.0])
 
 
 def test_rloo_of_a_group_of_one_is_zero() -> None:
@@ -29,5 +29,5 @@ def test_rloo_equals_a_loop_over_the_others(pairs: list[tuple[int, float]]) -> N
         others = [r for j, (g, r) in enumerate(pairs) if g == group and j != i]
         expected.append(reward - sum(others) / len(others) if others else 0.0)
     rewards = torch.tensor([r for _, r in pairs], dtype=torch.float64)
-    found = compute_rloo_advantages(rewards, group_ids=torch.tensor([g for g, _ in pairs]))
-    assert found.tolist() == pytest.approx(expected, abs=1e-9)
+    advantages = compute_rloo_advantages(rewards, group_ids=torch.tensor([g for g, _ in pairs]))
+    assert advantages.tolist() == pytest.approx(expected, abs=1e-9)

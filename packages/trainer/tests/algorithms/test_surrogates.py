@@ -117,8 +117,8 @@ def test_kl_cov_penalizes_the_token_with_the_highest_covariance() -> None:
     # last. rho = e^0.2 = 1.221403; 0.5 * 0.2 = 0.1.
     columns = {"advantages": [1.0, 1.0, -1.0, -1.0], "old_logprobs": [-1.0, -2.0, -3.0, -6.0]}
     objective = KlCovObjective(fraction=0.25, kl_cov_coef=0.5)
-    found = losses(objective, answers_of([-0.8, -1.8, -2.8, -5.8]), batch_of(columns))
-    assert found == pytest.approx([-1.221403, -1.221403, 1.221403, 1.321403], abs=1e-6)
+    token_losses = losses(objective, answers_of([-0.8, -1.8, -2.8, -5.8]), batch_of(columns))
+    assert token_losses == pytest.approx([-1.221403, -1.221403, 1.221403, 1.321403], abs=1e-6)
 
 
 def test_selected_tokens_do_not_depend_on_the_order_of_samples() -> None:
@@ -148,9 +148,9 @@ def test_selected_tokens_do_not_depend_on_the_order_of_samples() -> None:
 def test_correction_weights_multiply_only_the_surrogate() -> None:
     # rho = 1, A = 2, weight 0.5: -1; less 0.1 * entropy 0.5.
     columns = {"advantages": [2.0], "old_logprobs": [-1.0], "correction_weights": [0.5]}
-    found = losses(
+    token_losses = losses(
         PpoObjective(entropy_coef=0.1, uses_correction_weights=True),
         answers_of([-1.0]),
         batch_of(columns),
     )
-    assert found == pytest.approx([-1.05])
+    assert token_losses == pytest.approx([-1.05])

@@ -59,8 +59,8 @@ def test_prompt_is_not_trained_and_its_nan_is_ignored() -> None:
         aggregation=objective.aggregation,
     )
     # d/dV of (V - R)^2 / 2, mean over 2 tokens: (0.5 - 1) / 2 and (0.5 - 2) / 2.
-    (found,) = torch.autograd.grad(loss, head_outputs[HeadOutput.VALUE])
-    assert found.tolist() == pytest.approx([0.0, -0.25, -0.75])
+    (gradient,) = torch.autograd.grad(loss, head_outputs[HeadOutput.VALUE])
+    assert gradient.tolist() == pytest.approx([0.0, -0.25, -0.75])
 
 
 def test_explained_variance_merges_over_micro_batches() -> None:

@@ -724,9 +724,9 @@ def test_hanging_interpreter_is_not_refused_before_the_run(
 
 
 def test_interpreter_of_this_environment_lists_its_packages() -> None:
-    found = external_checks._list_versions(sys.executable)
-    assert found is not None
-    assert {"temper_trainer", "temper_engine_api", "torch"} <= found.keys()
+    versions = external_checks._list_versions(sys.executable)
+    assert versions is not None
+    assert {"temper_trainer", "temper_engine_api", "torch"} <= versions.keys()
 
 
 def test_missing_library_of_a_data_source_is_refused_before_the_run(

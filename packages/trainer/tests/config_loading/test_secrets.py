@@ -356,9 +356,9 @@ def test_harmless_names_are_written(key: str) -> None:
 
 def test_no_key_of_the_built_in_configurations_is_a_secret() -> None:
     conf = Path(str(files("temper_trainer"))) / "conf"
-    found = sorted(conf.rglob("*.yaml"))
-    assert len(found) > 5
-    for path in found:
+    config_files = sorted(conf.rglob("*.yaml"))
+    assert len(config_files) > 5
+    for path in config_files:
         tree = OmegaConf.to_container(OmegaConf.load(path))
         assert isinstance(tree, dict)
         check_secrets(tree)  # type: ignore[arg-type]

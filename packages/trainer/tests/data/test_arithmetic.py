@@ -33,9 +33,9 @@ def check_text(text: str) -> int:
     """Check every line of an answer text with Python's arithmetic, and return its final number."""
     *lines, final = text.split("\n")
     for line in lines:
-        found = EQUATION.fullmatch(line)
-        assert found is not None, text
-        left, operator, right, result = found.groups()
+        equation = EQUATION.fullmatch(line)
+        assert equation is not None, text
+        left, operator, right, result = equation.groups()
         assert (
             {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}[
                 operator

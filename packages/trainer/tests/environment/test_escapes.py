@@ -128,7 +128,7 @@ def run_all(request: pytest.FixtureRequest, needs_bubblewrap: None) -> RunAll:
 @pytest.fixture(scope="module")
 def results(run_all: RunAll, host: Host) -> Results:
     """Run all attempts, and check that the host is unchanged."""
-    found = {}
+    outcome_by_attempt = {}
     for timeout_s in {attempt.timeout_s for attempt in ATTEMPTS}:
         alike = [
             attempt
@@ -136,7 +136,9 @@ def results(run_all: RunAll, host: Host) -> Results:
             if attempt.timeout_s == timeout_s and is_for_this_machine(attempt)
         ]
         outcomes = run_all([program(attempt, host) for attempt in alike], timeout_s)
-        found |= {attempt.name: result for attempt, result in zip(alike, outcomes, strict=True)}
+        outcome_by_attempt |= {
+            attempt.name: result for attempt, result in zip(alike, outcomes, strict=True)
+        }
     assert sorted(path.name for path in Path(host.folder).iterdir()) == [
         "manifest.json",
         "secret",
@@ -144,7 +146,7 @@ def results(run_all: RunAll, host: Host) -> Results:
     ]
     assert Path(host.manifest).read_text() == "{}"
     assert host.nap not in _command_lines()
-    return found
+    return outcome_by_attempt
 
 
 def program(attempt: Attempt, host: Host) -> str:

@@ -197,8 +197,8 @@ def test_without_bubblewrap_the_python_tool_is_refused(
 
 def test_failing_sandbox_raises_instead_of_failing_the_program(needs_bubblewrap: None) -> None:
     del needs_bubblewrap
-    found = Bubblewrap.find()
-    broken = replace(found, inner=(*found.inner, "--bind", "/nowhere", "/nowhere"))
+    bubblewrap = Bubblewrap.find()
+    broken = replace(bubblewrap, inner=(*bubblewrap.inner, "--bind", "/nowhere", "/nowhere"))
     with pytest.raises(
         BrokenEnvironmentError, match=r"bubblewrap could not start the program: bwrap: .*/nowhere"
     ):

@@ -59,7 +59,7 @@ def rows() -> Callable[..., Rows]:
             json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()
         ]
         of_phase = [row for row in parsed if row["phase"] == phase]
-        found = [
+        step_rows = [
             {
                 k: v
                 for k, v in row.items()
@@ -67,8 +67,8 @@ def rows() -> Callable[..., Rows]:
             }
             for row in of_phase
         ]
-        for row in found:
+        for row in step_rows:
             assert all(math.isfinite(value) for value in row.values()), row
-        return found
+        return step_rows
 
     return read

@@ -253,7 +253,7 @@ class Start:
     def children(self) -> list[int]:
         """Return the other processes of the session, or that have the case's temporary folder."""
         mark = f"TMPDIR={self._case_folder / 'tmp'}\0".encode()
-        found = []
+        pids = []
         for process in Path("/proc").glob("[0-9]*"):
             pid = int(process.name)
             try:
@@ -264,8 +264,8 @@ class Start:
             except OSError:
                 continue
             if is_of_case and fields[0] not in "ZX" and pid != self.pid:
-                found.append(pid)
-        return found
+                pids.append(pid)
+        return pids
 
     def reward_processes(self) -> list[int]:
         """Return the children that score, which are the spawned ones."""
@@ -342,11 +342,11 @@ def logged_numbers(run: Path) -> list[dict[str, float]]:
 
 def list_complete_steps(run: Path) -> list[int]:
     """Return the steps of the committed checkpoints, the newest first."""
-    found = (
+    step_names = (
         path.parent.name.removeprefix("step_")
         for path in (run / "checkpoints").glob("step_*/manifest.json")
     )
-    return sorted((int(step) for step in found if step.isdigit()), reverse=True)
+    return sorted((int(step) for step in step_names if step.isdigit()), reverse=True)
 
 
 class CaseRunner:

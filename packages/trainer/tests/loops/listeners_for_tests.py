@@ -36,7 +36,7 @@ def rows(*, run: str) -> list[Row]:
         .splitlines()
     )
     names, _, *cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    found = [dict(zip(names, row, strict=True)) for row in cells]
+    table = [dict(zip(names, row, strict=True)) for row in cells]
     is_on_loopback = {"loopback": True, "all": False}
     return [
         Row(
@@ -44,7 +44,7 @@ def rows(*, run: str) -> list[Row]:
             most=int(row["sockets"]),
             is_on_loopback=is_on_loopback[row["one machine"]],
         )
-        for row in found
+        for row in table
         if run in row["runs"].split(", ")
     ]
 
@@ -74,11 +74,11 @@ class Listeners:
 
     def check(self, expected: list[Row]) -> None:
         """Check that the observed sockets are the expected ones, at most as many as listed."""
-        found = Counter(
+        num_sockets = Counter(
             (process_id, name, socket.inet_aton(address)[0] == 127)
             for process_id, name, address in self._seen.values()
         )
-        for (_, name, is_on_loopback), count in found.items():
+        for (_, name, is_on_loopback), count in num_sockets.items():
             listed = sum(
                 row.most
                 for row in expected
@@ -91,7 +91,7 @@ class Listeners:
         for row in expected:
             is_met = any(
                 name.startswith(row.process) and is_on_loopback == row.is_on_loopback
-                for _, name, is_on_loopback in found
+                for _, name, is_on_loopback in num_sockets
             )
             assert is_met, f"SECURITY.md lists {row}, which no process opened: {self._seen}"
 
@@ -126,12 +126,12 @@ class Listeners:
 
 def _listening() -> list[tuple[str, str, int]]:
     """List (address, inode, process) of listening TCP sockets of this process tree."""
-    found = []
+    listening = []
     for process_id in _tree():
         for number in _entries(f"/proc/{process_id}/fd"):
             target = _link(f"/proc/{process_id}/fd/{number}")
             if target.startswith("socket:["):
-                found.append((target[8:-1], process_id))
+                listening.append((target[8:-1], process_id))
     addresses = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
@@ -139,7 +139,9 @@ def _listening() -> list[tuple[str, str, int]]:
             if fields[3] == LISTENS:
                 addresses[fields[9]] = _address(fields[1].split(":")[0])
     return [
-        (addresses[inode], inode, process_id) for inode, process_id in found if inode in addresses
+        (addresses[inode], inode, process_id)
+        for inode, process_id in listening
+        if inode in addresses
     ]
 
 
@@ -157,11 +159,11 @@ def _tree() -> list[int]:
             )
         except (OSError, IndexError):
             continue  # it has just ended
-    found, grown = {os.getpid()}, True
+    process_ids, grown = {os.getpid()}, True
     while grown:
-        more = {child for child, parent in parents.items() if parent in found} - found
-        found, grown = found | more, bool(more)
-    return sorted(found)
+        more = {child for child, parent in parents.items() if parent in process_ids} - process_ids
+        process_ids, grown = process_ids | more, bool(more)
+    return sorted(process_ids)
 
 
 def _name_of(process_id: int) -> str:

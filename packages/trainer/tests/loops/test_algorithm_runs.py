@@ -34,10 +34,10 @@ def test_every_algorithm_runs(run: Run, rows: Rows, tmp_path: Path, algorithm: s
         "algorithm.group_size=4",
         "batching.num_mini_batches=2",
     )
-    found = rows(tmp_path / "run")
-    assert len(found) == 2
-    assert all(row["actor/grad_norm"] > 0 for row in found)
-    assert [row["policy/first_ratio_error_max"] for row in found] == [0.0, 0.0]
+    step_rows = rows(tmp_path / "run")
+    assert len(step_rows) == 2
+    assert all(row["actor/grad_norm"] > 0 for row in step_rows)
+    assert [row["policy/first_ratio_error_max"] for row in step_rows] == [0.0, 0.0]
 
 
 ADVANTAGES = ("advantage/mean", "advantage/min", "advantage/max")
@@ -106,13 +106,13 @@ def test_completions_resampled_by_reward_are_trained(run: Run, rows: Rows, tmp_p
     run(
         tmp_path / "run", *SHORT, "algorithm.reweight.method=max_min", "batching.num_mini_batches=2"
     )
-    found = rows(tmp_path / "run")
+    step_rows = rows(tmp_path / "run")
     # Of 4 completions of a prompt at most two are the best and the worst, unless several are.
-    assert all(0.0 < row["reweight/distinct_fraction"] < 1.0 for row in found)
-    assert all(row["actor/grad_norm"] > 0 for row in found)
+    assert all(0.0 < row["reweight/distinct_fraction"] < 1.0 for row in step_rows)
+    assert all(row["actor/grad_norm"] > 0 for row in step_rows)
     # Drawn again means other micro-batches than those that old log-probs were measured over: 1 up
     # to rounding.
-    assert all(row["policy/first_ratio_error_max"] < 1e-4 for row in found)
+    assert all(row["policy/first_ratio_error_max"] < 1e-4 for row in step_rows)
 
 
 def test_dynamic_sampling_fills_a_step_with_groups_of_different_rewards(
@@ -125,10 +125,10 @@ def test_dynamic_sampling_fills_a_step_with_groups_of_different_rewards(
         "algorithm.group_size=4",
         "reward.function=temper_trainer_test_rewards:often_equal",
     )
-    found = rows(tmp_path / "run")
-    assert [row["dynamic_sampling/kept_groups"] for row in found] == [4.0, 4.0]
-    assert [row["groups/zero_std_fraction"] for row in found] == [0.0, 0.0]
-    assert sum(row["dynamic_sampling/zero_std_groups"] for row in found) > 0
+    step_rows = rows(tmp_path / "run")
+    assert [row["dynamic_sampling/kept_groups"] for row in step_rows] == [4.0, 4.0]
+    assert [row["groups/zero_std_fraction"] for row in step_rows] == [0.0, 0.0]
+    assert sum(row["dynamic_sampling/zero_std_groups"] for row in step_rows) > 0
 
 
 def test_dynamic_sampling_with_too_few_groups_is_an_error(run: Run, tmp_path: Path) -> None:

@@ -63,16 +63,18 @@ def test_policy_moves_toward_two_teachers(
         "algorithm.group_size=1",
         "batching.prompts_per_step=16",
     )
-    found = rows(tmp_path / "run")
-    assert all(row["teacher/adder/samples"] + row["teacher/mixer/samples"] == 16.0 for row in found)
+    step_rows = rows(tmp_path / "run")
+    assert all(
+        row["teacher/adder/samples"] + row["teacher/mixer/samples"] == 16.0 for row in step_rows
+    )
     assert (
-        sum(row["teacher/adder/samples"] for row in found)
-        * sum(row["teacher/mixer/samples"] for row in found)
+        sum(row["teacher/adder/samples"] for row in step_rows)
+        * sum(row["teacher/mixer/samples"] for row in step_rows)
         > 0
     )
     if "apply_as=reward" not in distillation:
-        assert found[-1]["distill/divergence"] < found[0]["distill/divergence"]
-        assert found[0]["distill/teacher_token_fraction"] == 1.0
+        assert step_rows[-1]["distill/divergence"] < step_rows[0]["distill/divergence"]
+        assert step_rows[0]["distill/teacher_token_fraction"] == 1.0
 
 
 def test_distillation_can_be_added_to_rl(run: Run, rows: Rows, tmp_path: Path) -> None:

@@ -32,13 +32,13 @@ def test_run_of_a_released_version_resumes(
         "run.resume=auto",
         base=json.loads((folder / "overrides.json").read_text()),
     )
-    found = rows(tmp_path / "run")
-    assert [row["step"] for row in found] == [1, 2]
-    assert found[0] == written[0], (
+    step_rows = rows(tmp_path / "run")
+    assert [row["step"] for row in step_rows] == [1, 2]
+    assert step_rows[0] == written[0], (
         "the first step is that of the released version, and was not made again"
     )
     went_on = {
-        name: (value, found[1][name]) for name, value in written[1].items() if name in PROMISED
+        name: (value, step_rows[1][name]) for name, value in written[1].items() if name in PROMISED
     }
     assert went_on == {
         name: (value, pytest.approx(value, rel=1e-3)) for name, (value, _) in went_on.items()

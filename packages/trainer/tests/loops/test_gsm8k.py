@@ -57,9 +57,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def assert_equal_runs(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+def assert_equal_runs(actual: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
     """Check that all metrics are equal; those of SAMPLERS_OWN up to float32 rounding."""
-    for row, want in zip(found, expected, strict=True):
+    for row, want in zip(actual, expected, strict=True):
         assert {k: v for k, v in row.items() if not k.startswith(SAMPLERS_OWN)} == {
             k: v for k, v in want.items() if not k.startswith(SAMPLERS_OWN)
         }
@@ -84,8 +84,8 @@ def test_sft_then_grpo_then_ppo_on_real_problems(
         """Run a stage without interruption, in two parts and on Ray, with equal results."""
         phase, steps = "sft" if name == "sft" else "rl", f"run.total_steps={num_steps}"
         run(tmp_path / name, steps, base=base)
-        found = rows(tmp_path / name, phase=phase)
-        assert len(found) == num_steps
+        step_rows = rows(tmp_path / name, phase=phase)
+        assert len(step_rows) == num_steps
         run(
             tmp_path / f"{name}_parts",
             f"run.total_steps={num_steps // 2}",
@@ -93,7 +93,7 @@ def test_sft_then_grpo_then_ppo_on_real_problems(
             base=base,
         )
         run(tmp_path / f"{name}_parts", steps, "run.resume=auto", base=base)
-        assert_equal_runs(rows(tmp_path / f"{name}_parts", phase=phase), found)
+        assert_equal_runs(rows(tmp_path / f"{name}_parts", phase=phase), step_rows)
         uninterrupted, parts = (
             load_file(tmp_path / folder / "huggingface" / "model.safetensors")
             for folder in (name, f"{name}_parts")
@@ -107,8 +107,8 @@ def test_sft_then_grpo_then_ppo_on_real_problems(
                 "runtime.cpus_per_worker=0.5",
                 base=base,
             )
-            assert_equal_runs(rows(tmp_path / f"{name}_ray", phase=phase), found)
-        return found
+            assert_equal_runs(rows(tmp_path / f"{name}_ray", phase=phase), step_rows)
+        return step_rows
 
     always = ("run.num_threads=1",)
     sft = (
@@ -128,10 +128,10 @@ def test_sft_then_grpo_then_ppo_on_real_problems(
     # critic differs anyway, the real one.
     varied = ("reward.function=temper_trainer_test_rewards:share_of_digits",)
     evaluated = (f"data.eval.paths=[{files['test']}]", "run.eval_sampling.max_tokens=24")
-    found = stage("grpo", "experiment=gsm8k_grpo", *policy("sft"), *varied, *evaluated)
-    assert found[0]["policy/first_ratio_error_max"] == 0.0
+    step_rows = stage("grpo", "experiment=gsm8k_grpo", *policy("sft"), *varied, *evaluated)
+    assert step_rows[0]["policy/first_ratio_error_max"] == 0.0
 
     few_prompts = ("batching.prompts_per_step=16", "batching.num_mini_batches=2")
-    found = stage("ppo", "experiment=gsm8k_ppo", *policy("grpo"), *few_prompts)
-    assert found[0]["policy/first_ratio_error_max"] == 0.0
-    assert all(row["critic/grad_norm"] > 0 for row in found)
+    step_rows = stage("ppo", "experiment=gsm8k_ppo", *policy("grpo"), *few_prompts)
+    assert step_rows[0]["policy/first_ratio_error_max"] == 0.0
+    assert all(row["critic/grad_norm"] > 0 for row in step_rows)

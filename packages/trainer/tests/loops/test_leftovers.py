@@ -54,10 +54,10 @@ RAY_AND_VLLM = pytest.param("ray and vllm", marks=[pytest.mark.ray, pytest.mark.
 
 def overrides_of(kind: str) -> tuple[str, ...]:
     """Return the settings of a run on Ray, on a vLLM server, or on both."""
-    found: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     if "ray" in kind:
         pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
-        found += ON_RAY
+        overrides += ON_RAY
     if "vllm" in kind:
         named = os.environ.get("TEMPER_ROLLOUT_PYTHON")
         if named is None and importlib.util.find_spec("vllm") is None:
@@ -65,14 +65,14 @@ def overrides_of(kind: str) -> tuple[str, ...]:
                 "vLLM is neither installed here nor named by TEMPER_ROLLOUT_PYTHON: nox -s vllm "
                 "runs this"
             )
-        found += (
+        overrides += (
             "rollout=vllm",
             f"runtime.rollout_python={named or sys.executable}",
             "rollout.vllm.kv_cache_bytes=67108864",
             "rollout.vllm.enforce_eager=true",
             "rollout.max_concurrent=16",
         )
-    return found
+    return overrides
 
 
 def start_time(process: int) -> str | None:
@@ -96,12 +96,12 @@ def leftover_in_shared_memory(names: frozenset[str]) -> list[str]:
             mapped |= {
                 line.split()[4] for line in maps.read_text().splitlines() if "/dev/shm/" in line
             }
-    found = []
+    paths = []
     for name in names:
         with contextlib.suppress(FileNotFoundError):  # its program has ended since
             if str((Path("/dev/shm") / name).stat().st_ino) not in mapped:
-                found.append(f"/dev/shm/{name}")
-    return found
+                paths.append(f"/dev/shm/{name}")
+    return paths
 
 
 @dataclass
@@ -175,8 +175,8 @@ class Site:
 
     def process(self, word: str) -> int:
         """Return the id of the newest process whose command line has a word; 0 if there is none."""
-        found = [entry for entry in self.alive() if word in entry.partition(" ")[2]]
-        return int(found[-1].split()[0]) if found else 0
+        matching = [entry for entry in self.alive() if word in entry.partition(" ")[2]]
+        return int(matching[-1].split()[0]) if matching else 0
 
     def check_processes(self) -> float:
         """Wait until no process is left; returns how long that took."""
@@ -189,7 +189,7 @@ class Site:
     def files(self) -> list[str]:
         """Return files of ended runs in the temporary directory and in shared memory."""
         shared = frozenset(os.listdir("/dev/shm")) - self.shared_before
-        found = [
+        temporary_files = [
             str(path.relative_to(self.folder))
             for path in self.folder.glob("*")
             if path.name != f"ray-{os.getuid()}"
@@ -201,7 +201,7 @@ class Site:
         )
         return sorted(
             [
-                *found,
+                *temporary_files,
                 *leftover_in_shared_memory(shared),
                 *(str(path.relative_to(self.folder)) for path in sessions),
             ]

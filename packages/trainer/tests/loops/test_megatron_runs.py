@@ -45,9 +45,9 @@ PPO = (
 CLOSE = {"rel": 2e-4, "abs": 2e-5}
 
 
-def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
-    assert len(found) == len(expected) > 0
-    for row, want in zip(found, expected, strict=True):
+def assert_same(actual: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert len(actual) == len(expected) > 0
+    for row, want in zip(actual, expected, strict=True):
         assert row.keys() == want.keys()
         for name, value in want.items():
             assert row[name] == pytest.approx(value, **CLOSE), name
@@ -84,9 +84,9 @@ def test_run_resumes_in_the_other_engine_and_back(run: Run, rows: Rows, tmp_path
     )
     back = tmp_path / "megatron" / "checkpoints"
     run(tmp_path / "back", *schedule, "run.total_steps=4", f"run.resume={last_of(back)}")
-    found = [row for name in ("fsdp", "megatron", "back") for row in rows(tmp_path / name)]
-    assert [row["step"] for row in found] == [1, 2, 3, 4]
-    assert_same(found, rows(tmp_path / "whole"))
+    step_rows = [row for name in ("fsdp", "megatron", "back") for row in rows(tmp_path / name)]
+    assert [row["step"] for row in step_rows] == [1, 2, 3, 4]
+    assert_same(step_rows, rows(tmp_path / "whole"))
 
 
 def last_of(folder: Path) -> Path:
@@ -99,14 +99,14 @@ def test_sft_trains_as_on_fsdp_and_exports_the_same_model(
     run(tmp_path / "fsdp", "run.total_steps=2", base=SFT)
     run(tmp_path / "megatron", "run.total_steps=2", *MEGATRON, base=SFT)
     assert_same(rows(tmp_path / "megatron", phase="sft"), rows(tmp_path / "fsdp", phase="sft"))
-    found, expected = (
+    actual, expected = (
         load_file(tmp_path / name / "huggingface" / "model.safetensors")
         for name in ("megatron", "fsdp")
     )
     # A key bias has no gradient but rounding, which AdamW makes an update of.
-    for weights in (found, expected):
+    for weights in (actual, expected):
         weights.update({name: torch.zeros(()) for name in weights if name.endswith("k_proj.bias")})
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 LORA = ("actor.engine.lora.rank=4", "actor.engine.lora.alpha=8", "actor.engine.optimizer.lr=1e-2")
@@ -140,8 +140,8 @@ def test_sft_of_an_adapter_resumes_in_the_other_engine(
     run(
         tmp_path / "megatron", *sft, *MEGATRON, "run.total_steps=4", f"run.resume={saved}", base=SFT
     )
-    found = [row for name in ("fsdp", "megatron") for row in rows(tmp_path / name, phase="sft")]
-    assert_same(found, rows(tmp_path / "whole", phase="sft"))
+    step_rows = [row for name in ("fsdp", "megatron") for row in rows(tmp_path / name, phase="sft")]
+    assert_same(step_rows, rows(tmp_path / "whole", phase="sft"))
 
 
 TEACHER = (

@@ -54,28 +54,28 @@ def run_conversation(
         request_id=0, prompt_tokens=(IDS["#"],), sampling=SamplingConfig(max_tokens=20), seed=1
     )
     prompt = Prompt(prompt_id=0, text="#", tokens=(IDS["#"],), answer="")
-    (found,), metrics = run_conversations(
+    (conversation,), metrics = run_conversations(
         sampler,
         [request],
         prompts=[prompt],
         make_environment=make_environment_factory(config, tokenizer=tokenizer()),
         limits=limits,
     )
-    return found, sampler, metrics
+    return conversation, sampler, metrics
 
 
 LIMITS = RolloutLimits(max_turns=3, max_tokens=40, stop="=")
 
 
 def test_calculator_answers_between_completions_and_only_sampled_tokens_are_trained() -> None:
-    found, sampler, metrics = run_conversation(
+    conversation, sampler, metrics = run_conversation(
         ("3", "*", "4", "="), ("\n", "1", "2", "-", "2", "="), ("\n", "#", "<eos>"), limits=LIMITS
     )
-    assert tokenizer().decode(found.tokens, skip_special_tokens=True) == "3*4=12\n12-2=10\n#"
+    assert tokenizer().decode(conversation.tokens, skip_special_tokens=True) == "3*4=12\n12-2=10\n#"
     rollout = Rollout(
         prompt=Prompt(prompt_id=0, text="#", tokens=(IDS["#"],), answer=""),
-        completion=found.completions[0],
-        turns=tuple(found.turns),
+        completion=conversation.completions[0],
+        turns=tuple(conversation.turns),
         text="",
         reward=1.0,
         group_id=0,
@@ -112,9 +112,9 @@ def test_rollout_ends_with_an_end_token_or_without_a_call() -> None:
 
 
 def test_invalid_call_gets_an_answer_and_is_counted() -> None:
-    found, _, metrics = run_conversation(("+", "="), ("\n", "<eos>"), limits=LIMITS)
+    conversation, _, metrics = run_conversation(("+", "="), ("\n", "<eos>"), limits=LIMITS)
     assert metrics["tool/failed"] == 1.0
-    assert found.turns[0].observation[:2] == (IDS["error"], IDS[":"])
+    assert conversation.turns[0].observation[:2] == (IDS["error"], IDS[":"])
 
 
 def test_turns_and_tokens_are_limited() -> None:
@@ -128,7 +128,7 @@ def test_turns_and_tokens_are_limited() -> None:
 
 
 def test_long_answer_is_truncated_and_counted() -> None:
-    found, _, metrics = run_conversation(
+    conversation, _, metrics = run_conversation(
         ("9", "*", "9", "="),
         ("<eos>",),
         limits=LIMITS,
@@ -142,4 +142,4 @@ def test_long_answer_is_truncated_and_counted() -> None:
         ),
     )
     assert metrics["tool/cut_answers"] == 1.0
-    assert len(found.turns[0].observation) == 1
+    assert len(conversation.turns[0].observation) == 1

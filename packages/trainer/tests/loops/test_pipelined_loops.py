@@ -83,11 +83,11 @@ def test_async_never_trains_on_weights_older_than_its_limit(
         "run.save_every=3",
     )
     run(tmp_path / "run", *ASYNC, *more)
-    found = rows(tmp_path / "run")
-    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
-    assert all(row["staleness/max"] <= 2 for row in found)
-    assert all(row["staleness/mean"] <= row["staleness/max"] for row in found)
-    assert max(row["staleness/max"] for row in found) >= 1
+    step_rows = rows(tmp_path / "run")
+    assert [row["step"] for row in step_rows] == [1, 2, 3, 4, 5, 6]
+    assert all(row["staleness/max"] <= 2 for row in step_rows)
+    assert all(row["staleness/mean"] <= row["staleness/max"] for row in step_rows)
+    assert max(row["staleness/max"] for row in step_rows) >= 1
     state = json.loads(
         (tmp_path / "run" / "checkpoints" / "step_00000003" / "trainer" / "state.json").read_text()
     )

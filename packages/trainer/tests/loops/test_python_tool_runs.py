@@ -92,10 +92,10 @@ def test_secrets_of_the_trainer_are_not_in_the_files_of_a_run(
     written = written_by(tmp_path / "run")
     assert "'HOME': '/tmp'" in written["samples.jsonl"], "the program has run"
     assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "report.html"} <= set(written)
-    found = {
+    leaks = {
         name for name, text in written.items() for secret in SENTINELS.values() if secret in text
     }
-    assert not found
+    assert not leaks
 
 
 def test_same_program_finds_the_secrets_without_a_sandbox(needs_bubblewrap: None) -> None:

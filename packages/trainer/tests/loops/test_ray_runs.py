@@ -65,12 +65,12 @@ def test_deltas_through_the_object_store_give_the_metrics_of_full_weights(
     )
     run(tmp_path / "inline", *small)
     run(tmp_path / "ray", *small, *ON_RAY, "weight_sync.content=delta")
-    found, expected = rows(tmp_path / "ray"), rows(tmp_path / "inline")
-    fractions = [row.pop("weight_sync/sent_fraction") for row in found]
-    for row in (*found, *expected):
+    actual, expected = rows(tmp_path / "ray"), rows(tmp_path / "inline")
+    fractions = [row.pop("weight_sync/sent_fraction") for row in actual]
+    for row in (*actual, *expected):
         row.pop("weight_sync/bytes")
     assert 0 < min(fractions) <= max(fractions) < 0.5
-    assert found == [
+    assert actual == [
         {name: value for name, value in row.items() if name != "weight_sync/sent_fraction"}
         for row in expected
     ]
@@ -151,10 +151,10 @@ def test_rank_killed_in_an_update_is_named_and_the_run_resumes_on_one_rank(
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     run(tmp_path / "killed", *kept, "actor.num_workers=1", "run.resume=auto")
     run(tmp_path / "whole", "data.eval=null", "run.save_model=false")
-    found, uninterrupted = rows(tmp_path / "killed"), rows(tmp_path / "whole")
-    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    resumed, uninterrupted = rows(tmp_path / "killed"), rows(tmp_path / "whole")
+    assert [row["step"] for row in resumed] == [1, 2, 3, 4]
     for name in ("actor/loss", "actor/grad_norm", "reward/mean", "rollout/tokens"):
-        assert [row[name] for row in found] == pytest.approx(
+        assert [row[name] for row in resumed] == pytest.approx(
             [row[name] for row in uninterrupted], rel=1e-4, abs=1e-6
         )
 

@@ -76,11 +76,11 @@ def scores_of(model: Path, rollouts: Sequence[Rollout]) -> list[float]:
 def test_policy_learns_what_the_reward_model_prefers(
     run: Run, rows: Rows, tmp_path: Path, trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[StepResult] = []
+    step_results: list[StepResult] = []
 
     def watched(loop: SyncLoop, *, step: int, **given: object) -> StepResult:
-        found.append(run_step(loop, step=step, **given))  # type: ignore[arg-type]
-        return found[-1]
+        step_results.append(run_step(loop, step=step, **given))  # type: ignore[arg-type]
+        return step_results[-1]
 
     monkeypatch.setattr(SyncLoop, "run_step", watched)
     run(
@@ -88,9 +88,9 @@ def test_policy_learns_what_the_reward_model_prefers(
         *settings(trained, "reward.function=reward_model", "run.total_steps=12"),
         base=(),
     )
-    rewards = [rollout.reward for rollout in found[0].rollouts]
+    rewards = [rollout.reward for rollout in step_results[0].rollouts]
     assert rewards == pytest.approx(
-        scores_of(trained[0] / "huggingface", found[0].rollouts), rel=1e-4, abs=1e-5
+        scores_of(trained[0] / "huggingface", step_results[0].rollouts), rel=1e-4, abs=1e-5
     )
     assert len(rewards) == 32
     means = [row["reward/mean"] for row in rows(tmp_path / "run")]

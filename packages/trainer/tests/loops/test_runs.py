@@ -273,9 +273,9 @@ def test_first_of_several_updates_has_a_ratio_of_exactly_one(
         "batching.num_passes=2",
         "actor.engine.optimizer.lr=1e-2",
     )
-    found = rows(tmp_path / "run")
-    assert [row["policy/first_ratio_error_max"] for row in found] == [0.0] * 4
-    assert all(row["policy/ratio_error_max"] > 0.0 for row in found), (
+    step_rows = rows(tmp_path / "run")
+    assert [row["policy/first_ratio_error_max"] for row in step_rows] == [0.0] * 4
+    assert all(row["policy/ratio_error_max"] > 0.0 for row in step_rows), (
         "later updates of a step must move the ratio"
     )
 
@@ -311,11 +311,13 @@ def test_ppo_trains_policy_and_critic_and_reads_both_kls(
         "batching.num_mini_batches=2",
         "critic.engine.optimizer.lr=1e-3",
     )
-    found = rows(tmp_path / "run")
-    assert found[0]["ref/kl"] == 0.0, "the reference policy is the policy before its first update"
-    assert found[-1]["ref/kl"] != 0.0
-    assert found[0]["policy/first_ratio_error_max"] == 0.0
-    assert all(row["critic/grad_norm"] > 0 for row in found)
+    step_rows = rows(tmp_path / "run")
+    assert step_rows[0]["ref/kl"] == 0.0, (
+        "the reference policy is the policy before its first update"
+    )
+    assert step_rows[-1]["ref/kl"] != 0.0
+    assert step_rows[0]["policy/first_ratio_error_max"] == 0.0
+    assert all(row["critic/grad_norm"] > 0 for row in step_rows)
 
 
 def test_folder_with_a_run_is_refused_and_not_changed(run: Run, tmp_path: Path) -> None:
@@ -673,8 +675,8 @@ def test_converted_policy_and_critic_resume_like_native_ones(
         roles=["actor", "critic"],
     )
     run(tmp_path / "second", *ppo, f"run.resume={tmp_path / 'converted'}")
-    (found,), (*_, expected) = rows(tmp_path / "second"), rows(tmp_path / "whole")
-    assert found == expected | {"weight_sync/version": 2.0}
+    (resumed,), (*_, expected) = rows(tmp_path / "second"), rows(tmp_path / "whole")
+    assert resumed == expected | {"weight_sync/version": 2.0}
     state = json.loads(
         (tmp_path / "second/checkpoints/step_00000003/trainer/state.json").read_text()
     )

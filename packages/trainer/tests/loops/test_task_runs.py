@@ -67,10 +67,10 @@ def test_dpo_learns_which_completion_is_preferred(
         "run.save_model=false",
         base=TINY,
     )
-    found = rows(tmp_path / "run", phase="dpo")
-    assert found[-1]["preference/margin"] > found[0]["preference/margin"]
+    step_rows = rows(tmp_path / "run", phase="dpo")
+    assert step_rows[-1]["preference/margin"] > step_rows[0]["preference/margin"]
     if "ref=frozen" in preference:
-        assert found[0]["preference/margin"] == pytest.approx(0.0, abs=1e-6), (
+        assert step_rows[0]["preference/margin"] == pytest.approx(0.0, abs=1e-6), (
             "the reference is the policy before its first update"
         )
 
@@ -87,8 +87,8 @@ def test_reward_model_scores_preferred_completions_higher_and_loads_in_transform
         "run.total_steps=12",
         base=TINY,
     )
-    found = rows(tmp_path / "run", phase="rm")
-    assert found[-1]["preference/margin"] > found[0]["preference/margin"]
+    step_rows = rows(tmp_path / "run", phase="rm")
+    assert step_rows[-1]["preference/margin"] > step_rows[0]["preference/margin"]
     assert (
         AutoModelForTokenClassification.from_pretrained(result.directory / "huggingface").num_labels
         == 1

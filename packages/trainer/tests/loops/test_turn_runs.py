@@ -31,10 +31,10 @@ def test_policy_is_trained_on_rollouts_with_a_calculator(
         "run.save_model=false",
         "sampling.max_tokens=16",
     )
-    found = rows(tmp_path / "run")
-    assert sum(row["tool/calls"] for row in found) > 0
-    assert max(row["rollout/turns_max"] for row in found) > 1
-    assert all(row["batch/trained_tokens"] == row["rollout/tokens"] for row in found), (
+    step_rows = rows(tmp_path / "run")
+    assert sum(row["tool/calls"] for row in step_rows) > 0
+    assert max(row["rollout/turns_max"] for row in step_rows) > 1
+    assert all(row["batch/trained_tokens"] == row["rollout/tokens"] for row in step_rows), (
         "trained is what the policy wrote, and only that"
     )
 

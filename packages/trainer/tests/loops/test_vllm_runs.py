@@ -76,11 +76,11 @@ def on_vllm() -> tuple[str, ...]:
 
 
 def assert_close(
-    found: list[dict[str, float]], expected: list[dict[str, float]], *, more: tuple[str, ...] = ()
+    actual: list[dict[str, float]], expected: list[dict[str, float]], *, more: tuple[str, ...] = ()
 ) -> None:
-    assert len(found) == len(expected) > 0
+    assert len(actual) == len(expected) > 0
     for name in (*NUMBERS, *more):
-        assert [row[name] for row in found] == pytest.approx(
+        assert [row[name] for row in actual] == pytest.approx(
             [row[name] for row in expected], rel=1e-4, abs=1e-6
         ), name
 
@@ -109,18 +109,18 @@ def version_of_vllm() -> tuple[int, ...]:
     )
     python = os.environ.get("TEMPER_ROLLOUT_PYTHON", sys.executable)
     command = [python, "-c", program]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return tuple(int(part) for part in found.split(".")[:2])
+    version = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
-def drop_sizes(found: list[dict[str, float]]) -> list[dict[str, float]]:
+def drop_sizes(step_rows: list[dict[str, float]]) -> list[dict[str, float]]:
     return [
         {
             k: v
             for k, v in row.items()
             if k not in ("weight_sync/bytes", "weight_sync/sent_fraction")
         }
-        for row in found
+        for row in step_rows
     ]
 
 
@@ -188,13 +188,13 @@ def test_run_with_weight_deltas_has_the_metrics_of_one_with_full_weights(
     )
     run(tmp_path / "full", *short_run)
     run(tmp_path / "delta", *short_run, "weight_sync.content=delta")
-    found, expected = rows(tmp_path / "delta"), rows(tmp_path / "full")
-    assert drop_sizes(found) == drop_sizes(expected)
-    fractions = [row["weight_sync/sent_fraction"] for row in found]
+    actual, expected = rows(tmp_path / "delta"), rows(tmp_path / "full")
+    assert drop_sizes(actual) == drop_sizes(expected)
+    fractions = [row["weight_sync/sent_fraction"] for row in actual]
     assert 0 < min(fractions) <= max(fractions) < 0.5
     assert all(
         row["weight_sync/bytes"] < other["weight_sync/bytes"]
-        for row, other in zip(found, expected, strict=True)
+        for row, other in zip(actual, expected, strict=True)
     )
     assert not list(Path("/dev/shm").glob(f"temper-{os.getuid()}-*")), (
         "a run leaves nothing in shared memory"
@@ -253,9 +253,9 @@ def test_multi_turn_rollouts_give_the_losses_of_the_transformers_sampler(
     )
     run(tmp_path / "hf", *short_run)
     run(tmp_path / "vllm", *short_run, *on_vllm)
-    found = rows(tmp_path / "vllm")
-    assert sum(row["tool/calls"] for row in found) > 0
-    assert_close(found, rows(tmp_path / "hf"), more=("tool/calls", "rollout/turns_mean"))
+    step_rows = rows(tmp_path / "vllm")
+    assert sum(row["tool/calls"] for row in step_rows) > 0
+    assert_close(step_rows, rows(tmp_path / "hf"), more=("tool/calls", "rollout/turns_mean"))
 
 
 def test_reward_rises_on_servers(
@@ -333,10 +333,10 @@ def test_two_teachers_on_servers_give_the_results_of_two_on_engines(
         *taught_by(saved, "teachers.adder.backend=vllm", "teachers.mixer.backend=vllm"),
         *on_vllm,
     )
-    found, expected = rows(tmp_path / "servers"), rows(tmp_path / "engines")
-    assert 0 < sum(row["teacher/adder/samples"] for row in found) < 16 * len(found)
+    actual, expected = rows(tmp_path / "servers"), rows(tmp_path / "engines")
+    assert 0 < sum(row["teacher/adder/samples"] for row in actual) < 16 * len(actual)
     for name in DISTILLED:
-        assert [row[name] for row in found] == pytest.approx(
+        assert [row[name] for row in actual] == pytest.approx(
             [row[name] for row in expected], rel=1e-4, abs=1e-6
         ), name
 
@@ -399,13 +399,13 @@ def test_loop_async_stays_within_its_staleness_limit_on_servers(
         correction,
         "run.total_steps=6",
     )
-    found = rows(tmp_path / "run")
-    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
-    assert all(row["staleness/max"] <= 2 for row in found)
+    step_rows = rows(tmp_path / "run")
+    assert [row["step"] for row in step_rows] == [1, 2, 3, 4, 5, 6]
+    assert all(row["staleness/max"] <= 2 for row in step_rows)
     # The first batch has the trainer's own weights; later ones are one or two updates older, and
     # the correction sees how far that is.
-    assert found[0]["mismatch/abs_max"] < 1e-4
-    assert all(1e-9 < row["mismatch/kl"] < 5.0 for row in found[2:])
+    assert step_rows[0]["mismatch/abs_max"] < 1e-4
+    assert all(1e-9 < row["mismatch/kl"] < 5.0 for row in step_rows[2:])
 
 
 def test_sending_only_the_adapter_gives_the_losses_of_merged_weights(
@@ -513,8 +513,8 @@ def test_teacher_servers_on_ray_equal_an_engine_even_if_one_is_killed(
     finally:
         ray.shutdown()
     assert restarts == [0, 1, 1]
-    found, expected = rows(tmp_path / "servers"), rows(tmp_path / "engine")
+    actual, expected = rows(tmp_path / "servers"), rows(tmp_path / "engine")
     for name in DISTILLED:
-        assert [row[name] for row in found] == pytest.approx(
+        assert [row[name] for row in actual] == pytest.approx(
             [row[name] for row in expected], rel=1e-4, abs=1e-6
         ), name

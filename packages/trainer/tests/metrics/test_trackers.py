@@ -287,7 +287,7 @@ def test_trackio_has_each_row_once_and_the_settings_after_a_resume(
     assert trackio_rows(again) == [(1, 0.5), (2, 11.0), (3, 11.5)]
     assert trackio_rows(first) == [(1, 0.5), (2, 1.0), (3, 1.5)]
     assert (projects / "temper.db").exists()
-    kept = {found.name: found.config for found in trackio.Api().runs("temper")}
+    kept = {each.name: each.config for each in trackio.Api().runs("temper")}
     assert kept.keys() == {first, again}
     assert all(
         config is not None and config["actor.engine.optimizer.lr"] == 1e-3
@@ -314,8 +314,8 @@ def port() -> int:
     """A port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        found: int = probe.getsockname()[1]
-    return found
+        free_port: int = probe.getsockname()[1]
+    return free_port
 
 
 def scrape(port: int, *, token: str) -> str:

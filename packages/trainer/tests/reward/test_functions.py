@@ -73,13 +73,13 @@ def test_math_verify_recognizes_equal_expressions_in_a_thread(
 ) -> None:
     """Check that the library's own timeouts are off, which fail outside the main thread."""
     pytest.importorskip("math_verify", reason="needs the extra temper-trainer[math]")
-    found: list[float] = []
+    rewards: list[float] = []
     thread = threading.Thread(
-        target=lambda: found.append(math_verify(make_prompt(answer), completion))
+        target=lambda: rewards.append(math_verify(make_prompt(answer), completion))
     )
     thread.start()
     thread.join()
-    assert found == [expected]
+    assert rewards == [expected]
 
 
 def test_math_verify_refuses_a_reference_that_it_cannot_read() -> None:

@@ -25,8 +25,8 @@ def test_function_can_be_registered_once_under_a_name() -> None:
     def length(prompt: Prompt, completion_text: str, *, scale: float = 1.0) -> float:
         return scale * len(completion_text)
 
-    found = resolve_reward(RewardConfig(function="length", arguments={"scale": 2.0}))
-    assert found(Prompt(prompt_id=0, text="", tokens=(1,), answer=""), "abc", scale=2.0) == 6.0
+    reward = resolve_reward(RewardConfig(function="length", arguments={"scale": 2.0}))
+    assert reward(Prompt(prompt_id=0, text="", tokens=(1,), answer=""), "abc", scale=2.0) == 6.0
     with pytest.raises(ConfigError, match="is already a reward named 'length'"):
         register_reward("length")(gsm8k_strict)
 

@@ -140,10 +140,10 @@ def test_teacher_forced_logprobs_equal_those_of_sampling(qwen2: Pair) -> None:
     prompts = make_prompts(6)
     sampler = qwen2.sampler()
     completions = sampler.sample(make_requests(prompts, SAMPLED))
-    found = sampler.logprobs(
+    logprobs = sampler.logprobs(
         [[*p, *c.tokens] for p, c in zip(prompts, completions, strict=True)], temperature=0.8
     )
-    for prompt, completion, row in zip(prompts, completions, found, strict=True):
+    for prompt, completion, row in zip(prompts, completions, logprobs, strict=True):
         assert len(row) == len(prompt) + len(completion.tokens) - 1
         assert row[len(prompt) - 1 :] == pytest.approx(completion.rollout_logprobs, abs=1e-5)
 

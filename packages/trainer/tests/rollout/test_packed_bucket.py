@@ -34,9 +34,9 @@ WEIGHTS = [
 ]
 
 
-def assert_equal(found: list[NamedWeight], expected: list[NamedWeight]) -> None:
-    assert [weight.name for weight in found] == [weight.name for weight in expected]
-    for one, other in zip(found, expected, strict=True):
+def assert_equal(actual: list[NamedWeight], expected: list[NamedWeight]) -> None:
+    assert [weight.name for weight in actual] == [weight.name for weight in expected]
+    for one, other in zip(actual, expected, strict=True):
         assert one.tensor.dtype == other.tensor.dtype
         assert torch.equal(one.tensor, other.tensor)
 
@@ -129,17 +129,17 @@ def test_broadcast_sends_every_bucket_to_every_receiver(with_digest: bool) -> No
         with_digest=with_digest,
         timeout_s=60,
     )
-    found: dict[int, list[NamedWeight]] = {1: [], 2: []}
+    received: dict[int, list[NamedWeight]] = {1: [], 2: []}
 
     def receive(rank: int) -> None:
         channel = WeightChannel(spec, rank=rank, device=torch.device("cpu"))
         for weight_file in weight_files:
-            found[rank] += [
+            received[rank] += [
                 NamedWeight(n, t.clone())
                 for n, t in unpack_tensors(channel.receive(weight_file), weight_file)
             ]
 
-    threads = [threading.Thread(target=receive, args=(rank,)) for rank in found]
+    threads = [threading.Thread(target=receive, args=(rank,)) for rank in received]
     for thread in threads:
         thread.start()
     channel = WeightChannel(spec, rank=0, device=torch.device("cpu"))
@@ -149,5 +149,5 @@ def test_broadcast_sends_every_bucket_to_every_receiver(with_digest: bool) -> No
         channel.send(data)
     for thread in threads:
         thread.join(60)
-    assert_equal(found[1], WEIGHTS)
-    assert_equal(found[2], WEIGHTS)
+    assert_equal(received[1], WEIGHTS)
+    assert_equal(received[2], WEIGHTS)

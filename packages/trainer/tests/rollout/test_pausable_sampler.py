@@ -59,12 +59,12 @@ def test_every_token_has_version_and_logprob_of_the_weights_that_sampled_it(
     stopping = StopsAtToken(qwen2.sampler(), at=10)
     sampler = PausableSampler(stopping, interrupts=True)  # type: ignore[arg-type]
     stopping.then = lambda: sampler.load_weights(other_weights(qwen2), version=1)
-    found = sampler.sample(REQUESTS)
+    completions = sampler.sample(REQUESTS)
     old, new = qwen2.sampler(), qwen2.sampler()
     new.load_weights(other_weights(qwen2), version=1)
-    mixed = [completion for completion in found if completion.token_versions]
+    mixed = [completion for completion in completions if completion.token_versions]
     assert mixed
-    for request, completion in zip(REQUESTS, found, strict=True):
+    for request, completion in zip(REQUESTS, completions, strict=True):
         row = [(*request.prompt_tokens, *completion.tokens)]
         start = len(request.prompt_tokens) - 1
         by_version = [s.logprobs(row, temperature=1.0)[0][start:] for s in (old, new)]
@@ -89,8 +89,8 @@ def test_interrupt_returns_partial_completions(qwen2: Pair) -> None:
 
 def test_pause_without_interrupts_waits_for_complete_completions(qwen2: Pair) -> None:
     sampler = PausableSampler(qwen2.sampler(), interrupts=False)
-    found: list[Completion] = []
-    thread = threading.Thread(target=lambda: found.extend(sampler.sample(REQUESTS)))
+    completions: list[Completion] = []
+    thread = threading.Thread(target=lambda: completions.extend(sampler.sample(REQUESTS)))
     thread.start()
     while thread.is_alive() and sampler._num_active == 0:
         thread.join(0.001)
@@ -98,7 +98,7 @@ def test_pause_without_interrupts_waits_for_complete_completions(qwen2: Pair) ->
         assert sampler._num_active == 0
     thread.join(60)
     assert sampler.num_resumed == 0
-    assert [c.tokens for c in found] == [c.tokens for c in qwen2.sampler().sample(REQUESTS)]
+    assert [c.tokens for c in completions] == [c.tokens for c in qwen2.sampler().sample(REQUESTS)]
 
 
 def test_interrupted_completions_with_stop_texts_start_again(

@@ -17,17 +17,17 @@ from temper_trainer.rollout.token_sampling import (
 
 
 def cut(probabilities: list[float], *, top_p: float = 1.0, top_k: int = 100) -> list[float]:
-    found = apply_top_k_top_p(
+    kept = apply_top_k_top_p(
         torch.tensor([probabilities]), top_p=torch.tensor([top_p]), top_k=torch.tensor([top_k])
     )
-    return [round(value, 6) for value in found[0].tolist()]
+    return [round(value, 6) for value in kept[0].tolist()]
 
 
 def test_uniforms_equal_the_published_generator() -> None:
     # SplitMix64 seeded with 0 begins 16294208416658607535, 7960286522194355700 (the JDK's and
     # Vigna's reference output); ours seeds it with the mix of 0, which is 0.
-    found = hash_uniforms(np.zeros(2, dtype=np.uint64), np.arange(2, dtype=np.uint64))
-    assert found.tolist() == [
+    uniforms = hash_uniforms(np.zeros(2, dtype=np.uint64), np.arange(2, dtype=np.uint64))
+    assert uniforms.tolist() == [
         (16294208416658607535 >> 12) / 2**52,
         (7960286522194355700 >> 12) / 2**52,
     ]
@@ -38,11 +38,11 @@ def test_uniforms_are_uniform_over_seeds_and_over_positions() -> None:
         (np.arange(10_000), np.zeros(10_000)),
         (np.zeros(10_000), np.arange(10_000)),
     ):
-        found = hash_uniforms(seeds.astype(np.uint64), positions.astype(np.uint64))
-        counts = np.histogram(found, bins=10, range=(0, 1))[0]
+        uniforms = hash_uniforms(seeds.astype(np.uint64), positions.astype(np.uint64))
+        counts = np.histogram(uniforms, bins=10, range=(0, 1))[0]
         # 1000 expected in each bin, deviation sqrt(1000 * 0.9) = 30: six of them.
         assert abs(counts - 1000).max() < 180
-        assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 0.06
+        assert abs(np.corrcoef(uniforms[:-1], uniforms[1:])[0, 1]) < 0.06
 
 
 def test_point_selects_the_token_at_which_the_cumulative_sum_exceeds_it() -> None:
@@ -62,13 +62,13 @@ WEIGHTS = [float(np.float32(weight)) for weight in (0.0, 1e-30, 1e-6, 0.1, 1.0)]
 )
 def test_token_of_probability_zero_is_never_sampled(weights: np.ndarray, point: float) -> None:
     weights[len(weights) // 2] = 0.5
-    (found,) = sample_inverse_cdf(
+    (token,) = sample_inverse_cdf(
         torch.from_numpy(weights)[None], points=torch.tensor([point], dtype=torch.float64)
     ).tolist()
     running = weights.astype(np.float64).cumsum()
-    assert weights[found] > 0
-    assert running[found] >= point * running[-1] * (1 - 1e-12)
-    assert running[found] - weights[found] <= point * running[-1] * (1 + 1e-12)
+    assert weights[token] > 0
+    assert running[token] >= point * running[-1] * (1 - 1e-12)
+    assert running[token] - weights[token] <= point * running[-1] * (1 + 1e-12)
 
 
 def test_top_k_and_top_p_keep_the_fewest_most_likely() -> None:

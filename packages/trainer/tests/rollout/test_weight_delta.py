@@ -42,10 +42,10 @@ def carried(
     """Compute the delta, apply it to ``cached``, and return counts and bytes."""
     part = [NamedWeight(f"w{i}", tensor) for i, tensor in enumerate(now)]
     entries, _ = plan_layout(part)
-    found = compute_delta(part, cached, max_changed_fraction=max_changed_fraction)
-    counts = tuple(change.count for change in found)
+    changes = compute_delta(part, cached, max_changed_fraction=max_changed_fraction)
+    counts = tuple(change.count for change in changes)
     data = torch.full((count_delta_bytes(entries, counts),), 7, dtype=torch.uint8)
-    pack_delta(data, found, entries)
+    pack_delta(data, changes, entries)
     apply_delta(cached, data, entries, counts)
     return counts, data
 
@@ -143,9 +143,9 @@ def test_index_outside_its_tensor_is_refused() -> None:
     now[7] = 1.0
     part = [NamedWeight("w", now)]
     entries, _ = plan_layout(part)
-    found = compute_delta(part, [torch.zeros(100)], max_changed_fraction=0.5)
+    changes = compute_delta(part, [torch.zeros(100)], max_changed_fraction=0.5)
     data = torch.zeros(count_delta_bytes(entries, [1]), dtype=torch.uint8)
-    pack_delta(data, found, entries)
+    pack_delta(data, changes, entries)
     for wrong in (-1, 100):
         data[:4].view(torch.int32)[0] = wrong
         with pytest.raises(WeightError, match="the delta of w has indices outside"):
@@ -157,8 +157,8 @@ def test_delta_to_another_base_is_found_by_the_checksum_of_its_result(tmp_path: 
     now[7] = 1.0
     part = [NamedWeight("w", now)]
     entries, _ = plan_layout(part)
-    found = compute_delta(part, before, max_changed_fraction=0.5)
-    delta_file = write_delta_file(part, found, entries, tmp_path / "c", with_digest=True)
+    changes = compute_delta(part, before, max_changed_fraction=0.5)
+    delta_file = write_delta_file(part, changes, entries, tmp_path / "c", with_digest=True)
     for other, fits in ((torch.zeros(100), True), (torch.ones(100), False)):
         apply_delta([other], open_delta_file(delta_file), entries, delta_file.counts)
         if fits:

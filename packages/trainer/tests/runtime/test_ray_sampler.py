@@ -127,8 +127,8 @@ def test_receiver_maps_the_object_store_without_a_copy() -> None:
     try:
         remote = ray.remote(look)
         handed = hand_over_weights(cast("TrainingWorker", worker), remote.remote, 1 << 20, True)
-        found = ray.get(list(handed.refs))
+        reports = ray.get(list(handed.refs))
     finally:
         ray.shutdown()
     assert handed.num_bytes == 4 * (1 << 18) + 4 * (1 << 20)
-    assert found == [([True], [float(1 << 18)]), ([True], [float(2 << 20)])]
+    assert reports == [([True], [float(1 << 18)]), ([True], [float(2 << 20)])]

@@ -71,8 +71,10 @@ def test_top_k_logprob_of_a_token_equals_its_given_logprob(
         question(i, 3, 1, token, temperature=0.7)
         for i, token in enumerate(answer.top_ids[0].tolist())
     ]
-    found = torch.cat([each.logprobs for each in teacher.score(given, top_k=0, timeout_s=60.0)])
-    torch.testing.assert_close(found, answer.top_logprobs[0], rtol=1e-4, atol=1e-5)
+    given_logprobs = torch.cat(
+        [each.logprobs for each in teacher.score(given, top_k=0, timeout_s=60.0)]
+    )
+    torch.testing.assert_close(given_logprobs, answer.top_logprobs[0], rtol=1e-4, atol=1e-5)
 
 
 def test_all_top_k_probabilities_sum_to_one_and_small_vocabularies_are_padded(
@@ -181,13 +183,13 @@ def test_hanging_teacher_servers_are_ended_and_not_restarted() -> None:
 
     server = Hanging()
     spec = ServerSpec(arguments={}, end_token_ids=(), max_length=64, vocab_size=41)
-    found = VllmTeacher(
+    vllm_teacher = VllmTeacher(
         "t", servers=VllmSampler([server], spec=spec, max_restarts=3), vocab_size=41
     )
     with pytest.raises(
         TeacherError, match=r"teacher t did not answer within distillation\.timeout_s = 0\.2 s"
     ):
-        found.score([question(0, 1, 2, 3)], top_k=0, timeout_s=0.2)
+        vllm_teacher.score([question(0, 1, 2, 3)], top_k=0, timeout_s=0.2)
     assert server.num_starts == 1
 
 

@@ -90,12 +90,12 @@ def engine_logprobs() -> torch.Tensor:
     engine = FSDPEngine(CONFIG)
     engine.init_model()
     with engine.eval_mode():
-        found = engine.forward_backward_batch(
+        outputs = engine.forward_backward_batch(
             RANK_BATCH, forward_only=True, outputs=(HeadOutput.LOGPROB,)
         ).outputs
     engine.close()
-    assert found is not None
-    return found.reorder(SAMPLES.sample_ids).columns[HeadOutput.LOGPROB]
+    assert outputs is not None
+    return outputs.reorder(SAMPLES.sample_ids).columns[HeadOutput.LOGPROB]
 
 
 def test_rendezvous_port_of_rank_0_is_reserved() -> None:

@@ -178,11 +178,11 @@ def test_different_tokenizer_is_refused_unless_mapping_is_enabled() -> None:
         match=r"teachers\.t has another tokenizer .* 3 and 3 tokens, 2 of them in both; 'a' is 0",
     ):
         build_token_map(policy_tokenizer, teacher_tokenizer, name="t", may_map=False)
-    found = build_token_map(policy_tokenizer, teacher_tokenizer, name="t", may_map=True)
-    assert found is not None
-    assert found.to_teacher([0, 2]) == (1, 0)
-    assert found.to_teacher([0, 1]) is None
-    ids, logs = found.to_policy(torch.tensor([[0, 2]]), torch.tensor([[-0.1, -0.2]]))
+    token_map = build_token_map(policy_tokenizer, teacher_tokenizer, name="t", may_map=True)
+    assert token_map is not None
+    assert token_map.to_teacher([0, 2]) == (1, 0)
+    assert token_map.to_teacher([0, 1]) is None
+    ids, logs = token_map.to_policy(torch.tensor([[0, 2]]), torch.tensor([[-0.1, -0.2]]))
     assert ids.tolist() == [[2, 0]]
     assert logs.tolist() == [[pytest.approx(-0.1), -torch.inf]]
 
@@ -192,10 +192,10 @@ def test_end_tokens_with_different_texts_are_mapped() -> None:
         tokenizer_of("a", "b", "<end>", end="<end>"),
         tokenizer_of("</s>", "b", "a", end="</s>"),
     )
-    found = build_token_map(policy_tokenizer, teacher_tokenizer, name="t", may_map=True)
-    assert found is not None
-    assert found.to_teacher([0, 1, 2]) == (2, 1, 0)
-    assert found.teacher_to_policy.tolist() == [2, 1, 0]
+    token_map = build_token_map(policy_tokenizer, teacher_tokenizer, name="t", may_map=True)
+    assert token_map is not None
+    assert token_map.to_teacher([0, 1, 2]) == (2, 1, 0)
+    assert token_map.teacher_to_policy.tolist() == [2, 1, 0]
 
 
 def test_end_token_that_the_teacher_also_has_is_mapped_by_text() -> None:
@@ -203,10 +203,10 @@ def test_end_token_that_the_teacher_also_has_is_mapped_by_text() -> None:
         tokenizer_of("a", "<turn>", "</s>", end="<turn>"),
         tokenizer_of("</s>", "<turn>", "a", end="</s>"),
     )
-    found = build_token_map(policy_tokenizer, teacher_tokenizer, name="t", may_map=True)
-    assert found is not None
-    assert found.to_teacher([0, 1, 2]) == (2, 1, 0)
-    assert found.teacher_to_policy.tolist() == [2, 1, 0]
+    token_map = build_token_map(policy_tokenizer, teacher_tokenizer, name="t", may_map=True)
+    assert token_map is not None
+    assert token_map.to_teacher([0, 1, 2]) == (2, 1, 0)
+    assert token_map.teacher_to_policy.tolist() == [2, 1, 0]
 
 
 def test_step_without_any_mapped_sample_is_an_error() -> None:

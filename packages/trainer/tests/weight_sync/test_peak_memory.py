@@ -46,15 +46,15 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run it, and count."""
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(outputs):
             if isinstance(tensor, Tensor):
                 reference = StorageWeakRef(tensor.untyped_storage())
                 if reference.cdata not in self._given:
                     self._alive[reference.cdata] = (reference, tensor.untyped_storage().nbytes())
         self._alive = {key: kept for key, kept in self._alive.items() if not kept[0].expired()}
         self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self._alive.values()))
-        return found
+        return outputs
 
 
 def weights() -> dict[str, Tensor]:

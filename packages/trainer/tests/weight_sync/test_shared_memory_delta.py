@@ -53,7 +53,7 @@ class Rank:
 
 def read(base: list[PackedBucket], manifest: DeltaManifest) -> dict[str, Tensor]:
     """Read full weights and their delta as a server does."""
-    found: dict[str, Tensor] = {}
+    weights_by_name: dict[str, Tensor] = {}
     for bucket, changes in zip(base, manifest.deltas, strict=True):
         weights = list(unpack_tensors(open_weight_file(bucket), bucket))
         tensors = [weight.tensor for weight in weights]
@@ -64,8 +64,8 @@ def read(base: list[PackedBucket], manifest: DeltaManifest) -> dict[str, Tensor]
             version=manifest.version,
             base_version=manifest.base_version,
         )
-        found |= {weight.name: weight.tensor.clone() for weight in weights}
-    return found
+        weights_by_name |= {weight.name: weight.tensor.clone() for weight in weights}
+    return weights_by_name
 
 
 def changes_of(
@@ -74,9 +74,9 @@ def changes_of(
     return write_delta(rank, base, loaded, version, str(folder), BUCKET_BYTES, True, 0.25)
 
 
-def assert_read(found: dict[str, Tensor], rank: Rank) -> None:
-    assert found.keys() == rank.weights.keys()
-    assert all(found[name].equal(tensor) for name, tensor in rank.weights.items())
+def assert_read(received: dict[str, Tensor], rank: Rank) -> None:
+    assert received.keys() == rank.weights.keys()
+    assert all(received[name].equal(tensor) for name, tensor in rank.weights.items())
 
 
 def test_files_with_their_delta_equal_the_weights_also_after_the_files_are_updated(

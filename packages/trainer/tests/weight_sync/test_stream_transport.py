@@ -98,10 +98,10 @@ def send_full_weights(actor: Actor, pair: Pair) -> dict[str, Tensor]:
     return weights_of(fresh)
 
 
-def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     assert all(
-        found[name].view(torch.uint8).equal(expected[name].view(torch.uint8)) for name in expected
+        actual[name].view(torch.uint8).equal(expected[name].view(torch.uint8)) for name in expected
     )
 
 

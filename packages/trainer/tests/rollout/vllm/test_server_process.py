@@ -226,13 +226,13 @@ def wait_until(condition: Callable[[], bool], *, timeout_s: float) -> bool:
 def servers_of(session: Path) -> list[Path]:
     """Return the folders in /proc of processes whose temporary directory is `session`."""
     marker = f"TMPDIR={session}".encode()
-    found = []
+    processes = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             command = (process / "cmdline").read_bytes()
             if marker in (process / "environ").read_bytes() and b"_test_server" in command:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def test_killed_driver_leaves_no_starting_server_and_no_folder_after_the_next_start(

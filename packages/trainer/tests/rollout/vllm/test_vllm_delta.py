@@ -100,9 +100,9 @@ def assert_bits_of_full_weights(served: Served) -> None:
     """Log-probs on every replica are exactly those after a whole set of the same weights."""
     after_changes = [replica.call("logprobs", ROWS).result() for replica in served.sampler.replicas]
     buckets = served.write_buckets(served.sampler.weight_version + 1_000_000 * len(after_changes))
-    for replica, found in zip(served.sampler.replicas, after_changes, strict=True):
+    for replica, logprobs in zip(served.sampler.replicas, after_changes, strict=True):
         replica.call("load_files", buckets, served.sampler.weight_version).result()
-        assert replica.call("logprobs", ROWS).result() == found
+        assert replica.call("logprobs", ROWS).result() == logprobs
 
 
 def test_delta_gives_the_bits_of_full_weights(
@@ -115,8 +115,8 @@ def test_delta_gives_the_bits_of_full_weights(
         fractions.append(transport.send(version + step).fraction)
         assert served.sampler.weight_version == version + step
         reference_model = served.pair.model
-        found = served.sampler.logprobs(ROWS, temperature=1.0)
-        for row, logprobs in zip(ROWS, found, strict=True):
+        row_logprobs = served.sampler.logprobs(ROWS, temperature=1.0)
+        for row, logprobs in zip(ROWS, row_logprobs, strict=True):
             expected = (
                 reference_model(input_ids=torch.tensor([row]))
                 .logits[0, :-1]

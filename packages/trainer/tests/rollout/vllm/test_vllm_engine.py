@@ -32,9 +32,9 @@ LONG = SamplingConfig(max_tokens=200)
 @pytest.fixture(scope="module")
 def served(serve: Serve, pairs: Pairs) -> Served:
     """One server, with weights."""
-    found = serve(pairs.get("qwen3_wide"))
-    found.publish(1)
-    return found
+    servers = serve(pairs.get("qwen3_wide"))
+    servers.publish(1)
+    return servers
 
 
 def assert_equals_hf(served: Served, *, prompts: list[list[int]]) -> None:
@@ -100,9 +100,9 @@ def test_server_scores_given_tokens_and_its_top_k_as_a_teacher(
     served: Served,
 ) -> None:
     row, first = tuple(range(2, 20)), 5
-    (found,) = served.sampler.call_each("score_prompts", [([(row, first)], 3)])
-    assert isinstance(found, list)
-    ((given, ids, logs),) = found
+    (scores,) = served.sampler.call_each("score_prompts", [([(row, first)], 3)])
+    assert isinstance(scores, list)
+    ((given, ids, logs),) = scores
     for i, position in enumerate(range(first, len(row))):
         expected = served.pair.next_logits(row[:position]).log_softmax(-1)
         assert given[i] == pytest.approx(float(expected[row[position]]), abs=TOLERANCE)
@@ -163,8 +163,8 @@ def test_interrupted_completions_continue_under_new_weights_with_token_versions(
     sampler = PausableSampler(served.sampler, interrupts=True)
     old, first = served.pair.sampler(), served.sampler.weight_version
     requests = make_requests(make_prompts(16, seed=9), LONG, seeds=range(16))
-    found: list[object] = []
-    thread = threading.Thread(target=lambda: found.extend(sampler.sample(requests)))
+    completions: list[object] = []
+    thread = threading.Thread(target=lambda: completions.extend(sampler.sample(requests)))
     thread.start()
     while thread.is_alive() and sampler.num_resumed == 0:
         thread.join(0.3)
@@ -175,9 +175,9 @@ def test_interrupted_completions_continue_under_new_weights_with_token_versions(
             served.publish_next()
     thread.join()
     new = served.pair.sampler()
-    mixed = [c for c in found if c.token_versions]  # type: ignore[attr-defined]
+    mixed = [c for c in completions if c.token_versions]  # type: ignore[attr-defined]
     assert mixed
-    for request, completion in zip(requests, found, strict=True):
+    for request, completion in zip(requests, completions, strict=True):
         cut = completion.token_versions.count(first)  # type: ignore[attr-defined]
         row = (*request.prompt_tokens, *completion.tokens)  # type: ignore[attr-defined]
         start = len(request.prompt_tokens) - 1
