@@ -55,19 +55,19 @@ SIBLINGS = ["trainer", pytest.param("engine-fsdp", marks=pytest.mark.nightly)]
 def _find_trial(dependent: str) -> Trial:
     """Return a trial of this checkout's engine-api with the last release of a sibling."""
     try:
-        found = [
+        matching = [
             each
             for each in list_trials(ROOT, f"engine-api:{dependent}")
             if each.released.package == dependent
         ]
     except ReleaseError as error:
         pytest.skip(f"a clone with its full history runs this: {error}")
-    if not found:
+    if not matching:
         pytest.skip(
             f"the last release of {dependent} is for an earlier contract than this one; "
             "the next release runs this"
         )
-    return found[0]
+    return matching[0]
 
 
 def _make_lowest_trial(dependent: str) -> Trial:
@@ -165,14 +165,16 @@ def test_engines_of_this_checkout_can_be_imported_with_the_released_contract(
     tmp_path: Path,
 ) -> None:
     try:
-        found = [each for each in list_trials(ROOT, PAIR) if each.released.package == "engine-api"]
+        contract_trials = [
+            each for each in list_trials(ROOT, PAIR) if each.released.package == "engine-api"
+        ]
     except ReleaseError as error:
         pytest.skip(f"a clone with its full history runs this: {error}")
-    if not found:
+    if not contract_trials:
         pytest.skip(
             "the engine requires a later contract than the last release: the next release runs this"
         )
-    files = unpack_trial(ROOT, found[0], tmp_path)
+    files = unpack_trial(ROOT, contract_trials[0], tmp_path)
     path = os.pathsep.join(str(each / "src") for each in files.sources.values())
     program = """
 import temper_engine_fsdp.engine, temper_engine_megatron.engine

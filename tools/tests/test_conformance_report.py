@@ -76,10 +76,10 @@ def test_interrupted_run_is_continued(tmp_path: Path) -> None:
         result.test for result in from_json((before / "fsdp-1-rank.json").read_text()).results
     }
     assert main(["--continues", str(before), *run, str(now), *kit]) == 0
-    found = from_json((now / "fsdp-1-rank.json").read_text()).results
-    assert set() < passed < {result.test for result in found}
-    assert len(found) == len({result.test for result in found})
-    assert f"{len(found) - len(passed)} passed" in (now / "fsdp-1-rank.log").read_text()
+    results = from_json((now / "fsdp-1-rank.json").read_text()).results
+    assert set() < passed < {result.test for result in results}
+    assert len(results) == len({result.test for result in results})
+    assert f"{len(results) - len(passed)} passed" in (now / "fsdp-1-rank.log").read_text()
 
 
 def test_run_with_other_package_versions_is_not_continued(tmp_path: Path) -> None:

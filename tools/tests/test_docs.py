@@ -52,9 +52,9 @@ def test_later_block_sees_names_of_earlier_blocks(tmp_path: Path) -> None:
 
 
 def test_failing_block_is_reported_with_its_line_in_the_page(tmp_path: Path) -> None:
-    (found,) = run_blocks(tmp_path / "page.md", _python("text\n\n```python\n1 / 0\n```"))
-    assert "ZeroDivisionError" in found
-    assert f'File "{tmp_path}/page.md", line 4' in found
+    (error,) = run_blocks(tmp_path / "page.md", _python("text\n\n```python\n1 / 0\n```"))
+    assert "ZeroDivisionError" in error
+    assert f'File "{tmp_path}/page.md", line 4' in error
 
 
 def test_links_are_relative_to_their_page(tmp_path: Path) -> None:

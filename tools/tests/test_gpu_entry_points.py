@@ -19,10 +19,10 @@ def test_engines_of_a_checkout_are_found_in_this_process_and_its_children(
     with engine_fsdp.provide_entry_points():
         folder = os.environ["PYTHONPATH"].removesuffix(f"{os.pathsep}sources")
         assert sys.path == [folder, *before]
-        (found,) = entry_points(group="temper.engines", name="megatron")
-        assert isinstance(found.dist, PathDistribution)
-        assert str(found.dist.locate_file("")) == folder
-        assert found.value.startswith("temper_engine_megatron.")
+        (entry_point,) = entry_points(group="temper.engines", name="megatron")
+        assert isinstance(entry_point.dist, PathDistribution)
+        assert str(entry_point.dist.locate_file("")) == folder
+        assert entry_point.value.startswith("temper_engine_megatron.")
     assert sys.path == before
     assert os.environ["PYTHONPATH"] == "sources"
     assert not os.path.exists(folder)

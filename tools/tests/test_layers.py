@@ -61,8 +61,8 @@ def test_allowed_modules_and_similar_names_pass(module: str, source: str) -> Non
 
 
 def test_core_of_engine_api_may_import_only_torch() -> None:
-    (found,) = check_imports("temper_engine_api.batch", "import torch\nimport numpy as np")
-    assert "temper_engine_api.batch:2 imports numpy" in found
+    (fault,) = check_imports("temper_engine_api.batch", "import torch\nimport numpy as np")
+    assert "temper_engine_api.batch:2 imports numpy" in fault
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_core_of_engine_api_may_import_only_torch() -> None:
     ],
 )
 def test_no_module_may_import_the_training_program_of_the_bridge(source: str) -> None:
-    found = check_imports("temper_engine_megatron.bridge_compat.bridge_translation", source)
-    assert any("no module may import megatron.bridge.training" in line for line in found)
+    faults = check_imports("temper_engine_megatron.bridge_compat.bridge_translation", source)
+    assert any("no module may import megatron.bridge.training" in line for line in faults)
     assert (
         check_imports(
             "temper_engine_megatron.bridge_compat.bridge_translation",
@@ -98,17 +98,17 @@ def test_no_module_may_import_the_training_program_of_the_bridge(source: str) ->
     ["def late():\n    import ray", "import importlib\nray = importlib.import_module('ray')"],
 )
 def test_only_the_runtime_may_import_ray(module: str, source: str) -> None:
-    (found,) = check_imports(module, source)
-    assert "only temper_trainer.runtime may import ray" in found
+    (fault,) = check_imports(module, source)
+    assert "only temper_trainer.runtime may import ray" in fault
     assert check_imports("temper_trainer.runtime.ray_workers", source) == []
 
 
 @pytest.mark.parametrize("module", ["torch", "transformers"])
 def test_the_translator_of_the_shim_does_not_import_torch_in_functions(module: str) -> None:
-    (found,) = check_imports(
+    (fault,) = check_imports(
         "temper_legacy_shim.configs.rules", f"def late():\n    import {module}"
     )
-    assert f"may import {module}" in found
+    assert f"may import {module}" in fault
     assert check_imports("temper_legacy_shim.checkpoints.dcp", f"import {module}") == []
 
 
