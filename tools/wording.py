@@ -37,6 +37,8 @@ class BannedName:
     why: str
     allow: tuple[str, ...] = ()
     """Identifiers in which the word is right, for example because a library named them."""
+    is_full_name: bool = False
+    """Ban the word only as an entire name: then `found`, but not `test_file_is_found`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,7 @@ def read_wording(file: Path) -> Wording:
             instead=entry["instead"],
             why=entry["why"],
             allow=tuple(entry.get("allow", ())),
+            is_full_name=entry.get("is_full_name", False),
         )
         for entry in data["name"]
     ]
@@ -233,7 +236,9 @@ def _name_fault(location: str, word: str, banned: BannedName) -> str:
 def _banned_words(name: str, wording: Wording) -> Iterator[tuple[str, BannedName]]:
     for word in _words(name):
         banned = wording.names.get(word)
-        if banned is not None and not any(allowed in name for allowed in banned.allow):
+        if banned is None or any(allowed in name for allowed in banned.allow):
+            continue
+        if not banned.is_full_name or name.strip("_").lower() == word:
             yield word, banned
 
 

@@ -59,9 +59,9 @@ def update_page(text: str, runs: Mapping[str, ConformanceRun]) -> str:
     Raises:
         ValueError: If the page lacks one of the two comments around that part.
     """
-    before, found_begin, rest = text.partition(BEGIN)
-    _, found_end, after = rest.partition(END)
-    if not found_begin or not found_end:
+    before, begin_marker, rest = text.partition(BEGIN)
+    _, end_marker, after = rest.partition(END)
+    if not begin_marker or not end_marker:
         raise ValueError(f"the page needs the lines {BEGIN!r} and {END!r}: add them.")
     return "\n".join([before + BEGIN, "", *render_tables(runs), "", END + after])
 

@@ -50,6 +50,10 @@ def _faults(folder: Path, source: str, wording: Wording, *, name: str = "module.
             "self.is_held = True\n",
             "module.py:1: 'held' in `is_held`: write cached, kept or last_sent",
         ),
+        (
+            "_found = find_files()\n",
+            "module.py:1: 'found' in `_found`: write what was found: errors, rows",
+        ),
         ("import torch as guest\n", "module.py:1: 'guest' in `guest`: write dependency"),
         (
             "def without_idle(): ...\n",
@@ -78,6 +82,7 @@ def test_a_fault_is_reported_with_its_line_and_what_to_write(
         "@pytest.fixture\ndef batch():\n    '''Six sequences.'''\n",
         "x = torch.add(a, b).share_memory_()\nguests.rooms()\n",  # names that this file only uses
         "tie_word_embeddings = True\nin_place = False\n",
+        "def test_file_is_found(): ...\n",
         "pass\n",
     ],
 )
