@@ -1,23 +1,32 @@
 """Repeat every bit-for-bit test, on an idle host and under load, and keep a table of the results.
 
     python -m tools.repeat_bitwise [--times 20] [--group trainer] [--expression EXPR] [--restart]
+    python -m tools.repeat_bitwise --parallel 8 --budget-s 500 --record FILE   # on a larger host
+    python -m tools.repeat_bitwise --add FILE                                 # its results
 
 A repetition is one pytest process that runs the tests of a group with the mark `bitwise`. Its
-result is stored in docs/records/bitwise.json before the next one starts, and later calls continue
-there, also at later commits: all repetitions together take several hours. After each repetition
-the table of all results in docs/records/bitwise.md is replaced; the text below it is kept.
+result is stored in docs/records/bitwise.json as soon as it ends, and later calls continue there,
+also at later commits: all repetitions together take several hours. After each repetition the table
+of all results in docs/records/bitwise.md is replaced; the text below it is kept.
+
+With `--parallel N`, N repetitions run at the same time, each on its own share of the processors.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 from tools.release_records import git
@@ -26,8 +35,6 @@ ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / "docs" / "records" / "bitwise.json"
 REPORT = ROOT / "docs" / "records" / "bitwise.md"
 END_OF_TABLE = "<!-- Text below this line is kept. -->"
-JUNIT_XML = ROOT / ".temper" / "bitwise.xml"
-
 KIT = ("--pyargs", "temper_engine_api.conformance", "--world-sizes", "1,2", "--engine")
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "trainer": ("packages/trainer/tests",),
@@ -78,6 +85,8 @@ class Record:
     """Number of repetitions by group, condition and expression."""
     tests: dict[str, dict[str, Outcomes]] = field(default_factory=dict)
     """Outcomes by test and condition."""
+    hosts: list[str] = field(default_factory=list)
+    """Processor, number of cores, and torch version of each host that ran repetitions."""
 
     @classmethod
     def load(cls, path: Path) -> "Record":
@@ -89,7 +98,7 @@ class Record:
             name: {condition: Outcomes(**counts) for condition, counts in outcomes.items()}
             for name, outcomes in stored["tests"].items()
         }
-        return cls(commits=stored["commits"], done=stored["done"], tests=tests)
+        return cls(**stored | {"tests": tests})
 
     def save(self, path: Path) -> None:
         """Replace the file atomically, so that a killed run keeps the previous version."""
@@ -111,21 +120,31 @@ class Record:
             else:
                 counts.passed += 1
 
+    def merge(self, other: "Record") -> None:
+        """Add the repetitions of another host."""
+        for key, number in other.done.items():
+            self.done[key] = self.done.get(key, 0) + number
+        for name, outcomes in other.tests.items():
+            for condition, added in outcomes.items():
+                counts = self.tests.setdefault(name, {}).setdefault(condition, Outcomes())
+                counts.passed += added.passed
+                counts.failed += added.failed
+                counts.skipped += added.skipped
+        self.commits += [commit for commit in other.commits if commit not in self.commits]
+        self.hosts += [host for host in other.hosts if host not in self.hosts]
+
     def table(self) -> str:
         """Return the report as Markdown."""
-        num_busy = 2 * (os.cpu_count() or 1)
         lines = [
             "# Repetitions of the bit-for-bit tests",
             "",
             "Written by `nox -s bitwise`, which repeats every test with the mark `bitwise`, each",
             "time in a new process.",
-            f"Under load, {num_busy} other processes compute in bursts of random length.",
+            "Under load, two other processes per processor compute in bursts of random length.",
             "",
-            (
-                f"Processor: {_read_processor_name()}, {os.cpu_count()} cores. "
-                f"Last repetition: {time.strftime('%Y-%m-%d')}. "
-                f"Commits: {', '.join(self.commits)}."
-            ),
+            *(f"Host: {host}." for host in self.hosts),
+            "",
+            f"Last repetition: {time.strftime('%Y-%m-%d')}. Commits: {', '.join(self.commits)}.",
             "",
             "| test | idle host: passed | failed | under load: passed | failed |",
             "|---|---|---|---|---|",
@@ -162,26 +181,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--expression", default="", help="run only tests that this pytest -k expression selects"
     )
     parser.add_argument("--restart", action="store_true", help="discard the stored repetitions")
+    parser.add_argument(
+        "--condition", choices=CONDITIONS, action="append", help="run only under this condition"
+    )
+    parser.add_argument("--parallel", type=int, default=1, help="repetitions at the same time")
+    parser.add_argument("--budget-s", type=float, help="stop repetitions after this many seconds")
+    parser.add_argument("--record", type=Path, default=STATE, help="file of the results")
+    parser.add_argument("--add", type=Path, help="only add the record of another host")
     chosen = parser.parse_args(arguments)
-    commit = git(ROOT, "rev-parse", "--short", "HEAD").strip()
-    record = Record() if chosen.restart else Record.load(STATE)
-    # Iterate over repetitions first, so that an interrupted run has tried every group.
-    for number in range(1, chosen.times + 1):
-        for group in chosen.group or GROUPS:
-            for condition in CONDITIONS:
-                key = f"{group}, {condition}, {chosen.expression or 'all tests'}"
-                if record.done.get(key, 0) >= number:
-                    continue
-                junit_xml = _repeat(group, condition=condition, expression=chosen.expression)
-                if junit_xml is not None:
-                    record.add(junit_xml, group=group, condition=condition)
-                record.done[key] = number
-                if commit not in record.commits:
-                    record.commits.append(commit)
-                record.save(STATE)
-                _, _, text = REPORT.read_text().partition(END_OF_TABLE)
-                REPORT.write_text(f"{record.table()}\n{END_OF_TABLE}{text}")
-                print(f"{key}: {number} of {chosen.times}", flush=True)
+    record = Record() if chosen.restart else Record.load(chosen.record)
+    if chosen.add:
+        record.merge(Record.load(chosen.add))
+        _store(record, chosen.record)
+    else:
+        _run_missing(record, chosen)
     failed = {
         name
         for name, outcomes in record.tests.items()
@@ -193,39 +206,112 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _repeat(group: str, *, condition: str, expression: str) -> str | None:
+def _run_missing(record: Record, chosen: argparse.Namespace) -> None:
+    """Run the missing repetitions and store the result of each one."""
+    # Without git, as on a host that only has the files, the caller names the commit.
+    commit = os.environ.get("TEMPER_COMMIT") or git(ROOT, "rev-parse", "--short", "HEAD").strip()
+    record.commits += [commit] if commit not in record.commits else []
+    record.hosts += [host for host in (_describe_host(),) if host not in record.hosts]
+    deadline = time.monotonic() + (chosen.budget_s or float("inf"))
+    storing = threading.Lock()
+    shares = _share_processors(chosen.parallel)
+
+    def repeat(group: str, condition: str) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return
+        key = f"{group}, {condition}, {chosen.expression or 'all tests'}"
+        share = shares.pop()
+        try:
+            junit_xml = _repeat(
+                group,
+                condition=condition,
+                expression=chosen.expression,
+                processors=share,
+                limit_s=left,
+            )
+        except subprocess.TimeoutExpired:
+            print(f"{key}: stopped, the time is over", flush=True)
+            return
+        finally:
+            shares.append(share)
+        with storing:
+            if junit_xml is not None:
+                record.add(junit_xml, group=group, condition=condition)
+            record.done[key] = record.done.get(key, 0) + 1
+            _store(record, chosen.record)
+            print(f"{key}: {record.done[key]} of {chosen.times}", flush=True)
+
+    # Iterate over repetitions first, so that an interrupted run has tried every group.
+    missing = [
+        (group, condition)
+        for number in range(chosen.times)
+        for group in chosen.group or GROUPS
+        for condition in chosen.condition or CONDITIONS
+        if record.done.get(f"{group}, {condition}, {chosen.expression or 'all tests'}", 0) <= number
+    ]
+    with ThreadPoolExecutor(chosen.parallel) as pool:
+        for pending in [pool.submit(repeat, *repetition) for repetition in missing]:
+            pending.result()
+
+
+def _store(record: Record, path: Path) -> None:
+    """Save the record and, if it is the one of the repository, the page that shows it."""
+    record.save(path)
+    if path == STATE:
+        _, _, text = REPORT.read_text().partition(END_OF_TABLE)
+        REPORT.write_text(f"{record.table()}\n{END_OF_TABLE}{text}")
+
+
+def _share_processors(num_shares: int) -> list[set[int]]:
+    """Divide the processors of this process into shares of equal size."""
+    processors = sorted(os.sched_getaffinity(0))
+    size = max(1, len(processors) // num_shares)
+    return [
+        {processors[(first * size + index) % len(processors)] for index in range(size)}
+        for first in range(num_shares)
+    ]
+
+
+def _repeat(
+    group: str, *, condition: str, expression: str, processors: set[int], limit_s: float
+) -> str | None:
     """Return pytest's JUnit report of one repetition, or None if the group has no such test.
 
     Raises:
         RuntimeError: If pytest wrote no report.
+        subprocess.TimeoutExpired: If it takes longer than limit_s.
     """
-    JUNIT_XML.parent.mkdir(parents=True, exist_ok=True)
-    JUNIT_XML.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "bitwise",
-        "--timeout",
-        "3600",
-        f"--junitxml={JUNIT_XML}",
-    ]
+    folder = Path(tempfile.mkdtemp(prefix="temper-bitwise-"))
+    junit_xml = folder / "report.xml"
+    command = ["taskset", "--cpu-list", ",".join(map(str, sorted(processors)))]
+    command += [sys.executable, "-m", "pytest", "-q", "-m", "bitwise", "--timeout", "3600"]
+    command += ["-p", "no:cacheprovider", f"--basetemp={folder / 'tests'}"]
+    command += [f"--junitxml={junit_xml}"]
     command += ["-k", expression] if expression else []
     command += _list_pytest_arguments(group)
-    with _keep_busy(2 * (os.cpu_count() or 1) if condition == "under load" else 0):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode == NO_TESTS:
-        return None
-    if done.returncode not in (0, 1) or not JUNIT_XML.exists():
-        raise RuntimeError(
-            f"pytest exited with status {done.returncode}, expected 0 or 1:\n"
-            f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-        )
-    if done.returncode == 1:
-        print(done.stdout[-8000:], flush=True)
-    return JUNIT_XML.read_text()
+    try:
+        with _keep_busy(processors if condition == "under load" else set()):
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=None if limit_s == float("inf") else limit_s,
+            )
+        if done.returncode == NO_TESTS:
+            return None
+        if done.returncode not in (0, 1) or not junit_xml.exists():
+            raise RuntimeError(
+                f"pytest exited with status {done.returncode}, expected 0 or 1:\n"
+                f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+            )
+        if done.returncode == 1:
+            print(done.stdout[-8000:], flush=True)
+        return junit_xml.read_text()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _list_pytest_arguments(group: str) -> list[str]:
@@ -248,10 +334,12 @@ def _list_pytest_arguments(group: str) -> list[str]:
 
 
 @contextmanager
-def _keep_busy(num_processes: int) -> Iterator[None]:
-    """Keep this many processes computing while the body runs."""
+def _keep_busy(processors: set[int]) -> Iterator[None]:
+    """Keep two processes per processor computing while the body runs."""
+    places = ",".join(map(str, sorted(processors)))
     processes = [
-        subprocess.Popen([sys.executable, "-c", BUSY_PROGRAM]) for _ in range(num_processes)
+        subprocess.Popen(["taskset", "--cpu-list", places, sys.executable, "-c", BUSY_PROGRAM])
+        for _ in range(2 * len(processors))
     ]
     try:
         yield
@@ -261,12 +349,15 @@ def _keep_busy(num_processes: int) -> Iterator[None]:
             process.wait()
 
 
-def _read_processor_name() -> str:
+def _describe_host() -> str:
+    """Return the processor, the number of cores, and the versions of Python and torch."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
-        "unknown",
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    python = ".".join(map(str, sys.version_info[:2]))
+    return (
+        f"{next(names, 'unknown')}, {os.cpu_count()} cores, Python {python}, "
+        f"torch {version('torch')}"
     )
 
 

@@ -31,3 +31,21 @@ def test_table_counts_by_condition_and_names_what_never_ran() -> None:
     assert "| `g: a.test_b::test_same` | 1 | 0 | 2 | 0 |" in lines
     assert "| `g: a.test_b::test_other` | 0 | 1 | 0 | 2 |" in lines
     assert lines[-1] == "Always skipped on this machine: `g: a.test_b::test_gpu`."
+
+
+def test_record_of_another_host_is_added() -> None:
+    record = Record(commits=["abc"], done={"g, idle, all tests": 2}, hosts=["A, 2 cores"])
+    record.add(REPORT, group="g", condition="idle")
+    other = Record(commits=["abc", "def"], done={"g, idle, all tests": 3}, hosts=["B, 16 cores"])
+    other.add(REPORT, group="g", condition="idle")
+    other.add(REPORT, group="g", condition="under load")
+    record.merge(other)
+    assert record.done == {"g, idle, all tests": 5}
+    assert record.commits == ["abc", "def"]
+    assert record.tests["g: a.test_b::test_same"] == {
+        "idle": Outcomes(passed=2),
+        "under load": Outcomes(passed=1),
+    }
+    lines = record.table().splitlines()
+    assert "Host: A, 2 cores." in lines
+    assert "Host: B, 16 cores." in lines
