@@ -101,6 +101,51 @@ def test_a_norm_whose_square_overflows_float32_is_still_finite(
     assert optimizer(OptimizerSpec()).step(lr=0.1) == pytest.approx(1e30)
 
 
+@pytest.fixture
+def huge(parameters: dict[str, FSDP2Parameter]) -> FSDP2Parameter:
+    """The vector, with four gradients of -1e30: the sum of their squares overflows float32."""
+    vector = parameters["vector"]
+    vector.tensor = nn.Parameter(distribute_tensor(torch.ones(4), vector._mesh, [Replicate()]))
+    vector.tensor.grad = torch.full_like(vector.tensor, -1e30)
+    return vector
+
+
+def test_gradient_whose_square_overflows_float32_is_clipped(
+    huge: FSDP2Parameter, optimizer: MakeOptimizer
+) -> None:
+    sharded = optimizer(OptimizerSpec(clip_grad_norm=0.5, weight_decay=0.0))
+    assert sharded.step(lr=0.1) == pytest.approx(2e30)
+    # Each number is clipped to 0.5 / sqrt(4); the first moment is a tenth of it.
+    assert sharded.adam_states["vector"].first.tolist() == pytest.approx([-0.025] * 4)
+    # Bias-corrected, the first step is lr * sign(g).
+    assert huge.local_shard().tolist() == pytest.approx([1.1] * 4, abs=1e-6)
+    assert float(sharded.adam_states["vector"].count) == 1
+
+
+def test_relaunched_update_undoes_what_followed_the_first_launch(
+    huge: FSDP2Parameter, optimizer: MakeOptimizer, is_async: bool
+) -> None:
+    calls: list[tuple[str, float]] = []
+    optimizer(OptimizerSpec(clip_grad_norm=0.5)).step(
+        lr=0.1,
+        after_launch=lambda: calls.append(("gather", float(huge.local_shard()[0]))),
+        before_relaunch=lambda: calls.append(("undo", float(huge.local_shard()[0]))),
+    )
+    updated = float(huge.local_shard()[0])
+    assert updated > 1.0
+    first = [("gather", 1.0)] if is_async else []
+    assert calls == [*first, ("undo", 1.0), ("gather", updated)]
+
+
+def test_gradient_whose_square_overflows_float32_is_skipped_without_clipping(
+    huge: FSDP2Parameter, optimizer: MakeOptimizer
+) -> None:
+    sharded = optimizer(OptimizerSpec(clip_grad_norm=None))
+    assert sharded.step(lr=0.1) == math.inf
+    assert huge.local_shard().tolist() == [1.0] * 4
+    assert sharded.adam_states["vector"].second.tolist() == [0.0] * 4
+
+
 @pytest.mark.bitwise
 def test_clipping_on_the_device_equals_the_host_bit_for_bit(
     parameters: dict[str, FSDP2Parameter],

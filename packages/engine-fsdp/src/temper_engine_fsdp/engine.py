@@ -194,6 +194,7 @@ class FSDPEngine(BaseEngine):
                 lr=lr,
                 loss_scale=self.loss_scale.value,
                 after_launch=self._components.sharded.prefetch_parameters,
+                before_relaunch=self._components.sharded.reshard,
             )
 
     def optimizer_step(self) -> float:

@@ -78,7 +78,12 @@ class ShardedOptimizer(ABC):
 
     @torch.no_grad()
     def step(
-        self, *, lr: float, loss_scale: float = 1.0, after_launch: Callable[[], None] | None = None
+        self,
+        *,
+        lr: float,
+        loss_scale: float = 1.0,
+        after_launch: Callable[[], None] | None = None,
+        before_relaunch: Callable[[], None] | None = None,
     ) -> float:
         """Clip gradients and update parameters; skip the update if the norm is not finite.
 
@@ -87,9 +92,11 @@ class ShardedOptimizer(ABC):
             loss_scale: Gradients are divided by this first.
             after_launch: Called once the update is launched. On CUDA that may be before the norm is
                 known on the host.
+            before_relaunch: Undoes `after_launch`. Called before an update is launched again with
+                a norm in float64, because the one in float32 overflowed.
 
         Returns:
-            Global gradient norm over all shards before clipping, computed in float32.
+            Global gradient norm over all shards before clipping.
         """
         gradients = {
             name: gradient
@@ -100,6 +107,26 @@ class ShardedOptimizer(ABC):
             # Before the norm: the clip limit refers to unscaled gradients.
             torch._foreach_mul_(list(gradients.values()), 1.0 / loss_scale)
         norm = self._global_norm(list(gradients.values()))
+        norm_value = self._clip_and_update(gradients, norm=norm, lr=lr, after_launch=after_launch)
+        # The square of a finite gradient may overflow float32. It does so in AdamW as well if the
+        # gradient is not clipped: such an update stays skipped.
+        if norm_value == math.inf and self._spec.clip_grad_norm is not None:
+            norm = self._global_norm(list(gradients.values()), dtype=torch.float64)
+            if math.isfinite(float(norm)):
+                if before_relaunch is not None:
+                    before_relaunch()
+                return self._clip_and_update(gradients, norm=norm, lr=lr, after_launch=after_launch)
+        return norm_value
+
+    def _clip_and_update(
+        self,
+        gradients: GradientShards,
+        *,
+        norm: Tensor,
+        lr: float,
+        after_launch: Callable[[], None] | None,
+    ) -> float:
+        """Clip and update unless the norm [] is not finite; return the norm."""
         # Start the copy before the update is launched, so that the host waits for the norm only.
         async_norm = AsyncScalar(norm)
         if self._launch_update(gradients, norm=norm, lr=lr):
@@ -147,11 +174,13 @@ class ShardedOptimizer(ABC):
         """
         return False
 
-    def _global_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the [] float32 norm on the device."""
+    def _global_norm(
+        self, gradients: list[Tensor], *, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Return the [] float32 norm on the device; each tensor's squares are added in `dtype`."""
         device = next(iter(self._parameters.values())).local_shard().device
         norms = (
-            torch._foreach_norm(gradients, 2, dtype=torch.float32)
+            torch._foreach_norm(gradients, 2, dtype=dtype)
             if gradients
             else [torch.zeros((), device=device)]
         )
