@@ -332,6 +332,14 @@ FAULTY_ENGINES = (
         training.SumsSquaresInFloat32,
         ("test_optimizer::test_norm_whose_square_overflows_is_clipped",),
     ),
+    FaultyEngine(
+        training.SumsSquaresOfATensorInFloat32,
+        ("test_optimizer::test_norm_whose_square_overflows_is_clipped",),
+    ),
+    FaultyEngine(
+        training.StepsOnHugeGradientWithoutClipping,
+        ("test_optimizer::test_update_without_clipping_leaves_finite_moments",),
+    ),
     FaultyEngine(training.HalvesMomentsAfterSkip, (NONFINITE,), 2),
     FaultyEngine(
         training.AdvancesLrOnEmptyMiniBatch,

@@ -95,6 +95,29 @@ class SumsSquaresInFloat32(DataParallelOracle):
         return super()._apply_gradients(lr=lr) if bool(squares.isfinite()) else math.inf
 
 
+class SumsSquaresOfATensorInFloat32(DataParallelOracle):
+    """Computes the norm of each tensor in float32, and skips an update if one overflows."""
+
+    def _apply_gradients(self, *, lr):
+        squares = torch.stack([g.square().sum() for g in self.gradients().values()])
+        return super()._apply_gradients(lr=lr) if bool(squares.isfinite().all()) else math.inf
+
+
+class StepsOnHugeGradientWithoutClipping(DataParallelOracle):
+    """Steps without clipping if a gradient is finite, but its square overflows in AdamW."""
+
+    def _apply_gradients(self, *, lr):
+        norm = super()._apply_gradients(lr=lr)
+        spec, gradients = self.config.optimizer, self.gradients()
+        is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+        if norm == math.inf and spec.clip_grad_norm is None and is_finite:
+            norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+            with torch.no_grad():
+                for name, parameter in self.parameters().items():
+                    self._adamw(name, parameter, gradients[name], lr=lr, spec=spec)
+        return norm
+
+
 class _DividesState(DataParallelOracle):
     """Export each parameter's state from another rank, as an engine with shards does."""
 

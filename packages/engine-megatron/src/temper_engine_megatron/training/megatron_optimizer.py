@@ -96,8 +96,9 @@ class MegatronAdamW:
             # The first part copies gradients to the tensors of AdamW, where the norm reads them.
             self._chain.prepare_grads()
             norm = float(self._chain.get_grad_norm())
-            if norm == math.inf:
-                # Megatron squares in float32, so the square of a finite norm may be infinite.
+            if norm == math.inf and self._spec.clip_grad_norm is not None:
+                # Megatron squares in float32, so the square of a finite norm may be infinite. AdamW
+                # squares in float32 too: without clipping such an update stays skipped.
                 norm = self._norm_in_float64()
             if not math.isfinite(norm):
                 return norm

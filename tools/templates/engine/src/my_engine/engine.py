@@ -146,6 +146,9 @@ class MyEngine(BaseEngine):
         # Squares are summed in float64, because those of large gradients overflow float32.
         norms = [p.grad.double().norm() for p in self._model.parameters() if p.grad is not None]
         norm = float(torch.stack(norms).norm())
+        if limit is None and norm**2 > torch.finfo(torch.float32).max:
+            # Without clipping, second moments would be infinite, and stay so.
+            return math.inf
         if math.isfinite(norm):
             if limit is not None:
                 nn.utils.clip_grads_with_norm_(self._model.parameters(), limit, torch.tensor(norm))

@@ -154,6 +154,9 @@ class OracleEngine(BaseEngine):
         if not math.isfinite(norm):
             return norm
         limit = self.config.optimizer.clip_grad_norm
+        if limit is None and norm**2 > torch.finfo(torch.float32).max:
+            # Second moments would be infinite, and stay so.
+            return math.inf
         # The formula of torch.nn.utils.clip_grad_norm_.
         scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         with torch.no_grad():

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.measurements import (
@@ -128,30 +129,58 @@ def test_nonfinite_gradient_skips_the_step_without_clipping(
         assert_same_state(skipped.state, first.state)
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [
+        # No tensor's own norm exceeds FLOAT32_ROOT, so squares have to be summed in float64.
+        pytest.param(2.5e19, id="sum"),
+        # Norms of tensors exceed it too, so these have to be computed with care.
+        pytest.param(1e24, id="tensors"),
+    ],
+)
 def test_norm_whose_square_overflows_is_clipped(
-    engine_under_test: EngineUnderTest, oracle: OracleCache
+    engine_under_test: EngineUnderTest, oracle: OracleCache, norm: float
 ) -> None:
-    """Check that a gradient with a norm of 2.5e19 is clipped and applied, not skipped.
-
-    Its square exceeds the range of float32. No tensor's own norm does so, so float32 is enough for
-    these, and squares have to be summed in float64.
-    """
-    setup, batch = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW), oracle.get_batch()
-    gradients = oracle.get_update(
-        oracle.make_setup(QWEN2_GROUPED), ClippedPpoProbe(), batch
-    ).gradients
-    norms = torch.stack([gradient.double().norm() for gradient in gradients.values()])
-    factor = 2.5e19 / float(norms.norm())
-    assert float(norms.max()) * factor < FLOAT32_ROOT
-    huge = batch.with_columns({"advantages": batch.columns["advantages"] * factor})
+    """Check that a finite gradient whose squared norm exceeds float32 is clipped and applied."""
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
+    huge = _scale_gradient(oracle, norm=norm)
     expected = oracle.run(
         measure_updates, setup=setup, objective=ClippedPpoProbe(), batches=[huge]
     )[0]
     update = engine_under_test.run(
         measure_updates, setup=setup, objective=ClippedPpoProbe(), batches=[huge]
     )[0][0]
-    assert update.report.outcome == "stepped"
+    assert update.report.outcome == "stepped", f"a finite norm of {norm} was not clipped"
     check_states(update, expected)
+
+
+def test_update_without_clipping_leaves_finite_moments(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Check that a gradient of norm 1e24 is skipped if it is not clipped.
+
+    Its squares exceed float32. Second moments would become infinite, and stay so: the weights
+    would never change again.
+    """
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=replace(ADAMW, clip_grad_norm=None))
+    good, huge = oracle.get_batch(), _scale_gradient(oracle, norm=1e24)
+    for first, skipped in engine_under_test.run(
+        measure_updates, setup=setup, objective=ClippedPpoProbe(), batches=[good, huge]
+    ):
+        assert skipped.report.outcome == "nonfinite"
+        assert_same_state(skipped.state, first.state)
+
+
+def _scale_gradient(oracle: OracleCache, *, norm: float) -> SequenceBatch:
+    """Return the default batch with advantages such that its gradient has this norm."""
+    batch = oracle.get_batch()
+    gradients = oracle.get_update(
+        oracle.make_setup(QWEN2_GROUPED), ClippedPpoProbe(), batch
+    ).gradients
+    norms = torch.stack([gradient.double().norm() for gradient in gradients.values()])
+    factor = norm / float(norms.norm())
+    assert (float(norms.max()) * factor > FLOAT32_ROOT) == (norm > 2.5e19)
+    return batch.with_columns({"advantages": batch.columns["advantages"] * factor})
 
 
 def test_zero_gradient_decays_weights_and_moments(
