@@ -1,4 +1,4 @@
-"""Process groups that engines need: the default group, and a group for background threads."""
+"""Process groups that engines need, and collectives: gathers of values, and a sum with gradient."""
 
 import os
 from collections import Counter
@@ -7,6 +7,8 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
 from temper_engine_api.errors import ConfigError, MessageError
@@ -160,6 +162,31 @@ def _choose_transport_device(group: ProcessGroup | None) -> torch.device:
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, local: Tensor, group: ProcessGroup) -> Tensor:
+        total = local.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        # Not summed over ranks: every rank computes the same loss from the total.
+        return grad, None
+
+
+def sum_over_ranks(local: Tensor, *, group: ProcessGroup) -> Tensor:
+    """Sum over the ranks of a group; every rank must compute the same loss from the total.
+
+    The gradient of `local` is the gradient of the total. It is not summed over ranks, because that
+    would count the same loss once per rank. Collective in the forward pass only.
+    """
+    if group.size() == 1:
+        return local
+    total: Tensor = _SumOverRanks.apply(local, group)  # type: ignore[no-untyped-call]
+    return total
 
 
 class ThreadGroup:

@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
 from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_api.process_group import sum_over_ranks
 
 
 class SequenceGroup:
@@ -44,8 +45,7 @@ class SequenceGroup:
 
     def sum_outputs(self, column: Tensor) -> Tensor:
         """Sum a column over the group; the gradient passes through unchanged."""
-        total: Tensor = _SumOutputs.apply(column, self._group)  # type: ignore[no-untyped-call]
-        return total
+        return sum_over_ranks(column, group=self._group)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # collectives cannot be compiled
     def to_heads(self, x: Tensor) -> Tensor:
@@ -105,18 +105,6 @@ class _ToSlices(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         return _slices_to_heads(grad, ctx.group), None  # type: ignore[attr-defined]
-
-
-class _SumOutputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, column: Tensor, group: ProcessGroup) -> Tensor:
-        total = column.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 class PackInfo(Protocol):

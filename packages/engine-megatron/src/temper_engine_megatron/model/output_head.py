@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import BatchError, CapabilityError
 from temper_engine_api.objective import LOGPROB_AT_IDS, HeadOutput, HeadOutputs
+from temper_engine_api.process_group import sum_over_ranks
 from temper_engine_megatron.adapter.adapter_placement import TrainedHead
 from temper_engine_megatron.model.micro_batch_layout import LocalMicroBatch
 from temper_engine_megatron.model.vocab_parallel_logprobs import VocabShard, vocab_parallel_logprobs
@@ -117,7 +117,7 @@ class OutputHead:
         # Sorted: the order of a set differs between processes, and all ranks must sum the same
         # column at the same time.
         return HeadOutputs(
-            columns={output: sum_over_ranks(columns[output], self.cp) for output in sorted(columns)}
+            columns={name: sum_over_ranks(columns[name], group=self.cp) for name in sorted(columns)}
         )
 
     def _compute_logprobs(
@@ -188,28 +188,3 @@ def _logprob_at_ids(batch: SequenceBatch) -> Tensor:
             "[T, K] token ids."
         )
     return batch.columns[LOGPROB_AT_IDS]
-
-
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, local: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = local.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        # Not summed over ranks: every rank computes the same loss from the total.
-        return grad, None
-
-
-def sum_over_ranks(local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over ranks; every rank must compute the same loss from the total.
-
-    The gradient of `local` is the gradient of the total. It is not summed over ranks, because that
-    would count the same loss once per rank.
-    """
-    if group.size() == 1:
-        return local
-    total: Tensor = _SumOverRanks.apply(local, group)  # type: ignore[no-untyped-call]
-    return total
