@@ -192,7 +192,10 @@ def check_offload(context: RankContext) -> None:
     packed = engine.shard_data(small_batch(), max_tokens=1024)
     here = start_engine(small_config(context.scale))
     norms = [(run_update(engine, packed), run_update(here, packed)) for _ in range(3)]
-    tensors = (*engine._components.model_tensors(), *engine._components.optimizer_tensors())
+    tensors = (
+        *engine._components.iterate_model_tensors(),
+        *engine._components.iterate_optimizer_tensors(),
+    )
     kept = sum(t.untyped_storage().nbytes() for t in tensors)
     context.rows.add(
         {

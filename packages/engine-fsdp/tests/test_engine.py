@@ -84,7 +84,7 @@ def test_offloaded_parameters_leave_the_device_between_contexts(
     engine = start(offload=EVERYTHING_OFFLOADED)
 
     def resident_bytes() -> int:
-        return sum(t.untyped_storage().nbytes() for t in engine._components.model_tensors())
+        return sum(t.untyped_storage().nbytes() for t in engine._components.iterate_model_tensors())
 
     def fail_inside() -> None:
         with engine.eval_mode():

@@ -215,7 +215,10 @@ def test_bf16_keeps_master_weights_in_float32(start, batch):
 
 def bytes_on_device(engine):
     """Return the bytes of all storages that the engine can offload."""
-    tensors = (*engine._components.model_tensors(), *engine._components.optimizer_tensors())
+    tensors = (
+        *engine._components.iterate_model_tensors(),
+        *engine._components.iterate_optimizer_tensors(),
+    )
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 

@@ -108,10 +108,10 @@ class EngineComponents:
     profiler: UpdateProfiler
     """Profiles the configured updates."""
 
-    def model_tensors(self) -> Iterator[Tensor]:
+    def iterate_model_tensors(self) -> Iterator[Tensor]:
         """Yield the local shards of parameters and of existing gradients."""
-        yield from _parameter_tensors({**self.parameters, **self.trainable})
-        yield from _gradient_tensors(self.trainable)
+        yield from _iterate_parameter_tensors({**self.parameters, **self.trainable})
+        yield from _iterate_gradient_tensors(self.trainable)
 
     @property
     def checkpoint_parameters(self) -> ShardedParameters:
@@ -122,9 +122,9 @@ class EngineComponents:
             else {**self.parameters, **self.trainable}
         )
 
-    def optimizer_tensors(self) -> Iterator[Tensor]:
+    def iterate_optimizer_tensors(self) -> Iterator[Tensor]:
         """Yield the offloadable state of the optimizer."""
-        return _optimizer_tensors(self.optimizer)
+        return _iterate_optimizer_tensors(self.optimizer)
 
 
 def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComponents:
@@ -370,24 +370,24 @@ def _build_offloader(
     # Functions, because gradients and optimizer states are allocated later.
     return Offloader(
         {
-            PARAMETERS: lambda: _parameter_tensors(sharded.parameters),
-            GRADIENTS: lambda: _gradient_tensors(trainable),
-            OPTIMIZER: lambda: _optimizer_tensors(optimizer),
+            PARAMETERS: lambda: _iterate_parameter_tensors(sharded.parameters),
+            GRADIENTS: lambda: _iterate_gradient_tensors(trainable),
+            OPTIMIZER: lambda: _iterate_optimizer_tensors(optimizer),
         },
         device=device,
     )
 
 
-def _parameter_tensors(parameters: ShardedParameters) -> Iterator[Tensor]:
+def _iterate_parameter_tensors(parameters: ShardedParameters) -> Iterator[Tensor]:
     return (parameter.local_shard() for parameter in parameters.values())
 
 
-def _gradient_tensors(parameters: ShardedParameters) -> Iterator[Tensor]:
+def _iterate_gradient_tensors(parameters: ShardedParameters) -> Iterator[Tensor]:
     gradients = (parameter.local_gradient() for parameter in parameters.values())
     return (gradient for gradient in gradients if gradient is not None)
 
 
-def _optimizer_tensors(optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
+def _iterate_optimizer_tensors(optimizer: ShardedOptimizer | None) -> Iterator[Tensor]:
     return iter(()) if optimizer is None else optimizer.offloadable_tensors()
 
 

@@ -69,14 +69,14 @@ class EngineComponents:
         """Parameters that the optimizer updates: the adapter's, or the model's."""
         return self.base_state if self.adapter is None else self.adapter.state
 
-    def model_tensors(self) -> Iterator[Tensor]:
+    def iterate_model_tensors(self) -> Iterator[Tensor]:
         """Yield this rank's parameters and gradients."""
-        yield from _parameter_tensors(self.chunks)
-        yield from _gradient_tensors(self.chunks)
+        yield from _iterate_parameter_tensors(self.chunks)
+        yield from _iterate_gradient_tensors(self.chunks)
 
-    def optimizer_tensors(self) -> Iterator[Tensor]:
+    def iterate_optimizer_tensors(self) -> Iterator[Tensor]:
         """Yield the offloadable state of the optimizer."""
-        return _optimizer_tensors(self.chunks, self.optimizer)
+        return _iterate_optimizer_tensors(self.chunks, self.optimizer)
 
 
 def check_model(config: MegatronConfig) -> None:
@@ -172,9 +172,9 @@ def _build(
             adapter = initialize_adapter(placement, ShardedState(adapter_map, optimizer), read)
     offloader = Offloader(
         {
-            PARAMETERS: lambda: _parameter_tensors(chunks),
-            GRADIENTS: lambda: _gradient_tensors(chunks),
-            OPTIMIZER: lambda: _optimizer_tensors(chunks, optimizer),
+            PARAMETERS: lambda: _iterate_parameter_tensors(chunks),
+            GRADIENTS: lambda: _iterate_gradient_tensors(chunks),
+            OPTIMIZER: lambda: _iterate_optimizer_tensors(chunks, optimizer),
         },
         device=membership.device,
     )
@@ -202,11 +202,11 @@ def _check_offload(config: MegatronConfig) -> None:
         )
 
 
-def _parameter_tensors(chunks: ModelChunks) -> Iterator[Tensor]:
+def _iterate_parameter_tensors(chunks: ModelChunks) -> Iterator[Tensor]:
     return (parameter.data for chunk in chunks.unwrapped for parameter in chunk.parameters())
 
 
-def _gradient_tensors(chunks: ModelChunks) -> Iterator[Tensor]:
+def _iterate_gradient_tensors(chunks: ModelChunks) -> Iterator[Tensor]:
     # Megatron's DistributedDataParallel keeps gradients in `main_grad` instead of `grad`. They are
     # views of a few flat buffers, whose storages the offloader moves.
     for chunk in chunks.unwrapped:
@@ -215,10 +215,12 @@ def _gradient_tensors(chunks: ModelChunks) -> Iterator[Tensor]:
                 yield vars(parameter)["main_grad"]
 
 
-def _optimizer_tensors(chunks: ModelChunks, optimizer: MegatronAdamW | None) -> Iterator[Tensor]:
+def _iterate_optimizer_tensors(
+    chunks: ModelChunks, optimizer: MegatronAdamW | None
+) -> Iterator[Tensor]:
     # Float32 parameters are their own master weights; they move with the parameters.
     parameter_storages = {
-        tensor.untyped_storage().data_ptr() for tensor in _parameter_tensors(chunks)
+        tensor.untyped_storage().data_ptr() for tensor in _iterate_parameter_tensors(chunks)
     }
     for tensor in () if optimizer is None else optimizer.offloadable_tensors():
         if tensor.untyped_storage().data_ptr() not in parameter_storages:
