@@ -24,8 +24,8 @@ def test_second_engine_with_other_sizes_is_refused_with_both_sizes(rank_pool, or
         start_third_engine, setup=oracle.make_setup(QWEN2_GROUPED)
     ):
         assert has_same_groups
-        assert "already has an engine with tensor_parallel 2, expert_tensor_parallel 2" in message
-        assert "an engine with pipeline_parallel 2 cannot be created" in message
+        assert "has an engine with tensor_parallel 2, expert_tensor_parallel 2, so" in message
+        assert "another one with pipeline_parallel 2 cannot be created" in message
         assert "the trainer's Ray runtime" in message
 
 

@@ -204,10 +204,10 @@ def _check_sizes(config: MegatronConfig, sizes: ParallelSizes, world_size: int) 
         )
     if _NUM_ENGINES and sizes not in _NUM_ENGINES:
         raise ConfigError(
-            f"this process already has an engine with {next(iter(_NUM_ENGINES))}, and Megatron has "
-            f"a single set of process groups per process, so an engine with {sizes} cannot be "
-            "created: give all roles the same sizes, run them in separate processes (the trainer's "
-            "Ray runtime), or close the first engine."
+            f"this process has an engine with {next(iter(_NUM_ENGINES))}, so another one with "
+            f"{sizes} cannot be created: Megatron has one set of process groups per process. Give "
+            "all roles the same sizes, run them in separate processes (the trainer's Ray runtime), "
+            "or close the first engine."
         )
 
 
