@@ -163,43 +163,28 @@ def _build(
     # Not in FSDPConfig: only the loaded model knows its number of heads.
     check_heads(hf.config.num_attention_heads, size=config.sequence_parallel)
     adapter = _attach_adapter(config, hf)
-    if config.liger_layers:
-        apply_liger_kernels(hf, device=device, compute=torch_dtype(config.precision.compute))
-    root = PackedModel(
-        hf,
-        head=build_head(
-            hf,
-            config=config,
-            make_getter=make_constant_getter if adapter is None else adapter.make_module_getter,
-        ),
-        offloads_activations=config.offload_activations,
-        is_compiled=config.compile_layers,
-    )
+    root = _build_packed_model(hf, config=config, adapter=adapter, device=device)
     # Before sharding, which changes the shapes that FLOPs are counted from.
     flops = count_training_flops(hf, is_language_model=config.model.model_type == "language_model")
     buffers = _set_dtypes(root, config=config)
-    # Offloaded shards are gathered with gloo, over a mesh of their own.
-    host_mesh = (
-        process_group.build_mesh(membership, fsdp_size=config.fsdp_size, kind="cpu")
-        if device.type != "cpu"
-        else mesh
-    )
-    sharded = shard_model(
-        root,
-        config=config,
-        mesh=mesh,
-        host_mesh=host_mesh,
-        materialize=_already_materialized if streamer is None else streamer.materialize,
-    )
-    # Frees the full modules that were loaded for sharding.
-    if streamer is not None:
-        streamer.release()
+    sharded = _shard(root, config=config, mesh=mesh, membership=membership, streamer=streamer)
     # From here on parameters are known by their names in files, without those of wrappers.
     parameters, adapter_parameters = split_adapter_parameters(sharded.parameters)
     trainable = adapter_parameters if adapter is not None else parameters
     optimizer = _build_optimizer(config, parameters=trainable, mesh=mesh)
     offloader = _build_offloader(sharded, trainable, optimizer, device=device)
     tracer = CollectiveTracer(membership, timeout_s=config.collective_timeout_s)
+    runner = MicroBatchRunner(
+        sharded,
+        device=device,
+        needs_buckets=kernel == packed_attention.SDPA_VARLEN,
+        dummy_output=_DUMMY_OUTPUTS[config.model.model_type],
+        loss_scale=loss_scale,
+        tracer=tracer,
+        sequence_group=SequenceGroup(data_groups.sequence_parallel)
+        if config.sequence_parallel > 1
+        else None,
+    )
     return EngineComponents(
         membership=membership,
         tracer=tracer,
@@ -211,17 +196,7 @@ def _build(
         adapter=adapter,
         buffers=buffers,
         optimizer=optimizer,
-        runner=MicroBatchRunner(
-            sharded,
-            device=device,
-            needs_buckets=kernel == packed_attention.SDPA_VARLEN,
-            dummy_output=_DUMMY_OUTPUTS[config.model.model_type],
-            loss_scale=loss_scale,
-            tracer=tracer,
-            sequence_group=SequenceGroup(data_groups.sequence_parallel)
-            if config.sequence_parallel > 1
-            else None,
-        ),
+        runner=runner,
         offloader=offloader,
         offload_policy=OffloadPolicy(
             offloader, spec=config.offload, eval_needs_gradients=sharded.eval_needs_gradients
@@ -314,6 +289,56 @@ def _attach_adapter(config: FSDPConfig, hf: PreTrainedModel) -> "LoraAdapter | N
             "pass, but parameters of FSDP1 are views that cannot be replaced: use strategy fsdp2."
         )
     return adapter
+
+
+def _build_packed_model(
+    hf: PreTrainedModel,
+    *,
+    config: FSDPConfig,
+    adapter: "LoraAdapter | None",
+    device: torch.device,
+) -> PackedModel:
+    if config.liger_layers:
+        apply_liger_kernels(hf, device=device, compute=torch_dtype(config.precision.compute))
+    head = build_head(
+        hf,
+        config=config,
+        make_getter=make_constant_getter if adapter is None else adapter.make_module_getter,
+    )
+    return PackedModel(
+        hf,
+        head=head,
+        offloads_activations=config.offload_activations,
+        is_compiled=config.compile_layers,
+    )
+
+
+def _shard(
+    root: PackedModel,
+    *,
+    config: FSDPConfig,
+    mesh: DeviceMesh,
+    membership: Membership,
+    streamer: WeightStreamer | None,
+) -> ShardedModule:
+    """Shard the model; weights that are not loaded yet are loaded module by module."""
+    # Offloaded shards are gathered with gloo, over a mesh of their own.
+    host_mesh = (
+        process_group.build_mesh(membership, fsdp_size=config.fsdp_size, kind="cpu")
+        if membership.device.type != "cpu"
+        else mesh
+    )
+    sharded = shard_model(
+        root,
+        config=config,
+        mesh=mesh,
+        host_mesh=host_mesh,
+        materialize=_already_materialized if streamer is None else streamer.materialize,
+    )
+    # Frees the full modules that were loaded for sharding.
+    if streamer is not None:
+        streamer.release()
+    return sharded
 
 
 def _already_materialized(module: nn.Module) -> None:

@@ -141,16 +141,7 @@ def _build(
         )
     # Before the weights are loaded: the optimizer makes float32 copies of 16-bit parameters, and
     # `ShardedState.fill` below sets a parameter together with its copy.
-    optimizer = None
-    if config.optimizer is not None:
-        optimizer = MegatronAdamW(
-            chunks.wrapped,
-            spec=config.optimizer,
-            dtype=chunks.transformer_config.params_dtype,
-            is_distributed=config.distributed_optimizer,
-            overrides=to_megatron_values(config.override_optimizer_config),
-            membership=membership,
-        )
+    optimizer = _build_optimizer(config, chunks=chunks, membership=membership)
     base_map, adapter_map = (
         ParameterMap(
             chunks,
@@ -170,14 +161,7 @@ def _build(
         base_state.fill(read)
         if placement is not None:
             adapter = initialize_adapter(placement, ShardedState(adapter_map, optimizer), read)
-    offloader = Offloader(
-        {
-            PARAMETERS: lambda: _iterate_parameter_tensors(chunks),
-            GRADIENTS: lambda: _iterate_gradient_tensors(chunks),
-            OPTIMIZER: lambda: _iterate_optimizer_tensors(chunks, optimizer),
-        },
-        device=membership.device,
-    )
+    offloader = _build_offloader(chunks, optimizer, device=membership.device)
     return EngineComponents(
         membership=membership,
         hf_config=hf_config,
@@ -190,6 +174,35 @@ def _build(
         offload_policy=OffloadPolicy(offloader, spec=config.offload),
         saving_group=ThreadGroup(timeout_s=config.collective_timeout_s),
         generators={} if placement is None else placement.generators,
+    )
+
+
+def _build_optimizer(
+    config: MegatronConfig, *, chunks: ModelChunks, membership: Membership
+) -> MegatronAdamW | None:
+    if config.optimizer is None:
+        return None
+    return MegatronAdamW(
+        chunks.wrapped,
+        spec=config.optimizer,
+        dtype=chunks.transformer_config.params_dtype,
+        is_distributed=config.distributed_optimizer,
+        overrides=to_megatron_values(config.override_optimizer_config),
+        membership=membership,
+    )
+
+
+def _build_offloader(
+    chunks: ModelChunks, optimizer: MegatronAdamW | None, *, device: torch.device
+) -> Offloader:
+    # Functions, because gradients and optimizer states are allocated later.
+    return Offloader(
+        {
+            PARAMETERS: lambda: _iterate_parameter_tensors(chunks),
+            GRADIENTS: lambda: _iterate_gradient_tensors(chunks),
+            OPTIMIZER: lambda: _iterate_optimizer_tensors(chunks, optimizer),
+        },
+        device=device,
     )
 
 
