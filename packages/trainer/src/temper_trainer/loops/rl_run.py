@@ -79,9 +79,10 @@ def run_rl(
     """
     checkpointer = open_checkpointer(config, folder=folder)
     state = _load_state(
-        config,
-        checkpointer=checkpointer,
+        checkpointer,
         resume_from=resume_from,
+        algorithm=config.algorithm,
+        prompts_per_step=config.batching.prompts_per_step,
         num_prompts=len(prompts),
         digest=digest,
         tokenizer_digest=compute_tokenizer_digest(tokenizer),
@@ -121,10 +122,11 @@ def run_rl(
 
 
 def _load_state(
-    config: TrainerConfig,
-    *,
     checkpointer: Checkpointer,
+    *,
     resume_from: Path | None,
+    algorithm: AlgorithmConfig,
+    prompts_per_step: int,
     num_prompts: int,
     digest: str,
     tokenizer_digest: str,
@@ -138,8 +140,8 @@ def _load_state(
         weight_version=1,
         config_digest=digest,
         tokenizer_digest=tokenizer_digest,
-        kl_coef=config.algorithm.kl_reward_coef,
-        entropy_coef=config.algorithm.entropy_coef,
+        kl_coef=algorithm.kl_reward_coef,
+        entropy_coef=algorithm.entropy_coef,
     )
     if resume_from is None:
         return state
@@ -149,7 +151,7 @@ def _load_state(
         saved = checkpointer.read_state(resume_from, phase="rl")
         return replace(saved, config_digest=digest, tokenizer_digest=tokenizer_digest)
     # Without trainer state, skip as many prompts as that number of steps uses.
-    epoch, index = divmod(step * config.batching.prompts_per_step, num_prompts)
+    epoch, index = divmod(step * prompts_per_step, num_prompts)
     log.print_line(
         f"{resume_from} has engines but no trainer state: the data continues at prompt {index} of "
         f"epoch {epoch}, where {step} steps end"

@@ -32,6 +32,7 @@ from temper_trainer.batching.step_plan import (
     pack_mini_batch,
     plan_step,
 )
+from temper_trainer.config.algorithm import AlgorithmConfig, ReweightConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.loops.advantage_columns import add_advantages, replace_squares
 from temper_trainer.loops.interrupts import allow_stop_after_half_grace
@@ -190,7 +191,13 @@ def train_on_rollouts(
     if step == 1:
         log.print_line(describe_plan(plan, samples))
     with timer.measure("forward"):
-        samples = add_forward_columns(samples, plan, config=config, roles=roles)
+        samples = add_forward_columns(
+            samples,
+            plan,
+            algorithm=config.algorithm,
+            with_old_logprobs=needs_old_logprob_pass(config),
+            roles=roles,
+        )
     teacher_metrics: dict[str, float] = {}
     if teachers is not None:
         with timer.measure("teacher"), allow_stop_after_half_grace():
@@ -204,7 +211,12 @@ def train_on_rollouts(
     controllers = replace(controllers, kl=kl_controller)
     if config.algorithm.reweight is not None:
         # After the advantages, which are those of the groups as they were sampled.
-        samples, resampling_metrics = _resample(samples, rollouts, config=config, step=step)
+        samples, resampling_metrics = _resample(
+            samples,
+            rollouts,
+            config=config.algorithm.reweight,
+            seed=derive_seed(config.run.seed, "reweight", step),
+        )
         # Lengths and denominators are now those of the drawn samples.
         plan = plan_step(samples, config.batching, layouts=layouts, seed=plan_seed)
         advantage_metrics = advantage_metrics | resampling_metrics
@@ -262,12 +274,21 @@ def add_forward_columns(
     samples: SequenceBatch,
     plan: StepPlan,
     *,
-    config: TrainerConfig,
+    algorithm: AlgorithmConfig,
+    with_old_logprobs: bool,
     roles: Mapping[str, WorkerGroup],
 ) -> SequenceBatch:
-    """Add the columns old_logprobs, ref_logprobs and values, as far as the algorithm needs them."""
-    algorithm, columns = config.algorithm, dict[str, Tensor]()
-    if needs_old_logprob_pass(config):
+    """Add the columns old_logprobs, ref_logprobs and values, as far as they are needed.
+
+    Args:
+        samples: Samples of the step.
+        plan: Plan of the step.
+        algorithm: Whether there are values, and what the reference policy is.
+        with_old_logprobs: Whether to add old_logprobs; see `needs_old_logprob_pass`.
+        roles: Workers of each role.
+    """
+    columns: dict[str, Tensor] = {}
+    if with_old_logprobs:
         columns["old_logprobs"] = run_forward(samples, plan, role="actor", group=roles["actor"])
     if "ref" in roles:
         columns["ref_logprobs"] = run_forward(samples, plan, role="ref", group=roles["ref"])
@@ -318,15 +339,14 @@ def run_forward(
 
 
 def _resample(
-    samples: SequenceBatch, rollouts: Sequence[Rollout], *, config: TrainerConfig, step: int
+    samples: SequenceBatch, rollouts: Sequence[Rollout], *, config: ReweightConfig, seed: int
 ) -> tuple[SequenceBatch, dict[str, float]]:
     """Resample by reward (``algorithm.reweight``) and assign new sample ids."""
-    assert config.algorithm.reweight is not None
     indices = resample_by_reward(
         torch.tensor([rollout.reward for rollout in rollouts]),
         group_ids=samples.group_ids,
-        config=config.algorithm.reweight,
-        seed=derive_seed(config.run.seed, "reweight", step),
+        config=config,
+        seed=seed,
     )
     # A sample may be drawn several times, but ids must be unique.
     new_ids = torch.arange(len(indices))

@@ -110,7 +110,12 @@ def build_components(
         teachers = build_teachers(config, runtime=runtime, tokenizer=tokenizer)
         if teachers is not None:
             stack.callback(teachers.close)
-        reward_model = build_reward_model(config, runtime=runtime, tokenizer=tokenizer)
+        reward_model = build_reward_model(
+            config.reward.model,
+            max_tokens=config.batching.max_tokens,
+            runtime=runtime,
+            tokenizer=tokenizer,
+        )
         if reward_model is not None:
             stack.callback(reward_model.close)
         transport = build_transport(config, actor=roles["actor"], sampler=sampler)
@@ -130,7 +135,9 @@ def build_components(
                 prompts, seed=config.run.seed, shuffle=config.data.shuffle, cursor=state.cursor
             ),
             eval_prompts=eval_prompts,
-            sampler=_make_pausable(config, sampler),
+            sampler=_make_pausable(sampler, interrupts=config.asynchrony.partial_rollouts)
+            if config.loop == "async"
+            else sampler,
             scorer=stack.enter_context(Scorer(config.reward, model=reward_model)),
             roles=roles,
             publisher=publisher,
@@ -138,19 +145,24 @@ def build_components(
             make_environment=None
             if config.environment is None
             else make_environment_factory(config.environment, tokenizer=tokenizer),
-            canary=_build_canary(config, roles["actor"], prompt=prompts[0])
+            canary=_build_canary(
+                roles["actor"],
+                prompt=prompts[0],
+                max_tokens=config.batching.max_tokens,
+                tolerance=config.rollout.resolve_canary_tolerance(
+                    config.actor.engine.precision.compute
+                ),
+            )
             if config.rollout.canary
             else None,
             num_eval_trained=num_eval_trained,
         )
 
 
-def _make_pausable(config: TrainerConfig, sampler: Sampler) -> Sampler:
+def _make_pausable(sampler: Sampler, *, interrupts: bool) -> Sampler:
     """Wrap the sampler for loop async, which pauses it in one thread while another one samples."""
-    if config.loop != "async":
-        return sampler
     assert isinstance(sampler, InterruptibleSampler)
-    return PausableSampler(sampler, interrupts=config.asynchrony.partial_rollouts)
+    return PausableSampler(sampler, interrupts=interrupts)
 
 
 @contextmanager
@@ -166,7 +178,12 @@ def build_inference_components(
     with ExitStack() as stack:
         sampler = runtime.open_sampler(config, tokenizer=tokenizer)
         stack.callback(sampler.close)
-        reward_model = build_reward_model(config, runtime=runtime, tokenizer=tokenizer)
+        reward_model = build_reward_model(
+            config.reward.model,
+            max_tokens=config.batching.max_tokens,
+            runtime=runtime,
+            tokenizer=tokenizer,
+        )
         if reward_model is not None:
             stack.callback(reward_model.close)
         yield RunComponents(
@@ -189,7 +206,9 @@ def build_inference_components(
         )
 
 
-def _build_canary(config: TrainerConfig, actor: WorkerGroup, *, prompt: Prompt) -> Canary:
+def _build_canary(
+    actor: WorkerGroup, *, prompt: Prompt, max_tokens: int, tolerance: float
+) -> Canary:
     """Return a canary that compares log-probs of a prompt's last 64 tokens."""
     # At least two tokens, because the first one has no log-prob.
     tokens = torch.tensor(prompt.tokens[-64:] if len(prompt.tokens) > 1 else prompt.tokens * 2)
@@ -197,7 +216,7 @@ def _build_canary(config: TrainerConfig, actor: WorkerGroup, *, prompt: Prompt) 
     plan = plan_mini_batch(
         [len(tokens)],
         dp_size=actor.dp_size,
-        max_tokens=config.batching.max_tokens,
+        max_tokens=max_tokens,
         constraints=actor.topology.plan_constraints,
     )
     denominators = count_denominators(batch)
@@ -215,5 +234,5 @@ def _build_canary(config: TrainerConfig, actor: WorkerGroup, *, prompt: Prompt) 
     return Canary(
         tokens=tuple(tokens.tolist()),
         engine_logprobs=engine_logprobs,
-        tolerance=config.rollout.resolve_canary_tolerance(config.actor.engine.precision.compute),
+        tolerance=tolerance,
     )

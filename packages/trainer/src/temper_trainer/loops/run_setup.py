@@ -27,7 +27,9 @@ def open_checkpointer(config: TrainerConfig, *, folder: RunFolder) -> Checkpoint
         max_to_keep=run.max_ckpt_to_keep,
         keep_every=run.keep_every,
         run_id=load_run_id(Path(run.dir)),
-        verify=make_checkpoint_verifier(config),
+        verify=make_checkpoint_verifier(
+            run.verify_checkpoints, runtime=config.runtime, num_ranks=config.actor.num_workers
+        ),
     )
 
 
@@ -112,23 +114,19 @@ def _with_vocabulary(model: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> Mo
     return replace(model, architecture={**special, **model.architecture, "vocab_size": vocab_size})
 
 
-def get_demonstration_limit(config: TrainerConfig) -> tuple[int, str]:
+def get_demonstration_limit(actor_model: ModelSpec, *, max_tokens: int) -> tuple[int, str]:
     """Return the maximum number of tokens of a demonstration, and the key that sets it.
 
     It is the smaller of the micro-batch limit and the model's number of positions.
+
+    Args:
+        actor_model: Model of the actor.
+        max_tokens: Maximum number of tokens of a micro-batch (``batching.max_tokens``).
     """
-    positions = config.actor.engine.model.architecture.get("max_position_embeddings")
-    if isinstance(positions, int) and positions < config.batching.max_tokens:
+    positions = actor_model.architecture.get("max_position_embeddings")
+    if isinstance(positions, int) and positions < max_tokens:
         return positions, "actor.engine.model.architecture.max_position_embeddings"
-    return config.batching.max_tokens, "batching.max_tokens"
-
-
-def with_warm_start_optimizer(engine: EngineConfig, config: TrainerConfig) -> EngineConfig:
-    """Return the actor's engine with the optimizer and schedule of the warm start."""
-    assert config.warm_start is not None
-    return replace(
-        engine, optimizer=config.warm_start.optimizer, schedule=config.warm_start.schedule
-    )
+    return max_tokens, "batching.max_tokens"
 
 
 def with_run_length(config: TrainerConfig, *, num_problems: int) -> TrainerConfig:

@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from temper_engine_api.errors import BatchError, ConfigError
 from temper_trainer.algorithms.advantage_estimators import compute_group_statistics
-from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
+from temper_trainer.config.reward import ShapingConfig
+from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.loops.multi_turn import (
     Conversation,
     add_environment_rewards,
@@ -54,11 +57,12 @@ def sample_step(
     """
     config = components.config
     dynamic, num_prompts = config.algorithm.dynamic_sampling, config.batching.prompts_per_step
+    shape = partial(_shape, shaping=config.reward.shaping, max_tokens=config.max_completion_tokens)
     if dynamic is None:
         rollouts, metrics = sample_rollouts(
             components, components.prompts.take(num_prompts), step=step, timer=timer
         )
-        rollouts, reward_stats, shaping = _shape(config, rollouts, reward_stats=reward_stats)
+        rollouts, reward_stats, shaping = shape(rollouts, reward_stats=reward_stats)
         return SampledStep(rollouts=rollouts, reward_stats=reward_stats, metrics=metrics | shaping)
     kept: list[Rollout] = []
     rounds: list[dict[str, float]] = []
@@ -70,16 +74,20 @@ def sample_step(
         )
         num_sampled += len(prompts)
         rounds.append(metrics)
-        useful = _find_useful_groups(config, rollouts, reward_stats=reward_stats)
+        compared = rollouts
+        if dynamic.on != "score":
+            # The updated statistics are dropped: groups that are discarded must not count in them.
+            compared, _, _ = shape(rollouts, reward_stats=reward_stats)
+        useful = _find_useful_groups(compared)
         num_zero_std += len({rollout.group_id for rollout in rollouts}) - len(useful)
         selected = useful[: num_prompts - num_kept]
         kept += [rollout for rollout in rollouts if rollout.group_id in set(selected)]
         num_kept += len(selected)
-    _check_num_groups(config, num_kept=num_kept, num_sampled=num_sampled, step=step)
-    # Only now, because the running statistics must count only the rollouts that are trained.
-    rollouts, reward_stats, shaping = _shape(
-        config, _renumber_groups(kept), reward_stats=reward_stats
+    _check_num_groups(
+        dynamic, num_prompts=num_prompts, num_kept=num_kept, num_sampled=num_sampled, step=step
     )
+    # Only now, because the running statistics must count only the rollouts that are trained.
+    rollouts, reward_stats, shaping = shape(_renumber_groups(kept), reward_stats=reward_stats)
     metrics = _merge_rounds(rounds) | shaping
     metrics |= {
         "dynamic_sampling/rounds": float(len(rounds)),
@@ -115,25 +123,27 @@ def sample_rollouts(
     Raises:
         BatchError: If no completion has a reward.
     """
-    config = components.config
-    first_sample = first_group * config.algorithm.group_size
+    config, group_size = components.config, components.config.algorithm.group_size
     request_prompts, requests = _make_requests(
-        config, prompts, step=step, first_sample=first_sample
+        prompts,
+        algorithm=config.algorithm,
+        sampling=config.sampling,
+        seed=config.run.seed,
+        step=step,
+        first_sample=first_group * group_size,
     )
     scored = complete_and_score(components, requests, prompts=request_prompts, timer=timer)
     check_staleness(
         [completion for each in scored.conversations for completion in each.completions],
-        config=config,
+        loop=config.loop,
+        asynchrony=config.asynchrony,
         version=components.publisher.version,
     )
-    _check_environment_rewards(config, scored.conversations)
+    _check_environment_rewards(scored.conversations, advantage=config.algorithm.advantage)
     rollouts = _make_rollouts(
-        scored,
-        num_prompts=len(prompts),
-        group_size=config.algorithm.group_size,
-        first_group=first_group,
+        scored, num_prompts=len(prompts), group_size=group_size, first_group=first_group
     )
-    num_sampled = len(prompts) * config.algorithm.group_size
+    num_sampled = len(prompts) * group_size
     if not rollouts:
         raise BatchError(
             f"none of {num_sampled} completions of step {step} has a reward: check the reward "
@@ -238,26 +248,32 @@ def _make_rollouts(
 
 
 def _make_requests(
-    config: TrainerConfig, prompts: Sequence[Prompt], *, step: int, first_sample: int
+    prompts: Sequence[Prompt],
+    *,
+    algorithm: AlgorithmConfig,
+    sampling: SamplingConfig,
+    seed: int,
+    step: int,
+    first_sample: int,
 ) -> tuple[list[Prompt], list[SamplingRequest]]:
     """Return the requests of a round, and the prompt of each.
 
     They are ``group_size`` requests per prompt, group after group. With ReMax a greedy one per
     prompt follows: its reward is the baseline of the prompt.
     """
-    sampled_prompts = [p for p in prompts for _ in range(config.algorithm.group_size)]
+    sampled_prompts = [p for p in prompts for _ in range(algorithm.group_size)]
     requests = [
         SamplingRequest(
             request_id=i,
             prompt_tokens=prompt.tokens,
-            sampling=config.sampling,
-            seed=derive_seed(config.run.seed, "sampling", step, first_sample + i),
+            sampling=sampling,
+            seed=derive_seed(seed, "sampling", step, first_sample + i),
         )
         for i, prompt in enumerate(sampled_prompts)
     ]
-    if config.algorithm.advantage != "remax":
+    if algorithm.advantage != "remax":
         return sampled_prompts, requests
-    greedy = replace(config.sampling, temperature=0.0)
+    greedy = replace(sampling, temperature=0.0)
     baseline_requests = [
         # Any seed will do: greedy decoding draws no random numbers.
         SamplingRequest(
@@ -295,12 +311,10 @@ def measure_round(
     }
 
 
-def _check_environment_rewards(
-    config: TrainerConfig, conversations: Sequence[Conversation]
-) -> None:
+def _check_environment_rewards(conversations: Sequence[Conversation], *, advantage: str) -> None:
     """Refuse an environment's rewards if the advantage estimator would ignore them."""
     reward = next((each.reward for each in conversations if each.reward), None)
-    if config.algorithm.advantage == "gdpo" and reward is not None:
+    if advantage == "gdpo" and reward is not None:
         raise ConfigError(
             "algorithm.advantage gdpo uses only reward.components, but the environment gave a "
             f"reward ({reward:g}), which would be ignored: compute it in a reward function among "
@@ -309,14 +323,14 @@ def _check_environment_rewards(
 
 
 def _shape(
-    config: TrainerConfig, rollouts: list[Rollout], *, reward_stats: RunningStats
+    rollouts: list[Rollout], *, shaping: ShapingConfig, max_tokens: int, reward_stats: RunningStats
 ) -> tuple[list[Rollout], RunningStats, dict[str, float]]:
     """Replace scores and baselines of the rollouts by shaped rewards."""
     shaped = shape_rewards(
         [rollout.reward for rollout in rollouts],
         lengths=[rollout.num_tokens for rollout in rollouts],
-        max_tokens=config.max_completion_tokens,
-        config=config.reward.shaping,
+        max_tokens=max_tokens,
+        config=shaping,
         running_stats=reward_stats,
         # Baselines are subtracted from shaped rewards, so they must be shaped in the same way.
         baselines=[
@@ -335,15 +349,8 @@ def _shape(
     return shaped_rollouts, shaped.running_stats, shaped.metrics
 
 
-def _find_useful_groups(
-    config: TrainerConfig, rollouts: list[Rollout], *, reward_stats: RunningStats
-) -> list[int]:
-    """Return the ids of the groups with different scores (or rewards), in their order."""
-    dynamic = config.algorithm.dynamic_sampling
-    assert dynamic is not None
-    if dynamic.on != "score":
-        # The updated statistics are dropped: groups that are discarded must not count in them.
-        rollouts, _, _ = _shape(config, rollouts, reward_stats=reward_stats)
+def _find_useful_groups(rollouts: Sequence[Rollout]) -> list[int]:
+    """Return the ids of the groups whose rewards differ, in their order."""
     group_ids = torch.tensor([rollout.group_id for rollout in rollouts])
     rewards = torch.tensor([rollout.reward for rollout in rollouts])
     has_zero_std = compute_group_statistics(rewards, group_ids=group_ids).is_zero_std.tolist()
@@ -356,9 +363,9 @@ def _find_useful_groups(
     )
 
 
-def _check_num_groups(config: TrainerConfig, *, num_kept: int, num_sampled: int, step: int) -> None:
-    dynamic, num_prompts = config.algorithm.dynamic_sampling, config.batching.prompts_per_step
-    assert dynamic is not None
+def _check_num_groups(
+    dynamic: DynamicSamplingConfig, *, num_prompts: int, num_kept: int, num_sampled: int, step: int
+) -> None:
     if num_kept == num_prompts or (num_kept and dynamic.shortage == "train"):
         return
     raise BatchError(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from temper_engine_api.errors import BatchError
-from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.config.rollout import AsynchronyConfig
 from temper_trainer.types import Completion, Rollout
 
 
@@ -110,30 +110,31 @@ class CreditAccount:
             self._condition.notify_all()
 
 
-def get_max_staleness(config: TrainerConfig) -> int:
+def get_max_staleness(loop: str, asynchrony: AsynchronyConfig) -> int:
     """Return how many updates the oldest weights of a completion may be behind."""
-    return {"sync": 0, "one_step_off": 1, "async": config.asynchrony.max_staleness}[config.loop]
+    return {"sync": 0, "one_step_off": 1, "async": asynchrony.max_staleness}[loop]
 
 
 def check_staleness(
-    completions: Sequence[Completion], *, config: TrainerConfig, version: int
+    completions: Sequence[Completion], *, loop: str, asynchrony: AsynchronyConfig, version: int
 ) -> None:
     """Check that the weights of all completions are recent enough for the loop.
 
     Args:
         completions: Completions that were just sampled.
-        config: Configuration of the run.
+        loop: Name of the loop (``loop``).
+        asynchrony: Limits of loop ``async``.
         version: Version of the published weights.
 
     Raises:
         BatchError: If a completion is from older weights than the loop allows, or from newer ones.
     """
-    oldest = version - get_max_staleness(config)
+    oldest = version - get_max_staleness(loop, asynchrony)
     wrong = [c for c in completions if not oldest <= c.weight_version <= version]
     if wrong:
         raise BatchError(
             f"{len(wrong)} completions are from weights {wrong[0].weight_version}, but weights "
-            f"{version} are published and loop {config.loop} allows {oldest} to {version}: the "
+            f"{version} are published and loop {loop} allows {oldest} to {version}: the "
             "sampler did not load the published weights."
         )
 

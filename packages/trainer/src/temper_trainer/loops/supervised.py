@@ -6,7 +6,8 @@ A stage is either a run of its own (tasks sft, dpo and rm) or the warm start of 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -25,6 +26,8 @@ from temper_trainer.checkpoint.checkpoint_writer import CheckpointWriter
 from temper_trainer.checkpoint.checkpointer import Checkpointer
 from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.algorithm import BatchingConfig
+from temper_trainer.config.data import DataConfig
+from temper_trainer.config.run import RoleConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.prompts import check_fits, encode_demonstrations, encode_pairs
 from temper_trainer.data.rows import PairRow, Row
@@ -40,7 +43,6 @@ from temper_trainer.loops.run_setup import (
     report_dropped,
     with_run_length,
     with_schedule_length,
-    with_warm_start_optimizer,
 )
 from temper_trainer.loops.seeds import derive_seed
 from temper_trainer.loops.step_boundary import StepBoundary
@@ -119,19 +121,23 @@ def build_demonstration_stage(
         resume_from: Checkpoint to resume from.
         log: Log of the run.
     """
-    if config.data.streaming:
-        open_stream = _stream_demonstrations(config, tokenizer)
+    data, seed = config.data, config.run.seed
+    limit = get_demonstration_limit(
+        config.actor.engine.model, max_tokens=config.batching.max_tokens
+    )
+    if data.streaming:
+        open_stream = _stream_demonstrations(data, tokenizer, limit=limit, seed=seed)
         num_examples = None
     else:
-        demonstrations, num_dropped = encode_demonstrations(rows, tokenizer, config.data)
-        report_dropped(log, config.data, phase=phase, data=num_dropped)
-        check_fits(demonstrations, max_tokens=get_demonstration_limit(config))
-        open_stream = _stream_list(config, demonstrations)
+        demonstrations, num_dropped = encode_demonstrations(rows, tokenizer, data)
+        report_dropped(log, data, phase=phase, data=num_dropped)
+        check_fits(demonstrations, max_tokens=limit)
+        open_stream = _stream_list(demonstrations, shuffle=data.shuffle, seed=seed)
         num_examples = len(demonstrations)
     engine, batch_size = config.actor.engine, config.batching.prompts_per_step
     warm_start = config.warm_start
     if warm_start is not None:
-        engine = with_warm_start_optimizer(engine, config)
+        engine = replace(engine, optimizer=warm_start.optimizer, schedule=warm_start.schedule)
         total_steps, batch_size = warm_start.total_steps, warm_start.batch_size
     else:
         if num_examples is not None:
@@ -166,13 +172,15 @@ def build_pair_stage(
     report_dropped(log, config.data, phase=config.task, data=num_dropped)
     check_fits(
         [each for pair in pairs for each in (pair.chosen, pair.rejected)],
-        max_tokens=get_demonstration_limit(config),
+        max_tokens=get_demonstration_limit(
+            config.actor.engine.model, max_tokens=config.batching.max_tokens
+        ),
     )
     config = with_run_length(config, num_problems=len(pairs))
     return SupervisedStage(
         phase="dpo" if config.task == "dpo" else "rm",
         engine=config.actor.engine,
-        open_stream=_stream_list(config, pairs),
+        open_stream=_stream_list(pairs, shuffle=config.data.shuffle, seed=config.run.seed),
         objective=build_preference_objective(config.preference, task=config.task),
         reference=config.preference.reference if config.task == "dpo" else "none",
         total_steps=config.run.total_steps,
@@ -184,19 +192,17 @@ def build_pair_stage(
 
 
 def _stream_list(
-    config: TrainerConfig, examples: Sequence[TrainingExample]
+    examples: Sequence[TrainingExample], *, shuffle: bool, seed: int
 ) -> Callable[[DataCursor], ExampleStream]:
-    seed, shuffle = config.run.seed, config.data.shuffle
     return lambda cursor: InMemoryStream[TrainingExample](
         examples, seed=seed, shuffle=shuffle, cursor=cursor
     )
 
 
 def _stream_demonstrations(
-    config: TrainerConfig, tokenizer: PreTrainedTokenizerBase
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, limit: tuple[int, str], seed: int
 ) -> Callable[[DataCursor], ExampleStream]:
     """Read, tokenize and check each row only when it is needed."""
-    data, limit = config.data, get_demonstration_limit(config)
 
     def iterate_epoch() -> Iterator[TrainingExample]:
         for row in iterate_rows(data.train):
@@ -207,7 +213,7 @@ def _stream_demonstrations(
 
     return lambda cursor: BufferedStream[TrainingExample](
         iterate_epoch,
-        seed=config.run.seed,
+        seed=seed,
         buffer=data.streaming_buffer,
         shuffle=data.shuffle,
         cursor=cursor,
@@ -241,10 +247,20 @@ def run_supervised(
         RunInterrupted: If a stop was requested; the last completed step is saved.
     """
     checkpointer = open_checkpointer(config, folder=stage.folder)
-    tokenizer_digest = compute_tokenizer_digest(tokenizer)
+    make_state = partial(
+        TrainerState,
+        phase=stage.phase,
+        weight_version=0,  # there is no sampler, so no weights are published
+        config_digest=digest,
+        tokenizer_digest=compute_tokenizer_digest(tokenizer),
+    )
     stream = stage.open_stream(DataCursor())
     with ExitStack() as stack:
-        groups = stack.enter_context(_open_groups(config, stage, runtime=runtime))
+        groups = stack.enter_context(
+            _open_groups(
+                stage, num_workers=config.actor.num_workers, ref=config.ref, runtime=runtime
+            )
+        )
         actor = groups["actor"]
         stream, done = _resume(stage, stream, actor=actor, checkpointer=checkpointer, log=log)
         boundary.set_saved(done, stage.resume_from)
@@ -262,7 +278,13 @@ def run_supervised(
             log.progress_bar(stage.phase, total=stage.total_steps, start=done) as bar,
         ):
             for step in range(done + 1, stage.total_steps + 1):
-                metrics = _run_update(config, stage, groups=groups, stream=stream, step=step)
+                metrics = _run_update(
+                    stage,
+                    groups=groups,
+                    stream=stream,
+                    max_tokens=config.batching.max_tokens,
+                    seed=derive_seed(config.run.seed, stage.phase, step),
+                )
                 # A save that is due waits for the previous one: before the step is logged, so that
                 # with save_every=1 a killed run computes at most one logged step again.
                 if boundary.is_save_due(step, is_last=step == stage.total_steps or stop.is_set):
@@ -274,15 +296,7 @@ def run_supervised(
                 bar.advance()
                 is_last = step == stage.total_steps or stop.is_set
                 if boundary.is_save_due(step, is_last=is_last):
-                    state = TrainerState(
-                        phase=stage.phase,
-                        step=step,
-                        cursor=stream.cursor,
-                        # There is no sampler, so no weights were published.
-                        weight_version=0,
-                        config_digest=digest,
-                        tokenizer_digest=tokenizer_digest,
-                    )
+                    state = make_state(step=step, cursor=stream.cursor)
                     boundary.set_saved(step, writer.save(state, wait=is_last))
                 if stop.is_set:
                     raise boundary.make_interrupted(stop)
@@ -294,20 +308,25 @@ def run_supervised(
 
 @contextmanager
 def _open_groups(
-    config: TrainerConfig, stage: SupervisedStage, *, runtime: Runtime
+    stage: SupervisedStage, *, num_workers: int, ref: RoleConfig | None, runtime: Runtime
 ) -> Iterator[Mapping[str, WorkerGroup]]:
-    """Open and initialize the actor, and the reference policy if the stage has one."""
+    """Open and initialize the actor, and the reference policy if the stage has one.
+
+    Args:
+        stage: The stage, with the engine of the actor.
+        num_workers: Number of the actor's workers.
+        ref: Configuration of the reference policy.
+        runtime: Starts the workers.
+    """
     with ExitStack() as stack:
-        actor = runtime.open_group(
-            "actor", engine=stage.engine, num_workers=config.actor.num_workers
-        )
+        actor = runtime.open_group("actor", engine=stage.engine, num_workers=num_workers)
         # Before `init`, so that ranks are also freed if building a model fails.
         stack.callback(actor.close)
         groups = {"actor": actor}
         if stage.reference == "ref":
-            assert config.ref is not None
+            assert ref is not None
             groups["ref"] = runtime.open_group(
-                "ref", engine=config.ref.engine, num_workers=config.ref.num_workers
+                "ref", engine=ref.engine, num_workers=ref.num_workers
             )
             stack.callback(groups["ref"].close)
         for group in groups.values():
@@ -373,21 +392,28 @@ def _make_samples(examples: Sequence[TrainingExample]) -> SequenceBatch:
 
 
 def _run_update(
-    config: TrainerConfig,
     stage: SupervisedStage,
     *,
     groups: Mapping[str, WorkerGroup],
     stream: ExampleStream,
-    step: int,
+    max_tokens: int,
+    seed: int,
 ) -> dict[str, float]:
-    """Run one update on the next examples; return its metrics."""
+    """Run one update on the next examples; return its metrics.
+
+    Args:
+        stage: The stage.
+        groups: Workers of each role.
+        stream: The remaining examples.
+        max_tokens: Maximum number of tokens of a micro-batch.
+        seed: Seed of the order of the examples in the update.
+    """
     start = time.perf_counter()
     examples = _take_examples(stage, stream)
     samples = _make_samples(examples)
-    # Not `config.batching`: a stage makes one update per step, and with ``tokens_per_update`` its
-    # number of examples varies.
-    batching = BatchingConfig(prompts_per_step=len(examples), max_tokens=config.batching.max_tokens)
-    seed = derive_seed(config.run.seed, stage.phase, step)
+    # Not the run's `batching`: a stage makes one update per step, and with ``tokens_per_update``
+    # its number of examples varies.
+    batching = BatchingConfig(prompts_per_step=len(examples), max_tokens=max_tokens)
     layouts = {name: RoleLayout.from_topology(group.topology) for name, group in groups.items()}
     plan = plan_step(samples, batching, layouts=layouts, seed=seed)
     if stage.reference != "none":

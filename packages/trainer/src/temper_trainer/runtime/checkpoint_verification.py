@@ -3,35 +3,40 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from temper_engine_api.checkpoint import verify
 from temper_engine_api.errors import CheckpointError
 from temper_trainer.config.run import RuntimeConfig
-from temper_trainer.config.trainer_config import TrainerConfig
 
 CLUSTER_BYTES = 8 << 30
 """Smaller checkpoints are read by threads of the driver: starting processes would take longer."""
 
 
-def make_checkpoint_verifier(config: TrainerConfig) -> Callable[[Path], object]:
-    """Return a function that verifies a step directory as `run.verify_checkpoints` asks.
+def make_checkpoint_verifier(
+    mode: Literal["size", "full"], *, runtime: RuntimeConfig, num_ranks: int
+) -> Callable[[Path], object]:
+    """Return a function that verifies a step directory and raises the same errors as `verify`.
 
-    It raises the same errors as `verify`. On Ray, the files of a large checkpoint are divided
-    among as many processes as the actor has workers, spread over the nodes.
+    Args:
+        mode: Value of `run.verify_checkpoints`.
+        runtime: Settings of the cluster.
+        num_ranks: Number of processes among which the files of a large checkpoint are divided on
+            Ray, spread over the nodes.
     """
-    if config.run.verify_checkpoints == "size":
+    if mode == "size":
         return partial(verify, with_content=False)
-    if config.runtime.kind == "inline" or config.actor.num_workers == 1:
+    if runtime.kind == "inline" or num_ranks == 1:
         return verify
-    return partial(_verify_on_ray, config=config)
+    return partial(_verify_on_ray, num_ranks=num_ranks, runtime=runtime)
 
 
-def _verify_on_ray(directory: Path, *, config: TrainerConfig) -> None:
+def _verify_on_ray(directory: Path, *, num_ranks: int, runtime: RuntimeConfig) -> None:
     # The driver checks manifest and sizes first, which finds most damage without starting anything.
     if verify(directory, with_content=False).num_bytes < CLUSTER_BYTES:
         verify(directory)
         return
-    verify_on_cluster(directory, num_ranks=config.actor.num_workers, runtime=config.runtime)
+    verify_on_cluster(directory, num_ranks=num_ranks, runtime=runtime)
 
 
 def verify_on_cluster(directory: Path, *, num_ranks: int, runtime: RuntimeConfig) -> None:

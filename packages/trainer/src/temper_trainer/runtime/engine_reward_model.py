@@ -12,7 +12,7 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
-from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.config.reward import RewardModelConfig
 from temper_trainer.runtime.placement import REWARD_MODEL_ROLE
 from temper_trainer.runtime.teacher_factory import GroupFactory
 from temper_trainer.runtime.worker_group import WorkerGroup
@@ -60,15 +60,24 @@ class EngineRewardModel:
 
 
 def build_reward_model(
-    config: TrainerConfig, *, runtime: GroupFactory, tokenizer: PreTrainedTokenizerBase
+    model: RewardModelConfig | None,
+    *,
+    max_tokens: int,
+    runtime: GroupFactory,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> EngineRewardModel | None:
     """Build the reward model of `reward.model`; return None if there is none.
+
+    Args:
+        model: Configuration of the model.
+        max_tokens: Largest number of tokens of a micro-batch.
+        runtime: Starts the workers.
+        tokenizer: Tokenizer of the policy.
 
     Raises:
         ConfigError: If it has another tokenizer than the policy: it would read other tokens than
             were sampled.
     """
-    model = config.reward.model
     if model is None:
         return None
     path = model.engine.model.path
@@ -97,4 +106,4 @@ def build_reward_model(
     except BaseException:
         group.close()
         raise
-    return EngineRewardModel(group, max_tokens=config.batching.max_tokens)
+    return EngineRewardModel(group, max_tokens=max_tokens)

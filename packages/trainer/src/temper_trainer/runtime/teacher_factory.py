@@ -52,12 +52,13 @@ def build_teachers(
     """
     if not config.teachers:
         return None
+    may_map = config.distillation.tokenizer_mismatch == "map"
     maps: dict[str, TokenMap] = {}
     teachers: dict[str, Teacher] = {}
     with ExitStack() as stack:
         # All tokenizers first: a wrong one is found before any model is loaded.
         for name, teacher in config.teachers.items():
-            token_map = _load_token_map(name, teacher, config=config, tokenizer=tokenizer)
+            token_map = _load_token_map(name, teacher, may_map=may_map, tokenizer=tokenizer)
             if token_map is not None:
                 maps[name] = token_map
         for name, teacher in config.teachers.items():
@@ -71,7 +72,11 @@ def build_teachers(
                 )
             else:
                 teachers[name] = _build_engine_teacher(
-                    name, teacher, config=config, runtime=runtime, vocab_size=vocab_size
+                    name,
+                    teacher,
+                    max_tokens=config.batching.max_tokens,
+                    runtime=runtime,
+                    vocab_size=vocab_size,
                 )
             stack.callback(teachers[name].close)
         # All are built: from here on the client closes them, not the stack.
@@ -87,7 +92,7 @@ def _build_engine_teacher(
     name: str,
     teacher: TeacherConfig,
     *,
-    config: TrainerConfig,
+    max_tokens: int,
     runtime: GroupFactory,
     vocab_size: int,
 ) -> EngineTeacher:
@@ -104,13 +109,11 @@ def _build_engine_teacher(
             replicas.append(group)
         # All are built: from here on the teacher closes them, not the stack.
         stack.pop_all()
-    return EngineTeacher(
-        name, replicas=replicas, max_tokens=config.batching.max_tokens, vocab_size=vocab_size
-    )
+    return EngineTeacher(name, replicas=replicas, max_tokens=max_tokens, vocab_size=vocab_size)
 
 
 def _load_token_map(
-    name: str, teacher: TeacherConfig, *, config: TrainerConfig, tokenizer: PreTrainedTokenizerBase
+    name: str, teacher: TeacherConfig, *, may_map: bool, tokenizer: PreTrainedTokenizerBase
 ) -> TokenMap | None:
     """Return the token map of a teacher; None if it has the policy's tokenizer."""
     path = teacher.engine.model.path
@@ -124,9 +127,4 @@ def _load_token_map(
             "compared with the policy's: copy the tokenizer's files there."
         )
     teacher_tokenizer = AutoTokenizer.from_pretrained(path)
-    return build_token_map(
-        tokenizer,
-        teacher_tokenizer,
-        name=name,
-        may_map=config.distillation.tokenizer_mismatch == "map",
-    )
+    return build_token_map(tokenizer, teacher_tokenizer, name=name, may_map=may_map)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.rollout import WeightSyncConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
@@ -44,13 +45,17 @@ def build_transport(config: TrainerConfig, *, actor: RankGroup, sampler: Sampler
     """Build a transport from an actor whose model is built to a running sampler."""
     sync = config.weight_sync
     if not isinstance(sampler, VllmSampler):
-        return _build_transformers_transport(config, actor=actor, sampler=sampler)
+        return _build_transformers_transport(
+            sync, is_inline=config.runtime.kind == "inline", actor=actor, sampler=sampler
+        )
     if sync.content == "adapter":
         return AdapterTransport(actor=actor, sampler=sampler)
-    transport = sync.transport
+    transport, may_use_gpu = sync.transport, config.actor.engine.device != "cpu"
     # The processes know best where they are, so they are asked once they run.
     if transport == "auto":
-        choice = choose_transport(_locate_sender(config, actor), _locate_receivers(sampler))
+        choice = choose_transport(
+            _locate_sender(actor, may_use_gpu=may_use_gpu), _locate_receivers(sampler)
+        )
         logger.info(
             "placement: weights get to the servers by %s, because %s",
             choice.transport,
@@ -70,7 +75,7 @@ def build_transport(config: TrainerConfig, *, actor: RankGroup, sampler: Sampler
         return SharedMemoryTransport(
             actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, with_digest=sync.checksum
         )
-    is_on_gpu = _locate_sender(config, actor).gpu is not None
+    is_on_gpu = _locate_sender(actor, may_use_gpu=may_use_gpu).gpu is not None
     backend: Backend = "cuda_ipc" if transport == "cuda_ipc" else "nccl" if is_on_gpu else "gloo"
     return CollectiveTransport(
         actor=actor,
@@ -141,15 +146,14 @@ def _explain_no_gpu_transport(sender: DeviceLocation, gpus: Sequence[str | None]
 
 
 def _build_transformers_transport(
-    config: TrainerConfig, *, actor: RankGroup, sampler: Sampler
+    sync: WeightSyncConfig, *, is_inline: bool, actor: RankGroup, sampler: Sampler
 ) -> Transport:
-    sync = config.weight_sync
     full_transport: Transport
     if isinstance(sampler, WeightFetcher):
         full_transport = FetchTransport(
             actor=actor, sampler=sampler, bucket_bytes=sync.bucket_bytes, with_digest=sync.checksum
         )
-    elif config.runtime.kind == "inline":
+    elif is_inline:
         full_transport = InProcessTransport(actor=actor, sampler=sampler)
     else:
         full_transport = StreamTransport(
@@ -171,8 +175,8 @@ def _build_transformers_transport(
     )
 
 
-def _locate_sender(config: TrainerConfig, actor: RankGroup) -> DeviceLocation:
-    return actor.run_on_all(locate_sender, config.actor.engine.device != "cpu")[0]
+def _locate_sender(actor: RankGroup, *, may_use_gpu: bool) -> DeviceLocation:
+    return actor.run_on_all(locate_sender, may_use_gpu)[0]
 
 
 def _locate_receivers(sampler: VllmSampler) -> list[DeviceLocation]:
