@@ -1,11 +1,12 @@
 """Check that the data files of a configuration exist and that their first rows are usable."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from temper_engine_api.errors import TemperError
 from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.model_folders import has_chat_template
 from temper_trainer.data.rows import Row
@@ -42,7 +43,9 @@ def find_data_problems(config: TrainerConfig) -> Iterator[str]:
     for name, source in sources.items():
         if source is not None and source.kind in ("jsonl", "parquet"):
             yield from _source_problems(name, source, config=config)
-    if config.data.string_prompts == "user_message" and not has_chat_template(config):
+    if config.data.string_prompts == "user_message" and not has_chat_template(
+        config.data, model_path=config.actor.engine.model.path
+    ):
         yield f"data.string_prompts is user_message, but {NO_TEMPLATE}"
     tools = config.data.tools_path
     if tools is not None and not Path(tools).is_file():
@@ -79,11 +82,14 @@ def _source_problems(name: str, source: SourceConfig, *, config: TrainerConfig) 
             f"{name}.paths names {', '.join(source.paths)}, which have no rows: give files with "
             "rows."
         )
-    if any(rows.has_messages for rows in first_rows) and not has_chat_template(config):
+    if any(rows.has_messages for rows in first_rows) and not has_chat_template(
+        config.data, model_path=config.actor.engine.model.path
+    ):
         yield f"{name} has chat messages, but {NO_TEMPLATE}"
-    yield from _route_problems(
-        name, frozenset().union(*(rows.routes for rows in first_rows)), config=config
-    )
+    route_key = config.data.train.route_key
+    if name == "data.train" and route_key is not None and len(config.teachers) > 1:
+        routes = frozenset().union(*(rows.routes for rows in first_rows))
+        yield from _route_problems(routes, route_key=route_key, teachers=config.teachers)
     # The run trains it neither on evaluation data nor on a stream.
     if first_rows and name != "data.eval" and not config.data.streaming:
         rows = [row for part in first_rows for row in part.rows]
@@ -112,18 +118,16 @@ def _read_first_rows(source: SourceConfig, *, has_pairs: bool) -> FirstRows:
     )
 
 
-def _route_problems(name: str, routes: frozenset[str], *, config: TrainerConfig) -> Iterator[str]:
+def _route_problems(
+    routes: frozenset[str], *, route_key: str, teachers: Mapping[str, TeacherConfig]
+) -> Iterator[str]:
     """Yield routes of training rows that no teacher has."""
-    if name != "data.train" or config.data.train.route_key is None or not config.teachers:
-        return
-    known = {
-        key if teacher.route is None else teacher.route for key, teacher in config.teachers.items()
-    }
-    if len(config.teachers) > 1 and (unknown := sorted(routes - known)):
+    known = {name if teacher.route is None else teacher.route for name, teacher in teachers.items()}
+    if unknown := sorted(routes - known):
         yield (
-            f"{name}.route_key is {config.data.train.route_key}, and rows have the route "
-            f"{unknown[0]!r}, which no teacher has: correct the rows, or set teachers.NAME.route "
-            f"to it. Routes are {', '.join(sorted(known))}."
+            f"data.train.route_key is {route_key}, and rows have the route {unknown[0]!r}, which "
+            "no teacher has: correct the rows, or set teachers.NAME.route to it. Routes are "
+            f"{', '.join(sorted(known))}."
         )
 
 

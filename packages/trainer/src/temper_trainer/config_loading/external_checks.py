@@ -36,7 +36,7 @@ from temper_trainer.config.environment import (
 )
 from temper_trainer.config.import_path import is_import_path
 from temper_trainer.config.reward import REWARD_MODEL
-from temper_trainer.config.run import RuntimeConfig
+from temper_trainer.config.run import RunConfig, RuntimeConfig
 from temper_trainer.config.run_folder_checks import (
     contains_run,
     find_inputs_in_run_folder,
@@ -294,7 +294,7 @@ def _find_run_problems(config: TrainerConfig) -> Iterator[str]:
                 f"run.dir {run.dir} already contains a run: continue it with run.resume=auto, or "
                 "choose another run.dir."
             )
-        yield from _find_resume_problems(config)
+        yield from _find_resume_problems(run, phase=config.phase)
         yield from find_inputs_in_run_folder(config, Path(run.dir))
     if run.resume not in ("never", "auto") and not Path(run.resume).is_dir():
         yield (
@@ -311,9 +311,8 @@ def _find_run_problems(config: TrainerConfig) -> Iterator[str]:
         yield from _find_port_problems(run.prometheus_address, run.prometheus_port)
 
 
-def _find_resume_problems(config: TrainerConfig) -> Iterator[str]:
+def _find_resume_problems(run: RunConfig, *, phase: str) -> Iterator[str]:
     """Yield why the run could not continue from the checkpoint that it would choose."""
-    run = config.run
     if run.resume not in ("never", "auto") and not Path(run.resume).is_dir():
         return  # reported with the other settings of the run
 
@@ -329,7 +328,7 @@ def _find_resume_problems(config: TrainerConfig) -> Iterator[str]:
     try:
         checkpoint = checkpointer.preview(run.resume)
         if checkpoint is not None:
-            step = checkpointer.read_completed_steps(checkpoint, phase=config.phase)
+            step = checkpointer.read_completed_steps(checkpoint, phase=phase)
             if run.total_epochs is None:
                 check_resume_step(step, total_steps=run.total_steps, checkpoint=checkpoint)
     except CheckpointError as error:

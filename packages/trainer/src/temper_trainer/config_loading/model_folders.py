@@ -9,6 +9,7 @@ from pathlib import Path
 
 from temper_engine_api.specs import ModelSpec
 from temper_trainer.checkpoint.weight_files import find_damaged_weights
+from temper_trainer.config.data import DataConfig, TokenizerConfig
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.reward import RewardModelConfig
 from temper_trainer.config.run import RoleConfig
@@ -65,7 +66,9 @@ def find_model_problems(config: TrainerConfig) -> Iterator[str]:
                 f"{name}.engine.lora.path is {adapter}, but there is no PEFT adapter in that "
                 "folder (no adapter_config.json): correct the path."
             )
-    yield from _find_tokenizer_problems(config)
+    yield from _find_tokenizer_problems(
+        config.data.tokenizer, model_path=config.actor.engine.model.path
+    )
 
 
 def has_vocabulary(folder: Path) -> bool:
@@ -75,13 +78,18 @@ def has_vocabulary(folder: Path) -> bool:
     return _read_tokenizer_config(folder).get("tokenizer_class") in _WITHOUT_VOCABULARY
 
 
-def has_chat_template(config: TrainerConfig) -> bool:
-    """Return True if the run has a chat template, or if that cannot be known here."""
-    if config.data.chat_template is not None:
+def has_chat_template(data: DataConfig, *, model_path: str | None) -> bool:
+    """Return True if the run has a chat template, or if that cannot be known here.
+
+    Args:
+        data: Template and tokenizer of the run.
+        model_path: Folder of the actor's model, whose tokenizer is used by default.
+    """
+    if data.chat_template is not None:
         return True
-    if config.data.tokenizer.kind != "pretrained":
+    if data.tokenizer.kind != "pretrained":
         return False  # a tokenizer that the run trains has none
-    path = config.data.tokenizer.path or config.actor.engine.model.path
+    path = data.tokenizer.path or model_path
     if path is None or not Path(path).is_dir():
         return True  # the missing folder is reported separately
     folder = Path(path)
@@ -90,8 +98,9 @@ def has_chat_template(config: TrainerConfig) -> bool:
     return bool(_read_tokenizer_config(folder).get("chat_template"))
 
 
-def _find_tokenizer_problems(config: TrainerConfig) -> Iterator[str]:
-    tokenizer, model = config.data.tokenizer, config.actor.engine.model.path
+def _find_tokenizer_problems(
+    tokenizer: TokenizerConfig, *, model_path: str | None
+) -> Iterator[str]:
     if tokenizer.kind != "pretrained":
         return
     if tokenizer.path is not None and not Path(tokenizer.path).is_dir():
@@ -100,7 +109,7 @@ def _find_tokenizer_problems(config: TrainerConfig) -> Iterator[str]:
             "of a tokenizer."
         )
         return
-    path = tokenizer.path or model
+    path = tokenizer.path or model_path
     if path is None:
         yield (
             "data.tokenizer.kind is pretrained, but neither data.tokenizer.path nor "

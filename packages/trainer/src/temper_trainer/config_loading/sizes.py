@@ -2,7 +2,7 @@
 
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.reward import RewardModelConfig
-from temper_trainer.config.run import RoleConfig
+from temper_trainer.config.run import RoleConfig, RunConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 
 
@@ -10,8 +10,10 @@ def describe_sizes(config: TrainerConfig) -> list[str]:
     """Return one line per fact: completions, updates and tokens per step, roles and teachers."""
     if config.task in ("rl", "distill"):
         lines = _rl_sizes(config)
+    elif config.generates_completions:
+        lines = [_inference_line(config)]
     else:
-        lines = [_inference_line(config)] if config.generates_completions else _sft_sizes(config)
+        lines = _sft_sizes(config.run, prompts_per_step=config.batching.prompts_per_step)
     lines.append(f"micro-batches: at most {config.batching.max_tokens:,} tokens each")
     roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
     lines += [
@@ -111,10 +113,10 @@ def _inference_line(config: TrainerConfig) -> str:
     )
 
 
-def _sft_sizes(config: TrainerConfig) -> list[str]:
-    size, steps = config.batching.prompts_per_step, config.run.total_steps
-    if config.run.total_epochs is not None:
-        return [_epochs_line(config.run.total_epochs)]
+def _sft_sizes(run: RunConfig, *, prompts_per_step: int) -> list[str]:
+    size, steps = prompts_per_step, run.total_steps
+    if run.total_epochs is not None:
+        return [_epochs_line(run.total_epochs)]
     return [
         f"a run: {steps:,} updates of {size:,} demonstrations = {steps * size:,} demonstrations"
     ]

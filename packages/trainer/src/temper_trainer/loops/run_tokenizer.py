@@ -6,7 +6,8 @@ records the digest of its tokenizer.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -30,17 +31,23 @@ logger = logging.getLogger(__name__)
 
 
 def uses_saved_tokenizer(
-    config: TrainerConfig, *, folder: RunFolder, checkpoint: Path | None
+    folder: RunFolder, *, task: str, has_warm_start: bool, checkpoint: Path | None
 ) -> bool:
     """Return True if the run continues with weights that were trained with a tokenizer.
 
     They are those of the checkpoint, or of a warm start that has a model or a checkpoint.
+
+    Args:
+        folder: The run folder.
+        task: Task of the run.
+        has_warm_start: True if the run has a warm start.
+        checkpoint: Checkpoint from which the run resumes.
     """
-    if config.task in ("eval", "generate"):  # these tasks restore no checkpoint
+    if task in ("eval", "generate"):  # these tasks restore no checkpoint
         return False
     warm_start = folder.warm_start
     return checkpoint is not None or (
-        config.warm_start is not None
+        has_warm_start
         and (warm_start.model.exists() or bool(list_step_entries(warm_start.checkpoints)))
     )
 
@@ -70,8 +77,17 @@ def load_or_train_tokenizer(
         config.data.prompt_template.replace("{prompt}", ""),
         *(text for row in rows for text in row.texts),
     ]
-    if not uses_saved_tokenizer(config, folder=folder, checkpoint=checkpoint):
-        tokenizer = _build(config, texts)
+    build = partial(
+        load_or_train,
+        config.data.tokenizer,
+        model_path=config.actor.engine.model.path,
+        texts=texts,
+    )
+    has_warm_start = config.warm_start is not None
+    if not uses_saved_tokenizer(
+        folder, task=config.task, has_warm_start=has_warm_start, checkpoint=checkpoint
+    ):
+        tokenizer = build()
         _replace_saved(tokenizer, folder.tokenizer)
         return tokenizer
     expected = _read_expected_digest(folder, checkpoint)
@@ -89,13 +105,7 @@ def load_or_train_tokenizer(
         if directory != folder.tokenizer:
             _replace_saved(saved, folder.tokenizer)
         return saved
-    return _build_again(config, texts, folder=folder, expected=expected, problems=problems)
-
-
-def _build(config: TrainerConfig, texts: Sequence[str]) -> PreTrainedTokenizerBase:
-    return load_or_train(
-        config.data.tokenizer, model_path=config.actor.engine.model.path, texts=texts
-    )
+    return _build_again(build, folder=folder, expected=expected, problems=problems)
 
 
 def _replace_saved(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
@@ -112,8 +122,7 @@ def _replace_saved(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
 
 
 def _build_again(
-    config: TrainerConfig,
-    texts: Sequence[str],
+    build: Callable[[], PreTrainedTokenizerBase],
     *,
     folder: RunFolder,
     expected: str | None,
@@ -122,8 +131,7 @@ def _build_again(
     """Build the tokenizer of existing weights a second time.
 
     Args:
-        config: The configuration.
-        texts: Texts that it is trained on.
+        build: Builds it from ``data.tokenizer``.
         folder: The run folder.
         expected: Digest that it must have; None if the weights record none.
         problems: What is wrong with the saved ones; empty if there are none.
@@ -137,7 +145,7 @@ def _build_again(
             "it instead, and it is built again."
         )
     logger.warning("%s It is built again from data.tokenizer.", description)
-    tokenizer = _build(config, texts)
+    tokenizer = build()
     if expected not in (None, compute_tokenizer_digest(tokenizer)):
         raise CheckpointError(
             f"{description} The one that is built from the present data and data.tokenizer is not "

@@ -5,7 +5,7 @@ nothing; then the stop request, so that a signal during the start is handled; th
 so that a damaged one is found before data and models are loaded.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +140,12 @@ def _run_task(
     problems = load_problems(config)
     pairs = load_pairs(config.data.train) if config.task in ("dpo", "rm") else []
     # Before it is written: a new tokenizer is saved in the run folder, too.
-    has_saved_tokenizer = uses_saved_tokenizer(config, folder=folder, checkpoint=checkpoint)
+    has_saved_tokenizer = uses_saved_tokenizer(
+        folder,
+        task=config.task,
+        has_warm_start=config.warm_start is not None,
+        checkpoint=checkpoint,
+    )
     pair_rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
     tokenizer = load_or_train_tokenizer(
         config,
@@ -166,25 +171,17 @@ def _run_task(
         _write_report_at_end(log, stop=stop),
     ):
         stop.install()  # again, because Ray has set its own handler
-        for line in describe_changes(
-            previous_settings,
-            read_settings(folder.root),
-            restored_parts=() if checkpoint is None else list_restored_parts(checkpoint),
-            # A damaged model is written again, for which the warm start may train on.
-            has_warm_start_model=config.warm_start is not None
-            and find_damaged_model(folder.warm_start.model) is None,
+        for line in _describe_start(
+            config,
+            folder=folder,
+            checkpoint=checkpoint,
+            previous_settings=previous_settings,
             has_saved_tokenizer=has_saved_tokenizer,
         ):
             log.print_line(line)
         log.try_report()  # a killed process may have left one that is behind metrics.jsonl
         boundary = StepBoundary(run=config.run, folder=folder, lock=lock, log=log)
         boundary.set_saved(completed_steps, checkpoint)
-        if config.task not in ("eval", "generate"):
-            log.print_line(describe_policy(config.run))
-            if warning := describe_deletion(open_checkpointer(config, folder=folder)):
-                log.print_line(warning)
-            if checkpoint is None and config.run.resume == "auto":
-                log.print_line(f"no checkpoint in {folder.checkpoints}: starting from step 1")
         run = _TaskRun(
             config=config,
             folder=folder,
@@ -201,16 +198,44 @@ def _run_task(
         )
         try:
             with _add_last_save_to_errors(folder, boundary=boundary):
-                match config.task:
-                    case "sft" | "dpo" | "rm":
-                        run.run_supervised_task()
-                        return {}
-                    case "eval" | "generate":
-                        return run.run_inference_task()
-                    case "rl" | "distill":
-                        return run.run_rl_task()
+                return run.run()
         except WorkAbandoned:
             raise boundary.make_interrupted(stop) from None
+
+
+def _describe_start(
+    config: TrainerConfig,
+    *,
+    folder: RunFolder,
+    checkpoint: Path | None,
+    previous_settings: Mapping[str, object],
+    has_saved_tokenizer: bool,
+) -> Iterator[str]:
+    """Yield lines on changed settings, on when the run saves, and on where it starts.
+
+    Args:
+        config: The configuration, which the run folder already has.
+        folder: The run folder.
+        checkpoint: Checkpoint from which the run resumes.
+        previous_settings: Settings of the last start by dotted key; empty if there was none.
+        has_saved_tokenizer: True if this start uses the tokenizer of existing weights.
+    """
+    yield from describe_changes(
+        previous_settings,
+        read_settings(folder.root),
+        restored_parts=() if checkpoint is None else list_restored_parts(checkpoint),
+        # A damaged model is written again, for which the warm start may train on.
+        has_warm_start_model=config.warm_start is not None
+        and find_damaged_model(folder.warm_start.model) is None,
+        has_saved_tokenizer=has_saved_tokenizer,
+    )
+    if config.task in ("eval", "generate"):
+        return
+    yield describe_policy(config.run)
+    if warning := describe_deletion(open_checkpointer(config, folder=folder)):
+        yield warning
+    if checkpoint is None and config.run.resume == "auto":
+        yield f"no checkpoint in {folder.checkpoints}: starting from step 1"
 
 
 @contextmanager
@@ -269,6 +294,17 @@ class _TaskRun:
     """Checkpoint from which the run resumes."""
     completed_steps: int
     """Step of the checkpoint; 0 without a checkpoint."""
+
+    def run(self) -> dict[str, float]:
+        """Run the task; return the metrics of its evaluation, empty for supervised tasks."""
+        match self.config.task:
+            case "sft" | "dpo" | "rm":
+                self.run_supervised_task()
+                return {}
+            case "eval" | "generate":
+                return self.run_inference_task()
+            case "rl" | "distill":
+                return self.run_rl_task()
 
     def run_supervised_task(self) -> None:
         """Run task sft, dpo or rm."""

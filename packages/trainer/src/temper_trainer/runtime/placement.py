@@ -209,7 +209,11 @@ def describe_plan(config: TrainerConfig) -> list[str]:
 
 def _describe_inline_placement(config: TrainerConfig) -> list[str]:
     """Return a line for this process and one for each server."""
-    roles = [name for name in collect_role_requests(config) if not _is_server(name, config)]
+    roles = [
+        name
+        for name in collect_role_requests(config)
+        if not _is_server(name, sampler=config.rollout.sampler, teachers=config.teachers)
+    ]
     lines = [f"this process: {', '.join(roles)}"]
     if config.generates_completions and config.rollout.sampler == "vllm":
         devices = config.runtime.rollout_devices
@@ -226,12 +230,10 @@ def _describe_inline_placement(config: TrainerConfig) -> list[str]:
     return lines
 
 
-def _is_server(role: str, config: TrainerConfig) -> bool:
+def _is_server(role: str, *, sampler: str, teachers: Mapping[str, TeacherConfig]) -> bool:
     if role == "rollout":
-        return config.rollout.sampler == "vllm"
-    return (
-        role.startswith("teacher.") and list_teacher_roles(config.teachers)[role].backend == "vllm"
-    )
+        return sampler == "vllm"
+    return role.startswith("teacher.") and list_teacher_roles(teachers)[role].backend == "vllm"
 
 
 def _describe_server(name: str, number: int, *, devices: Sequence[str]) -> str:

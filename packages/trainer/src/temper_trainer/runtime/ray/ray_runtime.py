@@ -70,17 +70,36 @@ _guards: list[RayGuard] = []
 class RayRuntime:
     """A connection to Ray and one placement group, from the start of a run to its end."""
 
-    def __init__(self, config: TrainerConfig, *, roles: Mapping[str, RoleRequest]) -> None:
-        self._config = config
-        runtime = config.runtime
+    def __init__(
+        self,
+        runtime: RuntimeConfig,
+        *,
+        roles: Mapping[str, RoleRequest],
+        engine_name: str,
+        num_threads: int | None,
+        weight_path: Sequence[str],
+    ) -> None:
+        """Connect to Ray and reserve the resources of all roles.
+
+        Args:
+            runtime: Settings of the cluster.
+            roles: Resources by role name.
+            engine_name: Engine of all worker groups (``model_engine``).
+            num_threads: CPU threads of a worker (``run.num_threads``).
+            weight_path: Lines of `describe_weight_path`, which are logged with the placement.
+
+        Raises:
+            ConfigError: If there is no cluster at the address, or it is too small.
+            WorkerError: If the cluster does not grant the resources in time.
+        """
+        self._engine_name, self._num_threads = engine_name, num_threads
+        self._worker_timeout_s = runtime.worker_timeout_s
         self._owns_ray = connect_to_ray(runtime)
         resources = ray.cluster_resources()
         self.placement: Placement = plan_placement(
             roles, runtime, cpus=resources.get("CPU", 0.0), gpus=resources.get("GPU", 0.0)
         )
-        logger.info(
-            "placement:\n%s", "\n".join([self.placement.describe(), *describe_weight_path(config)])
-        )
+        logger.info("placement:\n%s", "\n".join([self.placement.describe(), *weight_path]))
         bundles = [_format_resources(bundle.cpus, bundle.gpus) for bundle in self.placement.bundles]
         self._group: PlacementGroup = placement_group(bundles, strategy="PACK")
         if not self._group.wait(timeout_seconds=runtime.worker_timeout_s):
@@ -106,10 +125,10 @@ class RayRuntime:
                 cast("RoleHandle", self._start(RoleActor, role=role, rank=rank))
                 for rank in range(num_workers)
             ],
-            engine_name=self._config.model_engine,
+            engine_name=self._engine_name,
             config=engine,
-            num_threads=self._config.run.num_threads,
-            timeout_s=self._config.runtime.worker_timeout_s,
+            num_threads=self._num_threads,
+            timeout_s=self._worker_timeout_s,
             is_deprecated=is_deprecated,
         )
 
@@ -117,13 +136,13 @@ class RayRuntime:
         """Create the sampler's actor, or one actor per vLLM server; see Runtime."""
         if config.rollout.sampler == "vllm":
             return self._open_servers(config, tokenizer=tokenizer)
-        arguments = (config.actor.engine.model, tokenizer, config.rollout, config.run.num_threads)
+        arguments = (config.actor.engine.model, tokenizer, config.rollout, self._num_threads)
         # With loop=async an interrupt must get through while the actor samples.
         max_concurrency = 2 if config.loop == "async" else 1
         actor = self._start(
             SamplerActor, *arguments, role="rollout", rank=0, max_concurrency=max_concurrency
         )
-        return RaySampler(cast("SamplerHandle", actor), timeout_s=config.runtime.worker_timeout_s)
+        return RaySampler(cast("SamplerHandle", actor), timeout_s=self._worker_timeout_s)
 
     def make_teacher_servers(self, name: str, config: TrainerConfig) -> Sequence[Replica]:
         """Create the servers of a teacher; see Runtime."""
@@ -199,7 +218,13 @@ def open_ray_runtime(
     config: TrainerConfig, *, roles: Mapping[str, RoleRequest]
 ) -> Iterator[RayRuntime]:
     """Open the runtime for the body, and close it afterwards."""
-    runtime = RayRuntime(config, roles=roles)
+    runtime = RayRuntime(
+        config.runtime,
+        roles=roles,
+        engine_name=config.model_engine,
+        num_threads=config.run.num_threads,
+        weight_path=describe_weight_path(config),
+    )
     try:
         yield runtime
     finally:
