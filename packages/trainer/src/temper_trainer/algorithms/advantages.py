@@ -64,33 +64,24 @@ def estimate_advantages(
         BatchError: If an input is missing, not finite, or has the wrong shape.
     """
     coef = config.kl_reward_coef if kl_coef is None else kl_coef
-    _check(config, samples=samples, rewards=rewards, values=values, kl=kl, coef=coef)
-    # Superfluous inputs are refused, too: whoever passes them expects an effect.
-    if (baselines is not None) != (config.advantage == "remax"):
-        raise BatchError(
-            f"baselines are {'given' if baselines is not None else 'missing'} for "
-            f"algorithm.advantage {config.advantage}: remax needs the rewards of the greedy "
-            "completions, and no other estimator takes them."
-        )
+    _check_rewards(config, samples=samples, rewards=rewards, values=values, kl=kl, coef=coef)
+    _check_estimator_inputs(
+        config,
+        num_sequences=samples.num_sequences,
+        baselines=baselines,
+        components=components,
+        num_weights=len(component_weights),
+    )
     penalty = torch.zeros(samples.num_tokens, dtype=torch.float64)
     if kl is not None and coef:
         # Not multiplied by the mask: an entry outside it may be NaN.
         penalty = coef * torch.where(samples.loss_mask, kl.double(), 0.0)
+    returns = None
     if config.advantage == "gdpo":
-        if components is None or components.shape != (
-            samples.num_sequences,
-            len(component_weights),
-        ):
-            raise BatchError(
-                "algorithm.advantage gdpo needs components [B, K] and K component_weights: set "
-                "reward.components."
-            )
+        assert components is not None
         penalty_sum = sum_per_sequence(penalty, samples)
-        advantages, returns = (
-            compute_gdpo_advantages(
-                components, weights=component_weights, penalty=penalty_sum, samples=samples
-            ),
-            None,
+        advantages = compute_gdpo_advantages(
+            components, weights=component_weights, penalty=penalty_sum, samples=samples
         )
     else:
         advantages, returns = _estimate(
@@ -179,7 +170,7 @@ def _estimate(
     return torch.where(samples.loss_mask, per_sample[samples.sequence_index], 0.0), None
 
 
-def _check(
+def _check_rewards(
     config: AlgorithmConfig,
     *,
     samples: SequenceBatch,
@@ -211,6 +202,29 @@ def _check(
                 f"{name} has shape {tuple(column.shape)}, but must be [{samples.num_tokens}], one "
                 "value per token."
             )
+
+
+def _check_estimator_inputs(
+    config: AlgorithmConfig,
+    *,
+    num_sequences: int,
+    baselines: Tensor | None,
+    components: Tensor | None,
+    num_weights: int,
+) -> None:
+    # Superfluous inputs are refused, too: whoever passes them expects an effect.
+    if (baselines is not None) != (config.advantage == "remax"):
+        raise BatchError(
+            f"baselines are {'given' if baselines is not None else 'missing'} for "
+            f"algorithm.advantage {config.advantage}: remax needs the rewards of the greedy "
+            "completions, and no other estimator takes them."
+        )
+    has_components = components is not None and components.shape == (num_sequences, num_weights)
+    if config.advantage == "gdpo" and not has_components:
+        raise BatchError(
+            "algorithm.advantage gdpo needs components [B, K] and K component_weights: set "
+            "reward.components."
+        )
 
 
 def _describe(advantages: Tensor, *, samples: SequenceBatch, rewards: Tensor) -> dict[str, float]:

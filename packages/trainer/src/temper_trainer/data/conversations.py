@@ -22,17 +22,7 @@ def encode_conversation(
             correct.
     """
     assert isinstance(row.prompt, tuple)
-    template = config.chat_template or tokenizer.chat_template
-    if template is None:
-        raise ConfigError(
-            f"{row.location} is a list of chat messages, but the tokenizer has no chat template: "
-            "set data.chat_template."
-        )
-    if config.tools_path is not None:
-        raise ConfigError(
-            "data.tools_path has no effect on conversations, whose system message describes the "
-            "tools: remove it."
-        )
+    template = _choose_template(row, tokenizer, config)
     messages = row.prompt
     trained_turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
     trained_turns = trained_turns[-1:] if config.train_on == "last" else trained_turns
@@ -71,6 +61,21 @@ def encode_conversation(
     return Demonstration(
         prompt=prompt, tokens=tuple(tokens[first:]), loss_mask=tuple(trained[first:])
     )
+
+
+def _choose_template(row: Row, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
+    template: str | None = config.chat_template or tokenizer.chat_template
+    if template is None:
+        raise ConfigError(
+            f"{row.location} is a list of chat messages, but the tokenizer has no chat template: "
+            "set data.chat_template."
+        )
+    if config.tools_path is not None:
+        raise ConfigError(
+            "data.tools_path has no effect on conversations, whose system message describes the "
+            "tools: remove it."
+        )
+    return template
 
 
 def _render(

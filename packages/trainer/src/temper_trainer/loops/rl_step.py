@@ -198,13 +198,9 @@ def train_on_rollouts(
             with_old_logprobs=needs_old_logprob_pass(config),
             roles=roles,
         )
-    teacher_metrics: dict[str, float] = {}
-    if teachers is not None:
-        with timer.measure("teacher"), allow_stop_after_half_grace():
-            columns, teacher_metrics = teachers.fetch_columns(
-                samples, routes=[rollout.prompt.route for rollout in rollouts]
-            )
-        samples = samples.with_columns(columns)
+    samples, teacher_metrics = _add_teacher_columns(
+        samples, rollouts, teachers=teachers, timer=timer
+    )
     samples, advantage_metrics, kl_controller = add_advantages(
         samples, rollouts=rollouts, config=config, kl_controller=controllers.kl
     )
@@ -278,15 +274,7 @@ def add_forward_columns(
     with_old_logprobs: bool,
     roles: Mapping[str, WorkerGroup],
 ) -> SequenceBatch:
-    """Add the columns old_logprobs, ref_logprobs and values, as far as they are needed.
-
-    Args:
-        samples: Samples of the step.
-        plan: Plan of the step.
-        algorithm: Whether there are values, and what the reference policy is.
-        with_old_logprobs: Whether to add old_logprobs; see `needs_old_logprob_pass`.
-        roles: Workers of each role.
-    """
+    """Add the columns old_logprobs, ref_logprobs and values, as far as the algorithm needs them."""
     columns: dict[str, Tensor] = {}
     if with_old_logprobs:
         columns["old_logprobs"] = run_forward(samples, plan, role="actor", group=roles["actor"])
@@ -302,6 +290,23 @@ def add_forward_columns(
             samples, plan, role="critic", group=roles["critic"], output=HeadOutput.VALUE
         )
     return samples.with_columns(columns)
+
+
+def _add_teacher_columns(
+    samples: SequenceBatch,
+    rollouts: Sequence[Rollout],
+    *,
+    teachers: TeacherClient | None,
+    timer: StepTimer,
+) -> tuple[SequenceBatch, dict[str, float]]:
+    """Add the scores of the teachers, if there are any; return their metrics, too."""
+    if teachers is None:
+        return samples, {}
+    with timer.measure("teacher"), allow_stop_after_half_grace():
+        columns, metrics = teachers.fetch_columns(
+            samples, routes=[rollout.prompt.route for rollout in rollouts]
+        )
+    return samples.with_columns(columns), metrics
 
 
 def run_forward(

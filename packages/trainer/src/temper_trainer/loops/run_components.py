@@ -16,6 +16,8 @@ from temper_engine_api.objective import HeadOutput
 from temper_engine_api.plan import build_packed_batch, plan_mini_batch
 from temper_engine_api.reduction import count_denominators
 from temper_trainer.checkpoint.trainer_state import TrainerState
+from temper_trainer.config.reward import RewardConfig
+from temper_trainer.config.run import RoleConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.streams import InMemoryStream
 from temper_trainer.environment.protocol import EnvironmentFactory
@@ -90,34 +92,27 @@ def build_components(
         runtime: Starts the processes.
         num_eval_trained: See `RunComponents`.
     """
-    role_configs = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
     with ExitStack() as stack:
-        roles: dict[str, WorkerGroup] = {}
-        for name, role in role_configs.items():
-            if role is not None:
-                roles[name] = runtime.open_group(
-                    name,
-                    engine=role.engine,
-                    num_workers=role.num_workers,
-                    is_deprecated=config.use_legacy_worker_impl == "enable",
-                )
-                # Before `init`, so that ranks are also freed if building a model fails.
-                stack.callback(roles[name].close)
-        for group in roles.values():
-            group.init()
+        roles = stack.enter_context(
+            _open_roles(
+                {"actor": config.actor, "critic": config.critic, "ref": config.ref},
+                is_deprecated=config.use_legacy_worker_impl == "enable",
+                runtime=runtime,
+            )
+        )
         sampler = runtime.open_sampler(config, tokenizer=tokenizer)
         stack.callback(sampler.close)
         teachers = build_teachers(config, runtime=runtime, tokenizer=tokenizer)
         if teachers is not None:
             stack.callback(teachers.close)
-        reward_model = build_reward_model(
-            config.reward.model,
-            max_tokens=config.batching.max_tokens,
-            runtime=runtime,
-            tokenizer=tokenizer,
+        scorer = stack.enter_context(
+            _open_scorer(
+                config.reward,
+                max_tokens=config.batching.max_tokens,
+                runtime=runtime,
+                tokenizer=tokenizer,
+            )
         )
-        if reward_model is not None:
-            stack.callback(reward_model.close)
         transport = build_transport(config, actor=roles["actor"], sampler=sampler)
         stack.callback(transport.close)
         publisher = Publisher(
@@ -138,7 +133,7 @@ def build_components(
             sampler=_make_pausable(sampler, interrupts=config.asynchrony.partial_rollouts)
             if config.loop == "async"
             else sampler,
-            scorer=stack.enter_context(Scorer(config.reward, model=reward_model)),
+            scorer=scorer,
             roles=roles,
             publisher=publisher,
             teachers=teachers,
@@ -157,6 +152,52 @@ def build_components(
             else None,
             num_eval_trained=num_eval_trained,
         )
+
+
+@contextmanager
+def _open_roles(
+    configs: Mapping[str, RoleConfig | None], *, is_deprecated: bool, runtime: Runtime
+) -> Iterator[Mapping[str, WorkerGroup]]:
+    """Open and initialize the workers of all roles that are configured.
+
+    Args:
+        configs: Configuration by role name; None for a role that the run does not have.
+        is_deprecated: Use the deprecated workers of ``use_legacy_worker_impl``.
+        runtime: Starts the workers.
+    """
+    with ExitStack() as stack:
+        roles: dict[str, WorkerGroup] = {}
+        for name, role in configs.items():
+            if role is not None:
+                roles[name] = runtime.open_group(
+                    name,
+                    engine=role.engine,
+                    num_workers=role.num_workers,
+                    is_deprecated=is_deprecated,
+                )
+                # Before `init`, so that ranks are also freed if building a model fails.
+                stack.callback(roles[name].close)
+        for group in roles.values():
+            group.init()
+        yield roles
+
+
+@contextmanager
+def _open_scorer(
+    config: RewardConfig,
+    *,
+    max_tokens: int,
+    runtime: Runtime,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Iterator[Scorer]:
+    """Open the scorer, and the reward model if one is configured; close both after the body."""
+    with ExitStack() as stack:
+        model = build_reward_model(
+            config.model, max_tokens=max_tokens, runtime=runtime, tokenizer=tokenizer
+        )
+        if model is not None:
+            stack.callback(model.close)
+        yield stack.enter_context(Scorer(config, model=model))
 
 
 def _make_pausable(sampler: Sampler, *, interrupts: bool) -> Sampler:
@@ -178,14 +219,14 @@ def build_inference_components(
     with ExitStack() as stack:
         sampler = runtime.open_sampler(config, tokenizer=tokenizer)
         stack.callback(sampler.close)
-        reward_model = build_reward_model(
-            config.reward.model,
-            max_tokens=config.batching.max_tokens,
-            runtime=runtime,
-            tokenizer=tokenizer,
+        scorer = stack.enter_context(
+            _open_scorer(
+                config.reward,
+                max_tokens=config.batching.max_tokens,
+                runtime=runtime,
+                tokenizer=tokenizer,
+            )
         )
-        if reward_model is not None:
-            stack.callback(reward_model.close)
         yield RunComponents(
             config=config,
             log=log,
@@ -193,7 +234,7 @@ def build_inference_components(
             prompts=InMemoryStream(prompts, seed=config.run.seed, shuffle=False),
             eval_prompts=prompts,
             sampler=sampler,
-            scorer=stack.enter_context(Scorer(config.reward, model=reward_model)),
+            scorer=scorer,
             roles={},
             publisher=Publisher(
                 transport=NullTransport(), sampler=sampler, version=sampler.weight_version

@@ -1,6 +1,6 @@
 """Prepare a run: checkpointer, data, models that fit it, and the number of steps."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -12,9 +12,10 @@ from temper_trainer.config.data import DataConfig, SourceConfig
 from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.run import RoleConfig
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.data.rows import DataError, Row
-from temper_trainer.data.sources import load_rows
+from temper_trainer.data.rows import DataError, PairRow, Row
+from temper_trainer.data.sources import load_pairs, load_rows
 from temper_trainer.loops.run_folder import RunFolder
+from temper_trainer.loops.run_tokenizer import load_or_train_tokenizer, uses_saved_tokenizer
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.runtime.checkpoint_verification import make_checkpoint_verifier
 
@@ -51,6 +52,45 @@ def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:
         "train": [],
         **{name: load_rows(source) for name, source in sources.items() if source is not None},
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """The rows of all sources and the tokenizer of a run."""
+
+    problems: dict[str, list[Row]]
+    """Rows by source: train, eval, warm_start."""
+    pairs: list[PairRow]
+    """Preference pairs of tasks dpo and rm."""
+    tokenizer: PreTrainedTokenizerBase
+    has_saved_tokenizer: bool
+    """True if the tokenizer is that of existing weights."""
+
+
+def load_run_data(config: TrainerConfig, *, folder: RunFolder, checkpoint: Path | None) -> RunData:
+    """Load the rows of all sources, and load the tokenizer or train it on them."""
+    problems = load_problems(config)
+    pairs = load_pairs(config.data.train) if config.task in ("dpo", "rm") else []
+    # Before it is written: a new tokenizer is saved in the run folder, too.
+    has_saved_tokenizer = uses_saved_tokenizer(
+        folder,
+        task=config.task,
+        has_warm_start=config.warm_start is not None,
+        checkpoint=checkpoint,
+    )
+    pair_rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
+    tokenizer = load_or_train_tokenizer(
+        config,
+        folder=folder,
+        rows=[*problems["train"], *pair_rows, *problems.get("warm_start", [])],
+        checkpoint=checkpoint,
+    )
+    return RunData(
+        problems=problems,
+        pairs=pairs,
+        tokenizer=tokenizer,
+        has_saved_tokenizer=has_saved_tokenizer,
+    )
 
 
 def fit_models_to_tokenizer(

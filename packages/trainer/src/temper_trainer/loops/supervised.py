@@ -255,25 +255,20 @@ def run_supervised(
         tokenizer_digest=compute_tokenizer_digest(tokenizer),
     )
     stream = stage.open_stream(DataCursor())
-    with ExitStack() as stack:
-        groups = stack.enter_context(
-            _open_groups(
-                stage, num_workers=config.actor.num_workers, ref=config.ref, runtime=runtime
-            )
-        )
+    with _open_groups(
+        stage, num_workers=config.actor.num_workers, ref=config.ref, runtime=runtime
+    ) as groups:
         actor = groups["actor"]
         stream, done = _resume(stage, stream, actor=actor, checkpointer=checkpointer, log=log)
         boundary.set_saved(done, stage.resume_from)
         if done < stage.total_steps:
             stage.folder.supersede_model()
-        # After the groups, because the stack unwinds in reverse: a save in the background must end
-        # before the workers that write it are closed.
-        writer = stack.enter_context(
+        with (
+            # Within the groups: a save in the background must end before the workers that write it
+            # are closed.
             CheckpointWriter(
                 checkpointer, roles={"actor": actor}, in_background=config.run.save_in_background
-            )
-        )
-        with (
+            ) as writer,
             stop.defer(),
             log.progress_bar(stage.phase, total=stage.total_steps, start=done) as bar,
         ):
@@ -310,14 +305,7 @@ def run_supervised(
 def _open_groups(
     stage: SupervisedStage, *, num_workers: int, ref: RoleConfig | None, runtime: Runtime
 ) -> Iterator[Mapping[str, WorkerGroup]]:
-    """Open and initialize the actor, and the reference policy if the stage has one.
-
-    Args:
-        stage: The stage, with the engine of the actor.
-        num_workers: Number of the actor's workers.
-        ref: Configuration of the reference policy.
-        runtime: Starts the workers.
-    """
+    """Open and initialize the workers of the actor, and the reference policy if there is one."""
     with ExitStack() as stack:
         actor = runtime.open_group("actor", engine=stage.engine, num_workers=num_workers)
         # Before `init`, so that ranks are also freed if building a model fails.
@@ -399,14 +387,10 @@ def _run_update(
     max_tokens: int,
     seed: int,
 ) -> dict[str, float]:
-    """Run one update on the next examples; return its metrics.
+    """Run one update on the next examples, in micro-batches of ``max_tokens``.
 
-    Args:
-        stage: The stage.
-        groups: Workers of each role.
-        stream: The remaining examples.
-        max_tokens: Maximum number of tokens of a micro-batch.
-        seed: Seed of the order of the examples in the update.
+    Returns:
+        The metrics of the update.
     """
     start = time.perf_counter()
     examples = _take_examples(stage, stream)

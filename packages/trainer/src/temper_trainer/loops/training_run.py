@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError, WeightError
 from temper_trainer.checkpoint.checkpoint_messages import (
     describe_deletion,
@@ -24,21 +22,19 @@ from temper_trainer.config.resume_changes import describe_changes
 from temper_trainer.config.run_folder_checks import find_inputs_in_run_folder
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.prompts import encode_prompts
-from temper_trainer.data.rows import PairRow, Row
-from temper_trainer.data.sources import load_pairs
 from temper_trainer.loops.evaluation import count_trained_prompts, evaluate_all, generate
 from temper_trainer.loops.interrupts import RunInterrupted, StopRequest, WorkAbandoned
 from temper_trainer.loops.rl_run import run_rl
 from temper_trainer.loops.run_components import build_inference_components
 from temper_trainer.loops.run_folder import RunFolder, open_run_folder, set_aside_damaged_model
 from temper_trainer.loops.run_setup import (
+    RunData,
     fit_models_to_tokenizer,
-    load_problems,
+    load_run_data,
     open_checkpointer,
     report_dropped,
     with_run_length,
 )
-from temper_trainer.loops.run_tokenizer import load_or_train_tokenizer, uses_saved_tokenizer
 from temper_trainer.loops.step_boundary import StepBoundary
 from temper_trainer.loops.supervised import (
     SupervisedStage,
@@ -137,22 +133,7 @@ def _run_task(
         check_resume_step(
             completed_steps, total_steps=config.run.total_steps, checkpoint=checkpoint
         )
-    problems = load_problems(config)
-    pairs = load_pairs(config.data.train) if config.task in ("dpo", "rm") else []
-    # Before it is written: a new tokenizer is saved in the run folder, too.
-    has_saved_tokenizer = uses_saved_tokenizer(
-        folder,
-        task=config.task,
-        has_warm_start=config.warm_start is not None,
-        checkpoint=checkpoint,
-    )
-    pair_rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
-    tokenizer = load_or_train_tokenizer(
-        config,
-        folder=folder,
-        rows=[*problems["train"], *pair_rows, *problems.get("warm_start", [])],
-        checkpoint=checkpoint,
-    )
+    data = load_run_data(config, folder=folder, checkpoint=checkpoint)
     # Before `write_config` replaces the file: changed settings are listed below.
     previous_settings = read_settings(folder.root)
     with stop.defer():
@@ -176,7 +157,7 @@ def _run_task(
             folder=folder,
             checkpoint=checkpoint,
             previous_settings=previous_settings,
-            has_saved_tokenizer=has_saved_tokenizer,
+            has_saved_tokenizer=data.has_saved_tokenizer,
         ):
             log.print_line(line)
         log.try_report()  # a killed process may have left one that is behind metrics.jsonl
@@ -185,9 +166,7 @@ def _run_task(
         run = _TaskRun(
             config=config,
             folder=folder,
-            problems=problems,
-            pairs=pairs,
-            tokenizer=tokenizer,
+            data=data,
             log=log,
             digest=digest,
             stop=stop,
@@ -281,10 +260,7 @@ class _TaskRun:
 
     config: TrainerConfig
     folder: RunFolder
-    problems: dict[str, list[Row]]
-    """Rows by source: train, eval, warm_start."""
-    pairs: list[PairRow]
-    tokenizer: PreTrainedTokenizerBase
+    data: RunData
     log: RunLog
     digest: str
     stop: StopRequest
@@ -308,13 +284,13 @@ class _TaskRun:
 
     def run_supervised_task(self) -> None:
         """Run task sft, dpo or rm."""
-        config = fit_models_to_tokenizer(self.config, self.tokenizer)
+        config = fit_models_to_tokenizer(self.config, self.data.tokenizer)
         if config.task == "sft":
             stage = build_demonstration_stage(
                 config,
                 phase="sft",
-                rows=self.problems["train"],
-                tokenizer=self.tokenizer,
+                rows=self.data.problems["train"],
+                tokenizer=self.data.tokenizer,
                 folder=self.folder,
                 resume_from=self.checkpoint,
                 log=self.log,
@@ -322,8 +298,8 @@ class _TaskRun:
         else:
             stage = build_pair_stage(
                 config,
-                rows=self.pairs,
-                tokenizer=self.tokenizer,
+                rows=self.data.pairs,
+                tokenizer=self.data.tokenizer,
                 folder=self.folder,
                 resume_from=self.checkpoint,
                 log=self.log,
@@ -335,12 +311,16 @@ class _TaskRun:
 
     def run_inference_task(self) -> dict[str, float]:
         """Run task eval or generate."""
-        config = fit_models_to_tokenizer(self.config, self.tokenizer)
-        rows = self.problems.get("eval", self.problems["train"])
-        prompts, num_dropped = encode_prompts(rows, self.tokenizer, config.data)
+        config = fit_models_to_tokenizer(self.config, self.data.tokenizer)
+        rows = self.data.problems.get("eval", self.data.problems["train"])
+        prompts, num_dropped = encode_prompts(rows, self.data.tokenizer, config.data)
         report_dropped(self.log, config.data, phase=config.task, data=num_dropped)
         with build_inference_components(
-            config, log=self.log, tokenizer=self.tokenizer, prompts=prompts, runtime=self.runtime
+            config,
+            log=self.log,
+            tokenizer=self.data.tokenizer,
+            prompts=prompts,
+            runtime=self.runtime,
         ) as components:
             if config.task == "eval":
                 return evaluate_all(components, step=0, label="evaluation")
@@ -348,20 +328,24 @@ class _TaskRun:
 
     def run_rl_task(self) -> dict[str, float]:
         """Run task rl or distill, after the warm start if there is one."""
-        trained_rows = list(self.problems["train"])
+        trained_rows = list(self.data.problems["train"])
         trained_model = None
         if self.config.warm_start is not None:
             trained_model = None if self._can_skip_warm_start() else self._run_warm_start()
-            trained_rows += self.problems.get("warm_start", [])
-        config = fit_models_to_tokenizer(self.config, self.tokenizer, trained_model=trained_model)
+            trained_rows += self.data.problems.get("warm_start", [])
+        config = fit_models_to_tokenizer(
+            self.config, self.data.tokenizer, trained_model=trained_model
+        )
         if trained_model is not None and self.config.actor.engine.model.path is not None:
             self.log.print_line(
                 f"RL starts from the model of the warm start, {trained_model}, in place of "
                 f"actor.engine.model.path {self.config.actor.engine.model.path}"
             )
-        eval_rows = self.problems.get("eval", [])
-        prompts, num_dropped = encode_prompts(self.problems["train"], self.tokenizer, config.data)
-        eval_prompts, num_eval_dropped = encode_prompts(eval_rows, self.tokenizer, config.data)
+        eval_rows = self.data.problems.get("eval", [])
+        prompts, num_dropped = encode_prompts(
+            self.data.problems["train"], self.data.tokenizer, config.data
+        )
+        eval_prompts, num_eval_dropped = encode_prompts(eval_rows, self.data.tokenizer, config.data)
         report_dropped(self.log, config.data, phase="rl", data=num_dropped, eval=num_eval_dropped)
         config = with_run_length(config, num_problems=len(prompts))
         check_resume_step(
@@ -370,7 +354,7 @@ class _TaskRun:
         return run_rl(
             config,
             log=self.log,
-            tokenizer=self.tokenizer,
+            tokenizer=self.data.tokenizer,
             prompts=prompts,
             eval_prompts=eval_prompts,
             num_eval_trained=count_trained_prompts(
@@ -410,14 +394,14 @@ class _TaskRun:
         # has finished the warm start. A file that is missing now was lost later.
         if folder.model.exists() and not self._set_aside_if_damaged(folder.model):
             return str(folder.model)
-        config = fit_models_to_tokenizer(self.config, self.tokenizer)
+        config = fit_models_to_tokenizer(self.config, self.data.tokenizer)
         # It resumes from its own checkpoints, whatever checkpoint the run resumes from.
         resume = "never" if config.run.resume == "never" else "auto"
         stage = build_demonstration_stage(
             config,
             phase="warm_start",
-            rows=self.problems.get("warm_start", self.problems["train"]),
-            tokenizer=self.tokenizer,
+            rows=self.data.problems.get("warm_start", self.data.problems["train"]),
+            tokenizer=self.data.tokenizer,
             folder=folder,
             resume_from=open_checkpointer(config, folder=folder).find(resume),
             log=self.log,
@@ -441,7 +425,7 @@ class _TaskRun:
             config,
             stage,
             log=self.log,
-            tokenizer=self.tokenizer,
+            tokenizer=self.data.tokenizer,
             digest=self.digest,
             stop=self.stop,
             boundary=self.boundary,

@@ -205,6 +205,10 @@ class RunningStats:
         """Standard deviation with divisor N; 0 before the second reward."""
         return math.sqrt(self.squares / self.count) if self.count else 0.0
 
+    def normalize(self, rewards: Sequence[float]) -> list[float]:
+        """Return the rewards minus the mean, divided by the standard deviation."""
+        return [(reward - self.mean) / (self.std + NORMALIZATION_EPSILON) for reward in rewards]
+
     def with_rewards(self, rewards: Sequence[float]) -> "RunningStats":
         """Return the statistics with more rewards.
 
@@ -296,24 +300,11 @@ def shape_rewards(
             "reward/overlong_mean": math.fsum(penalties) / len(penalties),
             "reward/overlong_fraction": sum(penalty < 0 for penalty in penalties) / len(penalties),
         }
-    if config.normalization == "none":
-        return Shaped(
-            rewards=rewards,
-            baselines=shaped_baselines,
-            running_stats=running_stats,
-            metrics=metrics,
-        )
-    stats = (
-        running_stats if config.normalization == "running" else RunningStats().with_rewards(rewards)
-    )
-    metrics["reward/std_before_normalization"] = stats.std
-
-    def normalize(values: list[float]) -> list[float]:
-        return [(value - stats.mean) / (stats.std + NORMALIZATION_EPSILON) for value in values]
-
+    if config.normalization != "none":
+        is_running = config.normalization == "running"
+        stats = running_stats if is_running else RunningStats().with_rewards(rewards)
+        metrics["reward/std_before_normalization"] = stats.std
+        rewards, shaped_baselines = stats.normalize(rewards), stats.normalize(shaped_baselines)
     return Shaped(
-        rewards=normalize(rewards),
-        baselines=normalize(shaped_baselines),
-        running_stats=running_stats,
-        metrics=metrics,
+        rewards=rewards, baselines=shaped_baselines, running_stats=running_stats, metrics=metrics
     )

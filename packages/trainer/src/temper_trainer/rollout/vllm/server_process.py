@@ -114,25 +114,8 @@ class ServerProcess:
         # A socket pair instead of a listening socket, so that only the child that inherits the
         # other end can connect.
         self._connection, other_end = multiprocessing.Pipe()
-        with other_end, self._log_file.open("ab") as log:
-            try:
-                # In its own session, so that killing its process group ends its workers too, and
-                # Ctrl-C in the terminal only reaches the trainer.
-                self._process = subprocess.Popen(
-                    [self._python, "-m", SERVER_MODULE, str(other_end.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=(other_end.fileno(),),
-                    env=_make_environment(self._directory),
-                )
-            except OSError as error:
-                self.close()
-                raise ConfigError(
-                    f"runtime.rollout_python is {self._python}, which cannot be started: "
-                    f"{error.strerror}."
-                ) from error
+        with other_end:
+            self._process = self._launch(other_end.fileno(), directory=self._directory)
         self.process_id = self._process.pid
         hello = self._receive(deadline=deadline, ended="did not start")
         assert isinstance(hello, Hello)
@@ -161,6 +144,27 @@ class ServerProcess:
             name=self._name,
         )
         self._reader.start()
+
+    def _launch(self, connection_fd: int, *, directory: Path) -> subprocess.Popen[bytes]:
+        with self._log_file.open("ab") as log:
+            try:
+                # In its own session, so that killing its process group ends its workers too, and
+                # Ctrl-C in the terminal only reaches the trainer.
+                return subprocess.Popen(
+                    [self._python, "-m", SERVER_MODULE, str(connection_fd)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=(connection_fd,),
+                    env=_make_environment(directory),
+                )
+            except OSError as error:
+                self.close()
+                raise ConfigError(
+                    f"runtime.rollout_python is {self._python}, which cannot be started: "
+                    f"{error.strerror}."
+                ) from error
 
     def sample(self, requests: Sequence[SamplingRequest]) -> "Future[list[Completion]]":
         """Sample completions; see Replica."""
