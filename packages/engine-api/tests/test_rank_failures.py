@@ -90,17 +90,37 @@ def test_group_breaks_if_ranks_have_started_different_collectives(tmp_path: Path
     run_ranks(raise_after_other_collectives, tmp_path)
 
 
+def call_stages(failures: RankFailures, *, fails: bool) -> None:
+    with failures.reported("a training call"), failures.exchanging_messages():
+        if fails:
+            raise ValueError("bad sample")
+
+
 def raise_in_stages(rank: int, folder: str) -> None:
     failures = join(rank, folder, num_stages=2)
     with pytest.raises(ValueError, match="bad sample"):
-        call(failures, fails=True)
+        call_stages(failures, fails=True)
     with pytest.raises(RankFailedError):
         failures.check()
     dist.destroy_process_group()
 
 
-def test_group_of_pipeline_stages_never_survives(tmp_path: Path) -> None:
+def test_group_of_pipeline_stages_breaks_during_a_pass(tmp_path: Path) -> None:
     run_ranks(raise_in_stages, tmp_path)
+
+
+def raise_between_stages(rank: int, folder: str) -> None:
+    failures = join(rank, folder, num_stages=2)
+    for _ in range(2):
+        call_stages(failures, fails=False)
+        with pytest.raises(ValueError, match="bad sample"):
+            call(failures, fails=True)
+    call(failures, fails=False)
+    dist.destroy_process_group()
+
+
+def test_group_of_pipeline_stages_survives_outside_of_a_pass(tmp_path: Path) -> None:
+    run_ranks(raise_between_stages, tmp_path)
 
 
 def build_after_a_failure(rank: int, folder: str) -> None:

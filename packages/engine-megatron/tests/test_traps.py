@@ -33,6 +33,7 @@ from temper_engine_api.conformance.harness.tolerances import (
     assert_all_equal,
     assert_close,
 )
+from temper_engine_api.conformance.inputs.failing_probe import InjectedError
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, QWEN2_TIED, QWEN2_UNTIED
 from temper_engine_api.layout import default_layout
@@ -60,6 +61,38 @@ def engine_in_layout(rank_pool):
         )
 
     return make
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2-vpp2"])
+def test_stages_continue_after_an_exception_outside_of_their_passes(
+    engine_in_layout, oracle, layout
+):
+    # In a pass an exception breaks the group, because messages between stages are under way.
+    for after_failure, expected in engine_in_layout(layout).run(
+        norms_with_and_without_a_failed_hook,
+        setup=oracle.make_setup(QWEN2_GROUPED),
+        batch=oracle.get_batch(),
+    ):
+        assert after_failure == expected
+
+
+def norms_with_and_without_a_failed_hook(rank, *, setup, batch):
+    """Return the gradient norms of an update after a call with a failing hook, and without one."""
+    engine = rank.cached_engine(setup)
+    local_batch = rank_slice(engine, batch, split=TWO)
+
+    def fail(batch, ctx):
+        raise InjectedError("bad sample")
+
+    def update():
+        engine.set_loss_fn(ClippedPpoProbe())
+        return run_update(engine, [local_batch]).grad_norm
+
+    expected = update()
+    engine.optimizer_zero_grad()
+    with pytest.raises(InjectedError), engine.train_mode():
+        engine.forward_backward_step(batch, preprocess_fn=fail)
+    return update(), expected
 
 
 @pytest.mark.parametrize("model", [QWEN2_UNTIED, QWEN2_TIED], ids=lambda model: model.name)

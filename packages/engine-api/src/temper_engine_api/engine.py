@@ -895,14 +895,17 @@ class BaseEngine(ABC):
             micro_batch_loss=self._with_position(micro_batch_loss, num=batch.num_micro_batches),
             forward_only=forward_only,
         )
+        failures = self._rank_failures
+        passes = nullcontext() if failures is None else failures.exchanging_messages()
         if forward_only:
-            return run(reduce_gradients=False)
+            with passes:
+                return run(reduce_gradients=False)
         self._require_optimizer()
         # A plain function may give a gradient to a batch without trained tokens.
         are_trained = self._loss_fn is not None or not batch.denominators.is_empty
         self._update_cycle.record_samples(batch.sample_ids, are_trained=are_trained)
         result = GradientState.REDUCED if final else GradientState.ACCUMULATED
-        with self._update_cycle.training_call(result=result):
+        with self._update_cycle.training_call(result=result), passes:
             return run(reduce_gradients=final)
 
     def _with_position(

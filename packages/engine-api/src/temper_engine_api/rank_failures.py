@@ -14,8 +14,9 @@ this wait. Nothing is exchanged as long as calls succeed. After an exception:
    from the store. With NCCL a thread on each rank reads the declaration and aborts the collective.
 4. Every later call of a rank in a broken group raises the same RankFailedError.
 
-Pipeline stages also exchange messages outside of collectives. Their number does not show which
-messages are under way, so with stages the group never survives.
+Pipeline stages also exchange messages outside of collectives, in forward and backward passes. Their
+number does not show which are under way, and a stage that waits for one can leave only by closing
+the connection. With stages a group therefore survives only if no rank raised during its passes.
 """
 
 import json
@@ -78,6 +79,8 @@ class FailureReport:
     """Type and message of the exception."""
     num_collectives: dict[str, int]
     """Collectives that this rank has started, by group and device."""
+    may_have_messages: bool
+    """True if messages between pipeline stages may be under way to or from this rank."""
     has_lost_connection: bool
     """True if the exception reports a lost connection or a timeout."""
 
@@ -109,6 +112,7 @@ class RankFailures:
         self._num_survived = 0
         self._where = ""
         self._position = ""
+        self._may_have_messages = False
         self._broken: str | None = None
         store.set(f"{self._prefix}/connections/{rank}", json.dumps(sorted(own_connections())))
 
@@ -140,6 +144,14 @@ class RankFailures:
         self._position = position
 
     @contextmanager
+    def exchanging_messages(self) -> Iterator[None]:
+        """Enclose the passes of a call, in which pipeline stages exchange messages."""
+        self._may_have_messages = self._has_stages
+        yield
+        # Not after an exception: this rank then left messages unsent or unread.
+        self._may_have_messages = False
+
+    @contextmanager
     def reported(self, call: str) -> Iterator[None]:
         """Enclose a collective call: report its exception, and take part in the agreement.
 
@@ -151,7 +163,7 @@ class RankFailures:
         """
         self.check()
         self._num_calls += 1
-        self._where, self._position = call, ""
+        self._where, self._position, self._may_have_messages = call, "", False
         try:
             yield
         except BaseException as error:
@@ -203,6 +215,7 @@ class RankFailures:
             where=self._where + self._position,
             message=f"{type(error).__name__}: {error}"[:MAX_MESSAGE],
             num_collectives=_count_collectives(),
+            may_have_messages=self._may_have_messages,
             has_lost_connection=has_lost_connection(error),
         )
 
@@ -238,7 +251,7 @@ class RankFailures:
         return self._declare(verdict)
 
     def _survives(self, reports: list[FailureReport]) -> bool:
-        if self._has_stages or any(report.has_lost_connection for report in reports):
+        if any(report.may_have_messages or report.has_lost_connection for report in reports):
             return False
         counts: defaultdict[str, set[int]] = defaultdict(set)
         for report in reports:
