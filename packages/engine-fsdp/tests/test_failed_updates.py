@@ -1,6 +1,7 @@
 """Test that an exception in a call costs one update and changes no later one."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from temper_engine_api.conformance.inputs.probes import SftProbe
 from temper_engine_api.errors import EngineStateError
 from temper_engine_api.specs import LoraSpec, OptimizerSpec, PrecisionSpec
 from temper_engine_fsdp.engine import FSDPEngine
+from temper_engine_fsdp.sharding import fsdp2
 
 Start = Callable[..., FSDPEngine]
 STRATEGIES = pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
@@ -65,6 +67,27 @@ def test_step_after_a_failed_call_is_refused(
     with pytest.raises(EngineStateError, match=r"optimizer_zero_grad\(\) to discard the update"):
         engine.optimizer_step()
     assert engine.num_updates == 0
+
+
+def test_older_torch_refuses_the_next_update_but_saves_the_last_one(
+    start: Start, batch: SequenceBatch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = start()
+    packed = three_micro_batches(engine, batch)
+    update_norm(engine, packed)
+    # Older versions have no `reset_iter_state`.
+    monkeypatch.setattr(fsdp2, "_HAS_RESET_ITER_STATE", False)
+    fail(engine, packed, FailingProbe(fails_at=1))
+    for _ in range(2):
+        with pytest.raises(EngineStateError, match=r"save_checkpoint\(\), close\(\) this engine"):
+            engine.optimizer_zero_grad()
+    checkpoint = engine.save_checkpoint(str(tmp_path), global_step=1)
+    next_engine = start()
+    next_engine.load_checkpoint(checkpoint)
+    assert next_engine.num_updates == 1
+    expected = start()
+    update_norm(expected, packed)
+    assert update_norm(next_engine, packed) == update_norm(expected, packed)
 
 
 @STRATEGIES

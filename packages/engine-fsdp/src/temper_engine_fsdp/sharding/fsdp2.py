@@ -113,8 +113,10 @@ class FSDP2Module:
         """
         if not _HAS_RESET_ITER_STATE:
             raise EngineStateError(
-                f"torch {torch.__version__} can't reset FSDP2 after an exception in a training "
-                "call: build a new engine, or use torch 2.13 or strategy fsdp1."
+                f"torch {torch.__version__} cannot reset FSDP2 after an exception in a training "
+                "call, so this engine cannot start another update. save_checkpoint(), close() this "
+                "engine, and load the checkpoint in a new one. With torch 2.13, or with strategy "
+                "fsdp1, the engine can continue."
             )
         for module in self._modules:
             # torch has no public access: reset_iter_state() keeps the sums of earlier
