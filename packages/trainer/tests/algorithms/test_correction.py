@@ -40,6 +40,28 @@ def test_tokens_outside_the_bounds_are_masked_and_the_rest_normalized() -> None:
     assert correction.metrics["correction/weight_mean"] == pytest.approx(1.0)
 
 
+def test_pure_mask_rejects_tokens_and_keeps_the_weights_of_the_others() -> None:
+    corrected_by_mask = corrected(mask_only=True, mask_low=0.5, mask_high=1.6)
+    assert corrected_by_mask.weights.tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert corrected_by_mask.metrics["correction/truncated_fraction"] == 0.0
+    # The ratio of the completion is 0.606531, inside the bounds.
+    assert corrected(level="sequence", mask_only=True, mask_low=0.5).weights.tolist() == [
+        0,
+        1,
+        1,
+        1,
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"mask_low": 0.5, "self_normalize": True}, {"mask_low": 0.5, "truncate_at": 3.0}],
+)
+def test_pure_mask_without_bounds_or_with_weights_is_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="mask_only"):
+        RolloutCorrectionConfig(mask_only=True, **settings)  # type: ignore[arg-type]
+
+
 def test_sequence_weight_is_the_product_of_its_ratios() -> None:
     # e^(0.5 - 1 + 0) = 0.606531.
     assert corrected(level="sequence").weights.tolist() == pytest.approx(

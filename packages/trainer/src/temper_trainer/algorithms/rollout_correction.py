@@ -38,9 +38,10 @@ def compute_rollout_correction(
         sequence:  w_t = product of r_s over the completion of t
         none:      w_t = 1
 
-    Weights outside [mask_low, mask_high] become 0, the others at most truncate_at. All weights of a
-    completion whose mean KL estimate exceeds reject_kl are 0. With self_normalize the weights are
-    divided by their mean over the step's trained tokens. Sums are float64.
+    Weights outside [mask_low, mask_high] become 0, the others at most truncate_at, or 1 with
+    mask_only. All weights of a completion whose mean KL estimate exceeds reject_kl are 0. With
+    self_normalize the weights are divided by their mean over the step's trained tokens. Sums are
+    float64.
 
     Masked tokens keep counting in the loss denominators, which are fixed when the batch is planned.
 
@@ -56,7 +57,7 @@ def compute_rollout_correction(
     raw = _raw_weights(config.level, log_ratio, samples=samples)
     is_kept = _is_within(raw, low=config.mask_low, high=config.mask_high) & mask
     is_rejected = _find_rejected(config, old=old, rollout=rollout, samples=samples)
-    weights = raw if config.truncate_at is None else raw.clamp(max=config.truncate_at)
+    weights = _bounded_weights(config, raw)
     weights = torch.where(is_kept & ~is_rejected[samples.sequence_index], weights, 0.0)
     total = float(weights.sum())
     if config.self_normalize and total > 0:
@@ -76,6 +77,13 @@ def _raw_weights(level: str, log_ratio: Tensor, *, samples: SequenceBatch) -> Te
         # A sum of logarithms: the product of thousands of ratios would overflow before the clamp.
         log_ratio = sum_per_sequence(log_ratio, samples)[samples.sequence_index]
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _bounded_weights(config: RolloutCorrectionConfig, raw: Tensor) -> Tensor:
+    """Return the weights of tokens that no mask rejects."""
+    if config.mask_only:
+        return torch.ones_like(raw)
+    return raw if config.truncate_at is None else raw.clamp(max=config.truncate_at)
 
 
 def _is_within(raw: Tensor, *, low: float | None, high: float | None) -> Tensor:
@@ -114,7 +122,7 @@ def _describe(
         "correction/masked_fraction": float((~is_kept).double().mean()),
         # Counted on the raw weights, because no truncated weight is above the bound.
         "correction/truncated_fraction": 0.0
-        if config.truncate_at is None
+        if config.truncate_at is None or config.mask_only
         else float((raw > config.truncate_at).double().mean()),
         "correction/effective_sample_fraction": float(weights.mean()) ** 2 / squares
         if squares > 0

@@ -35,6 +35,10 @@ class RolloutCorrectionConfig:
     """Tokens (at level sequence: completions) with a ratio above this get weight 0. None masks
     none.
     """
+    mask_only: bool = False
+    """Keep weight 1 inside the bounds of mask_low and mask_high: tokens (or completions) are
+    rejected by their ratio, and the others are not reweighted.
+    """
     self_normalize: bool = False
     """Divide the weights by their mean over the step's trained tokens."""
     reject_kl: float | None = None
@@ -80,6 +84,16 @@ class RolloutCorrectionConfig:
             raise ConfigError(
                 f"{name}.reject_kl_estimator has no effect without {name}.reject_kl: remove it, "
                 "or set reject_kl."
+            )
+        if self.mask_only and bounds == (None, None):
+            raise ConfigError(
+                f"{name}.mask_only has no effect without {name}.mask_low and mask_high: set a "
+                "bound, or remove mask_only."
+            )
+        if self.mask_only and (self.self_normalize or self.truncate_at not in (None, 2.0)):
+            raise ConfigError(
+                f"{name}: truncate_at and self_normalize have no effect with mask_only, where "
+                "every weight is 0 or 1: remove them."
             )
         # p / p_rollout = (p / p_old) * (p_old / p_rollout), so the weight is already in the ratio.
         if self.proximal == "rollout" and self.level != "none":
