@@ -434,6 +434,13 @@ def faults(session: nox.Session) -> None:
     session.run(python, "-m", "tools.fault_campaign", *session.posargs, external=True)
 
 
+@nox.session(name="verl-releases", venv_backend="none")
+def verl_releases(session: nox.Session) -> None:
+    """Fail if the package index has a verl release whose defaults temper-migrate does not know."""
+    python = str(ensure_environment(ROOT))
+    session.run(python, "packages/legacy-shim/tools/check_releases.py", external=True)
+
+
 @nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
     """Run nightly tests and all sessions that take too long for a pull request."""
@@ -450,6 +457,7 @@ def nightly(session: nox.Session) -> None:
         external=True,
         success_codes=[0, 5],
     )
+    session.notify("verl-releases")
     session.notify("faults")
     session.notify("bitwise")
     session.notify("docs")

@@ -8,7 +8,7 @@ import pytest
 
 from temper_legacy_shim.configs.rule_sources import sources_of
 from temper_legacy_shim.configs.rules import Rule, alternatives, find_rule, rules
-from temper_legacy_shim.configs.trees import Family, all_keys, versions
+from temper_legacy_shim.configs.trees import Family, all_keys, config_keys, own_configs, versions
 
 from .conftest import CONFIG
 from .examples import example_of
@@ -90,6 +90,7 @@ def test_every_key_of_every_default_tree_falls_under_a_rule() -> None:
         for key in all_keys(family)  # type: ignore[arg-type]
         if find_rule(program, key) is None
     ]
+    missing += [(config, key) for config in own_configs() for key in config_keys(config) if find_rule("ppo", key) is None]
     assert missing == []
 
 

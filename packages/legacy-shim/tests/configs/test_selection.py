@@ -69,11 +69,11 @@ def test_a_level_that_is_not_here_is_left_out_and_said() -> None:
         ),
         (
             {"rollout_rs": "token", "rollout_rs_threshold": 2.0},
-            {"level": "token", "truncate_at": None, "mask_high": 2.0, "mask_low": 0.5},  # 1 / 2
+            {"level": "token", "mask_only": True, "mask_high": 2.0, "mask_low": 0.5},  # 1 / 2
         ),
         (
             {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_1.6"},
-            {"level": "token", "truncate_at": 2.0, "mask_high": 1.6, "mask_low": 0.5},
+            {"level": "token", "truncate_at": 2.0, "mask_high": 2.0, "mask_low": 0.625},  # 1 / 0.5, 1 / 1.6
         ),
         (
             {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},

@@ -30,8 +30,8 @@ def test_trap_a_is_said_where_nobody_names_the_release_and_the_keys_fit_both_kin
     overrides = (*BASE, "algorithm.kl_ctrl.kl_coef=0.02")
     inferred = translate(overrides, entry="verl.trainer.main_ppo")
     (message,) = (finding.message for finding in inferred.findings if finding.rule == "release-unsure")
-    assert inferred.source.version == "v0.9.0"
-    assert message.startswith("its keys fit v0.2 to v0.9.0, and v0.9.0 was taken; v0.2 to v0.3.0.post1 would have meant ")
+    assert inferred.source.version == "v0.9.1"
+    assert message.startswith("its keys fit v0.2 to v0.9.1, and v0.9.1 was taken; v0.2 to v0.3.0.post1 would have meant ")
     assert "algorithm.kl_reward_coef=0.02 (here 0.0)" in message
     assert "algorithm.dual_clip=null (here 3.0)" in message
     assert message.endswith(": say --from-version where you know it.")

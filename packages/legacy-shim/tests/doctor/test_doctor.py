@@ -124,4 +124,4 @@ def test_a_plan_in_a_pipe_has_every_path_whole(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "run.sh").write_text(RUN)
     done = CliRunner().invoke(app, ["doctor", str(tmp_path)], catch_exceptions=False)
-    assert f"script \u2502 {(folder / 'run.sh').relative_to(tmp_path)} \u2502 1 launch of verl.trainer.main_ppo of v0.9.0" in done.stdout
+    assert f"script \u2502 {(folder / 'run.sh').relative_to(tmp_path)} \u2502 1 launch of verl.trainer.main_ppo of v0.9.1" in done.stdout

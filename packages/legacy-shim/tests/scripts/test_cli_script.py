@@ -78,7 +78,7 @@ def test_the_report_says_whether_the_release_was_given_or_inferred_and_from_what
     script = str(_script(tmp_path, RUN.replace("trainer.nnodes=1", "actor_rollout_ref.rollout.layer_name_map.qkv_layer_name=qkv")))
     _, inferred = _run(script)
     # The key stood in the Megatron tree alone, so every release of the other one refuses it.
-    assert "line 1: ppo of v0.9.0 (inferred: v0.2 to v0.9.0 take its keys; the newest counts; even v0.9.0 refuses actor_rollout" in inferred
+    assert "line 1: ppo of v0.9.1 (inferred: v0.2 to v0.9.1 take its keys; the newest counts; even v0.9.1 refuses actor_rollout" in inferred
     _, given = _run(script, "--from-version", "v0.7.0")
     assert "line 1: ppo of v0.7.0 (given as v0.7.0)" in given
 

@@ -6,7 +6,7 @@ from temper_legacy_shim.configs.draft import Draft
 from temper_legacy_shim.configs.overrides import Override
 from temper_legacy_shim.configs.programs import GROUPS, Program
 from temper_legacy_shim.configs.rules import Rule, find_rule, is_block
-from temper_legacy_shim.configs.translation import Disposition, TokenReport
+from temper_legacy_shim.configs.translation import Disposition, Finding, TokenReport
 from temper_legacy_shim.configs.values import flatten
 
 _CARRYING = ("kept", "renamed", "moved", "mapped", "computed")
@@ -34,7 +34,7 @@ def _report(draft: Draft, token: Override, *, program: Program, new_keys: tuple[
         return _block(draft, token, program=program, new_keys=new_keys)
     if rule is None:
         return _made(token, "unmapped", "a key of no release: a fork's own, or a slip. Nothing was guessed.", None)
-    asked = next((f for f in draft.findings if f.level == "person" and token.key in f.old_keys and f.rule != "unmapped"), None)
+    asked = next((f for f in draft.findings if f.level == "person" and _is_about(f, token.key) and f.rule != "unmapped"), None)
     if asked is not None:
         disposition: Disposition = "conflict" if len(asked.old_keys) > 1 else "needs a person"
         return _made(token, disposition, asked.message, rule, new_keys=new_keys)
@@ -47,6 +47,11 @@ def _report(draft: Draft, token: Override, *, program: Program, new_keys: tuple[
     if rule.disposition in _CARRYING:
         return _made(token, "dropped", f"No effect in this configuration. {rule.reason}", rule)
     return _made(token, rule.disposition, rule.reason, rule)
+
+
+def _is_about(finding: Finding, key: str) -> bool:
+    """Return whether a finding names a key, or one in the block that the key is."""
+    return any(old == key or old.startswith(f"{key}.") for old in finding.old_keys)
 
 
 def _block(draft: Draft, token: Override, *, program: Program, new_keys: tuple[str, ...]) -> TokenReport:

@@ -203,13 +203,10 @@ def _complaint(old: OldConfig, override: Override) -> str | None:
     return f"{old.version} has no key {key}"
 
 
-def old_config(
-    *, version: str, family: str, entry: str, defaults: Mapping[str, Plain], extra: Mapping[str, Plain] | None = None
-) -> OldConfig:
-    """A tree to compose on: the release's defaults, with what a recipe's own file adds."""
-    tree = {**defaults, **(extra or {})}
-    blocks = dict(_counted(tuple(tree)))
-    return OldConfig(version=version, family=family, entry=entry, tree=dict(tree), defaults=tree, origin={}, blocks=blocks)
+def old_config(*, version: str, family: str, entry: str, defaults: Mapping[str, Plain]) -> OldConfig:
+    """Return the release's defaults as a tree to compose overrides on."""
+    blocks = dict(_counted(tuple(defaults)))
+    return OldConfig(version=version, family=family, entry=entry, tree=dict(defaults), defaults=dict(defaults), origin={}, blocks=blocks)
 
 
 @lru_cache(maxsize=64)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from temper_legacy_shim.configs.draft import Draft
 from temper_legacy_shim.configs.rewards import reads_messages
+from temper_legacy_shim.configs.rl_facts import evaluation_key
 from temper_legacy_shim.configs.values import Plain, parse_value
 
 
@@ -75,7 +76,7 @@ def build_rl_data(draft: Draft) -> None:
 def evaluates(draft: Draft) -> bool:
     """Whether the old trainer ever looked at its held-out prompts."""
     before = draft.switch("trainer.val_before_train") or not draft.old.has("trainer.val_before_train")
-    return before or draft.frequency("trainer.test_freq") > 0
+    return before or draft.frequency(evaluation_key(draft)) > 0
 
 
 def _rows(draft: Draft) -> None:

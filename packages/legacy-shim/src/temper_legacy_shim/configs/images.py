@@ -1,12 +1,10 @@
 """Signs that a model looks at images or listens: out of scope, and never accepted by mistake."""
 
-import json
-import os
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from temper_legacy_shim.configs.draft import Draft
+from temper_legacy_shim.configs.model_fields import config_json
 
 _WORDS = (
     "vl[am]?", "omni", "o-2_6", "minicpm-?[vo]", "janus", "ovis", "ui-?tars", "gui-(owl|r1|actor)", "pi0", "vision", "visual", "video",
@@ -75,15 +73,8 @@ def _signs(draft: Draft) -> Iterator[str]:
 
 
 def part_of_folder(model: str) -> str:
-    """What in the config.json of a local folder says that the model sees or listens; empty where nothing does, or nothing can be read."""
-    if not model:
-        return ""
-    try:
-        file = Path(os.path.expandvars(model)).expanduser() / "config.json"
-        fields = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (OSError, ValueError, RuntimeError):  # no name of a file here, or damaged: temper-train --check says so
-        return ""
-    return _part(fields) if isinstance(fields, dict) else ""
+    """Return what in the config.json of a local folder says that the model sees or listens; empty where nothing does."""
+    return _part(config_json(model))
 
 
 def _part(fields: Mapping[str, object]) -> str:

@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from temper_legacy_shim.configs.overrides import Override
-from temper_legacy_shim.configs.trees import Family
+from temper_legacy_shim.configs.trees import Family, own_configs
 from temper_legacy_shim.configs.values import Plain
 
 Program = Literal["ppo", "sft", "sft1", "generation", "evaluation"]
@@ -15,50 +15,18 @@ _PPO = "verl.trainer.main_ppo"
 _MEGATRON_ENGINES = ("megatron",)
 _FOREIGN_ENGINES = ("veomni", "torchtitan", "mindspeed", "automodel", "nemo_automodel")
 
-_DAPO: dict[str, Plain] = {
-    "data.gen_batch_size": "${data.train_batch_size}",
-    "reward_model.reward_manager": "dapo",
-    "reward_model.overlong_buffer.enable": False,
-    "reward_model.overlong_buffer.len": 0,
-    "reward_model.overlong_buffer.penalty_factor": 0.0,
-    "reward_model.overlong_buffer.log": False,
-    "algorithm.filter_groups.enable": False,
-    "algorithm.filter_groups.metric": None,
-    "algorithm.filter_groups.max_num_gen_batches": 0,
-}
-_ENTROPY: dict[str, Plain] = {
-    **_DAPO,
-    "actor_rollout_ref.actor.loss_mode": "vanilla",
-    "actor_rollout_ref.actor.clip_cov_ratio": 0.0002,
-    "actor_rollout_ref.actor.clip_cov_lb": 1.0,
-    "actor_rollout_ref.actor.clip_cov_ub": 5.0,
-    "actor_rollout_ref.actor.kl_cov_ratio": 0.0002,
-    "actor_rollout_ref.actor.ppo_kl_coef": 0.1,
-}
-_ONE_STEP_OFF: dict[str, Plain] = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8}
-_ASYNC: dict[str, Plain] = {
-    "async_training.staleness_threshold": 0.1,
-    "async_training.trigger_parameter_sync_step": 4,
-    "async_training.require_batches": 1,
-    "async_training.partial_rollout": True,
-    "async_training.use_rollout_log_probs": True,
-    "async_training.compute_prox_log_prob": False,
-    "async_training.checkpoint_engine.enable": True,
-    "rollout.nnodes": 1,
-    "rollout.n_gpus_per_node": 8,
-    "rollout.n": "${actor_rollout_ref.rollout.n}",
-    "rollout.total_rollout_steps": 100,
-    "rollout.total_epochs": 10,
-    "rollout.test_freq": 1,
-    "data.gen_batch_size": 1,
-}
-_RECIPES: tuple[tuple[str, dict[str, Plain]], ...] = (
-    ("dapo", _DAPO),
-    ("entropy", _ENTROPY),
-    ("one_step_off_policy", _ONE_STEP_OFF),
-    ("fully_async", _ASYNC),
+_OWN_CONFIGS: tuple[tuple[str, str], ...] = (
+    ("dapo", "dapo"),
+    ("entropy", "entropy"),
+    ("one_step_off", "one_step_off_ppo"),
+    ("fully_async", "fully_async_ppo"),
+    ("prime", "prime"),
+    ("spin", "spin"),
+    ("sppo", "sppo"),
+    ("flowrl", "flowrl"),
+    ("split", "ppo_trainer_split"),
 )
-"""What a recipe's own file adds to the PPO tree, by a part of its entry."""
+"""Parts of an entry, and the configuration that it is composed from: its name, or its beginning."""
 
 FOREIGN_RECIPES = (
     "prime",
@@ -88,8 +56,8 @@ class Launch:
     """Which tree."""
     entry: str
     """As it was given."""
-    recipe: dict[str, Plain] = field(default_factory=dict)
-    """Keys that the recipe's own file adds."""
+    configs: tuple[str, ...] = ()
+    """Configurations of the entry's own that its release composes on that tree; see ``trees.own_configs``."""
     foreign: str = ""
     """Why this program has no counterpart at all, if so."""
     config_name: str = ""
@@ -114,7 +82,12 @@ def launch_of(entry: str, *, config_name: str | None, overrides: Sequence[Overri
     path = _module(entry)
     program = _program(path, overrides, given)
     engine = _group(overrides, "model_engine") or _group(overrides, "engine") or str(given.get("model_engine") or "")
-    is_megatron = "megatron" in name or engine in _MEGATRON_ENGINES or given.get("actor_rollout_ref.actor.strategy") == "megatron"
+    is_megatron = (
+        "megatron" in name
+        or name.startswith("on_policy_distill")
+        or engine in _MEGATRON_ENGINES
+        or given.get("actor_rollout_ref.actor.strategy") == "megatron"
+    )
     foreign = f"the training engine {engine} has no counterpart here" if engine in _FOREIGN_ENGINES else ""
     if "automodel" in path or any(f".{part}." in f".{path}." or f"main_{part}" in path for part in FOREIGN_RECIPES):
         foreign = foreign or f"{entry} is a trainer of its own, which has no counterpart here"
@@ -132,12 +105,24 @@ def launch_of(entry: str, *, config_name: str | None, overrides: Sequence[Overri
         program=program,
         family=_family(program, is_megatron=is_megatron),
         entry=path,
-        recipe={key: value for part, keys in _RECIPES if part in path or part in name for key, value in keys.items()},
+        configs=_configs_of(path, name, is_megatron=is_megatron) if program == "ppo" else (),
         foreign=foreign,
         config_name=name,
         is_fork=_is_fork(path),
         contradiction=contradiction,
     )
+
+
+def _configs_of(path: str, name: str, *, is_megatron: bool) -> tuple[str, ...]:
+    """Return the further configurations of an entry: the named one, else those that the entry is known for."""
+    if name in own_configs():
+        return (name,)
+    found = []
+    for part, config in _OWN_CONFIGS:
+        if part in path or part in name:
+            names = (f"{config}_megatron_trainer", f"{config}_trainer", config) if is_megatron else (f"{config}_trainer", config)
+            found += [next(each for each in names if each in own_configs())]
+    return tuple(found)
 
 
 _KINDS = ("", "ppo", "sft", "sft1", "generation", "evaluation")
@@ -158,7 +143,8 @@ def is_program(entry: str) -> bool:
 
 def is_config(name: str) -> bool:
     """Whether the old releases have a configuration of that name, which needs no file of the user's."""
-    return _CONFIGS.fullmatch(name.removesuffix(".yaml").rpartition("/")[2]) is not None
+    stem = name.removesuffix(".yaml").rpartition("/")[2]
+    return stem in own_configs() or _CONFIGS.fullmatch(stem) is not None
 
 
 def config_named(config_name: str | None, overrides: Sequence[Override]) -> str:

@@ -115,6 +115,9 @@ def _overlong(draft: Draft) -> None:
     tokens, penalty = draft.integer(f"{block}.len"), draft.number(f"{block}.penalty_factor")
     if tokens is None or tokens < 1:
         return
+    if penalty == 0:
+        draft.say(block, "its penalty_factor is 0, so long completions lost nothing")
+        return
     draft.put("reward.shaping.overlong.buffer_tokens", tokens, rule="overlong", old=[f"{block}.len", f"{block}.enable"])
     draft.put(
         "reward.shaping.overlong.penalty", float(penalty if penalty is not None else 1.0), rule="overlong", old=[f"{block}.penalty_factor"]

@@ -9,6 +9,7 @@ from temper_legacy_shim.configs.rl_facts import (
     needs_critic,
     needs_ref,
     only_distills,
+    takes_sampler_logprobs,
     updates_per_step,
 )
 from temper_legacy_shim.configs.rl_losses import build_policy_loss, clip_bounds, has_clip
@@ -131,7 +132,7 @@ def _clip(draft: Draft) -> None:
                 "the translation does what it did. Set algorithm.clip_low and algorithm.clip_high to clip at the other number.",
                 whole,
             )
-    if updates_per_step(draft) == 1 and kl_coefs(draft)[1] == 0:
+    if updates_per_step(draft) == 1 and kl_coefs(draft)[1] == 0 and not takes_sampler_logprobs(draft):
         for key in (low, high, whole, f"{ACTOR}.clip_ratio_c"):
             draft.say(key, "a step makes one update, so the policy's ratio is always 1 and nothing is ever clipped")
         return

@@ -32,6 +32,23 @@ def is_async(draft: Draft) -> bool:
     return ASYNC in draft.old.entry or draft.old.has("async_training.staleness_threshold")
 
 
+def evaluation_key(draft: Draft) -> str:
+    """Return the key of the evaluation's frequency; the first asynchronous trainers evaluated in their sampler."""
+    return "rollout.test_freq" if is_async(draft) and not draft.since("v0.7.1") else "trainer.test_freq"
+
+
+def updates_per_schedule_step(draft: Draft) -> int | None:
+    """Return how many updates the old schedule counted as one step of its own; None where it counted RL steps.
+
+    Between two weight syncs an asynchronous trainer called its workers several times, and each call was
+    one step of the schedule. All these calls are one RL step here.
+    """
+    if not is_async(draft):
+        return None
+    batches, passes = draft.integer("async_training.require_batches"), draft.integer("actor_rollout_ref.actor.ppo_epochs")
+    return max(1, batches or 1) * max(1, passes or 1)
+
+
 def is_one_step_off(draft: Draft) -> bool:
     """Whether the old program sampled one step ahead."""
     return ONE_STEP_OFF in draft.old.entry
@@ -47,9 +64,29 @@ def only_distills(draft: Draft) -> bool:
     return draft.switch("distillation.enabled") and not draft.switch("distillation.distillation_loss.use_task_rewards")
 
 
+FILTER = "algorithm.filter_groups"
+CORRECTION = "algorithm.rollout_correction"
+_SECOND_TRAINER = "trainer.use_v1"
+
+
 def filters_groups(draft: Draft) -> bool:
-    """DAPO's dynamic sampling."""
-    return draft.switch("algorithm.filter_groups.enable")
+    """Return whether groups of equal rewards were left out: by DAPO's recipes and the second trainer of main_ppo alone."""
+    return draft.switch(f"{FILTER}.enable") and (is_dapo(draft) or is_second_trainer(draft))
+
+
+def is_second_trainer(draft: Draft) -> bool:
+    """Return whether main_ppo ran the trainer that it has since v0.9.0; other programs have trainers of their own."""
+    is_main = draft.old.entry.rpartition(".")[2] in ("", "ppo", "main_ppo") and not is_async(draft) and not is_one_step_off(draft)
+    return is_main and not is_dapo(draft) and draft.switch(_SECOND_TRAINER)
+
+
+def takes_sampler_logprobs(draft: Draft) -> bool:
+    """Return whether the ratio of the policy loss was to the sampler's log-probs, and not to the trainer's own."""
+    if is_async(draft) and not draft.since("v0.7.1"):
+        return draft.switch("async_training.use_rollout_log_probs") and not draft.switch("async_training.compute_prox_log_prob")
+    if is_dapo(draft) or (is_one_step_off(draft) and not draft.since("v0.7.0")):
+        return False  # their trainers measured the trainer's log-probs in any case
+    return draft.switch(f"{CORRECTION}.bypass_mode") or draft.switch(f"{CORRECTION}.use_policy_gradient")
 
 
 def kl_in_loss(draft: Draft) -> bool:
@@ -107,3 +144,10 @@ def _async_prompts(draft: Draft) -> tuple[int | None, list[str]]:
     if mini is None:
         return None, []
     return mini * max(1, draft.integer(keys[1]) or 1) * max(1, draft.integer(keys[2]) or 1), keys
+
+
+def num_weight_syncs(draft: Draft) -> tuple[int | None, list[str]]:
+    """Return the weight syncs of an asynchronous run, which are its steps here, and the keys that say so."""
+    key = "rollout.total_rollout_steps"
+    rollouts, (prompts, keys) = draft.integer(key), prompts_of_step(draft)
+    return (None if rollouts is None or prompts is None else max(1, rollouts // prompts)), [key, *keys]

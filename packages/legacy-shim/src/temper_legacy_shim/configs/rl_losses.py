@@ -52,9 +52,9 @@ def _divergence(draft: Draft, *, distance: str, key: str) -> None:
 
 
 def has_clip(draft: Draft) -> bool:
-    """Whether the loss has a clip of the ratio."""
+    """Return whether the loss has a clip of the ratio."""
     loss = draft.settings.get("algorithm.policy_loss")
-    return loss is None or ":" not in str(loss.value)
+    return loss is None or (loss.value not in ("kl_cov", "sapo") and ":" not in str(loss.value))
 
 
 def clip_bounds(draft: Draft) -> tuple[str, str]:

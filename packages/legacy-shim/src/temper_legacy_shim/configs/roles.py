@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 
 from temper_legacy_shim.configs.draft import Draft
+from temper_legacy_shim.configs.rl_facts import num_weight_syncs, updates_per_schedule_step
 from temper_legacy_shim.configs.values import Plain
 
 
@@ -217,7 +218,8 @@ def _schedule(draft: Draft, role: OldRole) -> None:
     draft.put(f"{engine}.kind", ours, rule="schedule-kind", old=[style_key] if style_key else [])
     if warmup is not None and warmup >= 0 and (warmup > 0 or not is_megatron(draft)):
         if warmup > 0:
-            draft.put(f"{engine}.warmup_steps", int(warmup), rule="warmup", old=[f"{optim}.lr_warmup_steps"], verbatim=True)
+            steps = int(warmup) * (updates_per_schedule_step(draft) or 1)
+            draft.put(f"{engine}.warmup_steps", steps, rule="warmup", old=[f"{optim}.lr_warmup_steps"], verbatim=steps == warmup)
         draft.say(ratio_key, "lr_warmup_steps is set and wins over the ratio")
     elif ratio:
         draft.put(f"{engine}.warmup_ratio", float(ratio), rule="warmup", old=[ratio_key], verbatim=True)
@@ -233,8 +235,16 @@ def _schedule(draft: Draft, role: OldRole) -> None:
             "comes one step earlier.",
             f"{optim}.lr_warmup_steps",
         )
+    unit = updates_per_schedule_step(draft)
     if role.block not in ("engine", "model"):  # supervised steps are updates
-        draft.put(f"{engine}.advance", "rl_step", rule="schedule-advance")
+        draft.put(f"{engine}.advance", "rl_step" if unit is None else "update", rule="schedule-advance")
+    if unit is not None and unit > 1:
+        draft.find(
+            "note",
+            "schedule-advance",
+            f"the schedule of {draft.old.version} advanced once in {unit} updates of {role.name}; here it advances with each, to the same "
+            "rates.",
+        )
 
 
 def _floor(draft: Draft, engine: str, optim: str) -> None:
@@ -253,10 +263,29 @@ def _schedule_length(draft: Draft, engine: str, optim: str) -> None:
     """Where the old trainer took the run's length, ours does too: 0 stands for it."""
     keys = (f"{optim}.lr_decay_steps", f"{optim}.total_training_steps")
     key = next((key for key in keys if (draft.number(key) or 0) > 0), "")
+    unit = updates_per_schedule_step(draft)
     if key:
-        draft.put(f"{engine}.total_steps", draft.integer(key), rule="schedule-length", old=[key], verbatim=True)
+        steps = (draft.integer(key) or 0) * (unit or 1)
+        draft.put(f"{engine}.total_steps", steps, rule="schedule-length", old=[key], verbatim=unit in (None, 1))
+    elif unit is not None:
+        _asynchronous_length(draft, engine, key=keys[-1], unit=unit)
     else:
         draft.put(f"{engine}.total_steps", 0, rule="schedule-length", old=["trainer.total_training_steps", "trainer.total_epochs"])
+
+
+def _asynchronous_length(draft: Draft, engine: str, *, key: str, unit: int) -> None:
+    """Put the length of a schedule that counted the trainer's calls but was as long as the run's weight syncs."""
+    syncs, keys = num_weight_syncs(draft)
+    if syncs is None or not draft.since("v0.7.1"):
+        draft.find(
+            "person",
+            "schedule-length",
+            f"{key} is not set, and an asynchronous run of {draft.old.version} did not fill it in: say how many updates the schedule takes "
+            f"in {engine}.total_steps.",
+            key,
+        )
+        return
+    draft.put(f"{engine}.total_steps", syncs * unit, rule="schedule-length", old=keys)
 
 
 def _precision(draft: Draft, role: OldRole) -> None:

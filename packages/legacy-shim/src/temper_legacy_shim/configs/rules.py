@@ -5,10 +5,9 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import get_args
 
 from temper_legacy_shim.configs.translation import Disposition
-from temper_legacy_shim.configs.trees import Family, all_keys
+from temper_legacy_shim.configs.trees import known_keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +90,7 @@ def _index(program: str) -> tuple[dict[str, Rule], tuple[_Pattern, ...]]:
 @cache
 def _known() -> frozenset[str]:
     """Every key and block that a default tree ever had."""
-    leaves = {key for family in get_args(Family) for key in all_keys(family)}
+    leaves = known_keys()
     blocks = {".".join(parts[:count]) for parts in (key.split(".") for key in leaves) for count in range(1, len(parts))}
     return frozenset(leaves | blocks)
 
@@ -107,7 +106,7 @@ def find_rule(program: str, key: str) -> Rule | None:
 
 def is_block(key: str) -> bool:
     """Whether some release had a block of that name, which may be given or taken away as a whole."""
-    return key in _known() and not any(key in all_keys(family) for family in get_args(Family))
+    return key in _known() and key not in known_keys()
 
 
 def rule_named(name: str) -> Rule | None:

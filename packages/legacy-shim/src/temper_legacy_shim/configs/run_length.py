@@ -2,7 +2,7 @@
 
 from temper_legacy_shim.configs.data import evaluates
 from temper_legacy_shim.configs.draft import Draft
-from temper_legacy_shim.configs.rl_facts import is_async, prompts_of_step
+from temper_legacy_shim.configs.rl_facts import evaluation_key, is_async, num_weight_syncs
 from temper_legacy_shim.configs.roles import CLUSTER_KEYS
 from temper_legacy_shim.configs.values import Plain, parse_value
 
@@ -17,9 +17,19 @@ def build_run(draft: Draft) -> None:
         build_length(draft)
     build_habits(draft)
     if evaluates(draft):
-        draft.put("run.eval_every", max(0, draft.frequency("trainer.test_freq")), rule="test-freq", old=["trainer.test_freq"])
+        key = evaluation_key(draft)
+        draft.put("run.eval_every", max(0, draft.frequency(key)), rule="test-freq", old=[key])
     build_runtime(draft)
     _warmup_of_critic(draft)
+    callback = draft.text("trainer.checkpoint_callback_class")
+    if callback:
+        draft.find(
+            "person",
+            "checkpoint-callback",
+            f"trainer.checkpoint_callback_class is {callback}: a class of yours ran after each save, and nothing here calls it. Do its "
+            "work on the finished step directories, and take the key out.",
+            "trainer.checkpoint_callback_class",
+        )
     if draft.switch("trainer.val_only"):
         draft.find(
             "person",
@@ -54,14 +64,13 @@ def _epochs_may_end_first(draft: Draft, *, steps: int, epochs: int) -> None:
 
 
 def _async_length(draft: Draft) -> None:
-    key = "rollout.total_rollout_steps"
-    rollouts, (prompts, keys) = draft.integer(key), prompts_of_step(draft)
-    if rollouts is None or prompts is None:
+    steps, keys = num_weight_syncs(draft)
+    if steps is None:
         build_length(draft)
         return
-    draft.put("run.total_steps", max(1, rollouts // prompts), rule="async-length", old=[key, *keys])
+    draft.put("run.total_steps", steps, rule="async-length", old=keys)
     for name in ("trainer.total_training_steps", "trainer.total_epochs", "rollout.total_epochs"):
-        draft.say(name, f"{key} ends the run")
+        draft.say(name, f"{keys[0]} ends the run")
 
 
 def build_habits(draft: Draft) -> None:

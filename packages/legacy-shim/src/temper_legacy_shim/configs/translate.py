@@ -8,7 +8,7 @@ from temper_legacy_shim.configs.draft import Draft, Numerics
 from temper_legacy_shim.configs.evaluation import build_evaluation
 from temper_legacy_shim.configs.generation import build_generation
 from temper_legacy_shim.configs.images import find_images
-from temper_legacy_shim.configs.model_fields import NEUTRAL, find_model_fields
+from temper_legacy_shim.configs.model_fields import NEUTRAL, find_model_fields, find_template_arguments
 from temper_legacy_shim.configs.other_releases import other_meanings
 from temper_legacy_shim.configs.overrides import Override, read_overrides
 from temper_legacy_shim.configs.ppo import build_ppo
@@ -16,9 +16,9 @@ from temper_legacy_shim.configs.programs import GROUPS, Launch, Program, launch_
 from temper_legacy_shim.configs.rules import find_rule, is_block
 from temper_legacy_shim.configs.sft import build_columns, build_sft
 from temper_legacy_shim.configs.translation import Cluster, Finding, Setting, Source, TokenReport, Translation
-from temper_legacy_shim.configs.trees import default_tree, families_of, known_version, versions
+from temper_legacy_shim.configs.trees import composed_tree, known_version, versions
 from temper_legacy_shim.configs.values import Plain, flatten
-from temper_legacy_shim.configs.versions import infer_version
+from temper_legacy_shim.configs.versions import infer_version, releases_with
 
 _BUILDERS: dict[Program, Callable[[Draft], None]] = {
     "ppo": build_ppo,
@@ -92,12 +92,12 @@ def _source(tokens: Sequence[Override], *, launch: Launch, version: str | None, 
     program = "sft" if launch.program == "sft1" else launch.program
     candidates: tuple[str, ...] = ()
     if version is None:
-        candidates, evidence = infer_version(tokens, family=launch.family, program=launch.program, recipe=launch.recipe, given=given)
+        candidates, evidence = infer_version(tokens, family=launch.family, program=launch.program, configs=launch.configs, given=given)
         taken = candidates[-1]
     else:
         taken, evidence = known_version(version), (f"given as {version}",)
-    if launch.family not in families_of(taken):
-        nearest = [name for name in versions() if launch.family in families_of(name)]
+    nearest = releases_with(launch.family, launch.configs)
+    if taken not in nearest:
         taken = nearest[-1] if versions().index(taken) > versions().index(nearest[-1]) else nearest[0]
         evidence = (*evidence, f"that release had no such program; {taken} did")
     source = Source(
@@ -107,8 +107,8 @@ def _source(tokens: Sequence[Override], *, launch: Launch, version: str | None, 
 
 
 def _compose(tokens: Sequence[Override], *, launch: Launch, version: str, given: dict[str, Plain]) -> OldConfig:
-    defaults = default_tree(version, launch.family)
-    old = old_config(version=version, family=launch.family, entry=launch.entry, defaults=defaults, extra=launch.recipe)
+    defaults = composed_tree(version, launch.family, launch.configs)
+    old = old_config(version=version, family=launch.family, entry=launch.entry, defaults=defaults)
     for key, value in given.items():
         assign(old, key, value, -1)
     forget_defaults(old)
@@ -131,6 +131,7 @@ def _built(draft: Draft, launch: Launch) -> Draft:
         draft.find("person", "strategy", f"{launch.contradiction}.", "actor_rollout_ref.actor.strategy")
     find_images(draft)
     find_model_fields(draft)
+    find_template_arguments(draft)
     _BUILDERS[launch.program](draft)
     return draft
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
+from temper_legacy_shim.configs.trees import described
 from temper_legacy_shim.configs.values import Plain, hydra_text
 
 Disposition = Literal[
@@ -142,7 +143,7 @@ class Source:
     def release(self) -> str:
         """The release with its evidence, and whether it was inferred."""
         how = "" if self.is_given else "inferred: "
-        return f"{self.version} ({how}{'; '.join(self.evidence)})"
+        return f"{described(self.version)} ({how}{'; '.join(self.evidence)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

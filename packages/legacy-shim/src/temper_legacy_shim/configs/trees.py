@@ -4,7 +4,7 @@ import json
 import re
 from functools import cache
 from importlib import resources
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from temper_legacy_shim.configs.values import Plain
 from temper_legacy_shim.errors import UsageError
@@ -13,6 +13,11 @@ Family = Literal["ppo_fsdp", "ppo_megatron", "sft_columns", "sft_fsdp", "sft_meg
 """Which tree: PPO on FSDP or Megatron; SFT of the first generation (columns) and of the second (on engines); generation; evaluation."""
 
 GONE = {"$gone": True}
+"""In a history: the release removed the key."""
+BASE = {"$base": True}
+"""In the history of a further configuration: the release has the default of the tree below."""
+MAIN = "main"
+"""The newest stored commit of verl that is no release."""
 
 
 @cache
@@ -31,26 +36,48 @@ def versions() -> tuple[str, ...]:
 
 
 def known_version(text: str) -> str:
-    """The release whose trees serve a version: ``0.7``, ``v0.7.1``, ``v0.4.0.post3``; between two releases, the earlier one.
+    """Return the release whose trees apply to a version: ``0.7``, ``v0.7.1``, ``v0.4.0.post3``, ``main``.
+
+    A version between two known releases has the trees of the earlier one.
 
     Raises:
-        UsageError: it is no version, or lies outside v0.2 to v0.9.
+        UsageError: The text is no version, or a version before v0.2 or after the newest known release.
     """
-    match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(post|rc|dev)(\d+))?", text.strip())
+    if text.strip() == MAIN:
+        return MAIN
+    match = _VERSION.match(text.strip())
+    known = [version for version in versions() if version != MAIN]
     if match is None:
-        raise UsageError(f"{text!r} is no version: give one such as v0.7.1, from {versions()[0]} to {versions()[-1]}.")
+        raise UsageError(f"{text!r} is no version: give one such as v0.7.1, from {known[0]} to {known[-1]}, or {MAIN}.")
     wanted = _number(match)
-    if wanted[:2] < (0, 2) or wanted[:2] > (0, 9):
-        raise UsageError(f"{text} is outside of what is known: give one from {versions()[0]} to {versions()[-1]}.")
-    if match[3] is None and match[4] is None:  # v0.4 means the last of its line
-        wanted = (*wanted[:2], 99, 99)
-    return [version for version in versions() if _parsed(version) <= wanted or version == versions()[0]][-1]
+    if wanted < _parsed(known[0]):
+        raise UsageError(f"{text} is older than the oldest known release: give one from {known[0]} to {known[-1]}, or {MAIN}.")
+    newest = _parsed(known[-1])
+    is_line = match[3] is None and match[4] is None  # v0.4 means the last of its line
+    if (wanted[:2] > newest[:2]) if is_line else (wanted > newest):
+        raise UsageError(
+            f"{text} is newer than the newest release that is known here, {known[-1]}: keys and defaults may have changed. Update "
+            f"temper-legacy-shim, or give --from-version {known[-1]} to translate it as that release."
+        )
+    last = (*wanted[:2], 99, 99) if is_line else wanted
+    return [version for version in known if _parsed(version) <= last][-1]
+
+
+_VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(post|rc|dev)(\d+))?")
 
 
 def _parsed(version: str) -> tuple[int, int, int, int]:
-    match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(post|rc|dev)(\d+))?", version)
+    match = _VERSION.match(version)
     assert match is not None
     return _number(match)
+
+
+def described(version: str) -> str:
+    """Return a release by its name; main with its commit and date."""
+    commits = _packed()["commits"]
+    assert isinstance(commits, dict)
+    commit = commits.get(version)
+    return f"{version} (commit {commit['commit']} of {commit['date']})" if isinstance(commit, dict) else version
 
 
 def _number(match: re.Match[str]) -> tuple[int, int, int, int]:
@@ -106,6 +133,53 @@ def _tree(version: str, family: Family) -> dict[str, Plain]:
     return tree
 
 
+@cache
+def own_configs() -> frozenset[str]:
+    """Return the names of further configurations: of asynchronous trainers, recipes and examples."""
+    return frozenset(_configs())
+
+
+def releases_of(config: str) -> tuple[str, ...]:
+    """Return the releases that shipped a further configuration, oldest first."""
+    return tuple(versions()[number] for number in _configs()[config]["present"])
+
+
+@cache
+def _config_changes(version: str, config: str) -> dict[str, Plain]:
+    """Return what a further configuration changes in the tree that it is composed on; GONE for a key that it removes."""
+    number = order(version)
+    found = {}
+    for key, history in _configs()[config]["keys"].items():
+        defaults = [default for since, default in history if since <= number]
+        if defaults and defaults[-1] != BASE:
+            found[key] = defaults[-1]
+    return found
+
+
+def composed_tree(version: str, family: Family, configs: tuple[str, ...] = ()) -> dict[str, Plain]:
+    """Return a release's default tree with further configurations composed on it, in their order.
+
+    Raises:
+        UsageError: The release had no such tree.
+    """
+    tree = default_tree(version, family)
+    for config in configs:
+        changes = _config_changes(version, config)
+        for block in {key for key in tree for changed in changes if changed.startswith(f"{key}.")}:
+            del tree[block]
+        tree |= changes
+    return {key: value for key, value in tree.items() if value != GONE}
+
+
+def config_keys(config: str) -> tuple[str, ...]:
+    """Return every key that a further configuration ever set."""
+    return tuple(_configs()[config]["keys"])
+
+
+def _configs() -> dict[str, dict[str, Any]]:
+    return _packed()["configs"]  # type: ignore[return-value]
+
+
 def all_keys(family: Family) -> tuple[str, ...]:
     """Every key that a tree ever had."""
     return tuple(_keys(family))
@@ -113,8 +187,9 @@ def all_keys(family: Family) -> tuple[str, ...]:
 
 @cache
 def known_keys() -> frozenset[str]:
-    """Every key that any tree ever had."""
-    return frozenset(key for family in get_args(Family) for key in all_keys(family))
+    """Return every key that any tree ever had."""
+    of_families = {key for family in get_args(Family) for key in all_keys(family)}
+    return frozenset(of_families.union(*(config_keys(config) for config in own_configs())))
 
 
 def _keys(family: Family) -> dict[str, list[tuple[int, Plain]]]:

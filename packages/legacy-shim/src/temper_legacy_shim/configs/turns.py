@@ -126,6 +126,16 @@ def build_staleness(draft: Draft) -> None:
         "asynchrony.max_staleness bounds the age of each.",
         "async_training.staleness_threshold",
     )
+    is_first = not draft.since("v0.7.1")
+    if is_first and not draft.switch("async_training.use_rollout_log_probs"):
+        draft.find(
+            "hazard",
+            "async-proximal",
+            f"async_training.use_rollout_log_probs is false: {draft.old.version} measured the old log-probs before each of the "
+            f"{max(1, draft.integer('async_training.trigger_parameter_sync_step') or 1)} calls of its trainer between two weight syncs; "
+            "here they are measured once, before the first update of a step.",
+            "async_training.use_rollout_log_probs",
+        )
 
 
 def build_teachers(draft: Draft) -> None:

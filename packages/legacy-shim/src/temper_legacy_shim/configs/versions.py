@@ -5,14 +5,14 @@ from functools import cache
 
 from temper_legacy_shim.configs.overrides import Override
 from temper_legacy_shim.configs.programs import GROUPS, Program
-from temper_legacy_shim.configs.trees import Family, default_tree, families_of, versions
+from temper_legacy_shim.configs.trees import Family, composed_tree, families_of, releases_of, versions
 from temper_legacy_shim.configs.values import Plain
 
 _MOST_SHOWN = 4
 
 
 def infer_version(
-    overrides: Sequence[Override], *, family: Family, program: Program, recipe: dict[str, Plain], given: dict[str, Plain]
+    overrides: Sequence[Override], *, family: Family, program: Program, configs: tuple[str, ...], given: dict[str, Plain]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The releases that refuse the fewest keys, oldest first, and why; the newest of them counts.
 
@@ -20,11 +20,11 @@ def infer_version(
         overrides: of the command line.
         family: which tree; a release without it is no candidate.
         program: for the sentence.
-        recipe: keys that a recipe's own file adds.
+        configs: further configurations of the entry; a release without them is no candidate.
         given: leaves of the user's own file.
     """
-    candidates = [version for version in versions() if family in families_of(version)]
-    counts = {version: _refusals(overrides, given, version=version, family=family, recipe=recipe) for version in candidates}
+    candidates = releases_with(family, configs)
+    counts = {version: _refusals(overrides, given, version=version, family=family, configs=configs) for version in candidates}
     fewest = min(len(keys) for keys in counts.values())
     best = [version for version in candidates if len(counts[version]) == fewest]
     taken = best[-1]
@@ -35,6 +35,12 @@ def infer_version(
         evidence.append(f"even {taken} refuses {', '.join(sorted(counts[taken])[:_MOST_SHOWN])}")
     evidence += _bounds(counts, best, candidates)
     return tuple(best), tuple(evidence)
+
+
+def releases_with(family: Family, configs: tuple[str, ...]) -> list[str]:
+    """Return the releases that have a tree and all further configurations, oldest first."""
+    having = [set(releases_of(config)) for config in configs]
+    return [version for version in versions() if family in families_of(version) and all(version in each for each in having)]
 
 
 def _bounds(counts: dict[str, set[str]], best: list[str], candidates: list[str]) -> list[str]:
@@ -50,16 +56,16 @@ def _bounds(counts: dict[str, set[str]], best: list[str], candidates: list[str])
 
 
 def _refusals(
-    overrides: Sequence[Override], given: dict[str, Plain], *, version: str, family: Family, recipe: dict[str, Plain]
+    overrides: Sequence[Override], given: dict[str, Plain], *, version: str, family: Family, configs: tuple[str, ...]
 ) -> set[str]:
     """Keys that the release's tree does not take in the way they are written."""
-    leaves, blocks = _shape(version, family)
-    refused = {key for key in given if key not in leaves and key not in blocks and key not in recipe}
+    leaves, blocks = _shape(version, family, configs)
+    refused = {key for key in given if key not in leaves and key not in blocks}
     for override in overrides:
         key = override.key
         if override.kind != "set" or override.prefix in ("++", "~") or key in GROUPS or "@" in key:
             continue
-        is_there = key in leaves or key in blocks or key in recipe
+        is_there = key in leaves or key in blocks
         if override.prefix == "+" and key in leaves and leaves[key] is not None:
             refused.add(f"+{key}")
         if (override.prefix == "" and not is_there) or (key in blocks and override.is_no_block):
@@ -68,7 +74,7 @@ def _refusals(
 
 
 @cache
-def _shape(version: str, family: Family) -> tuple[dict[str, Plain], frozenset[str]]:
-    leaves = default_tree(version, family)
+def _shape(version: str, family: Family, configs: tuple[str, ...]) -> tuple[dict[str, Plain], frozenset[str]]:
+    leaves = composed_tree(version, family, configs)
     blocks = {".".join(parts[:count]) for parts in (key.split(".") for key in leaves) for count in range(1, len(parts))}
     return leaves, frozenset(blocks)

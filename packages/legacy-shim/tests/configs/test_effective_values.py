@@ -1,0 +1,225 @@
+"""Values that translations once got wrong: what the old run did, and what the new one does.
+
+Each test names the old effective value, with the place in verl that decides it, and the new value.
+docs/records/migration_faults.md lists them.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from temper_legacy_shim.configs import Outcome, Translation, translate
+from temper_legacy_shim.configs.our_defaults import DEFAULTS
+from temper_legacy_shim.configs.values import Plain
+
+from .conftest import BASE, rules_found, translated, values
+
+FULLY_ASYNC = "verl.experimental.fully_async_policy.fully_async_main"
+ONE_STEP_OFF = "verl.experimental.one_step_off_policy.main_ppo"
+CORRECTION = "algorithm.rollout_correction"
+NEWEST = ("v0.7.1", "v0.8.0", "v0.9.0", "main", "v0.9.1")
+
+
+def asynchronous(version: str, *overrides: str) -> Translation:
+    entry = FULLY_ASYNC if version in NEWEST else "recipe.fully_async_policy.fully_async_main"
+    run = ("data.train_batch_size=0", "rollout.total_rollout_steps=51200", "data.val_files=/data/val.parquet")
+    return translated(version, *run, *overrides, entry=entry)
+
+
+def effective(translation: Translation, key: str) -> Plain:
+    return values(translation).get(key, DEFAULTS.get(key))
+
+
+def correction(translation: Translation) -> dict[str, Plain]:
+    return {key.removeprefix(f"{CORRECTION}."): value for key, value in values(translation).items() if key.startswith(CORRECTION)}
+
+
+@pytest.mark.parametrize("version", NEWEST)
+def test_asynchronous_run_keeps_the_samplers_log_probs_as_denominator(version: str) -> None:
+    # fully_async_ppo_trainer.yaml ends with bypass_mode: True.
+    assert correction(asynchronous(version)) == {"proximal": "rollout", "level": "none"}
+    decoupled = asynchronous(version, f"{CORRECTION}.bypass_mode=False")
+    assert correction(decoupled) == {}
+
+
+@pytest.mark.parametrize("version", ["v0.6.1", "v0.7.0"])
+def test_first_asynchronous_trainers_took_the_samplers_log_probs_by_a_switch(version: str) -> None:
+    # recipe/fully_async_policy/ray_trainer.py:370 reads async_training.use_rollout_log_probs, True by default.
+    assert correction(asynchronous(version)) == {"proximal": "rollout", "level": "none"}
+    told = asynchronous(version, "async_training.use_rollout_log_probs=True")
+    assert told.tokens[-1].disposition == "mapped"
+    assert correction(asynchronous(version, "async_training.compute_prox_log_prob=True")) == {}
+    own = asynchronous(version, "async_training.use_rollout_log_probs=False")
+    assert correction(own) == {}
+    assert "async-proximal" in rules_found(own, "hazard")
+
+
+@pytest.mark.parametrize(
+    ("version", "is_bypassed"), [("v0.5.0", False), ("v0.6.1", False), *((each, True) for each in ("v0.7.0", *NEWEST))]
+)
+def test_one_step_off_run_keeps_the_denominator_of_its_release(version: str, is_bypassed: bool) -> None:
+    entry = ONE_STEP_OFF if version in NEWEST else "recipe.one_step_off_policy.main_ppo"
+    expected = {"proximal": "rollout", "level": "none"} if is_bypassed else {}
+    assert correction(translated(version, entry=entry)) == expected
+
+
+@pytest.mark.parametrize("version", ["v0.6.1", "v0.7.0", *NEWEST])
+def test_warmup_of_an_asynchronous_run_counts_calls_of_the_trainer(version: str) -> None:
+    # Four calls between two weight syncs, each one a step of the schedule and, with one mini-batch, one update.
+    warm = asynchronous(version, "actor_rollout_ref.actor.optim.lr_warmup_steps=10")
+    assert effective(warm, "batching.num_mini_batches") == 4
+    assert effective(warm, "actor.engine.schedule.advance") == "update"
+    assert effective(warm, "actor.engine.schedule.warmup_steps") == 10
+    wide = asynchronous(version, "actor_rollout_ref.actor.optim.lr_warmup_steps=10", "async_training.require_batches=2")
+    assert effective(wide, "actor.engine.schedule.warmup_steps") == 20  # two updates a call
+    assert "schedule-advance" in rules_found(wide, "note")
+
+
+def test_cosine_of_an_asynchronous_run_is_as_long_as_its_weight_syncs() -> None:
+    # The trainer fills in 51200 / (4 x 16) = 800 weight syncs, and the schedule counts its calls.
+    cosine = asynchronous("v0.9.0", "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine")
+    assert (effective(cosine, "run.total_steps"), effective(cosine, "actor.engine.schedule.total_steps")) == (800, 800)
+    old = asynchronous("v0.7.0", "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine")
+    assert "schedule-length" in rules_found(old, "person")
+
+
+@pytest.mark.parametrize("version", NEWEST)
+def test_asynchronous_run_is_not_said_to_have_used_the_old_workers(version: str) -> None:
+    # v0.7.1's configuration of the entry has use_legacy_worker_impl: disable.
+    run = asynchronous(version)
+    assert "micro-batch-normalisation" not in rules_found(run, "hazard")
+    assert "worker-switch" not in rules_found(run, "note")
+
+
+@pytest.mark.parametrize("version", ["v0.6.1", "v0.7.0"])
+def test_first_asynchronous_trainers_evaluated_by_a_key_of_the_sampler(version: str) -> None:
+    # fully_async_rollouter.py: current_param_version % rollout.test_freq.
+    assert effective(asynchronous(version, "rollout.test_freq=10"), "run.eval_every") == 10
+    assert effective(asynchronous(version, "trainer.test_freq=5"), "run.eval_every") == 1  # its default
+
+
+@pytest.mark.parametrize("version", NEWEST)
+def test_later_asynchronous_trainers_evaluated_by_weight_syncs(version: str) -> None:
+    assert effective(asynchronous(version, "trainer.test_freq=5"), "run.eval_every") == 5
+
+
+def test_clip_is_kept_where_the_ratio_is_to_the_sampler() -> None:
+    one_update = ("actor_rollout_ref.actor.ppo_mini_batch_size=64", "actor_rollout_ref.actor.clip_ratio_high=0.28")
+    bypassed = translated("v0.8.0", *one_update, f"{CORRECTION}.bypass_mode=True")
+    assert effective(bypassed, "algorithm.clip_high") == 0.28
+    assert effective(bypassed, "algorithm.dual_clip") == 3.0
+    assert effective(translated("v0.8.0", *one_update), "algorithm.dual_clip") is None  # the ratio is 1
+
+
+@pytest.mark.parametrize("rejection", ["token_k1", "seq_sum_k1"])
+def test_bounds_of_k1_are_mirrored_since_k1_is_sampler_over_trainer(rejection: str) -> None:
+    # rollout_corr_helper.py: token_k1 = -log_ratio, kept within [log 0.5, log 1.6].
+    level = "token" if rejection == "token_k1" else "sequence"
+    keys = (f"{CORRECTION}.rollout_is={level}", f"{CORRECTION}.rollout_rs={rejection}", f"{CORRECTION}.rollout_rs_threshold=0.5_1.6")
+    weighed = correction(translated("v0.8.0", *keys))
+    assert weighed == {"level": level, "truncate_at": 2.0, "mask_low": 0.625, "mask_high": 2.0}
+    symmetric = correction(translated("v0.8.0", *keys[:2], f"{CORRECTION}.rollout_rs_threshold=2.0"))
+    assert (symmetric["mask_low"], symmetric["mask_high"]) == (0.5, 2.0)
+
+
+def test_bounds_of_earlier_releases_were_of_trainer_over_sampler() -> None:
+    keys = (f"{CORRECTION}.rollout_rs=token", f"{CORRECTION}.rollout_rs_threshold=1.6", f"{CORRECTION}.rollout_rs_threshold_lower=0.5")
+    rejected = correction(translated("v0.7.0", *keys))
+    assert (rejected["mask_low"], rejected["mask_high"]) == (0.5, 1.6)
+
+
+@pytest.mark.parametrize("rejection", ["token_k1", "seq_sum_k1"])
+def test_rejection_without_weights_multiplies_by_no_ratio(rejection: str) -> None:
+    run = translated("v0.8.0", f"{CORRECTION}.rollout_rs={rejection}", f"{CORRECTION}.rollout_rs_threshold=0.5_1.6")
+    level = "token" if rejection == "token_k1" else "sequence"
+    assert correction(run) == {"level": level, "mask_only": True, "mask_low": 0.625, "mask_high": 2.0}
+    assert "correction" in rules_found(run, "hazard")  # rejected tokens keep their place in the denominator
+
+
+def test_range_of_weights_is_icepop() -> None:
+    run = translated("v0.9.0", f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_5.0")
+    assert correction(run) == {"level": "token", "truncate_at": None, "mask_low": 0.5, "mask_high": 5.0}
+    assert "value-unknown" not in rules_found(run, "person")
+
+
+FILTER = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=5")
+
+
+@pytest.mark.parametrize(("version", "metric"), [("v0.9.0", "acc"), ("main", "acc"), ("v0.9.1", "reward")])
+def test_second_trainer_ignored_the_bound_of_rounds(version: str, metric: str) -> None:
+    # trainer_base.py warns that max_num_gen_batches is ignored, and samples until the batch is full.
+    told = ("algorithm.filter_groups.metric=acc",) if metric == "acc" else ()
+    run = translated(version, *FILTER, *told)
+    assert effective(run, "algorithm.dynamic_sampling.max_rounds") == 1000
+    assert effective(run, "algorithm.dynamic_sampling.on") == ("score" if metric == "acc" else "reward")
+    assert "ignored it with a warning" in run.tokens[len(BASE) + 1].reason
+
+
+def test_second_trainer_refused_to_filter_without_a_metric() -> None:
+    # v0.9.0's default is null; v0.9.1's is reward.
+    assert "filter-groups" in rules_found(translated("v0.9.0", *FILTER), "person")
+    assert "filter-groups" not in rules_found(translated("v0.9.1", *FILTER), "person")
+
+
+@pytest.mark.parametrize("run", [("v0.8.0",), ("v0.9.0", "trainer.use_v1=False")])
+def test_first_trainer_read_no_filter(run: tuple[str, ...]) -> None:
+    version, *more = run
+    unfiltered = translated(version, *FILTER, *more)
+    assert not [key for key in values(unfiltered) if key.startswith("algorithm.dynamic_sampling")]
+    assert "filter-groups" in rules_found(unfiltered, "hazard")
+
+
+@pytest.mark.parametrize("version", ["v0.4.0", "v0.7.0", "v0.8.0"])
+def test_recipe_of_dapo_keeps_its_bound_of_rounds(version: str) -> None:
+    run = translated(version, *FILTER, entry="recipe.dapo.main_dapo")
+    assert effective(run, "algorithm.dynamic_sampling.max_rounds") == 5
+
+
+@pytest.mark.parametrize("path", ["$HOME/models/Qwen3-VL-8B-Instruct", "${ROOT}/Qwen2.5-VL-7B"])
+def test_model_of_images_below_a_variable_is_asked_about(path: str) -> None:
+    run = translate([*BASE, f"actor_rollout_ref.model.path={path}"], entry="verl.trainer.main_ppo", version="v0.9.0")
+    assert "images" in rules_found(run, "person")
+
+
+@pytest.mark.parametrize("version", ["v0.6.1", "v0.7.1", "v0.9.0"])
+@pytest.mark.parametrize("argument", ["enable_thinking=False", "enable_thinking=True", "reasoning_effort=medium"])
+def test_arguments_of_the_chat_template_are_a_question(version: str, argument: str) -> None:
+    run = translated(version, f"+data.apply_chat_template_kwargs.{argument}")
+    assert run.outcome is Outcome.PERSON
+    assert run.tokens[-1].disposition == "needs a person"
+
+
+def test_limit_of_positions_is_a_question_where_the_samples_exceed_the_models_own(tmp_path: Path) -> None:
+    key = "+actor_rollout_ref.model.override_config.max_position_embeddings=32768"
+    lengths = ("data.max_prompt_length=2048", "data.max_response_length=8192", f"actor_rollout_ref.model.path={tmp_path}")
+    for limit, is_asked in ((4096, True), (32768, False)):
+        (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": limit}))
+        run = translated("v0.8.0", *lengths, key)
+        assert ("override-positions" in rules_found(run, "person")) is is_asked
+    assert "write them there" not in translated("v0.8.0", key).tokens[-1].reason
+
+
+def test_routing_replay_has_its_own_hazard() -> None:
+    run = translated("v0.9.0", "actor_rollout_ref.rollout.enable_rollout_routing_replay=True")
+    (message,) = (finding.message for finding in run.findings if finding.rule == "routing-replay")
+    assert "quantised" not in message
+    assert "experts" in message
+
+
+def test_prefix_grouper_was_read_by_a_release() -> None:
+    run = translated("v0.7.1", "actor_rollout_ref.actor.use_prefix_grouper=True")
+    assert run.tokens[-1].disposition == "dropped"
+    assert "No release read it" not in run.tokens[-1].reason
+
+
+def test_penalty_of_zero_on_long_completions_is_left_out() -> None:
+    buffer = "reward_model.overlong_buffer"
+    keys = (f"{buffer}.enable=True", f"{buffer}.len=512", f"{buffer}.penalty_factor=0.0")
+    run = translated("v0.7.0", *keys, entry="recipe.dapo.main_dapo")
+    assert not [key for key in values(run) if "overlong." in key]
+
+
+def test_kl_cov_has_no_clip_to_keep() -> None:
+    run = translated("v0.7.0", "actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov", "actor_rollout_ref.actor.clip_ratio_high=0.28")
+    assert "algorithm.clip_high" not in values(run)
