@@ -42,6 +42,14 @@ def test_rank_without_a_saved_rng_state_keeps_its_own(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(2), after)
 
 
+def test_loading_a_checkpoint_of_another_system_is_refused(
+    start: Callable[..., FSDPEngine], tmp_path: Path
+) -> None:
+    (tmp_path / "model_world_size_1_rank_0.pt").touch()
+    with pytest.raises(CheckpointError, match="temper-migrate checkpoint .* --to temper"):
+        start().load_checkpoint(str(tmp_path))
+
+
 @pytest.mark.bitwise
 def test_moments_and_counts_are_restored_bit_for_bit(
     start: Callable[..., FSDPEngine], batch: SequenceBatch, tmp_path: Path

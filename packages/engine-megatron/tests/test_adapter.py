@@ -26,7 +26,6 @@ from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigErr
 from temper_engine_api.registry import load_conformance_layouts
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_api.weights import NamedWeight
-from temper_engine_megatron.checkpoint.checkpoint_files import check_not_another_system
 from temper_engine_megatron.engine import MegatronEngine
 
 LAYOUTS = {layout.name: layout for layout in load_conformance_layouts("megatron")}
@@ -162,27 +161,6 @@ def test_adapter_of_another_kind_or_layout_is_refused_with_what_to_do(config, tm
     assert "has type IA3" in refusal(other)
     LoraConfig(r=4, target_modules=["q_proj"], rank_pattern={"q_proj": 8}).save_pretrained(other)
     assert "sets rank_pattern" in refusal(other)
-
-
-@pytest.mark.parametrize(
-    "inside",
-    [
-        "adapter_checkpoint",
-        "model/mp_rank_00",
-        "model/dist_ckpt",
-        "actor/dist_ckpt",
-        "actor/model/dist_ckpt",
-    ],
-)
-def test_checkpoint_of_another_system_is_refused_with_the_command_that_converts_it(
-    tmp_path, inside
-):
-    (tmp_path / inside).mkdir(parents=True)
-    with pytest.raises(
-        CheckpointError,
-        match=rf"contains {inside}, .*temper-migrate checkpoint .* --to temper --out NEW",
-    ):
-        check_not_another_system(str(tmp_path))
 
 
 def test_loading_a_checkpoint_of_another_system_is_refused(start, tmp_path):

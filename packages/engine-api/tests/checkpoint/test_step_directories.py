@@ -56,6 +56,35 @@ def test_error_without_a_complete_step_lists_the_entries(tmp_path: Path) -> None
         find_step(tmp_path / "step_00000003")
 
 
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "global_step_100",
+        "latest_checkpointed_iteration.txt",
+        "actor/global_step_100",
+        "model_world_size_2_rank_0.pt",
+        "actor/model_world_size_2_rank_0.pt",
+        "adapter_checkpoint",
+        "model/mp_rank_00",
+        "model/dist_ckpt",
+        "actor/dist_ckpt",
+        "actor/model/dist_ckpt",
+    ],
+)
+def test_checkpoint_of_another_system_is_refused_with_the_command_that_converts_it(
+    tmp_path: Path, inside: str
+) -> None:
+    folder = tmp_path / "an old run"
+    (folder / inside).mkdir(parents=True)
+    message = (
+        rf"contains {inside}, .*`temper-migrate checkpoint '{folder}' --to temper --out NEW` "
+    )
+    with pytest.raises(IncompleteCheckpointError, match=message):
+        find_step(folder)
+    with pytest.raises(IncompleteCheckpointError, match=message):
+        read_manifest(folder)
+
+
 def test_pruning_keeps_the_newest(save_step: SaveStep, tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save_step(step)

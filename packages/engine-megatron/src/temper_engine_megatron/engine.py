@@ -239,17 +239,6 @@ class MegatronEngine(BaseEngine):
     def _read_state(self, directory: str) -> None:
         training_checkpoint.load_training_state(self._components, directory=directory)
 
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
-        """See BaseEngine.
-
-        A directory in another system's layout is rejected with the command that converts it.
-        """
-        if hdfs_path is None:
-            checkpoint_files.check_not_another_system(local_path)
-        super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
-
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
         # The ranks of a replica have the same value; only the one that returns outputs counts.
         local = value.detach().clone() if self.topology.returns_outputs else torch.zeros_like(value)

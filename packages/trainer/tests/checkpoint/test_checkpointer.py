@@ -414,6 +414,22 @@ def test_last_save_is_described_for_error_messages(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("requested", ["checkpoints", "checkpoints/global_step_2/actor"])
+def test_checkpoint_of_an_older_system_is_refused_with_the_command_that_converts_it(
+    tmp_path: Path, requested: str
+) -> None:
+    role = tmp_path / "checkpoints/global_step_2/actor"
+    role.mkdir(parents=True)
+    (role / "model_world_size_1_rank_0.pt").touch()
+    checkpointer = make_checkpointer(tmp_path / "new")
+    for find in (checkpointer.find, checkpointer.preview):
+        with pytest.raises(
+            IncompleteCheckpointError,
+            match=rf"temper-migrate checkpoint {tmp_path / requested} --to temper --out NEW",
+        ):
+            find(str(tmp_path / requested))
+
+
 def test_advice_to_resume_comes_after_the_correction_that_an_error_needs(tmp_path: Path) -> None:
     correction = "correct what the error names first"
     assert describe_last_save(tmp_path, needs_correction=True) == (

@@ -6,6 +6,7 @@ import hashlib
 import heapq
 import json
 import os
+import shlex
 import stat
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,18 @@ SCHEMA_VERSION = 2
 adds ``run_id``; a manifest without one is written as version 1, which older releases read."""
 MAX_READ_THREADS = 8
 """Maximum number of threads that compute checksums in one process."""
+_OTHER_SYSTEM_FILES = (
+    "model_world_size_*_rank_*.pt",
+    "global_step_*",
+    "latest_checkpointed_iteration.txt",
+    "adapter_checkpoint",
+    "mp_rank_*",
+    "dist_ckpt",
+    "iter_*",
+)
+"""Names that older systems on FSDP and Megatron leave in a checkpoint."""
+_OTHER_SYSTEM_FOLDERS = ("", "model/", "*/", "*/model/")
+"""Folders of these names, relative to a run, a step with a folder per role, or a role."""
 _TEMPORARY_ERRORS = frozenset(
     {
         # A permission, or a limit of the process or the host.
@@ -118,6 +131,7 @@ def read_manifest(directory: str | Path) -> Manifest:
         with open_manifest(path) as file:
             content = file.read()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        check_not_another_system(directory)
         raise IncompleteCheckpointError(
             f"{directory} has no {MANIFEST_NAME}, so it was never committed: load another step "
             "directory."
@@ -125,6 +139,24 @@ def read_manifest(directory: str | Path) -> Manifest:
     except OSError as error:
         raise unreadable_error(path, error) from error
     return parse_manifest(content, source=str(path))
+
+
+def check_not_another_system(directory: str | Path) -> None:
+    """Reject checkpoints of other systems, which would otherwise be reported as incomplete.
+
+    Raises:
+        IncompleteCheckpointError: If there are files of another system; has the command that
+            converts them.
+    """
+    folder = Path(directory)
+    patterns = (prefix + name for prefix in _OTHER_SYSTEM_FOLDERS for name in _OTHER_SYSTEM_FILES)
+    file = next((path for pattern in patterns for path in folder.glob(pattern)), None)
+    if file is not None:
+        raise IncompleteCheckpointError(
+            f"{directory} contains {file.relative_to(folder)}, which is another system's layout: "
+            f"convert it with `temper-migrate checkpoint {shlex.quote(str(directory))} --to temper "
+            "--out NEW` (pip install 'temper-legacy-shim[checkpoint]'), and load NEW."
+        )
 
 
 def open_manifest(path: Path) -> BinaryIO:

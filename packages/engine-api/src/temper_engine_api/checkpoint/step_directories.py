@@ -24,6 +24,7 @@ from typing import IO, Literal
 from temper_engine_api.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
+    check_not_another_system,
     open_manifest,
     read_manifest,
     unreadable_error,
@@ -131,6 +132,7 @@ def find_step(path: str | Path) -> Path:
         raise IncompleteCheckpointError(
             f"{path} does not exist: give a step directory or a folder of them."
         )
+    check_not_another_system(path)
     present = sorted(entry.name for entry in path.iterdir())
     raise IncompleteCheckpointError(
         f"{path} has no complete step, which is a directory step_NNNNNNNN with {MANIFEST_NAME}; it "
@@ -254,6 +256,7 @@ def lock_for_reading(directory: str | Path) -> Iterator[None]:
                     f"{directory} is being deleted by its run: load another step."
                 )
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            check_not_another_system(directory)
             raise IncompleteCheckpointError(
                 f"{directory} has no {MANIFEST_NAME}: load another step directory."
             ) from error

@@ -45,17 +45,6 @@ FILE_BYTES = 2 << 30
 RNG_FOLDER, ADAPTER_FOLDER = "random", "adapter"
 _MEGATRON_PREFIX = "megatron."
 """Prefix of the names of Megatron's RNG states."""
-_OTHER_LAYOUTS = (
-    "adapter_checkpoint",
-    "mp_rank_*",
-    "dist_ckpt",
-    "iter_*",
-    "latest_checkpointed_iteration.txt",
-)
-"""Files that other systems on Megatron leave in a checkpoint."""
-_OTHER_LAYOUT_FOLDERS = ("", "model/", "*/", "*/model/")
-"""Folders of these files, relative to the folder of a role, or of a step with a folder per role."""
-
 FileTensors = dict[str, Tensor]
 """Tensors of one parameter, by name in the file."""
 
@@ -301,27 +290,3 @@ def write_model_config(fields: dict[str, object], *, directory: str) -> str:
     with _report_write_errors(path):
         path.write_text(json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n")
     return "huggingface/config.json"
-
-
-def check_not_another_system(directory: str) -> None:
-    """Reject checkpoints of other systems, which would otherwise be reported as incomplete.
-
-    Raises:
-        CheckpointError: If there are files of another system; has the command that converts them.
-    """
-    folder = Path(directory)
-    file = next(
-        (
-            path
-            for prefix in _OTHER_LAYOUT_FOLDERS
-            for name in _OTHER_LAYOUTS
-            for path in folder.glob(prefix + name)
-        ),
-        None,
-    )
-    if file is not None:
-        raise CheckpointError(
-            f"{directory} contains {file.relative_to(folder)}, which is another system's layout: "
-            f"convert it with `temper-migrate checkpoint {directory} --to temper --out NEW` and "
-            "load NEW."
-        )
