@@ -156,6 +156,12 @@ class Archive:
         """False for a bare pickle, which has no storages."""
         return bool(self._entries)
 
+    @property
+    def records(self) -> frozenset[str]:
+        """Names of the entries that are no storage; which there are depends on the torch that wrote the file."""
+        names = (name.removeprefix(self._prefix) for name in self._entries)
+        return frozenset(name for name in names if not name.startswith("data/"))
+
     def _read_directory(self) -> None:
         try:
             with zipfile.ZipFile(_Window(self.file, start=self._start, length=self._length)) as directory:

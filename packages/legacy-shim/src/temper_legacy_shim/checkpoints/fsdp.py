@@ -23,9 +23,16 @@ def read_weights(files: dict[int, Path], *, where: Path) -> dict[str, LazyTensor
         DamagedFileError: a file is damaged, or the files are not of one save.
     """
     by_key: dict[str, dict[int, Entry]] = {}
+    forms: dict[int, tuple[str, ...]] = {}
     for rank, path in files.items():
-        for key, entry in _entries(path, rank=rank).items():
+        entries, forms[rank] = _entries(path, rank=rank)
+        for key, entry in entries.items():
             by_key.setdefault(key, {})[rank] = entry
+        if forms[rank] != forms[min(forms)]:
+            raise DamagedFileError(
+                f"{path} was written by another version of torch than {files[min(forms)].name}: the files are not of one save; copy every "
+                "rank's file of one step here."
+            )
     for key, entries in by_key.items():
         absent = sorted(set(files) - set(entries))
         if absent:
@@ -33,13 +40,15 @@ def read_weights(files: dict[int, Path], *, where: Path) -> dict[str, LazyTensor
     return {key: assemble(key, entries, where=str(where)) for key, entries in by_key.items()}
 
 
-def _entries(path: Path, *, rank: int) -> dict[str, Entry]:
+def _entries(path: Path, *, rank: int) -> tuple[dict[str, Entry], tuple[str, ...]]:
+    """Return a file's entries by name, and the form in which its torch pickled them."""
     archive = Archive(path)
     value = archive.value()
     if not isinstance(value, dict):
         raise DamagedFileError(f"{path} holds a {type(value).__name__} instead of a mapping of names to tensors: is it a model file?")
     reader = TensorReader(archive, rank=rank)
     found: dict[str, Entry] = {}
+    form: tuple[str, ...] = ()
     for key, node in value.items():
         if not isinstance(key, str):
             raise DamagedFileError(f"{path}: {in_short(key)} is no name of a tensor: is it a model file?")
@@ -51,6 +60,7 @@ def _entries(path: Path, *, rank: int) -> dict[str, Entry]:
         if name in found:
             raise DamagedFileError(f"{path} has {name} twice, once inside a wrapper's name: which one counts can't be known.")
         found[name] = reader.entry(node, key=key)
+        form = form or reader.distributed_form(node)
     if not found:
         raise DamagedFileError(f"{path} holds no tensor: is it a model file?")
-    return found
+    return found, form

@@ -7,7 +7,7 @@ from pathlib import Path
 from temper_legacy_shim.checkpoints import megatron_adapters, megatron_names, megatron_ranks
 from temper_legacy_shim.checkpoints.adapters import Adapter
 from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
-from temper_legacy_shim.checkpoints.layouts import Role
+from temper_legacy_shim.checkpoints.layouts import Role, read_object
 from temper_legacy_shim.checkpoints.lazy import LazyTensor
 from temper_legacy_shim.checkpoints.megatron_names import Geometry
 from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
@@ -28,6 +28,7 @@ def read(
         ShimError: the files can't be read; says which file and key.
     """
     geometry = Geometry.of(config, source=source)
+    _check_transformer_config(role, config, geometry, source=source)
     named = megatron_tensors(role)
     base = {name: tensor for name, tensor in named.items() if megatron_adapters.MARK not in name}
     adapter = None
@@ -39,6 +40,33 @@ def read(
     if role.rank_files:
         _check_last_stage(weights, geometry, where=role.path / "model")
     return weights, adapter
+
+
+def _check_transformer_config(role: Role, config: Mapping[str, object], geometry: Geometry, *, source: str) -> None:
+    """Refuse a config of another model than the one that Megatron ran; shapes alone often fit both.
+
+    Raises:
+        UsageError: a number differs; names both files and both values.
+    """
+    path = role.path / "transformer_config.json"
+    if not path.is_file():
+        return
+    saved = read_object(path)
+    expected = {
+        "num_layers": ("num_hidden_layers", geometry.num_layers),
+        "hidden_size": ("hidden_size", config.get("hidden_size")),
+        "num_attention_heads": ("num_attention_heads", geometry.num_heads),
+        "num_query_groups": ("num_key_value_heads", geometry.num_groups),
+        "kv_channels": ("head_dim", geometry.head_dim),
+        "num_moe_experts": ("num_experts", geometry.num_experts),
+        "layernorm_epsilon": ("rms_norm_eps", config.get("rms_norm_eps")),
+    }
+    for name, (key, value) in expected.items():
+        if saved.get(name) is not None and value is not None and saved[name] != value:
+            raise UsageError(
+                f"{path} has {name} = {saved[name]}, but {source} has {key} = {value}: give --hf-config, the folder of the model that "
+                "was trained."
+            )
 
 
 def _check_last_stage(weights: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path) -> None:

@@ -22,6 +22,10 @@ _COLUMNS = ("word_embeddings.weight", "linear_qkv.weight", "linear_qkv.bias", "o
 _GATED = re.compile(r".+\.linear_fc1\.(?:weight\d*|bias)")
 _TELLING_BYTES = 8
 """Different bytes that a row has to have before two that are equal count as copies."""
+EMBEDDING = "embedding.word_embeddings.weight"
+_NORMS = ("layernorm.weight", "layer_norm_weight")
+_NORMS_OF_HEADS = ("q_layernorm.weight", "k_layernorm.weight")
+"""Older Megatron did not add their gradients over tensor-parallel ranks, so they drift apart in a sound run."""
 _ROWS = re.compile(r".+\.(?:linear_proj|linear_fc2)\.weight\d*")
 
 
@@ -61,6 +65,8 @@ def read_chunks(files: Sequence[RankFile], *, where: Path) -> Chunks:
     chunks = _with_expert_ranks({(file.pp, file.ep, file.tp): _chunks(file.path) for file in files})
     _check_all_ranks(set(chunks), where=where)
     _check_no_copies(chunks, where=where)
+    _check_stage_order(chunks, where=where)
+    _check_norms(chunks, where=where)
     return chunks
 
 
@@ -151,6 +157,33 @@ def _check_no_copies(chunks: Chunks, *, where: Path) -> None:
         other, same = seen.setdefault((pp, ep, row), (tp, mine))
         if other != tp and is_equal(same, mine):
             raise DamagedFileError(f"{where}: the files of tensor ranks {other} and {tp} of stage {pp} hold the same: one is a copy.")
+
+
+def _check_stage_order(chunks: Chunks, *, where: Path) -> None:
+    """Only the first stage embeds tokens, and only the last one has the final norm."""
+    last = max(pp for pp, _, _ in chunks)
+    for (pp, _, tp), of_rank in sorted(chunks.items()):
+        for name, expected, stage in ((EMBEDDING, "first", 0), ("decoder.final_layernorm.weight", "last", last)):
+            holds = any(name in chunk for chunk in of_rank)
+            # The last stage repeats tied embeddings.
+            if holds and pp != stage and not (name == EMBEDDING and pp == last and EMBEDDING in chunks[0, 0, tp][0]):
+                raise DamagedFileError(
+                    f"{where}: {name} is in stage {pp}, but belongs to the {expected}: are folders of stages swapped? Copy them again."
+                )
+
+
+def _check_norms(chunks: Chunks, *, where: Path) -> None:
+    """Norms are the same on all ranks of a stage, so a rank of another step shows in them."""
+    firsts: dict[tuple[int, int, str], tuple[int, LazyTensor]] = {}
+    for (pp, ep, tp), of_rank in sorted(chunks.items()):
+        for virtual, chunk in enumerate(of_rank):
+            for name, tensor in chunk.items():
+                if not name.endswith(_NORMS) or name.endswith(_NORMS_OF_HEADS):
+                    continue
+                first_tp, first = firsts.setdefault((pp, virtual, name), (tp, tensor))
+                if not is_equal(first, tensor):
+                    ranks = f"tensor ranks {first_tp} and {tp}" if tp != first_tp else f"expert ranks 0 and {ep}"
+                    raise DamagedFileError(f"{where}: {name} differs between {ranks} of stage {pp}: the files are not of one save.")
 
 
 def _count_layers(tensors: Mapping[str, LazyTensor]) -> int:

@@ -11,8 +11,9 @@ from temper_legacy_shim.checkpoints.adapters import Adapter, is_alpha
 from temper_legacy_shim.checkpoints.dtypes import to_float32
 from temper_legacy_shim.checkpoints.layouts import Kind, Role, check_own, read_object
 from temper_legacy_shim.checkpoints.lazy import LazyTensor, read_all
+from temper_legacy_shim.checkpoints.one_save import check_one_save
 from temper_legacy_shim.checkpoints.sharded import is_equal
-from temper_legacy_shim.errors import LayoutError, UsageError
+from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
 
 LANGUAGE_HEAD = "lm_head.weight"
 CLASSIFIER = "classifier"
@@ -84,8 +85,8 @@ def read_model(role: Role, sources: Sources) -> OldModel:
     Raises:
         ShimError: the role can't be read; says which file and key.
     """
+    notes = [*check_one_save(role)]
     config, folder = _config(role, sources)
-    notes: list[str] = []
     raw, adapter = _weights_and_adapter(role, sources, config=config, folder=folder)
     if adapter is not None:
         adapter = adapters.with_alpha(adapter, role, given=sources.lora_alpha)
@@ -112,7 +113,7 @@ def read_model(role: Role, sources: Sources) -> OldModel:
     head = _head(weights or whole)
     weights, dropped = _without_frequencies(weights, config)
     notes += dropped
-    weights, said = (weights, ()) if splits_tie else _without_tied_copy(weights, config)
+    weights, said = (weights, ()) if splits_tie else _without_tied_copy(role, weights, config)
     return OldModel(
         role=role,
         weights=weights,
@@ -229,7 +230,7 @@ def _head(weights: Mapping[str, LazyTensor]) -> str:
 
 
 def _without_tied_copy(
-    weights: Mapping[str, LazyTensor], config: Mapping[str, object] | None
+    role: Role, weights: Mapping[str, LazyTensor], config: Mapping[str, object] | None
 ) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
     """Drop the head's copy of tied embeddings: Hugging Face's files hold them once."""
     result = dict(weights)
@@ -243,6 +244,11 @@ def _without_tied_copy(
         if says_tied:
             del result[LANGUAGE_HEAD]
         return result, ()
+    if says_tied and role.kind == Kind.MEGATRON_RANKS:
+        raise DamagedFileError(
+            f"{role.path / 'model'}: output_layer.weight differs from embedding.word_embeddings.weight, though the config ties them: the "
+            "files are not of one save, or folders of tensor ranks are swapped in a stage; copy every rank's folder of one step here."
+        )
     if says_tied:
         return result, ("the config ties embeddings and head, but their weights differ: both are kept, and the config is written untied",)
     return result, ()

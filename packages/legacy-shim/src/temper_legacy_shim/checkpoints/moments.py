@@ -15,6 +15,7 @@ from temper_legacy_shim.checkpoints.layouts import Role
 from temper_legacy_shim.checkpoints.lazy import LazyTensor, Rows, Shape, Unflattened
 from temper_legacy_shim.checkpoints.optimizer_files import (
     RankState,
+    check_flat_replicas,
     check_same_numbers,
     flat_parts,
     is_distributed,
@@ -73,6 +74,8 @@ def read_optimizer(role: Role, weights: Mapping[str, LazyTensor], *, parameters:
     """
     ranks = read_ranks(role)
     first = ranks[min(ranks)]
+    if not is_distributed(ranks):
+        check_flat_replicas(role, ranks, shard_order(role))
     parameters = [name for name in parameters if not is_buffer(name)]
     found = _from_pieces(role, ranks, weights, parameters)
     if found is None:
@@ -99,9 +102,11 @@ def read_trained_leaves(role: Role, weights: Mapping[str, LazyTensor], *, leaves
     if len(numbers) != len(leaves):
         raise LayoutError(f"the optimizer keeps states of {len(numbers)} parameters, but {len(leaves)} belong to the adapter")
     is_flat = not is_distributed(ranks)
-    if not is_flat:
-        check_same_numbers(role, ranks)
     order = shard_order(role)
+    if is_flat:
+        check_flat_replicas(role, ranks, order)
+    else:
+        check_same_numbers(role, ranks)
     found: dict[str, OldMoments] = {}
     for number, name in zip(numbers, leaves, strict=True):
         shape = weights[name].shape

@@ -9,6 +9,7 @@ from temper_legacy_shim.checkpoints.archive import Archive
 from temper_legacy_shim.checkpoints.layouts import Role
 from temper_legacy_shim.checkpoints.lazy import LazyTensor, Shape, concatenated, read_all
 from temper_legacy_shim.checkpoints.pickles import Inert, in_short
+from temper_legacy_shim.checkpoints.sharded import check_replica
 from temper_legacy_shim.checkpoints.tensors import Distributed, Entry, Sharded, TensorReader
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
@@ -25,6 +26,42 @@ class RankState:
     """That its group numbers."""
     settings: Mapping[str, object]
     """Of the group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCounts:
+    """What one rank's file says about its step."""
+
+    steps: Mapping[int, int]
+    """Updates by the number of a parameter or a unit."""
+    settings: Mapping[str, object]
+    """Of the first group."""
+    form: frozenset[str]
+    """Names of the first group's settings and of the file's records; newer torch has more of both."""
+
+
+def read_counts(path: Path, *, rank: int) -> RankCounts:
+    """Read update counts and settings of any optimizer's file; nothing of one that has no such form.
+
+    Raises:
+        DamagedFileError: the file is damaged.
+    """
+    archive = Archive(path)
+    value = archive.value()
+    states = value.get("state") if isinstance(value, dict) else None
+    groups = value.get("param_groups") if isinstance(value, dict) else None
+    group = groups[0] if isinstance(groups, list) and groups and isinstance(groups[0], dict) else {}
+    reader = TensorReader(archive, rank=rank)
+    steps = {
+        number: _count(reader, state["step"], key=f"step of {number}")
+        for number, state in (states.items() if isinstance(states, dict) else ())
+        if isinstance(number, int) and isinstance(state, dict) and "step" in state
+    }
+    return RankCounts(steps=steps, settings=_settings(group), form=archive.records.union(map(str, group)))
+
+
+def _settings(group: Mapping[object, object]) -> dict[str, object]:
+    return {name: group[name] for name in _SETTINGS if isinstance(group.get(name), int | float | tuple | list)}
 
 
 def check_is_beside_weights(role: Role) -> None:
@@ -98,8 +135,7 @@ def _read(path: Path, *, rank: int) -> RankState:
             "second": reader.entry(state["exp_avg_sq"], key=f"exp_avg_sq of {number}"),
             "step": _count(reader, state["step"], key=f"step of {number}"),
         }
-    settings = {name: groups[0][name] for name in _SETTINGS if isinstance(groups[0].get(name), int | float | tuple | list)}
-    return RankState(states=states, num_parameters=len(groups[0]["params"]), settings=settings)
+    return RankState(states=states, num_parameters=len(groups[0]["params"]), settings=_settings(groups[0]))
 
 
 def _count(reader: TensorReader, node: object, *, key: str) -> int:
@@ -126,6 +162,27 @@ def joined(role: Role, ranks: Mapping[int, RankState], order: Sequence[int], *, 
     if len({part.dtype for part in parts}) != 1:
         raise DamagedFileError(f"{role.path}: the states of number {number} differ in dtype: the files are not of one save.")
     return concatenated(parts, dim=0)
+
+
+def check_flat_replicas(role: Role, ranks: Mapping[int, RankState], order: Sequence[int]) -> None:
+    """Refuse flat vectors that differ between hybrid sharding's replicas.
+
+    Args:
+        role: for errors.
+        ranks: of all replicas.
+        order: ranks of the first replica in the order of their shards; the others repeat it, as both FSDPs lay out their mesh.
+
+    Raises:
+        DamagedFileError: two ranks with the same shard hold different moments.
+    """
+    for rank, state in ranks.items():
+        first = order[rank % len(order)]
+        for number, sides in state.states.items() if rank != first else ():
+            for side in ("first", "second"):
+                mine, other = sides[side], ranks[first].states.get(number, {}).get(side)
+                if isinstance(mine, int | Distributed | Sharded) or other is None or isinstance(other, int | Distributed | Sharded):
+                    continue
+                check_replica(f"the {side} moment of number {number}", {first: other, rank: mine}, where=str(role.path))
 
 
 def flat_parts(role: Role, ranks: Mapping[int, RankState], order: Sequence[int], *, number: int, side: str) -> list[LazyTensor]:

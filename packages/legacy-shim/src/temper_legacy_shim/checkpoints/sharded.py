@@ -6,12 +6,14 @@ A DTensor's axis of size n cuts a dimension of size s into chunks of ceil(s / n)
 import math
 from collections.abc import Mapping
 
-from temper_legacy_shim.checkpoints.lazy import Assembled, LazyTensor, Piece, Shape, blocks, num_bytes
+from temper_legacy_shim.checkpoints.lazy import Assembled, LazyTensor, Piece, Shape, blocks, num_bytes, num_rows
 from temper_legacy_shim.checkpoints.tensors import Distributed, Entry, Placement, Sharded
 from temper_legacy_shim.errors import DamagedFileError
 
 _COMPARED_BYTES = 1 << 20
 """Buffers of this size are compared over ranks; to compare whole models would read every rank's file."""
+_REPLICA_BYTES = 1 << 16
+"""First bytes of a shard that are compared with those of hybrid sharding's other replicas."""
 
 
 def assemble(key: str, entries: Mapping[int, Entry], *, where: str) -> LazyTensor:
@@ -60,6 +62,26 @@ def is_equal(one: LazyTensor, other: LazyTensor) -> bool:
     return all(a.tobytes() == b.tobytes() for a, b in zip(blocks(one), blocks(other), strict=True))
 
 
+def check_replica(key: str, entries: Mapping[int, LazyTensor], *, where: str) -> None:
+    """Refuse replicas of one shard whose first rows differ.
+
+    Args:
+        key: the tensor's name, for errors.
+        entries: two ranks' copies.
+        where: the directory, for errors.
+
+    Raises:
+        DamagedFileError: they differ, so the ranks are of different steps.
+    """
+    (first_rank, first), (rank, entry) = entries.items()
+    # An update changes nearly every element, so a few rows tell; all of them would double what is read.
+    rows = min(num_rows(first.shape), max(1, _REPLICA_BYTES * num_rows(first.shape) // max(1, num_bytes(first))))
+    if first.shape != entry.shape or first.dtype != entry.dtype or first.read(0, rows).tobytes() != entry.read(0, rows).tobytes():
+        raise DamagedFileError(
+            f"{where}: {key} differs between ranks {first_rank} and {rank}, which hold the same shard: the files are not of one save."
+        )
+
+
 def _from_mesh(key: str, entries: Mapping[int, Distributed], *, where: str) -> LazyTensor:
     first = next(iter(entries.values()))
     for rank, entry in entries.items():
@@ -67,6 +89,7 @@ def _from_mesh(key: str, entries: Mapping[int, Distributed], *, where: str) -> L
             raise DamagedFileError(f"{where}: {key} differs in shape, placement or dtype between ranks; see rank {rank}: not one save.")
     coordinates, mesh_shape = _coordinates(key, entries, where=where)
     pieces: dict[Shape, Piece] = {}
+    holders: dict[Shape, int] = {}
     for rank, entry in entries.items():
         offsets, sizes = shard_box(entry.shape, entry.placements, mesh_shape=mesh_shape, coordinate=coordinates[rank])
         if entry.local.shape != sizes:
@@ -75,7 +98,10 @@ def _from_mesh(key: str, entries: Mapping[int, Distributed], *, where: str) -> L
                 "the file is damaged, or of another save."
             )
         if 0 not in sizes:
-            pieces.setdefault(offsets, Piece(offsets=offsets, tensor=entry.local))
+            if offsets in holders:
+                check_replica(key, {holders[offsets]: pieces[offsets].tensor, rank: entry.local}, where=where)
+            else:
+                pieces[offsets], holders[offsets] = Piece(offsets=offsets, tensor=entry.local), rank
     return covering(key, list(pieces.values()), shape=first.shape, like=first.local, where=where)
 
 

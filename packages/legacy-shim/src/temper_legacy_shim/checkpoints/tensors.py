@@ -76,6 +76,15 @@ class TensorReader:
         """Whether a node is a tensor of any kind."""
         return isinstance(node, Inert) and (node.function.name.startswith("_rebuild") or node.function.name == "ShardedTensor")
 
+    def distributed_form(self, node: object) -> tuple[str, ...]:
+        """Names of the classes and fields with which torch pickled a DTensor and its mesh, which differ between versions of torch."""
+        if not isinstance(node, Inert) or node.function.name != "_rebuild_from_type_v2" or len(node.arguments) < 4:
+            return ()
+        spec = attributes_of(node.arguments[3]).get("_spec") if isinstance(node.arguments[3], dict) else None
+        mesh = attributes_of(spec.state).get("mesh") if isinstance(spec, Inert) else None
+        fields = sorted(map(in_short, attributes_of(mesh.state))) if isinstance(mesh, Inert) else []
+        return (str(node.arguments[1]), *fields)
+
     def entry(self, node: object, *, key: str) -> Entry:
         """The tensor that a node stands for.
 

@@ -1,0 +1,75 @@
+"""Check that the files of a role are of one save: the same torch wrote them, and they count the same steps.
+
+Each node of a cluster may have kept its own ranks, perhaps of another step. The weights of such files have the right shapes, so only
+what lies beside them tells. What nothing tells is listed on the page about checkpoints.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from temper_legacy_shim.checkpoints.archive import Archive
+from temper_legacy_shim.checkpoints.layouts import Role
+from temper_legacy_shim.checkpoints.optimizer_files import RankCounts, read_counts
+from temper_legacy_shim.errors import DamagedFileError
+
+_COMPARED_SETTINGS = ("lr", "initial_lr", "weight_decay")
+_REMEDY = "the files are not of one save; copy every rank's file of one step here"
+
+
+def check_one_save(role: Role) -> tuple[str, ...]:
+    """Compare what the FSDP files of all ranks say about their writer and their step.
+
+    Returns:
+        A note for each optimizer file that is damaged: it could not be compared, and weights alone do not need it.
+
+    Raises:
+        DamagedFileError: files contradict each other; names both and what they say.
+        UnsafeFileError: an optimizer file asks for a name that no checkpoint needs.
+    """
+    for kind in ("model", "extra_state"):
+        files = role.fsdp_files.get(kind, {})
+        _check_same(files, {rank: Archive(path).records for rank, path in files.items()}, _other_torch)
+    epochs = {rank: _last_epoch(path) for rank, path in role.fsdp_files.get("extra_state", {}).items()}
+    _check_same(role.fsdp_files.get("extra_state", {}), epochs, lambda a, b: f"has last_epoch {a}, but {{}} {b}")
+    counts: dict[int, RankCounts] = {}
+    notes = []
+    for rank, path in role.fsdp_files.get("optim", {}).items():
+        try:
+            counts[rank] = read_counts(path, rank=rank)
+        except DamagedFileError as error:
+            notes.append(f"{path.name} was not compared with the others and can't be carried: {error}")
+    _check_counts(role.fsdp_files.get("optim", {}), counts)
+    return tuple(notes)
+
+
+def _check_counts(files: Mapping[int, Path], counts: Mapping[int, RankCounts]) -> None:
+    _check_same(files, {rank: found.form for rank, found in counts.items()}, _other_torch)
+    for name in _COMPARED_SETTINGS:
+        said = {rank: found.settings.get(name) for rank, found in counts.items()}
+        _check_same(files, said, lambda a, b, name=name: f"has {name} {a}, but {{}} {b}")  # type: ignore[misc]
+    # With use_orig_params a rank keeps only the parameters that lie in its shard.
+    for number in sorted({number for found in counts.values() for number in found.steps}):
+        steps = {rank: found.steps[number] for rank, found in counts.items() if number in found.steps}
+        _check_same(files, steps, lambda a, b, number=number: f"has made {a} updates of parameter {number}, but {{}} {b}")  # type: ignore[misc]
+
+
+def _other_torch(_: object, __: object) -> str:
+    return "was written by another version of torch than {}"
+
+
+def _check_same(files: Mapping[int, Path], said: Mapping[int, object], describe: Callable[[object, object], str]) -> None:
+    """Refuse the first rank that says something else than the lowest one."""
+    if not said:
+        return
+    first = min(said)
+    for rank, value in sorted(said.items()):
+        if value != said[first]:
+            raise DamagedFileError(f"{files[rank]} {describe(value, said[first]).format(files[first].name)}: {_REMEDY}.")
+
+
+def _last_epoch(path: Path) -> int | None:
+    """Steps of the schedule; None if the file does not say them."""
+    value = Archive(path).value()
+    schedule = value.get("lr_scheduler") if isinstance(value, dict) else None
+    epoch = schedule.get("last_epoch") if isinstance(schedule, dict) else None
+    return epoch if isinstance(epoch, int) else None
