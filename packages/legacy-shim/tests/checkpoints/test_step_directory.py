@@ -64,6 +64,18 @@ def test_a_step_directory_is_checked_by_its_receipt(run: Run, tmp_path: Path) ->
     assert check_receipt(tmp_path / "out", read_receipt(tmp_path / "out")).num_tensors == made.num_tensors > 0
 
 
+def test_checkpoint_without_moments_resumes_with_a_fresh_optimizer(run: Run, actor: Path, tmp_path: Path) -> None:
+    for file in actor.glob("optim_*.pt"):
+        file.unlink()
+    made = run()
+    assert "optimizer moments: the old checkpoint has none" in made.not_carried
+    assert any("moments of 0 and counts of 0 updates, so the optimizer starts" in note for note in made.notes)
+    states = list(read_training_state(tmp_path / "out"))
+    assert [state.name for state in states] == list(WEIGHTS)
+    assert all(bool(state.master.eq(1).all()) and state.update_count == 0 for state in states)
+    assert not any(bool(moment.any()) for state in states for moment in (state.first_moment, state.second_moment))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_nan_in_a_moment_is_told_and_refused_when_strict(run: Run, actor: Path, tmp_path: Path, value: float) -> None:
     write_optimizer(actor, value=value)

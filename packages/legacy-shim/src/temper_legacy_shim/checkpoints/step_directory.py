@@ -210,6 +210,8 @@ def _receipt(job: Job, plan: StepPlan, options: dict[str, object], files: list[W
     model_type = "language_model" if state.model.head == "language_model" else "value_model"
     around = "converted or the base model" if state.model.adapter is None else "base model"
     notes = [*state.model.notes, f"load it with an engine of model_type {model_type} whose model.path is the {around}"]
+    if not state.moments:
+        notes.append("it holds moments of 0 and counts of 0 updates, so the optimizer starts anew from these weights")
     if state.settings:
         kept = ", ".join(f"{name} {value}" for name, value in state.settings.items())
         vectors = "decayed vectors too" if state.decays_vectors else "did not decay vectors"

@@ -63,8 +63,7 @@ class ResumableState:
         buffers = {name: tensor for name, tensor in weights.items() if is_buffer(name)}
         found = {f"parameter.{name}": tensor for name, tensor in joined(trained).items()}
         found |= {f"buffer.{in_memory(name)}": tensor for name, tensor in buffers.items()}
-        if not self.moments:
-            return found
+        # Without old moments they begin at 0, as a new optimizer's do: an engine loads no step directory without any.
         first: dict[str, LazyTensor] = {name: _Zeros(tensor.shape) for name, tensor in trained.items()}
         second = dict(first)
         for name, kept in self.moments.items():
