@@ -46,7 +46,7 @@ def test_loading_a_checkpoint_of_another_system_is_refused(
     start: Callable[..., FSDPEngine], tmp_path: Path
 ) -> None:
     (tmp_path / "model_world_size_1_rank_0.pt").touch()
-    with pytest.raises(CheckpointError, match="temper-migrate checkpoint .* --to temper"):
+    with pytest.raises(CheckpointError, match=r"temper-migrate checkpoint .* --to temper"):
         start().load_checkpoint(str(tmp_path))
 
 

@@ -29,7 +29,7 @@ from temper_engine_megatron.runtime.known_warnings import ignore_known_warnings
 
 # Importing Megatron-Core emits warnings.
 with ignore_known_warnings():
-    from temper_engine_megatron.checkpoint import checkpoint_files, training_checkpoint
+    from temper_engine_megatron.checkpoint import training_checkpoint
     from temper_engine_megatron.components import EngineComponents, build_components, check_model
     from temper_engine_megatron.runtime.process_groups import leave_groups
     from temper_engine_megatron.weights.sharded_state import ShardedState

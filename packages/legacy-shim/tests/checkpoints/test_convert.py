@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 
 from temper_legacy_shim.checkpoints import Options, Sources, check_files, check_receipt, convert, plan_jobs, read_receipt
 from temper_legacy_shim.checkpoints.convert import check_space
+from temper_legacy_shim.checkpoints.huggingface import read_safetensors
 from temper_legacy_shim.checkpoints.receipt import NAME
 from temper_legacy_shim.cli import app
-from temper_legacy_shim.errors import DamagedFileError, OutputError, ShimError, UsageError, VerificationError
+from temper_legacy_shim.errors import DamagedFileError, LayoutError, OutputError, ShimError, UsageError, VerificationError
 
 CONFIG = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": False}
 
@@ -205,21 +206,6 @@ def test_a_disk_that_keeps_other_bytes_is_noticed_at_once(run: Run, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_what_an_earlier_run_finished_is_checked_again(run: Run, tmp_path: Path) -> None:
-    def stop(what: str, done: int, total: int) -> None:
-        if done > total / 2:
-            raise _StoppedError
-
-    with pytest.raises(_StoppedError):
-        run(progress=stop, max_shard_bytes=3 * 96)
-    with open(tmp_path / ".out.temper-partial/model-00001-of-00004.safetensors", "rb+") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"x")
-    with pytest.raises(VerificationError, match="another checksum"):
-        run(max_shard_bytes=3 * 96)
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_output_inside_the_source_is_refused(actor: Path) -> None:
     (job,) = plan_jobs(actor, actor / "hf")
     with pytest.raises(OutputError, match="lie in one another"):
@@ -338,3 +324,81 @@ def test_a_critic_whose_config_names_no_architecture_has_as_many_labels_as_its_h
     convert(job, Options(), Sources())
     found = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("target", ["exists", "nowhere"])
+def test_output_that_is_a_link_is_written_where_it_leads(run: Run, tmp_path: Path, target: str) -> None:
+    (tmp_path / "disk/exists").mkdir(parents=True)
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / target)
+    run()
+    assert (tmp_path / "disk" / target / NAME).is_file()
+    assert (tmp_path / "out").is_symlink()
+    assert not list(tmp_path.rglob(".*.temper-partial"))
+
+
+def test_output_that_is_a_link_to_itself_is_refused_before_working(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "out")
+    with pytest.raises(OutputError, match="out is a link that leads nowhere: give another --out, or remove it"):
+        run(progress=lambda *_: pytest.fail("something was written"))
+    assert not list(tmp_path.rglob(".*.temper-partial"))
+
+
+def _broken_link(path: Path) -> None:
+    path.symlink_to("../../blobs/absent")
+
+
+@pytest.mark.parametrize("make", [_broken_link, os.mkfifo])
+def test_tokenizer_that_cannot_be_read_is_an_error(run: Run, actor: Path, make: Callable[[Path], None]) -> None:
+    make(actor / "huggingface/tokenizer.json")
+    with pytest.raises(LayoutError, match=r"huggingface/tokenizer.json is a broken link or no regular file: copy the file itself"):
+        run()
+
+
+def test_config_that_is_a_broken_link_is_an_error(run: Run, actor: Path) -> None:
+    path = actor / "huggingface/config.json"
+    path.unlink()
+    path.symlink_to(path)
+    with pytest.raises(LayoutError, match=r"huggingface/config.json is a broken link or no regular file: copy the file itself"):
+        run()
+
+
+@pytest.mark.parametrize("config", [{**CONFIG, "num_attention_heads": "four"}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize("target", ["hf", "temper"])
+def test_names_that_could_not_be_compared_are_a_note(actor: Path, tmp_path: Path, config: dict[str, object], target: str) -> None:
+    (actor / "huggingface/config.json").write_text(json.dumps(config))
+    (job,) = plan_jobs(actor, tmp_path / "out")
+    receipt = convert(job, Options(target=target), Sources())  # type: ignore[arg-type]
+    assert not any("not compared" in sentence for sentence in receipt.verified)
+    (note,) = (each for each in receipt.notes if "not compared" in each)
+    assert note.startswith("not verified: names were not compared with transformers' model")
+
+
+def test_finished_file_that_was_damaged_after_a_stop_is_written_again(run: Run, tmp_path: Path) -> None:
+    def stop(what: str, done: int, total: int) -> None:
+        if done > total / 2:
+            raise _StoppedError
+
+    with pytest.raises(_StoppedError):
+        run(progress=stop, max_shard_bytes=3 * 96)
+    staged = tmp_path / ".out.temper-partial/model-00001-of-00004.safetensors"
+    content = staged.read_bytes()
+    staged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert (run(max_shard_bytes=3 * 96) / staged.name).read_bytes() == content
+
+
+def test_overlapping_tensors_of_safetensors_are_refused(tmp_path: Path) -> None:
+    header = json.dumps(
+        {name: {"dtype": "F32", "shape": [2], "data_offsets": offsets} for name, offsets in (("a", [0, 8]), ("b", [4, 12]))}
+    )
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(12))
+    with pytest.raises(DamagedFileError, match=r"model.safetensors: b begins inside a: copy it again"):
+        read_safetensors(path)
+
+
+def test_adapter_alone_asks_for_all_that_it_needs_at_once(samples: Path, tmp_path: Path) -> None:
+    (job,) = plan_jobs(samples / "v0.7.1_megatron-peft4063-tp1/checkpoints", tmp_path / "out")
+    with pytest.raises(UsageError, match=r"give --base-model, .* and --lora-alpha, .*"):
+        convert(job, Options(), Sources())
+    with pytest.raises(UsageError, match=r"give --base-model, .* and --lora-alpha, .*"):
+        convert(job, Options(), Sources(hf_config=samples / "_base/qwen2_tied"))

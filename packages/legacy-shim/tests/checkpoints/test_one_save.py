@@ -107,9 +107,9 @@ def test_damaged_optimizer_file_is_noted_where_weights_alone_are_wanted(copied: 
     file = role / "optim_world_size_4_rank_1.pt"
     file.write_bytes(file.read_bytes()[:1000])
     (note,) = (each for each in _read(role).notes if "optim" in each)
-    assert "rank_1.pt" in note and "was not compared" in note
+    assert note.startswith("optim_world_size_4_rank_1.pt was not compared")
     _convert(role, "hf", tmp_path / "out")
-    with pytest.raises(DamagedFileError, match="rank_1.pt"):
+    with pytest.raises(DamagedFileError, match=r"rank_1\.pt"):
         _convert(role, "temper", tmp_path / "resumed")
 
 

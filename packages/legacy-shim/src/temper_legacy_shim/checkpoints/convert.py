@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def _silent(what: str, done: int, total: int) -> None:
 
 
 def _check_apart(job: Job) -> None:
-    source, out = job.role.path.resolve(), job.out.resolve()
+    source, out = Path(os.path.realpath(job.role.path)), Path(os.path.realpath(job.out))
     if source == out or source in out.parents or out in source.parents:
         raise OutputError(f"the output {job.out} and the source {job.role.path} lie in one another: choose an output elsewhere.")
 
@@ -98,15 +98,16 @@ def _write_plan(job: Job, model: OldModel, plan: Plan, options: Options, sources
     )
     with Staging(job.out, fingerprint=work) as staging, _names_check(plan, options) as names:
         check_space(staging.folder.parent, plan.num_bytes - staging.num_kept_bytes)
-        kept = staging.kept
         files = _write_shards(staging, plan, progress=names.watched(progress) if names else progress)
-        compared = {file.path for file in files} - kept
+        compared = {file.path for file in files}  # those of an earlier run when they were taken up
         with_nan = [name for file in files for name in file.with_nan]
         check_nan(with_nan, options)
         files += [staging.produce_text(name, text) for name, text in plan.texts.items()]
         files += [staging.produce_copy(name, path) for name, path in plan.copies.items()]
-        verified = _verify(staging.folder, plan, files, options, compared=compared, names=names)
-        made = _receipt(job, plan, options, sources, files, verified=verified, with_nan=with_nan)
+        verified = _verify(staging.folder, plan, files, options, compared=compared)
+        compared_names, not_compared = names.outcome() if names else ((), ())
+        made = _receipt(job, plan, options, sources, files, verified=(*verified, *compared_names), with_nan=with_nan)
+        made = replace(made, notes=(*made.notes, *not_compared))
         staging.produce_text(receipts.NAME, made.to_json())
         staging.commit()
     return made
@@ -174,13 +175,9 @@ def check_space(folder: Path, needed: int) -> None:
         )
 
 
-def _verify(
-    folder: Path, plan: Plan, files: Sequence[WrittenFile], options: Options, *, compared: Collection[str], names: NamesCheck | None
-) -> tuple[str, ...]:
+def _verify(folder: Path, plan: Plan, files: Sequence[WrittenFile], options: Options, *, compared: Collection[str]) -> tuple[str, ...]:
     found = receipts.check_files(folder, files, compared=compared)
     said = [f"{len(files)} files read back: sizes, every byte or its checksum, and {found} tensors in their headers"]
-    if names is not None:
-        said.append(names.result())
     if options.verifies_logits:
         from temper_legacy_shim.checkpoints.logits import check_logits  # needs torch and transformers
 

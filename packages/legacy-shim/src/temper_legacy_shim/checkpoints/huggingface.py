@@ -2,13 +2,14 @@
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 from temper_legacy_shim.checkpoints import fsdp
 from temper_legacy_shim.checkpoints.archive import FileBytes
 from temper_legacy_shim.checkpoints.dtypes import BY_TAG
 from temper_legacy_shim.checkpoints.layouts import read_object
-from temper_legacy_shim.checkpoints.lazy import LazyTensor, Stored
+from temper_legacy_shim.checkpoints.lazy import LazyTensor, Stored, num_bytes
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
 _MAX_HEADER = 100_000_000
@@ -71,11 +72,16 @@ def read_safetensors(path: Path) -> dict[str, LazyTensor]:
     try:
         header = json.loads(file.read(8, length))
         header.pop("__metadata__", None)
-        return {name: _described(file, name, entry, data=8 + length, size=size) for name, entry in header.items()}
+        found = {name: _described(file, name, entry, data=8 + length, size=size) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, DamagedFileError):
             raise
         raise DamagedFileError(f"{path} has a malformed header ({error}): copy it again.") from error
+    ordered = sorted((tensor.offset, name) for name, tensor in found.items() if num_bytes(tensor))
+    for (start, name), (following, other) in pairwise(ordered):
+        if start + num_bytes(found[name]) > following:
+            raise DamagedFileError(f"{path}: {other} begins inside {name}: copy it again.")
+    return dict(found)
 
 
 def _described(file: FileBytes, name: str, entry: dict[str, object], *, data: int, size: int) -> Stored:

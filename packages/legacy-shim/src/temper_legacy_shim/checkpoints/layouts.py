@@ -80,7 +80,13 @@ class Role:
     """Why."""
 
     def described_in(self) -> Path | None:
-        """The folder that has this role's config.json, if any."""
+        """The folder that has this role's config.json, if any.
+
+        Raises:
+            LayoutError: one is a broken link.
+        """
+        for name in _DESCRIPTIONS:
+            check_readable(self.path / name / "config.json")
         return next((self.path / name for name in _DESCRIPTIONS if (self.path / name / "config.json").is_file()), None)
 
     def tokenizer_in(self) -> Path | None:
@@ -317,6 +323,16 @@ def _mentions_loader(path: Path) -> bool:
         return False
     with open(path, "rb") as file:
         return b"torch.utils.data.dataloader" in file.read(1 << 20)
+
+
+def check_readable(path: Path) -> None:
+    """Refuse a file that is there and has no content, such as a link into a hub's cache that was not copied; a missing one passes.
+
+    Raises:
+        LayoutError: it is a broken link, a pipe or the like.
+    """
+    if os.path.lexists(path) and not path.is_file() and not path.is_dir():
+        raise LayoutError(f"{path} is a broken link or no regular file: copy the file itself.")
 
 
 def check_own(path: Path, role: Role) -> None:

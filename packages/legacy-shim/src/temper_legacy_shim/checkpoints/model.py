@@ -203,6 +203,8 @@ def _megatron(
 ) -> tuple[dict[str, LazyTensor], Adapter | None]:
     from temper_legacy_shim.checkpoints import megatron_model  # of four rooms, which an FSDP checkpoint needs none of
 
+    if config is None and role.kind == Kind.MEGATRON_ADAPTER:
+        raise no_base(role, adapters.with_alpha(Adapter(pairs={}), role, given=sources.lora_alpha))
     if config is None:
         raise UsageError(
             f"{role.path} has no config.json, without which Megatron's fused matrices stay closed: give --hf-config, the folder of "
@@ -331,7 +333,14 @@ def merged(model: OldModel) -> OldModel:
     if model.adapter is None:
         return model
     if not model.weights:
-        raise UsageError(
-            f"{model.role.path} holds an adapter alone: give --base-model, the Hugging Face folder that it was trained on, or --to peft."
-        )
+        raise no_base(model.role, model.adapter)
     return replace(model, weights=adapters.merged(model.weights, model.adapter), adapter=None)
+
+
+def no_base(role: Role, adapter: Adapter | None) -> UsageError:
+    """Return the error about an adapter without its base, with everything that the user has to give."""
+    alpha = "" if adapter is None or adapter.alpha is not None else ", and --lora-alpha, the value of lora_alpha in the run's configuration"
+    return UsageError(
+        f"{role.path} holds an adapter alone: give --base-model, the Hugging Face folder that it was trained on{alpha}. --to peft needs "
+        "only that folder's config.json as --hf-config, if no file says it."
+    )

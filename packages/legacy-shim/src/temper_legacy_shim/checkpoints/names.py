@@ -51,6 +51,9 @@ print(json.dumps({"version": transformers.__version__, "names": names}))
 """
 
 
+_NOT_COMPARED = "not verified: names were not compared with transformers' model"
+
+
 class NamesCheck:
     """One comparison. Entering starts its process, and leaving ends it, whatever it has found."""
 
@@ -65,7 +68,7 @@ class NamesCheck:
         self._config = config
         self._tensors = tensors
         self._head = head
-        self._said = ""
+        self._outcome: tuple[tuple[str, ...], tuple[str, ...]] | None = None
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="temper-migrate-")
@@ -81,42 +84,42 @@ class NamesCheck:
         self._folder.cleanup()
 
     def watched(self, progress: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
-        """Another that raises what `result` does as soon as it is known, and waits for nothing."""
+        """Another that raises what `outcome` does as soon as it is known, and waits for nothing."""
 
         def tell(what: str, done: int, total: int) -> None:
-            if not self._said and self._process.poll() is not None:
-                self.result()
+            if self._outcome is None and self._process.poll() is not None:
+                self.outcome()
             progress(what, done, total)
 
         return tell
 
-    def result(self) -> str:
+    def outcome(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Wait for the comparison.
 
         Returns:
-            What was verified, or why it could not be, for the receipt.
+            For the receipt, sentences about what was verified, and notes about why nothing could be.
 
         Raises:
             VerificationError: a weight is missing, unexpected or misshapen.
         """
-        if not self._said:
-            self._said = self._compared()
-        return self._said
+        if self._outcome is None:
+            self._outcome = self._compared()
+        return self._outcome
 
-    def _compared(self) -> str:
+    def _compared(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         try:
             failed = self._process.wait(timeout=_TIME_LIMIT_S) != 0
         except subprocess.TimeoutExpired:
-            return f"names not compared with transformers' model: it was not built within {_TIME_LIMIT_S} s"
+            return (), (f"{_NOT_COMPARED}: it was not built within {_TIME_LIMIT_S} s",)
         if failed and asks_for_code(self._answer.parent):
-            return f"names not compared with transformers' model: {OWN_CODE}; --no-verify-names leaves the comparison out"
+            return (), (f"{_NOT_COMPARED}: {OWN_CODE}; --no-verify-names leaves the comparison out",)
         if failed:
             reason = (self._errors.read_text().strip().splitlines() or ["no reason given"])[-1]
-            return f"names not compared with transformers' model: {reason[:300]}"
+            return (), (f"{_NOT_COMPARED}, which this config does not give: {reason[:300]}",)
         answer = json.loads(self._answer.read_text().splitlines()[-1])
         have = {name: tensor.shape for name, tensor in self._tensors.items() if not name.startswith("v_head.")}
         _compare(answer["names"], have)
-        return f"{len(have)} names and shapes equal those of transformers {answer['version']}'s model on the meta device"
+        return (f"{len(have)} names and shapes equal those of transformers {answer['version']}'s model on the meta device",), ()
 
 
 def asks_for_code(directory: Path) -> bool:

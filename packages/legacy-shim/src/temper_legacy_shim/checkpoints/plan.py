@@ -9,9 +9,9 @@ from typing import Literal
 from temper_legacy_shim.checkpoints import adapters
 from temper_legacy_shim.checkpoints.dtypes import BY_NAME, CASTS
 from temper_legacy_shim.checkpoints.joined_experts import as_mixtral_s_files
-from temper_legacy_shim.checkpoints.layouts import Kind, check_own
+from temper_legacy_shim.checkpoints.layouts import Kind, check_own, check_readable
 from temper_legacy_shim.checkpoints.lazy import Cast, LazyTensor, num_bytes
-from temper_legacy_shim.checkpoints.model import OldModel, described, merged
+from temper_legacy_shim.checkpoints.model import OldModel, described, merged, no_base
 from temper_legacy_shim.checkpoints.safetensors_files import index_of, plan_shards
 from temper_legacy_shim.errors import UsageError
 
@@ -108,7 +108,7 @@ def _plan_hf(model: OldModel, options: Options) -> Plan:
     if model.adapter is not None and not options.keeps_adapter:
         notes.append(f"adapter of rank {model.adapter.rank}, alpha {model.adapter.alpha:g} ({model.adapter.alpha_from}) added in float32")
     if not written.weights:
-        raise UsageError(f"{model.role.path} holds an adapter alone: give --base-model, the folder that it was trained on, or --to peft.")
+        raise no_base(model.role, model.adapter)
     written = replace(written, weights={_in_file(name, model): _cast(tensor, options) for name, tensor in written.weights.items()})
     shards: dict[str, Mapping[str, LazyTensor]] = dict(plan_shards(written.weights, max_bytes=options.max_shard_bytes, stem="model"))
     texts = {"config.json": _text(described(written, dtype=main_dtype(written.weights)))}
@@ -173,7 +173,7 @@ def companions(model: OldModel) -> dict[str, Path]:
     """Tokenizer, generation settings and the like: small files beside the config; code among them is copied and never run.
 
     Raises:
-        LayoutError: one is a link that leads out of the checkpoint.
+        LayoutError: one is a broken link, or one that leads out of the checkpoint.
     """
     found: dict[str, Path] = {}
     for folder in (model.config_folder, model.role.tokenizer_in()):
@@ -181,6 +181,8 @@ def companions(model: OldModel) -> dict[str, Path]:
             continue
         for path in sorted(folder.iterdir()):
             is_wanted = path.suffix in _COPIED and path.name not in _OURS and not path.name.endswith(".index.json")
+            if is_wanted:
+                check_readable(path)
             if is_wanted and path.is_file() and path.stat().st_size <= _MAX_COPY:
                 check_own(path, model.role)
                 found[path.name] = path

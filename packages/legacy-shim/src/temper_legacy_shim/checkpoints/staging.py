@@ -15,7 +15,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 
-from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile, checksum, written_file
+from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile, checksum, has_checksum, written_file
 from temper_legacy_shim.errors import OutputError, VerificationError
 
 JOURNAL = ".temper-migrate.json"
@@ -25,7 +25,8 @@ class Staging:
     """The hidden folder of one output. Leaving its ``with`` uncommitted keeps finished files for the next run, unless they were refused."""
 
     def __init__(self, out: Path, *, fingerprint: str) -> None:
-        self.out = Path(os.path.abspath(out))
+        # A link is followed: the hidden folder has to be on the disk of what is renamed at the end.
+        self.out = Path(os.path.realpath(out))
         self.folder = self.out.with_name(f".{self.out.name}.temper-partial")
         self._fingerprint = fingerprint
         self._lock: int | None = None
@@ -77,7 +78,8 @@ class Staging:
             for record in content["files"]:
                 file = WrittenFile(**{**record, "with_nan": tuple(record["with_nan"])})
                 path = self.folder / file.path
-                if path.is_file() and path.stat().st_size == file.num_bytes:
+                # Its content too: what was damaged meanwhile is written again.
+                if path.is_file() and path.stat().st_size == file.num_bytes and has_checksum(path, file.checksum):
                     self._finished[file.path] = file
         for path in sorted(self.folder.rglob("*"), reverse=True):
             relative = path.relative_to(self.folder).as_posix()
@@ -168,6 +170,8 @@ def check_absent(out: Path) -> None:
     Raises:
         OutputError: there is something.
     """
+    if os.path.islink(os.path.realpath(out)):
+        raise OutputError(f"{out} is a link that leads nowhere: give another --out, or remove it.")
     if os.path.exists(out) and (not out.is_dir() or any(out.iterdir())):
         raise OutputError(f"{out} exists already and is never overwritten: give another --out, or move it away.")
 

@@ -92,11 +92,9 @@ def write_temper(job: Job, model: OldModel, options: Options, sources: Sources, 
         directory, tensor_files = _join(staging.folder, job, plan, groups)
         paths = [str(path.relative_to(staging.folder)) for path in sorted(directory.rglob("*")) if path.is_file()]
         files = [tensor_files.get(path) or staging.adopt(path) for path in paths]
-        verified = [_read_back(directory, plan.tensors)]
-        if names is not None:
-            verified.append(names.result())
-        made = replace(_receipt(job, plan, recorded(options, sources), files), verified=tuple(verified))
-        made = replace(made, notes=(*made.notes, *nan_note(with_nan)))
+        compared, not_compared = names.outcome() if names else ((), ())
+        made = replace(_receipt(job, plan, recorded(options, sources), files), verified=(_read_back(directory, plan.tensors), *compared))
+        made = replace(made, notes=(*made.notes, *not_compared, *nan_note(with_nan)))
         staging.produce_text(receipts.NAME, made.to_json())
         staging.commit()
     return made
