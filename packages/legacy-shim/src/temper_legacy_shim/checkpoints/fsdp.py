@@ -25,8 +25,8 @@ def read_weights(files: dict[int, Path], *, where: Path) -> dict[str, LazyTensor
     by_key: dict[str, dict[int, Entry]] = {}
     forms: dict[int, tuple[str, ...]] = {}
     for rank, path in files.items():
-        entries, forms[rank] = _entries(path, rank=rank)
-        for key, entry in entries.items():
+        of_rank, forms[rank] = _entries(path, rank=rank)
+        for key, entry in of_rank.items():
             by_key.setdefault(key, {})[rank] = entry
         if forms[rank] != forms[min(forms)]:
             raise DamagedFileError(
