@@ -309,10 +309,9 @@ class ScoreProbe(Objective):
         return LossTerms(loss=0.5 * loss[pair_of], level="sequence")
 
 
-@register_objective("probe_zero")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroProbe(Objective):
-    """A loss of 0, so that only losses which the engine adds have a gradient."""
+class LogprobProbe(Objective):
+    """Base class of probes that need log-probs only and use the default aggregation."""
 
     aggregation: Aggregation = field(default_factory=Aggregation)
 
@@ -320,6 +319,12 @@ class ZeroProbe(Objective):
     @override
     def required_outputs(self) -> frozenset[HeadOutput]:
         return frozenset({HeadOutput.LOGPROB})
+
+
+@register_objective("probe_zero")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroProbe(LogprobProbe):
+    """A loss of 0, so that only losses which the engine adds have a gradient."""
 
     @override
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
@@ -328,15 +333,8 @@ class ZeroProbe(Objective):
 
 @register_objective("probe_determinism")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeterminismProbe(Objective):
+class DeterminismProbe(LogprobProbe):
     """Return as a metric whether torch allows only deterministic kernels; SftProbe's loss."""
-
-    aggregation: Aggregation = field(default_factory=Aggregation)
-
-    @property
-    @override
-    def required_outputs(self) -> frozenset[HeadOutput]:
-        return frozenset({HeadOutput.LOGPROB})
 
     @override
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
@@ -372,15 +370,8 @@ MICRO_BATCH_METRIC = "saw "
 
 @register_objective("probe_sft")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SftProbe(Objective):
+class SftProbe(LogprobProbe):
     """Supervised fine-tuning: loss_t = -logprobs_t."""
-
-    aggregation: Aggregation = field(default_factory=Aggregation)
-
-    @property
-    @override
-    def required_outputs(self) -> frozenset[HeadOutput]:
-        return frozenset({HeadOutput.LOGPROB})
 
     @override
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:
@@ -389,15 +380,8 @@ class SftProbe(Objective):
 
 @register_objective("probe_micro_batches")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatchRecorder(Objective):
+class MicroBatchRecorder(LogprobProbe):
     """Return a metric named after the samples of each micro-batch; the loss is SftProbe's."""
-
-    aggregation: Aggregation = field(default_factory=Aggregation)
-
-    @property
-    @override
-    def required_outputs(self) -> frozenset[HeadOutput]:
-        return frozenset({HeadOutput.LOGPROB})
 
     @override
     def __call__(self, head_outputs: HeadOutputs, batch: SequenceBatch) -> LossTerms:

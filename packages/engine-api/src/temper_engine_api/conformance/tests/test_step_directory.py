@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from temper_engine_api.conformance.harness.tolerances import (
 )
 from temper_engine_api.conformance.inputs.tiny_models import OTHER_SHAPES, QWEN2_GROUPED, TinyModel
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
+from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import (
     CheckpointError,
     ConfigError,
@@ -178,30 +180,57 @@ def test_failed_save_keeps_the_previous_step(
     tmp_path: Path,
 ) -> None:
     """After a full disk on one rank, all ranks raise and training resumes from the step before."""
-    engine_under_test.run(train_and_save, setup=setup, batches=batches[:1], folder=tmp_path, step=1)
+
+    def interrupt() -> None:
+        messages = engine_under_test.run(failing_save, setup=setup, folder=tmp_path, step=2)
+        assert all("No space left" in message for message in messages)
+
+    check_previous_step_is_kept(
+        engine_under_test, setup=setup, batches=batches, folder=tmp_path, interrupt_save=interrupt
+    )
+
+
+def check_previous_step_is_kept(
+    engine_under_test: EngineUnderTest,
+    *,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    folder: Path,
+    interrupt_save: Callable[[], None],
+) -> None:
+    """Save step 1, interrupt the save of step 2, and check that training resumes from step 1."""
+    engine_under_test.run(train_and_save, setup=setup, batches=batches[:1], folder=folder, step=1)
     uninterrupted = engine_under_test.run(train_without_stop, setup=setup, batches=batches[:2])[0]
-    messages = engine_under_test.run(failing_save, setup=setup, folder=tmp_path, step=2)
-    assert all("No space left" in message for message in messages)
-    assert list_complete_steps(tmp_path) == [1]
+    interrupt_save()
+    assert list_complete_steps(folder) == [1]
     resumed = engine_under_test.run(
-        load_and_train, setup=setup, batches=batches[1:2], folder=tmp_path
+        load_and_train, setup=setup, batches=batches[1:2], folder=folder
     )[0]
     assert_same_state(resumed[0].state, uninterrupted[1].state)
 
 
-def failing_save(rank: Rank, *, setup: EngineSetup, folder: Path, step: int) -> str:
-    """Save with an OSError on the last rank after its files were written; return the message."""
-    engine = rank.temporary_engine(setup)
+def act_after_writing(engine: BaseEngine, *, rank: Rank, action: Callable[[], None]) -> None:
+    """Let a save of the engine run an action on the last rank once its files are written."""
     write = engine._write_state
 
-    def write_and_fail(directory: str) -> list[str]:
+    def write_and_act(directory: str) -> list[str]:
         files = write(directory)
         # The last rank, because rank 0 must learn of the failure from another one.
         if rank.index == rank.world_size - 1:
-            raise OSError(28, "No space left on device")
+            action()
         return files
 
-    engine._write_state = write_and_fail  # type: ignore[method-assign]  # injected failure: the real save runs first
+    engine._write_state = write_and_act  # type: ignore[method-assign]  # injected failure: the real save runs first
+
+
+def failing_save(rank: Rank, *, setup: EngineSetup, folder: Path, step: int) -> str:
+    """Save with an OSError on the last rank after its files were written; return the message."""
+
+    def fill_disk() -> None:
+        raise OSError(28, "No space left on device")
+
+    engine = rank.temporary_engine(setup)
+    act_after_writing(engine, rank=rank, action=fill_disk)
     with pytest.raises(CheckpointError) as caught:
         engine.save_checkpoint(str(folder), global_step=step)
     return str(caught.value)
@@ -214,29 +243,20 @@ def test_killed_save_keeps_the_previous_step(
     tmp_path: Path,
 ) -> None:
     """After a rank is killed during a save, training resumes from the step before."""
-    engine_under_test.run(train_and_save, setup=setup, batches=batches[:1], folder=tmp_path, step=1)
-    uninterrupted = engine_under_test.run(train_without_stop, setup=setup, batches=batches[:2])[0]
-    with pytest.raises(RankFailureError, match="died"):
-        engine_under_test.run(killed_save, setup=setup, folder=tmp_path, step=2)
-    assert list_complete_steps(tmp_path) == [1]
-    resumed = engine_under_test.run(
-        load_and_train, setup=setup, batches=batches[1:2], folder=tmp_path
-    )[0]
-    assert_same_state(resumed[0].state, uninterrupted[1].state)
+
+    def interrupt() -> None:
+        with pytest.raises(RankFailureError, match="died"):
+            engine_under_test.run(killed_save, setup=setup, folder=tmp_path, step=2)
+
+    check_previous_step_is_kept(
+        engine_under_test, setup=setup, batches=batches, folder=tmp_path, interrupt_save=interrupt
+    )
 
 
 def killed_save(rank: Rank, *, setup: EngineSetup, folder: Path, step: int) -> None:
     """Kill the last rank once its files are written."""
     engine = rank.temporary_engine(setup)
-    write = engine._write_state
-
-    def write_and_die(directory: str) -> list[str]:
-        files = write(directory)
-        if rank.index == rank.world_size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return files
-
-    engine._write_state = write_and_die  # type: ignore[method-assign]  # injected failure: the real save runs first
+    act_after_writing(engine, rank=rank, action=lambda: os.kill(os.getpid(), signal.SIGKILL))
     engine.save_checkpoint(str(folder), global_step=step)
 
 
