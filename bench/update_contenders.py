@@ -5,6 +5,7 @@ compute in bf16 if the processor has instructions for it, otherwise in fp32.
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -419,64 +420,17 @@ def trl_packed(folder: Path, num_updates: int) -> Timing:
     return clock.timing(has_same_batches=False)
 
 
-def register_cpu_with_verl() -> None:
-    """Give verl a platform object for the CPU, because it supports only CUDA and NPUs.
-
-    Also hides TRL from verl, which cannot import newer versions of it.
-    """
-    import types
-
-    import verl.models.transformers.monkey_patch as patches
-    from verl.plugin.platform import platform_manager
-    from verl.plugin.platform.platform_cuda import PlatformCUDA
-
-    patches.is_trl_available = lambda: False
-    module = types.SimpleNamespace(
-        **{name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("__")}
-    )
-    for name in (
-        "memory_allocated",
-        "memory_reserved",
-        "max_memory_allocated",
-        "max_memory_reserved",
-        "empty_cache",
-    ):
-        setattr(module, name, lambda *args, **kwargs: 0)
-    module.reset_peak_memory_stats = module.set_device = lambda *args, **kwargs: None
-    module.mem_get_info, module.current_device = lambda *args: (1, 1), lambda: 0
-
-    method_results = {
-        "is_available": True,
-        "current_device": torch.device("cpu"),
-        "device_count": 1,
-        "communication_backend_name": "gloo",
-        "set_device": None,
-        "synchronize": None,
-        "manual_seed": None,
-        "manual_seed_all": None,
-        "empty_cache": None,
-        "set_allocator_settings": None,
-    }
-
-    def make_method(value: object) -> Callable[..., object]:
-        return lambda self, *args: value
-
-    members: dict[str, Any] = {"device_name": "cpu", "device_module": module, "vendor_name": "cpu"}
-    cpu = type(
-        "CPU",
-        (PlatformCUDA,),
-        members | {name: make_method(value) for name, value in method_results.items()},
-    )
-    # The CPU needs none of the other abstract methods.
-    cpu.__abstractmethods__ = frozenset()
-    platform_manager.set_platform(cpu())
-
-
 def verl(folder: Path, num_updates: int) -> Timing:
     """Train with verl's FSDP2 engine, without padding and with the same cap on micro-batches."""
-    import verl.plugin.platform  # noqa: F401
+    # `tools` is next to the folder of this file, which is the only one on the path.
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    from tools.other_engines.verl_cpu import register_cpu_platform
 
-    register_cpu_with_verl()
+    register_cpu_platform()
+    import verl.models.transformers.monkey_patch as patches
+
+    # verl cannot import newer versions of TRL.
+    patches.is_trl_available = lambda: False
     from tensordict import TensorDict
     from verl.trainer.config import CheckpointConfig
     from verl.utils import tensordict_utils

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,11 @@ class AdaptedEngine(BaseEngine):
 
     head_outputs: ClassVar[frozenset[HeadOutput]]
     """Outputs that the adapter offers."""
+    model_attribute: ClassVar[str]
+    """Name of the other engine's attribute that contains its model."""
+
+    _other_engine: Any
+    """The other project's engine; None once closed."""
 
     def _build(self) -> Topology:
         if self.config.model.path is None:
@@ -56,17 +61,18 @@ class AdaptedEngine(BaseEngine):
 
     @abstractmethod
     def _build_other_engine(self, model_path: str) -> None:
-        """Build the other project's model, optimizer and schedule."""
+        """Set `_other_engine` to an engine with model, optimizer and schedule."""
 
     @property
-    @abstractmethod
     def _other_model(self) -> nn.Module:
         """The other engine's model, whose parameters have Hugging Face names."""
+        model: nn.Module = getattr(self._other_engine, self.model_attribute)
+        return model
 
     @property
-    @abstractmethod
     def _other_optimizer(self) -> torch.optim.Optimizer:
-        """The other engine's optimizer."""
+        optimizer: torch.optim.Optimizer = self._other_engine.optimizer
+        return optimizer
 
     @abstractmethod
     def _enter_other_mode(self, mode: Literal["train", "eval"]) -> AbstractContextManager[object]:

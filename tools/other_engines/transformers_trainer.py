@@ -43,6 +43,7 @@ class TransformersTrainerEngine(AdaptedEngine):
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset(
         {HeadOutput.LOGPROB, HeadOutput.ENTROPY, HeadOutput.LOGSUMEXP}
     )
+    model_attribute: ClassVar[str] = "model"
 
     _call: _Call
     _outputs: HeadOutputs
@@ -72,27 +73,16 @@ class TransformersTrainerEngine(AdaptedEngine):
         model = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=torch.float32, local_files_only=True
         )
-        self._trainer: Any = Trainer(
-            model=model, args=arguments, compute_loss_func=self._compute_loss
+        trainer: Any = Trainer(model=model, args=arguments, compute_loss_func=self._compute_loss)
+        trainer.create_optimizer_and_scheduler(schedule.total_steps or 1)
+        trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(
+            trainer.model, trainer.optimizer
         )
-        self._trainer.create_optimizer_and_scheduler(schedule.total_steps or 1)
-        self._trainer.model_wrapped, self._trainer.optimizer = self._trainer.accelerator.prepare(
-            self._trainer.model, self._trainer.optimizer
-        )
-
-    @property
-    def _other_model(self) -> nn.Module:
-        model: nn.Module = self._trainer.model
-        return model
-
-    @property
-    def _other_optimizer(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = self._trainer.optimizer
-        return optimizer
+        self._other_engine = trainer
 
     @contextmanager
     def _enter_other_mode(self, mode: Literal["train", "eval"]) -> Iterator[None]:
-        self._trainer.model_wrapped.train(mode == "train")
+        self._other_engine.model_wrapped.train(mode == "train")
         yield
 
     def _run_micro_batches(
@@ -105,7 +95,7 @@ class TransformersTrainerEngine(AdaptedEngine):
         reduce_gradients: bool,
     ) -> list[HeadOutputs] | None:
         self._check_outputs(requested_outputs)
-        trainer, model = self._trainer, self._trainer.model_wrapped
+        trainer, model = self._other_engine, self._other_engine.model_wrapped
         was_training, results = model.training, []
         try:
             for micro in batch.micro_batches():
@@ -149,7 +139,7 @@ class TransformersTrainerEngine(AdaptedEngine):
         return torch.zeros(()) if loss is None else loss(self._outputs, micro)
 
     def _apply_gradients(self, *, lr: float) -> float:
-        trainer, schedule = self._trainer, self.config.schedule
+        trainer, schedule = self._other_engine, self.config.schedule
         has_schedule = schedule.kind in SCHEDULES and schedule.min_lr_ratio == 0.0
         self._set_learning_rate(
             lr,
@@ -165,14 +155,14 @@ class TransformersTrainerEngine(AdaptedEngine):
         return float(norm)
 
     def _zero_gradients(self) -> None:
-        self._trainer.model_wrapped.zero_grad()
+        self._other_engine.model_wrapped.zero_grad()
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
         from safetensors.torch import load_file
 
         # Trainer exports weights as files.
         with tempfile.TemporaryDirectory() as folder:
-            self._trainer.save_model(folder)
+            self._other_engine.save_model(folder)
             files = sorted(Path(folder).glob("*.safetensors"))
             tensors = {name: t for file in files for name, t in load_file(file).items()}
         for name, tensor in tensors.items():
@@ -180,20 +170,20 @@ class TransformersTrainerEngine(AdaptedEngine):
 
     def _write_state(self, directory: str) -> list[str]:
         before = set(Path(directory).rglob("*"))
-        self._trainer.args.output_dir = directory
-        self._trainer._save_checkpoint(self._trainer.model_wrapped, trial=None)
+        self._other_engine.args.output_dir = directory
+        self._other_engine._save_checkpoint(self._other_engine.model_wrapped, trial=None)
         return self._list_files(directory, before=before)
 
     def _read_state(self, directory: str) -> None:
         checkpoint = str(next(Path(directory).glob("checkpoint-*")))
         # What train(resume_from_checkpoint=...) calls.
-        self._trainer._load_from_checkpoint(checkpoint)
-        self._trainer._load_optimizer_and_scheduler(checkpoint)
-        self._trainer._load_rng_state(checkpoint)
+        self._other_engine._load_from_checkpoint(checkpoint)
+        self._other_engine._load_optimizer_and_scheduler(checkpoint)
+        self._other_engine._load_rng_state(checkpoint)
 
     def close(self) -> None:
         """Drop the trainer and its folder."""
-        self._trainer = None
+        self._other_engine = None
         shutil.rmtree(self._folder)
 
 

@@ -1,25 +1,24 @@
 """Adapter of verl's FSDP2 engine with the language-model head, tested with verl 0.9.1.
 
-verl has no platform for the CPU, so `register_cpu_platform` adds one through verl's registry.
+verl has no platform for the CPU, so `verl_cpu` adds one through verl's registry.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch
 from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_api.weights import NamedWeight
 from tools.other_engines.adapter import AdaptedEngine, align_to_labels, select_positions
+from tools.other_engines.verl_cpu import register_cpu_platform
 
 OUTPUT_NAMES = {
     HeadOutput.LOGPROB: "log_probs",
@@ -36,6 +35,7 @@ class VerlFSDPEngine(AdaptedEngine):
     """verl's FSDPEngineWithLMHead with packed sequences (`use_remove_padding`)."""
 
     head_outputs: ClassVar[frozenset[HeadOutput]] = frozenset(OUTPUT_NAMES)
+    model_attribute: ClassVar[str] = "module"
 
     def _build_other_engine(self, model_path: str) -> None:
         register_cpu_platform()
@@ -77,26 +77,16 @@ class VerlFSDPEngine(AdaptedEngine):
             total_training_steps=schedule.total_steps or 1,
             min_lr_ratio=schedule.min_lr_ratio,
         )
-        self._engine: Any = FSDPEngineWithLMHead(model, settings, optimizer, CheckpointConfig())
-        self._engine.initialize()
-
-    @property
-    def _other_model(self) -> nn.Module:
-        model: nn.Module = self._engine.module
-        return model
-
-    @property
-    def _other_optimizer(self) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = self._engine.optimizer
-        return optimizer
+        self._other_engine = FSDPEngineWithLMHead(model, settings, optimizer, CheckpointConfig())
+        self._other_engine.initialize()
 
     @contextmanager
     def _enter_other_mode(self, mode: Literal["train", "eval"]) -> Iterator[None]:
         context: AbstractContextManager[object] = (
             # By default verl drops the gradients at the end of train_mode.
-            self._engine.train_mode(zero_grad_on_exit=False)
+            self._other_engine.train_mode(zero_grad_on_exit=False)
             if mode == "train"
-            else self._engine.eval_mode()
+            else self._other_engine.eval_mode()
         )
         with context:
             yield
@@ -161,7 +151,7 @@ class VerlFSDPEngine(AdaptedEngine):
             loss = torch.zeros(()) if micro_batch_loss is None else micro_batch_loss(outputs, micro)
             return loss, {}
 
-        self._engine.forward_backward_batch(
+        self._other_engine.forward_backward_batch(
             build_tensordict(micro, requested_outputs=requested_outputs),
             compute_loss,
             forward_only=forward_only,
@@ -169,34 +159,34 @@ class VerlFSDPEngine(AdaptedEngine):
         return results[0]
 
     def _apply_gradients(self, *, lr: float) -> float:
-        scheduler, kind = self._engine.lr_scheduler, self.config.schedule.kind
+        scheduler, kind = self._other_engine.lr_scheduler, self.config.schedule.kind
         self._set_learning_rate(
             lr,
             [factor(self.num_schedule_steps) for factor in scheduler.lr_lambdas]
             if kind in SCHEDULES
             else None,
         )
-        return float(self._engine.optimizer_step())
+        return float(self._other_engine.optimizer_step())
 
     def _zero_gradients(self) -> None:
-        self._engine.optimizer_zero_grad()
+        self._other_engine.optimizer_zero_grad()
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
-        tensors, _ = self._engine.get_per_tensor_param()
+        tensors, _ = self._other_engine.get_per_tensor_param()
         for name, tensor in tensors:
             yield NamedWeight(name=name, tensor=tensor)
 
     def _write_state(self, directory: str) -> list[str]:
         before = set(Path(directory).rglob("*"))
-        self._engine.save_checkpoint(local_path=directory)
+        self._other_engine.save_checkpoint(local_path=directory)
         return self._list_files(directory, before=before)
 
     def _read_state(self, directory: str) -> None:
-        self._engine.load_checkpoint(local_path=directory, del_local_after_load=False)
+        self._other_engine.load_checkpoint(local_path=directory, del_local_after_load=False)
 
     def close(self) -> None:
         """Drop the engine; verl has no call for it."""
-        self._engine = None
+        self._other_engine = None
 
 
 def build_tensordict(micro: SequenceBatch, *, requested_outputs: Collection[HeadOutput]) -> Any:
@@ -230,44 +220,3 @@ def build_tensordict(micro: SequenceBatch, *, requested_outputs: Collection[Head
         distillation_use_topk=HeadOutput.LOGSUMEXP in requested_outputs,
     )
     return data
-
-
-def register_cpu_platform() -> None:
-    """Register the CPU as a platform of verl, under the name `cpu`, and select it."""
-    os.environ["VERL_PLATFORM"] = "cpu"
-    from verl.plugin.platform import PlatformBase, PlatformRegistry
-
-    if PlatformRegistry.get("cpu") is not None:
-        return
-    answers: dict[str, object] = {
-        # True would make verl restore the random state of an accelerator.
-        "is_available": False,
-        "current_device": torch.device("cpu"),
-        "device_count": 1,
-        "set_device": None,
-        "synchronize": None,
-        "manual_seed": None,
-        "manual_seed_all": None,
-        "set_allocator_settings": None,
-        "empty_cache": None,
-        "get_device_capability": (None, None),
-        "communication_backend_name": "gloo",
-        "visible_devices_envvar": "CUDA_VISIBLE_DEVICES",
-        "nvtx_range": contextlib.nullcontext(),
-        "profiler_start": None,
-        "profiler_stop": None,
-        "ray_resource_name": "CPU",
-        "ray_noset_envvars": [],
-        "is_ipc_supported": False,
-        "cudart": None,
-    }
-    methods: dict[str, object] = {name: _return(answer) for name, answer in answers.items()}
-    names = {"device_name": "cpu", "vendor_name": "cpu", "device_module": torch.cpu}
-    PlatformRegistry.register(platform="cpu")(type("CPU", (PlatformBase,), methods | names))
-
-
-def _return(answer: object) -> Any:
-    def method(self: object, *args: object, **kwargs: object) -> object:
-        return answer
-
-    return method
