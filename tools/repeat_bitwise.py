@@ -214,27 +214,27 @@ def _run_missing(record: Record, chosen: argparse.Namespace) -> None:
     record.hosts += [host for host in (_describe_host(),) if host not in record.hosts]
     deadline = time.monotonic() + (chosen.budget_s or float("inf"))
     storing = threading.Lock()
-    shares = _share_processors(chosen.parallel)
+    free_groups = _divide_processors(chosen.parallel)
 
     def repeat(group: str, condition: str) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
             return
         key = f"{group}, {condition}, {chosen.expression or 'all tests'}"
-        share = shares.pop()
+        processors = free_groups.pop()
         try:
             junit_xml = _repeat(
                 group,
                 condition=condition,
                 expression=chosen.expression,
-                processors=share,
+                processors=processors,
                 limit_s=left,
             )
         except subprocess.TimeoutExpired:
             print(f"{key}: stopped, the time is over", flush=True)
             return
         finally:
-            shares.append(share)
+            free_groups.append(processors)
         with storing:
             if junit_xml is not None:
                 record.add(junit_xml, group=group, condition=condition)
@@ -263,13 +263,13 @@ def _store(record: Record, path: Path) -> None:
         REPORT.write_text(f"{record.table()}\n{END_OF_TABLE}{text}")
 
 
-def _share_processors(num_shares: int) -> list[set[int]]:
-    """Divide the processors of this process into shares of equal size."""
+def _divide_processors(num_groups: int) -> list[set[int]]:
+    """Divide the processors of this process into groups of equal size."""
     processors = sorted(os.sched_getaffinity(0))
-    size = max(1, len(processors) // num_shares)
+    size = max(1, len(processors) // num_groups)
     return [
         {processors[(first * size + index) % len(processors)] for index in range(size)}
-        for first in range(num_shares)
+        for first in range(num_groups)
     ]
 
 
@@ -336,9 +336,11 @@ def _list_pytest_arguments(group: str) -> list[str]:
 @contextmanager
 def _keep_busy(processors: set[int]) -> Iterator[None]:
     """Keep two processes per processor computing while the body runs."""
-    places = ",".join(map(str, sorted(processors)))
+    processor_list = ",".join(map(str, sorted(processors)))
     processes = [
-        subprocess.Popen(["taskset", "--cpu-list", places, sys.executable, "-c", BUSY_PROGRAM])
+        subprocess.Popen(
+            ["taskset", "--cpu-list", processor_list, sys.executable, "-c", BUSY_PROGRAM]
+        )
         for _ in range(2 * len(processors))
     ]
     try:
