@@ -344,11 +344,11 @@ def test_existing_later_step_of_another_run_is_refused_at_the_start(tmp_path: Pa
     save(checkpointer, 9)
     with pytest.raises(
         CheckpointError,
-        match=r"step_00000009 exists, and this run, which continues after step 5, .* mv ",
+        match=r"step_00000009 exists already, but this run continues from step 5 .* mv ",
     ):
         checkpointer.find(str(other))
     with pytest.raises(
-        CheckpointError, match=r"step_00000009 exists, and this run, which continues after step 0"
+        CheckpointError, match=r"step_00000009 exists already, but this run continues from step 0"
     ):
         checkpointer.find("never")
 

@@ -243,8 +243,8 @@ class Checkpointer:
                 self._rename(path, "superseded", cause=cause)
         elif later:
             raise CheckpointError(
-                f"{later[0]} exists, and this run, which continues after step {done}, would have "
-                "to write it: choose another run.dir, or move its checkpoints away: "
+                f"{later[0]} exists already, but this run continues from step {done} and would "
+                "write this step again: choose another run.dir, or move the checkpoints away: "
                 f"mv {self.root} {self.root}.old"
             )
 
