@@ -3,6 +3,8 @@
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from temper_trainer.config.removed_keys import find_new_key
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedSetting:
@@ -57,13 +59,15 @@ def describe_changes(
     """Yield a line for each setting that changed, and a warning for each change without effect.
 
     Args:
-        before: Settings of the last start by dotted key; empty if there was none.
+        before: Settings of the last start by dotted key; empty if there was none. Keys that have
+            been renamed since are compared under their present names.
         after: Settings of this start.
         restored_parts: Parts of the checkpoint from which this start continues: roles, and
             ``trainer``; empty without a checkpoint.
         has_warm_start_model: True if this start uses the model of a warm start that is done.
         has_saved_tokenizer: True if this start uses the tokenizer of existing weights.
     """
+    before = {find_new_key(key) or key: value for key, value in before.items()}
     changed = [
         key
         for key in sorted(before.keys() | after.keys())
