@@ -259,6 +259,32 @@ def test_lost_lock_error_reports_a_deleted_lock_file(tmp_path: Path) -> None:
             lock.check()
 
 
+ENDED_WHILE_IT_LOCKS = """
+import os, pathlib, signal, sys
+from temper_trainer.run_lock import RunLock
+
+def open_and_send_signal(path, *arguments, **keywords):
+    descriptor = open_file(path, *arguments, **keywords)
+    if str(path).endswith("run.lock"):
+        os.open = open_file
+        signal.raise_signal(signal.SIGTERM)
+    return descriptor
+
+lock = RunLock(pathlib.Path(sys.argv[1]))
+signal.signal(signal.SIGTERM, lambda number, frame: lock.abandon(lambda: os._exit(143)))
+open_file, os.open = os.open, open_and_send_signal
+with lock:
+    print("the process went on")
+"""
+
+
+def test_process_that_is_ended_before_the_lock_has_its_owner_leaves_no_file(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDED_WHILE_IT_LOCKS, str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (143, "")
+    assert not (tmp_path / "run").exists()
+
+
 def test_file_instead_of_the_run_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with (

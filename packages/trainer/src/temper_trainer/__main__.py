@@ -154,11 +154,16 @@ def _end_at_sigterm(options: argparse.Namespace) -> Iterator[_EarlyStop]:
     )
 
     def end(number: int, frame: object) -> None:
-        if os.getpid() == process:  # a forked worker must not release the lock of its parent
-            if stop.lock is not None:
-                stop.lock.abandon()
-            # Not `print`, because the signal may have interrupted another one.
-            os.write(2, message.encode())
+        if os.getpid() != process:  # a forked worker must not release the lock of its parent
+            os._exit(EXIT_TERMINATED)
+        if stop.lock is not None:
+            stop.lock.abandon(exit_with_message)
+        else:
+            exit_with_message()
+
+    def exit_with_message() -> None:
+        # Not `print`, because the signal may have interrupted another one.
+        os.write(2, message.encode())
         os._exit(EXIT_TERMINATED)
 
     previous = signal.signal(signal.SIGTERM, end)

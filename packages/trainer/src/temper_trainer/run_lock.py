@@ -13,6 +13,7 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -50,6 +51,9 @@ class RunLock:
     def __init__(self, folder: Path, *, lease_s: float = LEASE_S) -> None:
         self._folder = folder
         self._has_made_folder = False
+        self._is_acquiring = False
+        self._end: Callable[[], object] | None = None
+        """Ends this process after the current attempt to take the lock, if a signal came in it."""
         self._lease = SoftFileLease(
             folder / LOCK_FILE,
             lease_duration=lease_s,
@@ -80,17 +84,22 @@ class RunLock:
     ) -> None:
         self._lease.release()
 
-    def abandon(self) -> None:
-        """Remove the lock file, for a signal handler whose process then ends at once.
+    def abandon(self, end: Callable[[], object]) -> None:
+        """Remove the lock file and call `end`, which ends this process; for a signal handler.
 
-        `release` takes locks of filelock, which the interrupted code may hold.
+        `release` takes locks of filelock, which the interrupted code may hold. If that code is
+        creating the file, which has no owner yet, it first completes the file.
         """
+        if self._is_acquiring:
+            self._end = end
+            return
         owner = self._lease.owner
         if owner is not None and owner.pid == os.getpid() and _is_local(owner):
             (self._folder / LOCK_FILE).unlink(missing_ok=True)
         if self._has_made_folder:
             with contextlib.suppress(OSError):  # it is no longer empty
                 self._folder.rmdir()
+        end()
 
     def check(self) -> None:
         """Check that the lock was not lost; called before each save.
@@ -114,7 +123,7 @@ class RunLock:
             # interval, so the owner may still be alive.
             if previous_owner is None and self._last_heartbeat_ns() is not None:
                 raise Timeout(str(self._folder / LOCK_FILE))
-            self._lease.acquire(blocking=False)
+            self._try_lease()
         except Timeout:
             self._watch_holder()
         if previous_owner is not None:
@@ -123,6 +132,16 @@ class RunLock:
                 self._folder / LOCK_FILE,
                 describe_owner(previous_owner),
             )
+
+    def _try_lease(self) -> None:
+        """Take the lock at once, or raise Timeout."""
+        self._is_acquiring = True
+        try:
+            self._lease.acquire(blocking=False)
+        finally:
+            self._is_acquiring = False
+            if self._end is not None:
+                self.abandon(self._end)
 
     def _watch_holder(self) -> None:
         """Take over the lock of an owner that has ended or whose heartbeat stops."""
@@ -151,7 +170,7 @@ class RunLock:
                 # some FUSE file systems refuse that, and the lock would stay forever.
                 self._remove_dead_lock(last_heartbeat_ns)
             try:
-                self._lease.acquire(blocking=False)
+                self._try_lease()
                 return
             except Timeout:
                 continue
