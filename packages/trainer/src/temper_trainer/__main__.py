@@ -259,7 +259,7 @@ def _train(loaded: LoadedConfig, options: argparse.Namespace, *, lock: RunLock) 
         )
     except RunInterrupted as error:
         code = 128 + error.signal_number
-        end_process_at(error.deadline, code=code)
+        end_process_at(error.deadline, signal_number=error.signal_number)
         if not contains_run(Path(loaded.config.run.dir)):
             return _fail(
                 "interrupted before the first step was completed, start again with: "

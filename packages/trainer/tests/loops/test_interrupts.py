@@ -136,6 +136,35 @@ def test_process_that_does_not_stop_is_ended_after_the_grace_period(
     assert "run.resume=auto continues" in message
 
 
+HANGING_EXIT = """
+import atexit, time
+from temper_trainer.loops.interrupts import end_process_at
+atexit.register({handler})
+end_process_at(time.monotonic() + 1.0, signal_number=15)
+"""
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        pytest.param("time.sleep, 60", id="sleep"),
+        pytest.param("sum, iter(int, 1)", id="with the GIL"),
+    ],
+)
+def test_process_whose_exit_hangs_is_ended_at_the_deadline(handler: str) -> None:
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING_EXIT.format(handler=handler)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 128 + signal.SIGTERM
+    assert time.monotonic() - begin < 30
+    assert "SIGTERM: this process did not exit" in done.stderr
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose /proc lists children")
 def test_watcher_of_a_stop_request_ends_with_its_process() -> None:
     with subprocess.Popen(

@@ -273,12 +273,25 @@ def end_process(code: int) -> None:
     os._exit(code)
 
 
-def end_process_at(deadline: float | None, *, code: int) -> None:
+def end_process_at(deadline: float | None, *, signal_number: int) -> None:
     """End this process at a value of `time.monotonic`, if it still runs then.
 
-    Handlers of atexit may hang after `main` has returned.
+    Handlers of atexit and destructors may hang after `main` has returned. The watcher of the
+    StopRequest has ended with it, because a program that calls `train` may go on after a stop. No
+    thread takes its place: none runs while a handler holds the GIL, or once Python is finalized.
+
+    Args:
+        deadline: None has no effect.
+        signal_number: The signal that stopped the run; the exit code is 128 more.
     """
-    if deadline is not None:
-        timer = threading.Timer(max(0.0, deadline - time.monotonic()), end_process, args=(code,))
-        timer.daemon = True
-        timer.start()
+    if deadline is None:
+        return
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        writer.send(bytes([signal_number]))
+        StopWatcher(
+            reader,
+            grace_s=max(0.0, deadline - time.monotonic()),
+            message="ERROR: {signal}: this process did not exit after the run had stopped, so it "
+            "is ended now.",
+        )
