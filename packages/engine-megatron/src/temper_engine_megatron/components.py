@@ -80,12 +80,15 @@ class EngineComponents:
 
 
 def check_model(config: MegatronConfig) -> None:
-    """Check the architecture and the names of adapted modules; allocates no weights.
+    """Check the architecture, the names of adapted modules and the overrides; allocates no weights.
 
     Raises:
-        ConfigError: If the architecture is invalid, or the adapter names no module of the model.
+        ConfigError: If the architecture is invalid, the adapter names no module of the model, or an
+            override has no effect.
+        CapabilityError: If optimizer states cannot be kept where the config says.
     """
     check_overrides(config)
+    _check_offload(config)
     hf_config = load_hf_config(config.model)
     warn_about_undeclared_keys(hf_config, architecture=config.model.architecture)
     if config.lora.is_enabled:
@@ -97,6 +100,7 @@ def build_components(config: MegatronConfig, *, loss_scale: LossScale) -> Engine
     """Build all components. Collective. Tensors are offloaded on return if so configured."""
     # First what needs no process group, so that a mistake in the config leaves none behind.
     check_overrides(config)
+    _check_offload(config)
     hf_config = load_hf_config(config.model)
     translation = BridgeTranslation(hf_config)
     membership = join_groups(config)
@@ -124,7 +128,6 @@ def _build(
     translation: BridgeTranslation,
     membership: Membership,
 ) -> EngineComponents:
-    _check_offload(config)
     placement = None
     if config.lora.is_enabled:
         placement = plan_placement(

@@ -72,7 +72,7 @@ class MegatronEngine(BaseEngine):
 
     @classmethod
     def check_model(cls, config: EngineConfig) -> None:
-        """Check the architecture and the names of adapted modules; allocates no weights."""
+        """Check architecture, adapted modules, optimizer and overrides; allocates no weights."""
         assert isinstance(config, MegatronConfig)
         check_model(config)
 

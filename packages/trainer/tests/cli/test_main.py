@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import ConfigError, TemperError
 from temper_engine_api.process_group import choose_device
 from temper_engine_api.registry import load_engine_class
 from temper_trainer.__main__ import main
@@ -132,6 +132,52 @@ def test_check_refuses_an_optimizer_that_cannot_be_built(
     assert (code, out) == (2, "")
     assert f"\n{owner}: optimizer." in err
     assert sentence in err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            [
+                "++{engine}.optimizer.name=torch.optim.SGD",
+                "++{engine}.optimizer.betas=[0.9,0.999]",
+            ],
+            "MegatronEngine does not offer 'any_optimizer'; it offers ",
+        ),
+        (
+            ["++{engine}.offload.optimizer_on_cpu=true"],
+            "the Megatron engine does not support offload.optimizer_on_cpu: ",
+        ),
+        (
+            ["++{engine}.precision.parameters=bf16"],
+            "MegatronEngine does not offer 'other_dtypes'; it offers ",
+        ),
+        (
+            ["++{engine}.override_optimizer_config.sgd_momentum=0.9"],
+            "override_optimizer_config names 'sgd_momentum', which this engine never reads",
+        ),
+        (
+            ["++{engine}.override_optimizer_config.decoupled_weight_decay=no"],
+            "override_optimizer_config sets decoupled_weight_decay to 'no', but it must be true",
+        ),
+    ],
+)
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_check_refuses_what_megatron_refuses_at_the_start(
+    capsys: pytest.CaptureFixture[str], role: str, overrides: list[str], sentence: str
+) -> None:
+    engine = f"{role}.engine"
+    changes = [override.format(engine=engine) for override in overrides]
+    settings = ["experiment=quickstart", "model_engine=megatron", "algorithm=ppo", *changes]
+    code, out, err = run(capsys, *settings, "--check")
+    assert (code, out) == (2, "")
+    assert f"\n{engine}: {sentence}" in err
+    config = load(settings).config
+    role_config = config.actor if role == "actor" else config.critic
+    assert role_config is not None
+    with pytest.raises(TemperError) as of_the_run:
+        load_engine_class("megatron")(role_config.engine).init_model()
+    assert str(of_the_run.value) in err
 
 
 def test_check_warns_about_an_architecture_key_that_the_config_class_lacks(

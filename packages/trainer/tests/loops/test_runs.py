@@ -636,6 +636,32 @@ def test_overlong_demonstration_is_named_before_the_first_update(
         )
 
 
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_optimizer_that_cannot_be_built_after_the_warm_start_is_refused_before_it(
+    run: Run, tmp_path: Path, role: str
+) -> None:
+    optimizer = f"++{role}.engine.optimizer"
+    unknown = (f"{optimizer}.name=torch.optim.Nope", f"{optimizer}.betas=[0.9,0.999]")
+    with pytest.raises(
+        ConfigError, match=rf"^{role}\.engine: optimizer\.name is torch\.optim\.Nope"
+    ):
+        run(tmp_path / "run", "algorithm=ppo", *unknown)
+    assert not (tmp_path / "run" / "warm_start").exists()
+
+
+def test_overlong_prompt_of_the_evaluation_is_named_before_the_warm_start(
+    run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "eval.jsonl"
+    path.write_text(json.dumps({"question": "1 " * 100, "answer": "1"}))
+    data = ("~data.eval", "+data.eval.kind=jsonl", f"+data.eval.paths=[{path}]")
+    with pytest.raises(
+        DataError, match=r"eval\.jsonl:1: the prompt has \d+ tokens, but data\.max_pr"
+    ):
+        run(tmp_path / "run", *TINY[1:], *data, "warm_start.total_steps=1", base=TINY[:1])
+    assert not (tmp_path / "run" / "warm_start").exists()
+
+
 def test_run_folder_that_cannot_be_created_is_a_configuration_error(run: Run) -> None:
     with pytest.raises(ConfigError, match=r"run\.dir .* cannot be written"):
         run(Path("/proc/nowhere/run"))

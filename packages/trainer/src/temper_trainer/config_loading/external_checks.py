@@ -12,19 +12,14 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Collection, Iterator
+from dataclasses import fields
 from pathlib import Path
 
+from temper_engine_api.capabilities import Capability, find_required_capabilities
 from temper_engine_api.checkpoint import verify
 from temper_engine_api.checkpoint.manifest import read_manifest
-from temper_engine_api.errors import (
-    CheckpointError,
-    ConfigError,
-    EngineNotFoundError,
-    TemperError,
-)
-from temper_engine_api.registry import load_engine_class
+from temper_engine_api.errors import CheckpointError, ConfigError, TemperError
 from temper_engine_api.settings_check import find_write_error
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.checkpoint.checkpointer import Checkpointer, check_resume_step
@@ -51,6 +46,7 @@ from temper_trainer.environment.sandbox import open_sandbox
 from temper_trainer.reward.registry import resolve_reward, split_components
 from temper_trainer.rollout.vllm import vllm_versions
 from temper_trainer.run_lock import describe_write_error, find_lock_refusal
+from temper_trainer.runtime.engine_checks import find_engine_problems, iterate_engines
 
 logger = logging.getLogger(__name__)
 
@@ -94,46 +90,54 @@ def check_external_objects(config: TrainerConfig) -> None:
 def check_models(loaded: LoadedConfig) -> None:
     """Check models and optimizers with the code of the engine that will build them.
 
-    Slower than the other checks, because it imports torch. Nothing is imported if no key of
-    `architecture` or `lora` is set by the user, all optimizers are adamw, and no engine is to run
-    on CUDA.
+    Slower than the other checks, because it imports torch. Nothing is imported if no engine has a
+    setting that it may refuse, and none is to run on CUDA.
 
     Raises:
         ConfigError: If an engine could not build a model or an optimizer, or CUDA is requested but
             not available.
     """
     config, problems = loaded.config, []
-    for name, engine in _iterate_engines(config):
-        role = "actor" if name == "warm_start" else name.removesuffix(".engine")
-        needs_cuda = engine.device == "cuda" and config.runtime.kind == "inline"
-        keys = tuple(f"{role}.engine.{block}" for block in ("model.architecture.", "lora."))
-        is_changed = any(
-            is_set_by_user(origin) for key, origin in loaded.origins.items() if key.startswith(keys)
-        )
-        has_other_optimizer = engine.optimizer is not None and not engine.optimizer.is_adamw
-        try:
-            if needs_cuda:
-                from temper_engine_api.process_group import choose_device
+    set_keys = [key for key, origin in loaded.origins.items() if is_set_by_user(origin)]
+    engines = dict(iterate_engines(config))
+    for name, engine in engines.items():
+        if engine.device == "cuda" and config.runtime.kind == "inline":
+            from temper_engine_api.process_group import choose_device
 
+            try:
                 choose_device(engine.device)
-            if is_changed or has_other_optimizer:
-                load_engine_class(config.model_engine).check_model(engine)
-        except EngineNotFoundError as error:
-            # The run may use another host, as with the libraries of `check_libraries`.
-            logger.warning("the model of %s is not checked: %s", name, error)
-        except TemperError as error:
-            problems.append(f"{name}: {error}")
+            except TemperError as error:
+                problems.append(f"{name}: {error}")
+    problems += find_engine_problems(
+        {
+            name: engine
+            for name, engine in engines.items()
+            # The model of the warm start is the actor's.
+            if _may_be_refused(
+                engine,
+                role=name.removesuffix(".engine").replace("warm_start", "actor"),
+                set_keys=set_keys,
+            )
+        },
+        model_engine=config.model_engine,
+    )
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _iterate_engines(config: TrainerConfig) -> Iterator[tuple[str, EngineConfig]]:
-    """Yield the engines of the roles by key, and that of the warm start if it is another one."""
-    for name, role in (("actor", config.actor), ("critic", config.critic), ("ref", config.ref)):
-        if role is not None:
-            yield f"{name}.engine", role.engine
-    if config.warm_start is not None and not config.warm_start.optimizer.is_adamw:
-        yield "warm_start", replace(config.actor.engine, optimizer=config.warm_start.optimizer)
+def _may_be_refused(engine: EngineConfig, *, role: str, set_keys: Collection[str]) -> bool:
+    """Return True if an engine has a setting that only the engine's own code can check.
+
+    These are the settings that it may not support, and, if the user has set them, the architecture,
+    the adapter, and what no other engine has.
+    """
+    own = {field.name for field in fields(engine)} - {field.name for field in fields(EngineConfig)}
+    blocks = tuple(f"{role}.engine.{name}" for name in ("model.architecture", "lora", *own))
+    is_changed = any(
+        key == block or key.startswith(f"{block}.") for key in set_keys for block in blocks
+    )
+    unusual = find_required_capabilities(engine) - {Capability(engine.model.model_type)}
+    return is_changed or bool(unusual)
 
 
 def check_libraries(config: TrainerConfig) -> None:
@@ -315,16 +319,7 @@ def _find_resume_problems(run: RunConfig, *, phase: str) -> Iterator[str]:
     """Yield why the run could not continue from the checkpoint that it would choose."""
     if run.resume not in ("never", "auto") and not Path(run.resume).is_dir():
         return  # reported with the other settings of the run
-
-    def verify_for_check(directory: Path) -> None:
-        # Reading gigabytes is left to the run, except where the answer is a refusal: the run would
-        # pass over a damaged checkpoint, and may then have steps left to train.
-        is_too_late = run.total_epochs is None and read_manifest(directory).step > run.total_steps
-        verify(directory, with_content=is_too_late and run.verify_checkpoints == "full")
-
-    checkpointer = Checkpointer(
-        root=Path(run.dir) / "checkpoints", max_to_keep=None, verify=verify_for_check
-    )
+    checkpointer = _open_for_preview(config)
     try:
         checkpoint = checkpointer.preview(run.resume)
         if checkpoint is not None:
@@ -333,6 +328,25 @@ def _find_resume_problems(run: RunConfig, *, phase: str) -> Iterator[str]:
                 check_resume_step(step, total_steps=run.total_steps, checkpoint=checkpoint)
     except CheckpointError as error:
         yield str(error)
+
+
+def preview_checkpoint(config: TrainerConfig) -> Path | None:
+    """Return the checkpoint from which the run would continue, without renaming a damaged one."""
+    return _open_for_preview(config).preview(config.run.resume)
+
+
+def _open_for_preview(config: TrainerConfig) -> Checkpointer:
+    run = config.run
+
+    def verify_for_check(directory: Path) -> None:
+        # Reading gigabytes is left to the run, except where the answer is a refusal: the run would
+        # pass over a damaged checkpoint, and may then have steps left to train.
+        is_too_late = run.total_epochs is None and read_manifest(directory).step > run.total_steps
+        verify(directory, with_content=is_too_late and run.verify_checkpoints == "full")
+
+    return Checkpointer(
+        root=Path(run.dir) / "checkpoints", max_to_keep=None, verify=verify_for_check
+    )
 
 
 def _find_address_problems(runtime: RuntimeConfig) -> Iterator[str]:

@@ -45,6 +45,7 @@ from temper_trainer.loops.supervised import (
 from temper_trainer.metrics.run_files import read_settings
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.run_lock import RunLock
+from temper_trainer.runtime.engine_checks import find_engine_problems, iterate_engines
 from temper_trainer.runtime.runtime_factory import Runtime, open_runtime
 from temper_trainer.temporary_folders import remove_leftovers
 
@@ -328,26 +329,24 @@ class _TaskRun:
 
     def run_rl_task(self) -> dict[str, float]:
         """Run task rl or distill, after the warm start if there is one."""
+        # First what the data may refuse, because a warm start may take hours.
+        data, tokenizer = self.config.data, self.data.tokenizer
+        eval_rows = self.data.problems.get("eval", [])
+        prompts, num_dropped = encode_prompts(self.data.problems["train"], tokenizer, data)
+        eval_prompts, num_eval_dropped = encode_prompts(eval_rows, tokenizer, data)
+        config = with_run_length(self.config, num_problems=len(prompts))
         trained_rows = list(self.data.problems["train"])
         trained_model = None
         if self.config.warm_start is not None:
             trained_model = None if self._can_skip_warm_start() else self._run_warm_start()
             trained_rows += self.data.problems.get("warm_start", [])
-        config = fit_models_to_tokenizer(
-            self.config, self.data.tokenizer, trained_model=trained_model
-        )
+        config = fit_models_to_tokenizer(config, tokenizer, trained_model=trained_model)
         if trained_model is not None and self.config.actor.engine.model.path is not None:
             self.log.print_line(
                 f"RL starts from the model of the warm start, {trained_model}, in place of "
                 f"actor.engine.model.path {self.config.actor.engine.model.path}"
             )
-        eval_rows = self.data.problems.get("eval", [])
-        prompts, num_dropped = encode_prompts(
-            self.data.problems["train"], self.data.tokenizer, config.data
-        )
-        eval_prompts, num_eval_dropped = encode_prompts(eval_rows, self.data.tokenizer, config.data)
-        report_dropped(self.log, config.data, phase="rl", data=num_dropped, eval=num_eval_dropped)
-        config = with_run_length(config, num_problems=len(prompts))
+        report_dropped(self.log, data, phase="rl", data=num_dropped, eval=num_eval_dropped)
         check_resume_step(
             self.completed_steps, total_steps=config.run.total_steps, checkpoint=self.checkpoint
         )
@@ -395,6 +394,11 @@ class _TaskRun:
         if folder.model.exists() and not self._set_aside_if_damaged(folder.model):
             return str(folder.model)
         config = fit_models_to_tokenizer(self.config, self.data.tokenizer)
+        # The engines of RL are built only after the warm start.
+        if problems := list(
+            find_engine_problems(dict(iterate_engines(config)), model_engine=config.model_engine)
+        ):
+            raise ConfigError("\n".join(problems))
         # It resumes from its own checkpoints, whatever checkpoint the run resumes from.
         resume = "never" if config.run.resume == "never" else "auto"
         stage = build_demonstration_stage(
