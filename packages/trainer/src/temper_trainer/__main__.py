@@ -27,6 +27,7 @@ from temper_trainer.config_loading.external_checks import (
     check_libraries,
     check_models,
 )
+from temper_trainer.config_loading.first_rows import check_first_rows
 from temper_trainer.config_loading.help_text import USAGE, build_help_text
 from temper_trainer.config_loading.secrets import redact_override
 from temper_trainer.config_loading.sizes import describe_sizes
@@ -190,6 +191,7 @@ def _execute(options: argparse.Namespace, *, early_stop: _EarlyStop) -> int:
     check_external_objects(loaded.config)
     if options.check:
         check_models(loaded)
+        check_first_rows(loaded.config)
         placement = [f"  {line}" for line in describe_plan(loaded.config)]
         print(
             "\n  ".join(

@@ -746,13 +746,14 @@ def test_missing_library_of_a_data_source_is_refused_before_the_run(
         ("a b", ["+actor.engine.model.architecture.vocab_size=5"], "has at least 259 entries"),
     ],
 )
+@pytest.mark.parametrize("resume", ["never", "auto"])
 def test_rows_that_do_not_fit_the_trained_tokenizer_are_refused(
-    tmp_path: Path, row: str, overrides: list[str], sentence: str
+    tmp_path: Path, row: str, overrides: list[str], sentence: str, resume: str
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"question": row, "answer": "1"}) + "\n")
     settings = ["experiment=gsm8k_sft", f"data.train.paths=[{path}]", f"run.dir={tmp_path}/run"]
     keys = ["data.train.prompt_key=question", "data.train.answer_key=answer"]
-    bpe = ["data.tokenizer.kind=bpe", "data.tokenizer.vocab_size=259"]
+    bpe = ["data.tokenizer.kind=bpe", "data.tokenizer.vocab_size=259", f"run.resume={resume}"]
     with pytest.raises(ConfigError, match=sentence):
         check_external_objects(load([*settings, *keys, *bpe, *overrides]).config)

@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from temper_engine_api.errors import TemperError
-from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.data import SourceConfig, TokenizerConfig
 from temper_trainer.config.distillation import TeacherConfig
+from temper_trainer.config.run import RunConfig
+from temper_trainer.config.run_folder_checks import contains_run
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.config_loading.model_folders import has_chat_template
 from temper_trainer.data.rows import Row
@@ -53,6 +55,12 @@ def find_data_problems(config: TrainerConfig) -> Iterator[str]:
             f"data.tools_path is {tools}, which is not a file (relative to {Path.cwd()}): correct "
             "the path."
         )
+
+
+def trains_new_tokenizer(tokenizer: TokenizerConfig, *, run: RunConfig) -> bool:
+    """Return True if the run trains its tokenizer, because its folder has no weights yet."""
+    is_new = run.resume == "never" or (run.resume == "auto" and not contains_run(Path(run.dir)))
+    return is_new and tokenizer.kind != "pretrained"
 
 
 def _source_problems(name: str, source: SourceConfig, *, config: TrainerConfig) -> Iterator[str]:
@@ -138,8 +146,7 @@ def _tokenizer_problems(name: str, rows: Sequence[Row], *, config: TrainerConfig
     is longer than a piece of the text.
     """
     data = config.data
-    # A resumed run has its tokenizer already.
-    if data.tokenizer.kind == "pretrained" or config.run.resume != "never":
+    if not trains_new_tokenizer(data.tokenizer, run=config.run):
         return
     from temper_trainer.data.trained_tokenizer import train_tokenizer  # 0.1 s
 

@@ -319,7 +319,7 @@ def _find_resume_problems(run: RunConfig, *, phase: str) -> Iterator[str]:
     """Yield why the run could not continue from the checkpoint that it would choose."""
     if run.resume not in ("never", "auto") and not Path(run.resume).is_dir():
         return  # reported with the other settings of the run
-    checkpointer = _open_for_preview(config)
+    checkpointer = _open_for_preview(run)
     try:
         checkpoint = checkpointer.preview(run.resume)
         if checkpoint is not None:
@@ -330,14 +330,12 @@ def _find_resume_problems(run: RunConfig, *, phase: str) -> Iterator[str]:
         yield str(error)
 
 
-def preview_checkpoint(config: TrainerConfig) -> Path | None:
+def preview_checkpoint(run: RunConfig) -> Path | None:
     """Return the checkpoint from which the run would continue, without renaming a damaged one."""
-    return _open_for_preview(config).preview(config.run.resume)
+    return _open_for_preview(run).preview(run.resume)
 
 
-def _open_for_preview(config: TrainerConfig) -> Checkpointer:
-    run = config.run
-
+def _open_for_preview(run: RunConfig) -> Checkpointer:
     def verify_for_check(directory: Path) -> None:
         # Reading gigabytes is left to the run, except where the answer is a refusal: the run would
         # pass over a damaged checkpoint, and may then have steps left to train.

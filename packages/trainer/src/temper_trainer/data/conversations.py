@@ -1,5 +1,8 @@
 """Tokenize multi-turn conversations as demonstrations; only the assistant's turns are trained."""
 
+from collections.abc import Mapping, Sequence
+
+import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
@@ -30,8 +33,16 @@ def encode_conversation(
     trained: list[bool] = []
     rendered = ""
     for i in trained_turns:
-        context_text = _render(messages[:i], tokenizer, template=template, opens_turn=True)
-        completed_text = _render(messages[: i + 1], tokenizer, template=template, opens_turn=False)
+        context_text, completed_text = (
+            render_messages(
+                messages[:end],
+                tokenizer,
+                template=template,
+                opens_turn=opens_turn,
+                location=row.location,
+            )
+            for end, opens_turn in ((i, True), (i + 1, False))
+        )
         if not context_text.startswith(rendered) or not completed_text.startswith(context_text):
             raise DataError(
                 f"{row.location}: the chat template rewrites turn {i} when another follows, so "
@@ -78,17 +89,41 @@ def _choose_template(row: Row, tokenizer: PreTrainedTokenizerBase, config: DataC
     return template
 
 
-def _render(
-    messages: tuple[ChatMessage, ...],
+def render_messages(
+    messages: Sequence[ChatMessage],
     tokenizer: PreTrainedTokenizerBase,
     *,
     template: str,
     opens_turn: bool,
+    location: str,
+    tools: Sequence[Mapping[str, object]] | None = None,
 ) -> str:
-    plain = [{"role": message.role, "content": message.content} for message in messages]
-    text = tokenizer.apply_chat_template(
-        plain, chat_template=template, tokenize=False, add_generation_prompt=opens_turn
-    )
+    """Return the text of chat messages in a chat template.
+
+    Args:
+        messages: The messages.
+        tokenizer: Gives the template its special tokens.
+        template: Jinja chat template.
+        opens_turn: True to open the assistant's turn at the end.
+        location: Row of the messages, for errors.
+        tools: Schemas of the tools that the template describes.
+
+    Raises:
+        DataError: If the template cannot render the messages.
+    """
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": message.role, "content": message.content} for message in messages],
+            tools=None if tools is None else [dict(schema) for schema in tools],
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=opens_turn,
+        )
+    except jinja2.TemplateError as error:
+        raise DataError(
+            f"{location}: the chat template cannot render the messages: {error}. Correct the row, "
+            "or set data.chat_template."
+        ) from error
     assert isinstance(text, str)
     return text
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import DataConfig
-from temper_trainer.data.conversations import encode_conversation
+from temper_trainer.data.conversations import encode_conversation, render_messages
 from temper_trainer.data.rows import ChatMessage, DataError, PairRow, Row
 from temper_trainer.types import Demonstration, Pair, Prompt
 
@@ -18,16 +18,22 @@ _PLACEHOLDER = "{prompt}"
 
 
 def encode_prompts(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    *,
+    must_keep: bool = True,
 ) -> tuple[list[Prompt], int]:
     """Tokenize rows in order, and return the prompts and the number of dropped overlong rows.
 
+    Without ``must_keep`` all rows may be dropped.
+
     Raises:
-        DataError: If a prompt is overlong and overlong_prompts is error, a prompt has no tokens, or
-            no row is left.
+        DataError: If a prompt is overlong and overlong_prompts is error, a prompt has no tokens, no
+            row is left, or the chat template cannot render a row.
         ConfigError: If chat messages or tools are given without a chat template that supports them.
     """
-    kept = _encode(rows, tokenizer, config)
+    kept = _encode(rows, tokenizer, config, must_keep=must_keep)
     return [prompt for _, prompt in kept], len(rows) - len(kept)
 
 
@@ -101,6 +107,7 @@ def render_prompt(row: Row, *, tokenizer: PreTrainedTokenizerBase, config: DataC
 
     Raises:
         ConfigError: As in encode_prompts.
+        DataError: If the chat template cannot render the row.
     """
     if isinstance(row.prompt, str):
         # Not str.format, because templates and prompts contain other braces.
@@ -111,17 +118,14 @@ def render_prompt(row: Row, *, tokenizer: PreTrainedTokenizerBase, config: DataC
             f"{row.location} is a list of chat messages, but the tokenizer has no chat template: "
             "set data.chat_template."
         )
-    messages = [{"role": message.role, "content": message.content} for message in row.prompt]
-    tools = (
-        None
-        if config.tools_path is None
-        else [dict(schema) for schema in read_tools(config.tools_path)]
+    return render_messages(
+        row.prompt,
+        tokenizer,
+        template=template,
+        opens_turn=True,
+        location=row.location,
+        tools=None if config.tools_path is None else read_tools(config.tools_path),
     )
-    text = tokenizer.apply_chat_template(
-        messages, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True
-    )
-    assert isinstance(text, str)
-    return text
 
 
 def _check_tools(
@@ -232,16 +236,26 @@ def _strip_end_token(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def encode_pairs(
-    rows: Sequence[PairRow], tokenizer: PreTrainedTokenizerBase, config: DataConfig
+    rows: Sequence[PairRow],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    *,
+    must_keep: bool = True,
 ) -> tuple[list[Pair], int]:
     """Tokenize preference pairs, and return them and the number of dropped rows.
+
+    Without ``must_keep`` all rows may be dropped.
 
     Raises:
         DataError: As in encode_demonstrations.
     """
-    chosen, num_dropped = encode_demonstrations([row.chosen for row in rows], tokenizer, config)
+    chosen, num_dropped = encode_demonstrations(
+        [row.chosen for row in rows], tokenizer, config, must_keep=must_keep
+    )
     # Rows are dropped for their prompt, which both have in common, so the same ones are left.
-    rejected, _ = encode_demonstrations([row.rejected for row in rows], tokenizer, config)
+    rejected, _ = encode_demonstrations(
+        [row.rejected for row in rows], tokenizer, config, must_keep=must_keep
+    )
     return [
         Pair(chosen=good, rejected=bad) for good, bad in zip(chosen, rejected, strict=True)
     ], num_dropped

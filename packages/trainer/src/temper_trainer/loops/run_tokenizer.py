@@ -72,6 +72,54 @@ def load_or_train_tokenizer(
         DataError: If the tokenizer cannot represent a text.
         ConfigError: If a new tokenizer cannot be built from ``data.tokenizer``.
     """
+    texts, build = _prepare(config, rows)
+    has_warm_start = config.warm_start is not None
+    if not uses_saved_tokenizer(
+        folder, task=config.task, has_warm_start=has_warm_start, checkpoint=checkpoint
+    ):
+        tokenizer = build()
+        _replace_saved(tokenizer, folder.tokenizer)
+        return tokenizer
+    expected = _read_expected_digest(folder, checkpoint)
+    usable, problems = _find_saved(folder, checkpoint, expected=expected)
+    if usable is None:
+        return _build_again(build, folder=folder, expected=expected, problems=problems)
+    directory, saved = usable
+    check_texts(saved, texts, directory=directory)
+    if directory != folder.tokenizer:
+        _replace_saved(saved, folder.tokenizer)
+    return saved
+
+
+def preview_tokenizer(
+    config: TrainerConfig, *, folder: RunFolder, rows: Sequence[Row], checkpoint: Path | None
+) -> tuple[PreTrainedTokenizerBase, bool]:
+    """Return the tokenizer of `load_or_train_tokenizer`, without writing or renaming anything.
+
+    For the arguments and errors see there.
+
+    Returns:
+        The tokenizer, and whether it is a saved one. A new one is the run's own if it is
+        pretrained, or if ``rows`` are all rows of the run.
+    """
+    texts, build = _prepare(config, rows)
+    has_warm_start = config.warm_start is not None
+    if uses_saved_tokenizer(
+        folder, task=config.task, has_warm_start=has_warm_start, checkpoint=checkpoint
+    ):
+        expected = _read_expected_digest(folder, checkpoint)
+        usable, _ = _find_saved(folder, checkpoint, expected=expected)
+        if usable is not None:
+            directory, saved = usable
+            check_texts(saved, texts, directory=directory)
+            return saved, True
+    return build(), False
+
+
+def _prepare(
+    config: TrainerConfig, rows: Sequence[Row]
+) -> tuple[list[str], Callable[[], PreTrainedTokenizerBase]]:
+    """Return the texts that the tokenizer must represent, and a function that builds a new one."""
     texts = [
         # The words of the template are tokenized in every prompt, so they must be learned, too.
         config.data.prompt_template.replace("{prompt}", ""),
@@ -83,14 +131,13 @@ def load_or_train_tokenizer(
         model_path=config.actor.engine.model.path,
         texts=texts,
     )
-    has_warm_start = config.warm_start is not None
-    if not uses_saved_tokenizer(
-        folder, task=config.task, has_warm_start=has_warm_start, checkpoint=checkpoint
-    ):
-        tokenizer = build()
-        _replace_saved(tokenizer, folder.tokenizer)
-        return tokenizer
-    expected = _read_expected_digest(folder, checkpoint)
+    return texts, build
+
+
+def _find_saved(
+    folder: RunFolder, checkpoint: Path | None, *, expected: str | None
+) -> tuple[tuple[Path, PreTrainedTokenizerBase] | None, list[str]]:
+    """Return the saved tokenizer of the weights with its folder, and what is wrong with others."""
     problems = []
     for directory in _list_saved_tokenizers(folder, checkpoint):
         try:
@@ -98,14 +145,10 @@ def load_or_train_tokenizer(
         except DamagedCheckpointError as error:
             problems.append(str(error))
             continue
-        if expected not in (None, compute_tokenizer_digest(saved)):
-            problems.append(f"the tokenizer in {directory} has another digest than the weights.")
-            continue
-        check_texts(saved, texts, directory=directory)
-        if directory != folder.tokenizer:
-            _replace_saved(saved, folder.tokenizer)
-        return saved
-    return _build_again(build, folder=folder, expected=expected, problems=problems)
+        if expected in (None, compute_tokenizer_digest(saved)):
+            return (directory, saved), problems
+        problems.append(f"the tokenizer in {directory} has another digest than the weights.")
+    return None, problems
 
 
 def _replace_saved(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

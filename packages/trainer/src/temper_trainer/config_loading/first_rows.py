@@ -1,0 +1,175 @@
+"""Tokenize the first rows of the data as the run will, and compare them with its limits.
+
+For `--check`. A start of the run does not need it, because the run tokenizes all rows before its
+first update.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from temper_engine_api.errors import ConfigError, TemperError
+from temper_trainer.config.data import SourceConfig
+from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.config_loading.data_files import NUM_CHECKED_ROWS, trains_new_tokenizer
+from temper_trainer.config_loading.external_checks import preview_checkpoint
+from temper_trainer.data.rows import PairRow, Row
+
+_Use = Literal["prompts", "demonstrations", "pairs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sample:
+    """The first rows of a source."""
+
+    key: str
+    """Setting of the source, for messages."""
+    use: _Use
+    rows: tuple[Row, ...]
+    """Rows, and of pairs the preferred ones."""
+    pairs: tuple[PairRow, ...]
+    is_complete: bool
+    """True if the source has no other rows."""
+
+    @property
+    def rows_with_texts(self) -> tuple[Row, ...]:
+        """Rows whose texts a tokenizer is trained on."""
+        return (*self.rows, *(pair.rejected for pair in self.pairs))
+
+
+def check_first_rows(config: TrainerConfig) -> None:
+    """Check that the run can tokenize the first rows of its data within its limits.
+
+    The run's own functions render and tokenize them with its own tokenizer. Imports transformers,
+    which takes seconds, unless the run trains a tokenizer on plain text: `find_data_problems` has
+    then checked all that is known before the training.
+
+    Call `check_external_objects` first.
+
+    Raises:
+        ConfigError: If a row cannot be rendered, is too long, or does not fit the tokenizer.
+    """
+    samples = list(_iterate_samples(config))
+    has_messages = config.data.string_prompts == "user_message" or any(
+        not isinstance(row.prompt, str) for sample in samples for row in sample.rows
+    )
+    if trains_new_tokenizer(config.data.tokenizer, run=config.run) and not has_messages:
+        return
+    try:
+        problems = list(dict.fromkeys(_find_problems(config, samples)))
+    except TemperError as error:  # of the tokenizer
+        raise ConfigError(str(error)) from error
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _iterate_samples(config: TrainerConfig) -> Iterator[_Sample]:
+    """Yield the first rows of each source that the task reads, by their use."""
+    train, evaluation = ("data.train", config.data.train), ("data.eval", config.data.eval)
+    uses: list[
+        tuple[tuple[str, SourceConfig | None], Literal["prompts", "demonstrations", "pairs"]]
+    ]
+    match config.task:
+        case "sft":
+            uses = [(train, "demonstrations")]
+        case "dpo" | "rm":
+            uses = [(train, "pairs")]
+        case "eval" | "generate":
+            uses = [(train if config.data.eval is None else evaluation, "prompts")]
+        case "rl" | "distill":
+            uses = [(train, "prompts"), (evaluation, "prompts")]
+            if config.warm_start is not None and not _has_warm_start(config):
+                own = config.warm_start.data
+                uses.append((train if own is None else ("warm_start.data", own), "demonstrations"))
+    for (key, source), use in uses:
+        if source is not None and source.kind != "datasets":
+            yield _read_sample(key, source, use=use)
+
+
+def _has_warm_start(config: TrainerConfig) -> bool:
+    """Return True if the run may use weights in place of those of its warm start."""
+    folder = Path(config.run.dir) / "warm_start"
+    return (folder / "huggingface").exists() or preview_checkpoint(config.run) is not None
+
+
+def _read_sample(key: str, source: SourceConfig, *, use: _Use) -> _Sample:
+    # Imported here, because pyarrow and fsspec take 0.2 s.
+    from temper_trainer.data.sources import iterate_pairs, iterate_rows
+
+    rows: list[Row] = []
+    pairs: list[PairRow] = []
+    left, is_complete = source.max_rows, True
+    for paths in ((path,) for path in source.paths) if source.paths else ((),):
+        if any("://" in path or "::" in path for path in paths):  # remote
+            is_complete = False
+            continue
+        limit = NUM_CHECKED_ROWS if left is None else min(NUM_CHECKED_ROWS, left)
+        part = replace(source, paths=paths, max_rows=limit)
+        num_before = len(rows)
+        if use == "pairs":
+            pairs += iterate_pairs(part)
+            rows = [pair.chosen for pair in pairs]
+        else:
+            rows += iterate_rows(part)
+        num_read = len(rows) - num_before
+        if left is not None:
+            left -= num_read
+            if left == 0:
+                break
+        is_complete = is_complete and num_read < NUM_CHECKED_ROWS
+    return _Sample(key=key, use=use, rows=tuple(rows), pairs=tuple(pairs), is_complete=is_complete)
+
+
+def _find_problems(config: TrainerConfig, samples: list[_Sample]) -> Iterator[str]:
+    """Yield what the run would refuse about the first rows.
+
+    Raises:
+        TemperError: If there is no tokenizer for them.
+    """
+    # Imported here, because they import torch and transformers.
+    from temper_trainer.data.prompts import (
+        check_fits,
+        encode_demonstrations,
+        encode_pairs,
+        encode_prompts,
+    )
+    from temper_trainer.loops.run_folder import RunFolder
+    from temper_trainer.loops.run_setup import fit_models_to_tokenizer, get_demonstration_limit
+    from temper_trainer.loops.run_tokenizer import preview_tokenizer
+
+    trained_rows = [
+        row for sample in samples if sample.key != "data.eval" for row in sample.rows_with_texts
+    ]
+    tokenizer, is_saved = preview_tokenizer(
+        config,
+        folder=RunFolder(Path(config.run.dir)),
+        rows=trained_rows,
+        checkpoint=preview_checkpoint(config.run),
+    )
+    # The merges of a new BPE tokenizer depend on all rows. A word is one token, known or not.
+    has_lengths = is_saved or config.data.tokenizer.kind != "bpe"
+    data = config.data if has_lengths else replace(config.data, max_prompt_tokens=2**31)
+    fitted = fit_models_to_tokenizer(config, tokenizer)
+    limit = get_demonstration_limit(
+        fitted.actor.engine.model, max_tokens=config.batching.max_tokens
+    )
+    for sample in samples:
+        # A limit that drops these rows may leave later ones.
+        must_keep = sample.is_complete and not data.streaming
+        try:
+            match sample.use:
+                case "prompts":
+                    encode_prompts(sample.rows, tokenizer, data, must_keep=must_keep)
+                    continue
+                case "demonstrations":
+                    examples, _ = encode_demonstrations(
+                        sample.rows, tokenizer, data, must_keep=must_keep
+                    )
+                case "pairs":
+                    pairs, _ = encode_pairs(sample.pairs, tokenizer, data, must_keep=must_keep)
+                    examples = [each for pair in pairs for each in (pair.chosen, pair.rejected)]
+            if has_lengths:
+                check_fits(examples, max_tokens=limit)
+        except TemperError as error:
+            yield f"{sample.key}: {error}"
