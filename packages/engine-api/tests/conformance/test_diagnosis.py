@@ -1,6 +1,7 @@
 """The descriptions of wrong values, with errors planted in a batch of five sequences."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,6 +50,13 @@ def with_error_at(*indices):
 )
 def test_pattern_of_wrong_tokens_is_named(indices, pattern):
     assert describe(with_error_at(*indices)).endswith(f"{pattern}.")
+
+
+def test_wrong_temperatures_are_named():
+    batch = replace(BATCH, temperature=torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0]))
+    actual = with_error_at(*range(STARTS[1] + 1, STARTS[2]), *range(STARTS[2] + 1, STARTS[3]))
+    message = describe_token_errors(actual, EXPECTED, max_error=1e-6, batch=batch)
+    assert message.endswith("wrong: only in sequences with a temperature other than 1.")
 
 
 def test_worst_token_is_named_with_sequence_sample_and_values():

@@ -120,7 +120,7 @@ def test_failure_names_layout_model_and_seed(kit, capsys):
     kit.run(FAULTY, tests=[TEST], status=pytest.ExitCode.TESTS_FAILED)
     output = capsys.readouterr().out
     assert "What was computed" in output
-    assert "layout 1-rank (1 ranks); tiny model qwen2" in output
+    assert "layout 1-rank (1 rank); tiny model qwen2" in output
     assert "with seed 0" in output
 
 

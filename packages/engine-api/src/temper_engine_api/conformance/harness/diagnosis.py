@@ -60,7 +60,7 @@ sequence.'
     )
     is_wrong = errors.max(dim=1).values > max_error
     pattern = _find_factor(actual, expected, max_error=max_error) or _find_token_pattern(
-        is_wrong, sequence_of=sequence_of, position=position, lengths=lengths, ranks=ranks
+        is_wrong, sequence_of=sequence_of, position=position, batch=batch, ranks=ranks
     )
     return (
         f"The largest error is at token {int(position[worst])} of sequence {b} (sample "
@@ -101,7 +101,12 @@ def _find_factor(actual: Tensor, expected: Tensor, *, max_error: float) -> str:
 
 
 def _find_token_pattern(
-    is_wrong: Tensor, *, sequence_of: Tensor, position: Tensor, lengths: Tensor, ranks: list[int]
+    is_wrong: Tensor,
+    *,
+    sequence_of: Tensor,
+    position: Tensor,
+    batch: SequenceBatch,
+    ranks: list[int],
 ) -> str:
     """Return what all wrong tokens have in common and most right ones do not, or "".
 
@@ -109,9 +114,10 @@ def _find_token_pattern(
         is_wrong: [T] bool.
         sequence_of: [T] index of each token's sequence.
         position: [T] position of each token in its sequence.
-        lengths: [B] tokens of each sequence.
+        batch: The batch that was computed.
         ranks: Data-parallel rank of each sequence.
     """
+    lengths = batch.lengths
     wrong_sequences = sorted(set(sequence_of[is_wrong].tolist()))
     right_sequences = sorted(set(range(len(lengths))) - set(wrong_sequences))
     wrong_positions = position[is_wrong]
@@ -131,6 +137,8 @@ def _find_token_pattern(
         )
     elif wrong_sequences == [len(lengths) - 1] and right_sequences:
         patterns.append("only in the last sequence")
+    elif right_sequences and wrong_sequences == (batch.temperature != 1).nonzero()[:, 0].tolist():
+        patterns.append("only in sequences with a temperature other than 1")
     elif right_sequences:
         patterns.append(f"only in the sequences {wrong_sequences[:8]}")
     first = int(wrong_positions.min())
@@ -138,7 +146,8 @@ def _find_token_pattern(
         patterns.append("only the last token of each wrong sequence")
     elif int(wrong_positions.max()) == 0:
         patterns.append("only the first token of each wrong sequence")
-    elif first > 0:
+    # Position 0 has no output in any engine, so it is never wrong.
+    elif first > 1:
         patterns.append(f"only from position {first} of a sequence on")
     period = math.gcd(*is_wrong.nonzero().flatten().diff().tolist())
     if period >= MIN_PERIOD:

@@ -43,7 +43,8 @@ class EngineUnderTest:
                 Path(path).name.rpartition("-") for path in self.model_paths
             )
         )
-        return f"layout {self.layout.name} ({self.world_size} ranks); tiny model {models}"
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return f"layout {self.layout.name} ({ranks}); tiny model {models}"
 
     @property
     def comparable_layouts(self) -> tuple[Layout, ...]:

@@ -150,6 +150,8 @@ def assert_close(
             batch=batch,
             num_ranks=num_ranks,
         )
+    # The message says more than this function's frame in pytest's traceback.
+    __tracebackhide__ = True
     raise AssertionError(message)
 
 
@@ -197,6 +199,7 @@ def assert_all_close(
     quantity: str,
 ) -> None:
     """Compare two mappings of tensors by name; the expected ones must not all be zero."""
+    __tracebackhide__ = True
     assert actual.keys() == expected.keys(), (
         f"{quantity}: these names are only in one of the two: "
         f"{sorted(actual.keys() ^ expected.keys())}"
@@ -214,9 +217,12 @@ def assert_all_close(
         for name, tensor in expected.items()
     }
     wrong = {name: difference for name, difference in differences.items() if difference is not None}
-    assert not wrong, (
-        f"{next(iter(wrong.values()))[0]} {describe_tensor_errors(actual, expected, wrong=wrong)}"
-    )
+    if wrong:
+        # Not an assert, which pytest would follow with all of `wrong`.
+        raise AssertionError(
+            f"{next(iter(wrong.values()))[0]} "
+            f"{describe_tensor_errors(actual, expected, wrong=wrong)}"
+        )
     # The tolerances of bf16 are so wide for single entries that a missing token could pass them
     # all.
     if tolerance.allowed != tolerance.relative:
@@ -241,6 +247,7 @@ def assert_all_equal(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, quantity: str
 ) -> None:
     """Fail unless both mappings have the same names and the same bits."""
+    __tracebackhide__ = True
     assert actual.keys() == expected.keys(), (
         f"{quantity}: these names are only in one of the two: "
         f"{sorted(actual.keys() ^ expected.keys())}"
@@ -256,6 +263,7 @@ def assert_same_state(
     actual: Mapping[str, TrainingState], expected: Mapping[str, TrainingState]
 ) -> None:
     """Fail unless both portable states are bitwise equal, update counts included."""
+    __tracebackhide__ = True
     for field_name in ("master", "first_moment", "second_moment"):
         get_field = attrgetter(field_name)
         actual_values, expected_values = (

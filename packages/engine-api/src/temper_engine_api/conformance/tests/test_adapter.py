@@ -192,7 +192,7 @@ def test_adapter_loads_in_peft_with_same_logits(
     expected = oracle.get_outputs(
         replace(setup, lora=LoraSpec(path=str(folder))), batch, HeadOutput.LOGPROB
     )
-    assert_close(trained.logprobs, expected, LOGPROB, quantity="log-probs")
+    assert_close(trained.logprobs, expected, LOGPROB, quantity="log-probs", batch=batch)
 
 
 @every_adapter
@@ -213,7 +213,7 @@ def test_merged_weights_give_same_logits_in_transformers(
     expected = oracle.get_outputs(
         replace(setup, model_path=str(tmp_path), lora=LoraSpec()), batch, HeadOutput.LOGPROB
     )
-    assert_close(trained.logprobs, expected, LOGPROB, quantity="log-probs")
+    assert_close(trained.logprobs, expected, LOGPROB, quantity="log-probs", batch=batch)
 
 
 @every_adapter
@@ -229,7 +229,13 @@ def test_disabled_adapter_gives_base_logprobs(
         oracle.get_batch(model=adapter.model),
     )
     base = oracle.get_outputs(replace(setup, lora=LoraSpec()), batch, HeadOutput.LOGPROB)
-    assert_close(trained.disabled_before, base, LOGPROB, quantity="log-probs without the adapter")
+    assert_close(
+        trained.disabled_before,
+        base,
+        LOGPROB,
+        quantity="log-probs without the adapter",
+        batch=batch,
+    )
     assert trained.disabled_after.equal(trained.disabled_before), (
         "training an adapter changed the base"
     )
@@ -422,7 +428,14 @@ def test_adapter_dropout_is_off_in_eval(
     )
     assert first.columns[HeadOutput.LOGPROB].equal(second.columns[HeadOutput.LOGPROB])
     expected = oracle.get_outputs(oracle.make_adapter_setup(PLAIN), batch, HeadOutput.LOGPROB)
-    assert_close(first.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
+    assert_close(
+        first.columns[HeadOutput.LOGPROB],
+        expected,
+        LOGPROB,
+        quantity="log-probs",
+        batch=batch,
+        num_ranks=engine_under_test.num_data_ranks,
+    )
 
 
 def test_evaluation_after_training_has_no_dropout(
@@ -440,7 +453,14 @@ def test_evaluation_after_training_has_no_dropout(
     logprobs = engine_under_test.run(logprobs_after_an_update, setup=setup, batch=batch)[0]
     # The optimizer's learning rate is 0.
     expected = oracle.get_outputs(oracle.make_adapter_setup(PLAIN), batch, HeadOutput.LOGPROB)
-    assert_close(logprobs, expected, LOGPROB, quantity="log-probs after an update")
+    assert_close(
+        logprobs,
+        expected,
+        LOGPROB,
+        quantity="log-probs after an update",
+        batch=batch,
+        num_ranks=engine_under_test.num_data_ranks,
+    )
 
 
 def logprobs_after_an_update(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> Tensor:

@@ -197,7 +197,8 @@ def test_outputs_are_in_input_order(
         requested_outputs=[HeadOutput.LOGPROB],
         split=split,
     ):
-        assert outputs.sample_ids.tolist() == batch.sample_ids.tolist()
+        received_ids, ids = outputs.sample_ids.tolist(), batch.sample_ids.tolist()
+        assert received_ids == ids, "the outputs are not in the order of the input"
         assert_close(
             outputs.columns[HeadOutput.LOGPROB],
             expected,

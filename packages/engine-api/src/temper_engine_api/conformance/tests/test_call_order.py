@@ -130,7 +130,14 @@ def test_engine_without_optimizer_only_evaluates(
     setup, batch = oracle.make_setup(QWEN2_GROUPED, optimizer=None), oracle.get_batch()
     expected = oracle.get_outputs(oracle.make_setup(QWEN2_GROUPED), batch, HeadOutput.LOGPROB)
     for column in engine_under_test.run(evaluate_frozen, setup=setup, batch=batch):
-        assert_close(column, expected, LOGPROB, quantity="log-probs")
+        assert_close(
+            column,
+            expected,
+            LOGPROB,
+            quantity="log-probs",
+            batch=batch,
+            num_ranks=engine_under_test.num_data_ranks,
+        )
 
 
 def evaluate_frozen(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> torch.Tensor:

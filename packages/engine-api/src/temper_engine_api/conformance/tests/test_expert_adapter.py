@@ -115,7 +115,14 @@ def test_new_adapter_changes_no_output(
     outputs = engine_under_test.run(
         measure_outputs, setup=fresh, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
     )[0]
-    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
+    assert_close(
+        outputs.columns[HeadOutput.LOGPROB],
+        expected,
+        LOGPROB,
+        quantity="log-probs",
+        batch=batch,
+        num_ranks=engine_under_test.num_data_ranks,
+    )
 
 
 @every_adapter
@@ -173,7 +180,7 @@ def test_adapter_loads_in_peft_with_same_logits(
     expected = oracle.get_outputs(
         replace(setup, lora=LoraSpec(path=str(folder))), batch, HeadOutput.LOGPROB
     )
-    assert_close(trained.logprobs, expected, LOGPROB, quantity="log-probs")
+    assert_close(trained.logprobs, expected, LOGPROB, quantity="log-probs", batch=batch)
 
 
 @every_adapter
@@ -194,7 +201,7 @@ def test_merged_weights_give_same_logits_in_transformers(
     expected = oracle.get_outputs(
         replace(setup, model_path=str(tmp_path), lora=LoraSpec()), batch, HeadOutput.LOGPROB
     )
-    assert_close(trained.logprobs, expected, LOGPROB, quantity="log-probs")
+    assert_close(trained.logprobs, expected, LOGPROB, quantity="log-probs", batch=batch)
 
 
 @every_adapter
@@ -207,7 +214,7 @@ def test_disabled_adapter_gives_base_logprobs(
         oracle.get_batch(model=adapter.model),
     )
     base = oracle.get_outputs(replace(setup, lora=LoraSpec()), batch, HeadOutput.LOGPROB)
-    assert_close(trained.disabled_after, base, LOGPROB, quantity="log-probs")
+    assert_close(trained.disabled_after, base, LOGPROB, quantity="log-probs", batch=batch)
     assert trained.logprobs_again.equal(trained.logprobs)
 
 

@@ -83,9 +83,11 @@ def test_updates_after_a_failed_call_equal_those_of_a_fresh_run(
     expected = engine_under_test.run(update_without_failures, setup=setup, batches=batches)
     for recovery, expected_updates in zip(recoveries, expected, strict=True):
         for update, expected_update in zip(recovery.updates, expected_updates, strict=True):
-            assert update.grad_norm == expected_update.grad_norm, (
-                f"the gradient norm is {update.grad_norm} after a failed call, but "
-                f"{expected_update.grad_norm} without one"
+            norm, expected_norm = update.grad_norm, expected_update.grad_norm
+            assert norm == expected_norm, (
+                f"the gradient norm is {norm} after a failed call, but {expected_norm} without "
+                "one: drop in _discard_update() what the failed call left behind, such as the "
+                "gradients of its earlier micro-batches"
             )
             assert update.next_lr == expected_update.next_lr
             assert_same_state(update.state, expected_update.state)

@@ -118,6 +118,7 @@ def test_packed_sequence_equals_unpacked(
             unpacked.columns[HeadOutput.LOGPROB],
             LOGPROB,
             quantity=f"log-probs of sequence {b}",
+            batch=batch.select([b]),
         )
 
 
@@ -200,7 +201,7 @@ def test_temperature_scales_logits_before_log_softmax(
                 expected,
                 LOGPROB,
                 quantity=f"{head_output.value} at {temperature.tolist()}",
-                batch=batch,
+                batch=tempered,
                 num_ranks=engine_under_test.num_data_ranks,
             )
 
@@ -217,7 +218,14 @@ def test_requesting_entropy_does_not_change_logprobs(
         for requested_outputs in ([HeadOutput.LOGPROB], LANGUAGE_OUTPUTS)
     )
     # Exact: asking for a metric must not move the on-policy ratio away from 1.
-    assert_close(with_entropy, without_entropy, EXACT, quantity="log-probs")
+    assert_close(
+        with_entropy,
+        without_entropy,
+        EXACT,
+        quantity="log-probs",
+        batch=batch,
+        num_ranks=engine_under_test.num_data_ranks,
+    )
 
 
 @pytest.mark.bitwise
@@ -236,6 +244,8 @@ def test_repeated_eval_is_bitwise_equal(
                 first.columns[head_output],
                 EXACT,
                 quantity=head_output.value,
+                batch=batch,
+                num_ranks=engine_under_test.num_data_ranks,
             )
 
 
@@ -365,5 +375,10 @@ def test_head_outputs_are_float32_under_bf16(
             f"{head_output.value} was rounded to bf16"
         )
         assert_close(
-            column, oracle.get_outputs(exact, batch, head_output), BF16, quantity=head_output.value
+            column,
+            oracle.get_outputs(exact, batch, head_output),
+            BF16,
+            quantity=head_output.value,
+            batch=batch,
+            num_ranks=engine_under_test.num_data_ranks,
         )

@@ -81,7 +81,14 @@ def check_setting(
     outputs = engine_under_test.run(
         measure_outputs, setup=setup, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
     )[0]
-    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
+    assert_close(
+        outputs.columns[HeadOutput.LOGPROB],
+        expected,
+        LOGPROB,
+        quantity="log-probs",
+        batch=batch,
+        num_ranks=engine_under_test.num_data_ranks,
+    )
     update = engine_under_test.run(measure_update, setup=setup, objective=SftProbe(), batch=batch)[
         0
     ]

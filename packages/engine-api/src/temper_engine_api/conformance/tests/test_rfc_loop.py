@@ -113,9 +113,16 @@ def test_rfc_predictions_are_detached(
             own_rows.columns["expected"],
             LOGPROB,
             quantity="predictions, forward only",
+            batch=own_rows,
         )
         trained = torch.where(own_rows.loss_mask, own_rows.columns["expected"], 0.0)
-        assert_close(result.first_predictions, trained, LOGPROB, quantity="predictions in training")
+        assert_close(
+            result.first_predictions,
+            trained,
+            LOGPROB,
+            quantity="predictions in training",
+            batch=own_rows,
+        )
 
 
 def test_rfc_calls_accumulate_gradients(

@@ -64,6 +64,8 @@ def check_outputs(
             oracle.get_outputs(setup, batch, head_output),
             LOGPROB,
             quantity=head_output.value,
+            batch=batch,
+            num_ranks=engine_under_test.num_data_ranks,
         )
 
 

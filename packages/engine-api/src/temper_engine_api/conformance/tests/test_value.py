@@ -61,7 +61,7 @@ def test_value_does_not_depend_on_its_own_token(
         )[0].columns[HeadOutput.VALUE]
         for each in (batch, replace(batch, tokens=changed))
     )
-    assert_close(after, before, LOGPROB, quantity="values")
+    assert_close(after, before, LOGPROB, quantity="values", batch=batch)
 
 
 @pytest.mark.if_claimed(Capability.VALUE_MODEL)

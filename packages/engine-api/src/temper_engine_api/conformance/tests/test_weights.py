@@ -104,7 +104,14 @@ def test_exported_weights_give_same_logits_in_transformers(
     # The file of a tied model rightly lacks the head, which transformers may report.
     assert set(loading["missing_keys"]) <= ({"lm_head.weight"} if is_tied(model) else set())
     expected = oracle.get_outputs(EngineSetup(model_path=str(folder)), batch, HeadOutput.LOGPROB)
-    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
+    assert_close(
+        outputs.columns[HeadOutput.LOGPROB],
+        expected,
+        LOGPROB,
+        quantity="log-probs",
+        batch=batch,
+        num_ranks=engine_under_test.num_data_ranks,
+    )
 
 
 def is_tied(model: TinyModel) -> bool:
@@ -179,7 +186,14 @@ def test_loaded_weights_are_used(engine_under_test: EngineUnderTest, oracle: Ora
     outputs = engine_under_test.run(
         outputs_after_loading, setup=setup, weights=weights, batch=batch
     )[0]
-    assert_close(outputs.columns[HeadOutput.LOGPROB], expected, LOGPROB, quantity="log-probs")
+    assert_close(
+        outputs.columns[HeadOutput.LOGPROB],
+        expected,
+        LOGPROB,
+        quantity="log-probs",
+        batch=batch,
+        num_ranks=engine_under_test.num_data_ranks,
+    )
 
 
 def outputs_after_loading(
