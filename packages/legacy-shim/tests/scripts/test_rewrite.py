@@ -334,11 +334,11 @@ def test_an_old_trainer_that_is_only_named_needs_a_person() -> None:
     inside = (
         "cat > run.sh <<'END'\n# python3 -m verl.trainer.main_ppo\npython3 -m verl.trainer.main_ppo trainer.nnodes=1\nEND\nbash run.sh\n"
     )
-    migration = migrate_script(inside)
-    assert migration.script is None
-    assert migration.outcome is Outcome.PERSON
-    (sentence,) = persons(migration)
-    assert sentence.startswith("line 3: verl.trainer.main_ppo is named there, but nothing in this script was seen to start it: translate")
+    assert migrate_script(inside).outcome is Outcome.PERSON  # its launch is translated, and left to the user
+    named = migrate_script("ENTRY=verl.trainer.main_ppo\nmake train\n")
+    assert (named.script, named.outcome) == (None, Outcome.PERSON)
+    (sentence,) = persons(named)
+    assert sentence.startswith("line 1: verl.trainer.main_ppo is named there, but nothing in this script was seen to start it: translate")
     assert migrate_script("echo use python3 -m verl.trainer.main_ppo\n").outcome is Outcome.CLEAN
 
 

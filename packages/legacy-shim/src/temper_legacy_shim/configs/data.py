@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from temper_legacy_shim.configs.draft import Draft
 from temper_legacy_shim.configs.rewards import reads_messages
 from temper_legacy_shim.configs.rl_facts import evaluation_key
-from temper_legacy_shim.configs.values import Plain, parse_value
+from temper_legacy_shim.configs.values import Plain, from_home, parse_value
 
 
 def paths_of(draft: Draft, key: str) -> list[str]:
@@ -16,12 +16,7 @@ def paths_of(draft: Draft, key: str) -> list[str]:
     if value in (None, ""):
         return []
     items: Sequence[Plain] = value if isinstance(value, list) else [value]
-    return [_from_home(str(item)) for item in items if item not in (None, "")]
-
-
-def _from_home(path: str) -> str:
-    """The old data loaders expanded ~; here the configuration does."""
-    return "${oc.env:HOME}" + path[1:] if path.startswith("~/") else path
+    return [from_home(str(item)) for item in items if item not in (None, "")]
 
 
 def put_source(draft: Draft, *, new: str, old: str) -> bool:

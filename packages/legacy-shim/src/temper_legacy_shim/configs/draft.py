@@ -1,7 +1,7 @@
 """A translation being made: builders read the old configuration through it and put new settings and findings into it."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,6 +28,8 @@ class Draft:
     """Where the configuration does not say it."""
     config_name: str = ""
     """Hydra's, which may be a file of the user's own that nobody gave us."""
+    expanded: Mapping[str, str] = field(default_factory=dict)
+    """By old key: a value that is a variable of the shell here, with what the script puts into that variable."""
     settings: dict[str, Setting] = field(default_factory=dict)
     """By new key, in the order in which they were put."""
     findings: list[Finding] = field(default_factory=list)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from temper_legacy_shim.configs.defaults_lists import compose_file
 from temper_legacy_shim.configs.draft import Numerics
+from temper_legacy_shim.configs.other_systems import has_known_key, other_system
 from temper_legacy_shim.configs.translate import translate
 from temper_legacy_shim.configs.translation import Cluster, Finding, Translation
 from temper_legacy_shim.configs.values import Plain, flatten
@@ -102,7 +103,7 @@ def read_if_old(path: Path) -> OldFile | None:
         if "actor_rollout_ref" in path.read_text(encoding="utf-8", errors="replace"):
             raise
         return None
-    return old if old.overrides or is_old(old.values) else None
+    return old if old.overrides or (is_old(old.values) and not other_system(old.values)) else None
 
 
 def translate_file(
@@ -116,6 +117,7 @@ def translate_file(
     numerics: Numerics = "temper",
 ) -> Translation:
     """Translate a file with overrides on top; arguments as of ``translate``, where what is empty is taken from the file."""
+    refuse_other_systems(old)
     given = {token.partition("=")[0] for token in overrides}
     groups = [f"{group}={choice}" for group, choice in old.groups.items() if group not in given]
     translation = translate(
@@ -128,6 +130,22 @@ def translate_file(
         base=old.values,
     )
     return with_missing(translation, old)
+
+
+def refuse_other_systems(old: OldFile) -> None:
+    """Refuse a file that is no configuration of verl.
+
+    Raises:
+        UsageError: It is one of another system, or none of its keys was one of any release.
+    """
+    system = other_system(old.values)
+    if system:
+        raise UsageError(f"{old.path} is a configuration of {system} and not of verl, so nothing of it is translated.")
+    if old.values and not old.entry and not old.parts and not old.missing and not has_known_key(old.values):
+        raise UsageError(
+            f"{old.path} has no key of any verl release ({', '.join(list(old.values)[:4])}): give the configuration that the old run "
+            "was started with."
+        )
 
 
 def with_missing(translation: Translation, old: OldFile) -> Translation:

@@ -3,6 +3,7 @@
 from temper_legacy_shim.configs.data import put_source
 from temper_legacy_shim.configs.draft import Draft
 from temper_legacy_shim.configs.run_length import build_runtime
+from temper_legacy_shim.configs.values import from_home
 
 _MICRO_BATCH = 16384
 """Our default cap of a micro-batch, which a longest sample must fit into."""
@@ -13,7 +14,8 @@ def build_generation(draft: Draft) -> None:
     draft.put("task", "generate", rule="generation")
     path = "actor_rollout_ref.model.path" if draft.text("actor_rollout_ref.model.path") else "model.path"
     if draft.text(path):
-        draft.put("actor.engine.model.path", draft.text(path), rule="model-path", old=[path], verbatim=True)
+        here = from_home(draft.text(path))
+        draft.put("actor.engine.model.path", here, rule="model-path", old=[path], verbatim=here == draft.text(path))
     else:
         draft.find("person", "model-path", "model.path is not set: say which model completes.", "model.path")
     files = "data.path" if draft.text("data.path") else "data.train_files"

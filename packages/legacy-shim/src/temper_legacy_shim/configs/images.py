@@ -55,13 +55,13 @@ def find_images(draft: Draft) -> None:
 
 def _signs(draft: Draft) -> Iterator[str]:
     for key in _PATHS:
-        model = draft.text(key) if key == _PATHS[0] or draft.old.is_set(key) else ""
+        model = _text(draft, key) if key == _PATHS[0] or draft.old.is_set(key) else ""
         if _NAMES.search(model):
             yield f"the model is {model}"
         elif part := part_of_folder(model):
             yield f"the model is {model}, whose config.json says {part}"
     yield from (f"{key} is set" for key in _KEYS if draft.old.is_set(key) and draft.text(key))
-    files = " ".join(text for key in ("data.train_files", "data.val_files", "data.path") if (text := draft.text(key)))
+    files = " ".join(text for key in ("data.train_files", "data.val_files", "data.path") if (text := _text(draft, key)))
     if _DATA.search(files):
         yield f"the data are {files[:80]}"
     if _DATA.search(draft.config_name):
@@ -70,6 +70,11 @@ def _signs(draft: Draft) -> Iterator[str]:
     said = [key for key in draft.old.origin if _SETTINGS.search(key) and draft.text(key) not in ("", "0", "0.0")]
     if said:
         yield f"{', '.join(said[:3])} {'is' if len(said) == 1 else 'are'} set"
+
+
+def _text(draft: Draft, key: str) -> str:
+    """Return a value, with what a shell script puts into the variable that stands for it."""
+    return draft.expanded.get(key) or draft.text(key)
 
 
 def part_of_folder(model: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from temper_legacy_shim.configs.draft import Draft
 from temper_legacy_shim.configs.rl_facts import num_weight_syncs, updates_per_schedule_step
-from temper_legacy_shim.configs.values import Plain
+from temper_legacy_shim.configs.values import Plain, from_home
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,8 @@ def _model(draft: Draft, role: OldRole) -> None:
                 key,
             )
         if path:
-            draft.put(f"{engine}.model.path", path, rule="model-path", old=[key], verbatim=True)
+            here = from_home(path)
+            draft.put(f"{engine}.model.path", here, rule="model-path", old=[key], verbatim=here == path)
         elif role.name == "actor":
             draft.find("person", "model-path", f"{role.model}.path is not set: say which model is trained.", f"{role.model}.path")
         trust = draft.switch(f"{role.model}.trust_remote_code")
@@ -146,7 +147,8 @@ def _tokenizer(draft: Draft, role: OldRole) -> None:
     key = f"{role.model}.tokenizer_path"
     path = draft.text(key)
     if path and path != draft.text(f"{role.model}.path"):
-        draft.put("data.tokenizer.path", path, rule="tokenizer-path", old=[key], verbatim=True)
+        here = from_home(path)
+        draft.put("data.tokenizer.path", here, rule="tokenizer-path", old=[key], verbatim=here == path)
 
 
 def _optimizer(draft: Draft, role: OldRole) -> None:

@@ -41,6 +41,7 @@ def translate(
     cluster: Cluster | None = None,
     numerics: Numerics = "temper",
     base: Mapping[str, Plain] | None = None,
+    expanded: Mapping[str, str] | None = None,
 ) -> Translation:
     """Translate one invocation of an old system. Reads no file but the package's own tables and, where the
     model is a local folder, its config.json.
@@ -53,6 +54,7 @@ def translate(
         version: the release, such as ``v0.7.0``; None infers it from the keys.
         cluster: nodes and GPUs, where the launcher says them and the configuration does not (torchrun); it wins over the configuration.
         numerics: ``legacy`` pins the old workers where they were in use; ``temper`` lists what differs without them.
+        expanded: by key, what a script puts into a variable that stands for its value; only signs of images are read from it.
         base: a configuration of the user's own under the overrides: nested values of a YAML file, over the release's defaults.
 
     Returns:
@@ -70,7 +72,7 @@ def translate(
 
     def drafted(release: str) -> Draft:
         old = _compose(tokens, launch=launch, version=release, given=given)
-        return _built(Draft(old=old, numerics=numerics, cluster=cluster, config_name=launch.config_name), launch)
+        return _built(Draft(old=old, numerics=numerics, cluster=cluster, config_name=launch.config_name, expanded=expanded or {}), launch)
 
     draft = drafted(source.version)
     _other_releases(draft, {release: drafted(release).settings for release in candidates if release != source.version})

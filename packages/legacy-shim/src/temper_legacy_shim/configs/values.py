@@ -252,6 +252,11 @@ def from_environment(value: Plain, *, is_number: bool) -> Plain:
     return f"${{oc.decode:{read}}}" if is_number and read != value else read
 
 
+def from_home(path: str) -> str:
+    """Return a path whose ~ the configuration expands; Hydra's grammar has no ~ at the beginning of a value."""
+    return "${oc.env:HOME}" + path[1:] if path.startswith("~/") else path
+
+
 _YAML_WORDS = frozenset({"yes", "no", "on", "off", "y", "n", ".inf", "-.inf", ".nan"})
 
 

@@ -48,6 +48,14 @@ def run_simple(shell: Shell, command: Simple, *, is_tested: bool) -> None:
         shell.status = _bracket_status(shell, name, fields[1:], command.span, is_decided=is_tested)
     else:
         _run_other(shell, fields, environment=environment, span=command.span, stdin=stdin)
+    if prints_elsewhere(command.redirects) or name in wrappers.SUBMITTERS:
+        written = wrappers.written_script(fields[-1].text if name in ("echo", "printf") else stdin)
+        if written is not None and not shell.reading.is_writing:
+            shell.reading.is_writing = True
+            try:
+                run_inner(_started_shell(shell, environment), written, span=command.span, is_shell=True)
+            finally:
+                shell.reading.is_writing = False
     if prints_elsewhere(command.redirects) and shell.captured is not None and printed_before is not None:
         shell.captured = printed_before
 
@@ -165,6 +173,7 @@ def _run_other(shell: Shell, fields: list[Field], *, environment: tuple[tuple[st
             item=reading.item,
             stdin=stdin,
             is_inner=reading.inner is not None,
+            is_written=reading.is_writing,
         )
     )
     inner = wrappers.inner_script(fields, stdin)

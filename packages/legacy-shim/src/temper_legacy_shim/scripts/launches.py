@@ -74,10 +74,15 @@ class Launch:
     """Inside ``bash -c``, ``eval`` or a heredoc."""
 
 
-def find_launches(events: list[Event]) -> list[Launch]:
-    """The old trainers among commands, in the order in which they would start."""
-    found = (_launch(event) for event in events)
-    return [launch for launch in found if launch is not None]
+def find_launches(events: list[Event], *, is_written: bool = False) -> list[Launch]:
+    """Return the old trainers among commands, in the order in which they would start.
+
+    Args:
+        events: Commands of a script.
+        is_written: Look at texts that the script writes for later, and at nothing else.
+    """
+    launches = (_launch(event) for event in events if event.is_written == is_written)
+    return [launch for launch in launches if launch is not None]
 
 
 def _launch(event: Event) -> Launch | None:
@@ -105,6 +110,10 @@ def _launch(event: Event) -> Launch | None:
         key = match[0][:-1] if match else ""
         found = Override(text=field.text, source=field.source, at=field.at, key=key)
         (overrides if key or (field.text.is_known and shown) else open_arguments).append(found)
+    wrapped = next((override for override in overrides if not override.key and OLD_MODULE.fullmatch(override.text.shown())), None)
+    if wrapped is not None and not OLD_MODULE.fullmatch(entry):  # a launcher of another package: python -m package.launch MODULE ...
+        entry = wrapped.text.shown()
+        overrides.remove(wrapped)
     if not _is_old(entry, overrides, config):
         return None
     return Launch(
@@ -176,8 +185,9 @@ def _launcher_entry(command: list[Field], at: int) -> tuple[str, int, dict[str, 
     while at < len(command):
         text = command[at].text
         word = text.shown()
-        if word in ("-m", "--module"):
-            return (command[at + 1].text.shown(), at + 2, processes) if at + 1 < len(command) else None
+        if word in ("-m", "--module"):  # a switch: options may follow it, and the first other word is the module
+            at += 1
+            continue
         if not word.startswith("-"):
             return word, at + 1, processes
         option, separator, _ = word.partition("=")

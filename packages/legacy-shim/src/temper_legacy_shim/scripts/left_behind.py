@@ -8,7 +8,12 @@ from itertools import pairwise
 from temper_legacy_shim.scripts.launches import OLD_MODULE
 from temper_legacy_shim.scripts.tree import Program, Simple, Word
 
-_NAMED = re.compile(rf"(?!\s*(?:echo|printf|:)\s)[^#]*\s-m\s+({OLD_MODULE.pattern})\b")
+_NAMED = re.compile(
+    r"(?!\s*(?:echo|printf|:)\s)[^#]*?(?<![\w/.])("
+    r"(?:\w+\.)+(?:main_ppo\w*|main_dapo|fsdp_sft_trainer|fully_async_main|main_generation\w*)|(?:verl|recipe)(?:\.\w+)*\.(?:main\w*|\w*trainer\w*|\w*main)"
+    r")\b(?!\.py)"
+)
+"""A line that names an entry of the old releases, or of a package that wraps them."""
 _OLD_FILE = re.compile(r"(?:.*/)?(?:verl|recipe)/(?:\w+/)*(?:main\w*|\w*trainer\w*|\w*main)\.py")
 
 

@@ -12,6 +12,7 @@ from temper_legacy_shim.scripts.parser import parse
 from temper_legacy_shim.scripts.reading import ScriptReading, read_script, reread
 from temper_legacy_shim.scripts.rewrite import COMMAND, NewScript, rewrite
 from temper_legacy_shim.scripts.translation import Options, TranslatedLaunch, translate_launch, worst
+from temper_legacy_shim.scripts.unfollowed import find_unfollowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,10 @@ class Migration:
     script: NewScript | None
     """None where the script launches no old trainer."""
     outcome: Outcome
+    unfollowed: tuple[str, ...] = ()
+    """Sentences about commands behind which an old trainer stands, or may stand."""
+    not_read: tuple[str, ...] = ()
+    """Sentences about scripts that it calls and that were not found."""
 
 
 def migrate_script(
@@ -42,10 +47,14 @@ def migrate_script(
     """
     options = options or Options()
     reading = read_script(text, settings=settings)
+    if not reading.launches:
+        reading = replace(reading, launches=reading.written, written=())
     launches = _translated(reading.launches, options, folder)
+    decisions, not_read = find_unfollowed(reading, folder)
     if not launches:
-        outcome = Outcome.PERSON if only_named(text) else Outcome.CLEAN
-        return Migration(reading=reading, launches=(), script=None, outcome=outcome)
+        decisions = decisions or only_named(text)
+        outcome = Outcome.PERSON if decisions else Outcome.PINNED if not_read else Outcome.CLEAN
+        return Migration(reading=reading, launches=(), script=None, outcome=outcome, unfollowed=tuple(decisions), not_read=tuple(not_read))
     script = rewrite(reading, launches)
     different = _different(script.text, reading, launches, settings or {})
     if different:
@@ -57,8 +66,16 @@ def migrate_script(
     script.persons += [] if script.persons else _still_there(script.text, reading, settings or {})
     script.persons += dict.fromkeys(sentence for each in launches if (sentence := each.missing_config()))
     script.notes += held_fixed(reading, launches, settings or {})
+    script.persons += decisions
     outcome = worst([each.translation.outcome for each in launches])
-    return Migration(reading=reading, launches=tuple(launches), script=script, outcome=Outcome.PERSON if script.persons else outcome)
+    return Migration(
+        reading=reading,
+        launches=tuple(launches),
+        script=script,
+        outcome=Outcome.PERSON if script.persons else outcome,
+        unfollowed=tuple(decisions),
+        not_read=tuple(not_read),
+    )
 
 
 def _translated(

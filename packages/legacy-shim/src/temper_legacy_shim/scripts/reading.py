@@ -31,6 +31,8 @@ class ScriptReading:
     text: str
     launches: tuple[Launch, ...]
     """Old trainers that it starts, in order."""
+    written: tuple[Launch, ...]
+    """Old trainers in texts that it writes to files, or hands to a scheduler."""
     events: tuple[Event, ...]
     """All commands that are not the shell's own."""
     decisions: tuple[Decision, ...]
@@ -84,6 +86,7 @@ def _read(text: str, settings: dict[str, str]) -> ScriptReading:
     return ScriptReading(
         text=text,
         launches=launches,
+        written=tuple(find_launches(main.events, is_written=True)),
         events=tuple(main.events),
         decisions=tuple(main.decisions),
         alternatives=alternatives,

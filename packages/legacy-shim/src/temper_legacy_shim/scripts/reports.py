@@ -4,7 +4,6 @@ from temper_legacy_shim.configs import EXIT_CODES
 from temper_legacy_shim.configs.reports import OUTCOMES, unmapped_lines
 from temper_legacy_shim.configs.reports import plain_report as plain_translation
 from temper_legacy_shim.configs.values import Plain
-from temper_legacy_shim.scripts.left_behind import only_named
 from temper_legacy_shim.scripts.migrate import Migration
 from temper_legacy_shim.scripts.reading import Alternative, ScriptReading
 
@@ -15,7 +14,7 @@ SCHEMA = "temper-migrate/script/1"
 def headline(migration: Migration) -> str:
     """How many launches of what."""
     if not migration.launches:
-        return ", launches no old trainer"
+        return ", no launch of an old trainer was seen" if migration.unfollowed or migration.not_read else ", launches no old trainer"
     names = ", ".join(dict.fromkeys(f"{each.launch.entry} of {each.translation.source.version}" for each in migration.launches))
     return f", {len(migration.launches)} launch{'es' * (len(migration.launches) > 1)} of {names}"
 
@@ -33,7 +32,7 @@ def evidence(migration: Migration) -> list[str]:
 def persons(migration: Migration) -> list[str]:
     """What a person has to decide."""
     if not migration.launches:
-        return only_named(migration.reading.text)
+        return list(migration.unfollowed)
     out = [each.readable(finding.message) for each in migration.launches for finding in each.persons]
     out += migration.script.persons if migration.script is not None else []
     return list(dict.fromkeys(out))
@@ -50,6 +49,7 @@ def remarks(migration: Migration) -> list[str]:
             out.append(f"passed on: {override.source}; what it brings must be Temper's own keys from now on")
     out += migration.script.notes if migration.script is not None else []
     out += [f"line {line}: {sentence}" for sentence, line in migration.reading.notes.items()]
+    out += migration.not_read
     out += [_sentence(migration.reading, alternative) for alternative in migration.reading.alternatives]
     bare = sorted(name for name, is_bare in migration.reading.free.items() if is_bare)
     if bare:

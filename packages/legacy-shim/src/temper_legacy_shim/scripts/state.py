@@ -67,6 +67,8 @@ class Event:
     """A heredoc, where it has one."""
     is_inner: bool
     """Inside ``bash -c``, ``eval`` or a heredoc: its own text is not in the script's."""
+    is_written: bool = False
+    """In a text that the script writes to a file or hands to a scheduler, which may run it later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,8 @@ class Reading:
     steps: int = 0
     words: int = 0
     """Arguments and elements that expansions made."""
+    is_writing: bool = False
+    """While a text is read that the script only writes."""
     inner: Span | None = None
     """The outer command while text inside ``bash -c``, ``eval`` or a heredoc is read."""
     item: Span = field(default_factory=lambda: Span(0, 0))

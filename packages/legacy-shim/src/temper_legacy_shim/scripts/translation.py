@@ -106,6 +106,7 @@ def translate_launch(
         config_name=launch.config_name,
         version=options.version,
         base=None if own is None else own.values,
+        expanded={override.key.lstrip("+~"): inside for override in launch.overrides if (inside := _expanded(override.value()))},
         cluster=_cluster(launch) or options.cluster,
         numerics="legacy" if options.numerics == "legacy" else "temper",
     )
@@ -178,6 +179,11 @@ def _shown(text: Text, unknowns: dict[str, str]) -> str:
         unknowns[name] = source
         out.append(f"${{{name}}}")
     return "".join(out)
+
+
+def _expanded(text: Text) -> str:
+    """Return a value with what its unknown variables are made of, as far as the script says it; empty where it adds nothing."""
+    return "" if text.is_known else "".join(Text(piece.inner).shown() if piece.inner else piece.value for piece in text.pieces)
 
 
 def _opened(text: Text) -> Iterator[Piece]:

@@ -2,6 +2,7 @@
 
 import re
 
+from temper_legacy_shim.configs.trees import known_keys
 from temper_legacy_shim.scripts.values import Field, Text
 
 _WRAPPERS = frozenset(
@@ -96,6 +97,24 @@ def looks_for_npu(fields: list[Field]) -> bool:
         return True
     is_asking = "-c" in words or words[0] in ("which", "command", "type")
     return is_asking and len(words) <= 4 and re.search(r"\btorch_npu\b|\bnpu-smi\b", words[-1]) is not None
+
+
+SUBMITTERS = frozenset(("tee", "sbatch", "qsub", "bsub", "kubectl"))
+"""Programs that pass their standard input on to something that runs it, or to a file."""
+_STARTS = re.compile(r"^[^#\n]*\b(?:python[0-9.]*|torchrun|accelerate|deepspeed|bash|srun)\b", re.MULTILINE)
+_MODULE = re.compile(r"\s-m\s+(?:-\S+\s+)*[\w.]*\b(?:main_\w+|\w*sft_trainer|fully_async_main)\b")
+
+
+def written_script(text: Text | None) -> Text | None:
+    """Return a text that a later command may run as a script: one whose lines start an old trainer."""
+    if text is None:
+        return None
+    shown = text.shown()
+    is_launch = _MODULE.search(shown) is not None or sum(key in known_keys() for key in _KEYS.findall(shown)) >= 2
+    return text if is_launch and _STARTS.search(shown) else None
+
+
+_KEYS = re.compile(r"(?:^|[\s\"'+])([A-Za-z_]\w*(?:\.\w+)+)=", re.MULTILINE)
 
 
 def inner_script(fields: list[Field], stdin: Text | None) -> Text | None:

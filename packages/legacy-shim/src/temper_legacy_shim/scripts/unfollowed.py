@@ -1,0 +1,112 @@
+"""Commands behind which an old trainer may stand, although no launch of one was seen in the script."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from temper_legacy_shim.configs.trees import known_keys
+from temper_legacy_shim.errors import ScriptError
+from temper_legacy_shim.scripts.reading import ScriptReading, read_script
+from temper_legacy_shim.scripts.state import Event
+from temper_legacy_shim.scripts.values import Field
+from temper_legacy_shim.scripts.wrappers import started
+
+_SCRIPT = re.compile(r"[^\s=]*\.(?:sh|bash|slurm|sbatch)")
+_SHELL = re.compile(r"(?:.*/)?(?:bash|sh|zsh|dash|sbatch|source|\.)")
+_PRINTS = ("echo", "printf", "temper-train", "tee", "cat", "grep", "sed", "awk")
+_MOST_KEYS = 4
+_MOST_LEVELS = 3
+
+
+def find_unfollowed(reading: ScriptReading, folder: Path | None, *, level: int = 0) -> tuple[list[str], list[str]]:
+    """Return sentences about commands that may start an old trainer: what must be decided, and what could not be looked at.
+
+    Args:
+        reading: Of the script.
+        folder: Of the script; scripts that it calls are looked for around it. None looks for none.
+        level: How many scripts led here.
+    """
+    decisions: dict[str, None] = {}
+    remarks: dict[str, None] = {}
+    seen = {launch.span for launch in (*reading.launches, *reading.written)}
+    for launch in reading.written:
+        line = reading.line_of(launch.span.start)
+        decisions[f"line {line}: a text that is written there starts {launch.entry}: translate the file that it becomes."] = None
+    for event in reading.events:
+        if event.span in seen or (event.fields[0].text.known or "").rpartition("/")[2] in _PRINTS:
+            continue
+        line = reading.line_of(event.span.start)
+        called = _called_script(event)
+        path = _find_script(called, folder) if called else None
+        keys = list(_known_keys(event.fields))
+        entry = _entry_behind(path, level) if path is not None else ""
+        shown = ", ".join(keys[:_MOST_KEYS]) + (", ..." if len(keys) > _MOST_KEYS else "")
+        if entry:
+            with_keys = f", and gets settings of verl from here ({shown})" if keys else ""
+            decisions[
+                f"line {line}: {called} starts {entry}{with_keys}: translate that script (temper-migrate script {called}), and give it "
+                "the new settings."
+            ] = None
+        elif len(keys) > 1:
+            decisions[
+                f"line {line}: {_shown(event)} gets settings of verl ({shown}), and what it starts could not be followed: translate the "
+                "script or program behind it, and give that one the new settings."
+            ] = None
+        elif called and path is None and folder is not None:
+            remarks[f"line {line}: {called} was not found next to this script, so what it starts is not known"] = None
+    return list(decisions), list(remarks)
+
+
+def _called_script(event: Event) -> str:
+    """Return the shell script that a command runs, as it is written; empty for another command."""
+    fields = started(event.fields)
+    words = [field.text.shown() for field in fields[:4]]
+    if not words:
+        return ""
+    if _SCRIPT.fullmatch(words[0]):
+        return words[0]
+    if _SHELL.fullmatch(words[0]):
+        return next((word for word in words[1:] if _SCRIPT.fullmatch(word)), "")
+    return ""
+
+
+def _find_script(called: str, folder: Path | None) -> Path | None:
+    """Return the file of a called script; the part of its path that only a run knows is this script's folder or one above it."""
+    if folder is None:
+        return None
+    parts = called.split("/")
+    unknown = max((number for number, part in enumerate(parts) if "$" in part or "`" in part), default=-1)
+    tail = "/".join(parts[unknown + 1 :])
+    if called.startswith("/") and unknown < 0:
+        return Path(called) if Path(called).is_file() else None
+    places = (base / tail for base in (folder, *folder.resolve().parents[:6]))
+    return next((place for place in places if tail and place.is_file()), None)
+
+
+def _entry_behind(path: Path, level: int) -> str:
+    """Return the old trainer that a script, or one that it calls, starts; empty where none is seen."""
+    if level >= _MOST_LEVELS:
+        return ""
+    try:
+        reading = read_script(path.read_text(encoding="utf-8", errors="surrogateescape"))
+    except (ScriptError, OSError):
+        return ""
+    launches = reading.launches or reading.written
+    if launches:
+        return launches[0].entry
+    decisions, _ = find_unfollowed(reading, path.parent, level=level + 1)
+    return f"another script with an old trainer ({path.name})" if decisions else ""
+
+
+def _known_keys(fields: tuple[Field, ...]) -> Iterator[str]:
+    """Yield the arguments' keys that some release of the old system had."""
+    for field in fields[1:]:
+        key = field.text.shown().partition("=")[0].lstrip("+~")
+        if "=" in field.text.shown() and "." in key and key in known_keys():
+            yield key
+
+
+def _shown(event: Event) -> str:
+    """Return the beginning of a command."""
+    words = [field.source for field in event.fields[:3]]
+    return " ".join(words) + (" ..." if len(event.fields) > len(words) else "")

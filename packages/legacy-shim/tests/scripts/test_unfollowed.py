@@ -1,0 +1,131 @@
+"""A script that leads to an old trainer is never "clean", however the trainer is started."""
+
+from pathlib import Path
+
+import pytest
+
+from temper_legacy_shim.configs import Outcome
+from temper_legacy_shim.scripts.migrate import Migration, migrate_script
+from temper_legacy_shim.scripts.reports import headline, persons, remarks
+
+RUN = (
+    "data.train_files=/data/train.parquet actor_rollout_ref.model.path=/models/q algorithm.adv_estimator=grpo "
+    "data.train_batch_size=64 trainer.n_gpus_per_node=8"
+)
+TUNING = "data.train_files=/data/train.parquet model.partial_pretrain=/models/q optim.lr=1e-5"
+
+
+def entries(migration: Migration) -> list[str]:
+    return [each.launch.entry for each in migration.launches]
+
+
+@pytest.mark.parametrize("options", ["--nproc_per_node=8", "--nnodes=1 --nproc_per_node 8", "--standalone --nproc-per-node=2"])
+@pytest.mark.parametrize("launcher", ["torchrun", "python3 -m torch.distributed.run"])
+def test_options_between_m_and_the_module_are_the_launchers(launcher: str, options: str) -> None:
+    migration = migrate_script(f"{launcher} -m {options} verl.trainer.fsdp_sft_trainer {TUNING}\n")
+    assert entries(migration) == ["verl.trainer.fsdp_sft_trainer"]
+    assert migration.launches[0].translation.source.program == "sft"
+    assert not any(setting.key.startswith("critic") for setting in migration.launches[0].translation.settings)
+
+
+HEREDOCS = (
+    f"cat > job.slurm <<'EOF'\n#SBATCH -N 1\npython3 -m verl.trainer.main_ppo {RUN}\nEOF\nsbatch job.slurm\n",
+    f"sbatch <<EOF\n#!/bin/bash\nsrun python3 -m verl_tool.trainer.main_ppo {RUN}\nEOF\n",
+    f"tee run.sh <<'EOF' >/dev/null\npython3 -m wrapped.trainer.main_ppo {RUN}\nEOF\n",
+    f"echo 'python3 -m verl.trainer.main_ppo {RUN}' > run.sh\nbash run.sh\n",
+)
+
+
+@pytest.mark.parametrize("text", HEREDOCS)
+def test_launch_in_a_text_that_is_run_later_is_translated_and_left_to_the_user(text: str) -> None:
+    migration = migrate_script(text)
+    assert migration.outcome is Outcome.PERSON
+    assert entries(migration)[0].endswith("trainer.main_ppo")
+    assert migration.script is not None
+    assert "#     batching.prompts_per_step=64" in migration.script.text
+
+
+def test_text_without_a_launch_is_not_read_as_one() -> None:
+    migration = migrate_script("cat > notes.txt <<'EOF'\nverl is installed; run python setup.py (later)\nEOF\n")
+    assert (migration.outcome, migration.launches) == (Outcome.CLEAN, ())
+
+
+WRAPPED = (
+    f"srun --nodes=1 python3 -m verl.trainer.main_ppo {RUN}\n",
+    f"ray job submit --working-dir . -- python3 -m verl.trainer.main_ppo {RUN}\n",
+    f"sbatch --wrap='python3 -m verl.trainer.main_ppo {RUN}'\n",
+    f"CMD='python3 -m verl.trainer.main_ppo {RUN}'\n$CMD\n",
+    f"CMD='python3 -m verl.trainer.main_ppo {RUN}'\nbash -c \"$CMD\"\n",
+    f"python3 -m verl_mlite.launch verl.trainer.main_ppo {RUN}\n",
+    f"python3 -m myfork.train {RUN}\n",
+)
+
+
+@pytest.mark.parametrize("text", WRAPPED)
+def test_launch_behind_a_wrapper_is_seen(text: str) -> None:
+    assert entries(migrate_script(text)) in (["verl.trainer.main_ppo"], ["myfork.train"])
+
+
+UNKNOWN = (f"$COMMAND {RUN}\n", f"./launch {RUN}\n", f"bash launch_{{1}}.sh {RUN}\n", f"my_launcher --flag {RUN}\n")
+
+
+@pytest.mark.parametrize("text", UNKNOWN)
+def test_command_with_known_keys_that_cannot_be_followed_is_a_question(text: str) -> None:
+    migration = migrate_script(text)
+    assert migration.outcome is Outcome.PERSON
+    assert "could not be followed" in persons(migration)[0]
+    assert headline(migration) == ", no launch of an old trainer was seen"
+
+
+def test_sibling_script_is_looked_into(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(f'python3 -m verl.trainer.main_ppo {RUN} "$@"\n')
+    for command in ("bash train.sh", "bash $HERE/train.sh data.seed=1 data.shuffle=False", "./train.sh", "sbatch train.sh"):
+        migration = migrate_script(f"{command}\n", folder=tmp_path)
+        assert migration.outcome is Outcome.PERSON
+        assert "starts verl.trainer.main_ppo: translate that script" in persons(migration)[0].replace(
+            ", and gets settings of verl from here (data.seed, data.shuffle)", ""
+        )
+
+
+def test_sibling_of_a_sibling_is_looked_into(tmp_path: Path) -> None:
+    (tmp_path / "inner.sh").write_text(f"python3 -m verl.trainer.main_ppo {RUN}\n")
+    (tmp_path / "outer.sh").write_text("bash inner.sh\n")
+    assert migrate_script("bash outer.sh\n", folder=tmp_path).outcome is Outcome.PERSON
+    (tmp_path / "inner.sh").write_text("bash outer.sh\n")  # a circle ends
+    assert migrate_script("bash outer.sh\n", folder=tmp_path).outcome is Outcome.CLEAN
+
+
+def test_script_that_is_not_there_is_reported(tmp_path: Path) -> None:
+    migration = migrate_script("bash elsewhere/train.sh\n", folder=tmp_path)
+    assert migration.outcome is Outcome.PINNED
+    assert remarks(migration) == ["line 1: elsewhere/train.sh was not found next to this script, so what it starts is not known"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["pip install verl\n", "ray start --head\n", "python scripts/model_merger.py --local_dir x\n", "echo data.seed=1 data.shuffle=1\n"],
+)
+def test_script_that_starts_no_trainer_is_clean(text: str, tmp_path: Path) -> None:
+    assert migrate_script(text, folder=tmp_path).outcome is Outcome.CLEAN
+
+
+@pytest.mark.parametrize("path", ["$HOME/models/Qwen3-VL-8B-Instruct", "${MODEL_PATH:-$HOME/Qwen2.5-VL-7B}", "${ROOT}/Qwen3-VL-2B"])
+def test_model_of_images_in_a_variable_is_asked_about(path: str) -> None:
+    migration = migrate_script(f"MODEL_PATH={path}\npython3 -m verl.trainer.main_ppo {RUN} actor_rollout_ref.model.path=$MODEL_PATH\n")
+    assert "images" in {finding.rule for finding in migration.launches[0].persons}
+
+
+def test_default_path_below_home_is_written_as_hydra_reads_it() -> None:
+    run = RUN.replace("actor_rollout_ref.model.path=/models/q", "actor_rollout_ref.model.path=~/models/q")
+    migration = migrate_script(f"python3 -m verl.trainer.main_ppo {run}\n")
+    assert migration.script is not None
+    assert "=~" not in migration.script.text
+    (setting,) = (item for item in migration.launches[0].translation.settings if item.key == "actor.engine.model.path")
+    assert setting.value == "${oc.env:HOME}/models/q"
+
+
+def test_launch_in_a_written_text_beside_another_one_is_a_question() -> None:
+    text = f"cat > eval.sh <<'EOF'\npython3 -m verl.trainer.main_ppo {RUN}\nEOF\npython3 -m verl.trainer.main_ppo {RUN}\n"
+    migration = migrate_script(text)
+    assert len(migration.launches) == 1
+    assert "line 1: a text that is written there starts verl.trainer.main_ppo: translate the file that it becomes." in persons(migration)
