@@ -275,8 +275,7 @@ def merge_parts(folder: Path, runs: Sequence[Run], *, finished: Collection[str])
     return merged
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return 1 if a run failed, else 0."""
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.conformance_report", description=__doc__)
     parser.add_argument(
         "--engines",
@@ -300,10 +299,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="compute precision of the engines; default: fp32",
     )
     parser.add_argument("kit", nargs="*", help="arguments of every run of the kit")
-    chosen = parser.parse_args(arguments)
-    if chosen.out.exists() and any(chosen.out.iterdir()):
-        parser.error(f"{chosen.out} is not empty: name a new folder.")
-    chosen.out.mkdir(parents=True, exist_ok=True)
+    return parser
+
+
+def _select_runs(chosen: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Run]:
+    """Return the runs that the arguments ask for; exits with a usage error if there are none."""
     requested = set(filter(None, chosen.only.split(",")))
     runs = [run for engine in chosen.engines.split(",") for run in list_runs(engine)]
     if unknown := requested - {f"{run.engine}:{run.layout.name}" for run in runs}:
@@ -316,6 +316,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(str(error))
     if chosen.continues:
         runs = continue_runs(chosen.continues, runs)
+    return runs
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return 1 if a run failed, else 0."""
+    parser = _build_parser()
+    chosen = parser.parse_args(arguments)
+    if chosen.out.exists() and any(chosen.out.iterdir()):
+        parser.error(f"{chosen.out} is not empty: name a new folder.")
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    runs = _select_runs(chosen, parser)
     deadline = None if chosen.limit is None else time.monotonic() + chosen.limit
     limiter = RankLimiter(chosen.ranks_at_once)
     # Start with the runs with the most ranks; at the end they would leave cores idle.

@@ -253,8 +253,7 @@ def _describe_next_steps(record: ReleaseRecord) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
-    """Run the command line and return the exit status."""
+def _build_parser(root: Path) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         prog="tools/release.py",
@@ -286,6 +285,26 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
     action.add_argument(
         "--verify", action="store_true", help="build a recorded release again and compare"
     )
+    return parser
+
+
+def _print_draft(root: Path, package: str, version: str) -> None:
+    """Print the changelog entry and checksums of a release, and what it still needs."""
+    with tempfile.TemporaryDirectory(prefix="temper-release-") as folder:
+        draft = build_draft(root, package, version, folder=Path(folder))
+        print(_get_changelog_entry((draft.package / "CHANGELOG.md").read_text(), version))
+        print(
+            "\n".join(
+                f"{digest}  {name}" for name, digest in sorted(hash_files(draft.files).items())
+            )
+        )
+    for sentence in find_missing_trials(root, package, version):
+        print(f"required before the release: {sentence}")
+
+
+def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
+    """Run the command line and return the exit status."""
+    parser = _build_parser(root)
     chosen = parser.parse_args(arguments)
     if not (chosen.package is None) == (chosen.version is None) == chosen.record:
         parser.error("give PACKAGE and VERSION, or only --record")
@@ -304,21 +323,7 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
                 f"temper-{chosen.package} {chosen.version}: the new build equals the recorded one"
             )
         elif chosen.draft:
-            with tempfile.TemporaryDirectory(prefix="temper-release-") as folder:
-                draft = build_draft(root, chosen.package, chosen.version, folder=Path(folder))
-                print(
-                    _get_changelog_entry(
-                        (draft.package / "CHANGELOG.md").read_text(), chosen.version
-                    )
-                )
-                print(
-                    "\n".join(
-                        f"{digest}  {name}"
-                        for name, digest in sorted(hash_files(draft.files).items())
-                    )
-                )
-            for sentence in find_missing_trials(root, chosen.package, chosen.version):
-                print(f"required before the release: {sentence}")
+            _print_draft(root, chosen.package, chosen.version)
         else:
             print(
                 _describe_next_steps(

@@ -91,6 +91,23 @@ class FSDPConfig(EngineConfig):
     def __post_init__(self) -> None:
         # Not super(): with slots=True the dataclass decorator replaces the class that it refers to.
         EngineConfig.__post_init__(self)
+        self._check_ranges()
+        self._check_kernels()
+        self._check_checkpointing()
+        self._check_profile()
+        if self.numa_affinity and self.device == "cpu":
+            raise ConfigError(
+                "numa_affinity is on, but has no effect with device cpu: set it to false."
+            )
+        if self._is_changed("huggingface_shard_bytes") and not self.save_huggingface_weights:
+            raise ConfigError(
+                f"huggingface_shard_bytes is {self.huggingface_shard_bytes}, but has no effect "
+                "without save_huggingface_weights: set that to true, or remove it."
+            )
+        if self.strategy == "fsdp1":
+            self._check_fsdp1()
+
+    def _check_ranges(self) -> None:
         if self.sequence_parallel < 1:
             raise ConfigError(
                 f"sequence_parallel is {self.sequence_parallel}, but must be at least 1: 1 leaves "
@@ -106,6 +123,28 @@ class FSDPConfig(EngineConfig):
                 f"head_chunk_tokens is {self.head_chunk_tokens}, but must be at least 1: null "
                 "chooses by memory."
             )
+        if self.wrap_together < 1:
+            raise ConfigError(
+                f"wrap_together is {self.wrap_together}, but must be at least 1: 1 shards modules "
+                "one by one."
+            )
+        if self.forward_prefetch < 0:
+            raise ConfigError(
+                f"forward_prefetch is {self.forward_prefetch}, but must be at least 0: 0 leaves "
+                "prefetching to torch."
+            )
+        if not isinstance(self.reshard_after_forward, bool) and self.reshard_after_forward < 2:
+            raise ConfigError(
+                f"reshard_after_forward is {self.reshard_after_forward}, but must be true, false, "
+                "or a number of ranks of at least 2."
+            )
+        if self.huggingface_shard_bytes < 1:
+            raise ConfigError(
+                f"huggingface_shard_bytes is {self.huggingface_shard_bytes}, but must be at least "
+                "1: the default is 4 GiB."
+            )
+
+    def _check_kernels(self) -> None:
         if self.head_keeps_logits and self.head_chunk_tokens is not None:
             raise ConfigError(
                 "head_chunk_tokens has no effect with head_keeps_logits, which computes all logits "
@@ -127,39 +166,6 @@ class FSDPConfig(EngineConfig):
                 "liger_layers and compile_layers are both on, but compile_layers already fuses "
                 "these layers: set one to false."
             )
-        if self.wrap_together < 1:
-            raise ConfigError(
-                f"wrap_together is {self.wrap_together}, but must be at least 1: 1 shards modules "
-                "one by one."
-            )
-        if self.forward_prefetch < 0:
-            raise ConfigError(
-                f"forward_prefetch is {self.forward_prefetch}, but must be at least 0: 0 leaves "
-                "prefetching to torch."
-            )
-        if not isinstance(self.reshard_after_forward, bool) and self.reshard_after_forward < 2:
-            raise ConfigError(
-                f"reshard_after_forward is {self.reshard_after_forward}, but must be true, false, "
-                "or a number of ranks of at least 2."
-            )
-        self._check_checkpointing()
-        self._check_profile()
-        if self.numa_affinity and self.device == "cpu":
-            raise ConfigError(
-                "numa_affinity is on, but has no effect with device cpu: set it to false."
-            )
-        if self.huggingface_shard_bytes < 1:
-            raise ConfigError(
-                f"huggingface_shard_bytes is {self.huggingface_shard_bytes}, but must be at least "
-                "1: the default is 4 GiB."
-            )
-        if self._is_changed("huggingface_shard_bytes") and not self.save_huggingface_weights:
-            raise ConfigError(
-                f"huggingface_shard_bytes is {self.huggingface_shard_bytes}, but has no effect "
-                "without save_huggingface_weights: set that to true, or remove it."
-            )
-        if self.strategy == "fsdp1":
-            self._check_fsdp1()
 
     def check_folders(self) -> None:
         """Check that profiles can be written, without creating their folder.

@@ -75,29 +75,12 @@ class AdapterPlan:
             if spec.path is None
             else _saved_config(spec.path, dropout=spec.dropout)
         )
-        requested = self.config.target_modules
         _check_no_expert_modules(self.config, modules=modules, expert_tensors=expert_tensors)
         adapter_checks.check_target_names(spec, module_names=(*modules, *other_modules))
         self.expert_targets = _match_expert_tensors(self.config, expert_tensors)
         """Joined expert tensors that are adapted."""
-        if requested == "all-linear":
-            self.targets = tuple(name for name in modules if not _is_excluded(self.config, name))
-            # Save names instead of "all-linear", which other loaders may resolve differently.
-            self.config.target_modules = {name.rpartition(".")[2] for name in self.targets}
-        else:
-            self.targets = tuple(name for name in modules if _is_matched(self.config, name))
-            wrong = [name for name in other_modules if _is_matched(self.config, name)]
-            if wrong:
-                raise ConfigError(
-                    f"lora.target_modules matches {wrong[0]}, which cannot be adapted: only linear "
-                    "layers below the head can. Name it in lora.exclude_modules, or train it in "
-                    "full through lora.modules_to_save."
-                )
-        if not self.targets and not self.expert_targets:
-            raise ConfigError(
-                f"lora.target_modules {format_targets(requested)} matches no linear layer of this "
-                f"model: name some of {format_targets(_last_parts(modules))}."
-            )
+        self.targets = self._match_linears(modules, other_modules)
+        """Linear layers that are adapted."""
         self.trains_head = self._trains_head((*modules, *other_modules))
         scale = math.sqrt(self.config.r) if self.config.use_rslora else self.config.r
         self.settings = LoraSettings(
@@ -107,6 +90,30 @@ class AdapterPlan:
             dora=bool(self.config.use_dora),
         )
         self._seed = model.seed
+
+    def _match_linears(
+        self, modules: tuple[str, ...], other_modules: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        requested = self.config.target_modules
+        if requested == "all-linear":
+            targets = tuple(name for name in modules if not _is_excluded(self.config, name))
+            # Save names instead of "all-linear", which other loaders may resolve differently.
+            self.config.target_modules = {name.rpartition(".")[2] for name in targets}
+        else:
+            targets = tuple(name for name in modules if _is_matched(self.config, name))
+            wrong = [name for name in other_modules if _is_matched(self.config, name)]
+            if wrong:
+                raise ConfigError(
+                    f"lora.target_modules matches {wrong[0]}, which cannot be adapted: only linear "
+                    "layers below the head can. Name it in lora.exclude_modules, or train it in "
+                    "full through lora.modules_to_save."
+                )
+        if not targets and not self.expert_targets:
+            raise ConfigError(
+                f"lora.target_modules {format_targets(requested)} matches no linear layer of this "
+                f"model: name some of {format_targets(_last_parts(modules))}."
+            )
+        return targets
 
     def _trains_head(self, modules: tuple[str, ...]) -> bool:
         # PEFT adds all names of heads that it knows to modules_to_save, so a name that the model
