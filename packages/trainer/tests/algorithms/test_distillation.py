@@ -76,6 +76,20 @@ def test_jensen_shannon_is_symmetric_at_one_half_and_zero_for_equal_models() -> 
     ) == pytest.approx(0.0, abs=1e-6)
 
 
+def test_jensen_shannon_is_finite_where_both_models_give_a_token_no_probability() -> None:
+    # exp(-110) is 0 in float32, so the log of the mixture's probability would be -inf.
+    teacher, policy = [LOG(0.5), -110.0], [LOG(0.25), -112.0]
+    head_outputs = make_outputs([policy])
+    loss = TopKObjective(divergence="jensen_shannon")(
+        head_outputs, top_k_batch([teacher], weights=[1.0])
+    ).loss
+    (gradient,) = torch.autograd.grad(loss.sum(), head_outputs[HeadOutput.LOGPROB_AT])
+    # Teacher 0.5 and a rest of 0.5, policy 0.25 and 0.75: M = 0.375, 0.625. KL(q, M) =
+    # 0.5 ln(4/3) + 0.5 ln(4/5) = 0.032269; KL(p, M) = 0.25 ln(2/3) + 0.75 ln(6/5) = 0.035375.
+    assert float(loss[1].detach()) == pytest.approx(0.033822, abs=1e-5)
+    assert gradient.isfinite().all()
+
+
 def reverse_batch(teacher: list[float], weights: list[float]) -> SequenceBatch:
     columns = {
         "teacher_logprobs": [torch.tensor([math.nan, *teacher])],

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from temper_engine_api.batch import from_sequences
+from temper_engine_api.errors import ConfigError
 from temper_trainer.algorithms.adaptive_coefficients import build_kl_controller
 from temper_trainer.algorithms.kl import KlEstimator, estimate_kl, mean_sequence_kl
 from temper_trainer.config.algorithm import AlgorithmConfig
@@ -21,6 +22,20 @@ def test_three_kl_estimators_computed_by_hand() -> None:
         for name in EVERY
     ]
     assert estimates == pytest.approx([-0.5, 0.125, 0.148721], abs=1e-6)
+
+
+def test_clamped_k3_is_bounded_and_has_no_gradient_beyond_the_bound() -> None:
+    # d = log ref - log policy is 19 and 0.5: k3 is 1.8e8 and 0.148721.
+    logprobs = torch.tensor([-20.0, -1.5], requires_grad=True)
+    kl = estimate_kl(logprobs, ref_logprobs=torch.tensor([-1.0, -1.0]), estimator="k3", clamp=10.0)
+    assert kl.tolist() == pytest.approx([10.0, 0.148721], abs=1e-6)
+    (gradient,) = torch.autograd.grad(kl.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx([0.0, 1 - math.exp(0.5)], abs=1e-6)
+
+
+def test_clamp_is_refused_where_it_has_no_effect() -> None:
+    with pytest.raises(ConfigError, match=r"kl_clamp has no effect with algorithm.kl_estimator k2"):
+        AlgorithmConfig(kl_estimator="k2", kl_clamp=10.0)
 
 
 @pytest.mark.parametrize("estimator", EVERY)

@@ -16,28 +16,43 @@ class EntropyController:
     """Entropy in nats to keep; None keeps the weight fixed."""
     step: float
     """Change of the weight per training step."""
+    maximum: float
+    """Upper bound on the weight, so that a target that is never reached cannot raise it forever."""
+    is_active: bool = True
+    """False if the last step's entropy was above the target."""
+
+    @property
+    def applied_coef(self) -> float:
+        """Weight of the bonus in the loss of the next step."""
+        return self.coef if self.is_active else 0.0
 
     def adapt(self, *, entropy: float) -> "EntropyController":
-        """Return the controller for the next step: weight up if entropy < target, else down to 0.
+        """Return the controller for the next step: weight up if entropy < target, else down.
+
+        The weight stays between 0 and ``maximum``. It is applied only if entropy <= target.
 
         Args:
             entropy: Mean over the step's trained tokens, in nats.
 
-        Source: adapted from the entropy control of He et al. 2025, arXiv:2505.22312, section 3.2.
-        Here the bonus stays in the loss above the target until its weight has been stepped down to
-        0.
+        Source: He et al. 2025, arXiv:2505.22312, adaptive entropy control, as also implemented in
+        TRL, from which the upper bound is taken.
         """
         if self.target is None:
             return self
         moved = self.coef + self.step if entropy < self.target else self.coef - self.step
         # Not below 0: a negative bonus would lower the entropy even more.
-        return replace(self, coef=max(0.0, moved))
+        return replace(
+            self, coef=min(max(0.0, moved), self.maximum), is_active=entropy <= self.target
+        )
 
 
 def build_entropy_controller(config: AlgorithmConfig) -> EntropyController:
     """Return the controller at the start of a run; fixed if algorithm.entropy_target is None."""
     return EntropyController(
-        coef=config.entropy_coef, target=config.entropy_target, step=config.entropy_coef_step
+        coef=config.entropy_coef,
+        target=config.entropy_target,
+        step=config.entropy_coef_step,
+        maximum=config.entropy_coef_max,
     )
 
 

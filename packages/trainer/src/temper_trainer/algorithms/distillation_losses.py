@@ -1,5 +1,6 @@
 """Losses and rewards of on-policy distillation from the teacher's log-probs."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -139,7 +140,8 @@ class TopKObjective(Objective):
         if self.divergence == "forward_kl":
             return teacher.exp() * (teacher - policy)
         p, q, m = policy.exp(), teacher.exp(), self.mixture
-        log_mixture = torch.log(m * q + (1.0 - m) * p)
+        # Not log(m * q + (1 - m) * p), which is -inf where both probabilities are 0 in float32.
+        log_mixture = torch.logaddexp(teacher + math.log(m), policy + math.log1p(-m))
         return m * q * (teacher - log_mixture) + (1.0 - m) * p * (policy - log_mixture)
 
 

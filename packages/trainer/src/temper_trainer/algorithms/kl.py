@@ -17,7 +17,13 @@ e^20 is 5e8; products of larger ratios lose all precision in float32. No gradien
 """
 
 
-def estimate_kl(logprobs: Tensor, *, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
+def estimate_kl(
+    logprobs: Tensor,
+    *,
+    ref_logprobs: Tensor,
+    estimator: KlEstimator,
+    clamp: float | None = None,
+) -> Tensor:
     """Estimate KL(policy, reference) at each token that the policy sampled.
 
     With d = log ref - log policy:
@@ -34,6 +40,8 @@ def estimate_kl(logprobs: Tensor, *, ref_logprobs: Tensor, estimator: KlEstimato
         logprobs: [T] float32 of the policy, with or without gradient.
         ref_logprobs: [T] float32 of the reference, without gradient.
         estimator: k1, k2 or k3.
+        clamp: Bound on k3, which grows like the ratio: one token can otherwise decide an update.
+            No gradient flows beyond it. None is off.
 
     Returns:
         [T] float32.
@@ -46,7 +54,8 @@ def estimate_kl(logprobs: Tensor, *, ref_logprobs: Tensor, estimator: KlEstimato
         return -difference
     if estimator == "k2":
         return difference.square() / 2
-    return difference.exp() - 1 - difference
+    kl = difference.exp() - 1 - difference
+    return kl if clamp is None else kl.clamp(max=clamp)
 
 
 def mean_sequence_kl(kl: Tensor, *, samples: SequenceBatch) -> float:

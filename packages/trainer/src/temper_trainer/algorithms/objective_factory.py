@@ -160,6 +160,7 @@ def build_policy_objective(
         entropy_coef=config.entropy_coef if entropy_coef is None else entropy_coef,
         kl_coef=config.kl_loss_coef,
         kl_estimator=config.kl_estimator,
+        kl_clamp=config.kl_clamp,
         old_is_current=old_is_current,
         uses_correction_weights=correction is not None
         and (correction.level != "none" or correction.reject_kl is not None),
@@ -209,6 +210,7 @@ class _SharedFields(TypedDict):
     entropy_coef: float
     kl_coef: float
     kl_estimator: KlEstimator
+    kl_clamp: float | None
     old_is_current: bool
     uses_correction_weights: bool
     reports_entropy: bool

@@ -51,6 +51,8 @@ class SurrogateObjective(Objective):
     """Weight of KL(policy, reference); above 0 it reads ref_logprobs."""
     kl_estimator: KlEstimator = "k3"
     """Estimator of the KL in the loss, k2 or k3: k1 has zero expected gradient."""
+    kl_clamp: float | None = None
+    """Bound on the k3 estimate of a token in nats, without gradient beyond it; None is off."""
     old_is_current: bool = False
     """True if the step makes one update and no pass measured old_logprobs.
 
@@ -139,7 +141,12 @@ class SurrogateObjective(Objective):
             metrics["policy/entropy"] = weighted_mean(entropy, mask)
         if self.kl_coef:
             reference = torch.where(mask, batch.columns["ref_logprobs"], 0.0)
-            kl = estimate_kl(logprobs, ref_logprobs=reference, estimator=self.kl_estimator)
+            kl = estimate_kl(
+                logprobs,
+                ref_logprobs=reference,
+                estimator=self.kl_estimator,
+                clamp=self.kl_clamp,
+            )
             loss = loss + self.kl_coef * kl
             metrics["policy/ref_kl"] = weighted_mean(kl, mask)
         return LossTerms(loss=loss, metrics=metrics)

@@ -29,6 +29,8 @@ class TrainerState:
     """Current coefficient of the KL penalty on rewards."""
     entropy_coef: float = 0.0
     """Current coefficient of the entropy bonus."""
+    entropy_bonus_active: bool = True
+    """False if the last step's entropy was above its target, where the bonus is not applied."""
     reward_count: float = 0.0
     """Number of rewards of the run so far."""
     reward_mean: float = 0.0
@@ -56,8 +58,8 @@ class TrainerState:
         except ValueError:  # not JSON, or not UTF-8
             values = None
         if isinstance(values, dict):
-            # The one field that files of older versions lack.
-            values = {"tokenizer_digest": None, **values}
+            # Fields that files of older versions lack.
+            values = {"tokenizer_digest": None, "entropy_bonus_active": True, **values}
         match values:
             case {
                 "phase": str(),
@@ -68,6 +70,7 @@ class TrainerState:
                 values.keys() == {item.name for item in fields(cls)}
                 and isinstance(values["config_digest"], str)
                 and isinstance(values["tokenizer_digest"], str | None)
+                and isinstance(values["entropy_bonus_active"], bool)
                 and all(isinstance(values[name], float) for name in _FLOAT_FIELDS)
             ):
                 return cls(**{**values, "cursor": DataCursor(epoch=epoch, index=index)})

@@ -231,10 +231,13 @@ class AlgorithmConfig:
     """Weight of the entropy bonus; with entropy_target, the controller's initial weight."""
     entropy_target: float | None = None
     """Entropy in nats: a controller raises entropy_coef after each step below it, and lowers it
-    after each step above it. None keeps the weight fixed.
+    after each step above it. The bonus is applied only after a step at or below it. None keeps the
+    weight fixed.
     """
     entropy_coef_step: float = 0.001
     """Change of entropy_coef per step by the controller; only with entropy_target."""
+    entropy_coef_max: float = 1.0
+    """Upper bound on the controller's weight, above 0; only with entropy_target."""
     kl_loss_coef: float = 0.0
     """Weight of KL(policy, reference) in the loss, at least 0. Above 0 needs a reference, see
     kl_reference.
@@ -254,7 +257,13 @@ class AlgorithmConfig:
     kl_horizon: int = 10_000
     """Completions over which the controller adapts kl_reward_coef; only with kl_target."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimator of the KL. k1 has no useful gradient and is rejected in the loss."""
+    """Schulman's estimator of the KL. As a loss, k2 has the gradient of KL(policy, reference) and
+    k3 that of KL(reference, policy); k1 has none and is rejected.
+    """
+    kl_clamp: float | None = None
+    """Bound on the k3 estimate of one token in nats, above 0; no gradient beyond it. Peers use 10.
+    None is off. Only with kl_estimator k3.
+    """
     gamma: float = 1.0
     """Discount per trained token, in [0, 1]; only for gae and reinforce_plus_plus."""
     gae_lambda: float = 1.0
@@ -319,6 +328,8 @@ class AlgorithmConfig:
         check_range("algorithm.entropy_coef", self.entropy_coef)
         check_range("algorithm.entropy_target", self.entropy_target, above=0)
         check_range("algorithm.entropy_coef_step", self.entropy_coef_step, above=0)
+        check_range("algorithm.entropy_coef_max", self.entropy_coef_max, above=0)
+        check_range("algorithm.kl_clamp", self.kl_clamp, above=0)
         check_range("algorithm.kl_loss_coef", self.kl_loss_coef, at_least=0)
         check_range("algorithm.kl_reward_coef", self.kl_reward_coef, at_least=0)
         check_range("algorithm.kl_horizon", self.kl_horizon, at_least=1)
@@ -369,10 +380,16 @@ class AlgorithmConfig:
                 f"algorithm.cov_low is {self.cov_low} and algorithm.cov_high is {self.cov_high}: "
                 "the first must be smaller than the second."
             )
-        if self.entropy_target is None and self.entropy_coef_step != 0.001:
+        for name, default in (("entropy_coef_step", 0.001), ("entropy_coef_max", 1.0)):
+            if self.entropy_target is None and getattr(self, name) != default:
+                raise ConfigError(
+                    f"algorithm.{name} has no effect without algorithm.entropy_target: remove it, "
+                    "or set a target."
+                )
+        if self.entropy_target is not None and self.entropy_coef > self.entropy_coef_max:
             raise ConfigError(
-                "algorithm.entropy_coef_step has no effect without algorithm.entropy_target: "
-                "remove it, or set a target."
+                f"algorithm.entropy_coef is {self.entropy_coef}, above algorithm.entropy_coef_max "
+                f"{self.entropy_coef_max}: lower it, or raise the bound."
             )
         if self.entropy_target is not None and self.entropy_coef < 0:
             raise ConfigError(
@@ -385,6 +402,11 @@ class AlgorithmConfig:
         if self.kl_loss_coef > 0 and self.kl_estimator == "k1":
             raise ConfigError(
                 "algorithm.kl_estimator k1 in the loss has zero expected gradient: use k2 or k3."
+            )
+        if self.kl_clamp is not None and self.kl_estimator != "k3":
+            raise ConfigError(
+                f"algorithm.kl_clamp has no effect with algorithm.kl_estimator "
+                f"{self.kl_estimator}: remove it, or use k3."
             )
         if self.kl_target is not None and (
             self.kl_reward_coef == 0 or not 0 < self.kl_target < math.inf

@@ -236,7 +236,7 @@ RULES = (
         reason="without data.eval, the problems to evaluate on: set data.eval.paths, or remove it",
     ),
     Rule(
-        keys=("algorithm.kl_estimator",),
+        keys=("algorithm.kl_estimator", "algorithm.kl_clamp"),
         applies=lambda config: (
             config.algorithm.kl_loss_coef == 0 and config.algorithm.kl_reward_coef == 0
         ),

@@ -57,6 +57,7 @@ def add_advantages(
             columns["old_logprobs"],
             ref_logprobs=columns["ref_logprobs"],
             estimator=algorithm.kl_estimator,
+            clamp=algorithm.kl_clamp,
         )
     estimated = estimate_advantages(
         algorithm,

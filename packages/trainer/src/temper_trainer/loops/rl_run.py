@@ -293,7 +293,11 @@ def restore_controllers(config: AlgorithmConfig, state: TrainerState) -> Control
     """Return the controllers of a state; a new state has the initial coefficients."""
     return Controllers(
         kl=replace(build_kl_controller(config), coef=state.kl_coef),
-        entropy=replace(build_entropy_controller(config), coef=state.entropy_coef),
+        entropy=replace(
+            build_entropy_controller(config),
+            coef=state.entropy_coef,
+            is_active=state.entropy_bonus_active,
+        ),
         reward_stats=RunningStats(
             count=state.reward_count, mean=state.reward_mean, squares=state.reward_squares
         ),
@@ -306,6 +310,7 @@ def save_controllers(controllers: Controllers, state: TrainerState) -> TrainerSt
         state,
         kl_coef=controllers.kl.coef,
         entropy_coef=controllers.entropy.coef,
+        entropy_bonus_active=controllers.entropy.is_active,
         reward_count=controllers.reward_stats.count,
         reward_mean=controllers.reward_stats.mean,
         reward_squares=controllers.reward_stats.squares,
@@ -323,7 +328,7 @@ def build_objectives(config: TrainerConfig, *, controllers: Controllers) -> dict
     actor: Objective = build_policy_objective(
         config.algorithm,
         old_is_current=not has_old_logprobs,
-        entropy_coef=controllers.entropy.coef,
+        entropy_coef=controllers.entropy.applied_coef,
     )
     if config.teachers and config.distillation.apply_as == "loss":
         actor = add_distillation_loss(
