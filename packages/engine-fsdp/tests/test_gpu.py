@@ -230,6 +230,21 @@ def test_an_update_is_launched_before_its_norm_is_known(
     assert result.metrics["speed/tokens_per_s"].result > 0
 
 
+def test_norm_that_overflows_float32_is_computed_again_on_the_device(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch
+) -> None:
+    engine = start(optimizer=OptimizerSpec(lr=1e-2, clip_grad_norm=0.5))
+    norms(engine, batch, count=1)
+    optimizer, num_entries = engine._components.optimizer, 0
+    assert isinstance(optimizer, ShardedAdamW)
+    assert optimizer.is_async
+    for parameter in engine._components.trainable.values():
+        parameter.tensor.grad = torch.full_like(parameter.tensor, 1e25)
+        num_entries += parameter.tensor.numel()
+    assert optimizer.step(lr=1e-2) == pytest.approx(1e25 * num_entries**0.5, rel=1e-6)
+    assert all(bool(state.second.isfinite().all()) for state in optimizer.adam_states.values())
+
+
 @pytest.mark.parametrize("clip", [None, 0.01, 100.0])
 def test_updates_on_device_and_host_are_equal(
     start: Callable[..., FSDPEngine], batch: SequenceBatch, clip: float | None
