@@ -1,9 +1,10 @@
 """Every faulty engine, the ranks or layout that show its bug, and the tests that must catch it.
 
 ``python packages/engine-api/tests/conformance/faulty_engine_table.py`` runs every conformance test
-on every faulty engine and writes the failed ones to docs/benchmarks/faulty-engines.md, in about ten
-minutes. Names of engines as arguments update only their rows. With ``--required`` only the tests
-that must catch an engine run, and its row says so.
+on every faulty engine and writes the failed ones to docs/benchmarks/faulty-engines.md, which takes
+hours. The page is written after each engine. Names of engines as arguments update only their rows,
+and ``--incomplete`` those on which not all tests have run. With ``--required`` only the tests that
+must catch an engine run, and its row says so.
 """
 
 import sys
@@ -39,6 +40,8 @@ row was written when its engine was added, so it does not list tests that were a
 | engine | bug | ranks or layout | failing tests |
 |---|---|---|---|
 """
+OTHERS_NOT_RUN = "others not run"
+"""Ends the row of an engine on which only the tests that must catch it ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,44 +444,59 @@ def format_row(faulty_engine, failed, *, is_complete):
         f"{faulty_engine.engine.__name__} is not caught by {sorted(required - counts.keys())}"
     )
     if not is_complete:
-        tests.append("others not run")
+        tests.append(OTHERS_NOT_RUN)
     fault = " ".join(faulty_engine.engine.__doc__.split())
     where = faulty_engine.layout or faulty_engine.world_size
     return f"| {faulty_engine.engine.__name__} | {fault} | {where} | {', '.join(tests)} |"
 
 
+def read_rows(page):
+    """Return the rows of a published table by engine."""
+    return {
+        line.split("|")[1].strip(): line
+        for line in page.splitlines()
+        if line.startswith("| ") and line.count("|") > 4
+    }
+
+
+def select_engines(arguments, *, rows):
+    """Return the faulty engines to run: those named, those with incomplete rows, or all.
+
+    Args:
+        arguments: Names of engines and options of the command line.
+        rows: Published rows by engine.
+    """
+    names = {argument for argument in arguments if not argument.startswith("--")}
+    if "--incomplete" in arguments:
+        names |= {name for name, row in rows.items() if OTHERS_NOT_RUN in row}
+        if not names:
+            return []
+    return [each for each in FAULTY_ENGINES if not names or each.engine.__name__ in names]
+
+
 def main(arguments):
-    """Write the page; with names of engines, replace only their rows."""
+    """Run the selected engines and update the page after each, so that a run can be stopped."""
     is_complete = "--required" not in arguments
-    names = [argument for argument in arguments if argument != "--required"]
-    rows = dict.fromkeys(faulty_engine.engine.__name__ for faulty_engine in FAULTY_ENGINES)
-    if names:
-        rows |= {
-            line.split("|")[1].strip(): line
-            for line in PAGE.read_text().splitlines()
-            if line.count("|") > 4
-        }
+    rows = read_rows(PAGE.read_text())
     with tempfile.TemporaryDirectory() as folder:
         shared = SharedKitResources(
             rank_pool=RankPool(2, folder=Path(folder)), oracle=OracleCache(folder=Path(folder))
         )
         kit = Kit(shared=shared, folder=Path(folder))
-        for faulty_engine in FAULTY_ENGINES:
-            name = faulty_engine.engine.__name__
-            if not names or name in names:
-                result = kit.run(
-                    faulty_engine.name,
-                    "--tb=no",
-                    tests=() if is_complete else faulty_engine.tests,
-                    **faulty_engine.where,
-                )
-                rows[name] = format_row(faulty_engine, result.failed, is_complete=is_complete)
+        for faulty_engine in select_engines(arguments, rows=rows):
+            result = kit.run(
+                faulty_engine.name,
+                "--tb=no",
+                tests=() if is_complete else faulty_engine.tests,
+                **faulty_engine.where,
+            )
+            rows[faulty_engine.engine.__name__] = format_row(
+                faulty_engine, result.failed, is_complete=is_complete
+            )
+            # In the order of FAULTY_ENGINES; engines that never ran have no row yet.
+            names = [each.engine.__name__ for each in FAULTY_ENGINES]
+            PAGE.write_text(HEAD + "".join(f"{rows[name]}\n" for name in names if name in rows))
         shared.rank_pool.close()
-    PAGE.parent.mkdir(parents=True, exist_ok=True)
-    PAGE.write_text(
-        HEAD
-        + "".join(f"{rows[faulty_engine.engine.__name__]}\n" for faulty_engine in FAULTY_ENGINES)
-    )
 
 
 if __name__ == "__main__":

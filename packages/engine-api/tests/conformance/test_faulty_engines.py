@@ -9,7 +9,7 @@ import faulty_replicas
 import faulty_state
 import faulty_training
 import pytest
-from faulty_engine_table import FAULTY_ENGINES, PAGE
+from faulty_engine_table import FAULTY_ENGINES, PAGE, read_rows, select_engines
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,23 @@ def test_the_engine_without_the_bug_passes_the_tests(kit, healthy, where):
     assert {test.partition("[")[0] for test in outcomes.passed} == {
         test.partition("::")[2] for test in tests
     }
+
+
+def test_incomplete_rows_are_selected():
+    complete, incomplete, *others = (each.engine.__name__ for each in FAULTY_ENGINES)
+    rows = read_rows(
+        f"# Title\n\n| engine | bug | ranks or layout | failing tests |\n|---|---|---|---|\n"
+        f"| {complete} | Bug. | 1 | **test_a** (1) |\n"
+        f"| {incomplete} | Bug. | 1 | **test_a** (1), others not run |\n"
+    )
+
+    def names(*arguments):
+        return [each.engine.__name__ for each in select_engines(arguments, rows=rows)]
+
+    assert names("--incomplete") == [incomplete]
+    assert names("--incomplete", complete) == [complete, incomplete]
+    assert names("--required", others[0]) == [others[0]]
+    assert len(names()) == len(FAULTY_ENGINES)
 
 
 def test_the_published_table_names_every_faulty_engine_and_its_tests():
