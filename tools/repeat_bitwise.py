@@ -4,10 +4,11 @@
     python -m tools.repeat_bitwise --parallel 8 --budget-s 500 --record FILE   # on a larger host
     python -m tools.repeat_bitwise --add FILE                                 # its results
 
-A repetition is one pytest process that runs the tests of a group with the mark `bitwise`. Its
-result is stored in docs/records/bitwise.json as soon as it ends, and later calls continue there,
-also at later commits: all repetitions together take several hours. After each repetition the table
-of all results in docs/records/bitwise.md is replaced; the text below it is kept.
+A repetition is one pytest process that runs the tests of one file with the mark `bitwise`, or the
+conformance kit. Its result is stored in docs/records/bitwise.json as soon as it ends, and later
+calls continue there, also at later commits: all repetitions together take several hours. After each
+repetition the table of all results in docs/records/bitwise.md is replaced; the text below it is
+kept.
 
 With `--parallel N`, N repetitions run at the same time, each on its own share of the processors.
 """
@@ -16,6 +17,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +26,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -45,6 +47,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "kit-on-fsdp": (*KIT, "fsdp"),
     "kit-on-megatron": (*KIT, "megatron"),
 }
+SKIPPED = ("test_faults.py",)
+"""Files whose tests are repeated elsewhere: the fault campaign repeats them with other seeds."""
 CONDITIONS = ("idle", "under load")
 
 BUSY_PROGRAM = """
@@ -82,7 +86,7 @@ class Record:
     commits: list[str] = field(default_factory=list)
     """Short ids of the commits that were tested, in order."""
     done: dict[str, int] = field(default_factory=dict)
-    """Number of repetitions by group, condition and expression."""
+    """Number of repetitions by file (or group of tests), condition and expression."""
     tests: dict[str, dict[str, Outcomes]] = field(default_factory=dict)
     """Outcomes by test and condition."""
     hosts: list[str] = field(default_factory=list)
@@ -216,43 +220,60 @@ def _run_missing(record: Record, chosen: argparse.Namespace) -> None:
     storing = threading.Lock()
     free_groups = _divide_processors(chosen.parallel)
 
-    def repeat(group: str, condition: str) -> None:
+    def repeat(group: str, unit: Sequence[str], condition: str) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
             return
-        key = f"{group}, {condition}, {chosen.expression or 'all tests'}"
         processors = free_groups.pop()
         try:
             junit_xml = _repeat(
-                group,
+                unit,
                 condition=condition,
                 expression=chosen.expression,
                 processors=processors,
                 limit_s=left,
             )
         except subprocess.TimeoutExpired:
-            print(f"{key}: stopped, the time is over", flush=True)
+            print(f"{' '.join(unit)}: stopped, the time is over", flush=True)
             return
         finally:
             free_groups.append(processors)
         with storing:
             if junit_xml is not None:
                 record.add(junit_xml, group=group, condition=condition)
-            record.done[key] = record.done.get(key, 0) + 1
+            key = _make_key(unit, condition, chosen.expression)
+            record.done[key] = _count_done(record, group, unit, condition, chosen.expression) + 1
             _store(record, chosen.record)
             print(f"{key}: {record.done[key]} of {chosen.times}", flush=True)
 
-    # Iterate over repetitions first, so that an interrupted run has tried every group.
-    missing = [
-        (group, condition)
-        for number in range(chosen.times)
+    units = [
+        (group, unit, condition)
         for group in chosen.group or GROUPS
+        for unit in _list_units(group)
         for condition in chosen.condition or CONDITIONS
-        if record.done.get(f"{group}, {condition}, {chosen.expression or 'all tests'}", 0) <= number
+    ]
+    # Iterate over repetitions first, so that an interrupted run has tried every file.
+    missing = [
+        (group, unit, condition)
+        for number in range(chosen.times)
+        for group, unit, condition in units
+        if _count_done(record, group, unit, condition, chosen.expression) <= number
     ]
     with ThreadPoolExecutor(chosen.parallel) as pool:
         for pending in [pool.submit(repeat, *repetition) for repetition in missing]:
             pending.result()
+
+
+def _make_key(unit: Sequence[str], condition: str, expression: str) -> str:
+    return f"{' '.join(unit)}, {condition}, {expression or 'all tests'}"
+
+
+def _count_done(
+    record: Record, group: str, unit: Sequence[str], condition: str, expression: str
+) -> int:
+    """Return the repetitions of a file; older records count whole groups."""
+    whole = record.done.get(_make_key((group,), condition, expression), 0)
+    return record.done.get(_make_key(unit, condition, expression), whole)
 
 
 def _store(record: Record, path: Path) -> None:
@@ -274,9 +295,9 @@ def _divide_processors(num_groups: int) -> list[set[int]]:
 
 
 def _repeat(
-    group: str, *, condition: str, expression: str, processors: set[int], limit_s: float
+    unit: Sequence[str], *, condition: str, expression: str, processors: set[int], limit_s: float
 ) -> str | None:
-    """Return pytest's JUnit report of one repetition, or None if the group has no such test.
+    """Return pytest's JUnit report of one repetition, or None if no test is selected.
 
     Raises:
         RuntimeError: If pytest wrote no report.
@@ -289,48 +310,42 @@ def _repeat(
     command += ["-p", "no:cacheprovider", f"--basetemp={folder / 'tests'}"]
     command += [f"--junitxml={junit_xml}"]
     command += ["-k", expression] if expression else []
-    command += _list_pytest_arguments(group)
+    command += unit
+    output = folder / "output.txt"
     try:
-        with _keep_busy(processors if condition == "under load" else set()):
-            done = subprocess.run(
-                command,
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=None if limit_s == float("inf") else limit_s,
+        with _keep_busy(processors if condition == "under load" else set()), output.open("w") as to:
+            # Its own session and no pipe: what the tests started must not delay the end.
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=to, stderr=subprocess.STDOUT, start_new_session=True
             )
-        if done.returncode == NO_TESTS:
+            try:
+                status = process.wait(None if limit_s == float("inf") else limit_s)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        printed = output.read_text(errors="replace")[-8000:]
+        if status == NO_TESTS:
             return None
-        if done.returncode not in (0, 1) or not junit_xml.exists():
-            raise RuntimeError(
-                f"pytest exited with status {done.returncode}, expected 0 or 1:\n"
-                f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-            )
-        if done.returncode == 1:
-            print(done.stdout[-8000:], flush=True)
+        if status not in (0, 1) or not junit_xml.exists():
+            raise RuntimeError(f"pytest exited with status {status}, expected 0 or 1:\n{printed}")
+        if status == 1:
+            print(printed, flush=True)
         return junit_xml.read_text()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _list_pytest_arguments(group: str) -> list[str]:
-    """Return pytest's arguments for a group.
-
-    Of a folder, only files with marked tests are listed, because importing all takes most of the
-    time.
-    """
-    arguments: list[str] = []
-    for argument in GROUPS[group]:
-        folder = ROOT / argument
-        if folder.is_dir():
-            files = sorted(folder.rglob("test_*.py"))
-            arguments += [
-                str(file) for file in files if "mark.bitwise" in file.read_text(encoding="utf-8")
-            ]
-        else:
-            arguments.append(argument)
-    return arguments
+def _list_units(group: str) -> list[tuple[str, ...]]:
+    """Return pytest's arguments of each repetition of a group: a file with marked tests, or all."""
+    folder = ROOT / GROUPS[group][0]
+    if not folder.is_dir():
+        return [GROUPS[group]]
+    return [
+        (str(file.relative_to(ROOT)),)
+        for file in sorted(folder.rglob("test_*.py"))
+        if file.name not in SKIPPED and "mark.bitwise" in file.read_text(encoding="utf-8")
+    ]
 
 
 @contextmanager
