@@ -1,0 +1,178 @@
+"""Estimate mean@k, pass@k and maj@k of an evaluation, with confidence intervals.
+
+Completions of one problem are not independent, so the problem is the unit: each estimate is a mean
+over problems of one number per problem. Its 95 % interval is the normal approximation for a mean of
+independent problems, mean +- 1.96 s / sqrt(n), with the sample standard deviation s of the n
+numbers (Miller 2024, "Adding Error Bars to Evals", arXiv:2411.00640, section 2: the clustered
+standard error, with one cluster per problem).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Z_95 = 1.959963984540054
+"""97.5 % quantile of the standard normal distribution."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanEstimate:
+    """A mean over problems with its 95 % confidence interval."""
+
+    mean: float
+    """NaN without problems."""
+    ci95: float
+    """Half the width of the interval; NaN with fewer than two problems."""
+    num_problems: int
+
+
+def estimate_mean(values: Sequence[float]) -> MeanEstimate:
+    """Estimate the mean of one number per problem.
+
+    If all numbers are equal, so is the interval's width to 0: the approximation does not know that
+    other problems may differ.
+
+    Example:
+        >>> estimate = estimate_mean([1.0, 0.0, 1.0, 0.0])
+        >>> f"{estimate.mean} +- {estimate.ci95:.4f}"
+        '0.5 +- 0.5658'
+    """
+    n = len(values)
+    if n == 0:
+        return MeanEstimate(mean=math.nan, ci95=math.nan, num_problems=0)
+    mean = sum(values) / n
+    if n == 1:
+        return MeanEstimate(mean=mean, ci95=math.nan, num_problems=1)
+    variance = sum((value - mean) ** 2 for value in values) / (n - 1)
+    return MeanEstimate(mean=mean, ci95=Z_95 * math.sqrt(variance / n), num_problems=n)
+
+
+def compute_pass_at_k(*, num_completions: int, num_solved: int, k: int) -> float:
+    """Return the unbiased estimate of the probability that one of k completions is right.
+
+    1 - C(n - c, k) / C(n, k) for c right ones among n completions: the fraction of subsets of size
+    k that contain a right one (Chen et al. 2021, arXiv:2107.03374, equation 1). In exact integers,
+    because the binomials of the formula overflow a float from about n = 1000.
+
+    Args:
+        num_completions: n, at least k.
+        num_solved: c, from 0 to n.
+        k: Size of the subsets, at least 1.
+
+    Example:
+        >>> compute_pass_at_k(num_completions=4, num_solved=1, k=2)
+        0.5
+    """
+    if not (1 <= k <= num_completions and 0 <= num_solved <= num_completions):
+        raise ValueError(
+            f"pass@{k} of {num_solved} right among {num_completions} completions is not defined: "
+            "k must be from 1 to the number of completions, and so must the right ones from 0."
+        )
+    num_subsets = math.comb(num_completions, k)
+    num_wrong_subsets = math.comb(num_completions - num_solved, k)
+    return (num_subsets - num_wrong_subsets) / num_subsets
+
+
+def list_pass_k(num_completions: int) -> list[int]:
+    """Return the values of k for which pass@k is reported: powers of two, and all completions.
+
+    Example:
+        >>> list_pass_k(6)
+        [1, 2, 4, 6]
+    """
+    powers = [2**i for i in range(num_completions.bit_length()) if 2**i <= num_completions]
+    return sorted({*powers, num_completions})
+
+
+def compute_majority_score(answers: Sequence[str | None], *, is_solved: Sequence[bool]) -> float:
+    """Return whether the most frequent answer is right, as a probability.
+
+    Ties are broken at random, so the result is the mean over the tied answers (self-consistency:
+    Wang et al. 2022, arXiv:2203.11171). A completion without an answer does not vote; if none
+    votes, the result is 0.
+
+    Args:
+        answers: Answer of each completion; None if it has none.
+        is_solved: Whether each completion is right. If completions with the same answer differ,
+            the fraction of right ones counts.
+
+    Example:
+        >>> compute_majority_score(["7", "8", "7", None], is_solved=[True, False, True, False])
+        1.0
+        >>> compute_majority_score(["7", "8"], is_solved=[True, False])
+        0.5
+    """
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    winners = [answer for answer, count in votes.items() if count == most]
+    num_right = sum(
+        solved for answer, solved in zip(answers, is_solved, strict=True) if answer in winners
+    )
+    # All winners have `most` votes, so the mean over winners of their fractions is one fraction.
+    return num_right / (most * len(winners))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemResult:
+    """The completions of one held-out problem."""
+
+    rewards: tuple[float | None, ...]
+    """Reward of each completion; None if it could not be scored."""
+    answers: tuple[str | None, ...] | None = None
+    """Answer of each completion for maj@k; None if answers cannot be extracted."""
+    category: str = ""
+    """Category of the problem; empty without categories."""
+
+
+def measure_problems(
+    problems: Sequence[ProblemResult], *, num_completions: int, solved_reward: float
+) -> dict[str, float]:
+    """Return the metrics of a set of problems, by the last part of their name.
+
+    ``reward`` is mean@k. Completions that could not be scored are counted in ``failed`` and left
+    out: their problem counts with the others in ``reward``, and not at all in pass@k and maj@k,
+    which need all of its completions.
+
+    Args:
+        problems: Problems with their completions.
+        num_completions: Completions per problem. With one, pass@1 and maj@1 would say the same as
+            ``reward``, and are left out.
+        solved_reward: A completion is right if its reward is at least this.
+    """
+    known = [[r for r in problem.rewards if r is not None] for problem in problems]
+    estimates = {"reward": estimate_mean([sum(each) / len(each) for each in known if each])}
+    if num_completions > 1:
+        complete = [
+            (problem, [r >= solved_reward for r in rewards])
+            for problem, rewards in zip(problems, known, strict=True)
+            if len(rewards) == num_completions
+        ]
+        for k in list_pass_k(num_completions):
+            estimates[f"pass_at_{k}"] = estimate_mean(
+                [
+                    compute_pass_at_k(
+                        num_completions=num_completions, num_solved=sum(is_solved), k=k
+                    )
+                    for _, is_solved in complete
+                ]
+            )
+        if all(problem.answers is not None for problem in problems):
+            estimates[f"maj_at_{num_completions}"] = estimate_mean(
+                [
+                    compute_majority_score(problem.answers, is_solved=is_solved)
+                    for problem, is_solved in complete
+                    if problem.answers is not None
+                ]
+            )
+    metrics: dict[str, float] = {}
+    for name, estimate in estimates.items():
+        metrics[name] = estimate.mean
+        # One problem has no interval, and trackers should not get a metric that is always NaN.
+        if estimate.num_problems > 1:
+            metrics[f"{name}_ci95"] = estimate.ci95
+    num_sampled = sum(len(problem.rewards) for problem in problems)
+    metrics["failed"] = float(num_sampled - sum(map(len, known)))
+    return metrics
