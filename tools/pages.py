@@ -9,7 +9,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md", "packages/*/README.md")
+PAGES = (
+    "README.md",
+    "CODE_OF_CONDUCT.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs/**/*.md",
+    "packages/*/README.md",
+)
 
 _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})\s*(.*?)\s*$")
 

@@ -12,7 +12,8 @@ stored in tools/releases.toml.
     --record   after the release commit, without PACKAGE and VERSION: write the commits of released
                packages into tools/releases.toml, and the next version, X.Y.Z.dev0, into their
                pyproject.toml
-    --verify   build a recorded release again from its recorded content and compare the hashes
+    --verify   build a recorded release again from its recorded content and compare the hashes;
+               with `--out FOLDER`, keep the files, as for publishing them
 """
 
 from __future__ import annotations
@@ -153,8 +154,14 @@ def begin_next_versions(root: Path) -> list[str]:
     return changed
 
 
-def verify_release(root: Path, package: str, version: str) -> None:
+def verify_release(root: Path, package: str, version: str, *, out: Path | None = None) -> None:
     """Build a recorded release again from its recorded content and compare the hashes.
+
+    Args:
+        root: The repository.
+        package: Folder name of the package.
+        version: The released version.
+        out: Folder for the files if their hashes are equal; by default they are not kept.
 
     Raises:
         ReleaseError: If there is no such record, this clone lacks the content, or a hash differs.
@@ -171,15 +178,20 @@ def verify_release(root: Path, package: str, version: str) -> None:
         )
     with tempfile.TemporaryDirectory(prefix="temper-release-") as folder:
         copy = unpack_tree(root, matching[0].tree, Path(folder) / package)
-        hashes = hash_files(build_package(copy, date=matching[0].date))
-    differing = sorted(
-        name for name, digest in hashes.items() if matching[0].sha256.get(name) != digest
-    )
-    if differing:
-        raise ReleaseError(
-            f"{', '.join(differing)} has another hash than recorded: "
-            "build with the tools of constraints/cpu.txt."
+        files = build_package(copy, date=matching[0].date)
+        hashes = hash_files(files)
+        differing = sorted(
+            name for name, digest in hashes.items() if matching[0].sha256.get(name) != digest
         )
+        if differing:
+            raise ReleaseError(
+                f"{', '.join(differing)} has another hash than recorded: "
+                "build with the tools of constraints/cpu.txt."
+            )
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            for file in files:
+                shutil.copy(file, out)
 
 
 def _copy_package(root: Path, package: str, folder: Path) -> Path:
@@ -285,6 +297,9 @@ def _build_parser(root: Path) -> argparse.ArgumentParser:
     action.add_argument(
         "--verify", action="store_true", help="build a recorded release again and compare"
     )
+    parser.add_argument(
+        "--out", metavar="FOLDER", type=Path, help="with --verify: copy the verified files there"
+    )
     return parser
 
 
@@ -306,6 +321,8 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
     """Run the command line and return the exit status."""
     parser = _build_parser(root)
     chosen = parser.parse_args(arguments)
+    if chosen.out and not chosen.verify:
+        parser.error("--out keeps the files of --verify: give both")
     if not (chosen.package is None) == (chosen.version is None) == chosen.record:
         parser.error("give PACKAGE and VERSION, or only --record")
     if chosen.untried and (chosen.record or chosen.verify or chosen.draft):
@@ -318,7 +335,7 @@ def main(arguments: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
                 print(f"{record.tag} is commit {record.commit}")
             print("\n".join(begin_next_versions(root)))
         elif chosen.verify:
-            verify_release(root, chosen.package, chosen.version)
+            verify_release(root, chosen.package, chosen.version, out=chosen.out)
             print(
                 f"temper-{chosen.package} {chosen.version}: the new build equals the recorded one"
             )

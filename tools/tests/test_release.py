@@ -282,6 +282,8 @@ def test_commit_with_other_contents_than_were_built_is_refused(
 def test_a_release_is_built_again_from_its_record(released: Released, tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     git(released.root, "clone", "--quiet", str(released.root), str(clone))
+    verify_release(clone, "engine-api", "0.3.0", out=tmp_path / "dist")
+    assert sorted(path.suffix for path in (tmp_path / "dist").iterdir()) == [".gz", ".whl"]
     # The message names only the wheel, because the sdist has the recorded hash.
     text = (clone / RECORDS).read_text()
     (clone / RECORDS).write_text(re.sub(r'(\.whl" = )"\w{8}', r'\1"00000000', text))
