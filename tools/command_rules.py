@@ -176,12 +176,13 @@ def check_pip(words: Sequence[str], folder: Path) -> str:
         others = {word for word in words[2:] if not word.startswith("-")} - REMOVED
         return f"{', '.join(sorted(others))}: no page needs to uninstall these" if others else ""
     constraints = words[words.index("-c") + 1] if "-c" in words else ""
+    wheels = words[words.index("--find-links") + 1] if "--find-links" in words else ""
     if constraints and not (ROOT / constraints).is_file():
         faults.append(f"there is no file {constraints}")
     for word in (
         word
         for word in words[2:]
-        if not word.startswith("-") and word not in (*THIRD_PARTY, constraints)
+        if not word.startswith("-") and word not in (*THIRD_PARTY, constraints, wheels)
     ):
         if (folder / word / "pyproject.toml").is_file():  # a package of the reader's own
             continue

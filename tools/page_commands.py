@@ -36,6 +36,9 @@ from tools.command_rules import (
 
 NOT_RUN = {
     "apt-get": "installs packages of the reader's system; .ci/run installs bubblewrap with it",
+    "hf download": "downloads from the Hugging Face Hub",
+    "kubectl": "changes a cluster; tools/tests/test_examples.py checks the objects' commands",
+    "sbatch": "submits a job; tools/tests/test_examples.py checks the script's commands",
     "git": "changes the reader's repository; tests of tools/release.py use temporary ones",
     "ray get-auth-token": "writes ~/.ray/auth_token, and prints it",
     "ray start": "starts a cluster; nightly tests of packages/trainer start two nodes",
@@ -78,14 +81,30 @@ _MORE = {
     "reward_model": {"ground_truth": "1"},
 }
 _ROW = json.dumps(dict.fromkeys(_TEXTS, "1") | _MORE)
+_TINY_CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 _MODEL = {
-    "config.json": "{}",
+    "config.json": json.dumps(_TINY_CONFIG),
     "tokenizer.json": "{}",
     "chat_template.jinja": "",
     "model.safetensors": "\2" + 7 * "\0" + "{}",
 }
 """The files of a model directory that `temper-train --check` reads."""
-_MODELS = ("DIR", "student", "teacher_of_math", "teacher_of_code")
+_MODELS = (
+    "DIR",
+    "Qwen2.5-0.5B-Instruct",
+    "Qwen3-8B",
+    "student",
+    "teacher_of_math",
+    "teacher_of_code",
+)
 _RESULTS = ("runs/gsm8k_sft/huggingface", "runs/judge/huggingface", "warm/warm_start/huggingface")
 
 INPUTS = {

@@ -2,13 +2,15 @@
 
 Then run `mkdocs build --strict -f .temper/site/mkdocs.yml`.
 
-Pages keep their paths (README.md, CONTRIBUTING.md, docs/, packages/*/README.md), so that their
-links stay valid. Files that pages link to are copied too; a link to a folder is replaced by its
-text. The reference pages are generated.
+Pages keep their paths (CONTRIBUTING.md, docs/, packages/*/README.md), so that their links stay
+valid. Only docs/index.md moves, because the landing page must be at the top; README.md is for
+readers of the repository, so links to it lead to the landing page. Files that pages link to are
+copied too; a link to a folder is replaced by its text. The reference pages are generated.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -19,29 +21,15 @@ import griffe
 from tools.api import public_modules
 from tools.environment import PACKAGES
 from tools.pages import PAGES
+from tools.project_urls import REPOSITORY_URL
 from tools.site.compatibility import build_compatibility_page
-from tools.site.configuration import build_configuration_page
+from tools.site.configuration import build_configuration_pages
+from tools.site.navigation import format_navigation
 
 ROOT = Path(__file__).resolve().parents[2]
 
-TITLES = {
-    "Tour": ("README.md",),
-    "Concepts": (
-        "docs/architecture.md",
-        "docs/glossary.md",
-        "docs/batch.md",
-        "docs/numerics.md",
-        "docs/metrics.md",
-    ),
-    "How to": ("docs/how-to/*.md", "docs/*.md", "docs/migration/*.md"),
-    "Packages": ("packages/*/README.md",),
-    "Reference": ("reference/*.md",),
-    "Benchmarks": ("docs/benchmarks/*.md",),
-    "Decisions": ("docs/decisions/*.md",),
-    "Records": ("docs/records/*.md",),
-    "Contributing": ("CONTRIBUTING.md", "SECURITY.md"),
-}
-"""Patterns of the pages in each section, in order; a page is in the first section that matches."""
+LANDING = Path("docs") / "index.md"
+"""The page that becomes the site's landing page."""
 
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
 
@@ -52,60 +40,95 @@ def gather_pages(root: Path, folder: Path) -> None:
         shutil.rmtree(folder)
     pages = folder / "pages"
     for page in sorted({page for pattern in PAGES for page in root.glob(pattern)}):
-        target = pages / page.relative_to(root)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(_copy_linked_files(page, root=root, pages=pages))
-    _write(pages / "reference" / "configuration.md", build_configuration_page())
+        if page == root / "README.md":
+            continue
+        target = pages / ("index.md" if page == root / LANDING else page.relative_to(root))
+        _write(target, _rewrite_links(page, root=root, pages=pages))
+    for name, text in build_configuration_pages().items():
+        _write(pages / "reference" / "configuration" / name, text)
     _write(pages / "reference" / "compatibility.md", build_compatibility_page(root))
     for package in PACKAGES:
-        _write(pages / "reference" / f"{package}.md", _build_reference_page(root, package))
+        for name, text in _build_reference_pages(root, package).items():
+            _write(pages / "reference" / package / name, text)
+    repository = f"repo_url: {REPOSITORY_URL}\n" if REPOSITORY_URL else ""
     _write(
         folder / "mkdocs.yml",
-        f"INHERIT: {root / 'mkdocs.yml'}\ndocs_dir: pages\nsite_dir: html\n"
-        f"{_format_plugins(root)}nav:\n{_format_navigation(pages)}",
+        f"INHERIT: {root / 'mkdocs.yml'}\ndocs_dir: pages\nsite_dir: html\n{repository}"
+        f"{_format_plugins(root)}nav:\n{format_navigation(pages)}",
     )
 
 
-def _copy_linked_files(page: Path, *, root: Path, pages: Path) -> str:
-    """Return the text of a page with links to folders replaced; copy files that it links to."""
+def _rewrite_links(page: Path, *, root: Path, pages: Path) -> str:
+    """Return the text of a page with links that are valid in the site; copy files it links to."""
+    is_landing = page == root / LANDING
+    folder = root if is_landing else page.parent
 
     def replace(match: re.Match[str]) -> str:
-        target = (page.parent / match.group(3)).resolve()
-        if "://" in match.group(3) or target.suffix == ".md":
+        image, text, link, anchor = match.groups(default="")
+        if "://" in link:
             return match.group(0)
+        target = (page.parent / link).resolve()
         if target.is_dir():
-            return (
-                f"`{match.group(3)}`" if match.group(2) in ("", match.group(3)) else match.group(2)
-            )
-        copy = pages / target.relative_to(root)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(target, copy)
-        return match.group(0)
+            return f"`{link}`" if text in ("", link) else text
+        if target in (root / "README.md", root / LANDING):
+            return f"{image}[{text}]({os.path.relpath(root / 'index.md', folder)})"
+        if target.suffix != ".md":
+            # mkdocs copies no files whose names begin with a dot or have no suffix.
+            copy = pages / target.relative_to(root)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(target, copy)
+        return f"{image}[{text}]({os.path.relpath(target, folder)}{anchor})"
 
     return _LINK.sub(replace, page.read_text())
 
 
-def _build_reference_page(root: Path, package: str) -> str:
-    """Build the page that makes mkdocstrings document every public module of a package."""
-    lines = [f"# temper-{package}", "", "Generated from the docstrings of the public modules.", ""]
+def _build_reference_pages(root: Path, package: str) -> dict[str, str]:
+    """Build a page for each public module of a package, by file name, and a list of them.
+
+    mkdocstrings replaces the line that starts with `:::` by the module's documentation.
+    """
     top = griffe.load(
         "temper_" + package.replace("-", "_"),
         search_paths=[root / "packages" / package / "src"],
         allow_inspection=False,
     )
     assert isinstance(top, griffe.Module)
-    return (
-        "\n".join(
-            lines
-            + [f"::: {module.path}" for module in public_modules(top, package) if module.docstring]
-        )
-        + "\n"
+    modules = [module for module in public_modules(top, package) if module.docstring]
+    rows = [
+        f"| [{module.path}]({module.path}.md) | {_read_summary(module)} |" for module in modules
+    ]
+    index = "\n".join(
+        [
+            f"# {top.path}",
+            "",
+            f"The public modules of `temper-{package}`.",
+            "",
+            "| module | contents |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
     )
+    return {"index.md": index} | {
+        f"{module.path}.md": f"# {_shorten(module.path)}\n\n::: {module.path}\n"
+        for module in modules
+    }
+
+
+def _shorten(path: str) -> str:
+    """Return the path of a module without its package, as the navigation shows it."""
+    return path.partition(".")[2] or path
+
+
+def _read_summary(module: griffe.Module) -> str:
+    assert module.docstring is not None
+    paragraph = module.docstring.value.partition("\n\n")[0]
+    return " ".join(paragraph.split()).replace("|", "\\|")
 
 
 def _format_plugins(root: Path) -> str:
     sources = ", ".join(str(root / "packages" / package / "src") for package in PACKAGES)
-    # show_root_heading shows the module's name above its contents.
+    # The page's own heading is the module's name.
     return f"""\
 plugins:
   - search
@@ -113,25 +136,12 @@ plugins:
       handlers:
         python:
           paths: [{sources}]
-          options: {{show_root_heading: true}}
+          options:
+            show_root_toc_entry: false
+            members_order: source
+            heading_level: 2
+            extensions: [{root / "tools" / "site" / "example_sections.py"}]
 """
-
-
-def _format_navigation(pages: Path) -> str:
-    lines, placed = [], set[Path]()
-    for title, patterns in TITLES.items():
-        section = [
-            path
-            for pattern in patterns
-            for path in sorted(pages.glob(pattern))
-            if path not in placed
-        ]
-        placed.update(section)
-        if len(section) == 1:
-            lines.append(f"  - {title}: {section[0].relative_to(pages)}")
-        else:
-            lines += [f"  - {title}:", *(f"      - {path.relative_to(pages)}" for path in section)]
-    return "\n".join(lines) + "\n"
 
 
 def _write(path: Path, text: str) -> None:

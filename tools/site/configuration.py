@@ -5,7 +5,8 @@ Everything is read from the dataclasses that own the defaults.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 
 from temper_engine_api.registry import load_engine_config_class
 from temper_engine_api.specs import EngineConfig
@@ -136,29 +137,87 @@ NO_UNIT = frozenset(
 HEAD = """\
 # Configuration
 
-Every key of `temper-train`, generated from the dataclasses that declare them. `{name}` stands for a
-name that you choose. A block that appears in several places is listed where it appears first.
-`temper-train --help` prints the same list.
+Every key of `temper-train`, generated from the dataclasses that declare them. Each block has a
+page. `{name}` stands for a name that you choose. `temper-train --help BLOCK` prints the same list.
+
+| block | contents |
+|---|---|
 """
 
 
-def build_configuration_page() -> str:
-    """Return the page in Markdown, with the engines' own keys at the end."""
-    parts = [
-        HEAD.replace("{name}", ANY_NAME),
-        *_iterate_block_lines("", TrainerConfig, engine_class=EngineConfig, seen={}),
-    ]
+def build_configuration_pages() -> dict[str, str]:
+    """Return the pages in Markdown by file name: an index, a page per block and per engine."""
+    entries = list(iterate_entries(TrainerConfig, engine_class=EngineConfig))
+    meanings = read_field_docstrings(TrainerConfig)
+    blocks = [entry for entry in entries if entry.block or entry.item]
+    leaves = [entry for entry in entries if not entry.block and not entry.item]
+    seen: dict[type, str] = {}
+    pages = {f"{entry.name}.md": _build_block_page(entry, meanings, seen) for entry in blocks}
     for name in ("fsdp", "megatron"):
-        cls = load_engine_config_class(name)
-        known = {entry.name for entry in iterate_entries(EngineConfig, engine_class=EngineConfig)}
-        extra_entries = [
-            entry for entry in iterate_entries(cls, engine_class=cls) if entry.name not in known
-        ]
-        parts += [
-            f"\n## With `model_engine={name}`, under every `engine` block\n",
+        pages[f"engine-{name}.md"] = _build_engine_page(name)
+    rows = [
+        f"| [{entry.name}]({entry.name}.md) | {_describe_block(entry, meanings)} |"
+        for entry in blocks
+    ]
+    rows += [
+        f"| [engine, with model_engine={name}](engine-{name}.md) | keys of every `engine` block |"
+        for name in ("fsdp", "megatron")
+    ]
+    top = ["\n## Keys outside of blocks\n", *_iterate_table_lines("", leaves, meanings)]
+    index = HEAD.replace("{name}", ANY_NAME) + "\n".join([*rows, *top]) + "\n"
+    return {"index.md": index} | pages
+
+
+def _build_block_page(entry: Entry, meanings: Mapping[str, str], seen: dict[type, str]) -> str:
+    """Return the page of a block at the top; `seen` has the blocks of the pages before it."""
+    nested = entry.block or entry.item
+    assert nested is not None
+    prefix = f"{entry.name}." + (f"{ANY_NAME}." if entry.item is not None else "")
+    head = f"# {entry.name}\n\n{_describe_block(entry, meanings)}\n"
+    if nested in seen:
+        return f"{head}\nThe same keys as {_link_block(seen[nested])}.\n"
+    seen[nested] = prefix
+    lines = _iterate_block_lines(prefix, nested, engine_class=EngineConfig, seen=seen)
+    return "\n".join([head, *lines]) + "\n"
+
+
+def _describe_block(entry: Entry, meanings: Mapping[str, str]) -> str:
+    """Return the meaning of a block: of its field, or else of its class."""
+    meaning = meanings.get(entry.name, "")
+    if meaning and not meaning.startswith("See "):
+        return meaning
+    return (inspect.getdoc(entry.block or entry.item) or "").partition("\n")[0]
+
+
+def _build_engine_page(name: str) -> str:
+    cls = load_engine_config_class(name)
+    known = {entry.name for entry in iterate_entries(EngineConfig, engine_class=EngineConfig)}
+    extra_entries = [
+        entry for entry in iterate_entries(cls, engine_class=cls) if entry.name not in known
+    ]
+    return "\n".join(
+        [
+            f"# engine: {name}",
+            "",
+            f"Keys of every `engine` block with `model_engine={name}`, in addition to those of all",
+            "engines in [`actor.engine.*`](actor.md#actorengine).",
+            "",
             *_iterate_table_lines("", extra_entries, read_field_docstrings(cls)),
+            "",
         ]
-    return "\n".join(parts) + "\n"
+    )
+
+
+def _link_block(prefix: str) -> str:
+    """Return a link to the block with this prefix, such as `actor.engine.`."""
+    block = prefix.removesuffix(".")
+    page, _, rest = block.partition(".")
+    return f"[`{prefix}*`]({page}.md{_to_anchor(block) if rest else ''})"
+
+
+def _to_anchor(block: str) -> str:
+    """Return the anchor of a block's heading, as mkdocs makes it."""
+    return "#" + "".join(letter for letter in block.lower() if letter.isalnum() or letter in "-_")
 
 
 def _iterate_block_lines(
@@ -169,7 +228,7 @@ def _iterate_block_lines(
     meanings = read_field_docstrings(cls)
     leaves = [entry for entry in entries if entry.block is None and entry.item is None]
     if leaves:
-        yield f"\n## `{prefix}*`\n" if prefix else "\n## At the top\n"
+        yield f"\n## {prefix.removesuffix('.')}\n"
         yield from _iterate_table_lines(prefix, leaves, meanings)
     for entry in entries:
         nested = entry.block or entry.item
@@ -178,14 +237,15 @@ def _iterate_block_lines(
         inner = f"{prefix}{entry.name}." + (f"{ANY_NAME}." if entry.item is not None else "")
         if nested in seen:
             meaning = meanings.get(entry.name, "")
-            yield f"\n## `{inner}*`\n\n{meaning} The same keys as `{seen[nested]}*`."
+            block = inner.removesuffix(".")
+            yield f"\n## {block}\n\n{meaning} The same keys as {_link_block(seen[nested])}."
             continue
         seen[nested] = inner
         yield from _iterate_block_lines(inner, nested, engine_class=engine_class, seen=seen)
 
 
 def _iterate_table_lines(
-    prefix: str, entries: list[Entry], meanings: dict[str, str]
+    prefix: str, entries: list[Entry], meanings: Mapping[str, str]
 ) -> Iterator[str]:
     yield "| key | type | default | unit | meaning |\n|---|---|---|---|---|"
     for entry in entries:

@@ -11,9 +11,10 @@ from temper_trainer.config_loading.schema import iterate_entries
 from tools.docs import find_broken_links
 from tools.environment import PACKAGES
 from tools.pages import split_page
+from tools.project_urls import REPOSITORY_URL
 from tools.site.__main__ import gather_pages
 from tools.site.architecture_figure import FIGURE, contract_layers, draw_architecture
-from tools.site.configuration import build_configuration_page
+from tools.site.configuration import build_configuration_pages
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,16 +41,53 @@ def test_every_page_is_in_the_navigation(site: Path) -> None:
     pages = sorted(
         path.relative_to(site / "pages").as_posix() for path in (site / "pages").rglob("*.md")
     )
-    assert [page for page in pages if page not in navigation] == []
-    assert {
-        f"reference/{name}.md" for name in (*PACKAGES, "configuration", "compatibility")
-    } <= set(pages)
+    listed = re.findall(r"(?m)^ +- (?:[^:\n]+: )?([\w./-]+\.md)$", navigation)
+    assert sorted(listed) == pages
+    assert {f"reference/{package}/index.md" for package in PACKAGES} <= set(pages)
+    assert {"index.md", "reference/compatibility.md"} <= set(pages)
 
 
-def test_glossary_is_listed_with_the_concepts(site: Path) -> None:
+def test_navigation_follows_a_users_work(site: Path) -> None:
     navigation = (site / "mkdocs.yml").read_text()
-    concepts = navigation.partition("- Concepts:")[2].partition("- How to:")[0]
-    assert "- docs/glossary.md" in concepts
+    work = [
+        "install.md",
+        "first-run.md",
+        "data.md",
+        "reward.md",
+        "sft.md",
+        "dpo.md",
+        "lora.md",
+        "algorithms.md",
+        "distillation.md",
+        "environment.md",
+        "evaluate-and-export.md",
+        "gpu.md",
+        "schedulers.md",
+        "troubleshooting.md",
+        "migration/README.md",
+        "writing-an-engine.md",
+        "reference/configuration/index.md",
+        "benchmarks/README.md",
+        "decisions/0001",
+    ]
+    positions = [navigation.index(f"{page}") for page in work]
+    assert positions == sorted(positions)
+
+
+def test_every_module_has_a_page(site: Path) -> None:
+    page = (site / "pages/reference/engine-api/temper_engine_api.batch.md").read_text()
+    assert page == "# batch\n\n::: temper_engine_api.batch\n"
+    index = (site / "pages/reference/engine-api/index.md").read_text()
+    assert "| [temper_engine_api.batch](temper_engine_api.batch.md) | " in index
+
+
+def test_repository_link_needs_an_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: Path
+) -> None:
+    assert ("repo_url" in (site / "mkdocs.yml").read_text()) == bool(REPOSITORY_URL)
+    monkeypatch.setattr("tools.site.__main__.REPOSITORY_URL", "https://example.org/temper")
+    gather_pages(ROOT, tmp_path / "site")
+    assert "repo_url: https://example.org/temper\n" in (tmp_path / "site/mkdocs.yml").read_text()
 
 
 def test_compatibility_table_shows_which_packages_need_torch(site: Path) -> None:
@@ -65,12 +103,12 @@ def test_compatibility_table_shows_which_packages_need_torch(site: Path) -> None
 
 
 def test_configuration_reference_explains_every_key() -> None:
-    page = build_configuration_page()
+    page = "\n".join(build_configuration_pages().values())
     rows = dict(re.findall(r"^\| `([^`]+)` \| .* \| ([^|]*) \|$", page, re.MULTILINE))
     assert {"task", "batching.max_tokens", "run.seed", "strategy", "tensor_parallel"} <= rows.keys()
     assert [key for key, meaning in rows.items() if not meaning.strip()] == []
     for entry in iterate_entries(TrainerConfig, engine_class=EngineConfig):
-        assert f"`{entry.name}" in page
+        assert f"`{entry.name}" in page or f"# {entry.name}\n" in page
     assert "| `runtime.worker_timeout_s` | number | " in page
     assert " | seconds | " in page
 
@@ -78,7 +116,7 @@ def test_configuration_reference_explains_every_key() -> None:
 def test_every_number_in_the_configuration_has_a_unit_or_none() -> None:
     rows = re.findall(
         r"^\| `([^`]+)` \| ((?:\\\||[^|])*) \| (?:\\\||[^|])* \| ((?:\\\||[^|])*) \|",
-        build_configuration_page(),
+        "\n".join(build_configuration_pages().values()),
         re.MULTILINE,
     )
     units = {key: unit.strip() for key, kind, unit in rows if "number" in kind}
