@@ -22,6 +22,8 @@ from pathlib import Path
 
 import pyarrow as pa
 from pyarrow import parquet
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tools.command_rules import (
     EXAMPLE_OVERRIDES,
@@ -90,10 +92,23 @@ _TINY_CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+_WORDS = ("<unk>", "<pad>", "<eos>", "1", "2")
+_TOKENIZER = {
+    "tokenizer.json": Tokenizer(
+        WordLevel({word: index for index, word in enumerate(_WORDS)}, unk_token="<unk>")
+    ).to_str(),
+    "tokenizer_config.json": json.dumps(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": "<pad>",
+            "eos_token": "<eos>",
+        }
+    ),
+    "chat_template.jinja": "{% for message in messages %}{{ message.content }}<eos>{% endfor %}",
+}
 _MODEL = {
     "config.json": json.dumps(_TINY_CONFIG),
-    "tokenizer.json": "{}",
-    "chat_template.jinja": "",
+    **_TOKENIZER,
     "model.safetensors": "\2" + 7 * "\0" + "{}",
 }
 """The files of a model directory that `temper-train --check` reads."""
@@ -118,7 +133,7 @@ INPUTS = {
     # The same page creates these runs and then uses their models. Without the marker, the command
     # that creates one would be refused.
     **{f"{run}/.untrained": "" for run in ("runs/gsm8k_sft", "runs/judge", "warm")},
-    "warm/tokenizer/tokenizer.json": "{}",
+    **{f"warm/tokenizer/{name}": text for name, text in _TOKENIZER.items()},
     **dict.fromkeys(("old/run_grpo.sh", "run_grpo.sh", "examples/other.sh"), _OLD_SCRIPT),
     **dict.fromkeys(("old/rewards.py", "src/rewards.py"), "from verl import DataProto\n"),
     "my_run.yaml": _OLD_CONFIG,

@@ -36,6 +36,7 @@ UNITS = {
     "gpus_per_worker": "GPUs",
     "group_size": "completions",
     "horizon": "tokens",
+    "kl_clamp": "nats",
     "kl_horizon": "completions",
     "kl_target": "nats",
     "layers_per_stage": "layers",
@@ -108,6 +109,7 @@ NO_UNIT = frozenset(
             "entropy_coef",
         ),
         *(
+            "entropy_coef_max",
             "entropy_coef_step",
             "kl_loss_coef",
             "kl_reward_coef",
