@@ -50,6 +50,7 @@ def gather_pages(root: Path, folder: Path) -> None:
     for package in PACKAGES:
         for name, text in _build_reference_pages(root, package).items():
             _write(pages / "reference" / package / name, text)
+    shutil.copy(Path(__file__).with_name("stylesheet.css"), pages)
     repository = f"repo_url: {REPOSITORY_URL}\n" if REPOSITORY_URL else ""
     _write(
         folder / "mkdocs.yml",

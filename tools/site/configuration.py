@@ -230,7 +230,8 @@ def _iterate_block_lines(
     meanings = read_field_docstrings(cls)
     leaves = [entry for entry in entries if entry.block is None and entry.item is None]
     if leaves:
-        yield f"\n## {prefix.removesuffix('.')}\n"
+        # The title of the page already names a block at the top.
+        yield f"\n## {prefix.removesuffix('.')}\n" if prefix.count(".") > 1 else ""
         yield from _iterate_table_lines(prefix, leaves, meanings)
     for entry in entries:
         nested = entry.block or entry.item
