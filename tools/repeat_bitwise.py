@@ -271,9 +271,9 @@ def _make_key(unit: Sequence[str], condition: str, expression: str) -> str:
 def _count_done(
     record: Record, group: str, unit: Sequence[str], condition: str, expression: str
 ) -> int:
-    """Return the repetitions of a file; older records count whole groups."""
-    whole = record.done.get(_make_key((group,), condition, expression), 0)
-    return record.done.get(_make_key(unit, condition, expression), whole)
+    """Return the repetitions of a file; older records count by group."""
+    num_of_group = record.done.get(_make_key((group,), condition, expression), 0)
+    return record.done.get(_make_key(unit, condition, expression), num_of_group)
 
 
 def _store(record: Record, path: Path) -> None:
