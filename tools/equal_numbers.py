@@ -87,7 +87,7 @@ def read_renames(text: str) -> dict[str, str]:
     """Return new names by old names, from table rows with as many names on both sides."""
     renames: dict[str, str] = {}
     for line in text.splitlines():
-        cells = [re.findall(r"`([^`]+)`", cell) for cell in line.strip("|").split("|")]
+        cells = [re.findall(r"`\"?([^`\"]+)\"?`", cell) for cell in line.strip("|").split("|")]
         for old_names, new_names in itertools.pairwise(cells):
             if len(old_names) == len(new_names):
                 renames |= {
@@ -188,6 +188,10 @@ def compare_kit(old: Path, new: Path, *, renames: Mapping[str, str]) -> str:
         function, bracket, parameters = test.partition("[")
         function = find_new_name(function, renames=renames, new_names=functions)
         name = function + bracket + parameters
+        if name not in outcomes:
+            # The last parameter may have a new id, such as the name of an objective.
+            others, dash, last = parameters.removesuffix("]").rpartition("-")
+            name = f"{function}[{others}{dash}{renames.get(last, last)}]"
         if name not in outcomes:
             unmatched.append(test)
         elif outcomes[name] == outcome:

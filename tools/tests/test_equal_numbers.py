@@ -67,10 +67,12 @@ def test_name_is_followed_through_several_renames(
 def test_outcomes_of_renamed_conformance_tests_are_compared(tmp_path: Path) -> None:
     old, new = tmp_path / "fsdp.xml", tmp_path / "new.xml"
     old.write_text(
-        '<testsuite><testcase name="test_a[1]"/><testcase name="test_b"><failure/></testcase>'
+        '<testsuite><testcase name="test_a[1-old_id]"/><testcase name="test_b"><failure/></testcase>'
         '<testcase name="test_gone"/></testsuite>'
     )
-    new.write_text('<testsuite><testcase name="test_c[1]"/><testcase name="test_b"/></testsuite>')
-    line = compare_kit(old, new, renames={"test_a": "test_c"})
+    new.write_text(
+        '<testsuite><testcase name="test_c[1-new_id]"/><testcase name="test_b"/></testsuite>'
+    )
+    line = compare_kit(old, new, renames={"test_a": "test_c", "old_id": "new_id"})
     assert "1 of 3 tests have the same outcome, 1 differ ['test_b']" in line
     assert "without a new name: ['test_gone']" in line
