@@ -67,8 +67,8 @@ def test_name_is_followed_through_several_renames(
 def test_outcomes_of_renamed_conformance_tests_are_compared(tmp_path: Path) -> None:
     old, new = tmp_path / "fsdp.xml", tmp_path / "new.xml"
     old.write_text(
-        '<testsuite><testcase name="test_a[1-old_id]"/><testcase name="test_b"><failure/></testcase>'
-        '<testcase name="test_gone"/></testsuite>'
+        '<testsuite><testcase name="test_a[1-old_id]"/><testcase name="test_gone"/>'
+        '<testcase name="test_b"><failure/></testcase></testsuite>'
     )
     new.write_text(
         '<testsuite><testcase name="test_c[1-new_id]"/><testcase name="test_b"/></testsuite>'
