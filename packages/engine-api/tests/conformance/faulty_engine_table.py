@@ -183,6 +183,7 @@ FAULTY_ENGINES = (
     FaultyEngine(state.NeverDecaysVectors, ("test_update::test_decays_vectors_decays_vectors",)),
     FaultyEngine(state.OmitsBiasCorrection, ("test_update::test_three_updates_match_adamw",)),
     FaultyEngine(state.KeepsZeroedGradients, ("test_update::test_zeroed_gradients_stay_zero",)),
+    FaultyEngine(state.KeepsLocalGradients, ("test_update::test_zeroed_gradients_stay_zero",)),
     FaultyEngine(
         state.DropsGradientsOnExit, ("test_update::test_leaving_train_mode_keeps_gradients",)
     ),
@@ -205,6 +206,10 @@ FAULTY_ENGINES = (
     FaultyEngine(
         state.SkipsManifestCheck,
         ("test_step_directory::test_damaged_checkpoint_is_rejected_naming_the_file",),
+    ),
+    FaultyEngine(
+        state.DecaysBeforeItLoads,
+        ("test_settings::test_rejected_checkpoint_changes_no_weight_of_sgd",),
     ),
     FaultyEngine(
         state.LoadsOtherModels,
@@ -273,6 +278,10 @@ FAULTY_ENGINES = (
         ("test_sizes::test_each_of_24_short_sequences_has_its_own_temperature",),
     ),
     FaultyEngine(inputs.CountsPaddedLogits, ("test_logprob::test_head_outputs_match_oracle",)),
+    FaultyEngine(
+        inputs.TakesLogprobOfARequestedToken,
+        ("test_logprob::test_outputs_requested_together_match_oracle",),
+    ),
     FaultyEngine(
         inputs.LeaksBetweenLongSequences,
         ("test_sizes::test_long_sequences_do_not_see_each_other",),
@@ -414,6 +423,7 @@ FAULTY_ENGINES = (
     ),
     FaultyEngine(failures.KeepsGradientsOfFailedCalls, (AFTER_FAILURE,)),
     FaultyEngine(failures.KeepsUnreducedSumsOfFailedCalls, (AFTER_FAILURE,)),
+    FaultyEngine(failures.DropsCompleteGradientsOnly, (AFTER_FAILURE,)),
     FaultyEngine(
         failures.StepsAfterAFailedCall,
         ("test_failed_call::test_failed_update_cannot_be_continued",),

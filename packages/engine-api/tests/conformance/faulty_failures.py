@@ -53,6 +53,14 @@ class KeepsUnreducedSumsOfFailedCalls(DataParallelOracle):
         super()._zero_gradients()
 
 
+class DropsCompleteGradientsOnly(DataParallelOracle):
+    """Drops the gradients of a failed update only if every parameter has one."""
+
+    def _discard_update(self):
+        if all(parameter.grad is not None for parameter in self.parameters().values()):
+            super()._zero_gradients()
+
+
 class StepsAfterAFailedCall(DataParallelOracle):
     """Steps with the gradients that a failed call left behind."""
 

@@ -94,6 +94,15 @@ class CountsPaddedLogits(_ChangedOutputs):
         return HeadOutputs(columns={name: columns[name] for name in requested_outputs})
 
 
+class TakesLogprobOfARequestedToken(_ChangedOutputs):
+    """Returns the log-prob of the last requested token if both kinds of log-probs are requested."""
+
+    def _change(self, outputs, micro):
+        if {HeadOutput.LOGPROB, HeadOutput.LOGPROB_AT} <= outputs.keys():
+            return {**outputs, HeadOutput.LOGPROB: outputs[HeadOutput.LOGPROB_AT][:, -1]}
+        return outputs
+
+
 class LeaksBetweenLongSequences(LeaksAcrossSequences):
     """Lets a sequence attend to those before it if one has more than 32 tokens."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from data_parallel_oracle import DataParallelOracle
+from full_oracle import FullOracle
 from peft.tuners.lora import LoraLayer
 
 from temper_engine_api.checkpoint import ENGINE_PART, find_step
@@ -127,6 +128,25 @@ class KeepsZeroedGradients(DataParallelOracle):
         """Keep the gradients."""
 
 
+class KeepsLocalGradients(DataParallelOracle):
+    """Drops reduced gradients in ``optimizer_zero_grad``, but not those that are still local."""
+
+    def _build(self):
+        self._is_local = False
+        return super()._build()
+
+    def _run_micro_batches(self, batch, *, forward_only, reduce_gradients, **options):
+        if not forward_only:
+            self._is_local = not reduce_gradients
+        return super()._run_micro_batches(
+            batch, forward_only=forward_only, reduce_gradients=reduce_gradients, **options
+        )
+
+    def _zero_gradients(self):
+        if not self._is_local:
+            super()._zero_gradients()
+
+
 class DropsGradientsOnExit(DataParallelOracle):
     """Drops gradients when it leaves a mode."""
 
@@ -231,6 +251,18 @@ class LoadsOtherModels(DataParallelOracle):
             {name: master for name, master in masters.items() if name in self.parameters()},
             directory=directory,
         )
+
+
+class DecaysBeforeItLoads(FullOracle):
+    """Creates the state of another optimizer with a step, and keeps the decayed weights."""
+
+    def _read_state(self, directory):
+        if self.other_optimizer is not None:
+            for parameter in self.parameters().values():
+                parameter.grad = torch.zeros_like(parameter)
+            self.other_optimizer.step()
+            self.other_optimizer.zero_grad()
+        super()._read_state(directory)
 
 
 class DropsUpdateCounts(DataParallelOracle):

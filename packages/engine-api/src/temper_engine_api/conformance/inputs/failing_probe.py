@@ -13,11 +13,18 @@ from temper_engine_api.conformance.inputs.probes import SftProbe
 from temper_engine_api.objective import HeadOutput, HeadOutputs, LossTerms
 from temper_engine_api.rank_failures import close_connections, own_connections
 
-Kind = Literal["loss", "interrupt", "memory_in_backward", "waits_in_collective", "lost_network"]
+Kind = Literal[
+    "loss",
+    "interrupt",
+    "memory_in_backward",
+    "memory_in_layer",
+    "waits_in_collective",
+    "lost_network",
+]
 """Kind of the failure: an InjectedError or a KeyboardInterrupt in the loss, or running out of
-memory in the backward pass. In `waits_in_collective` the ranks that do not raise wait for the
-others in a collective of the loss. In `lost_network` all ranks wait there, and the connections of
-those that fail are closed from outside."""
+memory in the backward pass, at its start or halfway through the layers. In `waits_in_collective`
+the ranks that do not raise wait for the others in a collective of the loss. In `lost_network` all
+ranks wait there, and the connections of those that fail are closed from outside."""
 
 
 class InjectedError(Exception):
@@ -58,12 +65,31 @@ class FailingProbe(SftProbe):
             raise InjectedError(describe(self.fails_at))
         elif fails and self.kind == "interrupt":
             raise KeyboardInterrupt
+        elif fails and self.kind == "memory_in_layer":
+            raise_halfway_through_backward(head_outputs[HeadOutput.LOGPROB])
         elif fails:
             logprob: Tensor = _RaisesInBackward.apply(  # type: ignore[no-untyped-call]
                 head_outputs[HeadOutput.LOGPROB]
             )
             return LossTerms(loss=-logprob)
         return terms
+
+
+def raise_halfway_through_backward(column: Tensor) -> None:
+    """Make the backward pass of a column raise when about half of its nodes have run."""
+    assert column.grad_fn is not None, "the column has a gradient in a training call"
+    # Breadth first: nodes near the loss, which run first, come first.
+    nodes = [column.grad_fn]
+    seen = set(nodes)
+    for node in nodes:
+        following = [following for following, _ in node.next_functions if following is not None]
+        nodes += [each for each in dict.fromkeys(following) if each not in seen]
+        seen.update(following)
+    nodes[len(nodes) // 2].register_prehook(_raise_out_of_memory)
+
+
+def _raise_out_of_memory(_gradients: tuple[Tensor, ...]) -> None:
+    raise torch.OutOfMemoryError("injected in a layer")
 
 
 def describe(micro_batch: int) -> str:

@@ -65,7 +65,7 @@ class Recovery:
 
 
 @pytest.mark.bitwise
-@pytest.mark.parametrize("kind", ["loss", "interrupt", "memory_in_backward"])
+@pytest.mark.parametrize("kind", ["loss", "interrupt", "memory_in_backward", "memory_in_layer"])
 def test_updates_after_a_failed_call_equal_those_of_a_fresh_run(
     engine_under_test: EngineUnderTest, oracle: OracleCache, kind: Kind
 ) -> None:

@@ -74,6 +74,28 @@ def test_head_outputs_match_oracle(
     )
 
 
+def test_outputs_requested_together_match_oracle(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Each head output has the same values next to all others as on its own."""
+    setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
+    requested = list(LANGUAGE_OUTPUTS)
+    if Capability.LOGPROB_AT in engine_under_test.capabilities:
+        requested.append(HeadOutput.LOGPROB_AT)
+    outputs = engine_under_test.run(
+        measure_outputs, setup=setup, batch=batch, requested_outputs=requested
+    )[0]
+    for head_output in requested:
+        assert_close(
+            outputs.columns[head_output],
+            oracle.get_outputs(setup, batch, head_output),
+            LOGPROB,
+            quantity=head_output.value,
+            batch=batch,
+            num_ranks=engine_under_test.num_data_ranks,
+        )
+
+
 @pytest.mark.parametrize("head_output", LANGUAGE_OUTPUTS, ids=lambda head_output: head_output.value)
 def test_peaked_distributions_match_oracle(
     engine_under_test: EngineUnderTest, oracle: OracleCache, head_output: HeadOutput

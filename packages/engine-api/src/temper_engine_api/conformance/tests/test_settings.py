@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,13 +34,15 @@ from temper_engine_api.conformance.inputs.probes import (
     ClippedPpoProbe,
     DeterminismProbe,
 )
-from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
+from temper_engine_api.conformance.inputs.tiny_models import OTHER_SHAPES, QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.conformance.tests.test_capability import read_init_error
+from temper_engine_api.errors import CheckpointError
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import OptimizerSpec
 
 SGD = OptimizerSpec(name="torch.optim.SGD", lr=0.1, weight_decay=0.0, clip_grad_norm=None)
+DECAYING_SGD = replace(SGD, weight_decay=0.5, arguments={"momentum": 0.9})
 MIN_ENTRIES = 64
 """A tensor with fewer entries may happen to have none that bf16 cannot represent."""
 
@@ -85,8 +88,10 @@ def test_first_update_of_sgd_is_lr_times_the_gradient(
         assert_close(weight, expected, UPDATE, quantity=f"{name} after one update of SGD")
 
 
-def train_and_export(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> dict[str, Tensor]:
-    """Return the exported weights after one update."""
+def train_and_export(
+    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, saves_to: Path | None = None
+) -> dict[str, Tensor]:
+    """Return the exported weights after one update; save a checkpoint if a folder is given."""
     engine = rank.temporary_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     engine.optimizer_zero_grad()
@@ -95,7 +100,41 @@ def train_and_export(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) ->
             rank_slice(engine, batch, split=ONE_MICRO_BATCH), forward_only=False
         )
     engine.optimizer_step()
+    if saves_to is not None:
+        engine.save_checkpoint(str(saves_to), global_step=1)
     return collect_weights(engine)
+
+
+@pytest.mark.if_claimed(Capability.ANY_OPTIMIZER)
+def test_rejected_checkpoint_changes_no_weight_of_sgd(
+    engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
+) -> None:
+    """Check that a rejected checkpoint of another model changes no weight.
+
+    torch's optimizers create their state in the first step, so an engine may step before it loads.
+    """
+    setup, other = (
+        oracle.make_setup(model, optimizer=DECAYING_SGD, compute="fp32")
+        for model in (QWEN2_GROUPED, OTHER_SHAPES[0])
+    )
+    if is_rejected_by_the_layout(engine_under_test, setup):
+        return
+    engine_under_test.run(
+        train_and_export, setup=other, batch=oracle.get_batch(), saves_to=tmp_path
+    )
+    for before, after in engine_under_test.run(load_other_model, setup=setup, folder=tmp_path):
+        assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def load_other_model(
+    rank: Rank, *, setup: EngineSetup, folder: Path
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights before and after a checkpoint was rejected."""
+    engine = rank.temporary_engine(setup)
+    before = collect_weights(engine)
+    with pytest.raises(CheckpointError):
+        engine.load_checkpoint(str(folder))
+    return before, collect_weights(engine)
 
 
 @pytest.mark.if_claimed(Capability.OTHER_DTYPES)

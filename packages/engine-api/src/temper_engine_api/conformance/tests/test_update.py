@@ -301,33 +301,37 @@ def skip_until_error(
     )
 
 
+@pytest.mark.parametrize("is_final", [False, True], ids=["local", "reduced"])
 def test_zeroed_gradients_stay_zero(
-    engine_under_test: EngineUnderTest, oracle: OracleCache
+    engine_under_test: EngineUnderTest, oracle: OracleCache, is_final: bool
 ) -> None:
     """After `optimizer_zero_grad`, an update sees no earlier gradient, local or reduced."""
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     update = engine_under_test.run(
-        update_after_a_dropped_one, setup=setup, batch=batch, dropped=oracle.get_batch(seed=1)
+        update_after_a_dropped_one,
+        setup=setup,
+        batch=batch,
+        dropped=oracle.get_batch(seed=1),
+        is_final=is_final,
     )[0]
     assert_all_close(update.gradients, expected.gradients, UPDATE, quantity="gradient")
 
 
 def update_after_a_dropped_one(
-    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, dropped: SequenceBatch
+    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, dropped: SequenceBatch, is_final: bool
 ) -> Update:
-    """Drop gradients of one batch, reduced and not, then train on another one."""
+    """Drop the gradients of one batch, which are reduced if the call was final; train on another.
+
+    Nothing may come between: a final call would reduce local gradients, and hide that they stay.
+    """
     engine = rank.cached_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
-    # Before the final call gradients are local, after it reduced; both must be dropped.
-    for is_final in (False, True):
-        engine.optimizer_zero_grad()
-        with engine.train_mode():
-            engine.forward_backward_batch(
-                rank_slice(engine, dropped, split=ONE_MICRO_BATCH),
-                forward_only=False,
-                final=is_final,
-            )
+    engine.optimizer_zero_grad()
+    with engine.train_mode():
+        engine.forward_backward_batch(
+            rank_slice(engine, dropped, split=ONE_MICRO_BATCH), forward_only=False, final=is_final
+        )
     return run_update(engine, [rank_slice(engine, batch, split=ONE_MICRO_BATCH)])
 
 
