@@ -15,6 +15,11 @@ LAYOUTS = (
     Layout(name="fsdp1-hybrid.4", world_size=4, fields={"strategy": "fsdp1", "fsdp_size": 2}),
     Layout(name="fsdp1-replicated.2", world_size=2, fields={"strategy": "fsdp1", "fsdp_size": 1}),
     Layout(name="hybrid.4", world_size=4, fields={"fsdp_size": 2}),
+    Layout(
+        name="hybrid-no-reshard.4",
+        world_size=4,
+        fields={"fsdp_size": 2, "reshard_after_forward": False},
+    ),
     Layout(name="replicated.2", world_size=2, fields={"fsdp_size": 1}),
     *_make_layouts((2, 4), "no-reshard", {"reshard_after_forward": False}),
     Layout(
