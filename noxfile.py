@@ -336,6 +336,20 @@ def mutants(session: nox.Session) -> None:
     )
 
 
+@nox.session
+def mutation(session: nox.Session) -> None:
+    """Run the conformance kit on mutants of engine-fsdp's arithmetic; see tools/mutation.py.
+
+    Arguments go to its `run`. A run that was stopped continues, if the sources are the same.
+    """
+    python, state = str(ensure_environment(ROOT)), ROOT / ".temper" / "mutation"
+    session.install("cosmic-ray==8.7.0")
+    session.run("python", "-m", "tools.mutation", "draw", env={"PYTHONPATH": str(ROOT)})
+    tool = (python, "-m", "tools.mutation")
+    session.run(*tool, "run", "--out", str(state), *session.posargs, external=True)
+    session.run(*tool, "page", str(state / "mutation.json"), external=True)
+
+
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """Run all benchmarks, or the one named after --: `-- startup --repeats 3`."""
@@ -460,6 +474,7 @@ def nightly(session: nox.Session) -> None:
     session.notify("verl-releases")
     session.notify("faults")
     session.notify("bitwise")
+    session.notify("mutation")
     session.notify("docs")
     session.notify("build")
     for number in VLLM:

@@ -1,0 +1,105 @@
+"""Test that mutants are applied where they were drawn, and that results of runs are merged."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tools.mutation import (
+    MODULES,
+    SESSIONS,
+    SOURCES,
+    Mutant,
+    MutantResult,
+    hash_sources,
+    main,
+    read_equivalents,
+    read_sample,
+    read_states,
+    render_page,
+    write_state,
+)
+
+MUTANT = Mutant(
+    id="0123abcd",
+    module="engine.py",
+    operator="NumberReplacer",
+    occurrence=0,
+    line=2,
+    old=("b = 1",),
+    new=("b = 2",),
+    context="function",
+)
+
+
+def test_mutant_changes_its_lines_only() -> None:
+    assert MUTANT.apply("a = 0\nb = 1\nc = 1\n") == "a = 0\nb = 2\nc = 1\n"
+
+
+def test_mutant_of_other_sources_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"engine\.py has changed at line 2 .* draw"):
+        MUTANT.apply("b = 1\na = 0\n")
+
+
+def test_finished_result_wins_over_an_unfinished_one(tmp_path: Path) -> None:
+    begun = MutantResult(sources=hash_sources(), passed={"one-rank": ["1-rank test_a"]})
+    ended = MutantResult(sources=hash_sources(), outcome="survived")
+    for name, result in (("a", begun), ("b", ended), ("c", begun)):
+        write_state(tmp_path / f"{name}.json", {MUTANT.id: result})
+    paths = [tmp_path / f"{name}.json" for name in "abc"]
+    assert read_states(paths, mutants=[MUTANT]) == {MUTANT.id: ended}
+
+
+def test_detected_mutants_stay_detected_while_their_function_is_the_same(tmp_path: Path) -> None:
+    detected = MutantResult(context=MUTANT.context, sources="older", outcome="detected")
+    path = tmp_path / "state.json"
+    write_state(path, {MUTANT.id: detected})
+    assert read_states([path], mutants=[MUTANT]) == {MUTANT.id: detected}
+    assert read_states([path], mutants=[replace(MUTANT, context="changed")]) == {}
+
+
+def test_survivors_run_again_with_another_kit(tmp_path: Path) -> None:
+    survivor = MutantResult(context=MUTANT.context, sources="older", outcome="survived")
+    path = tmp_path / "state.json"
+    write_state(path, {MUTANT.id: survivor})
+    assert read_states([path], mutants=[MUTANT]) == {}
+
+
+def test_page_counts_mutants_by_module_and_lists_each() -> None:
+    other = replace(MUTANT, id="ffff0000", line=9)
+    result = MutantResult(
+        outcome="detected", layout="1-rank", test="test_a[1-rank]", detail="1 != 2"
+    )
+    page = render_page(
+        [MUTANT, other], {MUTANT.id: result}, {other.id: ("equivalent", "b is not read.")}
+    )
+    assert "| `engine.py` | 1 | 1 | 0 | 0 | 0 | 0 |" in page
+    assert "| `b = 1` becomes `b = 2` | 1-rank | `test_a` |" in page
+    assert "| ffff0000 | `engine.py`, line 9 | `b = 1` becomes `b = 2` | equivalent | b is" in page
+
+
+def test_sample_and_reasons_are_complete() -> None:
+    mutants = read_sample()
+    assert len({mutant.id for mutant in mutants}) == len(mutants) >= 60
+    assert {mutant.module for mutant in mutants} <= set(MODULES)
+    assert all(
+        kind in ("equivalent", "outside", "cuda") and reason
+        for kind, reason in read_equivalents().values()
+    )
+
+
+def test_modules_and_layouts_exist() -> None:
+    from temper_engine_fsdp.layouts import LAYOUTS
+
+    assert all((SOURCES / module).exists() for module in MODULES)
+    known = {layout.name for layout in LAYOUTS} | {"1-rank", "2-ranks"}
+    assert all(session.layouts.keys() <= known for session in SESSIONS.values())
+
+
+@pytest.mark.nightly
+def test_kit_detects_an_optimizer_that_never_decays(tmp_path: Path) -> None:
+    decays = next(mutant for mutant in read_sample() if mutant.id == "0d031a6b")
+    assert main(["run", "--out", str(tmp_path), "--skip-original", "--only", decays.id]) == 0
+    (row,) = json.loads((tmp_path / "mutation.json").read_text()).values()
+    assert row["outcome"] == "detected"
