@@ -38,6 +38,12 @@ def test_key_below_a_removed_one_is_refused_with_it() -> None:
     )
 
 
+@pytest.mark.parametrize("block", ["", "teacher_model.", "teacher_models.math."])
+def test_key_that_gave_a_teacher_its_own_devices_is_refused_with_the_pool(block: str) -> None:
+    text = str(describe_removed_key(f"distillation.{block}enable_resource_pool"))
+    assert "every teacher has its own resource pool, teachers.NAME.pool" in text
+
+
 def test_every_key_of_a_removed_block_is_refused() -> None:
     assert "is in the config section reward_model of the older generation" in str(
         describe_removed_key("reward_model.megatron.seed")

@@ -18,6 +18,13 @@ class RemovedKey:
 
 
 REMOVED_KEYS = (
+    *(
+        RemovedKey(
+            key=f"{block}.enable_resource_pool",
+            replacement="nothing: every teacher has its own resource pool, teachers.NAME.pool",
+        )
+        for block in ("distillation", "distillation.teacher_model")
+    ),
     RemovedKey(
         key="data.train_files",
         replacement="data.train.paths=[FILE] with data.train.kind=parquet or jsonl",
@@ -296,6 +303,9 @@ def describe_refused_teacher_key(key: str) -> str | None:
 
 def describe_removed_key(key: str) -> str | None:
     """Return the error message for a removed key, else None."""
+    if key.startswith("distillation.teacher_models.") and key.endswith(".enable_resource_pool"):
+        # Between the two is the teacher's name.
+        key = "distillation.enable_resource_pool"
     for row in REMOVED_KEYS:
         if key == row.key or key.startswith(f"{row.key}."):
             return f"{key} was removed in {row.since}; use: {row.replacement}. {_hint(key)}"
