@@ -54,6 +54,15 @@ def test_completions_that_one_token_vetoed_are_trained_on_here_which_is_said(fou
     assert all("veto_threshold" in each and "trained on here" in each for each in told)
 
 
+@pytest.mark.parametrize(("level", "is_told"), [("token", False), ("sequence", True)])
+def test_normalized_weights_of_sequences_are_a_hazard(level: str, is_told: bool) -> None:
+    found = _later(rollout_is=level, rollout_is_threshold=2.0, rollout_is_batch_normalize=True)
+    assert _corrected(found)["self_normalize"] is True
+    told = [finding.message for finding in found.findings if finding.level == "hazard" and finding.rule == "correction"]
+    assert [each for each in told if "mean over sequences, here by their mean over trained tokens" in each] == told
+    assert bool(told) is is_told
+
+
 def test_a_level_that_is_not_here_is_left_out_and_said() -> None:
     for found in (_first(threshold=2.0, level="geometric", veto_threshold="null"), _later(rollout_is="geometric")):
         assert _corrected(found) == {}

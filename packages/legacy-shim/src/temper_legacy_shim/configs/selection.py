@@ -154,6 +154,14 @@ def _weights(draft: Draft, level: str) -> None:
         _put(draft, "truncate_at", draft.number(key), key)
     if draft.switch(f"{CORRECTION}.rollout_is_batch_normalize"):
         _put(draft, "self_normalize", True, f"{CORRECTION}.rollout_is_batch_normalize")
+        if level == "sequence":
+            draft.find(
+                "hazard",
+                "correction",
+                f"rollout_is_batch_normalize with weights per sequence: {draft.old.version} divided them by their mean over sequences, here "
+                "by their mean over trained tokens, in which long sequences count more. Gradients differ by a few percent where lengths do.",
+                f"{CORRECTION}.rollout_is_batch_normalize",
+            )
 
 
 def _bypass(draft: Draft, weighs: str) -> None:
