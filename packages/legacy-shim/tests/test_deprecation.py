@@ -58,6 +58,27 @@ def test_the_warning_names_the_callers_line_and_comes_once_a_place() -> None:
     assert {w.category for w in caught} == {LegacyWorkerWarning}
 
 
+def test_warning_under_ray_names_the_line_that_makes_the_class_remote() -> None:
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
+    old = make_old()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+        ray.remote(old)
+    assert [(w.filename, w.lineno) for w in caught if w.category is LegacyWorkerWarning] == [(__file__, line)]
+
+
+def test_actor_that_ray_constructs_does_not_warn_again(tmp_path: Path) -> None:
+    program = tmp_path / "ray/_private/workers/default_worker.py"
+    program.parent.mkdir(parents=True)
+    program.write_text(
+        "from temper_legacy_shim.deprecation import deprecated_class\n"
+        "@deprecated_class(since='0.2', removed_in='0.4', instead='a:B', how='call it')\nclass Old: pass\nOld()\n"
+    )
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
 def test_python_shows_the_warning_by_default_wherever_the_caller_is(tmp_path: Path) -> None:
     (tmp_path / "library.py").write_text(
         "from temper_legacy_shim.deprecation import Deprecation, warn_caller\n"

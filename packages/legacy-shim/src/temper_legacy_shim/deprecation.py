@@ -82,6 +82,15 @@ def deprecated_class(*, since: str, removed_in: str, instead: str, how: str) -> 
                 warn_caller(record)
             construct(self, *args, **kwargs)
 
+        inherited = cls.__init_subclass__
+
+        def __init_subclass__(subclass: type, **kwargs: Any) -> None:
+            getattr(inherited, "__func__", lambda _, **__: None)(subclass, **kwargs)
+            # ray.remote() derives a class of its own. The actor's process has no line of the user's, so the warning comes here.
+            if "__ray_actor_class__" in vars(subclass):
+                warn_caller(next(vars(base)["__deprecation__"] for base in subclass.__mro__ if "__deprecation__" in vars(base)))
+
+        cls.__init_subclass__ = classmethod(__init_subclass__)  # type: ignore[assignment]
         __init__.__wrapped__ = construct  # type: ignore[attr-defined]
         cls.__init__ = __init__  # type: ignore[misc]
         cls.__deprecation__ = record  # type: ignore[attr-defined]
@@ -95,12 +104,21 @@ def _is_warned_by_subclass(actual: type, cls: type) -> bool:
     return any("__deprecation__" in vars(base) for base in actual.__mro__[: actual.__mro__.index(cls)])
 
 
+_RAY_PROCESS = "ray/_private/workers/default_worker.py"
+"""The program of an actor's process, which calls itself ``__main__``."""
 _SEEN: set[tuple[str, str, int]] = set()
 
 
 def warn_caller(record: Deprecation) -> None:
-    """Warn at the first frame outside this package; once for each file and line, whatever the warning filters say."""
-    frame, level = _caller()
+    """Warn at the user's line; once for each file and line, whatever the warning filters say.
+
+    In the process of a Ray actor that Ray itself constructs there is no such line, and no warning: it came where the class was given to
+    ``ray.remote``.
+    """
+    found = _caller()
+    if found is None:
+        return
+    frame, level = found
     place = (record.what, frame.f_code.co_filename, frame.f_lineno)
     if place in _SEEN:
         return
@@ -108,18 +126,24 @@ def warn_caller(record: Deprecation) -> None:
     warnings.warn(record.sentence(), LegacyWorkerWarning, stacklevel=level)
 
 
-def _caller() -> tuple[FrameType, int]:
-    """The nearest frame whose module is not of this package, and its distance from ``warn_caller``."""
+def _caller() -> tuple[FrameType, int] | None:
+    """Return the nearest frame outside this package and Ray, with its distance from ``warn_caller``.
+
+    Returns:
+        None in Ray's own processes if nothing else is on the stack; elsewhere the outermost frame then.
+    """
     frame: FrameType | None = sys._getframe(1)
     assert frame is not None
-    level, outermost = 1, frame
+    level, outermost, is_in_ray = 1, frame, False
     while frame is not None:
         outermost = frame
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.partition(".")[0] != __name__.partition(".")[0]:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        is_of_ray = package == "ray" or frame.f_code.co_filename.endswith(_RAY_PROCESS)
+        is_in_ray = is_in_ray or is_of_ray
+        if package != __name__.partition(".")[0] and not is_of_ray:
             return frame, level
         frame, level = frame.f_back, level + 1
-    return outermost, level - 1
+    return None if is_in_ray else (outermost, level - 1)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,7 +37,9 @@ def test_two_ray_actors_train_on_their_chunks_and_agree_with_each_other(
     for rank in range(2):
         env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         env |= {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1"}
-        remote = ray.remote(ActorRolloutRefWorker).options(num_cpus=1, runtime_env={"env_vars": env})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LegacyWorkerWarning)  # comes once, where the class becomes remote
+            remote = ray.remote(ActorRolloutRefWorker).options(num_cpus=1, runtime_env={"env_vars": env})
         actors.append(remote.remote(config=actor_config, role="actor_rollout"))
     ray.get([actor.init_model.remote() for actor in actors], timeout=200)
     chunks = make_data(8).chunk(2)
