@@ -20,6 +20,11 @@ _CRITIC = {"DataParallelPPOCritic": f"{_WORKERS}.ppo_critic:DataParallelPPOCriti
 _MEGATRON_ACTOR = {"MegatronPPOActor": f"{_WORKERS}.megatron_workers:MegatronPPOActor", **_ACTOR_BASE}
 _MEGATRON_CRITIC = {"MegatronPPOCritic": f"{_WORKERS}.megatron_workers:MegatronPPOCritic", **_CRITIC_BASE}
 _PROTO = {name: f"{_SHIM}.data_proto:{name}" for name in ("DataProto", "DataProtoItem", "pad_dataproto_to_divisor", "unpad_dataproto")}
+_SCORES = f"{_SHIM}.old_scores"
+_DEFAULT_SCORE = {name: f"{_SCORES}:default_compute_score" for name in ("default_compute_score", "_default_compute_score")}
+_MATH = {name: f"{_SCORES}:{name}" for name in ("is_equiv", "last_boxed_only_string", "remove_boxed", "strip_string")}
+_MATH["compute_score"] = f"{_SCORES}:math_score"
+_GSM8K = {"compute_score": f"{_SCORES}:gsm8k_score", "extract_solution": f"{_SCORES}:extract_solution"}
 
 MODULES: dict[str, dict[str, str]] = {
     PACKAGE: {"DataProto": _PROTO["DataProto"]},
@@ -30,6 +35,11 @@ MODULES: dict[str, dict[str, str]] = {
         "OpenAIFunctionToolSchema": f"{_SHIM}.old_tools:ToolSchema",
         "ToolResponse": f"{_SHIM}.old_tools:ToolResponse",
     },
+    f"{PACKAGE}.utils": {},
+    f"{PACKAGE}.utils.reward_score": _DEFAULT_SCORE,
+    f"{PACKAGE}.utils.reward_score.gsm8k": _GSM8K,
+    f"{PACKAGE}.utils.reward_score.math": _MATH,
+    f"{PACKAGE}.utils.reward_score.math_reward": _MATH,
     f"{PACKAGE}.workers": {},
     f"{PACKAGE}.workers.fsdp_workers": _FSDP,
     f"{PACKAGE}.workers.megatron_workers": {

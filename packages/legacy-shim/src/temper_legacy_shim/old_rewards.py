@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol, SupportsFloat
 
+from temper_legacy_shim import old_paths
 from temper_legacy_shim.errors import MissingExtraError, UsageError
 
 Argument = str | int | float | bool | None
@@ -125,7 +126,17 @@ def _function(path: str, name: str) -> Callable[..., object]:
         raise UsageError(f"{path} is no Python file: give the .py file with the reward function.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    if not old_paths.is_installed() and importlib.util.find_spec(old_paths.PACKAGE) is None:
+        old_paths.install()  # for helpers such as verl.utils.reward_score.math.last_boxed_only_string
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        missing = str(error.name or "")
+        if missing.partition(".")[0] != old_paths.PACKAGE:
+            raise
+        from temper_legacy_shim.imports.successors import advice_for
+
+        raise UsageError(f"{path} can't be imported ({error}): {advice_for(missing)}.") from error
     function = vars(module).get(name)
     if not callable(function):
         raise UsageError(f"{path} has no function {name}: set reward.arguments.name to the one that scores.")

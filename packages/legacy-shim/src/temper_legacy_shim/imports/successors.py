@@ -67,6 +67,9 @@ _tool = "temper_legacy_shim.old_tools:HermesTools calls it in rollouts of severa
 _row((f"{PACKAGE}.tools.base_tool.BaseTool",), "temper_legacy_shim.old_tools:BaseTool", _tool)
 _row((f"{PACKAGE}.tools.schemas.ToolResponse",), "temper_legacy_shim.old_tools:ToolResponse", "")
 _row((f"{PACKAGE}.tools.schemas.OpenAIFunctionToolSchema",), "temper_legacy_shim.old_tools:ToolSchema", "")
+for _module in ("utils.reward_score", *(f"utils.reward_score.{_name}" for _name in ("gsm8k", "math", "math_reward"))):
+    for _name, _target in MODULES[f"{PACKAGE}.{_module}"].items():
+        _row(_in((_module,), _name), _target, "")
 _proto = "sequences lie end to end in it; padded mappings are converted by temper_engine_api.padding"
 _row((f"{PACKAGE}.DataProto", f"{PACKAGE}.protocol.DataProto"), "temper_engine_api.batch:PackedBatch", _proto)
 _row((f"{_CORE}.agg_loss",), "temper_engine_api.reduction:reduce_loss", "its denominators are those of the whole mini-batch")
@@ -94,6 +97,14 @@ _row((f"{_CORE}.compute_value_loss",), f"{_ALGORITHMS}.value_loss:ValueObjective
 WITHOUT: tuple[tuple[str, str], ...] = (
     (f"{PACKAGE}.trainer.ppo.ray_trainer", "the loop is temper-train's; its pages are temper_trainer.loops"),
     (f"{PACKAGE}.trainer.main", "run temper-train"),
+    (
+        f"{PACKAGE}.utils.reward_score.math_verify",
+        "use temper_trainer.reward.builtin_rewards.math_verify, which takes a prompt and the completion's text",
+    ),
+    (
+        f"{PACKAGE}.utils.reward_score.math_dapo",
+        "temper_legacy_shim.old_rewards.by_data_source scores data_source math_dapo; copy the function for another use",
+    ),
     (
         f"{PACKAGE}.utils.reward_score",
         "name a scoring function in reward.function; temper_legacy_shim.old_rewards calls those of the old signature",
