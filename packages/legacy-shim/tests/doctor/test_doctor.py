@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from temper_legacy_shim.cli import app
 from temper_legacy_shim.doctor.examination import Effort, Kind, examine
+from temper_legacy_shim.doctor.steps import carry_out
 from temper_legacy_shim.errors import UsageError
 
 RUN = (
@@ -58,6 +59,36 @@ def test_a_release_that_is_given_counts_for_every_configuration_and_script(proje
     steps = json.loads(CliRunner().invoke(app, told, catch_exceptions=False).stdout)["steps"]
     assert "v0.4.0" in steps[0]["what"]
     assert [step["command"].endswith("--from-version v0.4.0") for step in steps] == [True, True, False]
+
+
+def _with_checkpoint(project: Path, *marks: str) -> None:
+    role = project / "checkpoints/global_step_2/actor"
+    (role / "huggingface").mkdir(parents=True)
+    for name in ("model_world_size_1_rank_0.pt", *marks):
+        (role / name).write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("marks", "release", "said"),
+    [
+        (("config.json",), "v0.4.0", "(as its checkpoint, of 0.4.0)"),
+        (("huggingface/config.json",), "v0.3.0", "(as its checkpoint, of 0.2 to 0.3.0)"),
+        (("fsdp_config.json",), "v0.9", "(inferred from its keys; its checkpoint is of 0.4.1 or newer)"),
+    ],
+)
+def test_script_is_read_as_of_the_release_of_the_checkpoint_next_to_it(
+    project: Path, tmp_path: Path, marks: tuple[str, ...], release: str, said: str
+) -> None:
+    _with_checkpoint(project, *marks)
+    (step,) = (each for each in examine(project) if each.kind is Kind.SCRIPT)
+    assert f"of {release}" in step.what
+    assert step.what.endswith(said)
+    assert (step.version or "v0.9").startswith(release)
+    assert step.command.endswith(f"--from-version {step.version}") is (step.version is not None)
+    carry_out(step, project, tmp_path / "new")
+    assert release in (tmp_path / "new/scripts/run.sh").read_text()
+    (given,) = (each for each in examine(project, version="v0.7.0") if each.kind is Kind.SCRIPT)
+    assert given.what.endswith("of v0.7.0")
 
 
 def test_a_release_that_never_was_is_refused(project: Path) -> None:

@@ -19,6 +19,8 @@ SKIPPED = frozenset({".git", ".hg", ".venv", "venv", "env", "node_modules", "sit
 SCRIPT_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 _STEP = re.compile(r"global_step_\d+")
 _RANK_FILE = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
+_RANGE = re.compile(r"(?P<first>\d[\d.]*)(?: to (?P<last>\d[\d.]*)|(?P<newer> or newer))?")
+"""What a checkpoint's layout tells about its release, as ``Role.version`` has it."""
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -58,6 +60,8 @@ class Step:
     """What has to be decided, one sentence each."""
     command: str
     """What does this step alone."""
+    version: str | None = None
+    """Release that the step is for: as given, or a script's by the checkpoint next to it; None infers it from the keys."""
 
 
 def examine(folder: Path, *, version: str | None = None) -> list[Step]:
@@ -77,8 +81,9 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
 
         known_version(version)
     configs: list[Path] = []
-    scripts: list[Step] = []
+    scripts: list[Path] = []
     checkpoints: list[Step] = []
+    releases: dict[Path, str] = {}
     copies: list[Path] = []
     for directory, names, files in _walk(folder):
         copies += [directory / name for name in names if is_copy(directory / name)]
@@ -86,6 +91,7 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
         checkpoint = _checkpoint(folder, directory, names, files)
         if checkpoint is not None:
             checkpoints.append(checkpoint)
+            releases |= _releases(directory)
             names.clear()
             continue
         for name in files:
@@ -93,10 +99,10 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
             if path.suffix in (".yaml", ".yml"):
                 configs.append(path)
             elif path.suffix in SCRIPT_SUFFIXES:
-                scripts += _script(folder, path, version=version)
+                scripts.append(path)
     return [
         *_configs(folder, configs, version=version),
-        *scripts,
+        *(step for path in scripts for step in _script(folder, path, version=version, releases=releases)),
         *checkpoints,
         *_imports(folder),
         *(_copy(folder, path) for path in copies),
@@ -167,7 +173,43 @@ def _option(version: str | None) -> str:
     return f" --from-version {version}" if version else ""
 
 
-def _script(folder: Path, path: Path, *, version: str | None) -> list[Step]:
+def _releases(directory: Path) -> dict[Path, str]:
+    """Return the range of releases that wrote a checkpoint, as its layout tells it; empty if nothing does."""
+    try:
+        from temper_legacy_shim.checkpoints.layouts import find_roles
+
+        said = {role.version for role in find_roles(directory)}
+    except (ImportError, ShimError):
+        return {}  # _checkpoint reports both
+    return {directory: said.pop()} if len(said) == 1 else {}
+
+
+def _release_next_to(path: Path, releases: dict[Path, str]) -> str | None:
+    """Return the range of the checkpoint that shares most folders with a script; None if there is none, or several that differ."""
+    shared = {directory: len(os.path.commonpath((path, directory))) for directory in releases}
+    said = {releases[directory] for directory, length in shared.items() if length == max(shared.values())}
+    return said.pop() if len(said) == 1 else None
+
+
+def _newest_outside(inferred: str, said: str) -> str | None:
+    """Return the newest release of a checkpoint's range, if the release inferred from a script's keys is outside of it."""
+    from temper_legacy_shim.configs.trees import known_version, versions
+
+    match = _RANGE.fullmatch(said)
+    if match is None:
+        return None
+    known = versions()
+
+    def trees(release: str) -> list[str]:
+        # 0.3.0 has only the tree of its post-release.
+        return [each for each in known if f"{each}.".startswith(f"v{release}.")] or [known_version(release)]
+
+    last = known[-1] if match["newer"] else trees(match["last"] or match["first"])[-1]
+    in_range = known[known.index(trees(match["first"])[0]) : known.index(last) + 1]
+    return None if inferred in in_range else in_range[-1]
+
+
+def _script(folder: Path, path: Path, *, version: str | None, releases: dict[Path, str]) -> list[Step]:
     from temper_legacy_shim.scripts.migrate import migrate_script
     from temper_legacy_shim.scripts.reports import headline, persons
     from temper_legacy_shim.scripts.translation import Options
@@ -175,8 +217,17 @@ def _script(folder: Path, path: Path, *, version: str | None) -> list[Step]:
     shown = path.relative_to(folder)
     command = f"temper-migrate script {shown}{_option(version)}"
     text = path.read_bytes().decode("utf-8", errors="surrogateescape")
+    source = ""
     try:
         migration = migrate_script(text, folder=path.parent, options=Options(version=version))
+        said = _release_next_to(path, releases)
+        if version is None and said is not None and migration.launches:
+            source = f" (inferred from its keys; its checkpoint is of {said})"
+            version = _newest_outside(migration.launches[0].translation.source.version, said)
+            if version is not None:
+                source = f" (as its checkpoint, of {said})"
+                command += _option(version)
+                migration = migrate_script(text, folder=path.parent, options=Options(version=version))
     except ShimError as error:
         if not re.search(r"\b(verl|recipe)[./]", text):
             return []
@@ -188,8 +239,8 @@ def _script(folder: Path, path: Path, *, version: str | None) -> list[Step]:
     effort = max(efforts, key=list(Effort).index, default=Effort.DECIDE)
     if blockers and effort is not Effort.REWRITE:
         effort = Effort.DECIDE
-    what = headline(migration).removeprefix(", ")
-    return [Step(kind=Kind.SCRIPT, path=shown, what=what, effort=effort, blockers=blockers, command=command)]
+    what = headline(migration).removeprefix(", ") + source
+    return [Step(kind=Kind.SCRIPT, path=shown, what=what, effort=effort, blockers=blockers, command=command, version=version)]
 
 
 def _checkpoint(folder: Path, directory: Path, names: list[str], files: list[str]) -> Step | None:

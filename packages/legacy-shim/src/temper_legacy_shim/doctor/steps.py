@@ -39,7 +39,7 @@ def carry_out(step: Step, folder: Path, out: Path, *, version: str | None = None
         case Kind.CONFIG:
             return _config(folder / step.path, target, version=version)
         case Kind.SCRIPT:
-            return _script(folder / step.path, target, version=version)
+            return _script(folder / step.path, target, version=step.version or version)
         case Kind.CHECKPOINT:
             return _checkpoint(folder / step.path, target)
         case Kind.IMPORTS:
