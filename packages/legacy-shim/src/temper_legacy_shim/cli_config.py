@@ -142,8 +142,7 @@ def _print_json(results: list[tuple[str, "Translation"]]) -> None:
 def _show(path: str, translation: "Translation", *, check: bool, table: bool, written: Path | None, prints_yaml: bool) -> None:
     from rich.console import Console
 
-    from temper_legacy_shim.configs.reports import COLUMNS, OUTCOMES, table_rows, unmapped_lines
-    from temper_legacy_shim.configs.translation import Outcome
+    from temper_legacy_shim.configs.reports import COLUMNS, OUTCOMES, by_severity, summary_lines, table_rows, unmapped_lines
     from temper_legacy_shim.configs.written import yaml_of
 
     console = Console(stderr=prints_yaml, highlight=False, soft_wrap=True)
@@ -154,21 +153,29 @@ def _show(path: str, translation: "Translation", *, check: bool, table: bool, wr
             if finding.level == "person":
                 console.print(f"  {finding.message}", markup=False)
         return
+    for line in summary_lines([translation], next_step=_next_step(path, translation, written=written)) if translation.settings else ():
+        console.print(f"  {line}", markup=False)
     console.print(f"  {source.program} of {source.release}", markup=False)
     if table:
         print_table(console, COLUMNS, table_rows(translation), has_lines=True)
-    for finding in translation.findings:
+    for finding in by_severity(translation.findings):
         if finding.rule != "unmapped":
             console.print(f"  {finding.level}: {finding.message} [{finding.rule}]", markup=False)
     for line in unmapped_lines(translation):
         console.print(f"  {line}", markup=False)
     if written is not None:
         console.print(f"  written: {written}", markup=False)
-        where = f"--config-dir {written.parent} --config-name {written.stem}"
-        first = "decide what needs a person (DECIDE at the head of the file), then " if translation.outcome is Outcome.PERSON else ""
-        console.print(f"  next: {first}temper-train {where} --check", markup=False)
     elif prints_yaml and translation.settings:
         typer.echo(yaml_of(translation), nl=False)
+
+
+def _next_step(path: str, translation: "Translation", *, written: Path | None) -> str:
+    from temper_legacy_shim.configs.translation import Outcome
+
+    if written is None:
+        return f"temper-migrate config {path} --out NEW"
+    first = "decide what needs a person (DECIDE at the head of the file), then " if translation.outcome is Outcome.PERSON else ""
+    return f"{first}temper-train --config-dir {written.parent} --config-name {written.stem} --check"
 
 
 def explain(

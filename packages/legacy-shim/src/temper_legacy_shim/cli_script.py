@@ -64,7 +64,7 @@ def script(
         for path, migration in results:
             _show(console, path, migration, is_short=check, has_table=table, written=written.get(path))
         if out is None and not check:
-            console.print("nothing was written: give --out to write the new script.", markup=False)
+            console.print("nothing was written: --out writes the new script.", markup=False)
     raise typer.Exit(max(EXIT_CODES[migration.outcome] for _, migration in results))
 
 
@@ -113,10 +113,12 @@ def _print_json(results: list[tuple[Path, "Migration"]], written: dict[Path, Pat
 
 def _show(console: "Console", path: Path, migration: "Migration", *, is_short: bool, has_table: bool, written: Path | None) -> None:
     from temper_legacy_shim.configs.reports import COLUMNS, OUTCOMES, table_rows
-    from temper_legacy_shim.scripts.reports import evidence, headline, persons, remarks
+    from temper_legacy_shim.scripts.reports import evidence, headline, persons, remarks, summary
 
     where = f" -> {written}" if written is not None else ""
     console.print(f"{path}{where}: {OUTCOMES[migration.outcome]}{headline(migration)}", style="bold", markup=False)
+    for sentence in () if is_short else summary(migration, path, written=written):
+        console.print(f"  {sentence}", markup=False)
     for sentence in persons(migration):
         console.print(f"  needs a person: {sentence}", style="red", markup=False)
     if is_short:

@@ -37,6 +37,24 @@ def test_a_script_is_translated_into_a_new_file_and_the_old_one_stays(tmp_path: 
     assert new.stat().st_mode & 0o777 == 0o755
 
 
+def test_report_begins_with_what_the_user_can_act_on(tmp_path: Path) -> None:
+    more = RUN.replace("trainer.nnodes=1", "trainer.nnodes=1 +mine.key=1 trainer.balance_batch=True")
+    old, new = _script(tmp_path, more), tmp_path / "new.sh"
+    lines = [line.strip() for line in _run(str(old))[1].splitlines()]
+    assert lines[1].startswith("translated: 7 of 9 settings; 1 have no effect here")
+    assert lines[2].startswith("written out: ")
+    assert lines[3].startswith("will behave differently: ")
+    assert lines[4] == "unknown: 1 key that no release has (below)"
+    assert lines[5] == f"next: temper-migrate script {old} --out NEW.sh"
+    levels = [line.partition(":")[0] for line in lines if line.startswith(("hazard:", "refused:", "note:"))]
+    assert levels == sorted(levels, key=("hazard", "refused", "note").index)
+    assert levels.count("hazard") == int(lines[3].removeprefix("will behave differently: ").partition(" ")[0])
+    assert f'next: add "$@" to the end of the command in {new}, then bash {new} --check' in _run(str(old), "--out", str(new))[1]
+    old.write_text(RUN.replace("trainer.nnodes=1", 'trainer.nnodes=1 "$@"'))
+    new.unlink()
+    assert f"next: bash {new} --check" in _run(str(old), "--out", str(new))[1]
+
+
 def test_a_forks_own_module_is_taken_for_the_releases_and_it_is_said(tmp_path: Path) -> None:
     code, shown = _run(str(_script(tmp_path, RUN.replace("verl.trainer.main_ppo", "myfork.trainer.main_ppo"))))
     assert code == 10

@@ -1,6 +1,8 @@
 """What a translation says of itself: for machines as plain values of a documented form, for people as rows of a table."""
 
-from temper_legacy_shim.configs.translation import EXIT_CODES, Outcome, Translation
+from collections.abc import Iterable, Sequence
+
+from temper_legacy_shim.configs.translation import EXIT_CODES, Finding, Outcome, Translation
 from temper_legacy_shim.configs.values import Plain
 
 SCHEMA = "temper-migrate/config/1"
@@ -57,6 +59,36 @@ def plain_report(translation: Translation) -> dict[str, Plain]:
         ],
         "unmapped": dict(translation.unmapped),
     }
+
+
+def summary_lines(translations: Sequence[Translation], *, next_step: str) -> list[str]:
+    """Return what a user can act on: how much was translated, what differs, what to decide, the next command."""
+    tokens = [token for each in translations for token in each.tokens]
+    translated = sum(bool(token.new_keys) for token in tokens)
+    dropped = sum(not token.new_keys and token.disposition not in ("unmapped", "needs a person", "conflict") for token in tokens)
+    pinned = sum(setting.is_pinned for each in translations for setting in each.settings)
+    findings = [finding for each in translations for finding in each.findings]
+    unmapped = sum(finding.rule == "unmapped" for finding in findings)
+    levels = [finding.level for finding in findings if finding.rule != "unmapped"]
+    lines = [
+        f"translated: {translated} of {len(tokens)} settings"
+        + (f"; {dropped} have no effect here (--table gives the reasons)" * bool(dropped))
+    ]
+    lines += [f"written out: {pinned} default{'s' * (pinned != 1)} of the old release, because ours differ"] if pinned else []
+    differ = levels.count("hazard")
+    lines += [f"will behave differently: {differ} (hazards below)"] if differ else []
+    lines += [f"unknown: {unmapped} key{'s' * (unmapped != 1)} that no release has (below)"] if unmapped else []
+    decide = levels.count("person")
+    lines += [f"to decide: {decide} (below)"] if decide else []
+    return [*lines, f"next: {next_step}"]
+
+
+def by_severity(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings with those first that ask most of the reader."""
+    return sorted(findings, key=lambda finding: _LEVELS.index(finding.level))
+
+
+_LEVELS = ("person", "hazard", "refused", "note")
 
 
 def unmapped_lines(translation: Translation) -> list[str]:

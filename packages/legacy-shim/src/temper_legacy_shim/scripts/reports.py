@@ -1,7 +1,11 @@
 """What a script's migration says of itself: sentences for people, plain values of a documented form for machines."""
 
+import re
+import shlex
+from pathlib import Path
+
 from temper_legacy_shim.configs import EXIT_CODES
-from temper_legacy_shim.configs.reports import OUTCOMES, unmapped_lines
+from temper_legacy_shim.configs.reports import OUTCOMES, by_severity, summary_lines, unmapped_lines
 from temper_legacy_shim.configs.reports import plain_report as plain_translation
 from temper_legacy_shim.configs.values import Plain
 from temper_legacy_shim.scripts.migrate import Migration
@@ -29,6 +33,20 @@ def evidence(migration: Migration) -> list[str]:
     return list(dict.fromkeys(out))
 
 
+def summary(migration: Migration, path: Path, *, written: Path | None) -> list[str]:
+    """Return what a user can act on, from the number of translated settings to the next command."""
+    if not migration.launches or migration.script is None:
+        return []
+    decide = "decide what needs a person, then " if persons(migration) else ""
+    if written is None:
+        step = f"temper-migrate script {shlex.quote(str(path))} --out NEW.sh"
+    elif re.search(r"\$[@*]|\$\{[@*]", migration.script.text):
+        step = f"bash {shlex.quote(str(written))} --check"
+    else:
+        step = f'add "$@" to the end of the command in {written}, then bash {shlex.quote(str(written))} --check'
+    return summary_lines([each.translation for each in migration.launches], next_step=decide + step)
+
+
 def persons(migration: Migration) -> list[str]:
     """What a person has to decide."""
     if not migration.launches:
@@ -42,7 +60,7 @@ def remarks(migration: Migration) -> list[str]:
     """What a person should know."""
     out = []
     for each in migration.launches:
-        said = [finding for finding in each.translation.findings if finding.level != "person" and finding.rule != "unmapped"]
+        said = [finding for finding in by_severity(each.translation.findings) if finding.level != "person" and finding.rule != "unmapped"]
         out += [f"{finding.level}: {each.readable(finding.message)}" for finding in said]
         out += [each.readable(line) for line in unmapped_lines(each.translation)]
         for override in each.launch.open_arguments:
