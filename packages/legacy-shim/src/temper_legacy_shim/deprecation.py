@@ -84,7 +84,7 @@ def deprecated_class(*, since: str, removed_in: str, instead: str, how: str) -> 
 
         inherited = cls.__init_subclass__
 
-        def __init_subclass__(subclass: type, **kwargs: Any) -> None:
+        def __init_subclass__(subclass: type[Any], /, **kwargs: Any) -> None:
             getattr(inherited, "__func__", lambda _, **__: None)(subclass, **kwargs)
             # ray.remote() derives a class of its own. The actor's process has no line of the user's, so the warning comes here.
             if "__ray_actor_class__" in vars(subclass):

@@ -59,7 +59,7 @@ def test_normalized_weights_of_sequences_are_a_hazard(level: str, is_told: bool)
     found = _later(rollout_is=level, rollout_is_threshold=2.0, rollout_is_batch_normalize=True)
     assert _corrected(found)["self_normalize"] is True
     told = [finding.message for finding in found.findings if finding.level == "hazard" and finding.rule == "correction"]
-    assert [each for each in told if "mean over sequences, here by their mean over trained tokens" in each] == told
+    assert [each for each in told if "mean over sequences; here it is the mean over trained tokens" in each] == told
     assert bool(told) is is_told
 
 

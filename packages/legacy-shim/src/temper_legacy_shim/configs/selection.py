@@ -158,8 +158,8 @@ def _weights(draft: Draft, level: str) -> None:
             draft.find(
                 "hazard",
                 "correction",
-                f"rollout_is_batch_normalize with weights per sequence: {draft.old.version} divided them by their mean over sequences, here "
-                "by their mean over trained tokens, in which long sequences count more. Gradients differ by a few percent where lengths do.",
+                f"rollout_is_batch_normalize with weights per sequence: {draft.old.version} divided by their mean over sequences; here "
+                "it is the mean over trained tokens, in which long sequences count more. Gradients differ by a few percent.",
                 f"{CORRECTION}.rollout_is_batch_normalize",
             )
 
