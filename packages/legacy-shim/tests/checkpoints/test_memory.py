@@ -72,3 +72,30 @@ def test_a_whole_conversion_holds_a_few_blocks(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _COMMAND, *command], capture_output=True, text=True, check=True)
     assert (tmp_path / "out/model.safetensors").stat().st_size > 2**27
     assert float(done.stdout.split()[-1]) < 120
+
+
+_GROUP = """
+import sys
+from pathlib import Path
+import numpy as np
+from temper_legacy_shim.checkpoints.dcp import write_group
+from temper_legacy_shim.checkpoints.dtypes import FLOAT32
+
+class Ones:
+    shape, dtype = (1 << 12, 1 << 12), FLOAT32  # 64 MB
+    def read(self, start, stop):
+        return np.ones((stop - start, self.shape[1]), np.float32)
+
+def peak_mb():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1024
+
+write_group(Path(sys.argv[1]) / "first", {"a": Ones()}, progress=lambda _: None)
+before = peak_mb()
+write_group(Path(sys.argv[1]) / "second", {str(i): Ones() for i in range(7)}, progress=lambda _: None)
+print(peak_mb() - before)
+"""
+
+
+def test_group_of_a_step_directory_is_written_in_a_few_blocks(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _GROUP, str(tmp_path)], check=True, capture_output=True, text=True)
+    assert float(done.stdout) < 100

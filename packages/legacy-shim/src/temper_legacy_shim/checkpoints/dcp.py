@@ -148,6 +148,7 @@ class _LazyPlanner(_ChunkPlanner):
     def __init__(self, tensors: Mapping[str, LazyTensor], *, progress: Progress) -> None:
         super().__init__(tensors)
         self._progress = progress
+        self._written = torch.empty(0)
         self.with_nan: dict[str, None] = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
@@ -157,10 +158,14 @@ class _LazyPlanner(_ChunkPlanner):
             start, count = write_item.tensor_data.chunk.offsets[0], write_item.tensor_data.chunk.sizes[0]
             part = Rows(part, ((start, start + count),))
         self._progress(num_bytes(part))
+        # torch's writer keeps the last chunk of every name until its file is complete, for another format. What it has written is freed
+        # here, which only a storage of torch's own allows.
+        self._written.untyped_storage().resize_(0)
         content = as_torch(part)
         if _is_spoilt(content):
             self.with_nan[write_item.index.fqn] = None
-        return content
+        self._written = torch.empty_like(content).copy_(content)
+        return self._written
 
 
 def _is_spoilt(content: Tensor) -> bool:
