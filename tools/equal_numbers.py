@@ -214,7 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
     write.add_argument("root", type=Path)
     write.add_argument("folder", type=Path)
     write.add_argument(
-        "kit_options", nargs="*", help="options of the kit, after --, for example -- --thorough"
+        "--thorough", action="store_true", help="pass --thorough to the kit, if it knows it"
     )
     compare = commands.add_parser("compare")
     compare.add_argument("old", type=Path)
@@ -222,7 +222,9 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     if chosen.command == "write":
         write_numbers(
-            chosen.root.resolve(), chosen.folder.resolve(), kit_options=chosen.kit_options
+            chosen.root.resolve(),
+            chosen.folder.resolve(),
+            kit_options=["--thorough"] if chosen.thorough else [],
         )
         return
     renames = read_renames(RENAMES.read_text())
