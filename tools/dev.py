@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # so that `tools` is a package here as well as under pytest and nox
 
 from tools.environment import EnvironmentSetupError, ensure_environment
+from tools.git_changes import ChangesError, find_changes
 from tools.steps import STEP_NAMES, run_steps
 
 QUICKSTART = ("experiment=quickstart",)
@@ -53,6 +54,15 @@ def train(overrides: Sequence[str]) -> int:
     os.execv(command[0], command)
 
 
+def run_changed(*, base: str | None) -> int:
+    """Replace this process by one of the environment, which has the import graph's library."""
+    find_changes(ROOT, base=base)  # fails before an environment is created for nothing
+    python = ensure_environment(ROOT)
+    command = [str(python), "-m", "tools.affected_tests", *(["--base", base] if base else [])]
+    os.chdir(ROOT)
+    os.execv(command[0], command)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one of the two commands; return the exit status."""
     parser = argparse.ArgumentParser(prog="tools/dev.py", description=__doc__)
@@ -74,12 +84,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="also print which percentage of each package the tests execute; takes longer",
     )
+    test_parser.add_argument(
+        "--changed",
+        action="store_true",
+        help="run only the tests that the changes since the merge base with main affect",
+    )
+    test_parser.add_argument(
+        "--base", metavar="COMMIT", help="with --changed: compare with this commit instead"
+    )
     chosen = parser.parse_args(arguments)
+    if chosen.command == "test":
+        if chosen.changed and (chosen.only or chosen.coverage):
+            test_parser.error("--changed chooses the steps: leave out --only and --coverage")
+        if chosen.base is not None and not chosen.changed:
+            test_parser.error("--base needs --changed")
     try:
         if chosen.command == "train":
             return train(chosen.overrides)
+        if chosen.changed:
+            return run_changed(base=chosen.base)
         return run_steps(ROOT, only=chosen.only, with_coverage=chosen.coverage)
-    except EnvironmentSetupError as error:
+    except (ChangesError, EnvironmentSetupError) as error:
         print(f"dev: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

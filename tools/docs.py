@@ -159,10 +159,19 @@ def check_blocks(page: Path, blocks: Sequence[Block], *, name: str, folder: Path
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the pages of a repository, by default this one; return 1 if there is an error."""
+    """Check the pages of a repository; return 1 if there is an error.
+
+    The first argument is the repository, by default this one; others name the pages to check, by
+    default all.
+    """
     chosen = sys.argv[1:] if arguments is None else arguments
-    root = Path(chosen[0]) if chosen else Path(__file__).resolve().parent.parent
+    root = Path(chosen[0]).resolve() if chosen else Path(__file__).resolve().parent.parent
     pages = sorted({page for pattern in PAGES for page in root.glob(pattern)})
+    if named := {root / page for page in chosen[1:]}:
+        if unknown := sorted(str(page.relative_to(root)) for page in named.difference(pages)):
+            print(f"docs: {', '.join(unknown)}: no such page: give paths below {root}")
+            return 1
+        pages = sorted(named)
     if not pages:
         print(f"docs: no page matches {', '.join(PAGES)} below {root}: give the repository's root")
         return 1

@@ -99,3 +99,14 @@ def test_placeholder_is_reported() -> None:
         f"{page}:2: the placeholder @@CLOCK was not filled in"
     ]
     assert find_placeholders(page, "mail@example.org, step@2, a todo list") == []
+
+
+def test_only_named_pages_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "good.md").write_text("text\n")
+    (tmp_path / "docs" / "bad.md").write_text("[a link](nowhere.md)\n")
+    assert main([str(tmp_path), "docs/good.md"]) == 0
+    assert main([str(tmp_path)]) == 1
+    capsys.readouterr()
+    assert main([str(tmp_path), "docs/absent.md"]) == 1
+    assert "docs/absent.md: no such page" in capsys.readouterr().out
