@@ -277,6 +277,10 @@ FAULTY_ENGINES = (
         inputs.IgnoresTemperatureOfLastOfMany,
         ("test_sizes::test_each_of_24_short_sequences_has_its_own_temperature",),
     ),
+    FaultyEngine(
+        inputs.RoundsTemperaturesToBf16,
+        ("test_logprob::test_temperatures_are_not_rounded_under_bf16",),
+    ),
     FaultyEngine(inputs.CountsPaddedLogits, ("test_logprob::test_head_outputs_match_oracle",)),
     FaultyEngine(
         inputs.TakesLogprobOfARequestedToken,

@@ -70,6 +70,15 @@ class IgnoresTemperatureOfLastOfMany(DataParallelOracle):
         return super()._compute_outputs(micro, **arguments)
 
 
+class RoundsTemperaturesToBf16(DataParallelOracle):
+    """Casts temperatures to bf16 with bf16 compute, as FSDP1 does with the inputs of a module."""
+
+    def _compute_outputs(self, micro, **arguments):
+        if self.config.precision.compute == "bf16":
+            micro = replace(micro, temperature=micro.temperature.bfloat16())
+        return super()._compute_outputs(micro, **arguments)
+
+
 class CountsPaddedLogits(_ChangedOutputs):
     """Computes the entropy with 13 padded logits of 0."""
 

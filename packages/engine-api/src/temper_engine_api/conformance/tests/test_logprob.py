@@ -23,6 +23,7 @@ from temper_engine_api.conformance.harness.tolerances import (
     BF16,
     EXACT,
     LOGPROB,
+    SAME_LOGITS,
     SAME_PLAN,
     assert_close,
 )
@@ -404,3 +405,35 @@ def test_head_outputs_are_float32_under_bf16(
             batch=batch,
             num_ranks=engine_under_test.num_data_ranks,
         )
+
+
+def test_temperatures_are_not_rounded_under_bf16(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """The head divides by float32 temperatures with bf16 compute; rounded ones are off by 0.3 %.
+
+    A log-prob plus its log-sum-exp is the label's logit divided by the temperature. The logit does
+    not depend on the temperature, so its product with the temperature must not either. This is
+    exact up to float32 rounding, where a comparison with the oracle needs the tolerance of bf16.
+    """
+    setup, batch = oracle.make_setup(QWEN2_GROUPED, compute="bf16"), oracle.get_batch()
+    logits = []
+    # bf16 represents 2.0, and rounds 1.0035 to 1.0 and 2.0085 to 2.0156.
+    for temperature in (torch.tensor([2.0] * 8), torch.tensor([1.0035, 2.0085] * 4)):
+        tempered = replace(batch, temperature=temperature)
+        outputs = engine_under_test.run(
+            measure_outputs,
+            setup=setup,
+            batch=tempered,
+            requested_outputs=[HeadOutput.LOGPROB, HeadOutput.LOGSUMEXP],
+        )[0]
+        sums = outputs.columns[HeadOutput.LOGPROB] + outputs.columns[HeadOutput.LOGSUMEXP]
+        logits.append(sums * temperature[batch.sequence_index])
+    assert_close(
+        logits[1],
+        logits[0],
+        SAME_LOGITS,
+        quantity="the label's logit, computed as temperature * (log-prob + log-sum-exp)",
+        batch=batch,
+        num_ranks=engine_under_test.num_data_ranks,
+    )
