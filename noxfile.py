@@ -340,7 +340,7 @@ def mutants(session: nox.Session) -> None:
 def mutation(session: nox.Session) -> None:
     """Run the conformance kit on mutants of engine-fsdp's arithmetic; see tools/mutation.py.
 
-    Arguments go to its `run`. A run that was stopped continues, if the sources are the same.
+    Arguments go to its `run`. A run that was stopped continues; a complete one begins again.
     """
     python, state = str(ensure_environment(ROOT)), ROOT / ".temper" / "mutation"
     session.install("cosmic-ray==8.7.0")

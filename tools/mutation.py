@@ -8,8 +8,9 @@ A mutant is the engine with one changed operator, comparison, condition or numbe
 makes it. `draw` samples mutants with a fixed seed and keeps them in tools/mutation_sample.json.
 `run` needs no cosmic-ray: it puts one mutant at a time into a copy of the engine, and runs the kit
 on it until the first failure. The state of the run is in FOLDER/mutation.json after each session of
-the kit, so that a later call, also on another machine, continues there. `nox -s mutation` does all
-three. `tools/mutation_equivalents.toml` lists mutants that need not be detected, with the reasons.
+the kit, so that a later call, also on another machine, continues there. After a complete run, a
+later call begins again. `nox -s mutation` does all three. `tools/mutation_equivalents.toml` lists
+mutants that need not be detected, with the reasons.
 """
 
 from __future__ import annotations
@@ -768,6 +769,14 @@ def _progress(result: MutantResult) -> tuple[bool, int, int]:
     )
 
 
+def has_finished(state: Path, names: Iterable[str]) -> bool:
+    """Return True if the state of a run has a final result for each of these mutants."""
+    if not state.exists():
+        return False
+    rows = json.loads(state.read_text())
+    return all(name in rows and rows[name]["outcome"] != "unfinished" for name in names)
+
+
 def write_state(path: Path, results: Mapping[str, MutantResult]) -> None:
     """Replace the file with the state of a run."""
     partial = path.with_name(f"{path.name}.partial")
@@ -859,15 +868,20 @@ def _write_page(paths: Sequence[Path]) -> int:
 def _run(chosen: argparse.Namespace) -> int:
     out: Path = chosen.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    former = [*chosen.continue_from, *([out / STATE] if (out / STATE).exists() else [])]
     mutants, equivalents = read_sample(), read_equivalents()
-    results = read_states(former, mutants=mutants)
     names = [name_original()] if not chosen.skip_original else []
     names += [
         mutant.id
         for mutant in mutants
         if mutant.id not in equivalents or (chosen.cuda and equivalents[mutant.id][0] == "cuda")
     ]
+    state = out / STATE
+    # Begin again after a complete run: with the results kept, a test that was weakened since then
+    # would never meet the mutants that it used to detect.
+    if not chosen.only and has_finished(state, names):
+        state.unlink()
+    former = [*chosen.continue_from, *([state] if state.exists() else [])]
+    results = read_states(former, mutants=mutants)
     names = [
         name
         for name in chosen.only or names
@@ -885,7 +899,7 @@ def _run(chosen: argparse.Namespace) -> int:
         has_cuda=chosen.cuda,
     )
     run.run(names, num_workers=chosen.workers)
-    write_state(out / STATE, results)
+    write_state(state, results)
     counts = Counter(result.outcome for result in results.values())
     print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
     return 0

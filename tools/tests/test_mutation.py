@@ -12,6 +12,7 @@ from tools.mutation import (
     SOURCES,
     Mutant,
     MutantResult,
+    has_finished,
     hash_sources,
     main,
     read_equivalents,
@@ -64,6 +65,15 @@ def test_survivors_run_again_with_another_kit(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     write_state(path, {MUTANT.id: survivor})
     assert read_states([path], mutants=[MUTANT]) == {}
+
+
+def test_run_has_finished_when_every_mutant_has_a_result(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    assert not has_finished(path, ["a"])
+    write_state(path, {"a": MutantResult(outcome="detected"), "b": MutantResult()})
+    assert has_finished(path, ["a"])
+    assert not has_finished(path, ["a", "b"])
+    assert not has_finished(path, ["a", "c"])
 
 
 def test_page_counts_mutants_by_module_and_lists_each() -> None:
