@@ -29,6 +29,16 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
             "over 6 ranks: set actor.num_workers to a multiple of 6",
         ),
         (["actor.engine.sequence_parallel=2"], "actor.num_workers is 1", "over 2 ranks"),
+        (
+            ["data.eval.paths=[test.jsonl]", "run.eval_num_completions=4"],
+            "run.eval_num_completions is 4",
+            "set run.eval_sampled=true or run.eval_sampling.temperature",
+        ),
+        (
+            ["run.eval_answer_pattern='('"],
+            "run.eval_answer_pattern is '('",
+            "not a regular expression",
+        ),
         (["sampling.temperature=0"], "sampling.temperature is 0", "task rl"),
         (
             ["batching.max_tokens=1000"],

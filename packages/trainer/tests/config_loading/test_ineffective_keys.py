@@ -35,6 +35,11 @@ ARITHMETIC = ["experiment=quickstart"]
         ([*SFT, "data.eval.paths=[test.jsonl]"], "data.eval.paths", "task sft"),
         ([*RL, "run.eval_every=5"], "run.eval_every", "data.eval"),
         ([*RL, "run.eval_sampled=true"], "run.eval_sampled", "data.eval"),
+        (
+            [*RL, "data.eval.paths=[test.jsonl]", "run.eval_solved_reward=0.5"],
+            "run.eval_solved_reward",
+            "run.eval_num_completions 1",
+        ),
         ([*RL, "algorithm.kl_estimator=k2"], "algorithm.kl_estimator", "algorithm.kl_loss_coef"),
         ([*RL, "algorithm.clip_low=0.1"], "algorithm.clip_low", "batching.num_mini_batches"),
         ([*RL, "algorithm.dual_clip=3"], "algorithm.dual_clip", "batching.num_passes"),

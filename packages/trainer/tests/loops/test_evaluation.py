@@ -8,6 +8,7 @@ import pytest
 from temper_trainer.data.rows import ChatMessage, Row
 from temper_trainer.loops import RunResult
 from temper_trainer.loops.evaluation import count_trained_prompts
+from temper_trainer.reward.builtin_rewards import ANSWER_EXTRACTORS
 from temper_trainer.types import Prompt
 
 Run = Callable[..., RunResult]
@@ -57,6 +58,48 @@ def test_evaluation_reports_problems_of_another_split_as_untrained(
         "trained on: greedy 0."
     )
     assert "could be scored" not in line
+
+
+def test_more_completions_per_problem_measure_pass_and_majority(
+    run: Run, rows: Rows, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ("warm_start=null", "run.total_steps=1", "run.save_model=false")
+    one = run(tmp_path / "one", *short).evaluation
+    several = run(
+        tmp_path / "several",
+        *short,
+        "run.eval_num_completions=3",
+        "run.eval_solved_reward=0.1",
+        r"run.eval_answer_pattern='\d+'",
+    )
+    evaluation = several.evaluation
+    names = {"reward", "pass_at_1", "pass_at_2", "pass_at_3", "maj_at_3"}
+    expected = {f"eval/sampled/{name}{end}" for name in names for end in ("", "_ci95")}
+    expected |= {f"eval/greedy/{name}" for name in ("reward", "reward_ci95", "failed")}
+    assert set(evaluation) == expected | {"eval/sampled/failed"}
+    passed = [evaluation[f"eval/sampled/pass_at_{k}"] for k in (1, 2, 3)]
+    assert passed == sorted(passed)
+    # The greedy evaluation, and so the training, is what it was.
+    assert evaluation["eval/greedy/reward"] == one["eval/greedy/reward"]
+    (line,) = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("after RL") and "pass@3" in line
+    ]
+    assert "sampled mean@3 " in line
+    assert "maj@3 " in line
+
+
+def test_answers_of_built_in_rewards_are_equal_votes_if_the_numbers_are() -> None:
+    strict, flexible = ANSWER_EXTRACTORS["gsm8k_strict"], ANSWER_EXTRACTORS["gsm8k_flexible"]
+    assert strict("so\n#### $1,000.") == strict("#### 1000.0") == "1E+3"
+    assert strict("1000") is None
+    assert flexible("from 3 to 7.50") == flexible("7.5") == "7.5"
+    assert flexible("none") is None
+    boxed = ANSWER_EXTRACTORS["math_verify"]
+    assert boxed(r"thus \boxed{1} or \boxed{ \frac{1}{2} }.") == r"\frac{1}{2}"
+    assert boxed(r"cut off \boxed{\frac{1}{2") is None
+    assert boxed("it is 12") == "12"
 
 
 def row(number: int, prompt: str | tuple[ChatMessage, ...]) -> Row:

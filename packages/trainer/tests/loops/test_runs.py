@@ -46,7 +46,9 @@ def test_run_writes_all_documented_files(run: Run, tmp_path: Path) -> None:
         "huggingface",
     } <= left
     assert set(result.evaluation) == {
-        f"eval/{name}/{what}" for name in ("greedy", "sampled") for what in ("reward", "failed")
+        f"eval/{name}/{what}"
+        for name in ("greedy", "sampled")
+        for what in ("reward", "reward_ci95", "failed")
     }
     assert (result.directory / "curves.png").read_bytes().startswith(b"\x89PNG")
 

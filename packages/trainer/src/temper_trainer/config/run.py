@@ -1,5 +1,6 @@
 """Settings of the run, of its roles and of the processes that they run in."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -65,6 +66,16 @@ class RunConfig:
     """Sampling parameters of evaluation, greedy by default."""
     eval_sampled: bool = False
     """Evaluate additionally with the sampling parameters of training."""
+    eval_num_completions: int = 1
+    """Completions per problem of evaluations with a temperature above 0; more than 1 also measures
+    pass@k and maj@k. Greedy evaluations always take one.
+    """
+    eval_solved_reward: float = 1.0
+    """A completion is right for pass@k and maj@k if its reward is at least this."""
+    eval_answer_pattern: str | None = None
+    """Regular expression of a completion's answer for maj@k: its last match, or the first group of
+    that. None takes the answer of a built-in reward.function; other functions have no maj@k.
+    """
     num_table_rows: int = 4
     """Number of completions in the printed table of samples."""
     table_every: int = 20
@@ -113,6 +124,16 @@ class RunConfig:
                 "keeps all checkpoints: set run.max_ckpt_to_keep, or remove run.keep_every."
             )
         check_range("run.eval_every", self.eval_every, at_least=0)
+        check_range("run.eval_num_completions", self.eval_num_completions, at_least=1)
+        check_range("run.eval_solved_reward", self.eval_solved_reward)
+        if self.eval_answer_pattern is not None:
+            try:
+                re.compile(self.eval_answer_pattern)
+            except re.error as error:
+                raise ConfigError(
+                    f"run.eval_answer_pattern is {self.eval_answer_pattern!r}, which is not a "
+                    f"regular expression ({error}): correct it."
+                ) from None
         check_range("run.num_table_rows", self.num_table_rows, at_least=0)
         check_range("run.table_every", self.table_every, at_least=0)
         check_range("run.num_threads", self.num_threads, at_least=1)

@@ -146,6 +146,17 @@ def _find_conflicts(config: TrainerConfig) -> list[str]:
             f"sampling.temperature is 0 (greedy) in task {config.task}, so all completions of a "
             "prompt would be equal: set it above 0."
         )
+    run = config.run
+    if (
+        run.eval_num_completions > 1
+        and run.eval_sampling.temperature == 0
+        and not (run.eval_sampled and config.sampling.temperature > 0)
+    ):
+        conflicts.append(
+            f"run.eval_num_completions is {run.eval_num_completions}, but all evaluations are "
+            "greedy, so all completions of a problem would be equal: set run.eval_sampled=true or "
+            "run.eval_sampling.temperature above 0, or remove it."
+        )
     if config.task == "sft" and config.warm_start is not None:
         conflicts.append("warm_start has no effect in task sft: remove it.")
     conflicts += _find_role_conflicts(config)

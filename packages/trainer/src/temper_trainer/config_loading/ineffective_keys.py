@@ -27,13 +27,22 @@ class Rule:
     """Completes "KEY has no effect ..."; names the other key and the remedy."""
 
 
+_EVALUATION_KEYS = (
+    "run.eval_every",
+    "run.eval_sampling",
+    "run.eval_sampled",
+    "run.eval_num_completions",
+    "run.eval_solved_reward",
+    "run.eval_answer_pattern",
+)
+"""Settings of evaluations."""
+
+
 _RL_STEP_KEYS = (
     "algorithm",
     "batching.num_mini_batches",
     "batching.num_passes",
-    "run.eval_every",
-    "run.eval_sampling",
-    "run.eval_sampled",
+    *_EVALUATION_KEYS,
 )
 """Keys of RL steps and their evaluations, which the supervised tasks do not have."""
 
@@ -231,9 +240,17 @@ RULES = (
         reason="with rollout.sampler hf: remove it, or set rollout=vllm",
     ),
     Rule(
-        keys=("run.eval_every", "run.eval_sampling", "run.eval_sampled"),
+        keys=_EVALUATION_KEYS,
         applies=lambda config: config.task == "rl" and config.data.eval is None,
         reason="without data.eval, the problems to evaluate on: set data.eval.paths, or remove it",
+    ),
+    Rule(
+        keys=("run.eval_solved_reward", "run.eval_answer_pattern"),
+        applies=lambda config: config.run.eval_num_completions == 1,
+        reason=(
+            "with run.eval_num_completions 1, where pass@k and maj@k are not measured: raise it, "
+            "or remove this key"
+        ),
     ),
     Rule(
         keys=("algorithm.kl_estimator", "algorithm.kl_clamp"),

@@ -105,7 +105,9 @@ def _inference_line(config: TrainerConfig) -> str:
     longest = (
         longest if config.environment is None else config.environment.max_rollout_tokens(longest)
     )
-    count = 1 if is_eval else config.generate.num_completions
+    # A greedy evaluation takes one completion.
+    num_evaluated = config.run.eval_num_completions if config.run.eval_sampling.temperature else 1
+    count = num_evaluated if is_eval else config.generate.num_completions
     prompt, noun = config.data.max_prompt_tokens, "completion" if count == 1 else "completions"
     return (
         f"a {'problem' if is_eval else 'prompt'}: {count} {noun} of at most {prompt:,} + "

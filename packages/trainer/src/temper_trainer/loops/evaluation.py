@@ -1,37 +1,50 @@
 """Score completions of held-out prompts, or write them to a file, without training on them."""
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.rows import Row
 from temper_trainer.loops.run_components import RunComponents
 from temper_trainer.loops.run_folder import RunFolder
 from temper_trainer.loops.sampling import ScoredCompletions, complete_and_score
 from temper_trainer.loops.seeds import derive_seed
+from temper_trainer.metrics.evaluation_estimators import ProblemResult, measure_problems
 from temper_trainer.metrics.run_log import SampleRow
 from temper_trainer.progress import track_progress
+from temper_trainer.reward.builtin_rewards import ANSWER_EXTRACTORS
 from temper_trainer.types import Prompt, SamplingRequest
 
 
-def _sample_once(
-    components: RunComponents, prompts: Sequence[Prompt], *, sampling: SamplingConfig, purpose: str
+def _sample(
+    components: RunComponents,
+    prompts: Sequence[Prompt],
+    *,
+    sampling: SamplingConfig,
+    purpose: str,
+    num_completions: int,
 ) -> ScoredCompletions:
-    """Sample one completion of each prompt and score it."""
+    """Sample and score ``num_completions`` of each prompt, prompt after prompt."""
     seed = components.config.run.seed
     requests = [
         SamplingRequest(
-            request_id=i,
+            request_id=i * num_completions + j,
             prompt_tokens=prompt.tokens,
             sampling=sampling,
-            # Without the step: each evaluation of a run draws with the same seeds.
-            seed=derive_seed(seed, purpose, i),
+            # Without the step: each evaluation of a run draws with the same seeds. And without the
+            # number of completions: more of them leave the first ones as they are.
+            seed=derive_seed(seed, purpose, i) if j == 0 else derive_seed(seed, purpose, i, j),
         )
         for i, prompt in enumerate(prompts)
+        for j in range(num_completions)
     ]
-    return complete_and_score(components, requests, prompts=prompts)
+    repeated = [prompt for prompt in prompts for _ in range(num_completions)]
+    return complete_and_score(components, requests, prompts=repeated)
 
 
 def _average(rewards: Sequence[float | None]) -> tuple[float, int]:
@@ -42,28 +55,35 @@ def _average(rewards: Sequence[float | None]) -> tuple[float, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Rewards of the held-out prompts with one sampling configuration."""
+    """Results of the held-out prompts with one sampling configuration."""
 
-    mean_reward: float
-    """Mean over prompts that could be scored; with a 0/1 reward, the fraction that was solved."""
-    num_scored: int
-    """Number of prompts that could be scored."""
+    problems: Sequence[ProblemResult]
+    """In the order of the prompts."""
+    num_completions: int
+    """Completions per prompt."""
     rows: Sequence[SampleRow]
     """Some of the completions, for the table of samples."""
 
 
 def evaluate(components: RunComponents, *, name: str, sampling: SamplingConfig) -> Evaluation:
-    """Score one completion of each held-out prompt.
+    """Sample and score the completions of each held-out prompt.
 
     Args:
         components: Components of the run.
         name: Name of the evaluation, such as ``greedy``; part of the seeds.
-        sampling: How completions are sampled.
+        sampling: How completions are sampled; one per prompt if greedily.
     """
-    prompts = components.eval_prompts
+    prompts, run = components.eval_prompts, components.config.run
+    num_completions = 1 if sampling.temperature == 0 else run.eval_num_completions
     with track_progress(f"{name} evaluation"):
-        completions = _sample_once(components, prompts, sampling=sampling, purpose=f"eval-{name}")
-    scored = list(zip(prompts, completions.texts, completions.rewards, strict=True))
+        completions = _sample(
+            components,
+            prompts,
+            sampling=sampling,
+            purpose=f"eval-{name}",
+            num_completions=num_completions,
+        )
+    scored = zip(completions.prompts, completions.texts, completions.rewards, strict=True)
     rows = [
         SampleRow(
             prompt=prompt.text,
@@ -71,10 +91,39 @@ def evaluate(components: RunComponents, *, name: str, sampling: SamplingConfig) 
             answer=prompt.answer,
             reward=float("nan") if reward is None else reward,
         )
-        for prompt, text, reward in scored[: components.config.run.num_table_rows]
+        # The first completion of each of the first prompts.
+        for prompt, text, reward in islice(
+            scored, 0, run.num_table_rows * num_completions, num_completions
+        )
     ]
-    mean_reward, num_scored = _average(completions.rewards)
-    return Evaluation(mean_reward=mean_reward, num_scored=num_scored, rows=rows)
+    extract_answer = _find_answer_extractor(components.config)
+    problems = [
+        ProblemResult(
+            rewards=tuple(completions.rewards[i : i + num_completions]),
+            answers=None
+            if extract_answer is None
+            else tuple(map(extract_answer, completions.texts[i : i + num_completions])),
+        )
+        for i in range(0, len(completions.rewards), num_completions)
+    ]
+    return Evaluation(problems=problems, num_completions=num_completions, rows=rows)
+
+
+def _find_answer_extractor(config: TrainerConfig) -> Callable[[str], str | None] | None:
+    """Return the function that reads the answer of a completion for maj@k; None if there is none.
+
+    With several reward functions, ``run.eval_answer_pattern`` must say what the answer is.
+    """
+    if config.run.eval_answer_pattern is None:
+        return None if config.reward.components else ANSWER_EXTRACTORS.get(config.reward.function)
+    pattern = re.compile(config.run.eval_answer_pattern)
+
+    def extract(text: str) -> str | None:
+        matches = list(pattern.finditer(text))
+        answer: str | None = matches[-1][1 if pattern.groups else 0] if matches else None
+        return answer
+
+    return extract
 
 
 def evaluate_all(components: RunComponents, *, step: int, label: str) -> dict[str, float]:
@@ -98,14 +147,13 @@ def evaluate_all(components: RunComponents, *, step: int, label: str) -> dict[st
     results: list[str] = []
     for i, (name, sampling) in enumerate(kinds):
         evaluation = evaluate(components, name=name, sampling=sampling)
-        # Logged and printed: a mean over fewer problems must not pass for one over all.
-        num_failed = len(components.eval_prompts) - evaluation.num_scored
-        metrics |= {
-            f"eval/{name}/reward": evaluation.mean_reward,
-            f"eval/{name}/failed": float(num_failed),
-        }
-        note = f" (over {evaluation.num_scored} that could be scored)" if num_failed else ""
-        results.append(f"{name} {evaluation.mean_reward:.3f}{note}")
+        measured = measure_problems(
+            evaluation.problems,
+            num_completions=evaluation.num_completions,
+            solved_reward=run.eval_solved_reward,
+        )
+        metrics |= {f"eval/{name}/{key}": value for key, value in measured.items()}
+        results.append(f"{name} {_describe_result(measured, evaluation=evaluation)}")
         if i == 0:
             log.show_samples(step, evaluation.rows)
     problems = _describe_problems(
@@ -116,6 +164,29 @@ def evaluate_all(components: RunComponents, *, step: int, label: str) -> dict[st
     log.print_line(f"{label}: {problems}: {', '.join(results)}")
     log.log_metrics(step, metrics, phase="eval")
     return metrics
+
+
+def _describe_result(metrics: Mapping[str, float], *, evaluation: Evaluation) -> str:
+    """Return the mean reward with its interval, pass@k and maj@k of all completions, as text."""
+    num_completions = evaluation.num_completions
+    names = {"reward": "" if num_completions == 1 else f"mean@{num_completions} "}
+    if num_completions > 1:
+        names |= {
+            f"{name}_at_{num_completions}": f"{name}@{num_completions} " for name in ("pass", "maj")
+        }
+    parts = []
+    for key, title in names.items():
+        if key in metrics:
+            interval = f" +- {metrics[ci]:.3f}" if (ci := f"{key}_ci95") in metrics else ""
+            parts.append(f"{title}{metrics[key]:.3f}{interval}")
+    text = " ".join(parts)
+    # A mean over fewer problems must not pass for one over all.
+    num_scored = sum(
+        any(reward is not None for reward in problem.rewards) for problem in evaluation.problems
+    )
+    if num_scored < len(evaluation.problems):
+        text += f" (over {num_scored} that could be scored)"
+    return text
 
 
 def _describe_problems(reward_function: str, *, num_problems: int, num_trained: int | None) -> str:
@@ -179,7 +250,9 @@ def generate(components: RunComponents, *, folder: RunFolder) -> dict[str, float
         )
     num_completions = config.generate.num_completions
     prompts = [prompt for prompt in components.eval_prompts for _ in range(num_completions)]
-    completions = _sample_once(components, prompts, sampling=config.sampling, purpose="generate")
+    completions = _sample(
+        components, prompts, sampling=config.sampling, purpose="generate", num_completions=1
+    )
     lines = [
         json.dumps(
             {

@@ -1,6 +1,7 @@
 """The built-in reward functions: exact match, GSM8K answers and math-verify."""
 
 import re
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 
 from temper_trainer.types import Prompt
@@ -91,3 +92,45 @@ def math_verify(prompt: Prompt, completion_text: str) -> float:
         )
     answer = parse(completion_text, parsing_timeout=None)
     return float(verify(gold, answer, timeout_seconds=None, raise_on_error=True))
+
+
+def _extract_strict_number(completion_text: str) -> str | None:
+    lines = completion_text.strip().splitlines()
+    match = _ANSWER_LINE.fullmatch(lines[-1].strip()) if lines else None
+    return None if match is None else _normalize_number(match[1])
+
+
+def _extract_last_number(completion_text: str) -> str | None:
+    matches = _ANY_NUMBER.findall(completion_text)
+    return _normalize_number(matches[-1]) if matches else None
+
+
+def _normalize_number(text: str) -> str:
+    """Return the same text for equal numbers, such as 1,000 and 1000.0."""
+    return str(_parse_number(text).normalize())
+
+
+def _extract_boxed(completion_text: str) -> str | None:
+    r"""Return the content of the last ``\boxed{...}`` without white space, or the last number.
+
+    Not math-verify's parser, which has no timeout here. So equal answers that are written
+    differently, such as 1/2 and 0.5, are different votes.
+    """
+    _, mark, rest = completion_text.rpartition(r"\boxed{")
+    if not mark:
+        return _extract_last_number(completion_text)
+    depth = 1
+    for i, character in enumerate(rest):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return "".join(rest[:i].split()) or None
+    return None  # truncated within the braces
+
+
+ANSWER_EXTRACTORS: Mapping[str, Callable[[str], str | None]] = {
+    "exact_match": lambda completion_text: completion_text.strip() or None,
+    "gsm8k_flexible": _extract_last_number,
+    "gsm8k_strict": _extract_strict_number,
+    "math_verify": _extract_boxed,
+}
+"""Functions that return the answer of a completion, for majority votes, by reward function."""
