@@ -58,7 +58,7 @@ class Evaluation:
     """Results of the held-out prompts with one sampling configuration."""
 
     problems: Sequence[ProblemResult]
-    """In the order of the prompts."""
+    """Results in the order of the prompts."""
     num_completions: int
     """Completions per prompt."""
     rows: Sequence[SampleRow]
