@@ -55,6 +55,8 @@ class Prompt:
     """Fields of the row listed in the source's ``extra_keys``, for reward functions."""
     route: str = ""
     """Value of the routing key, which selects a teacher."""
+    category: str = ""
+    """Category of a held-out problem, if its source has categories."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,11 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
             "set run.eval_sampled=true or run.eval_sampling.temperature",
         ),
         (
+            ["data.eval_sets.sampled.paths=[test.jsonl]"],
+            "data.eval_sets has the name 'sampled'",
+            "none of greedy, sampled",
+        ),
+        (
             ["run.eval_answer_pattern='('"],
             "run.eval_answer_pattern is '('",
             "not a regular expression",

@@ -35,6 +35,8 @@ ARITHMETIC = ["experiment=quickstart"]
         ([*SFT, "data.eval.paths=[test.jsonl]"], "data.eval.paths", "task sft"),
         ([*RL, "run.eval_every=5"], "run.eval_every", "data.eval"),
         ([*RL, "run.eval_sampled=true"], "run.eval_sampled", "data.eval"),
+        ([*RL, "data.train.category_key=level"], "data.train.category_key", "data.eval_sets"),
+        ([*SFT, "data.eval_sets.a.paths=[a.jsonl]"], "data.eval_sets.a.paths", "task sft"),
         (
             [*RL, "data.eval.paths=[test.jsonl]", "run.eval_solved_reward=0.5"],
             "run.eval_solved_reward",

@@ -1,5 +1,6 @@
 """The line that an evaluation prints: number of problems, and whether they are held out."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,6 +89,37 @@ def test_more_completions_per_problem_measure_pass_and_majority(
     ]
     assert "sampled mean@3 " in line
     assert "maj@3 " in line
+
+
+def test_named_sets_and_categories_are_reported_next_to_the_unnamed_set(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problems = [{"q": f"Tom has {n} pens.", "a": str(n), "level": n % 2} for n in range(2, 6)]
+    file = tmp_path / "levels.jsonl"
+    file.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    evaluation = run(
+        tmp_path / "run",
+        "warm_start=null",
+        "run.total_steps=1",
+        "run.save_model=false",
+        "data.eval.category_key=operations",
+        f"data.eval_sets.levels.paths=[{file}]",
+        "data.eval_sets.levels.prompt_key=q",
+        "data.eval_sets.levels.answer_key=a",
+        "data.eval_sets.levels.category_key=level",
+    ).evaluation
+    means = {name for name in evaluation if name.endswith("reward")}
+    assert means == {
+        f"eval/{prefix}{kind}{category}/reward"
+        for kind in ("greedy", "sampled")
+        for prefix, categories in (("", ("", "/one", "/two")), ("levels/", ("", "/0", "/1")))
+        for category in categories
+    }
+    both = [evaluation[f"eval/levels/greedy/{level}/reward"] for level in (0, 1)]
+    assert evaluation["eval/levels/greedy/reward"] == pytest.approx(sum(both) / 2)
+    out = capsys.readouterr().out
+    assert "after RL, levels: held-out" in out
+    assert "over 4 problems never trained on" in out
 
 
 def test_answers_of_built_in_rewards_are_equal_votes_if_the_numbers_are() -> None:

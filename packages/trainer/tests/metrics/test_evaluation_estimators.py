@@ -5,13 +5,16 @@ import math
 
 import pytest
 
+from temper_engine_api.errors import ConfigError
 from temper_trainer.metrics.evaluation_estimators import (
     ProblemResult,
     compute_majority_score,
     compute_pass_at_k,
     estimate_mean,
+    group_by_category,
     list_pass_k,
     measure_problems,
+    name_categories,
 )
 
 
@@ -101,6 +104,14 @@ def test_problem_with_an_unscored_completion_is_left_out_of_pass_at_k() -> None:
     assert (metrics["reward"], metrics["pass_at_2"], metrics["failed"]) == (0.5, 0.0, 1.0)
     assert "maj_at_2" not in metrics
     assert "pass_at_2_ci95" not in metrics
+
+
+def test_problems_are_grouped_by_the_names_of_their_categories() -> None:
+    problems = [ProblemResult(rewards=(1.0,), category=name) for name in ("b/c", "", "a", "b/c")]
+    groups = group_by_category(problems)
+    assert {name: len(group) for name, group in groups.items()} == {"": 4, "a": 1, "b_c": 2}
+    with pytest.raises(ConfigError, match=r"'a b' and 'a/b' would both be named 'a_b'"):
+        name_categories(["a b", "a/b"])
 
 
 def test_partial_rewards_are_right_from_the_threshold() -> None:

@@ -1,5 +1,7 @@
 """Settings of the data: sources, tokenizer, prompt formatting and overlong prompts."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,6 +43,10 @@ class SourceConfig:
     """Field that selects the teacher of a row. arithmetic has one such field: operations (one or
     two).
     """
+    category_key: str | None = None
+    """Held-out data only: field with the category of a problem, text or an integer; evaluations
+    report each category. arithmetic has one such field: operations (one or two).
+    """
     max_rows: int | None = None
     """Use only the first rows; None uses all. arithmetic: number of problems to generate, required.
     """
@@ -64,6 +70,11 @@ class SourceConfig:
                     f"route_key is {self.route_key!r}, but must be operations for kind "
                     "arithmetic, which has the routes one and two."
                 )
+            if self.category_key not in (None, "operations"):
+                raise ConfigError(
+                    f"category_key is {self.category_key!r}, but must be operations for kind "
+                    "arithmetic, which has the categories one and two."
+                )
             if self.paths or self.max_rows is None:
                 raise ConfigError(
                     "a source of kind arithmetic takes no paths and needs max_rows, the number of "
@@ -78,6 +89,10 @@ class SourceConfig:
                 f"wrong_first_operation and seed have no effect on a source of kind {self.kind}: "
                 "remove them."
             )
+
+
+RESERVED_SET_NAMES = ("greedy", "sampled", "eval", "dropped")
+"""Parts of the metrics of data.eval, which has no name; no other held-out data may be called so."""
 
 
 MIN_BPE_ENTRIES = 259
@@ -120,7 +135,9 @@ class DataConfig:
 
     train: SourceConfig
     eval: SourceConfig | None = None
-    """Held-out data to evaluate on; None never evaluates."""
+    """Held-out data to evaluate on; None evaluates only on eval_sets."""
+    eval_sets: Mapping[str, SourceConfig] = field(default_factory=dict)
+    """More held-out data by name, such as eval_sets.math500.paths; metrics are eval/NAME/... ."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """Tokenizer of all roles, loaded or trained on the data."""
     max_prompt_tokens: int = 1024
@@ -154,9 +171,22 @@ class DataConfig:
     """Assistant turns of a conversation that are trained; only with messages_key."""
 
     def __post_init__(self) -> None:
+        for name in self.eval_sets:
+            if name in RESERVED_SET_NAMES or not re.fullmatch(r"[\w.-]+", name):
+                raise ConfigError(
+                    f"data.eval_sets has the name {name!r}, but metrics are named eval/NAME/...: "
+                    "use letters, digits and . _ -, and none of "
+                    f"{', '.join(RESERVED_SET_NAMES)}."
+                )
         check_range("data.max_prompt_tokens", self.max_prompt_tokens, at_least=1)
         check_range("data.streaming_buffer", self.streaming_buffer, at_least=1)
         if "{prompt}" not in self.prompt_template:
             raise ConfigError(
                 f"data.prompt_template is {self.prompt_template!r}, but must contain {{prompt}}."
             )
+
+    @property
+    def eval_sources(self) -> dict[str, SourceConfig]:
+        """All held-out data by the key that sets it: data.eval first, then data.eval_sets.NAME."""
+        unnamed = {} if self.eval is None else {"data.eval": self.eval}
+        return unnamed | {f"data.eval_sets.{name}": each for name, each in self.eval_sets.items()}

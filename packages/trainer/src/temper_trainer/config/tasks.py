@@ -72,7 +72,7 @@ class PreferenceConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateConfig:
-    """Settings of task generate, which completes the prompts of data.eval (else data.train)."""
+    """Settings of task generate, which completes held-out prompts (else data.train)."""
 
     num_completions: int = 1
     """Completions per prompt; more than 1 needs sampling.temperature above 0."""

@@ -316,7 +316,7 @@ def _find_size_conflicts(config: TrainerConfig) -> list[str]:
         prompt=prompt,
         completion=completion,
     )
-    if config.data.eval is not None:
+    if config.data.eval_sources:
         length = config.run.eval_sampling.max_tokens
         longest = (
             length if config.environment is None else config.environment.max_rollout_tokens(length)

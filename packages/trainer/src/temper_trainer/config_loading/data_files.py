@@ -39,7 +39,7 @@ def find_data_problems(config: TrainerConfig) -> Iterator[str]:
     warm_start = None if config.warm_start is None else config.warm_start.data
     sources: dict[str, SourceConfig | None] = {
         "data.train": config.data.train,
-        "data.eval": config.data.eval,
+        **config.data.eval_sources,
         "warm_start.data": warm_start,
     }
     for name, source in sources.items():
@@ -99,7 +99,7 @@ def _source_problems(name: str, source: SourceConfig, *, config: TrainerConfig) 
         routes = frozenset().union(*(rows.routes for rows in first_rows))
         yield from _route_problems(routes, route_key=route_key, teachers=config.teachers)
     # The run trains it neither on evaluation data nor on a stream.
-    if first_rows and name != "data.eval" and not config.data.streaming:
+    if first_rows and name not in config.data.eval_sources and not config.data.streaming:
         rows = [row for part in first_rows for row in part.rows]
         yield from _tokenizer_problems(name, rows, config=config)
 

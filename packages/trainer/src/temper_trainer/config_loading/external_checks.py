@@ -147,8 +147,8 @@ def check_libraries(config: TrainerConfig) -> None:
         ConfigError: If Ray, peft, datasets or vLLM is not installed, or the vLLM version does not
             work.
     """
-    for name, source in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if source is not None and source.kind == "datasets" and not _is_installed("datasets"):
+    for name, source in {"data.train": config.data.train, **config.data.eval_sources}.items():
+        if source.kind == "datasets" and not _is_installed("datasets"):
             raise ConfigError(
                 f"{name}.kind is datasets, but datasets is not installed: pip install "
                 "'temper-trainer[datasets]'."

@@ -66,24 +66,25 @@ def check_first_rows(config: TrainerConfig) -> None:
 
 def _iterate_samples(config: TrainerConfig) -> Iterator[_Sample]:
     """Yield the first rows of each source that the task reads, by their use."""
-    train, evaluation = ("data.train", config.data.train), ("data.eval", config.data.eval)
-    uses: list[
-        tuple[tuple[str, SourceConfig | None], Literal["prompts", "demonstrations", "pairs"]]
+    train = ("data.train", config.data.train)
+    held_out: list[tuple[tuple[str, SourceConfig], _Use]] = [
+        (item, "prompts") for item in config.data.eval_sources.items()
     ]
+    uses: list[tuple[tuple[str, SourceConfig], _Use]]
     match config.task:
         case "sft":
             uses = [(train, "demonstrations")]
         case "dpo" | "rm":
             uses = [(train, "pairs")]
         case "eval" | "generate":
-            uses = [(train if config.data.eval is None else evaluation, "prompts")]
+            uses = held_out or [(train, "prompts")]
         case "rl" | "distill":
-            uses = [(train, "prompts"), (evaluation, "prompts")]
+            uses = [(train, "prompts"), *held_out]
             if config.warm_start is not None and not _has_warm_start(config):
                 own = config.warm_start.data
                 uses.append((train if own is None else ("warm_start.data", own), "demonstrations"))
     for (key, source), use in uses:
-        if source is not None and source.kind != "datasets":
+        if source.kind != "datasets":
             yield _read_sample(key, source, use=use)
 
 
@@ -139,7 +140,10 @@ def _find_problems(config: TrainerConfig, samples: list[_Sample]) -> Iterator[st
     from temper_trainer.loops.run_tokenizer import preview_tokenizer
 
     trained_rows = [
-        row for sample in samples if sample.key != "data.eval" for row in sample.rows_with_texts
+        row
+        for sample in samples
+        if sample.key not in config.data.eval_sources
+        for row in sample.rows_with_texts
     ]
     tokenizer, is_saved = preview_tokenizer(
         config,

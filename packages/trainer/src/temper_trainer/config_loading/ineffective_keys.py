@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.data import SourceConfig
 from temper_trainer.config.import_path import is_import_path
 from temper_trainer.config.reward import REWARD_MODEL
 from temper_trainer.config.trainer_config import TrainerConfig
@@ -66,7 +67,7 @@ RULES = (
         reason="in tasks dpo and rm, which train on pairs: remove it",
     ),
     Rule(
-        keys=("sampling", "rollout", "reward", "data.eval", "run.table_every"),
+        keys=("sampling", "rollout", "reward", "data.eval", "data.eval_sets", "run.table_every"),
         applies=lambda config: config.task in ("dpo", "rm"),
         reason="in tasks dpo and rm, which sample nothing: remove it",
     ),
@@ -179,6 +180,7 @@ RULES = (
             "rollout",
             "reward",
             "data.eval",
+            "data.eval_sets",
             "run.table_every",
             "run.num_table_rows",
         ),
@@ -241,8 +243,11 @@ RULES = (
     ),
     Rule(
         keys=_EVALUATION_KEYS,
-        applies=lambda config: config.task == "rl" and config.data.eval is None,
-        reason="without data.eval, the problems to evaluate on: set data.eval.paths, or remove it",
+        applies=lambda config: config.task == "rl" and not config.data.eval_sources,
+        reason=(
+            "without data.eval or data.eval_sets, the problems to evaluate on: set "
+            "data.eval.paths, or remove it"
+        ),
     ),
     Rule(
         keys=("run.eval_solved_reward", "run.eval_answer_pattern"),
@@ -304,7 +309,7 @@ RULES = (
     Rule(
         keys=("run.num_table_rows",),
         applies=lambda config: (
-            config.task == "rl" and config.run.table_every == 0 and config.data.eval is None
+            config.task == "rl" and config.run.table_every == 0 and not config.data.eval_sources
         ),
         reason="with run.table_every 0, which shows no tables: remove it, or raise run.table_every",
     ),
@@ -423,9 +428,9 @@ def _role_rules(config: TrainerConfig) -> Iterator[Rule]:
 
 def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
     warm_start = None if config.warm_start is None else config.warm_start.data
-    sources = {
+    sources: dict[str, SourceConfig | None] = {
         "data.train": config.data.train,
-        "data.eval": config.data.eval,
+        **config.data.eval_sources,
         "warm_start.data": warm_start,
     }
     if all(source is None or source.kind == "arithmetic" for source in sources.values()):
@@ -451,6 +456,11 @@ def _source_rules(config: TrainerConfig) -> Iterator[Rule]:
             yield _make_unconditional_rule(
                 keys,
                 f"with {name}.messages_key, the field with full conversations: remove one of them",
+            )
+        if name not in config.data.eval_sources:
+            yield _make_unconditional_rule(
+                (f"{name}.category_key",),
+                "with data to train on: categories are for data.eval and data.eval_sets. Remove it",
             )
         if not config.teachers:
             yield _make_unconditional_rule(

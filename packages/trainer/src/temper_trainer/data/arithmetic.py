@@ -137,12 +137,15 @@ def generate_arithmetic_rows(config: SourceConfig) -> list[Row]:
                 answer=solve(problem.steps),
                 solution=solve(demonstrated),
                 location=f"arithmetic[{config.split}] row {len(rows)}",
-                route=""
-                if config.route_key is None
-                else ("one" if len(problem.steps) == 1 else "two"),
+                route="" if config.route_key is None else _count_operations(problem),
+                category="" if config.category_key is None else _count_operations(problem),
             )
         )
     return rows
+
+
+def _count_operations(problem: Problem) -> str:
+    return "one" if len(problem.steps) == 1 else "two"
 
 
 def _draw_unseen(rng: random.Random, seen: set[str], *, is_test: bool) -> Problem:

@@ -211,6 +211,7 @@ def _encode(
             location=row.location,
             extra=row.extra,
             route=row.route,
+            category=row.category,
         )
         if _fits(prompt, config=config):
             encoded.append((row, prompt))

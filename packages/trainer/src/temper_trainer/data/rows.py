@@ -38,6 +38,8 @@ class Row:
     """File and line, or the name of the data source, for messages."""
     route: str = ""
     """Value of the field that the source's `route_key` names; selects a reward or teacher."""
+    category: str = ""
+    """Value of the field that the source's `category_key` names; evaluations report each one."""
     extra: Mapping[str, object] = field(default_factory=dict, compare=False)
     """Values of the source's extra_keys; None if the row lacks the field."""
 
@@ -111,6 +113,9 @@ def build_row(record: object, *, config: SourceConfig, row_id: int, location: st
         solution=answer,
         location=location,
         route=route,
+        category=""
+        if config.category_key is None
+        else _parse_category(record, key=config.category_key, location=location),
         extra=extra,
     )
 
@@ -189,6 +194,18 @@ def _parse_route(record: Mapping[object, object], *, key: str, location: str) ->
             f"{value!r:.80}: correct the row."
         )
     return value
+
+
+def _parse_category(record: Mapping[object, object], *, key: str, location: str) -> str:
+    value = get_field(record, key)
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer and not (isinstance(value, str) and value.strip()):
+        found = "absent" if value is ABSENT else f"{value!r:.80}"
+        raise DataError(
+            f"{location}: field {key!r}, which category_key names, must be text or an integer, but "
+            f"is {found}: correct the row."
+        )
+    return str(value).strip()
 
 
 def _parse_prompt(value: object, *, location: str) -> str | tuple[ChatMessage, ...]:

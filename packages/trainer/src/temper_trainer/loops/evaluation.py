@@ -10,11 +10,15 @@ from temper_engine_api.errors import ConfigError
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.rows import Row
-from temper_trainer.loops.run_components import RunComponents
+from temper_trainer.loops.run_components import EvalSet, RunComponents
 from temper_trainer.loops.run_folder import RunFolder
 from temper_trainer.loops.sampling import ScoredCompletions, complete_and_score
 from temper_trainer.loops.seeds import derive_seed
-from temper_trainer.metrics.evaluation_estimators import ProblemResult, measure_problems
+from temper_trainer.metrics.evaluation_estimators import (
+    ProblemResult,
+    group_by_category,
+    measure_problems,
+)
 from temper_trainer.metrics.run_log import SampleRow
 from temper_trainer.progress import track_progress
 from temper_trainer.reward.builtin_rewards import ANSWER_EXTRACTORS
@@ -65,15 +69,22 @@ class Evaluation:
     """Some of the completions, for the table of samples."""
 
 
-def evaluate(components: RunComponents, *, name: str, sampling: SamplingConfig) -> Evaluation:
+def evaluate(
+    components: RunComponents,
+    prompts: Sequence[Prompt],
+    *,
+    name: str,
+    sampling: SamplingConfig,
+) -> Evaluation:
     """Sample and score the completions of each held-out prompt.
 
     Args:
         components: Components of the run.
-        name: Name of the evaluation, such as ``greedy``; part of the seeds.
+        prompts: Held-out prompts.
+        name: Name of the evaluation, such as ``greedy`` or ``math500-greedy``; part of the seeds.
         sampling: How completions are sampled; one per prompt if greedily.
     """
-    prompts, run = components.eval_prompts, components.config.run
+    run = components.config.run
     num_completions = 1 if sampling.temperature == 0 else run.eval_num_completions
     with track_progress(f"{name} evaluation"):
         completions = _sample(
@@ -103,6 +114,7 @@ def evaluate(components: RunComponents, *, name: str, sampling: SamplingConfig) 
             answers=None
             if extract_answer is None
             else tuple(map(extract_answer, completions.texts[i : i + num_completions])),
+            category=completions.prompts[i].category,
         )
         for i in range(0, len(completions.rewards), num_completions)
     ]
@@ -127,43 +139,75 @@ def _find_answer_extractor(config: TrainerConfig) -> Callable[[str], str | None]
 
 
 def evaluate_all(components: RunComponents, *, step: int, label: str) -> dict[str, float]:
-    """Evaluate with ``run.eval_sampling``, and with the training's sampling if configured.
+    """Evaluate all held-out prompts, with all sampling configurations of evaluation.
+
+    They are ``run.eval_sampling``, and with ``run.eval_sampled`` that of training.
 
     Args:
         components: Components of the run.
         step: Number of completed steps.
-        label: Start of the printed line, such as ``before RL``.
+        label: Start of the printed lines, such as ``before RL``.
 
     Returns:
         The logged metrics; empty without held-out prompts.
     """
-    run, log = components.config.run, components.log
-    if not components.eval_prompts:
-        return {}
+    log = components.log
+    metrics: dict[str, float] = {}
+    for i, (name, eval_set) in enumerate(components.eval_sets.items()):
+        description, measured = _evaluate_set(
+            components, eval_set, name=name, table_step=step if i == 0 else None
+        )
+        log.print_line(f"{label}{f', {name}' if name else ''}: {description}")
+        metrics |= {
+            f"eval/{name}/{key}" if name else f"eval/{key}": measured[key] for key in measured
+        }
+    if metrics:
+        log.log_metrics(step, metrics, phase="eval")
+    return metrics
+
+
+def _evaluate_set(
+    components: RunComponents, eval_set: EvalSet, *, name: str, table_step: int | None
+) -> tuple[str, dict[str, float]]:
+    """Return a description of the results, and the metrics without the set's name.
+
+    Args:
+        components: Components of the run.
+        eval_set: The held-out prompts.
+        name: Name of the set; empty for ``data.eval``.
+        table_step: Show some completions as those of this step; None shows none.
+    """
+    run = components.config.run
     kinds = [("greedy" if run.eval_sampling.temperature == 0 else "eval", run.eval_sampling)]
     if run.eval_sampled:
         kinds.append(("sampled", components.config.sampling))
     metrics: dict[str, float] = {}
     results: list[str] = []
-    for i, (name, sampling) in enumerate(kinds):
-        evaluation = evaluate(components, name=name, sampling=sampling)
-        measured = measure_problems(
-            evaluation.problems,
-            num_completions=evaluation.num_completions,
-            solved_reward=run.eval_solved_reward,
+    for i, (kind, sampling) in enumerate(kinds):
+        evaluation = evaluate(
+            components,
+            eval_set.prompts,
+            name=f"{name}-{kind}" if name else kind,
+            sampling=sampling,
         )
-        metrics |= {f"eval/{name}/{key}": value for key, value in measured.items()}
-        results.append(f"{name} {_describe_result(measured, evaluation=evaluation)}")
-        if i == 0:
-            log.show_samples(step, evaluation.rows)
-    problems = _describe_problems(
+        for category, problems in group_by_category(evaluation.problems).items():
+            measured = measure_problems(
+                problems,
+                num_completions=evaluation.num_completions,
+                solved_reward=run.eval_solved_reward,
+            )
+            prefix = f"{kind}/{category}" if category else kind
+            metrics |= {f"{prefix}/{key}": value for key, value in measured.items()}
+            if not category:
+                results.append(f"{kind} {_describe_result(measured, evaluation=evaluation)}")
+        if i == 0 and table_step is not None:
+            components.log.show_samples(table_step, evaluation.rows)
+    problems_text = _describe_problems(
         components.config.reward.function,
-        num_problems=len(components.eval_prompts),
-        num_trained=components.num_eval_trained,
+        num_problems=len(eval_set.prompts),
+        num_trained=eval_set.num_trained,
     )
-    log.print_line(f"{label}: {problems}: {', '.join(results)}")
-    log.log_metrics(step, metrics, phase="eval")
-    return metrics
+    return f"{problems_text}: {', '.join(results)}", metrics
 
 
 def _describe_result(metrics: Mapping[str, float], *, evaluation: Evaluation) -> str:
@@ -249,13 +293,25 @@ def generate(components: RunComponents, *, folder: RunFolder) -> dict[str, float
             "run.dir."
         )
     num_completions = config.generate.num_completions
-    prompts = [prompt for prompt in components.eval_prompts for _ in range(num_completions)]
+    set_names = [
+        name
+        for name, eval_set in components.eval_sets.items()
+        for _ in range(len(eval_set.prompts) * num_completions)
+    ]
+    prompts = [
+        prompt
+        for eval_set in components.eval_sets.values()
+        for prompt in eval_set.prompts
+        for _ in range(num_completions)
+    ]
     completions = _sample(
         components, prompts, sampling=config.sampling, purpose="generate", num_completions=1
     )
     lines = [
         json.dumps(
-            {
+            # Prompt ids are unique within a set only.
+            ({"set": set_name} if set_name else {})
+            | {
                 "prompt_id": prompt.prompt_id,
                 "prompt": prompt.text,
                 "completion": text,
@@ -267,8 +323,13 @@ def generate(components: RunComponents, *, folder: RunFolder) -> dict[str, float
             },
             ensure_ascii=False,
         )
-        for prompt, conversation, text, reward in zip(
-            prompts, completions.conversations, completions.texts, completions.rewards, strict=True
+        for set_name, prompt, conversation, text, reward in zip(
+            set_names,
+            prompts,
+            completions.conversations,
+            completions.texts,
+            completions.rewards,
+            strict=True,
         )
     ]
     partial = path.with_name(f".{path.name}.partial")
@@ -282,6 +343,6 @@ def generate(components: RunComponents, *, folder: RunFolder) -> dict[str, float
     }
     log.log_metrics(0, metrics | completions.turn_metrics, phase="generate")
     log.print_line(
-        f"{len(lines)} completions of {len(components.eval_prompts)} prompts are in {path}"
+        f"{len(lines)} completions of {len(prompts) // num_completions} prompts are in {path}"
     )
     return metrics

@@ -1,6 +1,6 @@
 """A run of reinforcement learning or distillation, from its start or a checkpoint to its end."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from temper_trainer.loops.evaluation import evaluate_all
 from temper_trainer.loops.interrupts import StopRequest, WorkAbandoned
 from temper_trainer.loops.pipelined_loops import open_step_loop
 from temper_trainer.loops.rl_step import Controllers, StepResult, needs_old_logprob_pass
-from temper_trainer.loops.run_components import RunComponents, build_components
+from temper_trainer.loops.run_components import EvalSet, RunComponents, build_components
 from temper_trainer.loops.run_folder import RunFolder, export_model
 from temper_trainer.loops.run_setup import open_checkpointer
 from temper_trainer.loops.step_boundary import StepBoundary
@@ -46,14 +46,13 @@ def run_rl(
     log: RunLog,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
-    eval_prompts: Sequence[Prompt],
+    eval_sets: Mapping[str, EvalSet],
     folder: RunFolder,
     resume_from: Path | None,
     digest: str,
     stop: StopRequest,
     boundary: StepBoundary,
     runtime: Runtime,
-    num_eval_trained: int | None = None,
 ) -> dict[str, float]:
     """Evaluate, train all steps, evaluate again, and write the model.
 
@@ -62,14 +61,13 @@ def run_rl(
         log: Log of the run.
         tokenizer: Tokenizer of all roles.
         prompts: Training prompts.
-        eval_prompts: Held-out prompts.
+        eval_sets: Held-out prompts by name; see `RunComponents`.
         folder: The run folder.
         resume_from: Verified checkpoint to resume from; None starts at step 1.
         digest: Digest of the configuration, recorded in checkpoints.
         stop: Stop request of the process.
         boundary: Bookkeeping between steps.
         runtime: Starts the processes.
-        num_eval_trained: See `RunComponents`.
 
     Returns:
         The metrics of the last evaluation.
@@ -93,8 +91,7 @@ def run_rl(
         log=log,
         tokenizer=tokenizer,
         prompts=prompts,
-        eval_prompts=eval_prompts,
-        num_eval_trained=num_eval_trained,
+        eval_sets=eval_sets,
         state=state,
         runtime=runtime,
     ) as components:

@@ -39,6 +39,17 @@ from temper_trainer.weight_sync.transport_factory import build_transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSet:
+    """Held-out prompts that are evaluated together."""
+
+    key: str
+    """Setting of their source, such as ``data.eval``."""
+    prompts: Sequence[Prompt]
+    num_trained: int | None = None
+    """Number of prompts that are also in the training data; None if nothing is trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunComponents:
     """The started components of a run."""
 
@@ -48,8 +59,8 @@ class RunComponents:
     """Tokenizer of all roles."""
     prompts: InMemoryStream[Prompt]
     """Training prompts in the order of the run."""
-    eval_prompts: Sequence[Prompt]
-    """Held-out prompts; may be empty."""
+    eval_sets: Mapping[str, EvalSet]
+    """Held-out prompts by name; data.eval has the empty name. May be empty."""
     sampler: Sampler
     """Samples completions of prompts."""
     scorer: Scorer
@@ -64,8 +75,6 @@ class RunComponents:
     """Makes the environment of a multi-turn rollout; None for single-turn rollouts."""
     canary: Canary | None
     """Compares log-probs of engine and sampler after each publish; None if disabled."""
-    num_eval_trained: int | None = None
-    """Number of held-out prompts that are also in the training data; None if nothing is trained."""
 
 
 @contextmanager
@@ -75,10 +84,9 @@ def build_components(
     log: RunLog,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
-    eval_prompts: Sequence[Prompt],
+    eval_sets: Mapping[str, EvalSet],
     state: TrainerState,
     runtime: Runtime,
-    num_eval_trained: int | None = None,
 ) -> Iterator[RunComponents]:
     """Start all components of an RL run; close them when the body ends or raises.
 
@@ -87,10 +95,9 @@ def build_components(
         log: Log of the run.
         tokenizer: Tokenizer of all roles.
         prompts: Training prompts; at least one.
-        eval_prompts: Held-out prompts.
+        eval_sets: Held-out prompts; see `RunComponents`.
         state: Where the run continues: position in the data and version of the weights.
         runtime: Starts the processes.
-        num_eval_trained: See `RunComponents`.
     """
     with ExitStack() as stack:
         roles = stack.enter_context(
@@ -129,7 +136,7 @@ def build_components(
             prompts=InMemoryStream(
                 prompts, seed=config.run.seed, shuffle=config.data.shuffle, cursor=state.cursor
             ),
-            eval_prompts=eval_prompts,
+            eval_sets=eval_sets,
             sampler=_make_pausable(sampler, interrupts=config.asynchrony.partial_rollouts)
             if config.loop == "async"
             else sampler,
@@ -150,7 +157,6 @@ def build_components(
             )
             if config.rollout.canary
             else None,
-            num_eval_trained=num_eval_trained,
         )
 
 
@@ -212,7 +218,7 @@ def build_inference_components(
     *,
     log: RunLog,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
+    eval_sets: Mapping[str, EvalSet],
     runtime: Runtime,
 ) -> Iterator[RunComponents]:
     """Start only sampler and scorer; the sampler loads the weights of ``actor.engine.model``."""
@@ -231,8 +237,12 @@ def build_inference_components(
             config=config,
             log=log,
             tokenizer=tokenizer,
-            prompts=InMemoryStream(prompts, seed=config.run.seed, shuffle=False),
-            eval_prompts=prompts,
+            prompts=InMemoryStream(
+                [prompt for each in eval_sets.values() for prompt in each.prompts],
+                seed=config.run.seed,
+                shuffle=False,
+            ),
+            eval_sets=eval_sets,
             sampler=sampler,
             scorer=scorer,
             roles={},

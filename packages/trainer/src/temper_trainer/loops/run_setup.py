@@ -35,16 +35,17 @@ def open_checkpointer(config: TrainerConfig, *, folder: RunFolder) -> Checkpoint
 
 
 def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:
-    """Load the rows of the sources ``train``, ``eval`` and ``warm_start``.
+    """Load the rows of ``data.train``, ``warm_start.data`` and all held-out sources.
 
     Returns:
-        Rows by source. ``eval`` and ``warm_start`` may be missing. ``train`` is empty for streamed
-        data and for preference pairs, which are read elsewhere.
+        Rows by ``train``, ``warm_start`` and the keys of ``DataConfig.eval_sources``. Only
+        ``train`` is always there. It is empty for streamed data and for preference pairs, which are
+        read elsewhere.
     """
     is_read_elsewhere = config.data.streaming or config.task in ("dpo", "rm")
     sources: dict[str, SourceConfig | None] = {
         "train": None if is_read_elsewhere else config.data.train,
-        "eval": config.data.eval,
+        **config.data.eval_sources,
     }
     if config.warm_start is not None and config.warm_start.data is not None:
         sources["warm_start"] = config.warm_start.data
@@ -59,7 +60,7 @@ class RunData:
     """The rows of all sources and the tokenizer of a run."""
 
     problems: dict[str, list[Row]]
-    """Rows by source: train, eval, warm_start."""
+    """Rows by source, as `load_problems` returns them."""
     pairs: list[PairRow]
     """Preference pairs of tasks dpo and rm."""
     tokenizer: PreTrainedTokenizerBase

@@ -7,7 +7,7 @@ so that a damaged one is found before data and models are loaded.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from temper_engine_api.errors import CapabilityError, CheckpointError, ConfigError, WeightError
@@ -25,7 +25,7 @@ from temper_trainer.data.prompts import encode_prompts
 from temper_trainer.loops.evaluation import count_trained_prompts, evaluate_all, generate
 from temper_trainer.loops.interrupts import RunInterrupted, StopRequest, WorkAbandoned
 from temper_trainer.loops.rl_run import run_rl
-from temper_trainer.loops.run_components import build_inference_components
+from temper_trainer.loops.run_components import EvalSet, build_inference_components
 from temper_trainer.loops.run_folder import RunFolder, open_run_folder, set_aside_damaged_model
 from temper_trainer.loops.run_setup import (
     RunData,
@@ -42,6 +42,7 @@ from temper_trainer.loops.supervised import (
     build_pair_stage,
     run_supervised,
 )
+from temper_trainer.metrics.evaluation_estimators import name_categories
 from temper_trainer.metrics.run_files import read_settings
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.run_lock import RunLock
@@ -313,27 +314,43 @@ class _TaskRun:
     def run_inference_task(self) -> dict[str, float]:
         """Run task eval or generate."""
         config = fit_models_to_tokenizer(self.config, self.data.tokenizer)
-        rows = self.data.problems.get("eval", self.data.problems["train"])
-        prompts, num_dropped = encode_prompts(rows, self.data.tokenizer, config.data)
-        report_dropped(self.log, config.data, phase=config.task, data=num_dropped)
+        eval_sets, dropped = self._encode_eval_sets()
+        if not eval_sets:
+            rows, tokenizer = self.data.problems["train"], self.data.tokenizer
+            prompts, dropped["data"] = encode_prompts(rows, tokenizer, config.data)
+            eval_sets[""] = EvalSet(key="data.train", prompts=prompts)
+        report_dropped(self.log, config.data, phase=config.task, **dropped)
         with build_inference_components(
             config,
             log=self.log,
             tokenizer=self.data.tokenizer,
-            prompts=prompts,
+            eval_sets=eval_sets,
             runtime=self.runtime,
         ) as components:
             if config.task == "eval":
                 return evaluate_all(components, step=0, label="evaluation")
             return generate(components, folder=self.folder)
 
+    def _encode_eval_sets(self) -> tuple[dict[str, EvalSet], dict[str, int]]:
+        """Tokenize the held-out problems; return them by name, and how many were dropped."""
+        eval_sets: dict[str, EvalSet] = {}
+        dropped: dict[str, int] = {}
+        for key in self.config.data.eval_sources:
+            rows = self.data.problems[key]
+            prompts, num_dropped = encode_prompts(rows, self.data.tokenizer, self.config.data)
+            # Before the warm start, which may take hours.
+            name_categories(prompt.category for prompt in prompts)
+            name = key.removeprefix("data.eval").removeprefix("_sets.")
+            eval_sets[name] = EvalSet(key=key, prompts=prompts)
+            dropped[f"eval/{name}" if name else "eval"] = num_dropped
+        return eval_sets, dropped
+
     def run_rl_task(self) -> dict[str, float]:
         """Run task rl or distill, after the warm start if there is one."""
         # First what the data may refuse, because a warm start may take hours.
         data, tokenizer = self.config.data, self.data.tokenizer
-        eval_rows = self.data.problems.get("eval", [])
         prompts, num_dropped = encode_prompts(self.data.problems["train"], tokenizer, data)
-        eval_prompts, num_eval_dropped = encode_prompts(eval_rows, tokenizer, data)
+        eval_sets, eval_dropped = self._encode_eval_sets()
         config = with_run_length(self.config, num_problems=len(prompts))
         trained_rows = list(self.data.problems["train"])
         trained_model = None
@@ -346,7 +363,7 @@ class _TaskRun:
                 f"RL starts from the model of the warm start, {trained_model}, in place of "
                 f"actor.engine.model.path {self.config.actor.engine.model.path}"
             )
-        report_dropped(self.log, data, phase="rl", data=num_dropped, eval=num_eval_dropped)
+        report_dropped(self.log, data, phase="rl", data=num_dropped, **eval_dropped)
         check_resume_step(
             self.completed_steps, total_steps=config.run.total_steps, checkpoint=self.checkpoint
         )
@@ -355,10 +372,15 @@ class _TaskRun:
             log=self.log,
             tokenizer=self.data.tokenizer,
             prompts=prompts,
-            eval_prompts=eval_prompts,
-            num_eval_trained=count_trained_prompts(
-                eval_prompts, rows=eval_rows, trained=trained_rows
-            ),
+            eval_sets={
+                name: replace(
+                    each,
+                    num_trained=count_trained_prompts(
+                        each.prompts, rows=self.data.problems[each.key], trained=trained_rows
+                    ),
+                )
+                for name, each in eval_sets.items()
+            },
             folder=self.folder,
             resume_from=self.checkpoint,
             digest=self.digest,

@@ -8,9 +8,12 @@ standard error, with one cluster per problem).
 """
 
 import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from temper_engine_api.errors import ConfigError
 
 Z_95 = 1.959963984540054
 """97.5 % quantile of the standard normal distribution."""
@@ -125,6 +128,40 @@ class ProblemResult:
     """Answer of each completion for maj@k; None if answers cannot be extracted."""
     category: str = ""
     """Category of the problem; empty without categories."""
+
+
+def name_categories(categories: Iterable[str]) -> dict[str, str]:
+    """Return the name of each category in metrics, without the empty category.
+
+    Other characters than letters, digits and ``. _ -`` become ``_``.
+
+    Raises:
+        ConfigError: If two categories would get the same name.
+
+    Example:
+        >>> name_categories(["Counting & Probability", "Algebra", ""])
+        {'Counting & Probability': 'Counting_Probability', 'Algebra': 'Algebra'}
+    """
+    names: dict[str, str] = {}
+    for category in dict.fromkeys(filter(None, categories)):
+        name = re.sub(r"[^\w.-]+", "_", category)
+        if other := next((each for each, used in names.items() if used == name), None):
+            raise ConfigError(
+                f"the categories {other!r} and {category!r} would both be named {name!r} in "
+                "metrics: rename one of them in the data, or remove category_key."
+            )
+        names[category] = name
+    return names
+
+
+def group_by_category(problems: Sequence[ProblemResult]) -> dict[str, list[ProblemResult]]:
+    """Return all problems under the empty name, then those of each category, sorted by name."""
+    names = name_categories(problem.category for problem in problems)
+    groups: dict[str, list[ProblemResult]] = {name: [] for name in sorted(names.values())}
+    for problem in problems:
+        if problem.category:
+            groups[names[problem.category]].append(problem)
+    return {"": list(problems)} | groups
 
 
 def measure_problems(

@@ -161,7 +161,7 @@ def _count_max_tokens(config: TrainerConfig) -> int:
     """Return the largest sequence length: prompt, completion, and one token more."""
     # log-probs of a given sequence are requested with max_tokens=1, as vLLM samples at least one.
     completion = config.max_completion_tokens
-    if config.data.eval is not None or config.task == "eval":
+    if config.data.eval_sources or config.task == "eval":
         completion = max(completion, config.run.eval_sampling.max_tokens)
     return config.data.max_prompt_tokens + completion + 1
 
