@@ -49,8 +49,9 @@ def row(*cells: str) -> str:
 def test_report_is_self_contained(page: tuple[Path, str]) -> None:
     folder, text = page
     assert re.findall(r'(?:src|href)="(?!data:)', text) == []
-    (picture,) = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
-    assert base64.b64decode(picture) == (folder / "curves.png").read_bytes()
+    evaluations, curves = re.findall(r'src="data:image/png;base64,([^"]+)"', text)
+    assert base64.b64decode(evaluations).startswith(b"\x89PNG")
+    assert base64.b64decode(curves) == (folder / "curves.png").read_bytes()
 
 
 def test_completions_are_escaped_in_the_report(page: tuple[Path, str]) -> None:
@@ -73,7 +74,7 @@ def test_report_shows_settings_with_origin_evaluations_and_versions(
     _, text = page
     assert row("run.seed", "7", "command line") in text
     assert row("data.train.kind", "arithmetic", "group experiment=quickstart") in text
-    assert row("#3", "#0.625") in text
+    assert row("#3", "data.eval", "greedy", "", "0.625") in text
     assert row("rl", "reward/mean", "#1", "#0.25", "#3", "#0.75") in text
     assert "<td class=text>torch</td>" in text
 

@@ -17,6 +17,11 @@ from pathlib import Path
 import yaml
 
 from temper_trainer.metrics.curves import draw_curves
+from temper_trainer.metrics.evaluation_report import (
+    draw_evaluations,
+    list_evaluations,
+    tabulate_evaluations,
+)
 from temper_trainer.metrics.run_files import (
     METRICS_FILE,
     Row,
@@ -79,19 +84,20 @@ def write_report(directory: Path) -> Path | None:
 
 
 def _evaluations(rows: Sequence[Row]) -> str:
-    evaluations = [row for row in rows if row.phase == "eval"]
-    names = list(dict.fromkeys(name for row in evaluations for name in row.values))
-    return _table(
-        ("after step", *names),
-        [(row.step, *(row.values.get(name) for name in names)) for row in evaluations],
-    )
+    """Return the table of evaluations and their plot."""
+    evaluations = list_evaluations(rows)
+    picture = draw_evaluations(evaluations)
+    plot = "" if picture is None else _embed(picture, alt="evaluations with confidence intervals")
+    return _table(*tabulate_evaluations(evaluations)) + plot
 
 
 def _curves(path: Path | None) -> str:
-    if path is None:
-        return ""
-    data = base64.b64encode(path.read_bytes()).decode()
-    return f'<img alt="curves of the run" src="data:image/png;base64,{data}">'
+    return "" if path is None else _embed(path.read_bytes(), alt="curves of the run")
+
+
+def _embed(picture: bytes, *, alt: str) -> str:
+    data = base64.b64encode(picture).decode()
+    return f'<img alt="{alt}" src="data:image/png;base64,{data}">'
 
 
 def _first_and_last(rows: Sequence[Row]) -> str:

@@ -1,0 +1,170 @@
+"""Show the evaluations of a run in its report: a table, and a plot with confidence intervals."""
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from temper_trainer.metrics.curves import COLORS, STYLE
+from temper_trainer.metrics.run_files import Row
+
+KINDS = ("greedy", "eval", "sampled")
+"""Names of sampling configurations in metrics; no held-out set has one of them."""
+INTERVAL = "_ci95"
+"""End of the metrics with half the width of a confidence interval."""
+_AT_K = re.compile(r"(pass|maj)_at_(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRow:
+    """The metrics of one set and category, with one sampling configuration, after one step."""
+
+    step: int
+    set_name: str
+    """Empty for ``data.eval``."""
+    kind: str
+    """One of `KINDS`."""
+    category: str
+    """Empty for the full set."""
+    values: dict[str, float]
+    """Value by the last part of the metric's name, such as ``reward``."""
+
+
+def list_evaluations(rows: Sequence[Row]) -> list[EvaluationRow]:
+    """Return the evaluations of a run in their order, each full set before its categories."""
+    found: dict[tuple[int, str, str, str], dict[str, float]] = {}
+    for row in rows:
+        if row.phase != "eval":
+            continue
+        for name, value in row.values.items():
+            head, *parts, metric = name.split("/")
+            # Other metrics of the phase, such as eval/dropped, have no sampling configuration.
+            if head != "eval" or not any(part in KINDS for part in parts[:2]):
+                continue
+            # A category may be called like a kind, but a set may not.
+            set_name = "" if parts[0] in KINDS else parts.pop(0)
+            kind, category = parts[0], "/".join(parts[1:])
+            found.setdefault((row.step, set_name, kind, category), {})[metric] = value
+    return [
+        EvaluationRow(step=step, set_name=set_name, kind=kind, category=category, values=values)
+        for (step, set_name, kind, category), values in found.items()
+    ]
+
+
+def tabulate_evaluations(
+    evaluations: Sequence[EvaluationRow],
+) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
+    """Return heading and lines of the table; a mean with an interval is one cell."""
+    metrics = list(dict.fromkeys(name for each in evaluations for name in each.values))
+    metrics = [name for name in metrics if not name.endswith(INTERVAL)]
+    lines = []
+    for each in evaluations:
+        cells = [_format_cell(each.values, name) for name in metrics]
+        lines.append((each.step, each.set_name or "data.eval", each.kind, each.category, *cells))
+    titles = [_AT_K.sub(r"\1@\2", name) for name in metrics]
+    return ("after step", "set", "sampling", "category", *titles), lines
+
+
+def _format_cell(values: dict[str, float], name: str) -> str:
+    if name not in values:
+        return ""
+    if name == "failed":
+        return f"{values[name]:.0f}"
+    interval = values.get(name + INTERVAL)
+    return f"{values[name]:.3f}" + ("" if interval is None else f" ± {interval:.3f}")
+
+
+def draw_evaluations(evaluations: Sequence[EvaluationRow]) -> bytes | None:
+    """Return a PNG of the evaluations over the steps, and of the last ones by category.
+
+    Bars are 95 % confidence intervals. Returns None without evaluations.
+    """
+    if not any(math.isfinite(each.values.get("reward", math.nan)) for each in evaluations):
+        return None
+    last_step = max(each.step for each in evaluations)
+    last = [each for each in evaluations if each.step == last_step]
+    has_steps = len({each.step for each in evaluations}) > 1
+    with mpl.rc_context(STYLE):
+        height = max(3.0, 0.32 * len(last) * len(_list_shown(last)) + 1.2)
+        figure = Figure(figsize=(11.2, height), layout="constrained")
+        FigureCanvasAgg(figure)  # not pyplot, as in draw_curves
+        axes = figure.subplots(1, 2 if has_steps else 1, squeeze=False)[0]
+        if has_steps:
+            _draw_over_steps(axes[0], evaluations)
+        _draw_last(axes[-1], last)
+        axes[-1].set_title(f"after step {last_step}")
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=110, format="png")
+    return picture.getvalue()
+
+
+def _list_shown(evaluations: Sequence[EvaluationRow]) -> list[str]:
+    """Return the metrics to plot: the mean reward, and of all completions pass@k and maj@k."""
+    largest: dict[str, int] = {}
+    for each in evaluations:
+        for name in each.values:
+            if match := _AT_K.fullmatch(name):
+                largest[match[1]] = max(largest.get(match[1], 0), int(match[2]))
+    return ["reward", *(f"{name}_at_{k}" for name, k in largest.items())]
+
+
+def _draw_over_steps(axes: Axes, evaluations: Sequence[EvaluationRow]) -> None:
+    full_sets = [each for each in evaluations if not each.category]
+    series: dict[tuple[str, str], list[EvaluationRow]] = {}
+    for each in full_sets:
+        series.setdefault((each.set_name, each.kind), []).append(each)
+    for i, ((set_name, kind), rows) in enumerate(series.items()):
+        for name, style in zip(_list_shown(rows), ("-", "--", ":"), strict=False):
+            points = sorted(
+                (each.step, each.values[name], each.values.get(name + INTERVAL, 0.0))
+                for each in rows
+                if math.isfinite(each.values.get(name, math.nan))
+            )
+            axes.errorbar(
+                [step for step, _, _ in points],
+                [value for _, value, _ in points],
+                yerr=[interval for _, _, interval in points],
+                color=COLORS[i % len(COLORS)],
+                linestyle=style,
+                linewidth=1.2,
+                marker="o",
+                markersize=3,
+                capsize=2,
+                label=_label(set_name, kind, name),
+            )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_title("evaluations, 95 % intervals")
+    axes.set_xlabel("step")
+    axes.legend(loc="best")
+
+
+def _draw_last(axes: Axes, evaluations: Sequence[EvaluationRow]) -> None:
+    bars = [
+        (_label(each.set_name, each.kind, name, each.category), each, name, color)
+        for each in evaluations
+        for name, color in zip(_list_shown(evaluations), COLORS, strict=False)
+        if math.isfinite(each.values.get(name, math.nan))
+    ]
+    positions = range(len(bars))
+    axes.barh(
+        positions,
+        [each.values[name] for _, each, name, _ in bars],
+        xerr=[each.values.get(name + INTERVAL, 0.0) for _, each, name, _ in bars],
+        color=[color for _, _, _, color in bars],
+        alpha=0.75,
+        capsize=2,
+    )
+    axes.set_yticks(positions, [label for label, _, _, _ in bars])
+    axes.invert_yaxis()  # in the order of the table, from the top
+
+
+def _label(set_name: str, kind: str, metric: str, category: str = "") -> str:
+    title = _AT_K.sub(r"\1@\2", metric)
+    return " ".join(filter(None, (set_name, kind, category, title)))

@@ -1,0 +1,47 @@
+"""Table and plot of evaluations, from the names of logged metrics."""
+
+from temper_trainer.metrics.evaluation_report import (
+    draw_evaluations,
+    list_evaluations,
+    tabulate_evaluations,
+)
+from temper_trainer.metrics.run_files import Row
+
+VALUES = {
+    "eval/greedy/reward": 0.5,
+    "eval/greedy/failed": 2.0,
+    "eval/math500/sampled/reward": 0.25,
+    "eval/math500/sampled/reward_ci95": 0.125,
+    "eval/math500/sampled/pass_at_4": 0.75,
+    "eval/math500/sampled/algebra/reward": 1.0,
+    "eval/dropped": 3.0,
+}
+
+
+def row(step: int, phase: str = "eval") -> Row:
+    return Row(step=step, phase=phase, time_s=0.0, values=VALUES)
+
+
+def test_table_has_a_line_for_each_step_set_sampling_and_category() -> None:
+    heading, lines = tabulate_evaluations(list_evaluations([row(7, "rl"), row(8)]))
+    assert heading == ("after step", "set", "sampling", "category", "reward", "failed", "pass@4")
+    assert lines == [
+        (8, "data.eval", "greedy", "", "0.500", "2", ""),
+        (8, "math500", "sampled", "", "0.250 ± 0.125", "", "0.750"),
+        (8, "math500", "sampled", "algebra", "1.000", "", ""),
+    ]
+
+
+def test_evaluations_of_one_and_of_several_steps_are_drawn() -> None:
+    one = draw_evaluations(list_evaluations([row(0)]))
+    several = draw_evaluations(list_evaluations([row(0), row(8)]))
+    assert one is not None
+    assert several is not None
+    assert one.startswith(b"\x89PNG")
+    assert one != several
+
+
+def test_nothing_is_drawn_without_evaluations() -> None:
+    assert draw_evaluations(list_evaluations([row(1, "rl")])) is None
+    nan = Row(step=0, phase="eval", time_s=0.0, values={"eval/greedy/reward": float("nan")})
+    assert draw_evaluations(list_evaluations([nan])) is None
