@@ -180,6 +180,29 @@ def test_tasks_eval_and_generate_score_and_write_completions(
     )
     result = run(tmp_path / "eval", "task=eval", *model, "run.eval_sampling.max_tokens=8", base=())
     assert 0.0 <= result.evaluation["eval/greedy/reward"] <= 1.0
+    named = write(
+        tmp_path / "named.jsonl",
+        [{"question": f"{a} + 1", "answer": f"= {a + 1}", "level": a % 2} for a in range(4)],
+    ).partition("=")[2]
+    result = run(
+        tmp_path / "named",
+        "task=eval",
+        *model,
+        f"data.eval_sets.sums.paths={named}",
+        "data.eval_sets.sums.category_key=level",
+        "run.eval_sampling.temperature=0.5",
+        "run.eval_sampling.max_tokens=8",
+        "run.eval_num_completions=2",
+        base=(),
+    )
+    # Only the named set: data.train is evaluated only if nothing is held out.
+    assert {name.rpartition("/")[0] for name in result.evaluation} == {
+        "eval/sums/eval",
+        "eval/sums/eval/0",
+        "eval/sums/eval/1",
+    }
+    assert {"eval/sums/eval/pass_at_2", "eval/sums/eval/maj_at_2"} <= result.evaluation.keys()
+    assert "sums" in (result.directory / "report.html").read_text()
     run(
         tmp_path / "generate",
         "task=generate",
