@@ -67,7 +67,7 @@ def check_first_rows(config: TrainerConfig) -> None:
 def _iterate_samples(config: TrainerConfig) -> Iterator[_Sample]:
     """Yield the first rows of each source that the task reads, by their use."""
     train = ("data.train", config.data.train)
-    held_out: list[tuple[tuple[str, SourceConfig], _Use]] = [
+    eval_uses: list[tuple[tuple[str, SourceConfig], _Use]] = [
         (item, "prompts") for item in config.data.eval_sources.items()
     ]
     uses: list[tuple[tuple[str, SourceConfig], _Use]]
@@ -77,9 +77,9 @@ def _iterate_samples(config: TrainerConfig) -> Iterator[_Sample]:
         case "dpo" | "rm":
             uses = [(train, "pairs")]
         case "eval" | "generate":
-            uses = held_out or [(train, "prompts")]
+            uses = eval_uses or [(train, "prompts")]
         case "rl" | "distill":
-            uses = [(train, "prompts"), *held_out]
+            uses = [(train, "prompts"), *eval_uses]
             if config.warm_start is not None and not _has_warm_start(config):
                 own = config.warm_start.data
                 uses.append((train if own is None else ("warm_start.data", own), "demonstrations"))

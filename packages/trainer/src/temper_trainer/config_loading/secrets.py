@@ -20,9 +20,9 @@ _SECRET_WORD = re.compile(
 """A word of a key whose value is a secret, besides `key` and `token`, also in `mypassword`."""
 _KEY_OR_TOKEN = re.compile(r"^(.*)(key|token)$")
 _HARMLESS_OWNERS = re.compile(
-    r"answer|begin|bos|chosen|cls|column|completion|end|eos|extra|first|group|image|label|last"
-    r"|mask|max|messages?|min|num|pad|prompt|question|reference|rejected|response|reward|route"
-    r"|category"
+    r"answer|begin|bos|category|chosen|cls|column|completion|end|eos|extra|first|group|image"
+    r"|label|last|mask|max|messages?|min|num|pad|prompt|question|reference|rejected|response"
+    r"|reward|route"
     r"|score|sep|solution|sort|start|stop|target|task|text|think|unk"
 )
 """Words before `key` and `token` for a column of the data, a special token or a count."""

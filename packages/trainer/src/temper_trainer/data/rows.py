@@ -200,10 +200,10 @@ def _parse_category(record: Mapping[object, object], *, key: str, location: str)
     value = get_field(record, key)
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if not is_integer and not (isinstance(value, str) and value.strip()):
-        found = "absent" if value is ABSENT else f"{value!r:.80}"
+        description = "absent" if value is ABSENT else f"{value!r:.80}"
         raise DataError(
             f"{location}: field {key!r}, which category_key names, must be text or an integer, but "
-            f"is {found}: correct the row."
+            f"is {description}: correct the row."
         )
     return str(value).strip()
 

@@ -39,7 +39,7 @@ class EvaluationRow:
 
 def list_evaluations(rows: Sequence[Row]) -> list[EvaluationRow]:
     """Return the evaluations of a run in their order, each full set before its categories."""
-    found: dict[tuple[int, str, str, str], dict[str, float]] = {}
+    values: dict[tuple[int, str, str, str], dict[str, float]] = {}
     for row in rows:
         if row.phase != "eval":
             continue
@@ -51,10 +51,10 @@ def list_evaluations(rows: Sequence[Row]) -> list[EvaluationRow]:
             # A category may be called like a kind, but a set may not.
             set_name = "" if parts[0] in KINDS else parts.pop(0)
             kind, category = parts[0], "/".join(parts[1:])
-            found.setdefault((row.step, set_name, kind, category), {})[metric] = value
+            values.setdefault((row.step, set_name, kind, category), {})[metric] = value
     return [
-        EvaluationRow(step=step, set_name=set_name, kind=kind, category=category, values=values)
-        for (step, set_name, kind, category), values in found.items()
+        EvaluationRow(step=step, set_name=set_name, kind=kind, category=category, values=each)
+        for (step, set_name, kind, category), each in values.items()
     ]
 
 
