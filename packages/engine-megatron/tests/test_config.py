@@ -1,6 +1,7 @@
 """Test that the config rejects parallel sizes that do not make a layout."""
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.registry import load_conformance_layouts, load_engine_config_class
 from temper_engine_api.specs import ModelSpec
 from temper_engine_megatron.config import MegatronConfig
+from temper_engine_megatron.huggingface.huggingface_model import load_hf_config
 
 MODEL = ModelSpec(path="/a/model")
 
@@ -57,3 +59,9 @@ def test_layouts_set_fields_that_exist_and_fill_their_ranks():
 def test_layers_that_do_not_fit_the_stages_are_refused(stages, layers, match):
     with pytest.raises(ConfigError, match=match):
         MegatronConfig(model=MODEL, pipeline_parallel=stages, layers_per_stage=layers)
+
+
+def test_model_directory_with_an_unreadable_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"cannot read the config of the model in .*model_type"):
+        load_hf_config(ModelSpec(path=str(tmp_path)))

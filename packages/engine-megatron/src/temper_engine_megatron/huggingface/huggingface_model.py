@@ -48,16 +48,22 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
                 f"model.path is {spec.path!r}, which is not a local directory: download the model "
                 "from the Hugging Face Hub first, and set model.path to its directory."
             )
-        return AutoConfig.from_pretrained(spec.path)
+        try:
+            return AutoConfig.from_pretrained(spec.path)
+        except ValueError as error:
+            raise ConfigError(
+                f"transformers cannot read the config of the model in {spec.path}: "
+                f"{_first_sentence(error)}"
+            ) from error
     fields = dict(spec.architecture)
     model_type = str(fields.pop("model_type"))
     try:
         config: PretrainedConfig = AutoConfig.for_model(model_type, **fields)
     except (ValueError, StrictDataclassError) as error:
         if model_type in CONFIG_MAPPING:
-            sentence = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
             raise ConfigError(
-                f"model.architecture is not valid for model type {model_type}: {sentence}."
+                f"model.architecture is not valid for model type {model_type}: "
+                f"{_first_sentence(error)}"
             ) from error
         raise ConfigError(
             f"model.architecture.model_type is {model_type!r}, which this version of transformers "
@@ -66,6 +72,11 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
     check_num_layers(config)
     check_head_counts(config, architecture=spec.architecture)
     return config
+
+
+def _first_sentence(error: Exception) -> str:
+    """Return the first sentence of an error; later ones address callers of transformers."""
+    return " ".join(str(error).split()).partition(". ")[0].rstrip(".") + "."
 
 
 def list_weight_modules(spec: ModelSpec, hf_config: PretrainedConfig) -> tuple[str, ...]:
