@@ -59,7 +59,7 @@ def test_a_module_in_the_working_directory_never_runs(actor: Path, tmp_path: Pat
     monkeypatch.setenv("MARKER", str(tmp_path / "ran"))
     monkeypatch.chdir(tmp_path)
     with NamesCheck('{"model_type": "foo"}', {}, head="language_model") as names:
-        names.result()
+        names.outcome()
     assert not (tmp_path / "ran").exists()
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import pyarrow as pa
 import yaml
 from pyarrow import parquet
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from temper_legacy_shim.configs import Translation
 from temper_legacy_shim.configs.values import Plain, flatten, hydra_text
@@ -22,7 +24,22 @@ from temper_legacy_shim.configs.written import yaml_of
 REWARD = "def {name}(data_source=None, solution_str=None, ground_truth=None, extra_info=None, **more):\n    return 0.0\n"
 TOOLS = "tools:\n  - tool_schema:\n      type: function\n      function: {name: search, description: finds, parameters: {type: object}}\n"
 MESSAGES = [{"role": role, "content": "1"} for role in ("user", "assistant")]
-MODEL = {"config.json": b"{}", "tokenizer.json": b"{}", "chat_template.jinja": b"", "model.safetensors": b"\2" + bytes(7) + b"{}"}
+_CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+_WORDS = ("<unk>", "<pad>", "<eos>", "1", "2")
+_TOKENIZER = {
+    "tokenizer.json": Tokenizer(WordLevel({word: number for number, word in enumerate(_WORDS)}, unk_token="<unk>")).to_str(),
+    "tokenizer_config.json": json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>"}),
+    "chat_template.jinja": "{% if tools %}{{ tools }}{% endif %}{% for message in messages %}{{ message.content }}<eos>{% endfor %}",
+}
+MODEL = {"config.json": json.dumps(_CONFIG), **_TOKENIZER, "model.safetensors": "\2" + 7 * "\0" + "{}"}
 """As much of a model directory as a check reads."""
 
 
@@ -50,10 +67,12 @@ def _moved(values: dict[str, Plain], folder: Path) -> Iterator[tuple[str, Plain]
             yield key, [_put(str(item), folder, content=_data(values, is_parquet=kind == "parquet")) for item in value]
         elif key.endswith(".engine.model.path") and isinstance(value, str):
             for name, content in MODEL.items():
-                place = _put(value, folder, content=content, below=name)
+                place = _put(value, folder, content=content.encode(), below=name)
             yield key, place
         elif key == "data.tokenizer.path" and isinstance(value, str):
-            yield key, _put(value, folder, content=b"{}", below="tokenizer.json")
+            for name, content in _TOKENIZER.items():
+                place = _put(value, folder, content=content.encode(), below=name)
+            yield key, place
         elif key == "data.tools_path" and isinstance(value, str):
             yield key, _put(value, folder, content=TOOLS.encode())
         elif key == "reward.arguments.path" and isinstance(value, str) and value.endswith(".py"):
@@ -69,6 +88,8 @@ def _data(values: dict[str, Plain], *, is_parquet: bool) -> bytes:
         if not isinstance(field, str) or not re.fullmatch(r"(data|warm_start)\..*_key", key):
             continue
         texts: dict[str, object] = {"messages_key": MESSAGES, "rejected_key": "2", "route_key": next(iter(routes), "1")}
+        if values.get("data.tools_path"):  # tools are only for prompts that are chat messages, as in the old files
+            texts["prompt_key"] = MESSAGES[:1]
         _set(row, field, texts.get(key.rpartition(".")[2], "1"))
     if not is_parquet:
         return json.dumps(row).encode()
