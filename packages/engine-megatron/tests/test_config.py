@@ -63,5 +63,8 @@ def test_layers_that_do_not_fit_the_stages_are_refused(stages, layers, match):
 
 def test_model_directory_with_an_unreadable_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"cannot read the config of the model in .*model_type"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot read the config of the model in .*: Unrecognized model.* config.json",
+    ):
         load_hf_config(ModelSpec(path=str(tmp_path)))
