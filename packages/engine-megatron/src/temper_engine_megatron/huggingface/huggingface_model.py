@@ -53,7 +53,8 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
         except ValueError as error:
             raise ConfigError(
                 f"transformers cannot read the config of the model in {spec.path}: "
-                f"{_first_sentence(error)} Set model.path to a directory with a complete config.json."
+                f"{_first_sentence(error)} Set model.path to a directory with a complete "
+                "config.json."
             ) from error
     fields = dict(spec.architecture)
     model_type = str(fields.pop("model_type"))
