@@ -12,7 +12,7 @@ from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import SourceConfig, TokenizerConfig
 from temper_trainer.data.arithmetic import generate_arithmetic_rows
 from temper_trainer.data.rows import DataError
-from temper_trainer.data.tokenizer import build_tokenizer
+from temper_trainer.data.tokenizer import build_tokenizer, load_or_train
 from temper_trainer.data.trained_tokenizer import check_round_trip
 
 TEXTS = ["Tom has 12 apples.\n", "12-3=9\n#### 9", "Zoé’s naïve_plan costs $4½ — 日本!"]
@@ -37,6 +37,24 @@ def test_saved_tokenizer_loads_and_decodes_every_text(
         ids = made(text)["input_ids"]
         assert loaded(text)["input_ids"] == ids
         assert loaded.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    "config",
+    [TokenizerConfig(kind="word_level"), TokenizerConfig(kind="bpe", vocab_size=270)],
+    ids=lambda config: config.kind,
+)
+def test_tokenizer_next_to_an_exported_model_gives_the_same_ids(
+    config: TokenizerConfig, tmp_path: Path
+) -> None:
+    text = "Tom has 3 apples and buys 4 more. #### 7"
+    trained = build_tokenizer(config, model_path=None, texts=[text], directory=tmp_path)
+    # With this file next to it, AutoTokenizer returns a Qwen2 tokenizer with its own rules.
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    loaded = load_or_train(TokenizerConfig(kind="pretrained"), model_path=str(tmp_path), texts=())
+    assert loaded(text)["input_ids"] == trained(text)["input_ids"]
+    assert loaded.decode(loaded(text)["input_ids"]) == text
+    assert (loaded.eos_token_id, loaded.pad_token_id) == (trained.eos_token_id, 0)
 
 
 def test_word_level_splits_words_with_their_space_and_single_digits(tmp_path: Path) -> None:

@@ -130,6 +130,10 @@ def _load(path: str | None) -> PreTrainedTokenizerBase:
         raise ConfigError(f"no tokenizer can be loaded from {path!r}: there is no such directory.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        # Next to an exported model, AutoTokenizer goes by the model's type: for qwen2 it replaces
+        # the rules of tokenizer.json, and words would be lost without an error.
+        if _is_trained_by_run(tokenizer):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer can be loaded from {path!r}: {error}") from error
     # Without vocabulary files, transformers creates a tokenizer that has only special tokens.
