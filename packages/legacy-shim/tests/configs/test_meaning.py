@@ -4,6 +4,7 @@ The old side is composed by Hydra's parser and OmegaConf on the trees as they we
 trainer's defaults. One table of behaviour-carrying keys; no difference is left without a reason.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -30,14 +31,16 @@ from temper_legacy_shim.configs.written import yaml_of
 from .meaning_page import meaning_page
 
 A = "actor_rollout_ref.actor"
+TOOL = Path(__file__).parents[2] / "tools/build_trees.py"
 Old = Callable[[str], object]
 
 
 def old_effective(facts: Path, row: Mapping[str, object]) -> Old:
     """The value of a key as the old system had it; None where there is none."""
     overrides = [str(token) for token in row["overrides"]]  # type: ignore[attr-defined]
-    name = f"main_ppo_{'megatron' if is_on_megatron(row) else 'fsdp'}.json"
-    tree = OmegaConf.create(default_container(facts / "defaults" / str(row["tag"]) / name))
+    tree = OmegaConf.create(default_container(facts / "defaults" / str(row["tag"]) / f"{tree_of(row)}.json"))
+    for key, value in own_defaults(row).items():
+        OmegaConf.update(tree, key, value, force_add=True)
     parser = OverridesParser.create()
     for token in overrides:
         if token.startswith(("-", '"', "$", "model_engine")):
@@ -54,6 +57,40 @@ def old_effective(facts: Path, row: Mapping[str, object]) -> Old:
         return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
 
     return get
+
+
+OWN_CONFIGS = {
+    "fully_async_main": "fully_async_ppo_trainer",
+    "one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
+    "main_dapo": "dapo_trainer",
+    "main_entropy": "entropy_trainer",
+}
+"""What an entry's ``hydra.main`` composes where the command line names nothing else."""
+
+
+def tree_of(row: Mapping[str, object]) -> str:
+    """Return the recorded tree below a row's own configuration."""
+    return f"main_ppo_{'megatron' if is_on_megatron(row) else 'fsdp'}"
+
+
+@cache
+def recorded() -> dict[str, dict[str, tuple[str, dict[str, object]]]]:
+    """Return the entries' own configurations, read by the tool that composed them and not by the translator."""
+    spec = importlib.util.spec_from_file_location("build_trees", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    configs: dict[str, dict[str, tuple[str, dict[str, object]]]] = module.Packed.read(module.DATA).configs
+    return configs
+
+
+def own_defaults(row: Mapping[str, object]) -> dict[str, object]:
+    """Return what the row's own configuration sets in the tree below it."""
+    entry, named = str(row["entry"]), str(row["config_name"] or "").removesuffix(".yaml")
+    usual = next((config for part, config in OWN_CONFIGS.items() if entry.endswith(part)), "")
+    config = named if named in recorded() else usual
+    return dict(recorded()[config][str(row["tag"])][1]) if config else {}
 
 
 @cache
@@ -77,7 +114,7 @@ def number(value: object) -> float:
 
 
 def release(row: Mapping[str, object]) -> tuple[int, ...]:
-    return tuple(int(part) for part in str(row["tag"]).lstrip("v").split(".")[:2])
+    return tuple(int(part) for part in str(row["tag"]).lstrip("v").split(".")[:3] if part.isdigit())
 
 
 AGGREGATIONS: Mapping[object, str] = {
@@ -98,9 +135,15 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
     reward_coef = number(old("algorithm.kl_ctrl.kl_coef")) if in_reward else 0.0
     estimator = str(old("algorithm.kl_penalty") if reward_coef else old(f"{A}.kl_loss_type"))
     prompts, mini = number(old("data.train_batch_size")), number(old(f"{A}.ppo_mini_batch_size"))
-    updates = max(1, math.ceil(prompts / mini))
     passes = number(old(f"{A}.ppo_epochs"))
-    can_clip = updates * passes > 1 or reward_coef > 0
+    calls, per_call = (1, 1) if not is_async(row) else async_calls(old)
+    if is_async(row):
+        prompts = mini * calls * per_call
+    elif is_dapo(row) and not old("algorithm.filter_groups.enable"):
+        prompts = number(old("data.gen_batch_size"))
+    updates = max(1, math.ceil(prompts / mini))
+    denominator = denominator_of(old, row)
+    can_clip = updates * passes > 1 or reward_coef > 0 or denominator == "rollout"
     name = str(old("algorithm.adv_estimator"))
     whole = old(f"{A}.clip_ratio")
     low, high = old(f"{A}.clip_ratio_low"), old(f"{A}.clip_ratio_high")
@@ -110,7 +153,9 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
     rank = int(number(old(f"{adapter}rank") or 0))
     warmup = old(f"{A}.optim.lr_warmup_steps")
     found = {
-        "algorithm.group_size": old("actor_rollout_ref.rollout.n"),
+        "algorithm.group_size": old("rollout.n") if is_async(row) and old("rollout.n") else old("actor_rollout_ref.rollout.n"),
+        DENOMINATOR: denominator,
+        "run.eval_every": evaluation_frequency(old, row),
         "algorithm.advantage": "dr_grpo" if name == "grpo" and old("algorithm.norm_adv_by_std_in_grpo") is False else name,
         "algorithm.kl_loss_coef": loss_coef,
         "algorithm.kl_reward_coef": reward_coef,
@@ -129,8 +174,8 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
         "sampling.max_tokens": old("data.max_response_length"),
         "data.max_prompt_tokens": old("data.max_prompt_length"),
         "actor.engine.optimizer.lr": old(f"{A}.optim.lr"),
-        "actor.engine.schedule.warmup_steps": max(0, int(number(warmup))) if warmup is not None else 0,
-        "actor.engine.schedule.advance": "rl_step",
+        "actor.engine.schedule.warmup_steps": warm_updates(warmup) * (int(per_call * passes) if is_async(row) else 1),
+        "actor.engine.schedule.advance": "update" if is_async(row) else "rl_step",
         "actor.engine.lora.rank": rank,
         "run.eval_sampling.temperature": number(old("actor_rollout_ref.rollout.val_kwargs.temperature")) if samples else 0.0,
         "data.shuffle": True if old("data.shuffle") is None else old("data.shuffle"),
@@ -147,6 +192,9 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
         found["algorithm.kl_target"] = old("algorithm.kl_ctrl.target_kl")
     if int(number(warmup or 0)) > 0:
         found[FIRST_RATE] = 0.0
+    if is_async(row):
+        found["run.total_steps"] = max(1, int(number(old("rollout.total_rollout_steps")) // prompts))
+    found |= filtering(old, row)
     if name == "gae":
         found |= optimisation(old, row, role="critic", new="critic.engine", adam=lambda: old("critic.optim.optimizer"))
         found |= {
@@ -157,6 +205,61 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
             "critic.engine.optimizer.lr": old("critic.optim.lr"),
         }
     return found
+
+
+DENOMINATOR = "algorithm.rollout_correction.proximal"
+
+
+def is_async(row: Mapping[str, object]) -> bool:
+    return str(row["entry"]).endswith("fully_async_main")
+
+
+def is_dapo(row: Mapping[str, object]) -> bool:
+    return str(row["entry"]).endswith(("main_dapo", "main_entropy"))
+
+
+def async_calls(old: Old) -> tuple[int, int]:
+    """Return (calls of the trainer between two weight syncs, mini-batches of a call)."""
+    calls, batches = old("async_training.trigger_parameter_sync_step"), old("async_training.require_batches")
+    return int(number(calls)), int(number(batches))
+
+
+def warm_updates(warmup: object) -> int:
+    return max(0, int(number(warmup))) if warmup is not None else 0
+
+
+def denominator_of(old: Old, row: Mapping[str, object]) -> str:
+    """Return whose log-probs the ratio is to: by each trainer's own code at the tag."""
+    entry, tag = str(row["entry"]), release(row)
+    if is_async(row) and tag < (0, 7, 1):
+        is_rollout = bool(old("async_training.use_rollout_log_probs")) and not old("async_training.compute_prox_log_prob")
+    elif is_dapo(row) or ("one_step_off" in entry and tag < (0, 7, 0)):
+        is_rollout = False
+    else:
+        is_rollout = bool(old("algorithm.rollout_correction.bypass_mode"))
+    return "rollout" if is_rollout else "old"
+
+
+def evaluation_frequency(old: Old, row: Mapping[str, object]) -> int | None:
+    """Return every how many steps the old run evaluated; None where it had no reason to look at held-out prompts."""
+    key = "rollout.test_freq" if is_async(row) and release(row) < (0, 7, 1) else "trainer.test_freq"
+    steps = max(0, int(number(old(key))))
+    before = old("trainer.val_before_train")
+    return steps if (steps or before or before is None) and old("data.val_files") else None
+
+
+def filtering(old: Old, row: Mapping[str, object]) -> dict[str, object]:
+    """Return the rounds of dynamic sampling; the second trainer of main_ppo (V1) sampled without a bound."""
+    is_second = str(row["entry"]) == "verl.trainer.main_ppo" and release(row) >= (0, 9) and bool(old("trainer.use_v1"))
+    is_read = is_dapo(row) or is_second
+    if not old("algorithm.filter_groups.enable") or not is_read:
+        return {"algorithm.dynamic_sampling.max_rounds": ABSENT}
+    rounds = int(number(old("algorithm.filter_groups.max_num_gen_batches") or 0))
+    return {"algorithm.dynamic_sampling.max_rounds": 1000 if is_second or rounds < 1 else rounds}
+
+
+ABSENT = "absent"
+"""Of a block that the new configuration may not have."""
 
 
 def optimisation(old: Old, row: Mapping[str, object], *, role: str, new: str, adam: Callable[[], object]) -> dict[str, object]:
@@ -199,7 +302,7 @@ REASONS = {
 
 def is_explained(key: str, old: Old, new: Mapping[str, object]) -> bool:
     if key == FIRST_RATE:
-        return new.get(key) == 1 / number(old(f"{A}.optim.lr_warmup_steps"))
+        return new.get(key) == 1 / number(new.get("actor.engine.schedule.warmup_steps"))
     if key == "run.eval_sampling.temperature":
         return "data.eval.paths" not in new
     if key == "algorithm.advantage":
@@ -211,8 +314,9 @@ def is_explained(key: str, old: Old, new: Mapping[str, object]) -> bool:
 
 
 def comparable(row: Mapping[str, object]) -> bool:
-    """A core trainer's run whose values the shell knew."""
-    return row["entry"] == "verl.trainer.main_ppo" and "__ENV" not in str(row["overrides"]) and "multiturn" not in str(row["config_name"])
+    """A run of a trainer with a policy, core or with its own configuration, whose values the shell knew."""
+    is_known = row["entry"] == "verl.trainer.main_ppo" or str(row["entry"]).endswith(tuple(OWN_CONFIGS))
+    return is_known and "__ENV" not in str(row["overrides"]) and "multiturn" not in str(row["config_name"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +351,8 @@ def compare_one(facts: Path, row: Mapping[str, object]) -> Comparison | None:
     new: dict[str, object] = {**DEFAULTS, **flatten(yaml.safe_load(yaml_of(translation)))}
     steps = number(new.get("actor.engine.schedule.warmup_steps"))
     new[FIRST_RATE] = 1 / steps if steps > 0 else 1.0
+    new.setdefault(DENOMINATOR, "old")
+    new.setdefault("algorithm.dynamic_sampling.max_rounds", ABSENT)
     expected = expectations(old, row)
     explained = frozenset(key for key, value in expected.items() if new.get(key) != value and is_explained(key, old, new))
     found = {key: new.get(key) for key in expected}
@@ -266,6 +372,14 @@ def test_a_sample_over_all_releases_means_the_same(facts: Path, invocations: lis
     assert wrong(found) == {}
     assert len(found) >= 12
     assert sum(len(item.old) for item in found) >= 12 * 24
+
+
+@pytest.mark.parametrize("part", sorted(OWN_CONFIGS))
+def test_a_sample_of_each_further_entry_means_the_same(part: str, facts: Path, invocations: list[dict[str, object]]) -> None:
+    rows = [row for row in invocations if comparable(row) and str(row["entry"]).endswith(part)]
+    results = compare(facts, rows[::7])
+    assert wrong(results) == {}
+    assert len(results) >= 2
 
 
 @pytest.mark.nightly
