@@ -36,7 +36,7 @@ class Capability(StrEnum):
     DATA_PARALLEL = "data_parallel"
     """More than one data-parallel rank."""
     SEQUENCE_PARALLEL = "sequence_parallel"
-    """Ulysses: ranks split each sequence, and attention heads inside attention."""
+    """Ulysses: ranks split each sequence; inside attention, they split the heads instead."""
     TENSOR_PARALLEL = "tensor_parallel"
     """Ranks split the matrices of a layer."""
     PIPELINE_PARALLEL = "pipeline_parallel"

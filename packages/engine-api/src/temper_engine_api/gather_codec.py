@@ -61,7 +61,7 @@ def encode_value(value: object) -> Tensor:
 
 
 def decode_value(message: Tensor) -> object:
-    """Decode a message of `encode_value`; tensors are copies on the CPU.
+    """Return the value that `encode_value` encoded; its tensors are copies on the CPU.
 
     Raises:
         MessageError: If the bytes are not such a message.
@@ -74,8 +74,10 @@ def decode_value(message: Tensor) -> object:
         value = _decode(json.loads(_to_bytes(message[_HEADER_BYTES:start])), tensors)
         tensors.check_end()
     except (
+        # Damaged bytes may raise any of these: in this decoder, or in the constructor of a decoded
+        # object that gets invalid fields.
         *(ArithmeticError, AttributeError, LookupError),
-        *(RuntimeError, TypeError, ValueError),  # those that a constructor raises on bad fields
+        *(RuntimeError, TypeError, ValueError),
     ) as error:
         raise MessageError(
             f"{len(message)} bytes are not a value of Temper ({type(error).__name__}: {error}); "

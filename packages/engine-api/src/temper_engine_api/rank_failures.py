@@ -188,7 +188,11 @@ class RankFailures:
             raise
 
     def _handle(self, error: BaseException, *, reports: bool) -> None:
-        """Raise RankFailedError if another rank's failure caused the error; note a broken group."""
+        """Find out whether the error breaks the group, and leave the group if so.
+
+        Raises RankFailedError if another rank's failure caused the error. Otherwise, an error that
+        breaks the group gets a note that says so.
+        """
         if isinstance(error, RankFailedError):
             return
         try:
@@ -196,7 +200,8 @@ class RankFailures:
             if failure is None and reports:
                 failure = self._agree(self._make_report(error))
         except dist.DistError as store_error:
-            # The process with the store has ended, so no rank can learn anything from this one.
+            # The process that serves the store has ended. Ranks can't exchange reports without it,
+            # so each one leaves the group.
             failure = f"rank {self._rank} lost the connection to the store: {store_error}"
         except BaseException:
             self._leave_broken_group(f"rank {self._rank} was interrupted in {self._where}")

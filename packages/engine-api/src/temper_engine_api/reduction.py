@@ -131,7 +131,7 @@ class ObjectiveLoss:
         self._denominators = batch.denominators
 
     def __call__(self, head_outputs: HeadOutputs, micro: SequenceBatch) -> Tensor:
-        """Compute the scalar of one micro-batch to differentiate."""
+        """Compute the loss of one micro-batch: the scalar whose gradient is computed."""
         terms = self._objective(head_outputs, micro)
         loss = reduce_loss(
             terms,

@@ -130,7 +130,7 @@ class EngineComponents:
 def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComponents:
     """Build all components. Collective. Tensors are offloaded on return if so configured."""
     device = choose_device(config.device)
-    # First, so that the memory allocated below is on the node of the GPU.
+    # Bind before anything is allocated, so that memory comes from the GPU's NUMA node.
     if config.numa_affinity:
         bind_to_near_cores(device)
     if config.deterministic:
@@ -146,7 +146,7 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
     try:
         return _build(config, kernel=kernel, membership=membership, loss_scale=loss_scale)
     except BaseException:
-        # The caller gets no engine that it could close.
+        # Closing an engine leaves the group. The caller gets no engine, so leave it here.
         process_group.leave(membership)
         raise
 
@@ -235,7 +235,7 @@ def check_model(config: FSDPConfig) -> None:
 
     Raises:
         ConfigError: If the architecture is invalid, the adapter names no module of the model, or
-            the optimizer takes other arguments.
+            the optimizer does not accept the configured arguments.
         CapabilityError: If the model or the optimizer is not supported.
     """
     packed_attention.register_kernels()
@@ -251,7 +251,8 @@ def check_model(config: FSDPConfig) -> None:
         return
     lora_adapter = _import_lora_adapter()
     if lora_adapter.requires_loaded_weights(config.lora, model=config.model):
-        # Attaching it would compute with the weights, which are not there.
+        # PEFT would compute with the base weights, but on the meta device they have no values. So
+        # only the names are checked.
         names = [name for name, _ in hf.named_modules()]
         adapter_checks.check_target_names(config.lora, module_names=names)
     else:

@@ -141,10 +141,10 @@ class _EarlyStop:
 
 @contextmanager
 def _end_at_sigterm(options: argparse.Namespace) -> Iterator[_EarlyStop]:
-    """End the process at once at a SIGTERM in the body, until a run sets its own handler.
+    """End the process at once if it gets SIGTERM, until a run sets its own handler.
 
-    The handler does not raise: Python may be in a callback of the import system, which would print
-    the exception and go on.
+    The handler exits instead of raising an exception. The signal can arrive in a callback of
+    Python's import system, which would only print an exception, and the process would continue.
     """
     stop, process = _EarlyStop(), os.getpid()
     if threading.current_thread() is not threading.main_thread():
@@ -163,7 +163,7 @@ def _end_at_sigterm(options: argparse.Namespace) -> Iterator[_EarlyStop]:
             exit_with_message()
 
     def exit_with_message() -> None:
-        # Not `print`, because the signal may have interrupted another one.
+        # Not `print`: it can't be called again if the signal has interrupted a call of `print`.
         os.write(2, message.encode())
         os._exit(EXIT_TERMINATED)
 

@@ -120,7 +120,7 @@ def track_wait(
 
 
 def describe_long_waits(longer_than_s: float) -> list[str]:
-    """Return a line for each current wait that is longer, the longest first."""
+    """Return a line for each wait that has lasted over `longer_than_s`, the longest first."""
     now = time.monotonic()
     # A copy, because other threads start and end waits meanwhile.
     waits = sorted(

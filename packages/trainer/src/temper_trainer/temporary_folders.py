@@ -133,10 +133,11 @@ def claim_folder(folder: Path) -> None:
 
 @contextmanager
 def announce_session(root: Path) -> Iterator[None]:
-    """Record that Ray, started in the body, makes a session folder in `root` for this process.
+    """Record in `root` that this process starts Ray, which makes a session folder there.
 
-    The folder can be claimed only after Ray has started. If the process is killed before, the
-    record lets `remove_claimed_folders` find the folder.
+    Start Ray inside the ``with`` block. `claim_folder` can mark the session folder as this
+    process's only after Ray has started. If the process is killed earlier,
+    `remove_claimed_folders` finds the folder by this record.
     """
     root.mkdir(parents=True, exist_ok=True)
     note = make_folder_path("session", root=root)

@@ -1,9 +1,13 @@
 """Read the training state of another engine's checkpoint.
 
 Two formats are known: full tensors in `state/*.safetensors`, and torch's distributed checkpoint in
-`dcp/`. Keys are `first_moment.NAME`, `second_moment.NAME`, `update_count.NAME`, and for the weight
-`master.NAME` in safetensors or `parameter.NAME` in DCP, where it may have a lower precision than
-float32. NAME is the Hugging Face name, or the PEFT name of an adapter tensor.
+`dcp/`. The keys of a weight are
+
+* `first_moment.NAME`, `second_moment.NAME` and `update_count.NAME`,
+* `master.NAME` in safetensors, the weight in float32,
+* `parameter.NAME` in DCP, the weight in float32 or in a lower precision.
+
+NAME is the Hugging Face name, or the PEFT name of an adapter tensor.
 """
 
 import pickle
@@ -46,7 +50,10 @@ _ALLOWED = frozenset(
         ("collections", "OrderedDict"),
     }
 )
-"""Names in the metadata of tensors. Not BytesStorageMetadata: torch unpickles such entries."""
+"""Classes and functions that the metadata of tensors may name.
+
+BytesStorageMetadata is not allowed, because torch unpickles the entries that it describes.
+"""
 _DTYPES = frozenset(
     {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32"}
     | {"int16", "int8", "uint8", "bool"}
@@ -152,7 +159,8 @@ class SafeDcpReader(FileSystemReader):
         """Return the checkpoint's metadata.
 
         Raises:
-            CheckpointError: If it is damaged or names anything but tensors; nothing is executed.
+            CheckpointError: If it is damaged, or contains a name that the metadata of tensors
+                does not need. No code from the file is executed.
         """
         path = Path(self.path, METADATA_FILE)
         try:

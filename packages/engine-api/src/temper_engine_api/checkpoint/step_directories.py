@@ -234,11 +234,12 @@ def remove_step(directory: Path, manifest: Manifest, *, is_read: bool = False) -
 
 @contextmanager
 def lock_for_reading(directory: str | Path) -> Iterator[None]:
-    """Keep retention, in any process, from deleting a step directory while the body runs.
+    """Lock a step directory, so that no process deletes it inside the ``with`` block.
 
     The lock is ``flock`` on the manifest, shared among readers. Linux extends it over NFS to all
-    clients. On a file system without locks (some Lustre mounts) nothing is locked, and a debug
-    line says so: keep steps that others read there with ``max_ckpt_to_keep=None``.
+    clients. On a file system without locks (some Lustre mounts) nothing is locked, which is only
+    logged at level DEBUG. If other programs read checkpoints there, set ``max_ckpt_to_keep=None``,
+    so that none is deleted.
 
     Raises:
         IncompleteCheckpointError: If the step has no manifest.
@@ -303,7 +304,8 @@ def _read_owner(partial_step: Path) -> str | None:
 def _delete_uncommitted(directory: Path) -> None:
     """Delete the directory of a killed save or deletion, unless another program added a file."""
     present, known = _files_below(directory), set(_CONTROL_FILES)
-    if MANIFEST_NAME in present:  # half of a deleted step, or of a save that was killed at its end
+    # A manifest remains if a deletion was interrupted, or a save just before its final rename.
+    if MANIFEST_NAME in present:
         manifest = _try_read_manifest(directory)
         known |= set() if manifest is None else {record.path for record in manifest.files}
     if INVENTORY_NAME in present:

@@ -12,7 +12,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the kit with the given arguments; all of them go to pytest.
 
     Returns:
-        pytest's exit status: 0 if all tests passed, 4 if the kit's extra is not installed.
+        pytest's exit status: 0 if all tests passed; 4 also if the optional dependencies of
+            the kit are not installed.
     """
     if message := missing_extra():
         print(f"ERROR: {message}", file=sys.stderr)
@@ -20,8 +21,8 @@ def main(arguments: list[str] | None = None) -> int:
     import pytest
 
     chosen = sys.argv[1:] if arguments is None else arguments
-    # pytest warns that it cannot rewrite asserts of the entry point's package, which is already
-    # imported. The test modules are imported later and are rewritten.
+    # pytest rewrites asserts when it imports a module. Our package is imported already, so pytest
+    # warns that it cannot rewrite it. This does no harm: the test modules are imported later.
     quiet = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
     defaults = ("-p", PLUGIN, "-p", "no:cacheprovider", "--durations=10", *quiet)
     return int(pytest.main([*defaults, "--pyargs", KIT, *chosen]))

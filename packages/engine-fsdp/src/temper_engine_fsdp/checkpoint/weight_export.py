@@ -124,7 +124,7 @@ def iterate_state(
 ) -> Iterator[TrainingState]:
     """Yield each parameter's float32 master weight, AdamW state and update count. Collective."""
     for name, parameter in parameters.items():
-        # Read the count once per parameter, not per expert: on CUDA this waits for the device.
+        # int() waits for the device on CUDA, so it is called once per parameter, not per expert.
         state, count = adam_states[name], int(adam_states[name].count)
         full = (
             parameter.gather(parameter.local_shard()).float(),

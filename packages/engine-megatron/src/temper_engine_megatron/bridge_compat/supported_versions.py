@@ -110,7 +110,7 @@ def get_expert_submodules(layer_spec: Any) -> Any:
 
 
 def _closest_pair(*, core: str | None, bridge: str | None) -> VersionPair:
-    """Return the pair that requires the fewest changes.
+    """Return the supported pair for which the user has to install the fewest packages.
 
     That is the pair that matches the installed core, else the installed bridge, else the newest
     pair for this Python.

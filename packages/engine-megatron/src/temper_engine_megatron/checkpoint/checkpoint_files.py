@@ -142,8 +142,8 @@ def _open_state_files(directory: str) -> SavedState:
 def select_saved(saved: SavedState, names: Collection[str]) -> SavedState:
     """Select weights by their names in Hugging Face files.
 
-    In a checkpoint of an adapter with its base, only the adapter has moments, so `has_moments` is
-    computed for the selection.
+    `has_moments` is computed again, for the selected weights only: a checkpoint that contains an
+    adapter and its base weights has moments for the adapter alone.
     """
     if has_safetensors_state(saved.directory):
         stored = {
@@ -163,7 +163,8 @@ def select_saved(saved: SavedState, names: Collection[str]) -> SavedState:
         has_moments=_have_moments(saved_names, stored),
     )
     split_saved, requested = split_saved_experts(selected), frozenset(names)
-    # A joined tensor includes experts that were not requested.
+    # A saved tensor can contain all experts of a layer. Its split also yields those that were not
+    # requested.
     return replace(
         split_saved,
         weights={name: shape for name, shape in split_saved.weights.items() if name in requested},

@@ -172,7 +172,8 @@ def choose_device(requested: str) -> torch.device:
     """Return the device of this rank; see `temper_engine_api.process_group.choose_device`.
 
     Raises:
-        ConfigError: If CUDA is requested but not available, or the CPU although CUDA is available.
+        ConfigError: If CUDA is requested but not available, or if the CPU is requested although
+            CUDA is available.
     """
     # Megatron calls torch.cuda in many places without asking for a device, so the CPU can only be
     # used where torch finds no CUDA device.

@@ -231,7 +231,7 @@ class MegatronAdamW:
         )
 
     def _local_range(self, parameter: nn.Parameter) -> slice:
-        """Return the range of the flattened parameter whose state is on this rank."""
+        """Return the range of a flattened parameter for which this rank has optimizer state."""
         if not self.is_distributed:
             return slice(0, parameter.numel())
         optimizer = self._optimizer_for(parameter)

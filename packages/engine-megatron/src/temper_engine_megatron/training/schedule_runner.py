@@ -125,11 +125,16 @@ class ScheduleRunner:
     def _compute_loss(
         self, output: Tensor, local: LocalMicroBatch, options: _CallOptions
     ) -> tuple[Tensor, Tensor, HeadOutputs]:
-        """Return (loss, 0 tokens, outputs), as Megatron's schedules expect from the last stage."""
+        """Compute the loss in the form that Megatron's schedules expect from the last stage.
+
+        Returns:
+            (loss, number of tokens, outputs). The number of tokens is always 0, as it is not used.
+        """
         head = self._head
         if self._chunks.transformer_config.sequence_parallel:
-            # All ranks continue with all tokens, and the head sums its own gradients over ranks, so
-            # in the backward pass each rank takes its rows instead of another sum.
+            # From here on, every rank has all tokens. The gradient that the head returns is already
+            # summed over ranks. The backward pass of the gather must not sum it again (argument
+            # False); each rank takes its rows of it.
             output = gather_from_sequence_parallel_region(output, tensor_parallel_output_grad=False)
         hidden = output.flatten(0, 1)
         is_training = options.micro_batch_loss is not None and not options.forward_only

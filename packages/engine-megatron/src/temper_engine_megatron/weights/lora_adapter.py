@@ -1,7 +1,7 @@
 """The LoRA adapter of an engine: initialize, disable, merge, export and load.
 
-Its parameters are part of the model. Elsewhere its tensors have the names of an
-`adapter_model.safetensors`.
+Its parameters are part of Megatron's model. In exports, checkpoints and loaded files, its tensors
+have the names of PEFT's `adapter_model.safetensors`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,7 +43,8 @@ class LoraAdapter:
     def make_merge(self) -> MergeAdapter:
         """Return a function that merges the adapter into the weights of one export.
 
-        It keeps the gathered A and B of a layer's experts, whose weights follow each other.
+        The A and B of all experts of a layer are gathered once and kept until the next layer: an
+        export yields the experts of a layer one after another.
         """
         cached_pairs: dict[str, tuple[Tensor, Tensor]] = {}
         return lambda name, weight: self._merge_weight(name, weight, cached_pairs)
@@ -106,7 +107,8 @@ class LoraAdapter:
         """Replace the parameters of the adapter with full tensors.
 
         Raises:
-            ConfigError: If the same tensors would compute something else with that config.
+            ConfigError: If `config` and the config of this engine's adapter differ in a field that
+                changes what the tensors compute.
             WeightError: If a name is missing or unexpected, or a shape differs; nothing is loaded
                 then.
         """
@@ -121,7 +123,8 @@ class LoraAdapter:
             directory: Directory of the checkpoint.
 
         Raises:
-            CheckpointError: If it does not, and the base weights were replaced in this engine.
+            CheckpointError: If the checkpoint contains no base weights, but those of this engine
+                were replaced.
         """
         adapter_checks.check_base_weights(
             has_replaced_base=self.has_replaced_base, has_weights=has_weights, directory=directory

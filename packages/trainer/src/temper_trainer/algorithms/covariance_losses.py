@@ -168,7 +168,7 @@ def _mark_smallest(ranked: Tensor, *, count: int) -> Tensor:
     return chosen
 
 
-# Odd, so that a multiplication modulo 2^64 maps no two keys to the same one.
+# The factors are odd: multiplying by an odd number modulo 2^64 never makes two keys equal.
 _FACTORS = (0x2545F4914F6CDD1D, 0x369DEA0F31A53F85)
 
 
@@ -179,8 +179,8 @@ _BITS = 52
 def uniform_hash(batch: SequenceBatch, *, seed: int) -> Tensor:
     """Return [T] float64 uniform in [0, 1), a hash of (seed, sample id, position) for each token.
 
-    A generator would depend on the order and the split of the samples; this hash does not. It
-    multiplies and shifts in wrapping 64-bit integers.
+    Unlike the numbers of a random generator, the hash of a token depends neither on the order of
+    the samples nor on how they are split. It is computed with 64-bit integers that wrap around.
     """
     starts = batch.sequence_starts.long()[:-1]
     position = torch.arange(batch.num_tokens) - starts[batch.sequence_index]

@@ -32,7 +32,7 @@ class ValueObjective(Objective):
     """
 
     clip: float | None = None
-    """Range c around the old value, above 0; None is off and does not read the column values."""
+    """Half-width c of the range around the old value, above 0; None does not clip."""
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     @property
@@ -58,8 +58,8 @@ class ValueObjective(Objective):
             metrics["value/clip_fraction"] = weighted_mean(
                 clipped_error.detach() > error.detach(), mask
             )
-            # The larger error: the clip must not make a value that is far from its return look
-            # better.
+            # Take the larger error: clipping must not reduce the error of a value that is far from
+            # its return.
             error = torch.maximum(error, clipped_error)
         return LossTerms(loss=error / 2, metrics=metrics)
 

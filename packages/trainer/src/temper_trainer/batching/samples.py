@@ -14,7 +14,7 @@ from temper_engine_api.errors import BatchError
 from temper_trainer.types import IS_CHOSEN, Completion, Demonstration, Pair, Rollout
 
 TURNS_AFTER = "turns_after"
-"""[T] float32 column: the number of completions of the rollout after the token's own."""
+"""[T] float32 column: how many completions of the rollout follow the one with the token."""
 
 
 def to_samples(rollouts: Sequence[Rollout], *, temperature: float) -> SequenceBatch:
@@ -68,7 +68,8 @@ def to_samples(rollouts: Sequence[Rollout], *, temperature: float) -> SequenceBa
             torch.tensor([x for segment in sample for x in segment.logprobs]) for sample in segments
         ]
     }
-    # A step with one turn per rollout would have a column of zeros, which nothing reads.
+    # `turns` has the turns after the first. Without them the column would be all zeros, and nothing
+    # would read it.
     if any(rollout.turns for rollout in rollouts):
         columns[TURNS_AFTER] = [
             torch.tensor([float(segment.turns_after) for segment in sample for _ in segment.tokens])
@@ -159,8 +160,8 @@ def _trained(completion: Completion, *, turns_after: int) -> _Segment:
 def demonstrations_to_samples(demonstrations: Sequence[Demonstration]) -> SequenceBatch:
     """Make one sample per demonstration, with its index as sample_id.
 
-    The loss mask is aligned with the label: it is True for the first completion token, which the
-    model predicts at the last prompt token.
+    The loss mask is True for all completion tokens, including the first. The mask refers to the
+    token that is predicted, not to the position that predicts it.
 
     Raises:
         BatchError: If there is no demonstration, or one without completion tokens.

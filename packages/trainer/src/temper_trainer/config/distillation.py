@@ -24,8 +24,8 @@ class TeacherConfig:
     processes) per server.
     """
     devices: tuple[str, ...] = ()
-    """runtime inline and backend vllm only: CUDA_VISIBLE_DEVICES of each replica, in order; empty
-    gives every server the driver's devices.
+    """runtime inline and backend vllm only: value of CUDA_VISIBLE_DEVICES for the server of each
+    replica, in order. If empty, every server sees the same devices as the training process.
     """
     pool: str = "teacher"
     """ray only: resource pool; must not be the pool of another role."""
@@ -50,8 +50,9 @@ class DistillationConfig:
     teacher's top_k tokens.
     """
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
-    """reverse_kl only: Schulman's estimator. k1 has no useful gradient as a loss and is rejected
-    there; as a reward it is log q - log p.
+    """reverse_kl only: Schulman's estimator of the KL divergence. k1 is rejected with
+    apply_as=loss, because its gradient is zero on average. As a reward it gives the teacher's
+    log-prob minus the policy's.
     """
     apply_as: Literal["loss", "reward"] = "loss"
     """loss: add a term to the objective; reward: give each token a reward. Only reverse_kl can be a
@@ -74,8 +75,8 @@ class DistillationConfig:
     timeout_s: float = 600.0
     """Maximum time in seconds to wait for a teacher."""
     tokenizer_mismatch: Literal["refuse", "map"] = "refuse"
-    """If a teacher's tokenizer differs. refuse: stop; map: translate token ids by text, for
-    completions whose tokens all have a counterpart.
+    """Behavior if a teacher's tokenizer differs from the policy's. refuse: stop the run; map:
+    translate token ids by text, and use only completions whose tokens all have a counterpart.
     """
 
     def __post_init__(self) -> None:
@@ -118,7 +119,7 @@ def find_teacher_conflicts(
 
     Args:
         teachers: By name.
-        pools: The key that names each resource pool of the run's other roles.
+        pools: The resource pools of the run's other roles, each with the setting that names it.
         is_ray: True if runtime.kind is ray.
         temperature: Temperature of sampling, at which teachers compute log-probs.
         has_route_key: True if rows name the teacher that they are for.
@@ -139,7 +140,7 @@ def find_teacher_conflicts(
             )
         yield from _find_model_conflicts(name, teacher)
         yield from _find_replica_conflicts(name, teacher, is_ray=is_ray, temperature=temperature)
-        # Two teachers of one route would leave it to the order of the keys which one is used.
+        # If two teachers had the same route, the order of the keys would decide which is used.
         route = name if teacher.route is None else teacher.route
         if route in routes:
             yield (
@@ -170,7 +171,7 @@ def _find_model_conflicts(name: str, teacher: TeacherConfig) -> Iterator[str]:
 def _find_replica_conflicts(
     name: str, teacher: TeacherConfig, *, is_ray: bool, temperature: float
 ) -> Iterator[str]:
-    """Yield devices, workers and temperatures that the teacher's backend does not support."""
+    """Yield a message for each of the teacher's settings that its backend does not support."""
     if teacher.devices and len(teacher.devices) != teacher.num_replicas:
         yield (
             f"teachers.{name}.devices names {len(teacher.devices)} sets of devices, but "

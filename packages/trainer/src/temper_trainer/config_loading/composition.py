@@ -87,8 +87,8 @@ def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: st
         for text in _rewrite_override(override, repository=repository)
     ]
     try:
-        # Without Hydra's own settings (its run folders, logging, launchers), which are
-        # not read here.
+        # prepend_hydra=False leaves out Hydra's own settings (run folders, logging, launchers),
+        # which nothing here reads.
         chosen = create_defaults_list(
             repository, config_name, rewritten, prepend_hydra=False, skip_missing=False
         )
@@ -170,7 +170,7 @@ def _rewrite_override(override: Override, *, repository: CachingConfigRepository
 
 
 def _is_bare_engine(override: Override, *, repository: CachingConfigRepository) -> bool:
-    """Return True if it chooses an engine that has no config file, only an entry point."""
+    """Return True if an override chooses an engine with an entry point but no config file."""
     group = str(override.key_or_group)
     return (
         group == ENGINE_GROUP

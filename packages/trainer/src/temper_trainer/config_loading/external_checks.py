@@ -128,8 +128,8 @@ def check_models(loaded: LoadedConfig) -> None:
 def _may_be_refused(engine: EngineConfig, *, role: str, set_keys: Collection[str]) -> bool:
     """Return True if an engine has a setting that only the engine's own code can check.
 
-    These are the settings that it may not support, and, if the user has set them, the architecture,
-    the adapter, and what no other engine has.
+    These are settings that need a capability which the engine may lack. They are also the
+    architecture, the adapter and the settings that only this engine has, if the user has set them.
     """
     own = {field.name for field in fields(engine)} - {field.name for field in fields(EngineConfig)}
     blocks = tuple(f"{role}.engine.{name}" for name in ("model.architecture", "lora", *own))

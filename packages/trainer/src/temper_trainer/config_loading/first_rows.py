@@ -1,7 +1,7 @@
 """Tokenize the first rows of the data as the run will, and compare them with its limits.
 
-For `--check`. A start of the run does not need it, because the run tokenizes all rows before its
-first update.
+Only `--check` does this. A run does not need it, because it tokenizes all rows before its first
+update.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class _Sample:
     """Setting of the source, for messages."""
     use: _Use
     rows: tuple[Row, ...]
-    """Rows, and of pairs the preferred ones."""
+    """The rows; for pairs, the preferred row of each."""
     pairs: tuple[PairRow, ...]
     is_complete: bool
     """True if the source has no other rows."""
@@ -42,8 +42,9 @@ def check_first_rows(config: TrainerConfig) -> None:
     """Check that the run can tokenize the first rows of its data within its limits.
 
     The run's own functions render and tokenize them with its own tokenizer. Imports transformers,
-    which takes seconds, unless the run trains a tokenizer on plain text: `find_data_problems` has
-    then checked all that is known before the training.
+    which takes seconds, unless the run trains a new tokenizer and no prompt has messages. In that
+    case nothing is left to check here, because `find_data_problems` has done all checks that are
+    possible without the tokenizer.
 
     Call `check_external_objects` first.
 
@@ -58,7 +59,7 @@ def check_first_rows(config: TrainerConfig) -> None:
         return
     try:
         problems = list(dict.fromkeys(_find_problems(config, samples)))
-    except TemperError as error:  # of the tokenizer
+    except TemperError as error:  # the tokenizer cannot be loaded or trained
         raise ConfigError(str(error)) from error
     if problems:
         raise ConfigError("\n".join(problems))
@@ -89,7 +90,7 @@ def _iterate_samples(config: TrainerConfig) -> Iterator[_Sample]:
 
 
 def _has_warm_start(config: TrainerConfig) -> bool:
-    """Return True if the run may use weights in place of those of its warm start."""
+    """Return True if the run may skip its warm start: its model or a checkpoint exists."""
     folder = Path(config.run.dir) / "warm_start"
     return (folder / "huggingface").exists() or preview_checkpoint(config.run) is not None
 
@@ -151,7 +152,8 @@ def _find_problems(config: TrainerConfig, samples: list[_Sample]) -> Iterator[st
         rows=trained_rows,
         checkpoint=preview_checkpoint(config.run),
     )
-    # The merges of a new BPE tokenizer depend on all rows. A word is one token, known or not.
+    # A new BPE tokenizer learns from all rows, so the lengths are not known from the first ones. A
+    # tokenizer of whole words makes one token of each word, also of an unknown one.
     has_lengths = is_saved or config.data.tokenizer.kind != "bpe"
     data = config.data if has_lengths else replace(config.data, max_prompt_tokens=2**31)
     fitted = fit_models_to_tokenizer(config, tokenizer)
@@ -159,7 +161,7 @@ def _find_problems(config: TrainerConfig, samples: list[_Sample]) -> Iterator[st
         fitted.actor.engine.model, max_tokens=config.batching.max_tokens
     )
     for sample in samples:
-        # A limit that drops these rows may leave later ones.
+        # If there are more rows, it is no problem that a limit drops all of the first ones.
         must_keep = sample.is_complete and not data.streaming
         try:
             match sample.use:

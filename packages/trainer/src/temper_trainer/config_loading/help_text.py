@@ -199,7 +199,7 @@ def _entry_lines(
     yield f"  {key}.*" + (
         "   [off until set]" if is_optional(entry.annotation) and entry.default is None else ""
     )
-    # Blocks such as the engine's occur in several roles and have dozens of keys.
+    # List the keys of a block only once: several roles have a block `engine` with dozens of keys.
     if entry.block in seen:
         yield from _wrapped(f"{description} The same keys as {seen[entry.block]}.*")
         return

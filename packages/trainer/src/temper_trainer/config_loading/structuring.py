@@ -27,7 +27,7 @@ def structure(values: Mapping[str, Plain], cls: type[T], *, engine_class: type[E
     Args:
         values: Nested plain values, defaults included.
         cls: Dataclass of the root.
-        engine_class: Class that EngineConfig stands for in this run.
+        engine_class: Class to build where a field has the type EngineConfig.
 
     Raises:
         ConfigError: One line per problem, each starting with its dotted key.
@@ -264,13 +264,14 @@ def _list_problems(error: BaseException, *, path: str) -> list[str]:
         return [
             f"{_join(path, name)}: there is no such key." for name in sorted(error.extra_fields)
         ]
-    # cattrs raises it for a field without a value and without a default.
+    # cattrs raises KeyError for a field that has neither a value nor a default.
     if isinstance(error, KeyError):
         return [f"{path} is not set and has no default: set it."]
     if isinstance(error, _NestedProblems):
         return [_join(path, problem) for problem in error.problems]
     message = str(error)
-    # The checks of a dataclass name their key themselves; those of a type begin with "is".
+    # Messages of a dataclass's checks already name their key. Messages about a type begin with "is"
+    # and get the key in front.
     if message.startswith(("is ", f"{path}.", f"{path}:")) or not path:
         return [f"{path} {message}" if message.startswith("is ") else message]
     return [f"{path}: {message}"]

@@ -13,9 +13,12 @@ from temper_trainer.config_loading.composition import Layer
 from temper_trainer.config_loading.schema import ANY_NAME, Entry
 
 MAX_LISTED_PROBLEMS = 12
-"""Maximum number of listed problems; a file of another program has hundreds."""
+"""Maximum number of listed problems: a configuration of another program would have hundreds."""
 _TYPO_SIMILARITY = 0.85
-"""Similarity of two names that differ by one letter, such as path and paths (2 * 4 / 9 = 0.89)."""
+"""Names at least this similar are taken for typing errors.
+
+difflib's similarity of path and paths, which differ by one letter, is 2 * 4 / 9 = 0.89.
+"""
 
 
 def check_keys(layers: Sequence[Layer], *, known: Mapping[str, Entry]) -> None:

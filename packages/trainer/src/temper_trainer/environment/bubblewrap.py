@@ -243,10 +243,12 @@ def _find_excess(status_files: Sequence[IO[bytes]], *, memory_mib: int) -> str |
 def _count_files(root: str) -> int:
     """Return the number of files in the program's folder.
 
-    Each empty file costs the kernel about a kilobyte.
+    The size limit of the folder does not limit their number. Yet even an empty file costs the
+    kernel about a kilobyte, which no other limit covers.
     """
     usage = os.statvfs(root + FOLDER)
-    # Until the program starts, this is still the host's folder, which has another size.
+    # Until the program's own folder is mounted, the path leads to the host's folder, which has
+    # another size and must not be counted.
     is_ready = usage.f_blocks * usage.f_frsize == MAX_FILE_BYTES
     return usage.f_files - usage.f_ffree if is_ready else 0
 

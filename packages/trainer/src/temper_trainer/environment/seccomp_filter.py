@@ -107,8 +107,8 @@ class _Comparison(ctypes.Structure):
 def build_seccomp_filter() -> bytes:
     """Return the filter as the BPF program that `bwrap --seccomp` reads.
 
-    Refused calls fail with ENOSYS, so that the C library falls back to older ones, and with EPERM
-    where a program should read "Operation not permitted".
+    Most refused system calls fail with ENOSYS, so that the C library falls back to older system
+    calls. A few fail with EPERM, so that the program reports "Operation not permitted".
 
     Raises:
         BrokenEnvironmentError: If libseccomp is not installed or refuses a rule.

@@ -171,13 +171,13 @@ def get_demonstration_limit(actor_model: ModelSpec, *, max_tokens: int) -> tuple
 
 
 def with_run_length(config: TrainerConfig, *, num_problems: int) -> TrainerConfig:
-    """Return the configuration with epochs converted to steps and schedules of that length.
+    """Convert epochs to steps, and set the length of the learning-rate schedules.
 
     An epoch has as many steps as it has full batches; leftover problems start the next epoch.
 
     Args:
         config: The configuration.
-        num_problems: Problems of one epoch, without those that were dropped for their length.
+        num_problems: Number of training prompts in one epoch, without those that are too long.
 
     Raises:
         DataError: If an epoch has less than one full batch.

@@ -167,11 +167,11 @@ def group_by_category(problems: Sequence[ProblemResult]) -> dict[str, list[Probl
 def measure_problems(
     problems: Sequence[ProblemResult], *, num_completions: int, solved_reward: float
 ) -> dict[str, float]:
-    """Return the metrics of a set of problems, by the last part of their name.
+    """Return the metrics of a set of problems; keys are the last parts of the metrics' names.
 
-    ``reward`` is mean@k. Completions that could not be scored are counted in ``failed`` and left
-    out: their problem counts with the others in ``reward``, and not at all in pass@k and maj@k,
-    which need all of its completions.
+    ``reward`` is mean@k. ``failed`` counts completions that could not be scored. They are left out
+    of ``reward``, which uses the problem's other completions. pass@k and maj@k need all completions
+    of a problem, so they leave out a problem that has such a completion.
 
     Args:
         problems: Problems with their completions.
@@ -207,7 +207,8 @@ def measure_problems(
     metrics: dict[str, float] = {}
     for name, estimate in estimates.items():
         metrics[name] = estimate.mean
-        # One problem has no interval, and trackers should not get a metric that is always NaN.
+        # One value has no confidence interval, and trackers should not get a metric that is always
+        # NaN.
         if estimate.num_problems > 1:
             metrics[f"{name}_ci95"] = estimate.ci95
     num_sampled = sum(len(problem.rewards) for problem in problems)

@@ -81,7 +81,8 @@ def plan_layout(weights: Sequence[NamedWeight]) -> tuple[tuple[TensorEntry, ...]
         entries.append(
             TensorEntry(name=name, shape=tuple(tensor.shape), dtype=dtype, offset=offset)
         )
-        # Aligned, because a view of another dtype needs a multiple of its size.
+        # Align the next tensor: torch reinterprets bytes as another dtype only if their offset is a
+        # multiple of that dtype's size.
         offset += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
     # Never 0: an empty file cannot be mapped.
     return tuple(entries), max(offset, ALIGNMENT)

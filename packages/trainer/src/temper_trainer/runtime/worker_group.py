@@ -91,7 +91,8 @@ class TrainingWorker:
 
         Args:
             part: This rank's part of a mini-batch.
-            is_last_of_step: True if a learning-rate schedule that counts RL steps advances now.
+            is_last_of_step: True for the last update of an RL step. A learning-rate schedule that
+                counts RL steps, not updates, then advances.
         """
         begin = time.perf_counter()
         # Read now, because the schedule may advance below.

@@ -38,7 +38,8 @@ def build_token_map(
 ) -> TokenMap | None:
     """Return a map between two vocabularies; None if they are equal.
 
-    Tokens with the same text are mapped, and the two end tokens, whatever their text.
+    Tokens with the same text are mapped to each other. So are the end tokens of the two
+    vocabularies, even if their texts differ.
 
     Raises:
         ConfigError: If they differ and mapping is not allowed, or they have no token in common.
@@ -65,7 +66,8 @@ def build_token_map(
         teacher_to_policy[teacher_id] = policy_id
     policy_end, teacher_end = policy.eos_token_id, teacher.eos_token_id
     if policy_end is not None and teacher_end is not None:
-        # Every complete completion ends with it, and model families hardly ever use the same text.
+        # Without this, hardly any completion could be mapped: all that are complete end with the
+        # end token, and model families use different texts for it.
         policy_to_teacher.setdefault(policy_end, teacher_end)
         if teacher_to_policy[teacher_end] < 0:
             teacher_to_policy[teacher_end] = policy_end

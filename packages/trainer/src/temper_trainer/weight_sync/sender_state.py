@@ -1,8 +1,9 @@
 """State that rank 0 of the actor keeps between two publishes.
 
 A delta is the difference to the weights that were sent last, so rank 0 keeps a CPU copy of them.
-The functions here run inside training workers. They keep their state on the worker, because a
-transport lives in the driver and may only send functions and plain arguments to it.
+The functions here run inside training workers, and their state stays on the worker. The transport
+that calls them is in the driver. It can only send functions and plain arguments to a worker, so it
+cannot hold the state itself.
 """
 
 from collections.abc import Iterator, Sequence

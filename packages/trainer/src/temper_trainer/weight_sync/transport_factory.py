@@ -42,7 +42,10 @@ class TransportChoice:
 
 
 def build_transport(config: TrainerConfig, *, actor: RankGroup, sampler: Sampler) -> Transport:
-    """Build a transport from an actor whose model is built to a running sampler."""
+    """Build the transport that sends weights from the actor to the sampler.
+
+    The actor's model must be built, and the sampler must be running.
+    """
     sync = config.weight_sync
     if not isinstance(sampler, VllmSampler):
         return _build_transformers_transport(
@@ -51,7 +54,8 @@ def build_transport(config: TrainerConfig, *, actor: RankGroup, sampler: Sampler
     if sync.content == "adapter":
         return AdapterTransport(actor=actor, sampler=sampler)
     transport, may_use_gpu = sync.transport, config.actor.engine.device != "cpu"
-    # The processes know best where they are, so they are asked once they run.
+    # Ask the running processes for their hosts and GPUs, because the configuration does not say
+    # where they were placed.
     if transport == "auto":
         choice = choose_transport(
             _locate_sender(actor, may_use_gpu=may_use_gpu), _locate_receivers(sampler)
@@ -84,7 +88,8 @@ def build_transport(config: TrainerConfig, *, actor: RankGroup, sampler: Sampler
         workers_per_replica=config.rollout.vllm.tensor_parallel_size,
         bucket_bytes=sync.bucket_bytes,
         with_digest=sync.checksum,
-        # Other loops train while a thread samples: the actor is busy when a server is restarted.
+        # A restarted server gets the weights again from the actor. In the other loops, the actor
+        # may be training at that moment, since a thread samples meanwhile.
         can_resend=config.loop == "sync",
         max_changed_fraction=max_changed_fraction,
         bind_address=config.runtime.bind_address,

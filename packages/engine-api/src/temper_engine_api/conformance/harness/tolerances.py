@@ -31,7 +31,7 @@ class Tolerance:
 
     @property
     def allowed(self) -> float:
-        """The value for the compute dtype of the run."""
+        """The allowed relative difference with the compute dtype of the engine under test."""
         return (
             self.relative
             if self.relative_bf16 is None or _COMPUTE.get() != "bf16"

@@ -87,7 +87,7 @@ class OracleAdapter:
 
 
 def to_config_dict(config: LoraConfig) -> dict[str, object]:
-    """Return the contents of adapter_config.json."""
+    """Convert a PEFT config to the dictionary that adapter_config.json contains."""
     fields = {
         key: sorted(value) if isinstance(value, set) else value
         for key, value in config.to_dict().items()

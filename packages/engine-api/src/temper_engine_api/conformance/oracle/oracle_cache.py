@@ -85,7 +85,7 @@ class OracleCache:
         bare = self.make_setup(adapter.model, **fields)
         path = write_adapter(
             adapter,
-            # A model of its own, because PEFT changes the model that it wraps.
+            # A new model, because PEFT changes the model to which it attaches an adapter.
             load_model(bare.build_config(OracleEngine, device="cpu", layout_fields={})),
             folder=self.folder,
             seed=seed,
@@ -103,12 +103,15 @@ class OracleCache:
     def get_batch(
         self, *, num_sequences: int = 8, seed: int = 0, model: TinyModel = QWEN2_GROUPED
     ) -> SequenceBatch:
-        """Return a ragged mini-batch with training columns close to the models' outputs."""
+        """Return sequences of different lengths with all columns that training needs.
+
+        The old log-probs and values differ little from those that the tiny models compute.
+        """
         key = (model.name, num_sequences, seed)
         if key not in self._batches:
             bare = make_ragged_batch(num_sequences=num_sequences, seed=seed)
-            # Columns far from the model's outputs would have most tokens clipped, and so no
-            # gradient.
+            # With old log-probs or values that differ much from the model's, losses would clip most
+            # tokens, which then have no gradient.
             self._batches[key] = add_training_columns(
                 bare,
                 logprobs=self.get_outputs(self.make_setup(model), bare, HeadOutput.LOGPROB),

@@ -1,6 +1,7 @@
 """Head outputs of the oracle for one sequence, computed directly from their definitions.
 
-L tokens of one sequence, V vocabulary, K given ids.
+In shapes, L is the number of tokens of the sequence, V the size of the vocabulary, and K the number
+of additional token ids per position.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ def compute_sequence_outputs(
     head_outputs: dict[HeadOutput, Tensor] = {}
     if requested_outputs & SCALAR_OUTPUTS:
         scores = _compute_scores(model, sequence)
-        # The value of a token is read where its logits are, at the position before it.
+        # The value of a token is computed at the previous position, as are the logits that predict
+        # the token.
         head_outputs[HeadOutput.VALUE] = _shift_to_labels(scores[:-1])
         head_outputs[HeadOutput.SCORE] = scores[-1:]
     if requested_outputs - SCALAR_OUTPUTS:
@@ -83,7 +85,7 @@ def _compute_logits(model: nn.Module, sequence: SequenceBatch) -> Tensor:
 
 
 def _compute_scores(model: nn.Module, sequence: SequenceBatch) -> Tensor:
-    """Return the head's number after each token, [L] in float32.
+    """Return the output of the score head at each token, [L] in float32.
 
     The head is called directly to skip the dropout of transformers' classification model.
     """

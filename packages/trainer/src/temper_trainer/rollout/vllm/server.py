@@ -64,9 +64,8 @@ class ServerLoop:
         """Serve forever; `read_messages` ends the process."""
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
         while True:
-            # An idle engine blocks here until the next call arrives.
-            # All waiting calls come before the next step, so that an interrupt takes effect at
-            # once.
+            # Handle all waiting calls before the next step, so that an interrupt takes effect at
+            # once. If the engine is idle, wait here for the next call.
             while self._engine.is_idle or not self._inbox.empty():
                 self._handle(self._inbox.get())
             for key, completion in self._engine.step():

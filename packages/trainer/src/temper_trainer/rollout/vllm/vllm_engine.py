@@ -105,15 +105,16 @@ class VllmEngine:
             top_k=sampling.top_k,
             max_tokens=sampling.max_tokens,
             stop=list(sampling.stop) or None,
-            # The policy has sampled the tokens of the stop text, so they are trained like the
-            # others.
+            # Keep the stop text: the policy has sampled its tokens, so they must be trained like
+            # all other tokens.
             include_stop_str_in_output=True,
             # The trainer decodes the tokens itself; only a stop text has to be found here.
             detokenize=bool(sampling.stop),
             stop_token_ids=list(self._spec.end_token_ids),
             # The end token in the model's config may belong to another tokenizer.
             ignore_eos=True,
-            # Greedy decoding draws nothing, and vLLM samples seeded requests one by one.
+            # No seed for greedy decoding, which needs no random numbers: vLLM samples requests with
+            # a seed one by one, which is slower.
             seed=None if sampling.temperature == 0 else request.seed,
             # 0 returns the log-prob of the sampled token only, None would return none.
             logprobs=0,

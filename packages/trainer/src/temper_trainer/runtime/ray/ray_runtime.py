@@ -64,7 +64,7 @@ _own_jobs: set[str] = set()
 down."""
 
 _guards: list[RayGuard] = []
-"""Guard of the cluster that this process started, if it did."""
+"""The guard of a cluster that this process started; empty if it joined a running one."""
 
 
 class RayRuntime:
@@ -256,10 +256,10 @@ def _start_or_join(address: str | None, bind_address: str) -> None:
     """
     starts_here = address is None and "RAY_ADDRESS" not in os.environ
     is_on_loopback = starts_here and bind_address == LOOPBACK
-    # Ray replaces 127.0.0.1 by an address that other hosts can reach, and listens there, except
-    # in the mode that is its default on macOS and Windows. The driver read the variable when it
-    # imported Ray, so the constant is set too; Ray's own processes read the variable when they
-    # start.
+    # If clusters are enabled, Ray replaces 127.0.0.1 by an address that other hosts can reach. To
+    # listen on the loopback interface only, disable clusters, as Ray does by default on macOS and
+    # Windows. This process has read the environment variable already, when it imported Ray, so the
+    # constant is set here. Ray's own processes read the variable when they start.
     ray_constants.ENABLE_RAY_CLUSTER = _RAY_CLUSTERS_BY_DEFAULT and not is_on_loopback
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(
         int(ray_constants.ENABLE_RAY_CLUSTER)
@@ -267,7 +267,8 @@ def _start_or_join(address: str | None, bind_address: str) -> None:
     root = make_ray_root() if starts_here else None
     with ExitStack() as stack:
         if root is not None:
-            # A long-lived process may start several clusters, so not only at the start of a run.
+            # Folders of dead processes are removed for each cluster, and not only at the start of a
+            # run, because a long-lived process may start several clusters.
             remove_claimed_folders(root)
             stack.enter_context(announce_session(root))
             _guards.append(stack.enter_context(RayGuard()))
