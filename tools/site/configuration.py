@@ -18,6 +18,7 @@ from temper_trainer.config_loading.structuring import describe_type
 
 UNITS = {
     "_bytes": "bytes",
+    "_completions": "completions",
     "_every": "steps",
     "_mib": "MiB",
     "_parallel": "ranks",
@@ -81,6 +82,7 @@ NO_UNIT = frozenset(
             "warmup_ratio",
             "min_lr_ratio",
             "initial_loss_scale",
+            "eval_solved_reward",
         ),
         *(
             "rank",
