@@ -25,7 +25,7 @@ from pathlib import Path
 
 SIZES = {"function": 20, "file": 5, "page": 3}
 """Number of pieces of each kind and project."""
-PROJECT_NAMES = re.compile(r"temper|torchtitan|titan|hugging ?face|\btrl\b", re.IGNORECASE)
+PROJECT_NAMES = re.compile(r"temper(?!at)|torchtitan|titan|hugging ?face|\btrl\b", re.IGNORECASE)
 LICENSE = re.compile(r"\A(#.*\n)+\n*")
 """The license at the start of a file, which names the project."""
 LOCAL_SOURCE = ("packages/engine-*/src/**/*.py", "packages/trainer/src/**/*.py")
