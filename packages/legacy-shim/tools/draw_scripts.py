@@ -1,0 +1,115 @@
+"""Draw a set of third-party launch scripts by a seed, and write which they are.
+
+    python packages/legacy-shim/tools/draw_scripts.py CLONES
+    python packages/legacy-shim/tools/draw_scripts.py CLONES --scripts OUT
+
+CLONES has a clone, bare or not, of each repository under ``OWNER+NAME``. The first form draws from
+``drawn_repositories.txt`` and writes ``drawn_scripts.tsv``: repository, commit, path and SHA-1 of
+each script. The second one writes the scripts of that table to OUT, in order, without drawing again;
+none of them belongs into this repository.
+
+The draw: repositories of the list are shuffled with the seed. One that cannot be cloned is left
+out. A repository's scripts are those that name an old trainer, without copies of verl's own files
+at any commit, and without those of the repositories before it. At most ``PER_REPOSITORY`` are drawn
+from each, until there are ``SCRIPTS`` from at least ``REPOSITORIES``.
+"""
+
+import argparse
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from collect_scripts import ENDINGS, NAMED, TABLE, git
+
+SEED = 24
+SCRIPTS, REPOSITORIES, PER_REPOSITORY = 300, 30, 12
+FRAME = Path(__file__).with_name("drawn_repositories.txt")
+DRAWN = Path(__file__).with_name("drawn_scripts.tsv")
+UPSTREAM = ("volcengine/verl", "verl-project/verl", "verl-project/verl-recipe")
+"""Their own scripts are in the sample invocations already."""
+
+Row = tuple[str, str, str, str]
+
+
+def main() -> None:
+    """Draw the set, or write the scripts of the drawn set."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("clones", type=Path)
+    parser.add_argument("--scripts", type=Path, metavar="OUT", help="write the drawn scripts there; OUT must not exist")
+    options = parser.parse_args()
+    if options.scripts:
+        write_scripts(options.clones, options.scripts)
+        return
+    rows = list(draw(options.clones))
+    lines = ["\t".join(row) for row in [("repository", "commit", "path", "sha1"), *rows]]
+    DRAWN.write_text("\n".join(lines) + "\n")
+    print(f"{len(rows)} scripts from {len({row[0] for row in rows})} repositories in {DRAWN.name}")
+
+
+def draw(clones: Path) -> Iterator[Row]:
+    """Yield the drawn scripts, repository by repository.
+
+    Raises:
+        SystemExit: the clones do not have enough scripts.
+    """
+    seen = {blob for name in UPSTREAM for blob in _all_blobs(_clone(clones, name))}
+    used = {line.split("\t")[0] for line in TABLE.read_text().splitlines()[1:]}
+    names = [line for line in FRAME.read_text().split() if line not in used]
+    generator = random.Random(SEED)
+    generator.shuffle(names)
+    num_scripts = num_repositories = 0
+    for name in names:
+        clone = _clone(clones, name)
+        if not clone.is_dir():
+            continue
+        commit = git(clone, "rev-parse", "HEAD").decode().strip()
+        own = [(path, blob) for path, blob in _scripts(clone, commit) if blob not in seen]
+        seen.update(blob for _, blob in own)
+        unique = list({blob: (path, blob) for path, blob in own}.values())
+        drawn = sorted(generator.sample(unique, min(PER_REPOSITORY, len(unique))))
+        yield from ((name, commit, path, blob) for path, blob in drawn)
+        num_scripts, num_repositories = num_scripts + len(drawn), num_repositories + bool(drawn)
+        if num_scripts >= SCRIPTS and num_repositories >= REPOSITORIES:
+            return
+    sys.exit(f"{num_scripts} scripts of {num_repositories} repositories: add clones from {FRAME.name}, in the drawn order")
+
+
+def write_scripts(clones: Path, out: Path) -> None:
+    """Write each script of the table below a folder of its repository."""
+    for line in DRAWN.read_text().splitlines()[1:]:
+        name, commit, path, _ = line.split("\t")
+        clone = _clone(clones, name)
+        target = out / clone.name / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(git(clone, "show", f"{commit}:{path}"))
+
+
+def _clone(clones: Path, name: str) -> Path:
+    return clones / name.replace("/", "+")
+
+
+def _all_blobs(clone: Path) -> set[str]:
+    """Return every object of a clone."""
+    listed = git(clone, "cat-file", "--batch-all-objects", "--batch-check=%(objectname)", "--unordered")
+    return set(listed.decode().split())
+
+
+def _scripts(clone: Path, commit: str) -> Iterator[tuple[str, str]]:
+    """Yield path and object of the scripts at a commit that name an old trainer."""
+    for entry in git(clone, "ls-tree", "-r", "-z", commit).decode(errors="surrogateescape").split("\0"):
+        meta, _, path = entry.partition("\t")
+        if not path.endswith(ENDINGS) or not path.isprintable() or meta.split()[1] != "blob":
+            continue
+        blob = meta.split()[2]
+        try:
+            content = git(clone, "show", blob)
+        except subprocess.CalledProcessError:  # the clone lacks large files
+            continue
+        if NAMED.search(content):
+            yield path, blob
+
+
+if __name__ == "__main__":
+    main()
