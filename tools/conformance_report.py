@@ -2,15 +2,15 @@
 
     python -m tools.conformance_report --engines fsdp,megatron --ranks-at-once 16 --out FOLDER
         [--only fsdp:1-rank,megatron:tp2] [--gpus 0,1,2,3] [--compute bf16] [--limit 540]
-        [--continues FOLDER] [-- KIT...]
+        [--resume] [-- KIT...]
 
-Each run writes its log and results to FOLDER when it ends; `report.md` is written last. Arguments
-after -- are passed to every run of the kit. Each rank computes on one thread.
+Each run writes its log and results to FOLDER; `report.md` is written last. Arguments after -- are
+passed to every run of the kit. Each rank computes on one thread.
 
 With --gpus each rank of a run has its own GPU, which other runs may share. The tests of a layout
 are then divided into several runs, because most of the time on a GPU is start-up. After --limit
-seconds the runs are interrupted, and the report states that it is partial. --continues reads passed
-tests from the folder of an interrupted run at the same commit, and runs the others.
+seconds the runs are interrupted, and the report states that it is partial. --resume continues in
+FOLDER at the same commit: it skips layouts that passed, and tests that passed in the others.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from temper_engine_api.conformance.results import GROUPS, from_json, to_json
+from temper_engine_api.conformance.results import GROUPS, Outcome, from_json, to_json
 from temper_engine_api.layout import Layout, default_layout
 from temper_engine_api.registry import load_conformance_layouts
-from tools.skip_passed import read_passed
 
 PLAIN_SIZES = {"fsdp": (1, 2, 4), "megatron": (1, 2)}
 """World sizes of an engine's default layout; (1, 2) for engines not listed."""
@@ -45,6 +44,8 @@ PARTS = (
     "batch,update,value",
 )
 """Groups that get a separate run if a layout is divided; all other groups form one more run."""
+SHORTEST_RUN_S = 20.0
+"""Seconds that must be left to start a run, which are needed for imports and the first results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +60,6 @@ class Run:
     """Comma-separated groups of tests; empty means all."""
     gpus: tuple[str, ...] = ()
     """One GPU per rank; empty means the CPU."""
-    earlier_results: tuple[Path, ...] = ()
-    """Result files of an earlier run, whose passed tests are not run again."""
 
     @property
     def name(self) -> str:
@@ -78,11 +77,6 @@ class Run:
         )
         selection += ["--groups", self.groups] if self.groups else []
         selection += ["--device", "cuda"] if self.gpus else []
-        selection += (
-            ["-p", "tools.skip_passed", "--skip-passed", ",".join(map(str, self.earlier_results))]
-            if self.earlier_results
-            else []
-        )
         kit = (
             "-m",
             "pytest",
@@ -98,6 +92,8 @@ class Run:
             *selection,
             "--results",
             str(results),
+            # Without results it runs all tests.
+            "--resume",
             "-p",
             "no:cacheprovider",
             *extra,
@@ -110,15 +106,10 @@ class Run:
         (CUDA_DEVICE_MAX_CONNECTIONS=1).
         """
         variables = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        # pytest must find the plugin tools.skip_passed from any working directory.
-        root = str(Path(__file__).resolve().parent.parent)
-        variables["PYTHONPATH"] = os.pathsep.join(
-            filter(None, (root, os.environ.get("PYTHONPATH")))
-        )
-        if self.gpus:
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
-            if "tp2" in self.layout.name:
-                variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        # A run on the CPU sees no GPU, because Megatron would use it.
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+        if self.gpus and "tp2" in self.layout.name:
+            variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         return variables
 
 
@@ -178,12 +169,18 @@ def assign_gpus(runs: Sequence[Run], gpus: Sequence[str]) -> list[Run]:
 
 def run_kit(
     run: Run, *, limiter: RankLimiter, folder: Path, extra: Sequence[str], deadline: float | None
-) -> int:
-    """Run the kit on one layout until it ends or is interrupted; return the exit status."""
+) -> int | None:
+    """Run the kit on one layout until it ends or is interrupted.
+
+    Returns:
+        Exit status, or None if the deadline passed before the run could start.
+    """
     ranks = limiter.acquire(run.layout.world_size)
     try:
         started = time.monotonic()
-        with (folder / f"{run.name}.log").open("w") as log:
+        if deadline is not None and deadline - started < SHORTEST_RUN_S:
+            return None
+        with (folder / f"{run.name}.log").open("a") as log:
             command = run.command(folder / f"{run.name}.json", extra)
             process = subprocess.Popen(
                 command,
@@ -193,7 +190,7 @@ def run_kit(
                 start_new_session=True,
             )
             try:
-                code = process.wait(None if deadline is None else max(0.1, deadline - started))
+                code = process.wait(None if deadline is None else deadline - started)
             except subprocess.TimeoutExpired:
                 code = _interrupt(process)
     finally:
@@ -215,60 +212,38 @@ def _interrupt(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
-def continue_runs(folder: Path, runs: Sequence[Run]) -> list[Run]:
-    """Attach the results of an earlier folder to the runs of the same layout."""
-    seen = [(path, from_json(path.read_text())) for path in sorted(folder.glob("*.json"))]
-    return [
-        replace(
-            run,
-            earlier_results=tuple(
-                path
-                for path, results in seen
-                if (results.engine, results.layouts) == (run.engine, (run.layout.name,))
-            ),
-        )
-        for run in runs
-    ]
+def has_passed(run: Run, folder: Path) -> bool:
+    """Return whether all tests of a layout ran and passed, or failed as expected."""
+    path = folder / f"{run.name}.json"
+    if not path.exists():
+        return False
+    results = from_json(path.read_text())
+    return not (
+        results.num_waiting or results.num_deselected or results.with_outcome(Outcome.FAILED)
+    )
 
 
-def merge_parts(folder: Path, runs: Sequence[Run], *, finished: Collection[str]) -> list[Path]:
+def merge_parts(folder: Path, runs: Sequence[Run], *, is_complete: bool) -> list[Path]:
     """Merge the result files of each layout; skip layouts without results.
 
     Args:
         folder: Folder of the files.
         runs: All runs; those of one layout are next to each other.
-        finished: Names of runs that skipped only tests of other runs.
-
-    Raises:
-        ValueError: If an earlier run used other package versions.
+        is_complete: True if runs deselected only tests of the other runs of their layout.
     """
     merged = []
     for name, group in itertools.groupby(
         runs, key=lambda run: replace(run, groups="", gpus=()).name
     ):
         parts = list(group)
-        is_complete = all(run.name in finished for run in parts)
         paths = [path for run in parts if (path := folder / f"{run.name}.json").exists()]
-        if len(paths) > 1 or (paths and parts[0].earlier_results):
+        if len(parts) > 1 and paths:
             first, *others = (from_json(path.read_text()) for path in paths)
-            if other_versions := [
-                path
-                for path in parts[0].earlier_results
-                if from_json(path.read_text()).versions != first.versions
-            ]:
-                raise ValueError(
-                    f"{other_versions[0]} used other package versions than this run: "
-                    "run without --continues."
-                )
             first.results += [result for other in others for result in other.results]
-            ran = {result.test for result in first.results}
-            first.results += [
-                result
-                for test, result in read_passed(parts[0].earlier_results).items()
-                if test not in ran
-            ]
-            # Each part deselected the tests of the others.
-            first.num_deselected = 0 if is_complete else first.num_deselected
+            first.num_waiting += sum(other.num_waiting for other in others)
+            if is_complete and len(paths) == len(parts):
+                # Each part deselected the tests of the others.
+                first.num_deselected = 0
             paths = [folder / f"{name}.json"]
             paths[0].write_text(to_json(first))
         merged += paths
@@ -288,9 +263,11 @@ def _build_parser() -> argparse.ArgumentParser:
         "--gpus", default="", help="GPUs to use, such as 0,1,2,3; default: run on the CPU"
     )
     parser.add_argument("--limit", type=float, help="time limit in seconds; default: none")
-    parser.add_argument("--continues", type=Path, help="folder of an interrupted run to continue")
     parser.add_argument(
-        "--out", type=Path, required=True, help="new or empty folder for the results"
+        "--out", type=Path, required=True, help="folder for the results; empty without --resume"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="continue an interrupted run in the folder of --out"
     )
     parser.add_argument(
         "--compute",
@@ -314,8 +291,6 @@ def _select_runs(chosen: argparse.Namespace, parser: argparse.ArgumentParser) ->
             runs = assign_gpus(runs, chosen.gpus.split(","))
         except ValueError as error:
             parser.error(str(error))
-    if chosen.continues:
-        runs = continue_runs(chosen.continues, runs)
     return runs
 
 
@@ -323,17 +298,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 1 if a run failed, else 0."""
     parser = _build_parser()
     chosen = parser.parse_args(arguments)
-    if chosen.out.exists() and any(chosen.out.iterdir()):
-        parser.error(f"{chosen.out} is not empty: name a new folder.")
+    if chosen.out.exists() and any(chosen.out.iterdir()) and not chosen.resume:
+        parser.error(f"{chosen.out} is not empty: name a new folder, or continue with --resume.")
     chosen.out.mkdir(parents=True, exist_ok=True)
     runs = _select_runs(chosen, parser)
     deadline = None if chosen.limit is None else time.monotonic() + chosen.limit
     limiter = RankLimiter(chosen.ranks_at_once)
     # Start with the runs with the most ranks; at the end they would leave cores idle.
-    order = sorted(runs, key=lambda run: -run.layout.world_size)
-    with ThreadPoolExecutor(max_workers=len(order)) as pool:
+    order = sorted(
+        (run for run in runs if not has_passed(run, chosen.out)),
+        key=lambda run: -run.layout.world_size,
+    )
+    with ThreadPoolExecutor(max_workers=max(1, len(order))) as pool:
         extra = ["--compute", chosen.compute, *chosen.kit]
-        codes = list(
+        codes: list[int | None] = list(
             pool.map(
                 lambda run: run_kit(
                     run, limiter=limiter, folder=chosen.out, extra=extra, deadline=deadline
@@ -341,13 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 order,
             )
         )
-    # 5: no test was left to run
-    ended = (
-        ()
-        if chosen.kit
-        else (run.name for run, code in zip(order, codes, strict=True) if code in (0, 1, 5))
-    )
-    result_files = merge_parts(chosen.out, runs, finished=set(ended))
+    result_files = merge_parts(chosen.out, runs, is_complete=not chosen.kit)
     report = [sys.executable, "-m", "temper_engine_api.conformance.report", *map(str, result_files)]
     if result_files:
         codes.append(
@@ -355,6 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 [*report, "--report", str(chosen.out / "report.md")], check=False
             ).returncode
         )
+    # 5: no test was left to run
     return int(any(code not in (0, 5) for code in codes))
 
 

@@ -13,7 +13,7 @@ from temper_engine_api.conformance.results import (
     from_json,
     to_json,
 )
-from tools.conformance_report import assign_gpus, continue_runs, list_runs, main, merge_parts
+from tools.conformance_report import assign_gpus, has_passed, list_runs, main, merge_parts
 
 
 def test_each_group_runs_once_and_each_rank_has_its_own_gpu() -> None:
@@ -46,8 +46,8 @@ def test_layout_with_more_ranks_than_gpus_is_refused(
     assert "4-ranks need more than 2 GPUs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("is_complete", [True, False])
-def test_parts_of_a_layout_are_one_run_in_the_report(tmp_path: Path, is_complete: bool) -> None:
+@pytest.mark.parametrize("num_waiting", [0, 2])
+def test_parts_of_a_layout_are_one_run_in_the_report(tmp_path: Path, num_waiting: int) -> None:
     (run,) = [run for run in list_runs("fsdp") if run.layout.name == "1-rank"]
     parts = [replace(run, groups=group) for group in ("gradient", "update")]
     for part in parts:
@@ -55,38 +55,63 @@ def test_parts_of_a_layout_are_one_run_in_the_report(tmp_path: Path, is_complete
             test=f"test_{part.groups}", group=part.groups, layout="1-rank", outcome=Outcome.PASSED
         )
         done = ConformanceRun(
-            engine="fsdp", layouts=("1-rank",), versions={}, results=[test], num_deselected=7
+            engine="fsdp",
+            layouts=("1-rank",),
+            versions={},
+            results=[test],
+            num_deselected=7,
+            num_waiting=num_waiting if part is parts[1] else 0,
         )
         (tmp_path / f"{part.name}.json").write_text(to_json(done))
-    finished = [part.name for part in parts]
-    (path,) = merge_parts(tmp_path, parts, finished=finished if is_complete else finished[:1])
+    (path,) = merge_parts(tmp_path, parts, is_complete=True)
     joined = from_json(path.read_text())
     assert [result.test for result in joined.results] == ["test_gradient", "test_update"]
-    assert (joined.num_deselected == 0) is is_complete
+    assert (joined.num_deselected, joined.num_waiting) == (0, num_waiting)
 
 
 def test_interrupted_run_is_continued(tmp_path: Path) -> None:
-    before, now = tmp_path / "before", tmp_path / "now"
-    run, kit = (
-        ["--engines", "fsdp", "--only", "fsdp:1-rank", "--out"],
-        ["--", "--groups", "value,rfc_loop"],
-    )
-    assert main([*run, str(before), *kit, "-k", "rfc"]) == 0
-    passed = {
-        result.test for result in from_json((before / "fsdp-1-rank.json").read_text()).results
-    }
-    assert main(["--continues", str(before), *run, str(now), *kit]) == 0
-    results = from_json((now / "fsdp-1-rank.json").read_text()).results
+    run = ["--engines", "fsdp", "--only", "fsdp:1-rank", "--out", str(tmp_path)]
+    kit = ["--", "--groups", "value,rfc_loop"]
+    assert main([*run, *kit, "-k", "rfc"]) == 0
+    path = tmp_path / "fsdp-1-rank.json"
+    passed = {result.test for result in from_json(path.read_text()).results}
+    assert main([*run, "--resume", *kit]) == 0
+    results = from_json(path.read_text()).results
     assert set() < passed < {result.test for result in results}
     assert len(results) == len({result.test for result in results})
-    assert f"{len(results) - len(passed)} passed" in (now / "fsdp-1-rank.log").read_text()
+    assert f"{len(results) - len(passed)} passed" in (tmp_path / "fsdp-1-rank.log").read_text()
 
 
-def test_run_with_other_package_versions_is_not_continued(tmp_path: Path) -> None:
-    (tmp_path / "before").mkdir()
+def test_layout_that_passed_is_not_run_again(tmp_path: Path) -> None:
     (run,) = [run for run in list_runs("fsdp") if run.layout.name == "1-rank"]
-    for folder, version in ((tmp_path / "before", "1"), (tmp_path, "2")):
-        done = ConformanceRun(engine="fsdp", layouts=("1-rank",), versions={"torch": version})
-        (folder / "fsdp-1-rank.json").write_text(to_json(done))
-    with pytest.raises(ValueError, match="other package versions"):
-        merge_parts(tmp_path, continue_runs(tmp_path / "before", [run]), finished=[])
+    done = ConformanceRun(engine="fsdp", layouts=("1-rank",), versions={})
+    for changes, expected in (
+        ({}, True),
+        ({"num_waiting": 1}, False),
+        ({"num_deselected": 1}, False),
+        ({"results": [_failure()]}, False),
+    ):
+        (tmp_path / "fsdp-1-rank.json").write_text(to_json(replace(done, **changes)))
+        assert has_passed(run, tmp_path) is expected
+    assert not has_passed(run, tmp_path / "empty")
+
+
+def test_no_run_is_started_after_the_time_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["--engines", "fsdp", "--only", "fsdp:1-rank", "--out", str(tmp_path)]
+    assert main([*run, "--limit", "1"]) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_folder_with_results_is_refused_without_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fsdp-1-rank.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        main(["--out", str(tmp_path)])
+    assert "continue with --resume" in capsys.readouterr().err
+
+
+def _failure() -> ConformanceResult:
+    return ConformanceResult(test="test_a", group="update", layout="1-rank", outcome=Outcome.FAILED)

@@ -108,6 +108,21 @@ def test_resumed_run_keeps_passed_tests_and_repeats_the_others(kit, tmp_path):
     ]
 
 
+def test_results_of_a_stopped_run_count_the_tests_that_wait(kit, tmp_path):
+    results, tests = (
+        tmp_path / "results.json",
+        ["test_capability::test_engine_claims_what_the_kit_needs", TEST],
+    )
+    options = ("--results", str(results), "--maxfail", "1")
+    kit.run(FAULTY, *options, tests=tests[::-1], status=pytest.ExitCode.TESTS_FAILED)
+    stopped = from_json(results.read_text())
+    assert (len(stopped.results), stopped.num_waiting) == (1, 1)
+    stopped.results.clear()
+    assert "tested in part only" in stopped.verdict
+    kit.run(ORACLE, "--results", str(results), tests=tests, status=pytest.ExitCode.OK)
+    assert from_json(results.read_text()).num_waiting == 0
+
+
 def test_resume_of_another_engine_is_refused(kit, capsys, tmp_path):
     results = tmp_path / "results.json"
     kit.run(ORACLE, "--results", str(results), tests=[TEST], status=pytest.ExitCode.OK)

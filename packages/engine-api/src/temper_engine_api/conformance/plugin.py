@@ -159,6 +159,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     )
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Count the tests to run."""
+    session.config.stash[RUN].num_waiting = len(session.items)
+
+
 def pytest_deselected(items: list[pytest.Item]) -> None:
     """Count what -k and -m leave out, which makes the run partial."""
     for item in items:
@@ -171,6 +176,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Record the result; a skipped test of a mandatory group is a failure."""
     report = yield
+    if report.when == "teardown":
+        item.config.stash[RUN].num_waiting -= 1
     group = _property(item, "group")
     if group is None:
         return report

@@ -93,6 +93,8 @@ class ConformanceRun:
     """Tests of capabilities that the engine does not claim."""
     num_deselected: int = 0
     """Number of tests that options such as -k or --groups left out."""
+    num_waiting: int = 0
+    """Number of tests still to run; above 0 at the end if the run was stopped."""
 
     def count(self, group: str, layout: str, outcome: Outcome) -> int:
         """Count the tests of a group in a layout with this outcome."""
@@ -123,8 +125,9 @@ class ConformanceRun:
         )
         if failed:
             return f"does not conform: {failed} of {len(self.results)} tests failed"
-        if self.num_deselected or self.missing_groups:
-            left_out = ", ".join(self.missing_groups) or f"{self.num_deselected} tests"
+        num_left_out = self.num_deselected + self.num_waiting
+        if num_left_out or self.missing_groups:
+            left_out = ", ".join(self.missing_groups) or f"{num_left_out} tests"
             return f"was tested in part only, which does not show conformance; left out: {left_out}"
         if expected:
             return (
@@ -173,6 +176,7 @@ def merge_runs(runs: Iterable[ConformanceRun]) -> list[ConformanceRun]:
             same[0].results += run.results
             same[0].unclaimed += run.unclaimed
             same[0].num_deselected += run.num_deselected
+            same[0].num_waiting += run.num_waiting
         else:
             together.append(run)
     return together
