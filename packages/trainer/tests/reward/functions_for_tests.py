@@ -47,3 +47,26 @@ def thread_id(prompt: Prompt, completion_text: str) -> float:
 def has_torch(prompt: Prompt, completion_text: str) -> float:
     """Return 1 if the process has imported torch, else 0."""
     return float("torch" in sys.modules)
+
+
+def leave(prompt: Prompt, completion_text: str) -> float:
+    """End the process as a script would."""
+    raise SystemExit(3)
+
+
+def hang(prompt: Prompt, completion_text: str) -> float:
+    """Never return."""
+    time.sleep(3600)
+    return 0.0
+
+
+_one_at_a_time = threading.Lock()
+
+
+def take_turns(prompt: Prompt, completion_text: str) -> float:
+    """Take 0.2 s, one call at a time, as calls that compute do; hang if the completion says so."""
+    if completion_text == "hang":
+        time.sleep(3600)
+    with _one_at_a_time:
+        time.sleep(0.2)
+    return 1.0

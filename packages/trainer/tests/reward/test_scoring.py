@@ -193,6 +193,62 @@ def test_more_failures_than_accepted_stop_the_run_with_the_first_traceback() -> 
         }
 
 
+@pytest.mark.parametrize(("num_workers", "timeout_s"), [(0, 1.0), (1, 5.0)])
+def test_function_that_always_hangs_costs_less_than_three_timeouts(
+    num_workers: int, timeout_s: float
+) -> None:
+    config = replace(
+        PATIENT,
+        function="functions_for_tests:hang",
+        num_workers=num_workers,
+        timeout_s=timeout_s,
+        max_failure_fraction=0.05,
+    )
+    with Scorer(config) as scorer:
+        begin = time.monotonic()
+        # One call, and then as many at once as must fail to stop the run.
+        message = r"4 of 64 calls of .*:hang failed \(4 timeout\); the last 60 were not made: more"
+        with pytest.raises(RewardFailureError, match=message):
+            scorer.score(items(*["1"] * 64))
+        assert 2 * timeout_s <= time.monotonic() - begin < 3 * timeout_s
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batch_after_an_early_stop_gets_its_own_rewards(num_workers: int) -> None:
+    with Scorer(replace(PATIENT, num_workers=num_workers, max_failure_fraction=0.5)) as scorer:
+        with pytest.raises(RewardFailureError, match="5 of 8 calls"):
+            scorer.score(items(*["hang"] * 5, "1", "2", "3"))
+        assert [score.reward for score in scorer.score(items("4", "5"))] == [4.0, 5.0]
+
+
+def test_slow_calls_after_hanging_ones_are_not_made_at_once() -> None:
+    """Seven calls of 0.2 s at once would take 1.4 s, if each waited for the others."""
+    config = replace(
+        PATIENT, function="functions_for_tests:take_turns", max_failure_fraction=0.5, timeout_s=1.0
+    )
+    with Scorer(config) as scorer:
+        scores = scorer.score(items("1", "hang", "hang", *["1"] * 13))
+    assert [score.reward for score in scores] == [1.0, None, None, *[1.0] * 13]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_function_that_exits_is_an_exception_and_no_timeout(num_workers: int) -> None:
+    config = replace(PATIENT, function="functions_for_tests:leave", num_workers=num_workers)
+    with Scorer(config) as scorer:
+        (score,) = scorer.score(items("1"))
+    assert score.failure == "exception: SystemExit: 3 (prompt 0, file:0)"
+
+
+def test_first_timeout_of_a_batch_is_reported_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    with Scorer(PATIENT) as scorer:
+        scorer.score(items("1", "hang", "2", "hang"))
+    (message,) = caplog.messages
+    assert message == (
+        "the reward of prompt 1 (file:1) took longer than reward.timeout_s = 1 s, which counts as "
+        "failed; 1 of 4 calls are done"
+    )
+
+
 def test_no_items_give_no_scores(scorer: Scorer) -> None:
     assert scorer.score([]) == []
 

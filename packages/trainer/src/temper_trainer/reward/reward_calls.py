@@ -1,9 +1,7 @@
-"""Call reward functions with a time limit, in threads of this process or in worker processes.
+"""Call reward functions with a time limit in worker processes (reward.num_workers above 0).
 
-A thread cannot be killed: one that takes too long is abandoned, ends when its call returns, and
-scores nothing more. A call that never releases the GIL, such as a runaway regular expression,
-blocks the process and counts as timed out when it returns. Such functions need worker processes
-(reward.num_workers), which are killed and replaced if a call hangs or crashes.
+A process whose call hangs or crashes is killed and replaced. `reward_threads` runs calls in threads
+of the driver instead.
 """
 
 import contextlib
@@ -14,10 +12,8 @@ import multiprocessing
 import numbers
 import os
 import pickle
-import queue
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections import deque
@@ -88,8 +84,11 @@ class RewardCall:
         prompt, text = item
         try:
             value: object = self.function(prompt, text, **self.arguments)
-        # A user's function may raise anything; each failure is counted and shown.
-        except Exception as error:  # noqa: BLE001
+        except KeyboardInterrupt:
+            raise
+        # A user's function may raise anything, also SystemExit, which would end the thread without
+        # a word; each failure is counted and shown.
+        except BaseException as error:  # noqa: BLE001
             return Outcome(
                 kind=FailureKind.EXCEPTION,
                 message=(
@@ -119,58 +118,77 @@ def make_timeout_outcome(item: Item, *, timeout_s: float) -> Outcome:
     )
 
 
-class ThreadScoring:
-    """Run calls in daemon threads, one at a time."""
+class CallBatch:
+    """The calls of one batch: those that wait, the outcomes, and how many may run at a time."""
 
-    def __init__(self, call: RewardCall, *, timeout_s: float) -> None:
-        self._call = call
+    def __init__(self, items: Sequence[Item], *, max_failures: int, timeout_s: float) -> None:
+        self.waiting = deque(enumerate(items))
+        """Items whose call has not started, with their indices."""
+        self.num_items = len(items)
+        self._max_failures = max_failures
         self._timeout_s = timeout_s
+        self._outcomes: dict[int, Outcome] = {}
+        self._num_failures = 0
+        self._slowest_s = 0.0
 
-    def run(self, items: Sequence[Item]) -> list[Outcome]:
-        """Return one outcome per item, in order."""
-        outcomes: list[Outcome] = []
-        while len(outcomes) < len(items):
-            outcomes += self._run_until_timeout(items[len(outcomes) :])
-        return outcomes
+    @property
+    def num_called(self) -> int:
+        """Number of known outcomes."""
+        return len(self._outcomes)
 
-    def close(self) -> None:
-        """Do nothing; threads need no cleanup."""
+    @property
+    def has_timeout(self) -> bool:
+        """True if a call took too long."""
+        return any(each.kind == FailureKind.TIMEOUT for each in self._outcomes.values())
 
-    def _run_until_timeout(self, items: Sequence[Item]) -> list[Outcome]:
-        """Return the outcomes up to the first timeout, inclusive."""
-        results: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        is_abandoned = threading.Event()
+    @property
+    def is_over(self) -> bool:
+        """True if all outcomes are known, or so many calls failed that the run stops anyway."""
+        is_complete = self.num_called == self.num_items
+        return is_complete or self._num_failures > self._max_failures
 
-        def score_all() -> None:
-            for item in items:
-                if is_abandoned.is_set():
-                    return
-                started = time.monotonic()
-                outcome = self._call(item)
-                # The waiting thread may have been blocked during the call, so it cannot measure the
-                # time itself.
-                is_late = time.monotonic() - started > self._timeout_s
-                results.put(
-                    make_timeout_outcome(item, timeout_s=self._timeout_s) if is_late else outcome
-                )
+    def add(self, index: int, outcome: Outcome, *, seconds: float) -> None:
+        """Record the outcome of a call that took this time; later ones for its item are ignored."""
+        if index in self._outcomes:
+            return
+        self._outcomes[index] = outcome
+        self._num_failures += outcome.kind is not None
+        if outcome.kind != FailureKind.TIMEOUT:
+            self._slowest_s = max(self._slowest_s, seconds)
+        advance_progress("rewards")
 
-        # A daemon, because an abandoned thread must not keep the process from exiting.
-        threading.Thread(target=score_all, name="temper-reward", daemon=True).start()
-        outcomes: list[Outcome] = []
-        for item in items:
-            try:
-                outcomes.append(results.get(timeout=self._timeout_s))
-                advance_progress("rewards")
-            except queue.Empty:
-                is_abandoned.set()
-                return [*outcomes, make_timeout_outcome(item, timeout_s=self._timeout_s)]
-        return outcomes
+    def add_timeout(self, index: int, item: Item) -> None:
+        """Record that a call took too long."""
+        self.add(
+            index, make_timeout_outcome(item, timeout_s=self._timeout_s), seconds=self._timeout_s
+        )
+
+    def list_outcomes(self) -> list[Outcome]:
+        """Return the outcomes so far, in the order of the items."""
+        return [outcome for _, outcome in sorted(self._outcomes.items(), key=lambda pair: pair[0])]
+
+    def choose_num_calls(self, usual: int) -> int:
+        """Return how many calls may run at a time.
+
+        That is the usual number until more calls fail than accepted. From then on it is the number
+        of failures that would stop the run: if the function hangs, this takes one more
+        ``timeout_s``, and not one per call.
+        """
+        if self._num_failures * self.num_items <= self._max_failures * self.num_called:
+            return usual
+        num_calls = self._max_failures + 1 - self._num_failures
+        if self._slowest_s > 0:
+            # Calls that compute take turns on the cores: so many of them would all be too slow.
+            num_calls = min(num_calls, int(self._timeout_s / (4 * self._slowest_s)))
+        return max(usual, num_calls)
 
 
 logger = logging.getLogger(__name__)
 
 _ITEMS_PER_MESSAGE = 16
 """Items that a worker receives at once; few, so that no worker idles at the end of a batch."""
+_MAX_EXTRA_WORKERS = 32
+"""Additional processes of a batch in which calls time out; each may import heavy libraries."""
 _START_TIMEOUT_S = 120.0
 """Maximum time for a new process to start; it imports this package, which is not part of a call's
 time.
@@ -212,36 +230,81 @@ class ProcessScoring:
         self._starter = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="temper-reward-starter"
         )
+        self._num_workers = num_workers
         self._workers = [self._start_worker() for _ in range(num_workers)]
         for worker in self._workers:
             worker.wait_until_ready()
 
-    def run(self, items: Sequence[Item]) -> list[Outcome]:
-        """Return one outcome per item, in order.
+    def run(self, items: Sequence[Item], *, max_failures: int) -> list[Outcome]:
+        """Return one outcome per item, in order; those of the calls made if too many failed.
 
-        A call whose process was killed externally is repeated once.
+        A call whose process was killed externally is repeated once. After a timeout, the rest of
+        the batch also runs in additional processes, so that a function that always hangs does not
+        cost ``timeout_s`` per call.
         """
-        waiting = deque(enumerate(items))
+        batch = CallBatch(items, max_failures=max_failures, timeout_s=self._timeout_s)
         retried: set[int] = set()
-        outcomes: dict[int, Outcome] = {}
-        while len(outcomes) < len(items):
-            for worker in self._workers:
-                if not worker.tasks and waiting:
-                    worker.send(
-                        [waiting.popleft() for _ in range(min(_ITEMS_PER_MESSAGE, len(waiting)))]
-                    )
+        self._replace_unfinished_workers()
+        while not batch.is_over:
+            self._send_waiting(batch)
             busy = [worker for worker in self._workers if worker.tasks]
             remaining_s = min(worker.since + self._timeout_s for worker in busy) - time.monotonic()
             ready = wait([worker.connection for worker in busy], timeout=max(0.0, remaining_s))
             for worker in busy:
                 if worker.connection in ready:
-                    self._collect(worker, outcomes, retried)
-                elif time.monotonic() - worker.since >= self._timeout_s:
-                    index, item = worker.tasks.popleft()
-                    outcomes[index] = make_timeout_outcome(item, timeout_s=self._timeout_s)
-                    limit = f"took longer than reward.timeout_s = {self._timeout_s:g} s"
-                    self._replace(worker, item=item, reason=f"{limit}, which counts as failed")
-        return [outcomes[index] for index in range(len(items))]
+                    self._collect(worker, batch, retried)
+            now = time.monotonic()
+            late = [
+                worker
+                for worker in busy
+                if worker.connection not in ready and now - worker.since >= self._timeout_s
+            ]
+            for worker in late:
+                batch.add_timeout(*worker.tasks[0])
+            # Not replaced if the run stops now.
+            if not batch.is_over:
+                for worker in late:
+                    self._give_up(worker, batch)
+        for worker in self._workers[self._num_workers :]:
+            worker.kill()
+        del self._workers[self._num_workers :]
+        return batch.list_outcomes()
+
+    def _send_waiting(self, batch: CallBatch) -> None:
+        """Send tasks to idle workers; start more of these if too many calls fail."""
+        num_calls = batch.choose_num_calls(self._num_workers)
+        limit = min(num_calls, self._num_workers + _MAX_EXTRA_WORKERS)
+        num_new = min(limit - len(self._workers), len(batch.waiting))
+        new = [self._start_worker() for _ in range(num_new)]
+        self._workers += new
+        for worker in new:
+            worker.wait_until_ready()
+        # One by one if calls hang, so that none waits behind another.
+        size = _ITEMS_PER_MESSAGE if num_calls == self._num_workers else 1
+        for worker in self._workers:
+            if not worker.tasks and batch.waiting:
+                count = min(size, len(batch.waiting))
+                worker.send([batch.waiting.popleft() for _ in range(count)])
+
+    def _give_up(self, worker: "_Worker", batch: CallBatch) -> None:
+        """Kill a worker whose call takes too long; its other tasks wait for any worker."""
+        _, item = worker.tasks.popleft()
+        batch.waiting.extendleft(reversed(worker.tasks))
+        worker.tasks.clear()
+        if self._workers.index(worker) < self._num_workers:
+            limit = f"took longer than reward.timeout_s = {self._timeout_s:g} s"
+            self._replace(worker, item=item, reason=f"{limit}, which counts as failed")
+        else:
+            worker.kill()
+            self._workers.remove(worker)
+
+    def _replace_unfinished_workers(self) -> None:
+        """Replace workers that were still busy when the batch before this one stopped early."""
+        for i, worker in enumerate(self._workers):
+            if worker.tasks:
+                worker.kill()
+                self._workers[i] = self._start_worker()
+                self._workers[i].wait_until_ready()
 
     def close(self) -> None:
         """Kill the workers."""
@@ -252,7 +315,7 @@ class ProcessScoring:
     def _start_worker(self) -> "_Worker":
         return self._starter.submit(_Worker, self._call).result()
 
-    def _collect(self, worker: "_Worker", outcomes: dict[int, Outcome], retried: set[int]) -> None:
+    def _collect(self, worker: "_Worker", batch: CallBatch, retried: set[int]) -> None:
         """Take every result that has arrived.
 
         A closed connection means that the process died during its current call.
@@ -262,9 +325,9 @@ class ProcessScoring:
                 outcome = worker.connection.recv()
                 assert isinstance(outcome, Outcome)
                 index, _ = worker.tasks.popleft()
-                outcomes[index] = outcome
-                advance_progress("rewards")
-                worker.since = time.monotonic()
+                now = time.monotonic()
+                batch.add(index, outcome, seconds=now - worker.since)
+                worker.since = now
         except (EOFError, ConnectionError):
             worker.process.join(timeout=1.0)  # before kill(), which would hide how it ended
             worker.kill()
@@ -277,7 +340,8 @@ class ProcessScoring:
                 return
             worker.tasks.popleft()
             message = f"the worker process {reason} (prompt {prompt.prompt_id}, {prompt.location})"
-            outcomes[index] = Outcome(kind=FailureKind.EXCEPTION, message=message)
+            outcome = Outcome(kind=FailureKind.EXCEPTION, message=message)
+            batch.add(index, outcome, seconds=time.monotonic() - worker.since)
             self._replace(worker, item=item, reason=f"{reason}, which counts as failed")
 
     def _replace(self, worker: "_Worker", *, item: Item, reason: str) -> None:

@@ -21,8 +21,8 @@ from temper_trainer.reward.reward_calls import (
     Outcome,
     ProcessScoring,
     RewardCall,
-    ThreadScoring,
 )
+from temper_trainer.reward.reward_threads import ThreadScoring
 from temper_trainer.types import Score
 
 
@@ -39,7 +39,7 @@ class RewardFailureError(TemperError, RuntimeError):
 
 
 class _Scoring(Protocol):
-    def run(self, items: Sequence[Item]) -> list[Outcome]: ...
+    def run(self, items: Sequence[Item], *, max_failures: int) -> list[Outcome]: ...
 
     def close(self) -> None: ...
 
@@ -107,26 +107,24 @@ class Scorer:
             RewardFailureError: If a larger fraction failed than reward.max_failure_fraction.
         """
         assert self._scorings, "a Scorer can only score inside its `with` block"
+        max_failures = int(self._config.max_failure_fraction * len(items))
+        by_part: list[list[Outcome]] = []
         with track_progress("rewards", total=len(items) * len(self._scorings)):
-            by_part = [
-                self._score_with_model(items, tokens) if scoring is None else scoring.run(items)
-                for scoring in self._scorings
-            ]
+            for scoring in self._scorings:
+                outcomes = (
+                    self._score_with_model(items, tokens)
+                    if scoring is None
+                    else scoring.run(items, max_failures=max_failures)
+                )
+                self._check_failures(outcomes, num_items=len(items))
+                by_part.append(outcomes)
         # An item with several failed components counts once, with its first failure. Its message
         # goes to the log and to samples.jsonl.
         outcomes = [
             next((each for each in of_item if each.kind is not None), of_item[0]).redacted()
             for of_item in zip(*by_part, strict=True)
         ]
-        failed = [outcome for outcome in outcomes if outcome.kind is not None]
-        self._failures = Counter(outcome.kind for outcome in failed if outcome.kind is not None)
-        if len(failed) > self._config.max_failure_fraction * len(items):
-            counts = ", ".join(f"{count} {kind}" for kind, count in self._failures.items())
-            raise RewardFailureError(
-                f"{len(failed)} of {len(items)} calls of {self._name} failed ({counts}), more "
-                f"than reward.max_failure_fraction = {self._config.max_failure_fraction}. The "
-                f"first: {failed[0].kind}: {failed[0].message}\n{failed[0].trace}"
-            )
+        self._check_failures(outcomes, num_items=len(items))
         scores = [outcome.to_score() for outcome in outcomes]
         if not self._weights:
             return scores
@@ -134,6 +132,25 @@ class Scorer:
             self._weighted_score(score, of_item)
             for score, of_item in zip(scores, zip(*by_part, strict=True), strict=True)
         ]
+
+    def _check_failures(self, outcomes: Sequence[Outcome], *, num_items: int) -> None:
+        """Count failures, and raise if there are more than accepted of this number of items.
+
+        There are fewer outcomes than items if so many calls failed that the others were not made.
+        """
+        failed = [outcome for outcome in outcomes if outcome.kind is not None]
+        self._failures = Counter(outcome.kind for outcome in failed if outcome.kind is not None)
+        if len(failed) <= self._config.max_failure_fraction * num_items:
+            return
+        counts = ", ".join(f"{count} {kind}" for kind, count in self._failures.items())
+        first = failed[0].redacted()
+        num_left = num_items - len(outcomes)
+        not_made = f"; the last {num_left} were not made" if num_left else ""
+        raise RewardFailureError(
+            f"{len(failed)} of {num_items} calls of {self._name} failed ({counts}){not_made}: more "
+            f"than reward.max_failure_fraction = {self._config.max_failure_fraction}. The "
+            f"first: {first.kind}: {first.message}\n{first.trace}"
+        )
 
     def _score_with_model(
         self, items: Sequence[Item], tokens: Sequence[Sequence[int]] | None
