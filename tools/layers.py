@@ -53,7 +53,7 @@ THIRD_PARTY_RULES = (
             "temper_engine_api.rendezvous",
             "temper_trainer.rollout.weight_channel",
             # Writes the engine's checkpoint format without a process group.
-            "temper_legacy_shim.checkpoints.dcp",
+            "temper_legacy_shim.checkpoints.temper.dcp",
         ),
     ),
     ThirdPartyRule(
@@ -89,9 +89,7 @@ _RULED_MODULES = frozenset(rule.module for rule in THIRD_PARTY_RULES)
 CORE = "temper_engine_api"
 CORE_MAY_IMPORT = (CORE, "torch", "typing_extensions", "fsspec")
 
-EXEMPT_FROM_CYCLES = {
-    "temper_legacy_shim": "until the package is rewritten",
-}
+EXEMPT_FROM_CYCLES: Mapping[str, str] = {}
 """Packages whose files may import each other in a cycle, and until when."""
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from temper_legacy_shim.configs import translate
-from temper_legacy_shim.configs.written import yaml_of
+from temper_legacy_shim.configs.report import yaml_of
 from temper_trainer.config_loading import load
 from temper_trainer.config_loading.schema import flatten
 

@@ -106,10 +106,10 @@ def test_only_the_runtime_may_import_ray(module: str, source: str) -> None:
 @pytest.mark.parametrize("module", ["torch", "transformers"])
 def test_the_translator_of_the_shim_does_not_import_torch_in_functions(module: str) -> None:
     (fault,) = check_imports(
-        "temper_legacy_shim.configs.rules", f"def late():\n    import {module}"
+        "temper_legacy_shim.configs.mapping.rules", f"def late():\n    import {module}"
     )
     assert f"may import {module}" in fault
-    assert check_imports("temper_legacy_shim.checkpoints.dcp", f"import {module}") == []
+    assert check_imports("temper_legacy_shim.checkpoints.temper.dcp", f"import {module}") == []
 
 
 def test_a_module_with_a_similar_name_is_not_allowed() -> None:

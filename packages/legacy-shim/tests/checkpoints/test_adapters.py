@@ -11,9 +11,9 @@ from peft.utils.other import get_pattern_key
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, LlamaConfig, LlamaForCausalLM
 
 from temper_legacy_shim.checkpoints import Options, Sources, convert, plan_jobs
-from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
-from temper_legacy_shim.checkpoints.module_patterns import matching
-from temper_legacy_shim.checkpoints.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.adapters import matching
+from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
+from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
 from temper_legacy_shim.errors import DamagedFileError, LayoutError, ShimError, UsageError
 
 TOKENS = torch.arange(12)[None]

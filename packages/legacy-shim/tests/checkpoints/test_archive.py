@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from temper_legacy_shim.checkpoints.archive import Archive
-from temper_legacy_shim.checkpoints.pickles import Inert, Persistent
+from temper_legacy_shim.checkpoints.files.archive import Archive
+from temper_legacy_shim.checkpoints.files.pickles import Inert, Persistent
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
 

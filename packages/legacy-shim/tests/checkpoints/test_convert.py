@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from temper_legacy_shim.checkpoints import Options, Sources, check_files, check_receipt, convert, plan_jobs, read_receipt
-from temper_legacy_shim.checkpoints.convert import check_space
-from temper_legacy_shim.checkpoints.huggingface import read_safetensors
+from temper_legacy_shim.checkpoints.huggingface.model_directory import read_safetensors
 from temper_legacy_shim.checkpoints.receipt import NAME
+from temper_legacy_shim.checkpoints.staging import check_space
 from temper_legacy_shim.cli import app
 from temper_legacy_shim.errors import DamagedFileError, LayoutError, OutputError, ShimError, UsageError, VerificationError
 

@@ -10,12 +10,12 @@ from old_files import Box, write_fsdp, write_sharded
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from temper_legacy_shim.checkpoints import fsdp
+from temper_legacy_shim.checkpoints.files.lazy import Element, InMemory, LazyTensor, Piece, blocks, read_all
+from temper_legacy_shim.checkpoints.files.sharded import covering, shard_box
+from temper_legacy_shim.checkpoints.files.tensors import Placement as Placed
+from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.fsdp import rank_files
 from temper_legacy_shim.checkpoints.layouts import find_roles
-from temper_legacy_shim.checkpoints.lazy import Element, InMemory, LazyTensor, Piece, blocks, read_all
-from temper_legacy_shim.checkpoints.sharded import covering, shard_box
-from temper_legacy_shim.checkpoints.tensors import Placement as Placed
-from temper_legacy_shim.checkpoints.torch_tensors import as_torch
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
 
@@ -28,7 +28,7 @@ def _tensors() -> dict[str, Tensor]:
 
 def _read(folder: Path) -> dict[str, LazyTensor]:
     (role,) = find_roles(folder)
-    return fsdp.read_weights(role.fsdp_files["model"], where=folder)
+    return rank_files.read_weights(role.fsdp_files["model"], where=folder)
 
 
 def _assert_equal(have: Mapping[str, LazyTensor], want: Mapping[str, Tensor]) -> None:

@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import Shard
 
-from temper_legacy_shim.checkpoints import fsdp, huggingface
-from temper_legacy_shim.checkpoints.archive import Archive
-from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
+from temper_legacy_shim.checkpoints.files.archive import Archive
+from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
+from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, blocks, num_bytes
+from temper_legacy_shim.checkpoints.files.pickles import load_inert
+from temper_legacy_shim.checkpoints.fsdp import rank_files
+from temper_legacy_shim.checkpoints.fsdp.moments import read_optimizer
+from temper_legacy_shim.checkpoints.huggingface import model_directory
 from temper_legacy_shim.checkpoints.layouts import find_roles
-from temper_legacy_shim.checkpoints.lazy import LazyTensor, blocks, num_bytes
-from temper_legacy_shim.checkpoints.moments import read_optimizer
-from temper_legacy_shim.checkpoints.pickles import load_inert
 from temper_legacy_shim.errors import ShimError
 
 EVERYDAY, NIGHTLY = 150, 5000
@@ -47,7 +48,7 @@ def _read_all(tensors: dict[str, LazyTensor]) -> None:
 
 def _fsdp(folder: Path) -> None:
     (role,) = find_roles(folder)
-    weights = fsdp.read_weights(role.fsdp_files["model"], where=folder)
+    weights = rank_files.read_weights(role.fsdp_files["model"], where=folder)
     _read_all(weights)
     if "optim" in role.fsdp_files:
         found = read_optimizer(role, weights, parameters=list(weights))
@@ -59,7 +60,7 @@ def _dist(folder: Path) -> None:
 
 
 def _safetensors(folder: Path) -> None:
-    _read_all(huggingface.read_weights(folder))
+    _read_all(model_directory.read_weights(folder))
 
 
 def _write_optimizer(folder: Path) -> None:
@@ -197,7 +198,7 @@ def test_a_tree_that_takes_for_ever_to_write_is_never_written(tmp_path: Path) ->
     path.write_bytes(shape)
     assert isinstance(Archive(path).value(), dict)
     with pytest.raises(ShimError, match="no storage"):
-        fsdp.read_weights({0: path}, where=tmp_path)
+        rank_files.read_weights({0: path}, where=tmp_path)
 
 
 def test_a_number_that_python_refuses_to_write_is_named_by_its_length(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from old_files import write_fsdp
 
 from temper_legacy_shim.checkpoints import Options, Sources, convert, plan_jobs
-from temper_legacy_shim.checkpoints.names import NamesCheck
+from temper_legacy_shim.checkpoints.huggingface.names import NamesCheck
 from temper_legacy_shim.errors import LayoutError
 
 CODE = """

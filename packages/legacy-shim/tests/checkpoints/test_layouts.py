@@ -9,8 +9,9 @@ import torch
 from old_files import write_fsdp
 from typer.testing import CliRunner
 
-from temper_legacy_shim.checkpoints import find_roles, fsdp, open_checkpoint
-from temper_legacy_shim.checkpoints.moments import _by_layer
+from temper_legacy_shim.checkpoints import find_roles, open_checkpoint
+from temper_legacy_shim.checkpoints.fsdp import rank_files
+from temper_legacy_shim.checkpoints.fsdp.moments import _by_layer
 from temper_legacy_shim.checkpoints.staging import Staging
 from temper_legacy_shim.cli import app
 from temper_legacy_shim.errors import DamagedFileError, LayoutError, OutputError, UsageError
@@ -106,7 +107,7 @@ def test_a_buffer_that_differs_between_ranks_is_of_another_save(tmp_path: Path) 
     (tmp_path / "a" / name).write_bytes((tmp_path / "b" / name).read_bytes())
     (role,) = find_roles(tmp_path / "a")
     with pytest.raises(DamagedFileError, match="bias differs between ranks 0 and 1"):
-        fsdp.read_weights(role.fsdp_files["model"], where=role.path)
+        rank_files.read_weights(role.fsdp_files["model"], where=role.path)
 
 
 def test_layers_of_two_towers_are_units_of_their_own() -> None:

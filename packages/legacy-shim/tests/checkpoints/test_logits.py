@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from temper_legacy_shim.checkpoints import Options, Sources, convert, find_roles, plan_jobs, read_model
-from temper_legacy_shim.checkpoints.logits import check_logits
+from temper_legacy_shim.checkpoints.huggingface.logits import check_logits
 from temper_legacy_shim.checkpoints.plan import plan_conversion
 from temper_legacy_shim.errors import VerificationError
 

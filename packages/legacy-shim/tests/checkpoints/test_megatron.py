@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from temper_legacy_shim.checkpoints import open_checkpoint
 from temper_legacy_shim.checkpoints.adapters import merged
+from temper_legacy_shim.checkpoints.files.lazy import LazyTensor
+from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
 from temper_legacy_shim.checkpoints.layouts import find_roles
-from temper_legacy_shim.checkpoints.lazy import LazyTensor
 from temper_legacy_shim.checkpoints.model import Sources, read_model
-from temper_legacy_shim.checkpoints.temper import resumable
-from temper_legacy_shim.checkpoints.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.temper.training_state import resumable
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
 LAYERS, HIDDEN, HEADS, GROUPS, DIM, FFN, VOCAB, EXPERTS = 8, 16, 4, 2, 6, 12, 37, 4

@@ -12,7 +12,7 @@ from test_megatron_flat import FACTORS, HF, same
 from torch import Tensor
 
 from temper_legacy_shim.checkpoints import open_checkpoint
-from temper_legacy_shim.checkpoints.temper import ResumableState, resumable
+from temper_legacy_shim.checkpoints.temper.training_state import ResumableState, resumable
 
 ORDER = ("word_embeddings", "linear_proj", "layer_norm_weight", "linear_qkv.weight", "linear_fc1.weight", "linear_fc2", "final", "output")
 """Of Megatron's modules: in a layer the output projection is made before that of queries, keys and values."""

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_megatron import EXPERTS, HIDDEN, LAYERS, VOCAB, _assert_equal, _model, _stacked, _write_config, _write_dist, _write_ranks
 
 from temper_legacy_shim.checkpoints import open_checkpoint
-from temper_legacy_shim.checkpoints.temper import resumable
+from temper_legacy_shim.checkpoints.temper.training_state import resumable
 from temper_legacy_shim.errors import LayoutError
 
 

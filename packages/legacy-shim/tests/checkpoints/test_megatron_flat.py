@@ -16,10 +16,10 @@ from test_megatron import CONFIG, EXPERTS, _model, _write_ranks
 
 from temper_engine_api.specs import Compute
 from temper_legacy_shim.checkpoints import open_checkpoint
-from temper_legacy_shim.checkpoints.lazy import InMemory, LazyTensor
-from temper_legacy_shim.checkpoints.megatron_flat import _layout
-from temper_legacy_shim.checkpoints.temper import ResumableState, resumable, training_state
-from temper_legacy_shim.checkpoints.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.files.lazy import InMemory, LazyTensor
+from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.megatron.flat_moments import _layout
+from temper_legacy_shim.checkpoints.temper.training_state import ResumableState, resumable, training_state
 from temper_legacy_shim.errors import UsageError
 
 HF = _model()

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from temper_legacy_shim.checkpoints import open_checkpoint
-from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
-from temper_legacy_shim.checkpoints.lazy import Rows
-from temper_legacy_shim.checkpoints.temper import resumable
-from temper_legacy_shim.checkpoints.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
+from temper_legacy_shim.checkpoints.files.lazy import Rows
+from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.temper.training_state import resumable
 from temper_legacy_shim.errors import DamagedFileError
 
 TP = 2

@@ -15,14 +15,14 @@ with torch.serialization.skip_data():
 _READ = """
 import sys
 from pathlib import Path
-from temper_legacy_shim.checkpoints import fsdp
-from temper_legacy_shim.checkpoints.lazy import blocks
+from temper_legacy_shim.checkpoints.fsdp import rank_files
+from temper_legacy_shim.checkpoints.files.lazy import blocks
 
 def peak_mb():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) / 1024
 
 path = Path(sys.argv[1])
-weights = fsdp.read_weights({0: path}, where=path.parent)
+weights = rank_files.read_weights({0: path}, where=path.parent)
 before, total = peak_mb(), 0
 for tensor in weights.values():
     total += sum(block.nbytes for block in blocks(tensor))
@@ -78,8 +78,8 @@ _GROUP = """
 import sys
 from pathlib import Path
 import numpy as np
-from temper_legacy_shim.checkpoints.dcp import write_group
-from temper_legacy_shim.checkpoints.dtypes import FLOAT32
+from temper_legacy_shim.checkpoints.temper.dcp import write_group
+from temper_legacy_shim.checkpoints.files.dtypes import FLOAT32
 
 class Ones:
     shape, dtype = (1 << 12, 1 << 12), FLOAT32  # 64 MB

@@ -13,11 +13,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from temper_legacy_shim.checkpoints import Options, convert, find_roles, fsdp, open_checkpoint, plan_jobs
+from temper_legacy_shim.checkpoints import Options, convert, find_roles, open_checkpoint, plan_jobs
+from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.fsdp import rank_files
+from temper_legacy_shim.checkpoints.fsdp.moments import read_optimizer, read_trained_leaves
 from temper_legacy_shim.checkpoints.model import Sources
-from temper_legacy_shim.checkpoints.moments import read_optimizer, read_trained_leaves
-from temper_legacy_shim.checkpoints.temper import resumable
-from temper_legacy_shim.checkpoints.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.temper.training_state import resumable
 
 CONFIG = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": False}
 
@@ -79,7 +80,7 @@ def _write_original_parameters(folder: Path, *, mesh_shape: tuple[int, ...], fro
 def test_moments_of_original_parameters_are_put_together_from_the_ranks_stretches(tmp_path: Path, mesh_shape: tuple[int, ...]) -> None:
     weights = _write_original_parameters(tmp_path, mesh_shape=mesh_shape, frozen="embed")
     (role,) = find_roles(tmp_path)
-    read = fsdp.read_weights(role.fsdp_files["model"], where=tmp_path)
+    read = rank_files.read_weights(role.fsdp_files["model"], where=tmp_path)
     found = read_optimizer(role, read, parameters=list(read))
     assert found.moments.keys() == weights.keys() - {"embed.weight"}
     for name, kept in found.moments.items():

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from temper_legacy_shim.checkpoints.pickles import Global, Inert, load_inert
+from temper_legacy_shim.checkpoints.files.pickles import Global, Inert, load_inert
 from temper_legacy_shim.errors import DamagedFileError, ShimError, UnsafeFileError
 
 _PLAIN = st.recursive(

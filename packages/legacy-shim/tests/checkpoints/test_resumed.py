@@ -24,12 +24,12 @@ from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.specs import LoraSpec, ModelSpec, OptimizerSpec, PrecisionSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_legacy_shim.checkpoints import dcp
-from temper_legacy_shim.checkpoints.convert import convert, plan_jobs
+from temper_legacy_shim.checkpoints.conversion import convert
 from temper_legacy_shim.checkpoints.model import Sources
-from temper_legacy_shim.checkpoints.plan import Options
+from temper_legacy_shim.checkpoints.plan import Options, plan_jobs
 from temper_legacy_shim.checkpoints.receipt import Receipt
-from temper_legacy_shim.checkpoints.temper import read_training_state
+from temper_legacy_shim.checkpoints.temper import dcp
+from temper_legacy_shim.checkpoints.temper.training_state import read_training_state
 from temper_legacy_shim.errors import DamagedFileError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weights_only")

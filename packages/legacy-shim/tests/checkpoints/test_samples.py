@@ -10,9 +10,9 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from temper_legacy_shim.checkpoints.convert import convert, plan_jobs
+from temper_legacy_shim.checkpoints.conversion import convert
 from temper_legacy_shim.checkpoints.model import Sources
-from temper_legacy_shim.checkpoints.plan import Options
+from temper_legacy_shim.checkpoints.plan import Options, plan_jobs
 from temper_legacy_shim.checkpoints.receipt import check_files, read_receipt
 from temper_legacy_shim.errors import UsageError
 

@@ -12,8 +12,8 @@ from old_files import write_fsdp
 from typer.testing import CliRunner
 
 from temper_legacy_shim.checkpoints import Options, Receipt, Sources, check_receipt, convert, plan_jobs, read_receipt
-from temper_legacy_shim.checkpoints.dist_ckpt import DistCheckpoint
-from temper_legacy_shim.checkpoints.temper import read_training_state
+from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
+from temper_legacy_shim.checkpoints.temper.training_state import read_training_state
 from temper_legacy_shim.cli import app
 from temper_legacy_shim.errors import DamagedFileError, OutputError, UnsafeFileError, UsageError, VerificationError
 

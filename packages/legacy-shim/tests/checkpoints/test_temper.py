@@ -13,16 +13,16 @@ from temper_engine_api.batch import SequenceBatch, from_sequences
 from temper_engine_api.specs import LoraSpec, ModelSpec, OptimizerSpec, PrecisionSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_legacy_shim.checkpoints import step_directory
-from temper_legacy_shim.checkpoints.convert import convert, plan_jobs
-from temper_legacy_shim.checkpoints.fsdp import read_weights
+from temper_legacy_shim.checkpoints.conversion import convert
+from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.fsdp.moments import read_trained_leaves
+from temper_legacy_shim.checkpoints.fsdp.rank_files import read_weights
 from temper_legacy_shim.checkpoints.layouts import find_roles
 from temper_legacy_shim.checkpoints.model import Sources, read_model
-from temper_legacy_shim.checkpoints.moments import read_trained_leaves
-from temper_legacy_shim.checkpoints.plan import Options
+from temper_legacy_shim.checkpoints.plan import Options, plan_jobs
 from temper_legacy_shim.checkpoints.receipt import check_files
-from temper_legacy_shim.checkpoints.temper import read_training_state, resumable, training_state
-from temper_legacy_shim.checkpoints.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.temper import step_directory
+from temper_legacy_shim.checkpoints.temper.training_state import read_training_state, resumable, training_state
 from temper_legacy_shim.errors import LayoutError
 
 WITH_MOMENTS = (

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from temper_legacy_shim.configs import Translation
-from temper_legacy_shim.configs.values import Plain, flatten, hydra_text
-from temper_legacy_shim.configs.written import yaml_of
+from temper_legacy_shim.configs.reading.config_values import Plain, flatten, hydra_text
+from temper_legacy_shim.configs.report import yaml_of
 
 REWARD = "def {name}(data_source=None, solution_str=None, ground_truth=None, extra_info=None, **more):\n    return 0.0\n"
 TOOLS = "tools:\n  - tool_schema:\n      type: function\n      function: {name: search, description: finds, parameters: {type: object}}\n"

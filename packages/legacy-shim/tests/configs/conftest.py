@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from temper_legacy_shim.configs import Translation, translate
-from temper_legacy_shim.configs.values import Plain
+from temper_legacy_shim.configs.reading.config_values import Plain
 
 CONFIG = Path(os.environ["TEMPER_TEST_DATA"]) / "legacy" / "config"
 

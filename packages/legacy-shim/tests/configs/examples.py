@@ -4,7 +4,7 @@ import shlex
 from dataclasses import dataclass
 
 from temper_legacy_shim.configs import Translation, translate
-from temper_legacy_shim.configs.rules import Rule
+from temper_legacy_shim.configs.mapping.rules import Rule
 
 from .conftest import BASE
 

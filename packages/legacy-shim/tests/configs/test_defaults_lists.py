@@ -11,8 +11,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from temper_legacy_shim.configs import Outcome
-from temper_legacy_shim.configs.files import old_files, read_old_file, translate_file
-from temper_legacy_shim.configs.values import Plain
+from temper_legacy_shim.configs.reading.config_files import old_files, read_old_file, translate_file
+from temper_legacy_shim.configs.reading.config_values import Plain
 
 from .conftest import values
 

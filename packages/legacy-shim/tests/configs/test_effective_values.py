@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from temper_legacy_shim.configs import Outcome, Translation, translate
-from temper_legacy_shim.configs.our_defaults import DEFAULTS
-from temper_legacy_shim.configs.values import Plain
+from temper_legacy_shim.configs.mapping.trainer_defaults import DEFAULTS
+from temper_legacy_shim.configs.reading.config_values import Plain
 
 from .conftest import BASE, rules_found, translated, values
 

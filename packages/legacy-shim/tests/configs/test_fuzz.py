@@ -12,10 +12,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from temper_legacy_shim.configs import translate
-from temper_legacy_shim.configs.files import read_old_file
-from temper_legacy_shim.configs.reports import plain_report
-from temper_legacy_shim.configs.trees import all_keys, versions
-from temper_legacy_shim.configs.written import yaml_of
+from temper_legacy_shim.configs.reading.config_files import read_old_file
+from temper_legacy_shim.configs.reading.trees import all_keys, versions
+from temper_legacy_shim.configs.report import plain_report, yaml_of
 from temper_legacy_shim.errors import ShimError
 
 KEYS = st.sampled_from(sorted({*all_keys("ppo_fsdp"), *all_keys("ppo_megatron"), *all_keys("sft_columns"), *all_keys("sft_fsdp")}))

@@ -105,7 +105,7 @@ def test_all_real_invocations(invocations: Rows, tmp_path: Path, monkeypatch: py
 
 
 def test_the_release_is_inferred_near_the_one_that_it_was(invocations: Rows) -> None:
-    from temper_legacy_shim.configs.trees import order
+    from temper_legacy_shim.configs.reading.trees import order
 
     distances = []
     for row in invocations[::23]:

@@ -24,9 +24,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from temper_legacy_shim.configs import translate
-from temper_legacy_shim.configs.our_defaults import DEFAULTS
-from temper_legacy_shim.configs.values import flatten
-from temper_legacy_shim.configs.written import yaml_of
+from temper_legacy_shim.configs.mapping.trainer_defaults import DEFAULTS
+from temper_legacy_shim.configs.reading.config_values import flatten
+from temper_legacy_shim.configs.report import yaml_of
 
 from .meaning_page import meaning_page
 

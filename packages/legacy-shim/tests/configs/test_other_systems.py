@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from temper_legacy_shim.cli import app
-from temper_legacy_shim.configs.files import old_files, read_old_file, translate_file
+from temper_legacy_shim.configs.reading.config_files import old_files, read_old_file, translate_file
 from temper_legacy_shim.errors import UsageError
 
 FILES = {

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from temper_legacy_shim.configs import translate
-from temper_legacy_shim.configs.trees import Family, composed_tree, default_tree, described, own_configs, releases_of, versions
+from temper_legacy_shim.configs.reading.trees import Family, composed_tree, default_tree, described, own_configs, releases_of, versions
 from temper_legacy_shim.errors import UsageError
 
 from .conftest import BASE, translated

@@ -12,11 +12,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from temper_legacy_shim.configs import Outcome, translate
-from temper_legacy_shim.configs.composition import old_config
-from temper_legacy_shim.configs.overrides import read_overrides
-from temper_legacy_shim.configs.trees import default_tree, families_of, known_version, versions
-from temper_legacy_shim.configs.values import Plain
-from temper_legacy_shim.configs.written import yaml_of
+from temper_legacy_shim.configs.reading.composition import old_config
+from temper_legacy_shim.configs.reading.config_values import Plain
+from temper_legacy_shim.configs.reading.overrides import read_overrides
+from temper_legacy_shim.configs.reading.trees import default_tree, families_of, known_version, versions
+from temper_legacy_shim.configs.report import yaml_of
 from temper_legacy_shim.errors import UsageError
 
 from .conftest import BASE, rules_found, translated, values

@@ -6,9 +6,8 @@ from typing import get_args
 
 import pytest
 
-from temper_legacy_shim.configs.rule_sources import sources_of
-from temper_legacy_shim.configs.rules import Rule, alternatives, find_rule, rules
-from temper_legacy_shim.configs.trees import Family, all_keys, config_keys, own_configs, versions
+from temper_legacy_shim.configs.mapping.rules import Rule, alternatives, find_rule, rules, sources_of
+from temper_legacy_shim.configs.reading.trees import Family, all_keys, config_keys, own_configs, versions
 
 from .conftest import CONFIG
 from .examples import example_of

@@ -3,7 +3,7 @@
 import pytest
 
 from temper_legacy_shim.configs import Outcome, Translation
-from temper_legacy_shim.configs.values import Plain
+from temper_legacy_shim.configs.reading.config_values import Plain
 
 from .conftest import rules_found, translated, values
 

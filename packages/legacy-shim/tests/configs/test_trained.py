@@ -17,7 +17,7 @@ from pyarrow import parquet
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from temper_legacy_shim.configs import Outcome, translate
-from temper_legacy_shim.configs.written import yaml_of
+from temper_legacy_shim.configs.report import yaml_of
 from temper_trainer.config.data import TokenizerConfig
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.data.tokenizer import build_tokenizer

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from temper_legacy_shim.configs import Outcome, images, translate
+from temper_legacy_shim.configs import Outcome, translate
+from temper_legacy_shim.configs.mapping import images
 
 from .conftest import BASE, pinned, rules_found, translated, values
 

@@ -7,12 +7,9 @@ from golden_traces import GOLDEN, assert_close, assert_numbers, core_calls, core
 from torch import Tensor
 
 from temper_engine_api.errors import ConfigError
-from temper_legacy_shim.numerics.kl_loss import kl_penalty
-from temper_legacy_shim.numerics.masked import aggregate
-from temper_legacy_shim.numerics.policy_losses import PolicyInputs, policy_loss
-from temper_legacy_shim.numerics.rollout_correction import mismatch
-from temper_legacy_shim.numerics.settings import PolicyLossSettings
-from temper_legacy_shim.numerics.value_losses import value_loss
+from temper_legacy_shim.numerics.loss_settings import PolicyLossSettings
+from temper_legacy_shim.numerics.masked_losses import aggregate, kl_penalty, value_loss
+from temper_legacy_shim.numerics.policy_losses import PolicyInputs, mismatch, policy_loss
 from temper_legacy_shim.workers.settings import policy_loss_settings
 
 pytestmark = needs_golden

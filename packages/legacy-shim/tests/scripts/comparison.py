@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from bash_itself import run_in_bash
 
+from temper_legacy_shim.bash.shell_state import Event
+from temper_legacy_shim.bash.shell_values import Field, Text, literal
+from temper_legacy_shim.bash.syntax_tree import Span
 from temper_legacy_shim.scripts.launches import Launch, find_launches
 from temper_legacy_shim.scripts.migrate import migrate_script
-from temper_legacy_shim.scripts.reading import read_script
 from temper_legacy_shim.scripts.rewrite import COMMAND
-from temper_legacy_shim.scripts.state import Event
-from temper_legacy_shim.scripts.tree import Span
-from temper_legacy_shim.scripts.values import Field, Text, literal
+from temper_legacy_shim.scripts.script_reading import read_script
 
 AMBIENT = {"HOME": "/home/someone", "USER": "someone"}
 

@@ -16,7 +16,7 @@ from configs.checking import command, run
 from corpus import public_scripts
 
 from temper_legacy_shim.configs import Translation
-from temper_legacy_shim.configs.written import yaml_of
+from temper_legacy_shim.configs.report import yaml_of
 from temper_legacy_shim.scripts.migrate import Migration, migrate_script
 
 logger = logging.getLogger(__name__)

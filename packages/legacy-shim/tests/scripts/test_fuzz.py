@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from temper_legacy_shim.errors import ScriptError, ShimError
 from temper_legacy_shim.scripts.migrate import migrate_script
-from temper_legacy_shim.scripts.reading import read_script
+from temper_legacy_shim.scripts.script_reading import read_script
 
 LIMIT_S = 60
 """A reading takes milliseconds; a machine that seven others share may be slow, and a hang has no end."""

@@ -8,8 +8,8 @@ import pytest
 
 from temper_legacy_shim.configs import Outcome
 from temper_legacy_shim.scripts.migrate import migrate_script
-from temper_legacy_shim.scripts.reading import read_script
-from temper_legacy_shim.scripts.reports import persons, remarks
+from temper_legacy_shim.scripts.script_reading import read_script
+from temper_legacy_shim.scripts.script_report import persons, remarks
 
 GRPO = """\
 #!/usr/bin/env bash

@@ -6,7 +6,7 @@ import pytest
 
 from temper_legacy_shim.configs import Outcome
 from temper_legacy_shim.scripts.migrate import Migration, migrate_script
-from temper_legacy_shim.scripts.reports import headline, persons, remarks
+from temper_legacy_shim.scripts.script_report import headline, persons, remarks
 
 RUN = (
     "data.train_files=/data/train.parquet actor_rollout_ref.model.path=/models/q algorithm.adv_estimator=grpo "

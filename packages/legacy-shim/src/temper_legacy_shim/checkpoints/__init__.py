@@ -9,11 +9,11 @@ from pathlib import Path
 from temper_legacy_shim.errors import LayoutError, without_extra
 
 try:
-    from temper_legacy_shim.checkpoints.convert import Job, convert, plan_jobs
+    from temper_legacy_shim.checkpoints.conversion import convert
+    from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, blocks, read_all
     from temper_legacy_shim.checkpoints.layouts import Kind, Role, find_roles
-    from temper_legacy_shim.checkpoints.lazy import LazyTensor, blocks, read_all
     from temper_legacy_shim.checkpoints.model import OldModel, Sources, merged, read_model
-    from temper_legacy_shim.checkpoints.plan import Options
+    from temper_legacy_shim.checkpoints.plan import Job, Options, plan_jobs
     from temper_legacy_shim.checkpoints.receipt import Checked, Receipt, check_files, check_receipt, read_receipt
 except ModuleNotFoundError as error:
     raise without_extra("checkpoints", "checkpoint", error) from None

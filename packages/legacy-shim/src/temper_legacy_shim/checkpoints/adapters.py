@@ -3,14 +3,13 @@
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from temper_legacy_shim.checkpoints.dtypes import LARGEST_FLOAT32, SMALLEST_FLOAT32
+from temper_legacy_shim.checkpoints.files.dtypes import LARGEST_FLOAT32, SMALLEST_FLOAT32
+from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, LowRankSum, Transposed
 from temper_legacy_shim.checkpoints.layouts import Role, read_object
-from temper_legacy_shim.checkpoints.lazy import LazyTensor, LowRankSum, Transposed
-from temper_legacy_shim.checkpoints.module_patterns import matching
 from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
 
 PEFT_PREFIX = "base_model.model."
@@ -299,3 +298,50 @@ def peft_config(adapter: Adapter, *, base_model: str | None, task: str) -> dict[
         | {"target_modules": sorted(adapter.pairs), "lora_alpha": alpha, "inference_mode": True}
         | ({"modules_to_save": modules} if modules else {})
     )
+
+
+_LITERAL = re.compile(r"\^?(?:\w|\\?\.)+\$?")
+"""A name, or the end of one."""
+_CONSUMED = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+"""Escaped characters and classes of characters, in which nothing repeats."""
+_REPEATS = re.compile(r"[*+{]")
+_SLOW = re.compile(r"\)[*+?{]|\(\?(?!:)")
+"""Repeated groups, and groups that look around: with nested ones a match can take for ever."""
+_BACK = re.compile(r"\\[1-9]")
+_MOST_REPEATS, _MOST_EXPRESSIONS, _LONGEST_NAME = 2, 64, 256
+
+
+def matching(patterns: Iterable[str], module: str, *, source: str) -> str | None:
+    """The first pattern that a module's name matches as PEFT matches it: whole, or from one of its dots on.
+
+    Args:
+        patterns: keys of ``alpha_pattern``.
+        module: its name in the model.
+        source: names the patterns in errors.
+
+    Raises:
+        LayoutError: one could take for ever.
+        DamagedFileError: one is no regular expression.
+    """
+    num_expressions = 0
+    for pattern in patterns:
+        is_literal = _LITERAL.fullmatch(pattern) is not None
+        num_expressions += not is_literal
+        if not is_literal:
+            _check_is_quick(pattern, module, num_expressions, source=source)
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return pattern
+        except re.error as error:
+            raise DamagedFileError(f"{source} has {pattern!r:.80}, which is no regular expression ({error}): copy it again.") from error
+    return None
+
+
+def _check_is_quick(pattern: str, module: str, number: int, *, source: str) -> None:
+    bare = _CONSUMED.sub("", pattern)
+    repeats = len(_REPEATS.findall(bare))
+    if _SLOW.search(bare) or _BACK.search(pattern) or repeats > _MOST_REPEATS or number > _MOST_EXPRESSIONS or len(module) > _LONGEST_NAME:
+        raise LayoutError(
+            f"{source} has {pattern!r:.80}, a regular expression that may take for ever (repeated groups, more than {_MOST_REPEATS} "
+            f"repeats, or more than {_MOST_EXPRESSIONS} of them): write the modules' names out there, or use --to peft."
+        )

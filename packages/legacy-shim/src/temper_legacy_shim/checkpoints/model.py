@@ -6,13 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from temper_legacy_shim.checkpoints import adapters, fsdp, huggingface
+from temper_legacy_shim.checkpoints import adapters
 from temper_legacy_shim.checkpoints.adapters import Adapter, is_alpha
-from temper_legacy_shim.checkpoints.dtypes import to_float32
+from temper_legacy_shim.checkpoints.files.dtypes import to_float32
+from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, read_all
+from temper_legacy_shim.checkpoints.files.sharded import is_equal
+from temper_legacy_shim.checkpoints.fsdp import rank_files
+from temper_legacy_shim.checkpoints.huggingface import model_directory
 from temper_legacy_shim.checkpoints.layouts import Kind, Role, check_own, read_object
-from temper_legacy_shim.checkpoints.lazy import LazyTensor, read_all
 from temper_legacy_shim.checkpoints.one_save import check_one_save
-from temper_legacy_shim.checkpoints.sharded import is_equal
 from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
 
 LANGUAGE_HEAD = "lm_head.weight"
@@ -102,7 +104,7 @@ def read_model(role: Role, sources: Sources) -> OldModel:
             raise UsageError(f"--base-model has no effect: this checkpoint holds a whole model of its own{beside}.")
         if not raw:
             _check_biases(role, adapter)
-            raw = huggingface.read_weights(sources.base_model)
+            raw = model_directory.read_weights(sources.base_model)
             notes.append(f"the base model comes from {sources.base_model}")
     splits_tie = adapter is not None and _splits_tie(adapter)
     if raw:
@@ -176,10 +178,10 @@ def _weights_and_adapter(
     role: Role, sources: Sources, *, config: Mapping[str, object] | None, folder: Path | None
 ) -> tuple[dict[str, LazyTensor], Adapter | None]:
     if role.kind == Kind.FSDP:
-        return adapters.split(fsdp.read_weights(role.fsdp_files["model"], where=role.path), where=role.path)
+        return adapters.split(rank_files.read_weights(role.fsdp_files["model"], where=role.path), where=role.path)
     if role.kind == Kind.HUGGINGFACE:
-        weights_in = next((f for f in _weight_folders(role) if huggingface.has_weights(f)), None)
-        base = huggingface.read_weights(weights_in) if weights_in else {}
+        weights_in = next((f for f in _weight_folders(role) if model_directory.has_weights(f)), None)
+        base = model_directory.read_weights(weights_in) if weights_in else {}
         return base, _exported_adapter(role)
     return _megatron(role, sources, config=config, folder=folder)
 
@@ -192,16 +194,16 @@ def _exported_adapter(role: Role) -> Adapter | None:
     """An adapter in PEFT's own format beside the weights."""
     for folder in (role.path, role.path / "lora_adapter", *(f / "adapter" for f in _weight_folders(role))):
         if (folder / "adapter_model.safetensors").is_file():
-            return adapters.exported(huggingface.read_safetensors(folder / "adapter_model.safetensors"), where=folder)
+            return adapters.exported(model_directory.read_safetensors(folder / "adapter_model.safetensors"), where=folder)
         if (folder / "adapter_model.bin").is_file():
-            return adapters.exported(fsdp.read_weights({0: folder / "adapter_model.bin"}, where=folder), where=folder)
+            return adapters.exported(rank_files.read_weights({0: folder / "adapter_model.bin"}, where=folder), where=folder)
     return None
 
 
 def _megatron(
     role: Role, sources: Sources, *, config: Mapping[str, object] | None, folder: Path | None
 ) -> tuple[dict[str, LazyTensor], Adapter | None]:
-    from temper_legacy_shim.checkpoints import megatron_model  # of four rooms, which an FSDP checkpoint needs none of
+    from temper_legacy_shim.checkpoints.megatron import weights as megatron_model
 
     if config is None and role.kind == Kind.MEGATRON_ADAPTER:
         raise no_base(role, adapters.with_alpha(Adapter(pairs={}), role, given=sources.lora_alpha))
@@ -214,8 +216,8 @@ def _megatron(
         role, config, source=f"{folder}/config.json", accepts_partial_adapter=sources.accepts_partial_adapter
     )
     if not weights:
-        exported = next((f for f in _weight_folders(role) if huggingface.has_weights(f)), None)
-        weights = huggingface.read_weights(exported) if exported else {}
+        exported = next((f for f in _weight_folders(role) if model_directory.has_weights(f)), None)
+        weights = model_directory.read_weights(exported) if exported else {}
     if not weights and adapter is None:
         raise LayoutError(f"{role.path} holds no weights: its dist_ckpt has optimizer and random states only, and huggingface/ none.")
     return weights, adapter or _exported_adapter(role)

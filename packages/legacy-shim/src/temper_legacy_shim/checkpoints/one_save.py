@@ -7,9 +7,9 @@ what lies beside them tells. What nothing tells is listed on the page about chec
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from temper_legacy_shim.checkpoints.archive import Archive
+from temper_legacy_shim.checkpoints.files.archive import Archive
+from temper_legacy_shim.checkpoints.fsdp.rank_files import RankCounts, read_counts
 from temper_legacy_shim.checkpoints.layouts import Role
-from temper_legacy_shim.checkpoints.optimizer_files import RankCounts, read_counts
 from temper_legacy_shim.errors import DamagedFileError
 
 _COMPARED_SETTINGS = ("lr", "initial_lr", "weight_decay")

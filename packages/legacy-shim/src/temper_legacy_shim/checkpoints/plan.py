@@ -1,19 +1,19 @@
 """What a conversion will write: tensors by file, texts, and copies; decided from names and shapes before anything is read."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from temper_legacy_shim.checkpoints import adapters
-from temper_legacy_shim.checkpoints.dtypes import BY_NAME, CASTS
-from temper_legacy_shim.checkpoints.joined_experts import as_mixtral_s_files
-from temper_legacy_shim.checkpoints.layouts import Kind, check_own, check_readable
-from temper_legacy_shim.checkpoints.lazy import Cast, LazyTensor, num_bytes
-from temper_legacy_shim.checkpoints.model import OldModel, described, merged, no_base
-from temper_legacy_shim.checkpoints.safetensors_files import index_of, plan_shards
-from temper_legacy_shim.errors import UsageError
+from temper_legacy_shim.checkpoints.files.dtypes import BY_NAME, CASTS
+from temper_legacy_shim.checkpoints.files.lazy import Cast, LazyTensor, num_bytes
+from temper_legacy_shim.checkpoints.files.safetensors_files import index_of, plan_shards
+from temper_legacy_shim.checkpoints.huggingface.joined_experts import as_mixtral_s_files
+from temper_legacy_shim.checkpoints.layouts import Kind, Role, check_own, check_readable, find_roles
+from temper_legacy_shim.checkpoints.model import OldModel, Sources, described, merged, no_base
+from temper_legacy_shim.errors import UsageError, VerificationError
 
 Target = Literal["hf", "peft", "temper"]
 _COPIED = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
@@ -191,3 +191,51 @@ def companions(model: OldModel) -> dict[str, Path]:
 
 def _text(content: Mapping[str, object]) -> str:
     return json.dumps(content, indent=2) + "\n"
+
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is written, bytes done and bytes in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One role and where it goes."""
+
+    role: Role
+    """The source."""
+    out: Path
+    """Its output directory."""
+
+
+def plan_jobs(path: Path, out: Path, *, step: int | None = None, role: str | None = None) -> list[Job]:
+    """The roles below a path and their outputs: the output directory itself for one role, a folder in it for each of several."""
+    roles = find_roles(path, step=step, role=role)
+    if len(roles) == 1:
+        return [Job(role=roles[0], out=out)]
+    return [Job(role=each, out=out / each.name) for each in roles]
+
+
+def recorded(options: Options, sources: Sources) -> dict[str, object]:
+    """Options and what was given beside the checkpoint, as the receipt has them."""
+    return {**asdict(options), **sources.recorded()}
+
+
+def check_nan(names: Sequence[str], options: Options) -> None:
+    """Refuse NaN and infinity, if that was asked for.
+
+    Raises:
+        VerificationError: naming the first tensor that holds one.
+    """
+    if names and options.is_strict:
+        raise VerificationError(
+            f"{names[0]}{_more(names)} hold NaN or infinity: the training diverged, or an alpha is wrong. Without --strict that is a note."
+        )
+
+
+def nan_note(names: Sequence[str]) -> tuple[str, ...]:
+    """A note for the receipt, if there is a NaN or an infinity."""
+    return (f"NaN or infinity in {names[0]}{_more(names)}",) if names else ()
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - 1} more tensors" if len(names) > 1 else ""

@@ -4,13 +4,14 @@ import json
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from temper_legacy_shim.checkpoints import huggingface
-from temper_legacy_shim.checkpoints.dist_ckpt import DESCRIPTION, DistCheckpoint
-from temper_legacy_shim.checkpoints.layouts import RECEIPT
-from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile, has_checksum
+from temper_legacy_shim.checkpoints.files.dist_ckpt import DESCRIPTION, DistCheckpoint
+from temper_legacy_shim.checkpoints.files.safetensors_files import WrittenFile, has_checksum
+from temper_legacy_shim.checkpoints.huggingface import model_directory
+from temper_legacy_shim.checkpoints.layouts import RECEIPT, Kind, Role
 from temper_legacy_shim.errors import LayoutError, ShimError, VerificationError
 
 NAME = RECEIPT
@@ -180,7 +181,7 @@ def check_files(
 
 def _count_tensors(path: Path, record: WrittenFile) -> int:
     try:
-        found = len(huggingface.read_safetensors(path))
+        found = len(model_directory.read_safetensors(path))
     except ShimError as error:
         raise VerificationError(f"{path} can't be read back: {error}") from error
     if found != record.num_tensors:
@@ -193,3 +194,36 @@ def _count_described(path: Path) -> int:
         return len(DistCheckpoint(path.parent).tensors)
     except ShimError as error:
         raise VerificationError(f"{path.parent} can't be read back: {error}") from error
+
+
+def source_record(role: Role) -> SourceRecord:
+    """What the receipt says about where it came from."""
+    return SourceRecord(
+        path=str(role.path.resolve()),
+        role=role.name,
+        layout=str(role.kind),
+        version=role.version,
+        reasons=role.reasons,
+        step=role.step,
+        world_size=role.world_size,
+        num_bytes=sum(path.stat().st_size for path in source_files(role)),
+    )
+
+
+def source_files(role: Role) -> list[Path]:
+    """Every file that the weights may come from."""
+    found = list(role.fsdp_files.get("model", {}).values())
+    found += [file.path for file in (*role.rank_files, *role.adapter_files)]
+    for folder in role.dist_folders:
+        found += sorted(path for path in folder.iterdir() if path.is_file())
+    if role.kind == Kind.HUGGINGFACE:
+        found += sorted(path for path in role.path.rglob("*") if path.suffix in (".safetensors", ".bin"))
+    return found
+
+
+def tool_version() -> str:
+    """Name and version of this package."""
+    try:
+        return f"temper-legacy-shim {version('temper-legacy-shim')}"
+    except PackageNotFoundError:
+        return "temper-legacy-shim, not installed"

@@ -15,7 +15,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 
-from temper_legacy_shim.checkpoints.safetensors_files import WrittenFile, checksum, has_checksum, written_file
+from temper_legacy_shim.checkpoints.files.safetensors_files import WrittenFile, checksum, has_checksum, written_file
 from temper_legacy_shim.errors import OutputError, VerificationError
 
 JOURNAL = ".temper-migrate.json"
@@ -196,3 +196,20 @@ def _sync(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+_SPARE_BYTES = 64 << 20
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Refuse to begin what the disk can't hold.
+
+    Raises:
+        OutputError: says what is needed and what is free.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed + _SPARE_BYTES > free:
+        raise OutputError(
+            f"{(needed + _SPARE_BYTES) / 1e6:,.0f} MB are needed ({_SPARE_BYTES / 1e6:.0f} of them to spare), but {free / 1e6:,.0f} MB are "
+            f"free at {folder}: choose another disk, or make room."
+        )

@@ -3,10 +3,9 @@
 import difflib
 from dataclasses import dataclass
 
-from temper_legacy_shim.configs.rule_sources import sources_of
-from temper_legacy_shim.configs.rules import Rule, alternatives, find_rule, rules
-from temper_legacy_shim.configs.trees import GONE, Family, all_keys, history_of, versions
-from temper_legacy_shim.configs.values import Plain, hydra_text
+from temper_legacy_shim.configs.mapping.rules import Rule, alternatives, find_rule, rules, sources_of
+from temper_legacy_shim.configs.reading.config_values import Plain, hydra_text
+from temper_legacy_shim.configs.reading.trees import GONE, Family, all_keys, history_of, versions
 from temper_legacy_shim.errors import UsageError
 
 _FAMILIES: dict[Family, str] = {

@@ -2,8 +2,7 @@
 
 import sys
 
-from temper_legacy_shim.configs.rule_sources import sources_of
-from temper_legacy_shim.configs.rules import Rule, rules
+from temper_legacy_shim.configs.mapping.rules import Rule, rules, sources_of
 
 _HEAD = """\
 # Every rule of `temper-migrate config`

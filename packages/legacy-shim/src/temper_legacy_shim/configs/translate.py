@@ -2,23 +2,21 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from temper_legacy_shim.configs.accounts import report_tokens
-from temper_legacy_shim.configs.composition import OldConfig, assign, compose, forget_defaults, old_config
-from temper_legacy_shim.configs.draft import Draft, Numerics
-from temper_legacy_shim.configs.evaluation import build_evaluation
-from temper_legacy_shim.configs.generation import build_generation
-from temper_legacy_shim.configs.images import find_images
-from temper_legacy_shim.configs.model_fields import NEUTRAL, find_model_fields, find_template_arguments
-from temper_legacy_shim.configs.other_releases import other_meanings
-from temper_legacy_shim.configs.overrides import Override, read_overrides
-from temper_legacy_shim.configs.ppo import build_ppo
-from temper_legacy_shim.configs.programs import GROUPS, Launch, Program, launch_of
-from temper_legacy_shim.configs.rules import find_rule, is_block
-from temper_legacy_shim.configs.sft import build_columns, build_sft
+from temper_legacy_shim.configs.mapping.builder import Draft, Numerics
+from temper_legacy_shim.configs.mapping.generation import build_evaluation, build_generation
+from temper_legacy_shim.configs.mapping.images import find_images
+from temper_legacy_shim.configs.mapping.model_fields import NEUTRAL, find_model_fields, find_template_arguments
+from temper_legacy_shim.configs.mapping.ppo import build_ppo
+from temper_legacy_shim.configs.mapping.rules import find_rule, is_block
+from temper_legacy_shim.configs.mapping.sft import build_columns, build_sft
+from temper_legacy_shim.configs.reading.composition import OldConfig, assign, compose, forget_defaults, old_config
+from temper_legacy_shim.configs.reading.config_values import Plain, flatten
+from temper_legacy_shim.configs.reading.entry_points import GROUPS, Launch, Program, launch_of
+from temper_legacy_shim.configs.reading.overrides import Override, read_overrides
+from temper_legacy_shim.configs.reading.trees import composed_tree, known_version, versions
+from temper_legacy_shim.configs.reading.versions import infer_version, other_meanings, releases_with
+from temper_legacy_shim.configs.token_report import report_tokens
 from temper_legacy_shim.configs.translation import Cluster, Finding, Setting, Source, TokenReport, Translation
-from temper_legacy_shim.configs.trees import composed_tree, known_version, versions
-from temper_legacy_shim.configs.values import Plain, flatten
-from temper_legacy_shim.configs.versions import infer_version, releases_with
 
 _BUILDERS: dict[Program, Callable[[Draft], None]] = {
     "ppo": build_ppo,

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
-from temper_legacy_shim.configs.trees import described
-from temper_legacy_shim.configs.values import Plain, hydra_text
+from temper_legacy_shim.configs.reading.config_values import Plain, hydra_text
+from temper_legacy_shim.configs.reading.trees import described
 
 Disposition = Literal[
     "kept",

@@ -4,8 +4,7 @@ from temper_legacy_shim.errors import without_extra
 
 try:
     from temper_legacy_shim.data_proto.columns import Columns
-    from temper_legacy_shim.data_proto.padding import pad_dataproto_to_divisor, unpad_dataproto
-    from temper_legacy_shim.data_proto.proto import DataProto, DataProtoItem
+    from temper_legacy_shim.data_proto.proto import DataProto, DataProtoItem, pad_dataproto_to_divisor, unpad_dataproto
 except ModuleNotFoundError as error:
     raise without_extra("data_proto", "workers", error) from None
 

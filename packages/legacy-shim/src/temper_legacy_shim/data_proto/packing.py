@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.errors import BatchError
-from temper_legacy_shim.data_proto.columns import Columns
-from temper_legacy_shim.data_proto.equality import Array
+from temper_legacy_shim.data_proto.columns import Array, Columns
 
 FORMAT = "temper.DataProto/1"
 """Begins every state and file; another one is refused."""

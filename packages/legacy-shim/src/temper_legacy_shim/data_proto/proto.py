@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from temper_engine_api.errors import BatchError
-from temper_legacy_shim.data_proto.columns import Columns, concatenate
-from temper_legacy_shim.data_proto.equality import Array, merged_arrays, merged_settings, merged_tensors
+from temper_legacy_shim.data_proto.columns import Array, Columns, concatenate, merged_arrays, merged_settings, merged_tensors
 from temper_legacy_shim.data_proto.packing import State, pack, read_file, unpack, write_file
 
 T = TypeVar("T")
@@ -330,3 +329,25 @@ def _lists_of(metrics: Sequence[dict[str, object]]) -> dict[str, list[object]]:
                 raise BatchError(f"metric {name!r} is reported by a later batch, but not by the first: report the same ones everywhere.")
             lists[name].append(value)
     return lists
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """The batch with its first rows repeated at the end until its length divides by ``size_divisor``, and how many were added.
+
+    Raises:
+        BatchError: the batch is empty, so there is no row to repeat.
+    """
+    if size_divisor < 1:
+        raise BatchError(f"size_divisor is {size_divisor}, but must be at least 1.")
+    missing = -len(data) % size_divisor
+    if missing == 0:
+        return data, 0
+    if len(data) == 0:
+        raise BatchError("an empty batch can't be padded: there is no row to repeat.")
+    rows = [i % len(data) for i in range(missing)]
+    return DataProto.concat([data, data.select_idxs(rows)]), missing
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Without the last ``pad_size`` rows."""
+    return data if pad_size == 0 else data[:-pad_size]

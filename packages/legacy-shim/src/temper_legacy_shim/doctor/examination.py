@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from temper_legacy_shim.configs import Outcome, Translation
 from temper_legacy_shim.errors import ShimError, UsageError
-from temper_legacy_shim.imports.files import is_copy
+from temper_legacy_shim.imports.source_files import is_copy
 
 if TYPE_CHECKING:
-    from temper_legacy_shim.configs.files import OldFile
+    from temper_legacy_shim.configs.reading.config_files import OldFile
 
 SKIPPED = frozenset({".git", ".hg", ".venv", "venv", "env", "node_modules", "site-packages", "__pycache__", ".tox", ".nox"})
 SCRIPT_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
@@ -77,7 +77,7 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder: give the folder of an old project.")
     if version is not None:
-        from temper_legacy_shim.configs.trees import known_version
+        from temper_legacy_shim.configs.reading.trees import known_version
 
         known_version(version)
     configs: list[Path] = []
@@ -137,7 +137,7 @@ def effort_of(translation: Translation) -> tuple[Effort, tuple[str, ...]]:
 
 def _configs(folder: Path, paths: list[Path], *, version: str | None) -> list[Step]:
     """Old configurations among YAML files; what another one builds on is a part of that one."""
-    from temper_legacy_shim.configs.files import read_if_old, whole_files
+    from temper_legacy_shim.configs.reading.config_files import read_if_old, whole_files
 
     found, damaged = [], []
     for path in paths:
@@ -151,7 +151,7 @@ def _configs(folder: Path, paths: list[Path], *, version: str | None) -> list[St
 
 
 def _config(folder: Path, old: "OldFile", *, version: str | None) -> Step:
-    from temper_legacy_shim.configs.files import translate_file
+    from temper_legacy_shim.configs.reading.config_files import translate_file
 
     shown = old.path.relative_to(folder)
     try:
@@ -193,7 +193,7 @@ def _release_next_to(path: Path, releases: dict[Path, str]) -> str | None:
 
 def _newest_outside(inferred: str, said: str) -> str | None:
     """Return the newest release of a checkpoint's range, if the release inferred from a script's keys is outside of it."""
-    from temper_legacy_shim.configs.trees import known_version, versions
+    from temper_legacy_shim.configs.reading.trees import known_version, versions
 
     match = _RANGE.fullmatch(said)
     if match is None:
@@ -210,9 +210,9 @@ def _newest_outside(inferred: str, said: str) -> str | None:
 
 
 def _script(folder: Path, path: Path, *, version: str | None, releases: dict[Path, str]) -> list[Step]:
+    from temper_legacy_shim.scripts.launch_translation import Options
     from temper_legacy_shim.scripts.migrate import migrate_script
-    from temper_legacy_shim.scripts.reports import headline, persons
-    from temper_legacy_shim.scripts.translation import Options
+    from temper_legacy_shim.scripts.script_report import headline, persons
 
     shown = path.relative_to(folder)
     command = f"temper-migrate script {shown}{_option(version)}"
@@ -266,7 +266,7 @@ def _checkpoint(folder: Path, directory: Path, names: list[str], files: list[str
 
 
 def _imports(folder: Path) -> list[Step]:
-    from temper_legacy_shim.imports.files import change_files
+    from temper_legacy_shim.imports.source_files import change_files
 
     out = []
     for change in change_files([folder], keeps_legacy=False):

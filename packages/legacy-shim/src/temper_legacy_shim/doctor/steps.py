@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from temper_legacy_shim.configs.files import read_old_file, translate_file
-from temper_legacy_shim.configs.written import yaml_of
+from temper_legacy_shim.configs.reading.config_files import read_old_file, translate_file
+from temper_legacy_shim.configs.report import yaml_of
 from temper_legacy_shim.doctor.examination import Effort, Kind, Step
 from temper_legacy_shim.errors import ShimError
 
@@ -54,8 +54,8 @@ def _config(path: Path, target: Path, *, version: str | None) -> str:
 
 
 def _script(path: Path, target: Path, *, version: str | None) -> str:
+    from temper_legacy_shim.scripts.launch_translation import Options
     from temper_legacy_shim.scripts.migrate import migrate_script
-    from temper_legacy_shim.scripts.translation import Options
 
     text = path.read_bytes().decode("utf-8", errors="surrogateescape")
     migration = migrate_script(text, folder=path.parent, options=Options(version=version))
@@ -69,9 +69,9 @@ def _script(path: Path, target: Path, *, version: str | None) -> str:
 
 def _checkpoint(path: Path, target: Path) -> str:
     try:
-        from temper_legacy_shim.checkpoints.convert import convert, plan_jobs
+        from temper_legacy_shim.checkpoints.conversion import convert
         from temper_legacy_shim.checkpoints.model import Sources
-        from temper_legacy_shim.checkpoints.plan import Options
+        from temper_legacy_shim.checkpoints.plan import Options, plan_jobs
     except ImportError as error:
         raise ShimError(
             "converting checkpoints needs blake3, ml_dtypes, numpy, safetensors and torch: pip install 'temper-legacy-shim[checkpoint]'"
@@ -81,7 +81,7 @@ def _checkpoint(path: Path, target: Path) -> str:
 
 
 def _imports(path: Path, target: Path) -> str:
-    from temper_legacy_shim.imports.files import change_files
+    from temper_legacy_shim.imports.source_files import change_files
 
     changes = change_files([path], keeps_legacy=False)
     diff = "".join(change.diff() for change in changes)

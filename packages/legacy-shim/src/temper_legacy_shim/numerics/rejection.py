@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.errors import ConfigError
-from temper_legacy_shim.numerics.masked import masked_mean, masked_sum
+from temper_legacy_shim.numerics.masked_losses import masked_mean, masked_sum
 
 MAX_LOG_RATIO = 20.0
 RULES = (

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from temper_legacy_shim.scripts.tree import (
+from temper_legacy_shim.bash.syntax_tree import (
     ArrayElement,
     Assignment,
     Block,

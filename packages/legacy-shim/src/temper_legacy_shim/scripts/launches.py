@@ -1,13 +1,14 @@
 """Which of a script's commands start an old trainer, with which entry, config and overrides."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from temper_legacy_shim.configs.trees import known_keys
-from temper_legacy_shim.scripts.state import Event
-from temper_legacy_shim.scripts.tree import Span
-from temper_legacy_shim.scripts.values import Field, Text
-from temper_legacy_shim.scripts.wrappers import started
+from temper_legacy_shim.bash.shell_state import Event
+from temper_legacy_shim.bash.shell_values import Field, Text
+from temper_legacy_shim.bash.syntax_tree import Span
+from temper_legacy_shim.bash.wrappers import started
+from temper_legacy_shim.configs.reading.trees import known_keys
 
 _PYTHON = re.compile(r"(?:.*/)?python[0-9.]*")
 _TORCHRUN = re.compile(r"(?:.*/)?(?:torchrun|accelerate|deepspeed)")
@@ -216,3 +217,24 @@ def _name(field: Field) -> str:
 
 def _name_at(command: list[Field], at: int) -> str:
     return command[at].text.shown() if at < len(command) else ""
+
+
+_STARTS = re.compile(r"^[^#\n]*\b(?:python[0-9.]*|torchrun|accelerate|deepspeed|bash|srun)\b", re.MULTILINE)
+_MODULE = re.compile(r"\s-m\s+(?:-\S+\s+)*[\w.]*\b(?:main_\w+|\w*sft_trainer|fully_async_main)\b")
+_KEYS = re.compile(r"(?:^|[\s\"'+])([A-Za-z_]\w*(?:\.\w+)+)=", re.MULTILINE)
+
+
+def is_launch_text(text: str) -> bool:
+    """Return True for the text of a script whose lines start an old trainer."""
+    is_launch = _MODULE.search(text) is not None or sum(key in known_keys() for key in _KEYS.findall(text)) >= 2
+    return is_launch and _STARTS.search(text) is not None
+
+
+def explain_npu_probe(fields: Sequence[Field]) -> str | None:
+    """Return a note if a command only checks for NPUs: ``python3 -c 'import torch_npu'``, ``which npu-smi``."""
+    words = [field.text.shown() for field in fields]
+    is_asking = "-c" in words or words[0] in ("which", "command", "type")
+    names_npu = len(words) <= 4 and re.search(r"\btorch_npu\b|\bnpu-smi\b", words[-1]) is not None
+    if words[0].rpartition("/")[2] == "npu-smi" or (is_asking and names_npu):
+        return f"{fields[0].source} ... torch_npu or npu-smi is taken to fail: GPUs are assumed; NPUs have no counterpart here"
+    return None

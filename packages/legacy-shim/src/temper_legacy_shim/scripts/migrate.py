@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from temper_legacy_shim.bash.parser import parse
 from temper_legacy_shim.configs import Outcome
-from temper_legacy_shim.scripts.environment import held_fixed
+from temper_legacy_shim.scripts.environment_defaults import held_fixed
+from temper_legacy_shim.scripts.launch_translation import Options, TranslatedLaunch, translate_launch, worst
 from temper_legacy_shim.scripts.launches import Launch, find_launches
-from temper_legacy_shim.scripts.left_behind import left_behind, only_named
-from temper_legacy_shim.scripts.parser import parse
-from temper_legacy_shim.scripts.reading import ScriptReading, read_script, reread
 from temper_legacy_shim.scripts.rewrite import COMMAND, NewScript, rewrite
-from temper_legacy_shim.scripts.translation import Options, TranslatedLaunch, translate_launch, worst
-from temper_legacy_shim.scripts.unfollowed import find_unfollowed
+from temper_legacy_shim.scripts.script_reading import ScriptReading, read_script, reread
+from temper_legacy_shim.scripts.unfollowed import find_unfollowed, left_behind, only_named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

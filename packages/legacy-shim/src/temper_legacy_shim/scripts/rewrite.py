@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from temper_legacy_shim.scripts.comments import comments_at
+from temper_legacy_shim.bash.parser import parse
+from temper_legacy_shim.bash.syntax_tree import Span
 from temper_legacy_shim.scripts.dead_arrays import DeadArray, find_dead_arrays
+from temper_legacy_shim.scripts.launch_translation import NewArgument, TranslatedLaunch
 from temper_legacy_shim.scripts.launches import Launch
-from temper_legacy_shim.scripts.parser import parse
-from temper_legacy_shim.scripts.reading import ScriptReading
-from temper_legacy_shim.scripts.translation import NewArgument, TranslatedLaunch
-from temper_legacy_shim.scripts.tree import Span
+from temper_legacy_shim.scripts.script_reading import ScriptReading
 
 COMMAND = "temper-train"
 _DROPPED = ("dropped", "ignored", "superseded", "unmapped")
@@ -230,3 +229,31 @@ def _applied(text: str, edits: list[_Edit]) -> str:
     for edit in sorted(edits, key=lambda edit: (edit.span.start, edit.span.end), reverse=True):
         text = text[: edit.span.start] + edit.text + text[edit.span.end :]
     return text
+
+
+@dataclass(frozen=True, slots=True)
+class Comments:
+    """What a person wrote by one token."""
+
+    above: tuple[str, ...]
+    """Whole lines, without indentation."""
+    beside: str
+    """After it on its line; empty where there is none."""
+
+
+def comments_at(text: str, start: int, length: int) -> Comments:
+    """The comment lines right above the token at `start`, and the comment after it on its line."""
+    line_start = text.rfind("\n", 0, start) + 1
+    above: list[str] = []
+    if not text[line_start:start].strip():
+        end = line_start - 1
+        while end > 0:
+            begin = text.rfind("\n", 0, end) + 1
+            line = text[begin:end].strip()
+            if not line.startswith("#") or line.startswith("#!"):
+                break
+            above.insert(0, line)
+            end = begin - 1
+    line_end = text.find("\n", start)
+    rest = text[start + length : len(text) if line_end < 0 else line_end].strip()
+    return Comments(tuple(above), rest if rest.startswith("#") else "")

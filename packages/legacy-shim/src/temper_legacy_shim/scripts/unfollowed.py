@@ -2,14 +2,18 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 
-from temper_legacy_shim.configs.trees import known_keys
+from temper_legacy_shim.bash.shell_state import Event
+from temper_legacy_shim.bash.shell_values import Field
+from temper_legacy_shim.bash.syntax_tree import Program, Simple, Word
+from temper_legacy_shim.bash.wrappers import started
+from temper_legacy_shim.configs.reading.trees import known_keys
 from temper_legacy_shim.errors import ScriptError
-from temper_legacy_shim.scripts.reading import ScriptReading, read_script
-from temper_legacy_shim.scripts.state import Event
-from temper_legacy_shim.scripts.values import Field
-from temper_legacy_shim.scripts.wrappers import started
+from temper_legacy_shim.scripts.launches import OLD_MODULE
+from temper_legacy_shim.scripts.script_reading import ScriptReading, read_script
 
 _SCRIPT = re.compile(r"[^\s=]*\.(?:sh|bash|slurm|sbatch)")
 _SHELL = re.compile(r"(?:.*/)?(?:bash|sh|zsh|dash|sbatch|source|\.)")
@@ -110,3 +114,49 @@ def _shown(event: Event) -> str:
     """Return the beginning of a command."""
     words = [field.source for field in event.fields[:3]]
     return " ".join(words) + (" ..." if len(event.fields) > len(words) else "")
+
+
+_NAMED = re.compile(
+    r"(?!\s*(?:echo|printf|:)\s)[^#]*?(?<![\w/.])("
+    r"(?:\w+\.)+(?:main_ppo\w*|main_dapo|fsdp_sft_trainer|fully_async_main|main_generation\w*)|(?:verl|recipe)(?:\.\w+)*\.(?:main\w*|\w*trainer\w*|\w*main)"
+    r")\b(?!\.py)"
+)
+"""A line that names an entry of the old releases, or of a package that wraps them."""
+_OLD_FILE = re.compile(r"(?:.*/)?(?:verl|recipe)/(?:\w+/)*(?:main\w*|\w*trainer\w*|\w*main)\.py")
+
+
+def left_behind(program: Program) -> Iterator[tuple[int, str]]:
+    """Where commands stand that name an old trainer's module or file as an argument of their own, and what they name; in order.
+
+    Args:
+        program: of the new script. Text inside quotes (``bash -c``, ``echo``) is not looked at, commands in ``$(...)`` are.
+    """
+    for command in sorted(_simple_commands(program), key=lambda each: each.span.start):
+        names = [word.literal() or "" for word in command.words if isinstance(word, Word)]
+        for before, name in pairwise(names):
+            if (before in ("-m", "--module") and OLD_MODULE.fullmatch(name)) or (names[0] != "echo" and _OLD_FILE.fullmatch(name)):
+                yield command.span.start, name
+                break
+
+
+def only_named(text: str) -> list[str]:
+    """Sentences about old trainers that a script without launches names in a line of a command, such as in a file that it writes."""
+    found = [(number, match[1]) for number, line in enumerate(text.splitlines(), 1) if (match := _NAMED.match(line))]
+    return [
+        f"line {number}: {name} is named there, but nothing in this script was seen to start it: translate what does, such as the file "
+        "that this script writes"
+        for number, name in found
+    ]
+
+
+def _simple_commands(program: Program) -> Iterator[Simple]:
+    """Every one below the program, however deep: on a stack of its own, since nesting may exceed Python's."""
+    left: list[object] = [program]
+    while left:
+        node = left.pop()
+        if isinstance(node, Simple):
+            yield node
+        if isinstance(node, tuple):
+            left += node
+        elif is_dataclass(node):
+            left += [getattr(node, field.name) for field in fields(node)]

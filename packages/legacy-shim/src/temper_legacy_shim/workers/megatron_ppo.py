@@ -18,11 +18,8 @@ from temper_engine_api.errors import BatchError, CapabilityError, ConfigError
 from temper_engine_api.hooks import Context, Predictions
 from temper_engine_api.objective import HeadOutput
 from temper_legacy_shim.data_proto import DataProto
-from temper_legacy_shim.numerics.kl_loss import kl_penalty
-from temper_legacy_shim.numerics.masked import aggregate
-from temper_legacy_shim.numerics.policy_losses import PolicyInputs, policy_loss
-from temper_legacy_shim.numerics.rollout_correction import mismatch
-from temper_legacy_shim.numerics.value_losses import value_loss
+from temper_legacy_shim.numerics.masked_losses import aggregate, kl_penalty, value_loss
+from temper_legacy_shim.numerics.policy_losses import PolicyInputs, mismatch, policy_loss
 from temper_legacy_shim.workers.engines import Adopted, adopt
 from temper_legacy_shim.workers.forward import compute_outputs, empty_batch, forward_split
 from temper_legacy_shim.workers.megatron_configs import adopted_config
@@ -145,7 +142,9 @@ class MegatronActor(_OnMegatron, PPOActor):
     def _update_with_objective(self, dataloader: Iterable[DataProto]) -> dict[str, object]:
         metrics: dict[str, object] = {}
         for mini_batch in dataloader:
-            found = update_actor_with_objective(self, [mini_batch], temperature=temperature_of(mini_batch))
+            found = update_actor_with_objective(
+                self, [mini_batch], settings=self.settings, loss_settings=self.loss_settings, temperature=temperature_of(mini_batch)
+            )
             for name, entries in found.items():
                 assert isinstance(entries, list)
                 metrics.setdefault(name, []).extend(entries)  # type: ignore[attr-defined]
@@ -158,7 +157,7 @@ class MegatronActor(_OnMegatron, PPOActor):
                 rows = read_rows(part, temperature=temperature_of(mini_batch))
                 micro = MicroBatch(data=part, rows=rows, scale=scale, is_only_update=False, is_empty=is_empty)
                 self._train(micro, metrics=metrics, totals={})
-        append_metrics(metrics, {"actor/grad_norm": float(self._optimizer_step())})
+        append_metrics(metrics, {"actor/grad_norm": float(self.step_optimizer())})
 
     @property
     def _needs_entropy(self) -> bool:
@@ -212,7 +211,7 @@ class MegatronCritic(_OnMegatron, PPOCritic):
         with self._adopted.trained():
             chosen = (mini_batch.select(batch_keys=list(_CRITIC_COLUMNS), non_tensor_batch_keys=[]) for mini_batch in dataloader)
             if self.numerics == "temper":
-                return update_critic_with_objective(self, chosen)
+                return update_critic_with_objective(self, chosen, settings=self.settings)
             metrics: dict[str, object] = {}
             for mini_batch in chosen:
                 lr = self.engine.current_lr
@@ -220,7 +219,7 @@ class MegatronCritic(_OnMegatron, PPOCritic):
                 with self.engine.train_mode():
                     for part, scale, is_empty in self._micro_batches(mini_batch):
                         self._train_part(part, metrics=metrics, scale=scale, is_empty=is_empty)
-                append_metrics(metrics, {"critic/grad_norm": float(self._optimizer_step()), "critic/lr": lr})
+                append_metrics(metrics, {"critic/grad_norm": float(self.step_optimizer()), "critic/lr": lr})
             self.engine.optimizer_zero_grad()
         return from_replica(self.engine, metrics)
 

@@ -4,7 +4,6 @@ The mini-batches are those of the old classes; how each is split over ranks and 
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from temper_engine_api.batch import Denominators, SequenceBatch
 from temper_engine_api.engine import BaseEngine
@@ -14,15 +13,14 @@ from temper_engine_api.objective import Aggregation, AggregationMode, Objective
 from temper_engine_api.plan import MiniBatchPlan, RankPlan, build_packed_batch
 from temper_engine_api.reduction import count_denominators
 from temper_legacy_shim.data_proto import DataProto
+from temper_legacy_shim.numerics.loss_settings import PolicyLossSettings
+from temper_legacy_shim.workers.on_engine import OnEngine
 from temper_legacy_shim.workers.replica import of_replicas
 from temper_legacy_shim.workers.rows import read_rows
-from temper_legacy_shim.workers.updates import SplitSettings, append_metrics, scheduled
+from temper_legacy_shim.workers.settings import ActorSettings, CriticSettings
+from temper_legacy_shim.workers.updates import append_metrics, scheduled
 from temper_trainer.algorithms.policy_losses import PpoObjective
 from temper_trainer.algorithms.value_loss import ValueObjective
-
-if TYPE_CHECKING:
-    from temper_legacy_shim.workers.ppo_actor import PPOActor
-    from temper_legacy_shim.workers.ppo_critic import PPOCritic
 
 _MODES = {
     "token-mean": AggregationMode.TOKEN_MEAN,
@@ -33,10 +31,17 @@ _MODES = {
 _ESTIMATORS = {"mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
-def update_actor_with_objective(actor: "PPOActor", mini_batches: Iterable[DataProto], *, temperature: float) -> dict[str, object]:
+def update_actor_with_objective(
+    actor: OnEngine,
+    mini_batches: Iterable[DataProto],
+    *,
+    settings: ActorSettings,
+    loss_settings: PolicyLossSettings,
+    temperature: float,
+) -> dict[str, object]:
     """One update of each mini-batch by the clipped policy objective."""
     columns = {"advantages": "advantages", "old_log_probs": "old_logprobs"}
-    if actor.settings.use_kl_loss:
+    if settings.use_kl_loss:
         columns["ref_log_prob"] = "ref_logprobs"
     metrics: dict[str, object] = {}
     for mini_batch in mini_batches:
@@ -45,31 +50,26 @@ def update_actor_with_objective(actor: "PPOActor", mini_batches: Iterable[DataPr
             raise ConfigError(
                 "rollout_is_weights is in the batch, which numerics temper can't apply: leave it out, or use numerics legacy."
             )
-        objective = _policy_objective(actor, width=mini_batch.batch.column("responses").shape[1])
-        found = _update(
-            actor.engine, mini_batch, objective=objective, split=actor.split, columns=columns, temperature=temperature, step=actor
-        )
-        append_metrics(metrics, _actor_names(found, has_kl=actor.settings.use_kl_loss))
+        objective = _policy_objective(settings, loss_settings, width=mini_batch.batch.column("responses").shape[1])
+        found = _update(actor, mini_batch, objective=objective, columns=columns, temperature=temperature)
+        append_metrics(metrics, _actor_names(found, has_kl=settings.use_kl_loss))
     actor.engine.optimizer_zero_grad()
     return metrics
 
 
-def update_critic_with_objective(critic: "PPOCritic", mini_batches: Iterable[DataProto]) -> dict[str, object]:
+def update_critic_with_objective(critic: OnEngine, mini_batches: Iterable[DataProto], *, settings: CriticSettings) -> dict[str, object]:
     """One update of each mini-batch by the value objective."""
-    settings = critic.settings
     metrics: dict[str, object] = {}
     for mini_batch in mini_batches:
         assert mini_batch.batch is not None
         width = mini_batch.batch.column("responses").shape[1]
         objective = ValueObjective(clip=settings.cliprange_value, aggregation=_aggregation(settings.loss_agg_mode, width=width))
         found = _update(
-            critic.engine,
+            critic,
             mini_batch,
             objective=objective,
-            split=critic.split,
             columns={"returns": "returns", "values": "values"},
             temperature=1.0,
-            step=critic,
         )
         names = {"critic/vf_loss": "loss", "critic/vf_clipfrac": "value/clip_fraction", "critic/grad_norm": "grad_norm"}
         append_metrics(metrics, {old: found[new] for old, new in names.items()})
@@ -77,8 +77,7 @@ def update_critic_with_objective(critic: "PPOCritic", mini_batches: Iterable[Dat
     return metrics
 
 
-def _policy_objective(actor: "PPOActor", *, width: int) -> PpoObjective:
-    settings, loss = actor.settings, actor.loss_settings
+def _policy_objective(settings: ActorSettings, loss: PolicyLossSettings, *, width: int) -> PpoObjective:
     if loss.loss_mode != "vanilla":
         raise ConfigError(f"policy_loss.loss_mode is {loss.loss_mode!r}, which numerics temper lacks: use vanilla, or numerics legacy.")
     if settings.use_kl_loss and settings.kl_loss_type not in _ESTIMATORS:
@@ -104,19 +103,18 @@ def _aggregation(mode: str, *, width: int) -> Aggregation:
 
 
 def _update(
-    engine: BaseEngine,
+    model: OnEngine,
     mini_batch: DataProto,
     *,
     objective: Objective,
-    split: SplitSettings,
     columns: Mapping[str, str],
     temperature: float,
-    step: "PPOActor | PPOCritic",
 ) -> dict[str, float]:
     """One optimiser update; metrics merged over ranks, the same on each."""
+    engine = model.engine
     sequences = read_rows(mini_batch, temperature=temperature, columns=tuple(columns)).sequences
     sequences = sequences.with_columns({new: sequences.columns[old] for old, new in columns.items()})
-    micro_batches = scheduled(split.micro_batches(mini_batch), engine=engine)
+    micro_batches = scheduled(model.split.micro_batches(mini_batch), engine=engine)
     packed = build_packed_batch(
         sequences,
         plan=MiniBatchPlan(ranks=(RankPlan(micro_batches=tuple(map(tuple, micro_batches))),)),
@@ -127,7 +125,7 @@ def _update(
     engine.optimizer_zero_grad()
     with engine.train_mode():
         result = engine.forward_backward_batch(packed, forward_only=False)
-    norm = step._optimizer_step()
+    norm = model.step_optimizer()
     gathered: list[Mapping[str, Metric]] = list(of_replicas(engine, result.metrics))
     return {"grad_norm": norm, **{name: metric.result for name, metric in merge_metrics(gathered).items()}}
 

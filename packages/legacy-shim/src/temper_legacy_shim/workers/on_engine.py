@@ -59,7 +59,7 @@ class OnEngine(ABC):
         values: SplitSettings = known(SplitSettings, {"ppo_mini_batch_size": 0, **self._values})
         return values
 
-    def _optimizer_step(self) -> float:
+    def step_optimizer(self) -> float:
         """One optimiser step; returns the gradient norm before clipping. A non-finite one changes nothing."""
         return self.engine.optimizer_step()
 

@@ -14,46 +14,15 @@ from temper_engine_api.hooks import Context, Predictions
 from temper_engine_api.objective import HeadOutput
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import deprecated_class
-from temper_legacy_shim.numerics.kl_loss import kl_penalty
-from temper_legacy_shim.numerics.masked import aggregate
-from temper_legacy_shim.numerics.policy_losses import PolicyInputs, policy_loss
-from temper_legacy_shim.numerics.rollout_correction import mismatch
-from temper_legacy_shim.numerics.settings import PolicyLossSettings
+from temper_legacy_shim.numerics.loss_settings import PolicyLossSettings
+from temper_legacy_shim.numerics.masked_losses import aggregate, kl_penalty
+from temper_legacy_shim.numerics.policy_losses import PolicyInputs, mismatch, policy_loss
 from temper_legacy_shim.workers.forward import compute_outputs, empty_batch, forward_split, refuse_own_forward, single_forward
 from temper_legacy_shim.workers.objective_updates import update_actor_with_objective
 from temper_legacy_shim.workers.on_engine import Numerics, OnEngine, column_of, needed_column
 from temper_legacy_shim.workers.rows import Rows, read_rows
-from temper_legacy_shim.workers.settings import known, policy_loss_settings
+from temper_legacy_shim.workers.settings import ActorSettings, known, policy_loss_settings
 from temper_legacy_shim.workers.updates import append_metrics, matched, passes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActorSettings:
-    """What an update reads beside sizes and the policy loss."""
-
-    loss_agg_mode: str = "token-mean"
-    """See ``numerics.masked.aggregate``."""
-    entropy_coeff: float = 0.0
-    """Weight of the entropy."""
-    calculate_entropy: bool = False
-    """Report the entropy also where it has no weight."""
-    use_kl_loss: bool = False
-    """Add the KL to ref_log_prob."""
-    kl_loss_coef: float = 0.001
-    """Its weight."""
-    kl_loss_type: str = "low_var_kl"
-    """Its estimator."""
-    use_rollout_log_probs: bool = False
-    """Keep the given old_log_probs also where the only update of a call could do without."""
-    calculate_sum_pi_squared: bool = False
-    """Return the sum of squared probabilities with the log-probs."""
-    grad_clip: float | None = None
-    """Largest gradient norm; kept by the engine."""
-
-    @property
-    def wants_entropy(self) -> bool:
-        """Whether an update asks the head for it."""
-        return self.calculate_entropy or self.entropy_coeff != 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +114,9 @@ class PPOActor(OnEngine):
         with self._adopted.trained():
             if self.numerics == "temper":
                 parts = (part for part, _ in passes(data, split=self.split, engine=self.engine))
-                return update_actor_with_objective(self, parts, temperature=temperature_of(data))
+                return update_actor_with_objective(
+                    self, parts, settings=self.settings, loss_settings=self.loss_settings, temperature=temperature_of(data)
+                )
             return self._update_as_before(data)
 
     def _update_as_before(self, data: DataProto) -> dict[str, object]:
@@ -165,7 +136,7 @@ class PPOActor(OnEngine):
                         is_empty=not chosen,
                     )
                     self._train(micro, metrics=metrics, totals=totals)
-            append_metrics(metrics, {"actor/grad_norm": float(self._optimizer_step())})
+            append_metrics(metrics, {"actor/grad_norm": float(self.step_optimizer())})
         self.engine.optimizer_zero_grad()
         return {**totals, **metrics}
 

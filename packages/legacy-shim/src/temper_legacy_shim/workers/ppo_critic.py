@@ -1,7 +1,6 @@
 """``DataParallelPPOCritic``: values and value updates of an old batch, on an engine."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,25 +12,13 @@ from temper_engine_api.hooks import Context, Predictions
 from temper_engine_api.objective import HeadOutput
 from temper_legacy_shim.data_proto import DataProto
 from temper_legacy_shim.deprecation import deprecated_class
-from temper_legacy_shim.numerics.value_losses import value_loss
+from temper_legacy_shim.numerics.masked_losses import value_loss
 from temper_legacy_shim.workers.forward import compute_outputs, empty_batch, forward_split, refuse_own_forward, single_forward
 from temper_legacy_shim.workers.objective_updates import update_critic_with_objective
 from temper_legacy_shim.workers.on_engine import Numerics, OnEngine, needed_column
 from temper_legacy_shim.workers.rows import read_rows
-from temper_legacy_shim.workers.settings import known
+from temper_legacy_shim.workers.settings import CriticSettings, known
 from temper_legacy_shim.workers.updates import append_metrics, matched, passes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticSettings:
-    """What a value update reads beside its sizes."""
-
-    cliprange_value: float = 0.5
-    """Range around the old value."""
-    loss_agg_mode: str = "token-mean"
-    """See ``numerics.masked.aggregate``."""
-    grad_clip: float | None = None
-    """Largest gradient norm; kept by the engine."""
 
 
 class PPOCritic(OnEngine):
@@ -85,7 +72,8 @@ class PPOCritic(OnEngine):
         """
         with self._adopted.trained():
             if self.numerics == "temper":
-                return update_critic_with_objective(self, (part for part, _ in passes(data, split=self.split, engine=self.engine)))
+                parts = (part for part, _ in passes(data, split=self.split, engine=self.engine))
+                return update_critic_with_objective(self, parts, settings=self.settings)
             return self._update_as_before(data)
 
     def _update_as_before(self, data: DataProto) -> dict[str, object]:
@@ -99,7 +87,7 @@ class PPOCritic(OnEngine):
                     part = mini_batch.select_idxs(chosen) if chosen else mini_batch[:1]
                     loss = self._train(part, metrics=metrics, scale=split.scale(len(chosen)), is_empty=not chosen)
                     total += loss * split.scale(len(chosen))
-            append_metrics(metrics, {"critic/grad_norm": float(self._optimizer_step())})
+            append_metrics(metrics, {"critic/grad_norm": float(self.step_optimizer())})
         self.engine.optimizer_zero_grad()
         return {"critic/vf_loss": total, **metrics}
 

@@ -5,9 +5,50 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
 from temper_engine_api.errors import ConfigError
-from temper_legacy_shim.numerics.settings import PolicyLossSettings, RolloutCorrectionSettings
+from temper_legacy_shim.numerics.loss_settings import PolicyLossSettings, RolloutCorrectionSettings
 
 SettingsT = TypeVar("SettingsT")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ActorSettings:
+    """What an update reads beside sizes and the policy loss."""
+
+    loss_agg_mode: str = "token-mean"
+    """See ``numerics.masked.aggregate``."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy."""
+    calculate_entropy: bool = False
+    """Report the entropy also where it has no weight."""
+    use_kl_loss: bool = False
+    """Add the KL to ref_log_prob."""
+    kl_loss_coef: float = 0.001
+    """Its weight."""
+    kl_loss_type: str = "low_var_kl"
+    """Its estimator."""
+    use_rollout_log_probs: bool = False
+    """Keep the given old_log_probs also where the only update of a call could do without."""
+    calculate_sum_pi_squared: bool = False
+    """Return the sum of squared probabilities with the log-probs."""
+    grad_clip: float | None = None
+    """Largest gradient norm; kept by the engine."""
+
+    @property
+    def wants_entropy(self) -> bool:
+        """Whether an update asks the head for it."""
+        return self.calculate_entropy or self.entropy_coeff != 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSettings:
+    """What a value update reads beside its sizes."""
+
+    cliprange_value: float = 0.5
+    """Range around the old value."""
+    loss_agg_mode: str = "token-mean"
+    """See ``numerics.masked.aggregate``."""
+    grad_clip: float | None = None
+    """Largest gradient norm; kept by the engine."""
 
 
 def plain(config: object) -> dict[str, object]:

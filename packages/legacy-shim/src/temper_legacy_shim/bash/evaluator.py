@@ -1,0 +1,318 @@
+"""Walks the tree of a script: known values are computed, unknown ones stay symbolic, commands that would run are recorded."""
+
+import contextlib
+
+from temper_legacy_shim.bash import commands, conditions, expansion
+from temper_legacy_shim.bash.patterns import TooMuch, compiled, matches
+from temper_legacy_shim.bash.shell_state import Exit, Jump, Reading, Return, Shell, Stopped
+from temper_legacy_shim.bash.shell_values import Text, Truth
+from temper_legacy_shim.bash.syntax_tree import (
+    Block,
+    Calculation,
+    Case,
+    Command,
+    CountingFor,
+    For,
+    Function,
+    If,
+    Item,
+    Loop,
+    Pipeline,
+    Program,
+    Redirected,
+    Simple,
+    Span,
+    Test,
+)
+
+MAX_ROUNDS = 500
+"""Of one loop."""
+
+
+def run_script(program: Program, reading: Reading) -> Shell:
+    """Walk a whole script; what it would run is in the reading."""
+    shell = Shell(reading, _INTERPRETER)
+    run_isolated(shell, program)
+    return shell
+
+
+def run_isolated(shell: Shell, program: Program) -> None:
+    """A program as a shell of its own: exit ends it alone."""
+    try:
+        run(shell, program)
+    except (Exit, Return, Jump, Stopped):
+        return
+
+
+def run(shell: Shell, program: Program) -> None:
+    """The commands of a list, one after the other."""
+    for item in program.items:
+        _run_item(shell.fork() if item.is_background else shell, item)
+
+
+def _run_item(shell: Shell, item: Item) -> None:
+    was = shell.reading.item
+    shell.reading.item = item.span if shell.reading.inner is None else was
+    try:
+        for operator, pipeline in item.pipelines:
+            if operator:
+                truth = shell.status if shell.status is None else shell.status == 0
+                # What a run alone would know is taken as success, except tests, which were decided.
+                is_true = True if truth is None else truth
+                if is_true != (operator == "&&"):
+                    continue
+            _run_pipeline(shell, pipeline, is_tested=len(item.pipelines) > 1)
+    except (Exit, Stopped):
+        if item.is_background:
+            return
+        raise
+    finally:
+        shell.reading.item = was
+
+
+def _run_pipeline(shell: Shell, pipeline: Pipeline, *, is_tested: bool = False) -> None:
+    if len(pipeline.commands) == 1:
+        run_command(shell, pipeline.commands[0], is_tested=is_tested)
+    else:
+        _run_pipes(shell, pipeline)
+    if pipeline.is_negated and shell.status is not None:
+        shell.status = int(shell.status == 0)
+
+
+def _run_pipes(shell: Shell, pipeline: Pipeline) -> None:
+    """Each command in a subshell, with what the one before it printed as its input."""
+    printed: Text | None = shell.stdin
+    for number, command in enumerate(pipeline.commands):
+        child = shell.fork()
+        child.stdin = printed
+        is_last = number == len(pipeline.commands) - 1
+        child.captured = shell.captured if is_last and shell.captured is not None else Text()
+        with contextlib.suppress(Exit, Return, Stopped):
+            run_command(child, command)
+        printed = child.captured
+        if is_last:
+            shell.status = child.status
+            if shell.captured is not None:
+                shell.captured = printed
+
+
+def run_command(shell: Shell, command: Command, *, is_tested: bool = False) -> None:
+    """One command; its status is left in the shell."""
+    shell.reading.step()
+    match command:
+        case Simple():
+            commands.run_simple(shell, command, is_tested=is_tested)
+        case Redirected():
+            _run_redirected(shell, command)
+        case Block(is_subshell=True):
+            _run_subshell(shell, command.body)
+        case Block():
+            run(shell, command.body)
+        case If():
+            _run_if(shell, command)
+        case For():
+            _run_for(shell, command)
+        case CountingFor():
+            _run_counting_for(shell, command)
+        case Loop():
+            _run_loop(shell, command)
+        case Case():
+            _run_case(shell, command)
+        case Function():
+            shell.functions[command.name] = command.body
+            shell.status = 0
+        case Test():
+            shell.status = _test_status(shell, command, is_decided=is_tested)
+        case Calculation():
+            shell.status = _calculation_status(shell, command)
+
+
+def _run_subshell(shell: Shell, body: Program) -> None:
+    child = shell.fork()
+    child.captured = shell.captured
+    run_isolated(child, body)
+    shell.status, shell.captured = child.status, child.captured
+
+
+def _run_redirected(shell: Shell, command: Redirected) -> None:
+    stdin, captured = shell.stdin, shell.captured
+    given = commands.stdin_of(shell, command.redirects)
+    shell.stdin = given if given is not None else stdin
+    is_elsewhere = commands.prints_elsewhere(command.redirects)
+    if is_elsewhere and captured is not None:
+        shell.captured = Text()
+    try:
+        run_command(shell, command.command)
+    finally:
+        shell.stdin = stdin
+        if is_elsewhere:
+            shell.captured = captured
+
+
+# --- conditions ------------------------------------------------------------------------------------------------------
+
+
+def _test_status(shell: Shell, command: Test, *, is_decided: bool) -> int | None:
+    try:
+        truth = conditions.test_words(shell, command)
+    except conditions.Malformed:
+        return 2
+    return truth_status(shell, truth, command.span, is_decided=is_decided)
+
+
+def truth_status(shell: Shell, truth: Truth, span: Span, *, is_decided: bool) -> int | None:
+    """A test's status; decided now where a list goes on by it, and later by what asks for it otherwise."""
+    if truth.value is not None and not truth.is_assumed:
+        return int(not truth.value)
+    if not is_decided:
+        shell.pending = truth
+        return None if truth.value is None else int(not truth.value)
+    taken = shell.reading.decide(span, _written(shell, span), usual=int(bool(truth.value)), is_assumed=truth.value is not None)
+    return int(not taken)
+
+
+def _written(shell: Shell, span: Span) -> str:
+    if shell.reading.inner is not None:
+        span = shell.reading.inner
+    return " ".join(shell.reading.text[span.start : span.end].split())[:160]
+
+
+def _calculation_status(shell: Shell, command: Calculation) -> int | None:
+    known = expansion.arithmetic(shell, command.expression, command.expression.source).known
+    return None if known is None else int(int(known) == 0)
+
+
+def _decided(shell: Shell, condition: Program, *, usual: int | None = None) -> bool:
+    """Whether a condition holds; decided and recorded where the text does not say."""
+    shell.take_pending()
+    run(shell, condition)
+    truth = shell.take_pending()
+    status = shell.status
+    if status is not None and truth is None:
+        return status == 0
+    if truth is not None:
+        is_negated = truth.value is not None and status is not None and (status == 0) != truth.value
+        value = None if truth.value is None else truth.value != is_negated
+        default = int(bool(value)) if usual is None or value is not None else usual
+    else:
+        # A command that a reader does not know is taken to succeed.
+        value, default = None, 1 if usual is None else usual
+    span = condition.span
+    return bool(shell.reading.decide(span, _written(shell, span), usual=default, is_assumed=value is not None))
+
+
+def _run_if(shell: Shell, command: If) -> None:
+    for condition, body in command.branches:
+        if condition is None or _decided(shell, condition):
+            run(shell, body)
+            return
+    shell.status = 0
+
+
+def _run_case(shell: Shell, command: Case) -> None:
+    subject = expansion.expand_text(shell, command.subject)
+    chosen: int | None = None
+    if subject.is_known or subject.is_unset:
+        chosen = _matching_branch(shell, command, subject.if_unset())
+    if chosen is None or subject.is_unset:
+        star = next((number for number, branch in enumerate(command.branches, 1) if branch[0][0].literal() == "*"), 0)
+        usual = star if chosen is None else chosen
+        span = Span(command.span.start, command.subject.span.end)
+        chosen = shell.reading.decide(
+            span, _written(shell, span), usual=usual, num_choices=len(command.branches) + 1, is_assumed=subject.is_unset
+        )
+    shell.status = 0
+    while 0 < chosen <= len(command.branches):
+        _, body, operator = command.branches[chosen - 1]
+        run(shell, body)
+        if operator == ";&":
+            chosen += 1
+        elif operator == ";;&" and (subject.is_known or subject.is_unset):
+            chosen = _matching_branch(shell, command, subject.if_unset(), after=chosen) or 0
+        else:
+            return
+
+
+def _matching_branch(shell: Shell, command: Case, subject: str, *, after: int = 0) -> int | None:
+    """The number of the first branch after this one that fits; 0 for none, None where that is not known."""
+    for number, (patterns, _, _) in enumerate(command.branches[after:], after + 1):
+        for pattern in patterns:
+            pieces, is_known, is_unset = expansion.expand_pattern(shell, pattern)
+            if not (is_known or is_unset):
+                return None
+            try:
+                if matches(compiled(pieces), subject):
+                    return number
+            except TooMuch:
+                return None
+    return 0
+
+
+# --- loops -----------------------------------------------------------------------------------------------------------
+
+
+def _run_for(shell: Shell, command: For) -> None:
+    fields = shell.arguments() if command.words is None else expansion.expand_words(shell, command.words)
+    shell.status = 0
+    for number, field in enumerate(fields):
+        if number >= MAX_ROUNDS:
+            shell.reading.note(f"only the first {MAX_ROUNDS} rounds of the loop over {command.name} were read", command.span.start)
+            return
+        shell.assign(command.name, field.text)
+        if not _run_round(shell, command.body):
+            return
+
+
+def _run_round(shell: Shell, body: Program) -> bool:
+    """One round; False where the loop ends."""
+    try:
+        run(shell, body)
+    except Jump as jump:
+        if jump.levels > 1:
+            raise Jump(is_break=jump.is_break, levels=jump.levels - 1) from None
+        return not jump.is_break
+    return True
+
+
+def _run_counting_for(shell: Shell, command: CountingFor) -> None:
+    expansion.arithmetic(shell, command.start, command.start.source)
+    for _ in range(MAX_ROUNDS):
+        known = expansion.arithmetic(shell, command.condition, command.condition.source).known
+        if known is None or (known == "0" and command.condition.source.strip()):
+            if known is None:
+                what = f"the loop for (({command.condition.source.strip()})) was not read: its end is not known"
+                shell.reading.note(what, command.span.start)
+            return
+        if not _run_round(shell, command.body):
+            return
+        expansion.arithmetic(shell, command.step, command.step.source)
+    shell.reading.note(f"only the first {MAX_ROUNDS} rounds of a loop were read", command.span.start)
+
+
+def _run_loop(shell: Shell, command: Loop) -> None:
+    for _ in range(MAX_ROUNDS):
+        num_decisions = len(shell.reading.decisions)
+        holds = _decided(shell, command.condition, usual=int(command.is_until))
+        if holds == command.is_until or not _run_round(shell, command.body):
+            shell.status = 0
+            return
+        if len(shell.reading.decisions) > num_decisions:
+            shell.reading.note("a loop whose end is not known was read for one round", command.span.start)
+            return
+    shell.reading.note(f"only the first {MAX_ROUNDS} rounds of a loop were read", command.span.start)
+
+
+class _Evaluator:
+    """Implements ``Interpreter`` with the functions of this package."""
+
+    expand_text = staticmethod(expansion.expand_text)
+    expand_pattern = staticmethod(expansion.expand_pattern)
+    expand_fragments = staticmethod(expansion.fragments)
+    calculate = staticmethod(expansion.arithmetic)
+    run = staticmethod(run)
+    run_isolated = staticmethod(run_isolated)
+    run_command = staticmethod(run_command)
+    truth_status = staticmethod(truth_status)
+
+
+_INTERPRETER = _Evaluator()

@@ -1,0 +1,198 @@
+"""What a static reader knows of a value: known text, and unknown parts that keep how the script wrote them.
+
+A ``Text`` is laid end to end from pieces. A piece that came from an expansion remembers its source, such as ``${LR}``, so that a
+token can be written again as the user wrote it, whether its value is known or not.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from temper_legacy_shim.errors import ScriptError
+
+MAX_CHARACTERS = 200_000
+_BARE = re.compile(r"[A-Za-z0-9_@%+=:,./^~-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of a value."""
+
+    value: str
+    """Known text; the source where it is unknown."""
+    source: str | None = None
+    """How the shell writes it; None for characters that stand for themselves."""
+    is_known: bool = True
+    is_unset: bool = False
+    """Unknown because the script never assigns it: an unset variable in a clean environment."""
+    inner: "tuple[Piece, ...]" = ()
+    """What the value of a variable is made of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A value."""
+
+    pieces: tuple[Piece, ...] = ()
+
+    def __add__(self, other: "Text") -> "Text":
+        return limited(self.pieces + other.pieces)
+
+    @property
+    def known(self) -> str | None:
+        """The value; None where a part of it is unknown."""
+        return self.shown() if self.is_known else None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether every part is known."""
+        return all(piece.is_known for piece in self.pieces)
+
+    @property
+    def is_unset(self) -> bool:
+        """Whether all that is unknown are variables that the script never assigns."""
+        return not self.is_known and all(piece.is_known or piece.is_unset for piece in self.pieces)
+
+    def shown(self) -> str:
+        """The value, unknown parts as their sources."""
+        return "".join(piece.value for piece in self.pieces)
+
+    def if_unset(self) -> str:
+        """The value in an environment that has none of the variables that the script does not assign."""
+        return "".join("" if piece.is_unset else piece.value for piece in self.pieces)
+
+    def raw(self) -> str:
+        """One word of shell that gives this value, sources kept."""
+        if all(piece.source is None and _BARE.fullmatch(piece.value) for piece in self.pieces) and self.pieces:
+            return self.shown()
+        return '"' + "".join(piece.source or re.sub(r'([$`"\\])', r"\\\1", piece.value) for piece in self.pieces) + '"'
+
+    def after(self, prefix: str) -> "Text | None":
+        """What follows this known prefix; None where the value does not begin with it."""
+        rest = prefix
+        out: list[Piece] = []
+        for index, piece in enumerate(self.pieces):
+            if not rest:
+                out.extend(self.pieces[index:])
+                break
+            if not piece.is_known:
+                return None
+            if piece.value.startswith(rest):
+                left = piece.value[len(rest) :]
+                out.extend(_cut(piece, left))
+                rest = ""
+            elif rest.startswith(piece.value):
+                rest = rest[len(piece.value) :]
+            else:
+                return None
+        return None if rest else Text(tuple(out))
+
+
+def _cut(piece: Piece, left: str) -> tuple[Piece, ...]:
+    """The end of a piece, made of what is inside it where that is known."""
+    if not left:
+        return ()
+    if piece.inner:
+        inside = Text(piece.inner).after(piece.value[: len(piece.value) - len(left)])
+        if inside is not None:
+            return inside.pieces
+    return (Piece(left),)
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One argument or element of an array."""
+
+    text: Text
+    source: str
+    """How the script wrote it, or how it can be written."""
+    at: int = -1
+    """Where in the script it was written; -1 where it was not written as one word."""
+
+
+@dataclass(slots=True)
+class Variable:
+    """A variable; an array where `elements` is not None."""
+
+    text: Text | None = None
+    elements: "dict[int | str, Field] | None" = None
+    is_associative: bool = False
+    is_exported: bool = False
+    is_integer: bool = False
+    case: str = field(default="")
+    """``lower`` or ``upper`` by ``declare -l``, ``-u``."""
+
+    def scalar(self) -> Text | None:
+        """The value of ``$x``; of an array its element 0."""
+        if self.elements is None:
+            return self.text
+        first = self.elements.get("0" if self.is_associative else 0)
+        return None if first is None else first.text
+
+
+def literal(text: str) -> Text:
+    """Known text without a source."""
+    return limited((Piece(text),)) if text else Text()
+
+
+def unknown(source: str, *, is_unset: bool = False) -> Text:
+    """A value that only a run of the script would know."""
+    return limited((Piece(source, source, is_known=False, is_unset=is_unset),))
+
+
+def sourced(text: Text, source: str) -> Text:
+    """A value that the script wrote as an expansion."""
+    if not text.pieces:
+        return Text((Piece("", source),))
+    if text.is_known:
+        return limited((Piece(text.shown(), source, inner=text.pieces),))
+    return Text((Piece(source, source, is_known=False, is_unset=text.is_unset, inner=text.pieces),))
+
+
+def limited(pieces: tuple[Piece, ...]) -> Text:
+    """A text of these pieces.
+
+    Raises:
+        ScriptError: it is longer than any launch script's.
+    """
+    if len(pieces) > 20_000 or sum(len(piece.value) for piece in pieces) > MAX_CHARACTERS:
+        raise ScriptError(f"a value grows beyond {MAX_CHARACTERS} characters: the script builds more than a launch command.")
+    return Text(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A part of a word after expansion."""
+
+    pieces: tuple[Piece, ...]
+    is_quoted: bool
+    splits: bool = False
+    """Whether its whitespace ends an argument: what came from an expansion outside of quotes."""
+    is_break: bool = False
+    """An end of an argument, between elements of an array."""
+    origin: Field | None = None
+    """The element of an array that it is."""
+    is_expansion: bool = False
+    """Unquoted, and so a pattern's stars come from a value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """An answer."""
+
+    value: bool | None
+    """None where only a run would know."""
+    is_assumed: bool = False
+    """It holds if variables that the script does not assign are unset."""
+
+    def __invert__(self) -> "Truth":
+        return Truth(None if self.value is None else not self.value, self.is_assumed)
+
+    def __and__(self, other: "Truth") -> "Truth":
+        if self.value is False or (other.value is False and self.value is not None):
+            return self if self.value is False else other
+        if None in (self.value, other.value):
+            return Truth(False if other.value is False else None, self.is_assumed or other.is_assumed)
+        return Truth(True, self.is_assumed or other.is_assumed)
+
+    def __or__(self, other: "Truth") -> "Truth":
+        return ~(~self & ~other)

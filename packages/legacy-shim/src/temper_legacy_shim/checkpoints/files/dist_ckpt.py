@@ -1,0 +1,200 @@
+"""torch's distributed checkpoint format, which Megatron's ``dist_ckpt`` is: an inert ``.metadata``, and chunks inside ``.distcp`` files.
+
+Needs neither torch nor Megatron, and reads a chunk when its rows are asked for.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from itertools import product
+from pathlib import Path, PurePosixPath
+
+from temper_legacy_shim.checkpoints.files.archive import Archive, FileBytes
+from temper_legacy_shim.checkpoints.files.dtypes import Block, Dtype
+from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, Piece, Shape, Stored, Unflattened, read_all
+from temper_legacy_shim.checkpoints.files.pickles import Inert, load_inert
+from temper_legacy_shim.checkpoints.files.sharded import covering
+from temper_legacy_shim.checkpoints.files.tensors import TensorReader, attributes_of, properties_dtype, sizes_of
+from temper_legacy_shim.errors import DamagedFileError, LayoutError
+
+DESCRIPTION = ".metadata"
+"""The file that says what lies where."""
+_METADATA = ("Metadata", "MCoreMetadata")
+"""torch's, and Megatron's own of 0.15."""
+
+
+class DistCheckpoint:
+    """One folder: lazy tensors by name, and the names of what is no tensor."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / DESCRIPTION
+        if not path.is_file():
+            raise LayoutError(f"{folder} has no .metadata, which is written last: its save was not finished.")
+        file = FileBytes(path)
+        value = load_inert(file.read(0, file.size), source=str(path))
+        if not isinstance(value, Inert) or value.function.name not in _METADATA:
+            raise DamagedFileError(f"{path} is no metadata of a distributed checkpoint: copy it again.")
+        try:
+            described = attributes_of(value.state)
+            self._entries = _mapping(described["state_dict_metadata"])
+            self._original_shapes = _original_shapes(described.get("mcore_data"))
+            self.places = _places(described["storage_data"], path=path)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+            if isinstance(error, DamagedFileError):
+                raise
+            raise DamagedFileError(f"{path} is malformed ({type(error).__name__}: {error}): copy it again.") from error
+        self._files: dict[str, FileBytes] = {}
+
+    @cached_property
+    def tensors(self) -> dict[str, LazyTensor]:
+        """Every tensor by its name; nothing is read yet.
+
+        Raises:
+            DamagedFileError: a chunk is missing, or lies outside its tensor.
+        """
+        found: dict[str, LazyTensor] = {}
+        for name, node in self._entries.items():
+            if isinstance(name, str) and isinstance(node, Inert) and node.function.name == "TensorStorageMetadata":
+                try:
+                    found[name] = self._tensor(name, attributes_of(node.state))
+                except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+                    if isinstance(error, DamagedFileError):
+                        raise
+                    raise DamagedFileError(f"{self.folder}/.metadata: {name} is malformed ({error}): copy it again.") from error
+        return found
+
+    @property
+    def other_names(self) -> list[str]:
+        """Names of what is stored as bytes, such as random-number states."""
+        return [
+            str(name) for name, node in self._entries.items() if isinstance(node, Inert) and node.function.name != "TensorStorageMetadata"
+        ]
+
+    def _tensor(self, name: str, described: Mapping[object, object]) -> LazyTensor:
+        shape, dtype = sizes_of(described["size"]), properties_dtype(described["properties"])
+        chunks = described["chunks"]
+        if dtype is None or not isinstance(chunks, list):
+            raise DamagedFileError(f"{self.folder}/.metadata: {name} has elements of a type that is not known.")
+        is_flattened = name in self._original_shapes
+        pieces = []
+        for chunk in chunks:
+            box = attributes_of(chunk.state)
+            offsets, sizes = sizes_of(box["offsets"]), sizes_of(box["sizes"])
+            place = self.places.get((name, offsets)) or self.places.get((name, None))
+            if place is None:
+                raise DamagedFileError(f"{self.folder}/.metadata names no file for the part of {name} at {offsets}: copy it again.")
+            if math.prod(sizes) * dtype.num_bytes > place[2] or place[2] < 0 or place[1] < 0:
+                raise DamagedFileError(f"{self.folder}/.metadata gives {name} {place[2]} bytes for a part of shape {sizes}: copy it again.")
+            if 0 not in sizes:
+                kind = _FlatChunk if is_flattened else _Chunk
+                pieces.append(Piece(offsets=offsets, tensor=kind(self.folder, place, name=name, shape=sizes, dtype=dtype)))
+        like = _Chunk(self.folder, ("", 0, 0), name=name, shape=shape, dtype=dtype)
+        if is_flattened:
+            return self._unflattened(name, pieces, saved=shape, like=like)
+        return covering(name, pieces, shape=shape, like=like, where=str(self.folder))
+
+    def _unflattened(self, name: str, pieces: list[Piece], *, saved: Shape, like: LazyTensor) -> LazyTensor:
+        """A tensor that Megatron until 0.15 saved as [number of shards along each dimension, elements of a shard].
+
+        Each shard is flat and cut over the data-parallel ranks, as the distributed optimizer keeps it.
+        """
+        whole, counts, where = self._original_shapes[name], saved[:-1], str(self.folder)
+        is_grid = len(whole) == len(counts) and all(counts) and not any(size % count for size, count in zip(whole, counts, strict=True))
+        if not is_grid or math.prod(counts) > max(len(pieces), 1):
+            raise DamagedFileError(
+                f"{where}/.metadata: {name} is flattened as {saved}, which is no grid of shards of {whole}: copy it again."
+            )
+        shard = tuple(size // count for size, count in zip(whole, counts, strict=True))
+        vectors: dict[Shape, list[Piece]] = {place: [] for place in product(*map(range, counts))}
+        for piece in pieces:
+            vectors.setdefault(piece.offsets[:-1], []).append(Piece(offsets=piece.offsets[-1:], tensor=piece.tensor))
+        boxes = []
+        for place, parts in vectors.items():
+            offsets = tuple(at * size for at, size in zip(place, shard, strict=True))
+            vector = covering(f"{name} at {offsets}", parts, shape=(math.prod(shard),), like=like, where=where)
+            boxes.append(Piece(offsets=offsets, tensor=Unflattened(vector, shard)))
+        return covering(name, boxes, shape=whole, like=like, where=where)
+
+
+class _Chunk:
+    """A tensor saved into a stretch of a larger file; found there at its first read."""
+
+    def __init__(self, folder: Path, place: tuple[str, int, int], *, name: str, shape: Shape, dtype: Dtype) -> None:
+        self._folder, self._place, self._name, self._saved_shape = folder, place, name, shape
+        self.shape, self.dtype = shape, dtype
+
+    @cached_property
+    def _stored(self) -> LazyTensor:
+        relative, offset, length = self._place
+        archive = Archive(self._folder / relative, start=offset, length=length)
+        tensor = TensorReader(archive).plain(archive.value(), key=self._name)
+        if tensor.shape != self._saved_shape or tensor.dtype != self.dtype:
+            raise DamagedFileError(
+                f"{self._folder / relative}: {self._name} has shape {tensor.shape} of {tensor.dtype.name}, but .metadata says "
+                f"{self._saved_shape} of {self.dtype.name}: the files are not of one save."
+            )
+        return tensor
+
+    def read(self, start: int, stop: int) -> Block:
+        """Rows."""
+        return self._stored.read(start, stop)
+
+
+class _FlatChunk(_Chunk):
+    """A stretch of a flat shard, saved with as many dimensions of one element before it as the whole has."""
+
+    def __init__(self, folder: Path, place: tuple[str, int, int], *, name: str, shape: Shape, dtype: Dtype) -> None:
+        super().__init__(folder, place, name=name, shape=shape, dtype=dtype)
+        self.shape = shape[-1:] if math.prod(shape[:-1]) == 1 else shape
+
+    def read(self, start: int, stop: int) -> Block:
+        """Elements."""
+        stored = self._stored
+        if isinstance(stored, Stored):
+            return Stored(file=stored.file, offset=stored.offset, shape=self.shape, dtype=self.dtype).read(start, stop)
+        return read_all(stored).reshape(self.shape)[start:stop]
+
+
+def _original_shapes(node: object) -> dict[object, Shape]:
+    """Shapes of what was flattened, from what Megatron keeps beside torch's own description."""
+    key = "nd_reformulated_orig_global_shape"
+    found = {}
+    for name, described in node.items() if isinstance(node, dict) else ():
+        if isinstance(described, dict) and key in described:
+            found[name] = sizes_of(described[key])
+    return found
+
+
+def _mapping(node: object) -> dict[object, object]:
+    if not isinstance(node, dict):
+        raise ValueError(f"a {type(node).__name__} where a mapping should be")
+    return node
+
+
+def _places(node: object, *, path: Path) -> dict[tuple[str, Shape | None], tuple[str, int, int]]:
+    """(file, first byte, bytes) by name and offset of the chunk."""
+    found: dict[tuple[str, Shape | None], tuple[str, int, int]] = {}
+    for index, info in _mapping(node).items():
+        if not isinstance(index, Inert):
+            raise ValueError("an index that is none")
+        key, where = _index(index), attributes_of(info.state if isinstance(info, Inert) else None)
+        relative, offset, length = where["relative_path"], where["offset"], where["length"]
+        if where.get("transform_descriptors"):
+            raise LayoutError(f"{path}: {key[0]} is stored compressed or encrypted, which can't be read here.")
+        if not isinstance(relative, str) or not isinstance(offset, int) or not isinstance(length, int):
+            raise ValueError("a place that is no file with an offset")
+        pure = PurePosixPath(relative)
+        if pure.is_absolute() or ".." in pure.parts or "\\" in relative or "\0" in relative:
+            raise DamagedFileError(f"{path} refers to {relative!r:.200}, which lies outside its folder: it is no genuine checkpoint.")
+        found[key] = (relative, offset, length)
+    return found
+
+
+def _index(node: Inert) -> tuple[str, Shape | None]:
+    described = attributes_of(node.state)
+    name = described.get("fqn", node.arguments[0] if node.arguments else None)
+    offset = described.get("offset", node.arguments[1] if len(node.arguments) > 1 else None)
+    if not isinstance(name, str):
+        raise ValueError("an index without a name")
+    return name, None if offset is None else sizes_of(offset)

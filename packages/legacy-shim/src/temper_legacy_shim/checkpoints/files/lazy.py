@@ -1,0 +1,440 @@
+"""Tensors that are not read yet: where their rows come from, and what becomes of them on the way.
+
+Every tensor is read in blocks of rows (slices along its first dimension), so that an operation on it never needs more memory than a few
+blocks, whatever its size.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from temper_legacy_shim.checkpoints.files.archive import FileBytes
+from temper_legacy_shim.checkpoints.files.dtypes import (
+    FLOAT32,
+    Block,
+    Dtype,
+    from_float32,
+    to_float32,
+)
+
+BLOCK_BYTES = 1 << 20
+"""What is held of a tensor at once: casts, hashing and comparing find it in the processor's cache. A single row may be larger."""
+
+Shape = tuple[int, ...]
+
+
+class LazyTensor(Protocol):
+    """A tensor whose rows are read when they are asked for."""
+
+    @property
+    def shape(self) -> Shape:
+        """Full shape."""
+
+    @property
+    def dtype(self) -> Dtype:
+        """Of its elements."""
+
+    def read(self, start: int, stop: int) -> Block:
+        """Rows start to stop, contiguous, shaped [stop - start, *shape[1:]]; a tensor without dimensions has one row."""
+
+
+def num_rows(shape: Shape) -> int:
+    """Rows of a tensor of this shape."""
+    return shape[0] if shape else 1
+
+
+def num_bytes(tensor: LazyTensor) -> int:
+    """Size of the whole tensor."""
+    return math.prod(tensor.shape) * tensor.dtype.num_bytes
+
+
+def blocks(tensor: LazyTensor, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+    """The whole tensor, a block of rows at a time."""
+    for start, stop in spans(tensor, block_bytes=block_bytes):
+        yield tensor.read(start, stop)
+
+
+def spans(tensor: LazyTensor, *, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+    """(first row, row behind the last) of each block; none of a tensor without elements."""
+    rows = num_rows(tensor.shape)
+    row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.num_bytes
+    if rows == 0 or row_bytes == 0:
+        return
+    step = max(1, block_bytes // row_bytes)
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def read_all(tensor: LazyTensor) -> Block:
+    """The whole tensor in its shape."""
+    rows = num_rows(tensor.shape)
+    if rows == 0:
+        return np.empty(tensor.shape, tensor.dtype.container)
+    return tensor.read(0, rows).reshape(tensor.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A contiguous tensor in a file."""
+
+    file: FileBytes
+    """Which file."""
+    offset: int
+    """Of its first byte."""
+    shape: Shape
+    """Full shape."""
+    dtype: Dtype
+    """Of its elements."""
+
+    def read(self, start: int, stop: int) -> Block:
+        """Rows, read by position."""
+        block = np.empty((stop - start, *self.shape[1:]), self.dtype.container)
+        self.read_into(start, block)
+        return block
+
+    def read_into(self, start: int, block: Block) -> None:
+        """Rows from start on, into a contiguous block that is there already."""
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.num_bytes
+        if block.nbytes:
+            self.file.read_into(self.offset + start * row_bytes, block.reshape(-1).view(np.uint8).data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strided:
+    """A tensor whose elements do not lie in order, or not one after the other; what it spans is read whole."""
+
+    span: Stored
+    """[N] the stretch of the file that holds all of its elements."""
+    shape: Shape
+    """Full shape."""
+    stride: Shape
+    """In elements."""
+
+    @property
+    def dtype(self) -> Dtype:
+        """Of its elements."""
+        return self.span.dtype
+
+    def read(self, start: int, stop: int) -> Block:
+        """Rows, gathered."""
+        first = start * (self.stride[0] if self.stride else 0)
+        sizes = (stop - start, *self.shape[1:]) if self.shape else (1,)
+        strides = self.stride or (1,)
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        if 0 in sizes:
+            return np.empty(sizes, self.dtype.container)
+        flat = self.span.read(first, first + extent)
+        view = np.lib.stride_tricks.as_strided(flat, sizes, [stride * flat.itemsize for stride in strides])
+        return np.ascontiguousarray(view)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A box of a larger tensor."""
+
+    offsets: Shape
+    """Of its first element in the whole."""
+    tensor: LazyTensor
+    """Its content."""
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """A tensor put together from boxes that cover it exactly."""
+
+    pieces: tuple[Piece, ...]
+    """In any order."""
+    shape: Shape
+    """Of the whole."""
+    dtype: Dtype
+    """Of its elements."""
+
+    @cached_property
+    def _in_order(self) -> tuple[Piece, ...]:
+        return tuple(sorted((piece for piece in self.pieces if 0 not in piece.tensor.shape), key=lambda piece: piece.offsets))
+
+    @cached_property
+    def _by_row(self) -> tuple[dict[int, list[Piece]], list[Piece]]:
+        """Pieces of one row by that row, and the others: stacked layers of stacked experts are tens of thousands."""
+        single: dict[int, list[Piece]] = {}
+        others: list[Piece] = []
+        for piece in self._in_order:
+            (single.setdefault(piece.offsets[0], []) if piece.tensor.shape[0] == 1 else others).append(piece)
+        return single, others
+
+    def of_rows(self, start: int, stop: int) -> list[Piece]:
+        """Pieces that hold any of these rows."""
+        single, others = self._by_row
+        long = [p for p in others if p.offsets[0] < stop and p.offsets[0] + p.tensor.shape[0] > start]
+        rows = range(start, stop) if stop - start <= len(single) else sorted(row for row in single if start <= row < stop)
+        return [*(piece for row in rows for piece in single.get(row, ())), *long]
+
+    def read(self, start: int, stop: int) -> Block:
+        """Rows, from the pieces that hold them."""
+        touched = self.of_rows(start, stop) if self.shape else list(self._in_order)
+        if len(touched) == 1 and touched[0].tensor.shape[1:] == self.shape[1:]:
+            at = touched[0].offsets[0] if self.shape else 0
+            return touched[0].tensor.read(start - at, stop - at)
+        block = np.empty((stop - start, *self.shape[1:]), self.dtype.container)
+        for piece in touched:
+            at, rows = piece.offsets[0], piece.tensor.shape[0]
+            low, high = max(start, at), min(stop, at + rows)
+            rows_of_block = block[low - start : high - start]
+            if isinstance(piece.tensor, Stored) and piece.tensor.shape[1:] == self.shape[1:]:
+                piece.tensor.read_into(low - at, rows_of_block)
+                continue
+            inner = tuple(slice(o, o + n) for o, n in zip(piece.offsets[1:], piece.tensor.shape[1:], strict=True))
+            rows_of_block[(slice(None), *inner)] = piece.tensor.read(low - at, high - at)
+        return block
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of another tensor, in an order of their own."""
+
+    source: LazyTensor
+    """[R, ...]."""
+    spans: tuple[tuple[int, int], ...]
+    """(start, stop) of rows of the source, laid end to end."""
+
+    @cached_property
+    def shape(self) -> Shape:
+        """As many rows as the spans have."""
+        return (sum(stop - start for start, stop in self.spans), *self.source.shape[1:])
+
+    @property
+    def dtype(self) -> Dtype:
+        """The source's."""
+        return self.source.dtype
+
+    def read(self, start: int, stop: int) -> Block:
+        """Rows, span by span."""
+        parts, at = [], 0
+        for first, last in self.spans:
+            low, high = max(start, at), min(stop, at + last - first)
+            if low < high:
+                parts.append(self.source.read(first + low - at, first + high - at))
+            at += last - first
+        return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty((0, *self.shape[1:]), self.dtype.container)])
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Some columns of a matrix."""
+
+    source: LazyTensor
+    """[R, C]."""
+    start: int
+    """First column."""
+    stop: int
+    """Behind the last."""
+
+    @property
+    def shape(self) -> Shape:
+        """[R, stop - start]."""
+        return (self.source.shape[0], self.stop - self.start)
+
+    @property
+    def dtype(self) -> Dtype:
+        """The source's."""
+        return self.source.dtype
+
+    def read(self, start: int, stop: int) -> Block:
+        """Rows, cut."""
+        return np.ascontiguousarray(self.source.read(start, stop)[:, self.start : self.stop])
+
+
+@dataclass(frozen=True)
+class Element:
+    """One entry of a tensor along its first dimension, such as one layer of stacked layers."""
+
+    source: LazyTensor
+    """[N, ...]."""
+    index: int
+    """Which."""
+
+    @property
+    def shape(self) -> Shape:
+        """Without the first dimension."""
+        return self.source.shape[1:]
+
+    @property
+    def dtype(self) -> Dtype:
+        """The source's."""
+        return self.source.dtype
+
+    def read(self, start: int, stop: int) -> Block:
+        """Rows of this entry; the entry is read whole, being one row of the source."""
+        inner = self._stored
+        if inner is not None:
+            return inner.read(start, stop)
+        whole = self.source.read(self.index, self.index + 1)
+        return whole.reshape(num_rows(self.shape), *self.shape[1:])[start:stop]
+
+    @cached_property
+    def _stored(self) -> LazyTensor | None:
+        """The same entry of what the source is made of, where that can be read by rows."""
+        source = self.source
+        if isinstance(source, Stored):
+            stride = math.prod(source.shape[1:]) * source.dtype.num_bytes
+            return Stored(file=source.file, offset=source.offset + self.index * stride, shape=self.shape, dtype=source.dtype)
+        if isinstance(source, Unflattened):
+            inner = math.prod(source.shape[1:])
+            return Unflattened(Rows(source.source, ((self.index * inner, (self.index + 1) * inner),)), self.shape)
+        if isinstance(source, Assembled) and source.shape:
+            pieces = tuple(
+                Piece(offsets=piece.offsets[1:], tensor=Element(piece.tensor, self.index - piece.offsets[0]))
+                for piece in source.of_rows(self.index, self.index + 1)
+            )
+            return Assembled(pieces, self.shape, self.dtype)
+        return None
+
+
+@dataclass(frozen=True)
+class Reshaped:
+    """Another shape of the same elements; both shapes have the same first dimension."""
+
+    source: LazyTensor
+    """Any shape."""
+    shape: Shape
+    """The new one."""
+
+    @property
+    def dtype(self) -> Dtype:
+        """The source's."""
+        return self.source.dtype
+
+    def read(self, start: int, stop: int) -> Block:
+        """Rows, reshaped."""
+        return self.source.read(start, stop).reshape(stop - start, *self.shape[1:])
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """The transpose of a matrix, read column block by column block; the source is read whole for each, so it should be small."""
+
+    source: LazyTensor
+    """[R, C]."""
+
+    @property
+    def shape(self) -> Shape:
+        """[C, R]."""
+        return (self.source.shape[1], self.source.shape[0])
+
+    @property
+    def dtype(self) -> Dtype:
+        """The source's."""
+        return self.source.dtype
+
+    def read(self, start: int, stop: int) -> Block:
+        """Columns of the source as rows."""
+        return np.ascontiguousarray(np.concatenate([block[:, start:stop] for block in blocks(self.source)]).T)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Another floating dtype, rounded to nearest even."""
+
+    source: LazyTensor
+    """Floating."""
+    dtype: Dtype
+    """The new one."""
+
+    @property
+    def shape(self) -> Shape:
+        """The source's."""
+        return self.source.shape
+
+    def read(self, start: int, stop: int) -> Block:
+        """Rows, cast through float32."""
+        return from_float32(to_float32(self.source.read(start, stop), self.source.dtype), self.dtype)
+
+
+@dataclass(frozen=True)
+class LowRankSum:
+    """W + scale * B A in float32, rounded once to the dtype of W."""
+
+    base: LazyTensor
+    """[out, in]."""
+    down: LazyTensor
+    """[rank, in] A."""
+    up: LazyTensor
+    """[out, rank] B."""
+    scale: float
+    """alpha / rank, or what the adapter says."""
+
+    @property
+    def shape(self) -> Shape:
+        """The base's."""
+        return self.base.shape
+
+    @property
+    def dtype(self) -> Dtype:
+        """The base's."""
+        return self.base.dtype
+
+    @cached_property
+    def _down(self) -> NDArray[np.float32]:
+        return to_float32(read_all(self.down), self.down.dtype)
+
+    def read(self, start: int, stop: int) -> Block:
+        """Rows of the sum."""
+        up = to_float32(self.up.read(start, stop), self.up.dtype)
+        with np.errstate(all="ignore"):  # what grows too large becomes infinite and is told at the end
+            delta = (up @ self._down) * np.float32(self.scale)
+            return from_float32(to_float32(self.base.read(start, stop), self.base.dtype) + delta, self.dtype)
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A small tensor that was computed."""
+
+    block: Block
+    """In its shape."""
+    dtype: Dtype = FLOAT32
+    """Of its elements."""
+
+    @property
+    def shape(self) -> Shape:
+        """Of the block."""
+        return cast(Shape, self.block.shape)
+
+    def read(self, start: int, stop: int) -> Block:
+        """Rows."""
+        return np.ascontiguousarray(self.block.reshape(num_rows(self.shape), *self.shape[1:])[start:stop])
+
+
+def concatenated(tensors: Sequence[LazyTensor], *, dim: int) -> LazyTensor:
+    """Tensors side by side along a dimension; the others agree."""
+    if len(tensors) == 1:
+        return tensors[0]
+    first, at, pieces = tensors[0].shape, 0, []
+    for tensor in tensors:
+        pieces.append(Piece(offsets=tuple(at if d == dim else 0 for d in range(len(first))), tensor=tensor))
+        at += tensor.shape[dim]
+    return Assembled(tuple(pieces), (*first[:dim], at, *first[dim + 1 :]), tensors[0].dtype)
+
+
+@dataclass(frozen=True)
+class Unflattened:
+    """A vector in another shape."""
+
+    source: LazyTensor
+    """[prod(shape)]."""
+    shape: Shape
+    """The new one."""
+
+    @property
+    def dtype(self) -> Dtype:
+        """The source's."""
+        return self.source.dtype
+
+    def read(self, start: int, stop: int) -> Block:
+        """Rows, as stretches of the vector."""
+        inner = math.prod(self.shape[1:])
+        return self.source.read(start * inner, stop * inner).reshape(stop - start, *self.shape[1:])

@@ -1,0 +1,358 @@
+"""Reading a pickle without executing it: opcodes in, plain values and inert nodes out.
+
+No global is ever imported and no callable ever called. Where a pickle asks for ``module.name(*arguments)``, the result is an ``Inert``
+node that says so; what the node means is decided by whoever asked (``tensors.py``). A global outside the allow-list is refused by name.
+Work and memory are bounded by the file's size: keys of mappings are scalars, memo entries are references, nothing is copied twice.
+"""
+
+import io
+import pickletools
+import struct
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from temper_legacy_shim.checkpoints.files.allowed_globals import is_allowed, is_nested
+from temper_legacy_shim.errors import DamagedFileError, UnsafeFileError
+
+MAX_PICKLE_BYTES = 1 << 30
+"""Largest pickle that is read; the index of a checkpoint of 100,000 tensors has about 50 MB."""
+
+
+_SCALARS = (str, int, float, bool, bytes, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A name that a pickle asks for; never imported."""
+
+    module: str
+    """As pickled, of the version that wrote it."""
+    name: str
+    """Attribute of the module."""
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Inert:
+    """A call that a pickle asks for and that is never made, with everything that should happen to its result."""
+
+    function: Global
+    """What would have been called."""
+    arguments: tuple[object, ...]
+    """Positional arguments."""
+    state: object = None
+    """What BUILD would have set: a mapping of attributes, or anything else."""
+    items: dict[object, object] = field(default_factory=dict)
+    """What SETITEMS would have set."""
+    elements: list[object] = field(default_factory=list)
+    """What APPENDS would have appended, or ADDITEMS added."""
+
+    def __repr__(self) -> str:
+        """Its function alone: a few hundred bytes of pickle can nest so that the whole takes for ever to write."""
+        return f"<{self.function}>"
+
+
+def in_short(node: object) -> str:
+    """A node for an error message: scalars as they are, of everything else the type; see ``Inert.__repr__``."""
+    if isinstance(node, int) and node.bit_length() > _LONGEST_NUMBER:
+        return f"a number of {node.bit_length()} bits"  # Python refuses to write very long ones
+    return repr(node)[:80] if isinstance(node, (*_SCALARS, Inert, Global)) else f"a {type(node).__name__}"
+
+
+@dataclass(frozen=True, slots=True)
+class Persistent:
+    """A persistent id: a storage of torch, outside the pickle."""
+
+    key: tuple[object, ...]
+    """As pickled: ("storage", type, name, location, number of elements)."""
+
+
+_MARK = object()
+_LONGEST_NUMBER = 256
+_SKIPPED = frozenset({"PROTO", "FRAME"})
+_PUSHED = frozenset(
+    name
+    for group in (
+        ("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+        ("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING"),
+        ("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+    )
+    for name in group
+)
+
+
+def load_inert(data: bytes, *, source: str) -> object:
+    """The value of a pickle, with ``Inert`` nodes where it would have called something.
+
+    Mappings of ``collections.OrderedDict`` come back as dict, sets as frozenset of scalars or as a list.
+
+    Args:
+        data: the pickle.
+        source: names it in errors.
+
+    Raises:
+        UnsafeFileError: it asks for a global outside the allow-list; names it.
+        DamagedFileError: it is not a whole pickle, or has a construct that no checkpoint needs.
+    """
+    if len(data) > MAX_PICKLE_BYTES:
+        raise DamagedFileError(f"{source}: its pickle has {len(data)} bytes; no checkpoint's has more than {MAX_PICKLE_BYTES}.")
+    machine = _Machine(source)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of odd escapes in strings of the oldest protocol
+            if machine.run(data):
+                return machine.result()
+    except (ValueError, IndexError, KeyError, TypeError, struct.error, OverflowError, EOFError, UnicodeError) as error:
+        if isinstance(error, DamagedFileError):
+            raise
+        raise DamagedFileError(f"{source}: damaged pickle ({type(error).__name__}: {error}): copy the file again.") from error
+    raise DamagedFileError(f"{source}: the pickle ends before its last opcode: copy the file again.")
+
+
+_OPCODES = {each.code.encode("latin-1"): (each.name, None if each.arg is None else each.arg.reader) for each in pickletools.opcodes}
+"""By their byte: the name, and what reads the argument from a stream."""
+_STOP = next(code for code, (name, _) in _OPCODES.items() if name == "STOP")
+
+
+class _Machine:
+    """The stack machine of the pickle protocol, without its two doors to Python: imports and calls."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._stack: list[object] = []
+        self._memo: dict[int, object] = {}
+        self._operations = {code: (read, self._operation(name)) for code, (name, read) in _OPCODES.items()}
+
+    def _operation(self, name: str) -> Callable[[object], None]:
+        if name in _PUSHED:
+            return self._stack.append
+        if name in _SKIPPED:
+            return lambda _: None
+        return getattr(self, f"_op_{name}", None) or partial(self._refuse, name)
+
+    def run(self, data: bytes) -> bool:
+        """Run every opcode; whether the last one was met. ``pickletools.genops`` and a call for each opcode take twice as long."""
+        stream = io.BytesIO(data)
+        while (code := stream.read(1)) and code != _STOP:
+            read, operate = self._operations[code]
+            operate(None if read is None else read(stream))
+        return code == _STOP
+
+    def _refuse(self, name: str, _: object) -> None:
+        raise UnsafeFileError(f"{self._source}: the pickle uses {name}, which no checkpoint needs; nothing of it was executed.")
+
+    def result(self) -> object:
+        """What is left on the stack."""
+        if len(self._stack) != 1 or self._stack[0] is _MARK:
+            raise DamagedFileError(f"{self._source}: the pickle leaves {len(self._stack)} values instead of one: copy the file again.")
+        return self._stack[0]
+
+    def _pop(self) -> object:
+        value = self._stack.pop()
+        if value is _MARK:
+            raise ValueError("a mark where a value should be")
+        return value
+
+    def _pop_mark(self) -> list[object]:
+        for i in range(len(self._stack) - 1, -1, -1):
+            if self._stack[i] is _MARK:
+                values = self._stack[i + 1 :]
+                del self._stack[i:]
+                return values
+        raise ValueError("no mark on the stack")
+
+    def _top(self) -> object:
+        if self._stack[-1] is _MARK:
+            raise ValueError("a mark where a value should be")
+        return self._stack[-1]
+
+    def _op_MARK(self, _: object) -> None:
+        self._stack.append(_MARK)
+
+    def _op_POP(self, _: object) -> None:
+        self._stack.pop()
+
+    def _op_POP_MARK(self, _: object) -> None:
+        self._pop_mark()
+
+    def _op_DUP(self, _: object) -> None:
+        self._stack.append(self._top())
+
+    def _op_NONE(self, _: object) -> None:
+        self._stack.append(None)
+
+    def _op_NEWTRUE(self, _: object) -> None:
+        self._stack.append(True)
+
+    def _op_NEWFALSE(self, _: object) -> None:
+        self._stack.append(False)
+
+    def _op_EMPTY_TUPLE(self, _: object) -> None:
+        self._stack.append(())
+
+    def _op_EMPTY_LIST(self, _: object) -> None:
+        self._stack.append([])
+
+    def _op_EMPTY_DICT(self, _: object) -> None:
+        self._stack.append({})
+
+    def _op_EMPTY_SET(self, _: object) -> None:
+        self._stack.append(Inert(Global("builtins", "set"), ()))
+
+    def _op_TUPLE(self, _: object) -> None:
+        self._stack.append(tuple(self._pop_mark()))
+
+    def _op_TUPLE1(self, _: object) -> None:
+        self._stack.append((self._pop(),))
+
+    def _op_TUPLE2(self, _: object) -> None:
+        second, first = self._pop(), self._pop()
+        self._stack.append((first, second))
+
+    def _op_TUPLE3(self, _: object) -> None:
+        third, second, first = self._pop(), self._pop(), self._pop()
+        self._stack.append((first, second, third))
+
+    def _op_LIST(self, _: object) -> None:
+        self._stack.append(self._pop_mark())
+
+    def _op_DICT(self, _: object) -> None:
+        items = self._pop_mark()
+        made: dict[object, object] = {}
+        self._stack.append(made)
+        self._set_items(items)
+
+    def _op_FROZENSET(self, _: object) -> None:
+        self._stack.append(Inert(Global("builtins", "frozenset"), (), elements=self._pop_mark()))
+
+    def _op_APPEND(self, _: object) -> None:
+        self._extend([self._pop()])
+
+    def _op_APPENDS(self, _: object) -> None:
+        self._extend(self._pop_mark())
+
+    def _op_ADDITEMS(self, _: object) -> None:
+        self._extend(self._pop_mark())
+
+    def _extend(self, values: list[object]) -> None:
+        target = self._top()
+        if isinstance(target, list):
+            target.extend(values)
+        elif isinstance(target, Inert):
+            target.elements.extend(values)
+        else:
+            raise ValueError(f"elements for a {type(target).__name__}")
+
+    def _op_SETITEM(self, _: object) -> None:
+        value, key = self._pop(), self._pop()
+        self._set_items([key, value])
+
+    def _op_SETITEMS(self, _: object) -> None:
+        self._set_items(self._pop_mark())
+
+    def _set_items(self, items: list[object]) -> None:
+        target = self._top()
+        into = target.items if isinstance(target, Inert) else target
+        if not isinstance(into, dict) or len(items) % 2:
+            raise ValueError(f"{len(items)} keys and values for a {type(target).__name__}")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            into[_hashable(key)] = value
+
+    def _op_GET(self, argument: object) -> None:
+        self._stack.append(self._memo[_index(argument)])
+
+    _op_BINGET = _op_LONG_BINGET = _op_GET
+
+    def _op_PUT(self, argument: object) -> None:
+        self._memo[_index(argument)] = self._top()
+
+    _op_BINPUT = _op_LONG_BINPUT = _op_PUT
+
+    def _op_MEMOIZE(self, _: object) -> None:
+        self._memo[len(self._memo)] = self._top()
+
+    def _op_GLOBAL(self, argument: object) -> None:
+        module, _, name = str(argument).partition(" ")
+        self._push_global(module, name)
+
+    def _op_STACK_GLOBAL(self, _: object) -> None:
+        name, module = self._pop(), self._pop()
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise ValueError("a global whose name is no string")
+        self._push_global(module, name)
+
+    def _push_global(self, module: str, name: str) -> None:
+        wanted = Global(module, name)
+        # Older pickles ask for a class inside a class as an attribute of it: `_call` sees of which.
+        if wanted not in _ATTRIBUTE_OF and not is_allowed(module, name):
+            raise self._unsafe(wanted)
+        self._stack.append(wanted)
+
+    def _unsafe(self, wanted: Global) -> UnsafeFileError:
+        return UnsafeFileError(
+            f"{self._source} asks for {wanted}"[:400] + ", which no checkpoint needs; nothing of the file was executed. If you "
+            "trust where it comes from, say which program wrote it in a bug report.",
+            wanted=f"{wanted.module}.{wanted.name}",
+        )
+
+    def _op_REDUCE(self, _: object) -> None:
+        arguments, function = self._pop(), self._pop()
+        self._call(function, arguments)
+
+    _op_NEWOBJ = _op_REDUCE
+
+    def _op_NEWOBJ_EX(self, _: object) -> None:
+        keywords, arguments, function = self._pop(), self._pop(), self._pop()
+        self._call(function, arguments)
+        made = self._stack[-1]
+        if isinstance(made, Inert) and isinstance(keywords, dict):
+            made.state = keywords
+
+    def _call(self, function: object, arguments: object) -> None:
+        if not isinstance(function, Global) or not isinstance(arguments, tuple):
+            raise ValueError(f"a call of a {type(function).__name__} with a {type(arguments).__name__}")
+        if function in _ATTRIBUTE_OF:
+            of, attribute = arguments if len(arguments) == 2 else (None, None)
+            if not isinstance(of, Global) or not isinstance(attribute, str) or not is_nested(of.module, of.name, attribute):
+                raise self._unsafe(function)
+            self._stack.append(Global(of.module, f"{of.name}.{attribute}"))
+        elif function == _ORDERED_DICT and arguments in ((), ([],)):
+            self._stack.append({})
+        else:
+            self._stack.append(Inert(function, arguments))
+
+    def _op_BUILD(self, _: object) -> None:
+        state, target = self._pop(), self._top()
+        if isinstance(target, Inert):
+            target.state = state
+        elif not isinstance(target, dict):  # an OrderedDict's attributes, such as _metadata, are of no use here
+            raise ValueError(f"a state for a {type(target).__name__}")
+
+    def _op_BINPERSID(self, _: object) -> None:
+        key = self._pop()
+        if not isinstance(key, tuple):
+            raise ValueError("a persistent id that is no tuple")
+        self._stack.append(Persistent(key))
+
+
+_ORDERED_DICT = Global("collections", "OrderedDict")
+_ATTRIBUTE_OF = (Global("builtins", "getattr"), Global("__builtin__", "getattr"))
+
+
+def _index(argument: object) -> int:
+    if not isinstance(argument, int):
+        raise ValueError("a memo index that is no number")
+    return argument
+
+
+def _hashable(key: object) -> object:
+    """Keys are scalars, names, flat tuples of these, or inert nodes (compared by identity): hashing nested tuples could take for ever."""
+    if isinstance(key, (Inert, Global, *_SCALARS)):
+        return key
+    if isinstance(key, tuple) and all(isinstance(part, (Global, *_SCALARS)) for part in key):
+        return key
+    raise ValueError(f"a {type(key).__name__} as the key of a mapping")

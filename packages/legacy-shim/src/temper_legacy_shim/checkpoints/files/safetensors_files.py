@@ -1,0 +1,287 @@
+"""Writing safetensors as a stream: the header is known before the first byte, then blocks go from source to file.
+
+On the way each is hashed, and read back and compared.
+"""
+
+import hashlib
+import json
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from blake3 import blake3
+
+from temper_legacy_shim.checkpoints.files.dtypes import has_nonfinite
+from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, num_bytes, spans
+from temper_legacy_shim.errors import DamagedFileError, VerificationError
+
+_QUEUED_BLOCKS = 4
+_READERS = 1 if (os.cpu_count() or 1) <= 2 else 2
+"""Threads that read and cast blocks, and how many blocks they are ahead. Beside them one writes, hashes and compares: more threads than
+cores only take the interpreter's lock from one another."""
+_HASHED_BYTES = 4 << 20
+_FLUSHED_BYTES = 64 << 20
+"""What is written between two calls that send it to the disk, so that little is left for the last one."""
+Progress = Callable[[int], None]
+"""Called with the number of bytes that were just written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """One file of the output."""
+
+    path: str
+    """Relative, with forward slashes."""
+    num_bytes: int
+    """Size."""
+    checksum: str
+    """Of its content: the algorithm, a colon, and the digest in hexadecimal."""
+    num_tensors: int = 0
+    """Tensors in it."""
+    with_nan: tuple[str, ...] = ()
+    """Tensors that hold NaN or infinity."""
+
+
+def plan_shards(tensors: Mapping[str, LazyTensor], *, max_bytes: int, stem: str) -> dict[str, dict[str, LazyTensor]]:
+    """Which tensors go into which file, in their order, under Hugging Face's names of shards.
+
+    Args:
+        tensors: by name.
+        max_bytes: of tensors in a file; a larger tensor has a file of its own.
+        stem: ``model`` or ``adapter_model``.
+    """
+    groups: list[dict[str, LazyTensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        count = num_bytes(tensor)
+        if groups[-1] and size + count > max_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor
+        size += count
+    if len(groups) == 1:
+        return {f"{stem}.safetensors": groups[0]}
+    return {f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
+
+
+def index_of(shards: Mapping[str, Mapping[str, LazyTensor]]) -> dict[str, object]:
+    """The content of ``model.safetensors.index.json``."""
+    total = sum(num_bytes(tensor) for group in shards.values() for tensor in group.values())
+    return {"metadata": {"total_size": total}, "weight_map": {name: file for file, group in shards.items() for name in group}}
+
+
+def header_of(tensors: Mapping[str, LazyTensor]) -> bytes:
+    """The header of a safetensors file, with its length, padded to eight bytes."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in tensors.items():
+        size = num_bytes(tensor)
+        entries[name] = {"dtype": tensor.dtype.tag, "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write(path: Path, tensors: Mapping[str, LazyTensor], *, relative: str, progress: Progress) -> WrittenFile:
+    """Write one file; it lies on the disk when this returns, and every byte was read back and compared.
+
+    Args:
+        path: a new file.
+        tensors: by name, in this order.
+        relative: its path in the receipt.
+        progress: told of every block.
+
+    Raises:
+        DamagedFileError: a source is shorter than it says.
+        VerificationError: what is read back is not what was written.
+        OSError: the disk is full.
+    """
+    with_nan: dict[str, None] = {}
+    written = dict.fromkeys(tensors, 0)
+    with open(path, "x+b", buffering=0) as file:
+        with (
+            ThreadPoolExecutor(_READERS, thread_name_prefix="temper-migrate-reader") as readers,
+            _HashingWriter(file.fileno(), path=path) as writer,
+            closing(_read_ahead(tensors, readers)) as blocks,
+        ):
+            writer.put(header_of(tensors))
+            for read in blocks:
+                writer.put(read.content)
+                written[read.name] += len(read.content)
+                if read.is_spoilt:
+                    with_nan[read.name] = None
+                progress(len(read.content))
+        for name, tensor in tensors.items():
+            if written[name] != num_bytes(tensor):
+                raise DamagedFileError(
+                    f"{name} gave {written[name]} bytes instead of {num_bytes(tensor)}: a source file changed meanwhile."
+                )
+        os.fsync(file.fileno())
+    return WrittenFile(
+        path=relative, num_bytes=writer.num_bytes, checksum=writer.checksum(), num_tensors=len(tensors), with_nan=tuple(with_nan)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ReadBlock:
+    name: str
+    content: memoryview
+    is_spoilt: bool
+    """Whether it holds NaN or infinity."""
+
+
+def _read_ahead(tensors: Mapping[str, LazyTensor], readers: ThreadPoolExecutor) -> Generator[_ReadBlock, None, None]:
+    """Every block of every tensor in order; the next ones are read and cast meanwhile."""
+    waiting: deque[Future[_ReadBlock]] = deque()
+    for name, tensor in tensors.items():
+        for start, stop in spans(tensor):
+            waiting.append(readers.submit(_read, name, tensor, start, stop))
+            if len(waiting) > _READERS:
+                yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _read(name: str, tensor: LazyTensor, start: int, stop: int) -> _ReadBlock:
+    block = tensor.read(start, stop)
+    content = np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
+    return _ReadBlock(name=name, content=content, is_spoilt=has_nonfinite(block, tensor.dtype))
+
+
+class Digest(Protocol):
+    """What hashes a stream."""
+
+    def update(self, data: bytes | memoryview, /) -> object:
+        """Take in more."""
+
+    def hexdigest(self) -> str:
+        """Of everything so far."""
+
+
+_DIGESTS: dict[str, Callable[[], Digest]] = {"blake3": blake3, "sha256": hashlib.sha256}
+"""By the name in a checksum. BLAKE3, which b3sum checks, takes a quarter of SHA-256's time; version 0.1.0 wrote the latter."""
+
+
+def checksum(data: bytes) -> str:
+    """Of what lies in memory, as new files have it."""
+    return _named(blake3(data))
+
+
+def has_checksum(path: Path, expected: str) -> bool:
+    """Whether a file's content has this checksum; of an algorithm that is not known it has none."""
+    algorithm, _, wanted = expected.partition(":")
+    if algorithm not in _DIGESTS:
+        return False
+    digest = _DIGESTS[algorithm]()
+    _update_with(path, digest)
+    return digest.hexdigest() == wanted
+
+
+def checksum_of(path: Path) -> str:
+    """Of a file, as new files have it."""
+    digest = blake3()
+    _update_with(path, digest)
+    return _named(digest)
+
+
+def _named(digest: Digest) -> str:
+    """A checksum as new files have it."""
+    return f"blake3:{digest.hexdigest()}"
+
+
+def _update_with(path: Path, digest: Digest) -> None:
+    """The file is read in one thread and hashed in another."""
+    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+        ahead = pool.submit(file.read, _HASHED_BYTES)
+        while data := ahead.result():
+            ahead = pool.submit(file.read, _HASHED_BYTES)
+            digest.update(data)
+
+
+def written_file(path: Path, *, relative: str, with_nan: tuple[str, ...] = ()) -> WrittenFile:
+    """The record of a file that something else wrote.
+
+    Args:
+        path: where it lies.
+        relative: where it will lie in the output.
+        with_nan: names of tensors in it that hold NaN or infinity.
+    """
+    return WrittenFile(path=relative, num_bytes=path.stat().st_size, checksum=checksum_of(path), with_nan=with_nan)
+
+
+class _HashingWriter:
+    """Writes, hashes and compares in a thread of its own, so that the next block is read meanwhile; holds a few blocks at most."""
+
+    def __init__(self, descriptor: int, *, path: Path) -> None:
+        self._descriptor = descriptor
+        self._path = path
+        self._digest = blake3()
+        self._queue: queue.Queue[bytes | memoryview | None] = queue.Queue(maxsize=_QUEUED_BLOCKS)
+        self._error: OSError | VerificationError | None = None
+        self._thread = threading.Thread(target=self._run, name="temper-migrate-writer")
+        self._flusher = ThreadPoolExecutor(1, thread_name_prefix="temper-migrate-flusher")
+        self._flushed: Future[None] | None = None
+        self._num_flushed = 0
+        self._again = bytearray()
+        self.num_bytes = 0
+
+    def __enter__(self) -> "_HashingWriter":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._queue.put(None)
+        self._thread.join()
+        self._flusher.shutdown()
+        if self._error is not None:
+            raise self._error
+        if self._flushed is not None:
+            self._flushed.result()
+
+    def put(self, data: bytes | memoryview) -> None:
+        """Queue a block; raises what an earlier one met."""
+        if self._error is not None:
+            raise self._error
+        self._queue.put(data)
+
+    def checksum(self) -> str:
+        """Of everything written."""
+        return _named(self._digest)
+
+    def _run(self) -> None:
+        while (data := self._queue.get()) is not None:
+            if self._error is None:
+                try:
+                    self._write(data)
+                except (OSError, VerificationError) as error:
+                    self._error = error
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._digest.update(data)
+        begun, view = self.num_bytes, memoryview(data)
+        while view:
+            count = os.write(self._descriptor, view)
+            view = view[count:]
+            self.num_bytes += count
+        self._compare(data, start=begun)
+        if self.num_bytes - self._num_flushed >= _FLUSHED_BYTES and (self._flushed is None or self._flushed.done()):
+            if self._flushed is not None:
+                self._flushed.result()
+            self._num_flushed = self.num_bytes
+            self._flushed = self._flusher.submit(os.fsync, self._descriptor)
+
+    def _compare(self, data: bytes | memoryview, *, start: int) -> None:
+        if len(self._again) != len(data):
+            self._again = bytearray(len(data))
+        count = os.preadv(self._descriptor, [self._again], start)
+        if count != len(data) or self._again != data:  # type: ignore[comparison-overlap]  # of any two buffers, by memcmp
+            raise VerificationError(f"{self._path}: bytes from {start} on are others than were written: check the disk, and convert again.")

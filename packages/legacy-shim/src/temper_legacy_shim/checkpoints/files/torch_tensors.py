@@ -1,0 +1,15 @@
+"""Lazy tensors as torch's."""
+
+import torch
+from torch import Tensor
+
+from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, read_all
+
+
+def as_torch(tensor: LazyTensor) -> Tensor:
+    """Read a whole tensor into memory of its own, in its own dtype."""
+    block = read_all(tensor)
+    dtype: torch.dtype = getattr(torch, tensor.dtype.name)
+    # Elements that numpy has no type for travel as unsigned integers of the same width.
+    found = torch.from_numpy(block.copy() if not block.flags.writeable else block)
+    return found.view(dtype) if found.dtype != dtype else found

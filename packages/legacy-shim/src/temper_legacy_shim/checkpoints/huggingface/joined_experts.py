@@ -1,0 +1,129 @@
+"""Experts of a mixture as one tensor for each kind of matrix, [experts, rows, columns], which is how transformers keeps them since 5.0.
+
+In: tensors by the names that old models and Hugging Face files have, one for each expert. Out: the same numbers by the names that an FSDP
+engine's step directory has, gate above up projection; and back.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from temper_legacy_shim.checkpoints.files.dtypes import Block, Dtype
+from temper_legacy_shim.checkpoints.files.lazy import Element, LazyTensor, Rows, Shape, concatenated, num_rows
+from temper_legacy_shim.errors import DamagedFileError
+
+_PARTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Of each expert, one above the other."""
+_ALIASES: Mapping[str, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+"""Mixtral's."""
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight")
+_JOINED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a matrix of an expert goes."""
+
+    joined: str
+    """The tensor that it is a part of."""
+    expert: int
+    """Of the first dimension of that."""
+    part: int
+    """Of its rows."""
+
+
+def _place_of(name: str) -> _Place | None:
+    """Of a tensor by its name in files; None where it is no expert's."""
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return None
+    kind = _ALIASES.get(match[3], match[3])
+    joined, parts = next((joined, parts) for joined, parts in _PARTS.items() if kind in parts)
+    return _Place(joined=f"{in_memory(match[1])}.{joined}", expert=int(match[2]), part=parts.index(kind))
+
+
+def in_memory(name: str) -> str:
+    """The name in transformers' model since 5.0 of what a file names so: that of the joined tensor, of an expert's matrix."""
+    place = _place_of(name)
+    return name.replace(".block_sparse_moe.", ".mlp.") if place is None else place.joined
+
+
+def as_mixtral_s_files(name: str) -> str:
+    """Mixtral's name in files for that of the other mixtures (``mlp.experts.0.gate_proj.weight``)."""
+    match = _EXPERT.fullmatch(name)
+    if match is not None:
+        kind = next((old for old, kind in _ALIASES.items() if kind == match[3]), match[3])
+        name = f"{match[1]}.{match[2]}.{kind}.weight"
+    return re.sub(r"\.mlp\.(?=gate\.|experts\.)", ".block_sparse_moe.", name)
+
+
+def joined(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Tensors by their names in memory, what belongs together as one.
+
+    Raises:
+        DamagedFileError: an expert is missing, or has another shape than its kin.
+    """
+    found: dict[str, LazyTensor] = {}
+    experts: dict[str, dict[tuple[int, int], LazyTensor]] = {}
+    for name, tensor in tensors.items():
+        place = _place_of(name)
+        if place is None:
+            found[in_memory(name)] = tensor
+        else:
+            experts.setdefault(place.joined, {})[place.expert, place.part] = tensor
+    return found | {name: _stacked(name, parts) for name, parts in experts.items()}
+
+
+def _stacked(name: str, parts: Mapping[tuple[int, int], LazyTensor]) -> LazyTensor:
+    num_experts, num_parts = 1 + max(expert for expert, _ in parts), len(_PARTS[name.rpartition(".")[2]])
+    missing = [(e, p) for e in range(num_experts) for p in range(num_parts) if (e, p) not in parts]
+    shapes = {(tensor.shape, tensor.dtype.name) for tensor in parts.values()}
+    if missing or len(shapes) != 1:
+        fault = f"none of number {missing[0][0]}" if missing else f"such of {' and '.join(sorted(map(str, shapes)))}"
+        raise DamagedFileError(f"of the experts in {name} there are {len(parts)} matrices, but {fault}: copy the checkpoint again.")
+    whole = [_Alone(concatenated([parts[expert, part] for part in range(num_parts)], dim=0)) for expert in range(num_experts)]
+    return concatenated(whole, dim=0)
+
+
+def joined_counts(counts: Mapping[str, int]) -> dict[str, int]:
+    """Update counts by names in memory: of one tensor, the largest of its experts'."""
+    found: dict[str, int] = {}
+    for name, count in counts.items():
+        found[in_memory(name)] = max(count, found.get(in_memory(name), 0))
+    return found
+
+
+def split(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
+    """A tensor by its names in files: what is joined as its parts, anything else as it is."""
+    match = _JOINED.fullmatch(name)
+    if match is None:
+        yield name, tensor
+        return
+    kinds = _PARTS[match[2]]
+    rows = tensor.shape[1] // len(kinds)
+    for expert in range(num_rows(tensor.shape)):
+        for part, kind in enumerate(kinds):
+            yield f"{match[1]}.{expert}.{kind}.weight", Rows(Element(tensor, expert), ((part * rows, (part + 1) * rows),))
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """A matrix as a stack of one."""
+
+    source: LazyTensor
+    """[rows, columns]."""
+
+    @property
+    def shape(self) -> Shape:
+        """[1, rows, columns]."""
+        return (1, *self.source.shape)
+
+    @property
+    def dtype(self) -> Dtype:
+        """The source's."""
+        return self.source.dtype
+
+    def read(self, start: int, stop: int) -> Block:
+        """The matrix, or nothing."""
+        rows = num_rows(self.source.shape) if start < stop else 0
+        return self.source.read(0, rows).reshape(stop - start, *self.source.shape)

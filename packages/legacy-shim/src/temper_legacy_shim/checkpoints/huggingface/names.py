@@ -1,0 +1,192 @@
+"""Names and shapes that a config's model has, from transformers on the meta device: no weight is made.
+
+Runs in a process of its own beside a conversion, which itself needs neither torch's memory nor its time to start: a config of another
+model is told in seconds, and not after all weights are written.
+"""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Self
+
+from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, Shape
+from temper_legacy_shim.checkpoints.layouts import read_object
+from temper_legacy_shim.errors import VerificationError
+
+_TIME_LIMIT_S = 600
+OWN_CODE = "the config needs code of its own (auto_map), which is never executed"
+"""Why transformers builds no model."""
+_EXPERTS = re.compile(r"(.+\.experts)\.(.+)")
+_NUMBER = re.compile(r"(?:^|(?<=\.))\d+\.")
+_PROGRAM = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+import torch, transformers
+from transformers import AutoConfig
+transformers.logging.set_verbosity_error()
+config = AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=False)
+kind = {"language_model": "CausalLM", "trl_value_model": "CausalLM", "value_model": "TokenClassification"}
+auto = getattr(transformers, "AutoModelFor" + kind.get(sys.argv[2], "SequenceClassification"))
+with torch.device("meta"):
+    model = auto.from_config(config, trust_remote_code=False, attn_implementation="eager")
+kept = model.state_dict(keep_vars=True)
+first = {}
+for name, tensor in kept.items():
+    first.setdefault(id(tensor), name)
+kept = {name: kept[name] for name in first.values()}
+names = [{name: list(tensor.shape) for name, tensor in kept.items()}]
+try:
+    from transformers.core_model_loading import revert_weight_conversion
+    in_files = revert_weight_conversion(model, kept)
+    names.append({name: list(tensor.shape) for name, tensor in in_files.items()})
+except (ImportError, RuntimeError, ValueError, KeyError) as error:  # the names in memory remain to be compared with
+    print(type(error).__name__, error, file=sys.stderr)
+print(json.dumps({"version": transformers.__version__, "names": names}))
+"""
+
+
+_NOT_COMPARED = "not verified: names were not compared with transformers' model"
+
+
+class NamesCheck:
+    """One comparison. Entering starts its process, and leaving ends it, whatever it has found."""
+
+    def __init__(self, config: str, tensors: Mapping[str, LazyTensor], *, head: str) -> None:
+        """Nothing is started yet.
+
+        Args:
+            config: the text of ``config.json``.
+            tensors: what is written, by name.
+            head: the kind of model, as `OldModel.head` has it.
+        """
+        self._config = config
+        self._tensors = tensors
+        self._head = head
+        self._outcome: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="temper-migrate-")
+        directory = Path(self._folder.name)
+        (directory / "config.json").write_text(self._config)
+        self._answer, self._errors = directory / "answer.json", directory / "errors.txt"
+        self._process = _start(str(directory), self._head, answer=self._answer, errors=self._errors)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+    def watched(self, progress: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
+        """Another that raises what `outcome` does as soon as it is known, and waits for nothing."""
+
+        def tell(what: str, done: int, total: int) -> None:
+            if self._outcome is None and self._process.poll() is not None:
+                self.outcome()
+            progress(what, done, total)
+
+        return tell
+
+    def outcome(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Wait for the comparison.
+
+        Returns:
+            For the receipt, sentences about what was verified, and notes about why nothing could be.
+
+        Raises:
+            VerificationError: a weight is missing, unexpected or misshapen.
+        """
+        if self._outcome is None:
+            self._outcome = self._compared()
+        return self._outcome
+
+    def _compared(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        try:
+            failed = self._process.wait(timeout=_TIME_LIMIT_S) != 0
+        except subprocess.TimeoutExpired:
+            return (), (f"{_NOT_COMPARED}: it was not built within {_TIME_LIMIT_S} s",)
+        if failed and asks_for_code(self._answer.parent):
+            return (), (f"{_NOT_COMPARED}: {OWN_CODE}; --no-verify-names leaves the comparison out",)
+        if failed:
+            reason = (self._errors.read_text().strip().splitlines() or ["no reason given"])[-1]
+            return (), (f"{_NOT_COMPARED}, which this config does not give: {reason[:300]}",)
+        answer = json.loads(self._answer.read_text().splitlines()[-1])
+        have = {name: tensor.shape for name, tensor in self._tensors.items() if not name.startswith("v_head.")}
+        _compare(answer["names"], have)
+        return (f"{len(have)} names and shapes equal those of transformers {answer['version']}'s model on the meta device",), ()
+
+
+def asks_for_code(directory: Path) -> bool:
+    """Whether the config in a directory names Python files that transformers would have to run."""
+    return "auto_map" in read_object(directory / "config.json")
+
+
+def _start(*arguments: str, answer: Path, errors: Path) -> "subprocess.Popen[bytes]":
+    """The program, which asks nobody, fetches nothing, and imports nothing from the working directory (-P): that may be a checkpoint."""
+    with open(answer, "wb") as out, open(errors, "wb") as err:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+
+
+def _compare(answered: Iterable[Mapping[str, list[int]]], have: Mapping[str, Shape]) -> None:
+    """A file has the names that transformers' model has, or those that it saves them under: Mixtral's layers have other ones.
+
+    Where transformers could not say the latter, experts may have any names.
+    """
+    all_wanted = [{name: tuple(shape) for name, shape in names.items()} for names in answered]
+    faults = min((_faults(wanted, have, compares_kinds=len(all_wanted) > 1) for wanted in all_wanted), key=len)
+    if faults:
+        raise VerificationError(
+            f"the weights do not match the model that the config describes: {'; '.join(faults[:5])}"
+            + (f" and {len(faults) - 5} more" if len(faults) > 5 else "")
+            + ". Is --hf-config the config of the model that was trained?"
+        )
+
+
+def _faults(wanted: Mapping[str, Shape], have: Mapping[str, Shape], *, compares_kinds: bool) -> list[str]:
+    """Differences; experts are compared by their number of elements and the kinds of their matrices, whatever is one tensor of them."""
+    kinds, kinds_there = _expert_kinds(wanted), _expert_kinds(have)
+    wanted, wanted_experts = _experts_apart(wanted)
+    have, have_experts = _experts_apart(have)
+    faults = [f"missing {name}" for name in sorted(wanted.keys() - have.keys())]
+    faults += [f"unexpected {name}" for name in sorted(have.keys() - wanted.keys())]
+    faults += [
+        f"{name}: shape {have[name]}, expected {wanted[name]}" for name in sorted(wanted.keys() & have.keys()) if wanted[name] != have[name]
+    ]
+    for name in sorted(wanted_experts.keys() | have_experts.keys()):
+        if wanted_experts.get(name) != have_experts.get(name):
+            faults.append(f"{name}: {have_experts.get(name, 0)} elements, expected {wanted_experts.get(name, 0)}")
+        elif compares_kinds and kinds.get(name) != kinds_there.get(name):
+            faults.append(f"{name}: matrices {sorted(kinds_there.get(name, ()))}, expected {sorted(kinds.get(name, ()))}")
+    return faults
+
+
+def _expert_kinds(names: Iterable[str]) -> dict[str, set[str]]:
+    """What the matrices of experts are called beside their numbers, by the module of the experts."""
+    kinds: dict[str, set[str]] = {}
+    for match in filter(None, map(_EXPERTS.fullmatch, names)):
+        kinds.setdefault(match[1], set()).add(_NUMBER.sub("", match[2]))
+    return kinds
+
+
+def _experts_apart(shapes: Mapping[str, Shape]) -> tuple[dict[str, Shape], dict[str, int]]:
+    plain: dict[str, Shape] = {}
+    experts: dict[str, int] = {}
+    for name, shape in shapes.items():
+        match = _EXPERTS.fullmatch(name)
+        if match:
+            experts[match[1]] = experts.get(match[1], 0) + math.prod(shape)
+        else:
+            plain[name] = shape
+    return plain, experts

@@ -1,0 +1,227 @@
+"""Moments of Megatron's per-rank optimizer files (``optim/distrib_optim_pp0_tp0.pt``): flat, padded, nameless, one vector for each buffer.
+
+A buffer holds a chunk's parameters in reverse order, each beginning at a multiple of 64 elements, its buckets end to end without their
+own padding. Experts that are divided over ranks have an optimizer and buffers of their own, in a list with the other. Which elements are
+whose follows from the model file of the same rank, and is believed only if the lengths fit and every float32 master, rounded, is the weight
+that lies beside it.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+from temper_legacy_shim.checkpoints.files.archive import Archive
+from temper_legacy_shim.checkpoints.files.lazy import Cast, LazyTensor, Rows, Unflattened
+from temper_legacy_shim.checkpoints.files.tensors import TensorReader
+from temper_legacy_shim.checkpoints.fsdp.moments import OldMoments, OldOptimizer, is_buffer
+from temper_legacy_shim.checkpoints.megatron import parameter_names, ranks
+from temper_legacy_shim.checkpoints.megatron.parameter_names import Geometry
+from temper_legacy_shim.checkpoints.megatron.ranks import Chunks, Place
+from temper_legacy_shim.checkpoints.model import OldModel
+from temper_legacy_shim.errors import DamagedFileError, LayoutError
+
+_FILE = re.compile(r"distrib_optim_pp(\d{1,4})_tp(\d{1,4})(?:_cp(\d{1,4})_dp(\d{1,4}))?\.pt")
+KINDS = ("param", "exp_avg", "exp_avg_sq")
+ALIGNMENT = 64
+"""Elements, of which each parameter begins at a multiple in its bucket."""
+_OVERWRITTEN = (
+    "before 0.4.0 several expert ranks wrote one file, so that each overwrote the last; otherwise copy every rank's file into optim/"
+)
+_SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Tied over two stages, each is a bucket of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Buffer:
+    """One flat vector for each kind."""
+
+    vectors: Mapping[str, LazyTensor]
+    path: Path
+
+    @property
+    def length(self) -> int:
+        return self.vectors["param"].shape[0]
+
+
+def has_flat_optimizer(model: OldModel) -> bool:
+    """Whether there are such files."""
+    return any(True for _ in _files(model.role.path / "optim"))
+
+
+def read_flat_optimizer(model: OldModel, *, num_updates: int | None) -> OldOptimizer:
+    """Masters and moments under Hugging Face names.
+
+    Args:
+        model: of per-rank files.
+        num_updates: that the optimizer had made; the files don't say it.
+
+    Raises:
+        LayoutError: they can't be told apart, or nobody says how many updates were made; for the receipt.
+        DamagedFileError: a file is damaged.
+    """
+    chunks = ranks.read_chunks(model.role.rank_files, where=model.role.path / "model")
+    files: dict[tuple[int, int], list[Path]] = {}
+    for place, path in _files(model.role.path / "optim"):
+        files.setdefault(place, []).append(path)
+    absent = sorted({(pp, tp) for pp, _, tp in chunks} - set(files))
+    if absent:
+        raise LayoutError(f"the optimizer file of stage {absent[0][0]}, tensor rank {absent[0][1]} is missing from optim/")
+    if num_updates is None:
+        raise LayoutError(
+            "Megatron's per-rank optimizer files do not say how many updates were made, without which moments mislead: give --num-updates"
+        )
+    states = {place: [_optimizers(path) for path in paths] for place, paths in files.items()}
+    named = {place: _named(states[place[0], place[2]], of_rank, place=place) for place, of_rank in chunks.items()}
+    assert model.config is not None, "Megatron's weights were read with it"
+    geometry = Geometry.of(model.config, source="config.json")
+    master, first, second = (_whole(named, kind, geometry, where=model.role.path) for kind in KINDS)
+    moments = {name: OldMoments(first=first[name], second=second[name], update_count=num_updates) for name in first}
+    return OldOptimizer(moments=moments, masters=master)
+
+
+def _files(folder: Path) -> Iterator[tuple[tuple[int, int], Path]]:
+    """(stage, tensor rank) and file, by context- and data-parallel rank; of these the first wrote what they share."""
+    paths = folder.glob("distrib_optim_*.pt") if folder.is_dir() else ()
+    matches = ((match, path) for path in paths if (match := _FILE.fullmatch(path.name)))
+    for (pp, tp, *_), path in sorted((tuple(int(number or 0) for number in match.groups()), path) for match, path in matches):
+        yield (pp, tp), path
+
+
+def _whole(
+    named: Mapping[Place, Sequence[Mapping[str, Mapping[str, LazyTensor]]]], kind: str, geometry: Geometry, *, where: Path
+) -> dict[str, LazyTensor]:
+    of_kind: Chunks = {
+        place: [{name: kinds[kind] for name, kinds in chunk.items()} for chunk in of_rank] for place, of_rank in named.items()
+    }
+    return parameter_names.to_hf(ranks.merge_chunks(of_kind, where=where), geometry, where=where)
+
+
+def _named(
+    states: Sequence[Sequence[list[_Buffer] | None]], chunks: Sequence[Mapping[str, LazyTensor]], *, place: Place
+) -> list[dict[str, dict[str, LazyTensor]]]:
+    """By chunk, name and kind, one rank's tensors; experts that are divided over ranks have an optimizer of their own."""
+    shared = next((state[0] for state in states if state and state[0] is not None), None)
+    if shared is None:
+        raise LayoutError(
+            f"no optimizer file of stage {place[0]}, tensor rank {place[2]} holds what its data-parallel ranks share: {_OVERWRITTEN}"
+        )
+    if all(len(state) == 1 for state in states):
+        return _cut_all(shared, chunks)
+    with_experts = [{name: tensor for name, tensor in chunk.items() if ranks.is_of_expert(name)} for chunk in chunks]
+    without = [{name: tensor for name, tensor in chunk.items() if not ranks.is_of_expert(name)} for chunk in chunks]
+    found = _cut_all(shared, without)
+    places = [number for number, chunk in enumerate(with_experts) if chunk]
+    own = _experts([state[1] for state in states if len(state) > 1], [with_experts[number] for number in places], place=place)
+    for number, kinds in zip(places, own, strict=True):
+        found[number] |= kinds
+    return found
+
+
+def _experts(
+    states: Sequence[list[_Buffer] | None], chunks: Sequence[Mapping[str, LazyTensor]], *, place: Place
+) -> list[dict[str, dict[str, LazyTensor]]]:
+    """An expert rank's, from whichever file has masters that round to its weights: their names tell data-parallel ranks alone."""
+    if not chunks:
+        return []
+    for state in states:
+        try:
+            if state is not None:
+                return _cut_all(state, chunks)
+        except LayoutError:
+            continue
+    raise LayoutError(
+        f"no optimizer file of stage {place[0]}, tensor rank {place[2]} holds masters of the experts of expert rank {place[1]}: "
+        + _OVERWRITTEN
+    )
+
+
+def _cut_all(buffers: Sequence[_Buffer], chunks: Sequence[Mapping[str, LazyTensor]]) -> list[dict[str, dict[str, LazyTensor]]]:
+    if len(buffers) != len(chunks):
+        raise LayoutError(f"an optimizer file has {len(buffers)} buffers, but one for each of {len(chunks)} chunks of layers is expected")
+    return [_cut(buffer, chunk) for buffer, chunk in zip(buffers, chunks, strict=True)]
+
+
+def _optimizers(path: Path) -> list[list[_Buffer] | None]:
+    """The buffers of each optimizer that a file may hold; None of one whose state another rank wrote."""
+    archive = Archive(path)
+    reader = TensorReader(archive)
+    value = archive.value()
+    return [None if state is None else _buffers(state, reader, path=path) for state in (value if isinstance(value, list) else [value])]
+
+
+def _buffers(state: object, reader: TensorReader, *, path: Path) -> list[_Buffer]:
+    if not isinstance(state, dict) or state.get("buckets_coalesced") is not True:
+        raise LayoutError(f"{path.name} is of a Megatron that wrote its buckets one by one, before 0.7")
+    found = []
+    for number in sorted(key for key in state if isinstance(key, int)):
+        by_dtype = state[number]
+        if not isinstance(by_dtype, dict) or len(by_dtype) != 1:
+            raise DamagedFileError(f"{path}: buffer {number} is no mapping of one dtype to its vectors.")
+        found.append(_buffer(next(iter(by_dtype.values())), reader, path=path, number=number))
+    return found
+
+
+def _buffer(node: object, reader: TensorReader, *, path: Path, number: int) -> _Buffer:
+    if not isinstance(node, dict) or not set(KINDS) <= node.keys():
+        raise DamagedFileError(f"{path}: buffer {number} lacks one of {', '.join(KINDS)}.")
+    vectors = {kind: reader.plain(node[kind], key=f"{kind} of buffer {number}") for kind in KINDS}
+    if any(len(vector.shape) != 1 or vector.shape != vectors["param"].shape for vector in vectors.values()):
+        raise DamagedFileError(f"{path}: the vectors of buffer {number} are not flat, or differ in length: copy the file again.")
+    return _Buffer(vectors=vectors, path=path)
+
+
+def _cut(buffer: _Buffer, chunk: Mapping[str, LazyTensor]) -> dict[str, dict[str, LazyTensor]]:
+    """A chunk's tensors by name and kind, under the first way of laying them out that fits."""
+    parameters = {name: tensor for name, tensor in chunk.items() if not is_buffer(name)}
+    for own in (False, True):
+        starts, length = _layout(parameters, has_own_buckets=own)
+        if length != buffer.length:
+            continue
+        found = {name: _views(buffer, tensor, start=starts[name]) for name, tensor in parameters.items()}
+        if all(is_master(kinds["param"], parameters[name]) for name, kinds in found.items()):
+            return found
+    raise LayoutError(
+        f"{buffer.path.name} holds {buffer.length} elements in an order that is not known: no way of laying out the "
+        f"{len(parameters)} parameters of its rank gives masters that round to the weights"
+    )
+
+
+def _layout(parameters: Mapping[str, LazyTensor], *, has_own_buckets: bool) -> tuple[dict[str, int], int]:
+    """Where each parameter begins, and the length of the whole."""
+    starts: dict[str, int] = {}
+    begin = at = 0
+    for name in reversed(list(parameters)):
+        at += -at % ALIGNMENT
+        is_alone = has_own_buckets and name in _SHARED
+        if is_alone:
+            begin, at = begin + at, 0
+        starts[name] = begin + at
+        at += prod(parameters[name].shape)
+        if is_alone:
+            begin, at = begin + at, 0
+    return starts, begin + at
+
+
+def _views(buffer: _Buffer, tensor: LazyTensor, *, start: int) -> dict[str, LazyTensor]:
+    stop = start + prod(tensor.shape)
+    return {kind: Unflattened(Rows(vector, ((start, stop),)), tensor.shape) for kind, vector in buffer.vectors.items()}
+
+
+def is_master(master: LazyTensor, weight: LazyTensor, *, num_rows: int | None = None) -> bool:
+    """Whether the first and the last row agree, rounded to the weight's dtype: a shift by one element shows in either.
+
+    Args:
+        master: of the weight's shape.
+        weight: what it should round to.
+        num_rows: how many of the weight's rows are known; None is all.
+    """
+    rounded = Cast(master, weight.dtype) if master.dtype != weight.dtype else master
+    last = weight.shape[0] if num_rows is None else num_rows
+    return all(
+        rounded.read(start, stop).tobytes() == weight.read(start, stop).tobytes()
+        for start, stop in pairwise(sorted({0, min(1, last), max(last - 1, 0), last}))
+        if stop - start == 1
+    )

@@ -1,0 +1,157 @@
+"""Moments of Megatron's distributed checkpoints: in model space (``optimizer.state.<kind>.<name>``), or in buckets."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from temper_legacy_shim.checkpoints.adapters import peft_tensors
+from temper_legacy_shim.checkpoints.files.archive import Archive
+from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
+from temper_legacy_shim.checkpoints.files.lazy import LazyTensor
+from temper_legacy_shim.checkpoints.fsdp.moments import OldMoments, OldOptimizer, is_buffer
+from temper_legacy_shim.checkpoints.megatron import parameter_names
+from temper_legacy_shim.checkpoints.megatron.buckets import Whole, bucket_settings, read_buckets
+from temper_legacy_shim.checkpoints.megatron.flat_moments import KINDS, is_master
+from temper_legacy_shim.checkpoints.megatron.parameter_names import Geometry
+from temper_legacy_shim.checkpoints.megatron.weights import MARK, megatron_tensors, read_adapter
+from temper_legacy_shim.checkpoints.model import OldModel
+from temper_legacy_shim.errors import LayoutError
+
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(?:module\.)*(.+)")
+_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+
+def read_megatron_optimizer(model: OldModel) -> OldOptimizer:
+    """Moments under Hugging Face names.
+
+    Raises:
+        LayoutError: there are none in model space, or no file says how many updates were made; for the receipt.
+        DamagedFileError: a file is damaged.
+    """
+    geometry = _geometry(model)
+    kinds = _by_parameter(model) or _from_buckets(model, geometry)
+    named = {kind: parameter_names.to_hf(kinds[kind], geometry, where=model.role.path) for kind in KINDS}
+    check_masters(named["param"], model.weights)
+    return _optimizer(model, named)
+
+
+def check_masters(masters: Mapping[str, LazyTensor], weights: Mapping[str, LazyTensor]) -> None:
+    """Believe an optimizer only if its masters round to the weights.
+
+    What Megatron saves by parameter is shifted, and cut off at the end, where a buffer has several buckets with padding between them, as
+    with embeddings that are tied over two stages: it counts the padding in one place and not in the other.
+
+    Raises:
+        LayoutError: naming the first that does not; for the receipt.
+    """
+    for name, master in masters.items():
+        if name in weights and not is_master(master, weights[name]):
+            raise LayoutError(
+                f"the optimizer's float32 master of {name} does not round to the weight beside it: Megatron saves them shifted where tied "
+                "embeddings or a bucket size divide its buffers, and moments with them"
+            )
+
+
+def read_megatron_adapter_optimizer(model: OldModel) -> OldOptimizer:
+    """Moments of an adapter's halves under PEFT's names.
+
+    What one half of a fused matrix' adapter keeps for several projections becomes the projections' own: rows of B are theirs anyway, and of
+    A, which they shared, each goes on with a copy.
+
+    Raises:
+        LayoutError: there are none, or no file says how many updates were made; for the receipt.
+        DamagedFileError: a file is damaged.
+    """
+    geometry = _geometry(model)
+    kinds = _by_parameter(model) or _from_buckets(model, geometry)
+
+    def named(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        read = read_adapter(tensors, geometry, where=model.role.path, accepts_missing_layers=True)
+        return peft_tensors(read)
+
+    return _optimizer(model, {kind: named(kinds[kind]) if kinds[kind] else {} for kind in KINDS})
+
+
+def _geometry(model: OldModel) -> Geometry:
+    assert model.config is not None, "Megatron's weights were read with it"
+    return Geometry.of(model.config, source="config.json")
+
+
+def _by_parameter(model: OldModel) -> dict[str, dict[str, LazyTensor]]:
+    """In model space, by kind and Megatron's name; empty where the optimizer was saved otherwise."""
+    kinds: dict[str, dict[str, LazyTensor]] = {}
+    for folder in model.role.dist_folders:
+        for name, tensor in DistCheckpoint(folder).tensors.items():
+            match = _STATE.fullmatch(name)
+            if match:
+                kinds.setdefault(match[1], {})[match[2].replace(".to_wrap.", ".")] = tensor
+    if "exp_avg" not in kinds or kinds["exp_avg"].keys() != kinds.get("exp_avg_sq", {}).keys():
+        return {}
+    kinds["param"] = kinds.get("fp32_param") or kinds.get("param") or {}
+    if kinds["param"].keys() != kinds["exp_avg"].keys():
+        kinds["param"] = {}
+    return kinds
+
+
+def _from_buckets(model: OldModel, geometry: Geometry) -> Whole:
+    """Beside the weights of the distributed checkpoint, or of huggingface/, where they lie alone since 0.7 unless they were asked for."""
+    where = model.role.path
+    raw = megatron_tensors(model.role)
+    trained = {name: tensor for name, tensor in raw.items() if (MARK in name) == (model.adapter is not None)}
+    whole = dict(parameter_names.unstacked(trained, geometry, where=where))
+    are_exported = not whole
+    if are_exported:
+        whole = parameter_names.from_hf(model.weights, geometry)
+    return read_buckets(model, {name: tensor for name, tensor in whole.items() if not is_buffer(name)}, geometry, are_exported=are_exported)
+
+
+def _optimizer(model: OldModel, named: Whole) -> OldOptimizer:
+    groups = [*_groups(model), *(group for value in bucket_settings(model) for group in _nested_groups(value))]
+    counts = {count for group in groups if (count := _count(group.get("step"))) is not None}
+    if len(counts) != 1:
+        raise LayoutError(f"common.pt says {sorted(counts) or 'nothing'} about the number of updates, without which moments mislead")
+    first, second, count = named["exp_avg"], named["exp_avg_sq"], counts.pop()
+    return OldOptimizer(
+        moments={name: OldMoments(first=first[name], second=second[name], update_count=count) for name in first},
+        settings=_settings(groups),
+        decays_vectors=False,
+        masters=named["param"],
+    )
+
+
+def _count(step: object) -> int | None:
+    """A number of updates, which is a float where torch's own Adam counted."""
+    if isinstance(step, int) or (isinstance(step, float) and step.is_integer()):
+        return int(step)
+    return None
+
+
+def _settings(groups: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """Of the group that decays: Megatron keeps vectors in another, with a decay of 0."""
+    decays = [float(decay) if isinstance(decay := group.get("weight_decay"), int | float) else 0.0 for group in groups]
+    group = groups[decays.index(max(decays))]
+    return {name: group[name] for name in _SETTINGS if isinstance(group.get(name), int | float | tuple | list)}
+
+
+def _groups(model: OldModel) -> Iterator[Mapping[str, object]]:
+    """Parameter groups, wherever ``common.pt`` nests them."""
+    for folder in model.role.dist_folders:
+        path = folder / "common.pt"
+        if path.is_file():
+            yield from _nested_groups(Archive(path).value())
+
+
+def _nested_groups(value: object) -> Iterator[Mapping[str, object]]:
+    """Each mapping or list is visited once, however often it is referred to."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, dict | list) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, list):
+            waiting += node
+            continue
+        groups = node.get("param_groups")
+        if isinstance(groups, list):
+            yield from (group for group in groups if isinstance(group, dict))
+        waiting += node.values()

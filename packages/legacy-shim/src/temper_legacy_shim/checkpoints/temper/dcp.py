@@ -1,0 +1,175 @@
+"""Writing the engine's checkpoint format (torch's distributed one) from lazy tensors, a chunk in memory at a time, without a process group.
+
+A large checkpoint is written in groups of tensors, each a small checkpoint that is finished for itself; ``join`` makes one of them by
+moving their data files and writing one description.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+
+from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
+from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, Rows, num_bytes, spans
+from temper_legacy_shim.checkpoints.files.safetensors_files import Progress
+from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
+
+DATA = "__0_0.distcp"
+"""The one data file of a group."""
+_CHUNK_BYTES = 1 << 26
+"""Of rows that are written at a time: the joined experts of one layer may have tens of gigabytes. A single row may be larger."""
+
+
+def grouped(tensors: Mapping[str, LazyTensor], *, max_bytes: int) -> list[dict[str, LazyTensor]]:
+    """Tensors in their order, so many to a group that none is above a size, but for a tensor that is larger by itself."""
+    groups: list[dict[str, LazyTensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        count = num_bytes(tensor)
+        if groups[-1] and size + count > max_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor
+        size += count
+    return groups
+
+
+def write_group(folder: Path, tensors: Mapping[str, LazyTensor], *, progress: Progress) -> tuple[str, ...]:
+    """Write ``DATA`` and its description.
+
+    Args:
+        folder: to be made.
+        tensors: by name.
+        progress: told of every chunk.
+
+    Returns:
+        Names of tensors that hold NaN or infinity.
+
+    Raises:
+        DamagedFileError: a source file is shorter than it says.
+        OSError: the disk is full.
+    """
+    with warnings.catch_warnings():
+        # torch tells everyone without a process group that they have none.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        planner = _LazyPlanner(tensors, progress=progress)
+        try:
+            save(_shells(tensors), storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+        except CheckpointException as error:
+            # torch wraps what stopped it, and its archive writer wraps that of the disk once more.
+            raise next((_root(failure) for failure, _ in error.failures.values()), error) from None
+    return tuple(planner.with_nan)
+
+
+def join(folder: Path, groups: Sequence[Path], tensors: Mapping[str, LazyTensor]) -> dict[Path, str]:
+    """Make one checkpoint of several, whose data files are moved into it.
+
+    Args:
+        folder: to be made.
+        groups: folders that ``write_group`` filled.
+        tensors: those of all groups.
+
+    Returns:
+        The names of the data files by where they lay; the description is beside them.
+    """
+    planner = _ChunkPlanner(tensors)
+    planner.set_up_planner(_shells(tensors), is_coordinator=True)
+    plan = planner.create_local_plan()
+    _, metadata = planner.create_global_plan([plan])
+    indices = {(item.index.fqn, tuple(item.index.offset or ())): item.index for item in plan.items}
+    results, moved = [], {}
+    for number, group in enumerate(groups):
+        name = f"__{number}_0.distcp"
+        for (tensor, offset), (_, start, length) in DistCheckpoint(group).places.items():
+            place = _StorageInfo(relative_path=name, offset=start, length=length)
+            results.append(WriteResult(index=indices[tensor, offset or ()], size_in_bytes=length, storage_data=place))
+        moved[group / DATA] = name
+    folder.mkdir()
+    for source, name in moved.items():
+        source.rename(folder / name)
+    writer = FileSystemWriter(folder)
+    writer.set_up_storage_writer(is_coordinator=True)
+    writer.finish(metadata, [results])
+    return moved
+
+
+def _shells(tensors: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
+    """Tensors without content."""
+    return {name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.name), device="meta") for name, tensor in tensors.items()}
+
+
+def _root(error: BaseException) -> BaseException:
+    """What an exception was raised for first."""
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below
+    return error
+
+
+class _ChunkPlanner(DefaultSavePlanner):
+    """Plans tensors without content, large ones in chunks of rows."""
+
+    def __init__(self, tensors: Mapping[str, LazyTensor]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._tensors = tensors
+
+    def create_local_plan(self) -> SavePlan:
+        """Of every tensor its chunks, in their order."""
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[chunk for item in plan.items for chunk in self._chunks(item)])
+        return self.plan
+
+    def _chunks(self, item: WriteItem) -> Iterator[WriteItem]:
+        tensor, whole = self._tensors[item.index.fqn], item.tensor_data
+        rows = list(spans(tensor, block_bytes=_CHUNK_BYTES)) if tensor.shape else []
+        if len(rows) < 2 or whole is None:
+            yield item
+            return
+        inner = tensor.shape[1:]
+        for start, stop in rows:
+            offsets = torch.Size((start, *(0 for _ in inner)))
+            chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size((stop - start, *inner)))
+            data = TensorWriteData(chunk=chunk, properties=whole.properties, size=whole.size)
+            yield WriteItem(index=MetadataIndex(item.index.fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)
+
+
+class _LazyPlanner(_ChunkPlanner):
+    """Reads each chunk when it is its turn to be written."""
+
+    def __init__(self, tensors: Mapping[str, LazyTensor], *, progress: Progress) -> None:
+        super().__init__(tensors)
+        self._progress = progress
+        self._written = torch.empty(0)
+        self.with_nan: dict[str, None] = {}
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The content of one chunk."""
+        part = self._tensors[write_item.index.fqn]
+        if write_item.type == WriteItemType.SHARD and write_item.tensor_data is not None:
+            start, count = write_item.tensor_data.chunk.offsets[0], write_item.tensor_data.chunk.sizes[0]
+            part = Rows(part, ((start, start + count),))
+        self._progress(num_bytes(part))
+        # torch's writer keeps the last chunk of every name until its file is complete, for another format. What it has written is freed
+        # here, which only a storage of torch's own allows.
+        self._written.untyped_storage().resize_(0)
+        content = as_torch(part)
+        if _is_spoilt(content):
+            self.with_nan[write_item.index.fqn] = None
+        self._written = torch.empty_like(content).copy_(content)
+        return self._written
+
+
+def _is_spoilt(content: Tensor) -> bool:
+    """Whether a tensor holds NaN or infinity; its extremes say it, and nothing of its size is allocated."""
+    if content.numel() == 0 or not content.is_floating_point():
+        return False
+    return not all(bool(extreme.isfinite()) for extreme in content.aminmax())

@@ -1,0 +1,319 @@
+"""Resumable state: an old role as a step directory that an engine's ``load_checkpoint`` reads, or as the portable training state.
+
+Inside is what the FSDP engine writes: float32 master weights, both moments and update counts under Hugging Face names, each rank's torch
+random-number state, and the counters of updates and of the schedule. The same tensors, one parameter at a time, are the portable state
+(``training_state``) that every engine's ``load_state`` takes.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from temper_engine_api.checkpoint import ENGINE_PART, find_step
+from temper_engine_api.weights import TrainingState
+from temper_legacy_shim.checkpoints.adapters import PEFT_PREFIX, Adapter, merged
+from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
+from temper_legacy_shim.checkpoints.files.dtypes import FLOAT32
+from temper_legacy_shim.checkpoints.files.lazy import Cast, InMemory, LazyTensor
+from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
+from temper_legacy_shim.checkpoints.fsdp import rank_files
+from temper_legacy_shim.checkpoints.fsdp.moments import OldMoments, OldOptimizer, is_buffer, read_optimizer, read_trained_leaves
+from temper_legacy_shim.checkpoints.fsdp.rank_files import check_is_beside_weights
+from temper_legacy_shim.checkpoints.huggingface.joined_experts import in_memory, joined, joined_counts, split
+from temper_legacy_shim.checkpoints.megatron.flat_moments import has_flat_optimizer, read_flat_optimizer
+from temper_legacy_shim.checkpoints.megatron.megatron_moments import check_masters, read_megatron_adapter_optimizer, read_megatron_optimizer
+from temper_legacy_shim.checkpoints.model import CLASSIFIER, LANGUAGE_HEAD, OldModel
+from temper_legacy_shim.checkpoints.temper.extra_state import OldExtra, read_extra
+from temper_legacy_shim.errors import LayoutError, UsageError
+
+_TRL_HEAD = {"v_head.summary.weight": "score.weight", "v_head.summary.bias": "score.bias"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumableState:
+    """Everything of an old role that training can go on from."""
+
+    model: OldModel
+    """Weights in float32 under the engine's names."""
+    moments: Mapping[str, OldMoments]
+    """By the same names; empty where the old checkpoint has none that can be carried."""
+    settings: Mapping[str, object]
+    """Of the old optimiser's group."""
+    decays_vectors: bool = True
+    """Whether that optimiser decayed vectors too."""
+    extra: OldExtra
+    """Schedule and random-number states."""
+    carried: tuple[str, ...]
+    """For the receipt."""
+    not_carried: tuple[str, ...]
+    """For the receipt."""
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that the parameters have seen; 0 where no moments are carried."""
+        return max((kept.update_count for kept in self.moments.values()), default=0)
+
+    def tensors(self) -> dict[str, LazyTensor]:
+        """By kind and name, as the engine's checkpoint has them: experts of a mixture as one tensor."""
+        weights = self.model.weights
+        trained = {name: tensor for name, tensor in weights.items() if not is_buffer(name)}
+        buffers = {name: tensor for name, tensor in weights.items() if is_buffer(name)}
+        found = {f"parameter.{name}": tensor for name, tensor in joined(trained).items()}
+        found |= {f"buffer.{in_memory(name)}": tensor for name, tensor in buffers.items()}
+        # Without old moments they begin at 0, as a new optimizer's do: an engine loads no step directory without any.
+        first: dict[str, LazyTensor] = {name: _Zeros(tensor.shape) for name, tensor in trained.items()}
+        second = dict(first)
+        for name, kept in self.moments.items():
+            first[name], second[name] = _in_float32(kept.first), _in_float32(kept.second)
+        found |= {f"first_moment.{name}": tensor for name, tensor in joined(first).items()}
+        found |= {f"second_moment.{name}": tensor for name, tensor in joined(second).items()}
+        for name, count in joined_counts(_update_counts(trained, self.moments)).items():
+            found[f"update_count.{name}"] = InMemory(np.asarray(count, np.float32))
+        return found
+
+
+class _Zeros:
+    """A float32 tensor of zeros."""
+
+    dtype = FLOAT32
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def read(self, start: int, stop: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]]":
+        """Rows."""
+        return np.zeros((stop - start, *self.shape[1:]), np.float32)
+
+
+def resumable(model: OldModel) -> ResumableState:
+    """What of a role can be resumed, with reasons for what can not.
+
+    Raises:
+        UsageError: no engine can go on from such a checkpoint.
+    """
+    if model.head == "reward_model":
+        raise UsageError(f"{model.role.path} has a score head without a bias, which no engine's value or reward model has: use --to hf.")
+    if f"{CLASSIFIER}.weight" in model.weights:
+        raise UsageError(f"{model.role.path} has a head called {CLASSIFIER}, which no engine's value model has: use --to hf.")
+    if model.adapter is not None:
+        return _resumable_adapter(model, model.adapter)
+    optimizer, why_not = _optimizer(model)
+    extra = read_extra(model.role)
+    names = {name: _TRL_HEAD.get(name, name) for name in model.weights if not (model.head == "trl_value_model" and name == LANGUAGE_HEAD)}
+    weights = {new: _in_float32(optimizer.masters.get(old, model.weights[old])) for old, new in names.items()}
+    moments = {new: optimizer.moments[old] for old, new in names.items() if old in optimizer.moments}
+    carried = ["weights, as float32 masters" + (", the optimizer's own" if optimizer.masters else "")]
+    if moments:
+        carried.append(f"both moments and the update counts of {len(moments)} parameters")
+    absent = [] if not moments else [new for new in weights if new not in moments and not is_buffer(new)]
+    if absent:
+        why_not = (
+            *why_not,
+            f"moments of {len(absent)} parameters that were never updated, such as {absent[0]}: they begin at 0",
+        )
+    if moments:
+        why_not = (*why_not, *_uneven(_update_counts([new for new in weights if not is_buffer(new)], moments)))
+    return ResumableState(
+        model=replace(model, weights=weights, head="value_model" if model.head == "trl_value_model" else model.head),
+        moments=moments,
+        settings=optimizer.settings,
+        decays_vectors=optimizer.decays_vectors,
+        extra=extra,
+        carried=(*carried, *extra.carried),
+        not_carried=(*why_not, *extra.not_carried),
+    )
+
+
+def _update_counts(names: Iterable[str], moments: Mapping[str, OldMoments]) -> dict[str, int]:
+    """Of every parameter; 0 of one that was never updated."""
+    return {name: moments[name].update_count if name in moments else 0 for name in names}
+
+
+def _uneven(counts: Mapping[str, int]) -> list[str]:
+    """What is lost where an engine counts the updates of experts together, which the old optimizer counted one by one."""
+    together = joined_counts(counts)
+    fewer = [name for name, count in counts.items() if count < together[in_memory(name)]]
+    if not fewer:
+        return []
+    return [f"update counts of {len(fewer)} experts' matrices, such as {fewer[0]}: a layer's experts go on with the largest of theirs"]
+
+
+def _resumable_adapter(model: OldModel, adapter: Adapter) -> ResumableState:
+    """Of an adapter, and a critic's head: the base is not part of what an engine saves."""
+    weights = adapter_weights(adapter, model)
+    below = {name: tensor for name, tensor in weights.items() if not _is_of_head(name.removeprefix(PEFT_PREFIX))}
+    optimizer = OldOptimizer(moments={})
+    extra = read_extra(model.role)
+    carried, why_not = ["the adapter's weights, as float32 masters"], [*extra.not_carried]
+    try:
+        optimizer = adapter_optimizer(model, weights)
+        carried[0] += ", the optimizer's own" if optimizer.masters else ""
+        carried.append(f"both moments and the update counts of {len(optimizer.moments.keys() & below.keys())} parameters")
+    except LayoutError as error:
+        why_not.insert(0, f"optimizer moments: {error}")
+    notes = [*model.notes, f"resume it with lora.rank {adapter.rank} and the lora.alpha of the old run around the same base model"]
+    head = _head_beside(model, adapter)
+    if head:
+        carried.append("the value head, as float32")
+        notes.append("an engine trains the value head whole beside the adapter: what the old run's adapter had added to it is part of it")
+        why_not.append("moments of the value head, which the old run did not train itself: they begin at 0")
+    if len({id(pair.down) for pair in adapter.pairs.values()}) < len(adapter.pairs):
+        notes.append("q, k and v shared one A, and so did gate and up: each goes on with a copy of it and of its moments")
+    return ResumableState(
+        model=replace(
+            model,
+            weights={name: _in_float32(optimizer.masters.get(name, tensor)) for name, tensor in below.items()} | head,
+            notes=tuple(notes),
+        ),
+        moments={name: kept for name, kept in optimizer.moments.items() if name in below},
+        settings=optimizer.settings,
+        decays_vectors=optimizer.decays_vectors,
+        extra=extra,
+        carried=(*carried, *extra.carried),
+        not_carried=tuple(why_not),
+    )
+
+
+def _head_beside(model: OldModel, adapter: Adapter) -> dict[str, LazyTensor]:
+    """A critic's head by an engine's names, with what an adapter of its own adds.
+
+    Raises:
+        UsageError: the adapter has one, but the checkpoint not what it is added to.
+    """
+    head = {name: _in_float32(tensor) for name, tensor in model.weights.items() if _is_of_head(name)}
+    pairs = {module: pair for module, pair in adapter.pairs.items() if _is_of_head(f"{module}.")}
+    if pairs and not head:
+        raise UsageError(
+            f"{model.role.path} has an adapter of the value head, but not the head itself, without which none goes on: start anew."
+        )
+    whole = merged(head, replace(adapter, pairs=pairs))
+    return {f"{PEFT_PREFIX}{_TRL_HEAD.get(name, name)}": tensor for name, tensor in whole.items()}
+
+
+def _is_of_head(name: str) -> bool:
+    return name.startswith(("score.", "v_head."))
+
+
+def _optimizer(model: OldModel) -> tuple[OldOptimizer, tuple[str, ...]]:
+    role = model.role
+    try:
+        if "optim" in role.fsdp_files:
+            check_is_beside_weights(role)
+            return read_optimizer(role, model.weights, parameters=list(model.weights)), ()
+        if role.dist_folders:
+            return read_megatron_optimizer(model), ()
+        if role.rank_files and has_flat_optimizer(model):
+            return read_flat_optimizer(model, num_updates=model.num_updates), ()
+    except LayoutError as error:
+        return OldOptimizer(moments={}), (f"optimizer moments: {error}",)
+    return OldOptimizer(moments={}), ("optimizer moments: the old checkpoint has none",)
+
+
+def _in_float32(tensor: LazyTensor) -> LazyTensor:
+    return Cast(tensor, FLOAT32) if tensor.dtype.is_float and tensor.dtype != FLOAT32 else tensor
+
+
+def training_state(model: OldModel) -> Iterator[TrainingState]:
+    """The portable training state of an old role, read as it is consumed; for any engine's ``load_state``.
+
+    Raises:
+        UsageError: no engine can go on from it, or it has no moments.
+    """
+    state = resumable(model)
+    if not state.moments:
+        raise UsageError(f"{model.role.path} has no moments to go on from: {'; '.join(state.not_carried)}.")
+    for name, tensor in state.model.weights.items():
+        if not is_buffer(name):
+            kept = state.moments.get(name)
+            zeros = torch.zeros(tensor.shape)
+            yield TrainingState(
+                name=name,
+                master=as_torch(tensor),
+                first_moment=zeros if kept is None else as_torch(_in_float32(kept.first)),
+                second_moment=zeros.clone() if kept is None else as_torch(_in_float32(kept.second)),
+                update_count=0 if kept is None else kept.update_count,
+            )
+
+
+def read_training_state(directory: Path) -> Iterator[TrainingState]:
+    """The portable training state from what ``--to temper`` wrote, or an FSDP engine's step directory, without torch.distributed.
+
+    Experts come one by one, by the names that files have.
+
+    Raises:
+        LayoutError: it holds no moments.
+    """
+    tensors = DistCheckpoint(find_step(directory) / ENGINE_PART / "dcp").tensors
+    if not any(name.startswith("first_moment.") for name in tensors):
+        raise LayoutError(f"{directory} holds weights without moments: load them with load_checkpoint of an engine without optimizer.")
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition(".")
+        if kind == "parameter":
+            sides = (split(name, each) for each in (tensor, tensors[f"first_moment.{name}"], tensors[f"second_moment.{name}"]))
+            count = int(as_torch(tensors[f"update_count.{name}"]))
+            for (part, master), (_, first), (_, second) in zip(*sides, strict=True):
+                yield TrainingState(
+                    name=part,
+                    master=as_torch(master),
+                    first_moment=as_torch(first),
+                    second_moment=as_torch(second),
+                    update_count=count,
+                )
+
+
+_SIDES = {".lora_A": "lora_A", ".lora_B": "lora_B"}
+
+
+def adapter_weights(adapter: Adapter, model: OldModel) -> dict[str, LazyTensor]:
+    """Both halves of every module by PEFT's names.
+
+    Raises:
+        UsageError: of a kind that no engine trains.
+    """
+    tables = [module for module, pair in adapter.pairs.items() if pair.is_embedding or module == "lm_head"]
+    others = [*tables, *adapter.whole, *(["biases"] if adapter.lacks_biases else [])]
+    if others:
+        raise UsageError(
+            f"{model.role.path} trained {', '.join(others[:3])} beside its linear layers below the head, which no "
+            "engine resumes: use --to peft or --to hf and start a new run from it."
+        )
+    found: dict[str, LazyTensor] = {}
+    for module, pair in adapter.pairs.items():
+        found[f"{PEFT_PREFIX}{module}.lora_A.weight"] = pair.down
+        found[f"{PEFT_PREFIX}{module}.lora_B.weight"] = pair.up
+    return found
+
+
+def adapter_optimizer(model: OldModel, weights: Mapping[str, LazyTensor]) -> OldOptimizer:
+    """Moments and masters of the adapter's halves, by the names of ``weights``.
+
+    Raises:
+        LayoutError: they can't be told apart; says why, for the receipt.
+    """
+    role = model.role
+    if role.dist_folders:
+        read = read_megatron_adapter_optimizer(model)
+        if read.moments.keys() != weights.keys():
+            raise LayoutError(f"the optimizer keeps moments of {len(read.moments)} tensors, but the adapter has {len(weights)}")
+        check_masters(read.masters, weights)
+        return read
+    if "optim" not in role.fsdp_files:
+        raise LayoutError("the old checkpoint has none that tells what belongs to an adapter")
+    check_is_beside_weights(role)
+    raw = rank_files.read_weights(role.fsdp_files["model"], where=role.path)
+    leaves = [key for key in raw if any(side in key for side in _SIDES)]
+    read = read_trained_leaves(role, raw, leaves=leaves)
+    moments = {_peft_name(key): kept for key, kept in read.moments.items()}
+    if moments.keys() != weights.keys():
+        raise LayoutError(f"the optimizer keeps moments of {len(moments)} tensors, but the adapter has {len(weights)}")
+    return OldOptimizer(moments=moments, settings=read.settings)
+
+
+def _peft_name(key: str) -> str:
+    """From ``[base_model.model.]MODULE.lora_A[.default].weight``."""
+    bare = key.removeprefix(PEFT_PREFIX).removesuffix(".weight")
+    module, _, half = bare.rpartition(".lora_")
+    return f"{PEFT_PREFIX}{module}.lora_{half.partition('.')[0]}.weight"

@@ -1,0 +1,69 @@
+"""The command ``temper-migrate``: one sub-command for each thing that an older system leaves behind.
+
+A sub-command imports what it needs when it runs, so that the command itself starts without torch.
+"""
+
+import gc
+import sys
+from importlib.metadata import version
+
+import typer
+
+from temper_legacy_shim.cli import checkpoint_command, config_command, doctor_command, imports_command, script_command
+from temper_legacy_shim.errors import ShimError
+
+_OBJECTS_BETWEEN_COLLECTIONS = 100_000
+"""Python's 700 cost a tenth of the start: modules and indexes of checkpoints make many objects and hardly any cycles."""
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="temper-migrate",
+    help="Carry what older post-training systems left behind over to Temper.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # half of the start would be rich's Markdown, for a help without any
+)
+checkpoint_command.register(app)
+config_command.register(app)
+script_command.register(app)
+imports_command.register(app)
+doctor_command.register(app)
+
+
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
+        print(f"temper-migrate {version('temper-legacy-shim')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Keep sub-commands, also while there are few."""
+
+
+def main() -> None:
+    """Run the command; a failure that the user can fix is one message and exit code 1."""
+    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["--help"]:
+        # `--help COMMAND` as in `temper-train`; typer would ignore the second word.
+        arguments = [*arguments[1:], "--help"]
+    try:
+        app(arguments)
+    except ShimError as error:
+        _say(f"{type(error).__name__}: {error}", style="red")
+        sys.exit(EXIT_FAILED)
+    except SystemExit as end:  # typer makes it of Ctrl-C, without a word
+        if end.code == EXIT_INTERRUPTED:
+            _say("interrupted; run the same command again to go on", style="")
+        raise
+
+
+def _say(sentence: str, *, style: str) -> None:
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False, soft_wrap=True).print(sentence, style=style, markup=False)

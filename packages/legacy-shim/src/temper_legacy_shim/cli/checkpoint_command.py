@@ -1,0 +1,276 @@
+"""The sub-commands ``checkpoint`` and ``verify``: options in, tables, progress or JSON out."""
+
+import json
+import math
+import os
+import re
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from temper_legacy_shim.cli.output import print_facts
+from temper_legacy_shim.errors import LayoutError, ShimError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from temper_legacy_shim.checkpoints.layouts import Role
+    from temper_legacy_shim.checkpoints.model import OldModel, Sources
+    from temper_legacy_shim.checkpoints.plan import Job, Options, Progress
+    from temper_legacy_shim.checkpoints.receipt import Receipt
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""As a path, in which the second slash is lost."""
+_NEEDS = "pip install 'temper-legacy-shim[checkpoint]'"
+
+
+class To(StrEnum):
+    """What is written."""
+
+    HF = "hf"
+    PEFT = "peft"
+    TEMPER = "temper"
+
+
+class KeptAdapter(StrEnum):
+    """What becomes of an adapter."""
+
+    MERGE = "merge"
+    KEEP = "keep"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the sub-commands."""
+    app.command("checkpoint")(checkpoint)
+    app.command("verify")(verify)
+
+
+def checkpoint(
+    directory: Annotated[Path, typer.Argument(help="A run, a step (global_step_N) or a role (actor, critic) directory.")],
+    to: Annotated[To, typer.Option("--to", help="hf: safetensors. peft: the adapter alone. temper: resumable by an engine.")] = To.HF,
+    out: Annotated[Path | None, typer.Option(help="A new directory; several roles get a folder each in it.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step of a run; the tracker's by default.")] = None,
+    role: Annotated[str | None, typer.Option(help="Only this role.")] = None,
+    hf_config: Annotated[Path | None, typer.Option(help="Folder with the model's config.json, where the checkpoint has none.")] = None,
+    base_model: Annotated[Path | None, typer.Option(help="Base model's folder, for checkpoints of an adapter alone.")] = None,
+    lora_alpha: Annotated[float | None, typer.Option(help="The adapter's alpha, where no file says it.")] = None,
+    num_updates: Annotated[int | None, typer.Option(min=1, help="temper: updates that were made, where no optimizer file says it.")] = None,
+    partial_adapter: Annotated[bool, typer.Option(help="Convert an adapter of which layers are lost.")] = False,
+    adapter: Annotated[KeptAdapter, typer.Option(help="hf: add the adapter to the weights, or keep it beside them.")] = KeptAdapter.MERGE,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; kept as it is by default.")] = None,
+    max_shard_size: Annotated[float, typer.Option(help="Of one safetensors file, in GB.")] = 5.0,
+    strict: Annotated[bool, typer.Option(help="NaN and infinity are errors.")] = False,
+    verify_names: Annotated[bool, typer.Option(help="Compare names and shapes with transformers' model.")] = True,
+    verify_logits: Annotated[bool, typer.Option(help="Load the output with transformers and compare logits.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Say what is there and whether it can be converted; write nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print receipts as JSON.")] = False,
+) -> None:
+    """Convert a checkpoint of an older system. No pickle is executed, and nothing is overwritten."""
+    _require_extra()
+    from rich.console import Console
+
+    from temper_legacy_shim.checkpoints.conversion import convert, finished
+    from temper_legacy_shim.checkpoints.model import Sources
+    from temper_legacy_shim.checkpoints.plan import Options, plan_jobs
+
+    if not math.isfinite(max_shard_size):
+        raise UsageError(f"--max-shard-size is {max_shard_size}, but must be a number of GB.")
+    options = Options(
+        target=to.value,
+        dtype=dtype,
+        keeps_adapter=adapter == KeptAdapter.KEEP,
+        max_shard_bytes=int(max_shard_size * 1e9),
+        is_strict=strict,
+        checks_names=verify_names,
+        verifies_logits=verify_logits,
+    )
+    if num_updates is not None and to != To.TEMPER:
+        raise UsageError(f"--num-updates has no effect with --to {to}, which writes no optimizer state: leave it out.")
+    sources = Sources(
+        hf_config=hf_config, base_model=base_model, lora_alpha=lora_alpha, accepts_partial_adapter=partial_adapter, num_updates=num_updates
+    )
+    console = Console(stderr=as_json, highlight=False)
+    _check_is_local(directory, "old checkpoints are read from a disk: download it first, or mount the store.")
+    if out is not None:
+        _check_is_local(out, "an --out is written to a disk: give a folder, and upload that.")
+    if check:
+        _check(directory, step=step, role=role, options=options, sources=sources, as_json=as_json, console=console)
+        return
+    if out is None:
+        raise typer.BadParameter("give the new directory to write, or --check to write nothing.", param_hint="--out")
+    receipts = []
+    jobs = plan_jobs(directory, out, step=step, role=role)
+    _check_together(jobs, options, sources)
+    for job in jobs:
+        _show_role(console, job.role)
+        made = finished(job, options, sources) if len(jobs) > 1 else None
+        if made is None:
+            made = _with_progress(console, job, lambda progress, job=job: convert(job, options, sources, progress=progress))  # type: ignore[misc]
+        else:
+            console.print(f"{job.out} is there already: an earlier run of this command wrote it", markup=False)
+        receipts.append(made)
+        _show_receipt(console, job, made)
+    if as_json:
+        typer.echo(json.dumps([asdict(receipt) for receipt in receipts], indent=1))
+
+
+def verify(
+    directory: Annotated[Path, typer.Argument(help="What `temper-migrate checkpoint` wrote.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Check a converted checkpoint against its receipt: every file, its size, its checksum, its tensors."""
+    _require_extra()
+    from rich.console import Console
+
+    from temper_legacy_shim.checkpoints.receipt import check_receipt, read_receipt
+
+    folders = _converted_in(directory)
+    console = Console(stderr=as_json, highlight=False)
+    results = []
+    for folder in folders:
+        receipt = read_receipt(folder)
+        found = check_receipt(folder, receipt)
+        counts = {"files": len(receipt.files), "tensors": found.num_tensors, "surplus": list(found.surplus)}
+        results.append({"directory": str(folder), **counts, "ok": True})
+        console.print(f"{folder}: {len(receipt.files)} files as they were written, {found.num_tensors} tensors", markup=False)
+        if found.surplus:
+            console.print(f"{folder}: not of the conversion, and unchecked: {', '.join(found.surplus)}", style="yellow", markup=False)
+    if as_json:
+        typer.echo(json.dumps(results, indent=1))
+
+
+def _converted_in(directory: Path) -> list[Path]:
+    """The directory itself, or folders of roles in it."""
+    from temper_legacy_shim.checkpoints.receipt import NAME
+
+    if os.path.isfile(directory / NAME):
+        return [directory]
+    found = sorted(path.parent for path in directory.glob(f"*/{NAME}")) if os.path.isdir(directory) else []
+    if not found:
+        raise LayoutError(f"{directory} has no {NAME}: give a directory that `temper-migrate checkpoint` wrote.")
+    return found
+
+
+def _check_is_local(path: Path, expected: str) -> None:
+    if _URL.match(str(path)):
+        raise UsageError(f"{path} is a URL, but {expected}")
+
+
+def _require_extra() -> None:
+    try:
+        import blake3  # noqa: F401
+        import ml_dtypes  # noqa: F401
+        import numpy  # noqa: F401
+    except ImportError as error:
+        raise ShimError(f"converting checkpoints needs blake3, ml_dtypes, numpy, safetensors and torch: {_NEEDS}") from error
+
+
+def _check_together(jobs: "list[Job]", options: "Options", sources: "Sources") -> None:
+    """Of several roles all or none: what the last one lacks is said before the first one is written."""
+    from temper_legacy_shim.checkpoints.conversion import finished
+    from temper_legacy_shim.checkpoints.model import read_model
+    from temper_legacy_shim.checkpoints.staging import check_absent
+
+    for job in jobs if len(jobs) > 1 else ():
+        if finished(job, options, sources) is None:
+            check_absent(job.out)
+        try:
+            _account(read_model(job.role, sources), options)
+        except ShimError as error:
+            names = ", ".join(each.role.name for each in jobs)
+            raise type(error)(f"{job.role.name}: {error} Nothing was written; --role converts one of {names} alone.") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Account:
+    """What a conversion would write."""
+
+    num_tensors: int
+    num_bytes: int
+    carried: tuple[str, ...] = ()
+    not_carried: tuple[str, ...] = ()
+
+
+def _account(model: "OldModel", options: "Options") -> _Account:
+    if options.target == "temper":
+        from temper_legacy_shim.checkpoints.temper.step_directory import plan_step  # needs torch
+
+        step = plan_step(model, options)
+        return _Account(
+            num_tensors=len(step.tensors), num_bytes=step.num_bytes, carried=step.state.carried, not_carried=step.state.not_carried
+        )
+    from temper_legacy_shim.checkpoints.plan import plan_conversion
+
+    plan = plan_conversion(model, options)
+    return _Account(num_tensors=len(plan.tensors()), num_bytes=plan.num_bytes)
+
+
+def _check(
+    directory: Path, *, step: int | None, role: str | None, options: "Options", sources: "Sources", as_json: bool, console: "Console"
+) -> None:
+    """Say for every role what it is and whether it can be converted; exit code 1 where a person is needed."""
+    from temper_legacy_shim.checkpoints.layouts import find_roles
+    from temper_legacy_shim.checkpoints.model import read_model
+    from temper_legacy_shim.checkpoints.receipt import source_record
+
+    results: list[dict[str, object]] = []
+    for each in find_roles(directory, step=step, role=role):
+        _show_role(console, each)
+        try:
+            account = _account(read_model(each, sources), options)
+        except ShimError as error:
+            results.append({**asdict(source_record(each)), "ok": False, "problem": str(error)})
+            console.print(f"needs a person: {error}", style="red", markup=False)
+            continue
+        results.append({**asdict(source_record(each)), "ok": True, **asdict(account)})
+        console.print(f"can be converted: {account.num_tensors} tensors, {_size(account.num_bytes)}", style="green", markup=False)
+        for title, sentences in (("carried", account.carried), ("not carried", account.not_carried)):
+            for sentence in sentences:
+                console.print(f"{title}: {sentence}", markup=False)
+    if as_json:
+        typer.echo(json.dumps(results, indent=1))
+    if not all(result["ok"] for result in results):
+        raise typer.Exit(1)
+
+
+def _with_progress(console: "Console", job: "Job", work: "Callable[[Progress], Receipt]") -> "Receipt":
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task(job.role.name, total=None)
+
+        def tell(what: str, done: int, total: int) -> None:
+            bars.update(task, description=what, completed=done, total=total)
+
+        return work(tell)
+
+
+def _show_role(console: "Console", role: "Role") -> None:
+    where = f", step {role.step}" if role.step is not None else ""
+    facts = [
+        ("checkpoint", f"{role.path}"),
+        ("role", f"{role.name}{where}"),
+        ("layout", f"{role.kind}, {role.world_size} rank{'s' * (role.world_size != 1)}"),
+        ("version", f"{role.version} ({'; '.join(role.reasons)})"),
+    ]
+    print_facts(console, facts)
+
+
+def _show_receipt(console: "Console", job: "Job", receipt: "Receipt") -> None:
+    facts = [
+        ("written", f"{job.out}: {receipt.num_tensors} tensors, {_size(receipt.num_bytes)}, {', '.join(receipt.dtypes)}"),
+        ("carried", ", ".join(receipt.carried)),
+    ]
+    for title, sentences in (("not carried", receipt.not_carried), ("note", receipt.notes), ("verified", receipt.verified)):
+        facts += [(title, sentence) for sentence in sentences]
+    print_facts(console, facts)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 10**8 else f"{num_bytes / 1e6:.2f} MB"

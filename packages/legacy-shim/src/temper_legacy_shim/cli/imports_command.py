@@ -1,0 +1,69 @@
+"""The sub-command ``imports``: Python code in, a diff or the changed files out."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SCHEMA = "temper-migrate/imports/1"
+"""Name of the form of ``--json``; docs/migration/imports.md describes it."""
+EXIT_CHANGES, EXIT_PERSON = 10, 20
+
+
+def register(app: typer.Typer) -> None:
+    """Add the sub-command."""
+    app.command("imports")(imports)
+
+
+def imports(
+    paths: Annotated[list[Path], typer.Argument(metavar="SRC...", help="Python files, or folders with some.")],
+    write: Annotated[bool, typer.Option("--write", help="Change the files; without it a diff is printed and nothing is written.")] = False,
+    keep_legacy: Annotated[
+        bool, typer.Option("--keep-legacy", help="Use the deprecated classes of temper-legacy-shim, which take the old arguments.")
+    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Print no diff, write nothing; for CI.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Change old imports. Exit code 0: there are none; 10: all have a successor of the same kind; 20: some need a person."""
+    from temper_legacy_shim.imports.source_files import change_files, copies_below, write_in_place
+
+    copies = copies_below(paths)
+    changes = change_files(paths, keeps_legacy=keep_legacy)
+    is_written = write and not check
+    if is_written:
+        for change in changes:
+            if change.before != change.after:
+                write_in_place(change)
+    if as_json:
+        report = [
+            {
+                "path": str(change.path),
+                "is_changed": change.before != change.after,
+                "diff": change.diff(),
+                "names": [{"line": r.line, "old": r.old, "new": r.new, "what_to_do": r.what_to_do} for r in change.remarks],
+            }
+            for change in changes
+        ]
+        typer.echo(
+            json.dumps({"schema": SCHEMA, "is_written": is_written, "files": report, "copies": [str(path) for path in copies]}, indent=1)
+        )
+    else:
+        for change in changes:
+            if not is_written and not check:
+                typer.echo(change.diff().encode("utf-8", errors="surrogateescape"), nl=False)
+            for remark in change.remarks:
+                if remark.what_to_do:
+                    new = f" -> {remark.new}" if remark.new else ""
+                    typer.echo(f"{change.path}:{remark.line}: {remark.old}{new}: {remark.what_to_do}", err=True)
+        for path in copies:
+            typer.echo(
+                f"{path} is a copy of the old package itself, and stays as it is: what you changed in it has to be moved by hand", err=True
+            )
+        num_changed = sum(change.before != change.after for change in changes)
+        what = "changed" if is_written else "would change (--write changes them)"
+        typer.echo(
+            f"{num_changed} file{'s' * (num_changed != 1)} {what}, {sum(c.needs_person for c in changes)} with work for a person", err=True
+        )
+    is_left = bool(copies) or any(change.needs_person for change in changes)
+    raise typer.Exit(EXIT_PERSON if is_left else EXIT_CHANGES if changes else 0)

@@ -1,0 +1,209 @@
+"""Batch arithmetic: prompts, completions, mini-batches and token budgets, recomputed from what the old system did with them."""
+
+import math
+
+from temper_legacy_shim.configs.mapping.builder import Draft
+from temper_legacy_shim.configs.mapping.rl_facts import completions_per_prompt, is_async, needs_critic, prompts_of_step
+from temper_legacy_shim.configs.mapping.roles import ACTOR, CRITIC, OldRole, data_parallel, is_megatron, sequence_parallel, world_size
+
+ACTOR_MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
+
+
+def build_batches(draft: Draft) -> None:
+    """Prompts of a step, its updates and passes, and the cap of a micro-batch."""
+    prompts, keys = prompts_of_step(draft)
+    if prompts is None:
+        return
+    draft.put("batching.prompts_per_step", prompts, rule="prompts-per-step", old=keys, verbatim=keys == ["data.train_batch_size"])
+    _updates(draft, prompts=prompts)
+    _check_ranks(draft, prompts=prompts)
+    _check_critic(draft)
+    passes = draft.integer("actor_rollout_ref.actor.ppo_epochs")
+    # A number below 1 is not what the new run makes, so its text may not stand there either.
+    is_theirs = passes is None or passes >= 1
+    draft.put("batching.num_passes", max(1, passes or 1), rule="passes", old=["actor_rollout_ref.actor.ppo_epochs"], verbatim=is_theirs)
+    _tokens(draft)
+
+
+def _updates(draft: Draft, *, prompts: int) -> None:
+    """Mini-batches are counted in prompts: updates of one pass are prompts divided by them."""
+    mini = draft.integer(ACTOR_MINI)
+    if mini is None:
+        return
+    old = ["data.train_batch_size", ACTOR_MINI]
+    if mini < 1:
+        draft.find(
+            "person", "mini-batches", f"{ACTOR_MINI} is {mini}, but must be at least 1: say how many prompts an update takes.", ACTOR_MINI
+        )
+        return
+    if mini > prompts:
+        draft.find(
+            "refused",
+            "mini-batches",
+            f"{ACTOR_MINI} is {mini}, more than the {prompts} prompts of a step, which {draft.old.version} refused, or took as one "
+            "update; one update is made here.",
+            *old,
+        )
+    count = max(1, math.ceil(prompts / mini))
+    if prompts % mini and mini < prompts:
+        last = prompts - mini * (count - 1)
+        draft.find(
+            "hazard",
+            "mini-batches",
+            f"{prompts} prompts of a step do not divide into mini-batches of {mini}: the old trainer made {count} updates, the last one of "
+            f"{last} prompts; here {count} updates share the prompts evenly. Choose a divisor to have equal ones.",
+            *old,
+        )
+    draft.put("batching.num_mini_batches", count, rule="mini-batches", old=old)
+
+
+def _check_ranks(draft: Draft, *, prompts: int) -> None:
+    """What the old trainer refused, or rounded down in silence."""
+    world, ranks = world_size(draft), data_parallel(draft, ACTOR)
+    if world is None or ranks is None or is_async(draft):
+        return
+    n = completions_per_prompt(draft)
+    total, mini = prompts * n, draft.integer(ACTOR_MINI) or prompts
+    if total % ranks:
+        draft.find(
+            "person",
+            "batch-divides",
+            f"data.train_batch_size x rollout.n is {prompts} x {n} = {total}, which {ranks} data-parallel ranks do not divide: "
+            f"{draft.old.version} refused to start. Choose a multiple, or another number of GPUs. (Here nothing has to divide: decide "
+            "whether the sizes are what you want.)",
+            "data.train_batch_size",
+            "trainer.n_gpus_per_node",
+        )
+        return
+    if (mini * n) % ranks:
+        draft.find(
+            "hazard",
+            "mini-batch-floor",
+            f"{ACTOR_MINI} x rollout.n is {mini} x {n} = {mini * n}, which {ranks} data-parallel ranks do not divide: the old workers took "
+            f"{mini * n // ranks} for each, {mini * n // ranks * ranks} in all; here an update has all of them.",
+            ACTOR_MINI,
+        )
+    micro = _micro(draft, ACTOR, ranks=ranks)
+    if micro and not draft.switch("actor_rollout_ref.actor.use_dynamic_bsz"):
+        mine = mini * n // ranks
+        if micro > 0 and mine % micro:
+            draft.find(
+                "person",
+                "micro-batch-divides",
+                f"each rank's mini-batch has {mine} completions, which micro-batches of {micro} do not divide: {draft.old.version} refused "
+                "to start, or trained on unequal ones. Here micro-batches are capped in tokens and nothing has to divide: decide whether "
+                "the sizes are what you want.",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+            )
+
+
+def _micro(draft: Draft, role: OldRole, *, ranks: int) -> int | None:
+    """Sequences of a micro-batch on one rank; the global key is divided as the old workers did."""
+    own = draft.integer(f"{role.block}.ppo_micro_batch_size_per_gpu")
+    whole = draft.integer(f"{role.block}.ppo_micro_batch_size")
+    key, both = f"{role.block}.ppo_micro_batch_size", f"{role.block}.ppo_micro_batch_size_per_gpu"
+    if whole is None:
+        return own
+    follows = both not in draft.old.origin
+    if own is not None and draft.old.is_set(key) and follows:
+        release = draft.old.version
+        draft.find(
+            "refused", "micro-batch-both", f"{key} alone is set; {both} followed it, and {release} refused both: the first counts.", key
+        )
+    elif own is not None and draft.old.is_set(key):
+        draft.find(
+            "person", "micro-batch-both", f"{key} and {both} are both set, which {draft.old.version} refused: remove one.", key, both
+        )
+        return own
+    if whole % ranks:
+        draft.find(
+            "person",
+            "micro-batch-global",
+            f"{key} is {whole} over all ranks, which {ranks} data-parallel ranks do not divide: the old workers took {whole // ranks} for "
+            "each, or refused. Say how many each takes.",
+            key,
+        )
+    return max(1, whole // ranks)
+
+
+def _check_critic(draft: Draft) -> None:
+    """The critic's own mini-batches: all roles share them here."""
+    if not needs_critic(draft):
+        return
+    mini, actor = draft.integer("critic.ppo_mini_batch_size"), draft.integer(ACTOR_MINI)
+    n = completions_per_prompt(draft)
+    if mini is None or actor is None:
+        return
+    counted = mini if draft.since("v0.4.0") else mini / n
+    if counted != actor:
+        note = "" if draft.since("v0.4.0") else f" (before v0.4.0 it counted completions: {mini} / {n} = {counted:g} prompts)"
+        draft.find(
+            "person" if draft.old.is_set("critic.ppo_mini_batch_size") else "hazard",
+            "critic-mini-batches",
+            f"critic.ppo_mini_batch_size is {mini}{note}, the actor's {actor}: all roles make the same updates here, so the critic takes "
+            "the actor's. Decide whether that is what you want.",
+            "critic.ppo_mini_batch_size",
+        )
+    epochs = draft.integer("critic.ppo_epochs")
+    if epochs is not None and epochs != (draft.integer("actor_rollout_ref.actor.ppo_epochs") or 1):
+        draft.find(
+            "person", "critic-passes", f"critic.ppo_epochs is {epochs}, but all roles make the same passes here.", "critic.ppo_epochs"
+        )
+
+
+def _tokens(draft: Draft) -> None:
+    """One cap for every pass: the largest micro-batch that the old actor was given."""
+    prompt, response = draft.integer("data.max_prompt_length") or 0, draft.integer("data.max_response_length") or 0
+    longest = prompt + response
+    budget, old = _budget(draft, ACTOR, longest=longest)
+    if needs_critic(draft):
+        other, _ = _budget(draft, CRITIC, longest=longest)
+        if other is not None and budget is not None and other < budget and draft.old.is_set("critic.ppo_max_token_len_per_gpu"):
+            budget, old = other, [*old, "critic.ppo_max_token_len_per_gpu"]
+    if budget is None:
+        return
+    is_raised = budget < longest
+    if is_raised:
+        draft.find(
+            "hazard",
+            "token-budget",
+            f"micro-batches were capped at {budget} tokens, less than the longest sample ({prompt} + {response} = {longest}); the cap is "
+            f"raised to {longest}, without which such a sample fits nowhere.",
+            *old,
+        )
+        budget = longest
+    draft.put("batching.max_tokens", budget, rule="token-budget", old=old, verbatim=len(old) == 1 and not is_raised)
+
+
+def _budget(draft: Draft, role: OldRole, *, longest: int) -> tuple[int | None, list[str]]:
+    """Tokens of a micro-batch of one data-parallel rank, and where that stands."""
+    dynamic = f"{role.block}.use_dynamic_bsz"
+    if draft.switch(dynamic):
+        key = f"{role.block}.ppo_max_token_len_per_gpu"
+        each = draft.integer(key)
+        if each is None:
+            return (None if isinstance(draft.old.get(key), str) else longest), [key]
+        sharing = 1 if is_megatron(draft) else sequence_parallel(draft, role)
+        extra = [f"{role.block}.ulysses_sequence_parallel_size"] if sharing > 1 else []
+        if is_megatron(draft):
+            context = draft.integer(f"{role.megatron}.context_parallel_size") or 1
+            sharing, extra = context, [f"{role.megatron}.context_parallel_size"] if context > 1 else []
+        return each * sharing, [key, *extra]
+    ranks = data_parallel(draft, role) or 1
+    micro = _micro(draft, role, ranks=ranks)
+    keys = [
+        f"{role.block}.ppo_micro_batch_size_per_gpu",
+        f"{role.block}.ppo_micro_batch_size",
+        "data.max_prompt_length",
+        "data.max_response_length",
+    ]
+    if micro is None:
+        return max(longest, 1), keys[2:]
+    return max(micro, 1) * longest, keys
+
+
+def explain_unused(draft: Draft) -> None:
+    """Sizes of passes that share the update's plan here."""
+    for key in ("actor_rollout_ref.rollout.log_prob", "actor_rollout_ref.ref.log_prob"):
+        for name in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"):
+            draft.say(f"{key}_{name}", "log-probs are computed over the update's own micro-batches, so that the first ratio is 1")

@@ -1,0 +1,161 @@
+"""A translation being made: builders read the old configuration through it and put new settings and findings into it."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from temper_legacy_shim.configs.mapping.trainer_defaults import is_our_default
+from temper_legacy_shim.configs.reading.composition import OldConfig
+from temper_legacy_shim.configs.reading.config_values import SHELL_VARIABLE, Plain, parse_value
+from temper_legacy_shim.configs.reading.trees import order
+from temper_legacy_shim.configs.translation import Cluster, Finding, Setting
+
+_FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*,\s*([^{}]*?)\s*\}")
+Numerics = Literal["legacy", "temper"]
+Level = Literal["person", "hazard", "refused", "note"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """What builders share."""
+
+    old: OldConfig
+    """The configuration as the old system had it."""
+    numerics: Numerics
+    """Whether the old workers' numerics are asked for."""
+    cluster: Cluster | None
+    """Where the configuration does not say it."""
+    config_name: str = ""
+    """Hydra's, which may be a file of the user's own that nobody gave us."""
+    expanded: Mapping[str, str] = field(default_factory=dict)
+    """By old key: a value that is a variable of the shell here, with what the script puts into that variable."""
+    settings: dict[str, Setting] = field(default_factory=dict)
+    """By new key, in the order in which they were put."""
+    findings: list[Finding] = field(default_factory=list)
+    """In the order in which they were found."""
+    spoken: dict[str, str] = field(default_factory=dict)
+    """By old key: why it has no counterpart in this configuration."""
+
+    def since(self, version: str) -> bool:
+        """Whether the old release is this one or later."""
+        return order(self.old.version) >= order(version)
+
+    def put(
+        self,
+        key: str,
+        value: Plain,
+        *,
+        rule: str,
+        old: Sequence[str] = (),
+        verbatim: bool = False,
+        group: bool = False,
+        number: bool = False,
+    ) -> None:
+        """Say a new setting, unless it is our default and nobody asked for it."""
+        sources = self.old.sources(*old)
+        is_asked = bool(sources)
+        if not is_asked and not group and is_our_default(key, value):
+            return
+        comment = self._comment(old, is_asked=is_asked, rule=rule)
+        self.settings[key] = Setting(
+            key=key,
+            value=value,
+            is_pinned=not is_asked and not group,
+            rule=rule,
+            old_keys=tuple(old),
+            sources=tuple(index for index in sources if index >= 0),
+            is_verbatim=verbatim and len(sources) == 1 and all(self.old.is_whole(key) for key in old),
+            comment=comment,
+            is_group=group,
+            is_number=number,
+        )
+
+    def _comment(self, old: Sequence[str], *, is_asked: bool, rule: str) -> str:
+        keys = [key for key in old if self.old.is_set(key)] if is_asked else list(old)
+        shown = ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
+        what = shown if is_asked else f"default of {self.old.version}" + (f": {shown}" if shown else "")
+        return f"{what} [{rule}]"
+
+    def find(self, level: Level, rule: str, message: str, *old: str) -> None:
+        """Say something that a reader has to know; the same sentence is said once."""
+        finding = Finding(level=level, rule=rule, message=message, old_keys=tuple(old))
+        if finding not in self.findings:
+            self.findings.append(finding)
+
+    def say(self, key: str, reason: str) -> None:
+        """Why an old key has no counterpart in this configuration."""
+        self.spoken[key] = reason
+
+    def copy(self, new: str, old: str, *, rule: str, expected: Literal["number", "text", "switch", "any"] = "any") -> None:
+        """The value as it was; nothing where the old tree has none."""
+        value = self.old.get(old)
+        if value is None:
+            return
+        if expected == "number":
+            if isinstance(value, str) and SHELL_VARIABLE.fullmatch(value):
+                self.put(new, value, rule=rule, old=[old], verbatim=True, number=True)
+                self.find("note", "value-unknown", f"{old} is {value}, which only the shell knows: it goes on as it stands.", old)
+                return
+            found = self.number(old)
+            if found is not None or _is_shell(value):
+                self.put(new, value if found is None else found, rule=rule, old=[old], verbatim=True)
+            return
+        self.put(new, value, rule=rule, old=[old], verbatim=True)
+
+    def number(self, key: str) -> int | float | None:
+        """A number of the old configuration; a value that is none is a finding, once, and None."""
+        value = self.old.get(key)
+        if isinstance(value, str):
+            value = parse_value(self._without_environment(key, value))[0]
+        if isinstance(value, bool) or not isinstance(value, int | float | None):
+            self.find(
+                "person",
+                "value-unknown",
+                f"{key} is {self.old.get(key)!r}, but a number is needed to go on: write the number, or give the shell's variable "
+                "a value (temper-migrate script --set NAME=VALUE).",
+                key,
+            )
+            return None
+        return value
+
+    def _without_environment(self, key: str, value: str) -> str:
+        """The default of ``${oc.env:NAME,default}``, as a script's ``${NAME:-default}`` is read; other texts as they are."""
+        match = _FROM_ENVIRONMENT.fullmatch(value.strip())
+        if match is None:
+            return value
+        self.find("note", "value-unknown", f"{key} is {value}: {match[2]} is taken, as where {match[1]} is not set.", key)
+        return match[2]
+
+    def integer(self, key: str) -> int | None:
+        """A whole number of the old configuration, or None; see ``number``."""
+        value = self.number(key)
+        return int(value) if value is not None and abs(value) < 1e18 and value == value else None
+
+    def frequency(self, key: str) -> int:
+        """Every how many steps; 0 where there is none, and where the number is unknown. False and True are 0 and 1, as in Python."""
+        value = self.old.get(key)
+        return int(value) if isinstance(value, bool) else self.integer(key) or 0
+
+    def switch(self, key: str) -> bool:
+        """A boolean of the old configuration; None and what is absent are False."""
+        value = self.old.get(key)
+        if isinstance(value, str):
+            value = parse_value(value)[0]
+        if isinstance(value, str):
+            if value.lower() in ("none", "off", "no", ""):
+                return False
+            if _is_shell(value):
+                self.find("person", "value-unknown", f"{key} is {value!r}, but true or false is needed to go on: write one of them.", key)
+                return False
+        return bool(value)
+
+    def text(self, key: str) -> str:
+        """A text of the old configuration; empty where there is none."""
+        value = self.old.get(key)
+        return "" if value is None else str(value)
+
+
+def _is_shell(value: Plain) -> bool:
+    """Whether a text stands for a value that only the shell knows."""
+    return isinstance(value, str) and ("$" in value or "`" in value)

@@ -1,0 +1,96 @@
+"""Signs that a model looks at images or listens: out of scope, and never accepted by mistake."""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from temper_legacy_shim.configs.mapping.builder import Draft
+from temper_legacy_shim.configs.mapping.model_fields import config_json
+
+_WORDS = (
+    "vl[am]?", "omni", "o-2_6", "minicpm-?[vo]", "janus", "ovis", "ui-?tars", "gui-(owl|r1|actor)", "pi0", "vision", "visual", "video",
+    "audio", "speech", "asr", "tts", "ocr", "r1-?v", "aria", "eagle-?2(\\.5)?", "blip-?", "step-?3", "points-reader", "points-1\\.5",
+    "florence-?", "fuyu", "bagel", "emu-?[23]", "n?vila", "chameleon", "xgen-mm", "mm-(eureka|r1)", "qwen-image", "keye", "sa2va",
+)  # fmt: skip
+"""Between letters they mean nothing (``reveal``, ``VLarge``, ``vllm``); digits, signs and the ends may stand around them."""
+_FAMILIES = (
+    "llava", "intern-?vl", "qwen-?vl", "deepseek-?vl", "pixtral", "paligemma", "medgemma", "gemma-?3n", "gemma-?4(?![\\db])", "smolvlm",
+    "idefics", "molmo", "openvla", "longvila", "multimodal", "instructblip", "moondream", "xcomposer", "cogvlm", "cogagent", "mllama",
+    "ultravox", "whisper", "voxtral", "videollama", "videochat", "perception-lm", "nvlm", "qvq", "onevision", "kosmos", "mplug", "olmocr",
+    "salmonn", "cosmos-reason", "kimi-?k2\\.[5-9]", "qwen-?3[._][5-9](?![\\d.]*b)", "llama-?4(?![\\db])", "llama-?3\\.2-(11|90)b",
+    "gemma-?3-(4|12|27)b", "mistral-small-(3\\.[1-9]|4(?!\\d)|[^/]*-250[3-9])", "magistral-small-(2509|25[1-9]\\d|1\\.2)",
+    "devstral-small-2-", "ministral-3(?![\\db])", "mistral-medium-3", "mistral-large-3(?!\\d)", "glm-?4v", "-4\\.\\dv(?![a-z\\d])",
+    "\\db?-?v(?![a-z\\d])",
+)  # fmt: skip
+"""Of models of images, video and sound that are often trained; text models of the same families, such as gemma-3-1b, are not meant."""
+_NAMES = re.compile(rf"(?<![a-z])({'|'.join(_WORDS)})\d*(?![a-z])|{'|'.join(_FAMILIES)}", re.IGNORECASE)
+_PATHS = ("actor_rollout_ref.model.path", "model.path", "model.partial_pretrain", "critic.model.path")
+_KEYS = ("data.image_key", "data.video_key", "data.audio_key")
+_SETTINGS = re.compile(
+    r"mm_preprocessor|limit_images|vision_tower|limit_mm_per_prompt|mm_processor|return_multi_modal_inputs|image_patch_size|freeze_vision"
+)
+_DATA = re.compile(
+    r"geo3k|geometry3k|llava|vqa|deepeyes|mm-eureka|multimodal|screenspot|infigui|libero|coco|refcoco|mathvista", re.IGNORECASE
+)
+
+_PARTS = re.compile(
+    r"(vision|visual|audio|speech|image|video|vit|vq)_(config|tower|encoder|backbone|model)|visual|(mm_vision|mm_audio)_tower"
+)
+"""Blocks of a config.json that describe an encoder of images, video or sound."""
+_OTHER_PARTS = ("thinker_config", "talker_config", "img_processor", "audio_processor", "num_mel_bins")
+_CLASSES = re.compile(r"VL(?![a-z])|VLM|Vision|Audio|Speech|Image|Video|Omni|Multimodal|Llava|Whisper|MiniCPM[VO]$")
+_TYPES = re.compile(r"(?<![a-z])vl(?![a-z])|qwen_?vl|internvl|llava|omni|whisper|minicpm[vo]$|\dv(?![a-z])")
+
+
+def find_images(draft: Draft) -> None:
+    """Ask a person wherever the model, its config.json, its data or the settings speak of images, video or sound."""
+    signs = list(_signs(draft))
+    if signs:
+        draft.find(
+            "person",
+            "images",
+            f"this looks like a model of images, video or sound ({'; '.join(dict.fromkeys(signs))}), which is out of scope here: "
+            "no configuration is written. Where it is a text model after all, take those keys out, or give its path another name.",
+        )
+
+
+def _signs(draft: Draft) -> Iterator[str]:
+    for key in _PATHS:
+        model = _text(draft, key) if key == _PATHS[0] or draft.old.is_set(key) else ""
+        if _NAMES.search(model):
+            yield f"the model is {model}"
+        elif part := part_of_folder(model):
+            yield f"the model is {model}, whose config.json says {part}"
+    yield from (f"{key} is set" for key in _KEYS if draft.old.is_set(key) and draft.text(key))
+    files = " ".join(text for key in ("data.train_files", "data.val_files", "data.path") if (text := _text(draft, key)))
+    if _DATA.search(files):
+        yield f"the data are {files[:80]}"
+    if _DATA.search(draft.config_name):
+        yield f"the configuration is {draft.config_name}"
+    # A limit or a cache of 0 is what a run of text says too.
+    said = [key for key in draft.old.origin if _SETTINGS.search(key) and draft.text(key) not in ("", "0", "0.0")]
+    if said:
+        yield f"{', '.join(said[:3])} {'is' if len(said) == 1 else 'are'} set"
+
+
+def _text(draft: Draft, key: str) -> str:
+    """Return a value, with what a shell script puts into the variable that stands for it."""
+    return draft.expanded.get(key) or draft.text(key)
+
+
+def part_of_folder(model: str) -> str:
+    """Return what in the config.json of a local folder says that the model sees or listens; empty where nothing does."""
+    return _part(config_json(model))
+
+
+def _part(fields: Mapping[str, object]) -> str:
+    for key, value in fields.items():
+        if value and (_PARTS.fullmatch(key) or key in _OTHER_PARTS):
+            return key
+    model_type = str(fields.get("model_type", ""))
+    if _TYPES.search(model_type):
+        return f"model_type {model_type}"
+    classes = fields.get("architectures")
+    for name in map(str, classes if isinstance(classes, list) else ()):
+        if _CLASSES.search(name) or (name.endswith("ForConditionalGeneration") and "text_config" in fields):
+            return name
+    return ""

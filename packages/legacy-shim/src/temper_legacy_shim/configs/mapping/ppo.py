@@ -1,0 +1,67 @@
+"""PPO and its kin: GRPO, DAPO, the entropy recipe, one-step-off and fully asynchronous runs, on FSDP and Megatron."""
+
+from temper_legacy_shim.configs.mapping.batches import build_batches, explain_unused
+from temper_legacy_shim.configs.mapping.builder import Draft
+from temper_legacy_shim.configs.mapping.data_sources import build_rl_data
+from temper_legacy_shim.configs.mapping.lora import build_lora
+from temper_legacy_shim.configs.mapping.numerics_changes import build_numerics, has_engines
+from temper_legacy_shim.configs.mapping.reward_functions import build_reward
+from temper_legacy_shim.configs.mapping.rl_algorithm import build_algorithm, has_ref_role
+from temper_legacy_shim.configs.mapping.rl_facts import build_generation, needs_critic, needs_ref
+from temper_legacy_shim.configs.mapping.roles import ACTOR, CRITIC, REF, build_role, is_megatron
+from temper_legacy_shim.configs.mapping.rollout import build_rollout
+from temper_legacy_shim.configs.mapping.run_length import build_run
+from temper_legacy_shim.configs.mapping.selection import build_selection
+from temper_legacy_shim.configs.mapping.turns import build_staleness, build_teachers, build_turns
+
+
+def build_ppo(draft: Draft) -> None:
+    """Everything, in the order of a configuration: roles last, since the algorithm decides which there are."""
+    if is_megatron(draft):
+        draft.put("model_engine", "megatron", rule="model-engine", old=["actor_rollout_ref.actor.strategy"], group=True)
+    if needs_critic(draft):
+        draft.put("critic", "value_model", rule="critic", group=True)
+    build_rl_data(draft)
+    build_role(draft, ACTOR)
+    build_lora(draft, ACTOR)
+    build_batches(draft)
+    explain_unused(draft)
+    build_algorithm(draft)
+    if needs_critic(draft):
+        build_role(draft, CRITIC)
+        build_lora(draft, CRITIC)
+    else:
+        draft.say("critic", "the estimator needs no critic, so there is none")
+    if has_ref_role(draft):
+        build_role(draft, REF)
+    else:
+        without = "no KL coefficient is above 0, so there is no reference policy"
+        draft.say("actor_rollout_ref.ref", "there is no reference model of its own" if needs_ref(draft) else without)
+    build_rollout(draft)
+    build_selection(draft)
+    build_turns(draft)
+    build_staleness(draft)
+    build_teachers(draft)
+    build_reward(draft)
+    build_run(draft)
+    build_numerics(draft)
+    build_generation(draft)
+    find_refusals(draft)
+
+
+def find_refusals(draft: Draft) -> None:
+    """One finding for each value with which the old run would have ended before its first step."""
+    mode = "actor_rollout_ref.rollout.mode"
+    if draft.since("v0.7.0") and draft.text(mode) == "sync":
+        why = "a ValueError, since synchronous servers are gone (#4690); servers are asynchronous here too"
+        _refuse(draft, "rollout-mode", mode, "sync", why)
+    if not (is_megatron(draft) and draft.since("v0.7.0") and has_engines(draft)):
+        return
+    for role in (ACTOR, REF, CRITIC):
+        key = f"{role.megatron}.use_mbridge"
+        if draft.old.is_set(key) and not draft.switch(key):
+            _refuse(draft, "mbridge", key, "False", "Megatron's engine asserts that a bridge is used, and one is used here")
+
+
+def _refuse(draft: Draft, rule: str, key: str, value: str, why: str) -> None:
+    draft.find("refused", rule, f"{key}={value}: {draft.old.version} would not have started: {why}.", key)

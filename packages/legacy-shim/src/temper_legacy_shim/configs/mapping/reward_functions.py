@@ -1,0 +1,134 @@
+"""Rewards: who scored a completion, and what happened to the score."""
+
+from temper_legacy_shim.configs.mapping.builder import Draft
+
+_MANAGERS = ("naive", "dapo", "prime", "batch")
+MANAGER_KEYS = ("reward.reward_manager.name", "reward_manager.name", "reward_model.reward_manager")
+KWARGS = ("reward.reward_kwargs", "reward_model.reward_kwargs")
+
+
+_MODELS = ("reward.reward_model", "reward_model")
+_FUNCTIONS = ("reward.custom_reward_function", "custom_reward_function")
+
+
+def build_reward(draft: Draft) -> None:
+    """The block ``reward``."""
+    model = scoring_model(draft)
+    if model and not _file_of(draft):
+        _model(draft, model)
+    else:
+        _function(draft)
+    _manager(draft)
+    _overlong(draft)
+    # The first call of a model loads it.
+    draft.put("reward.timeout_s", 1800.0 if model else 300.0, rule="reward-timeout")
+
+
+def scoring_model(draft: Draft) -> str:
+    """The old block of the reward model that scored, or empty."""
+    return next((block for block in _MODELS if draft.switch(f"{block}.enable")), "")
+
+
+def reads_messages(draft: Draft) -> bool:
+    """Whether the reward model has a chat template of its own: always, but in the old workers without an input_tokenizer."""
+    block = scoring_model(draft)
+    was_served = draft.since("v0.7.1") or draft.switch("reward_model.use_reward_loop")
+    return bool(block) and (was_served or draft.old.get("reward_model.model.input_tokenizer") is not None)
+
+
+def _model(draft: Draft, block: str) -> None:
+    """A model with a score head scored each completion, and no function did."""
+    key = next((key for key in (f"{block}.model_path", "reward_model.model.path") if draft.text(key)), "")
+    if not key:
+        draft.find("person", "reward-model", f"{block}.enable is true, but no model is named: say which one scores.", f"{block}.enable")
+        return
+    old = [f"{block}.enable", key]
+    draft.put("reward.function", "temper_legacy_shim.old_reward_models:by_model", rule="reward-model", old=old)
+    draft.put("reward.arguments.path", draft.text(key), rule="reward-model", old=[key], verbatim=True)
+    messages = (draft.text("data.prompt_key") or "prompt") if reads_messages(draft) else None
+    draft.put("reward.arguments.messages_key", messages, rule="reward-model", old=["reward_model.model.input_tokenizer"])
+    longest = draft.integer("reward_model.max_length")
+    if longest is not None:
+        draft.put("reward.arguments.max_tokens", longest, rule="reward-model", old=["reward_model.max_length"], verbatim=True)
+    draft.find(
+        "hazard",
+        "reward-model",
+        f"the reward model {draft.text(key)} was sharded or served on GPUs of the cluster; here the process that scores loads it whole, "
+        "beside the roles (reward.arguments.device says where, reward.num_workers=1 gives it a process), and scores one completion after "
+        "the other. One with the policy's own tokenizer and chat template is sharded and batched as reward.function=reward_model with "
+        "reward.model; a large one with others is better served, and asked by a function.",
+        key,
+    )
+
+
+def _file_of(draft: Draft) -> str:
+    """The user's own function, which may have asked the model."""
+    found = (draft.text(f"{block}.path") for block in _FUNCTIONS)
+    path = next((path for path in found if path and path.lower() not in ("null", "none")), "")
+    block = scoring_model(draft)
+    if path and block:
+        draft.find(
+            "person",
+            "reward-model",
+            f"{block}.enable is true beside the reward function in {path}: the old system served the model and handed its address to the "
+            "function. Serve the model, and write its address into the function.",
+            f"{block}.enable",
+        )
+    return path
+
+
+def _function(draft: Draft) -> None:
+    for block in _FUNCTIONS:
+        path = draft.text(f"{block}.path")
+        if path and path.lower() not in ("null", "none"):
+            name = draft.text(f"{block}.name") or "compute_score"
+            old = [f"{block}.path", f"{block}.name"]
+            draft.put("reward.function", "temper_legacy_shim.old_rewards:from_file", rule="reward-file", old=old)
+            draft.put("reward.arguments.path", path, rule="reward-file", old=[f"{block}.path"], verbatim=True)
+            draft.put("reward.arguments.name", name, rule="reward-file", old=[f"{block}.name"])
+            kwargs = draft.old.get(f"{block}.reward_kwargs")
+            if isinstance(kwargs, dict):
+                for key, value in kwargs.items():
+                    if not isinstance(value, list | dict):
+                        draft.put(f"reward.arguments.{key}", value, rule="reward-file", old=[f"{block}.reward_kwargs.{key}"], verbatim=True)
+            return
+    draft.put("reward.function", "temper_legacy_shim.old_rewards:by_data_source", rule="reward-default", old=[])
+
+
+def _manager(draft: Draft) -> None:
+    key = next((key for key in MANAGER_KEYS if draft.old.is_set(key)), next((key for key in MANAGER_KEYS if draft.old.has(key)), ""))
+    name = draft.text(key) or "naive"
+    if name not in _MANAGERS:
+        draft.find(
+            "person", "reward-manager", f"{key} is {name}: a reward manager of its own kind; write what it does as a reward function.", key
+        )
+
+
+def _overlong(draft: Draft) -> None:
+    """DAPO's soft penalty of long completions."""
+    places = [f"{block}.overlong_buffer_cfg" for block in KWARGS] + ["reward_model.overlong_buffer", "reward.overlong_buffer"]
+    block = next((place for place in places if draft.switch(f"{place}.enable")), "")
+    if not block:
+        for place in places:
+            draft.say(place, "the penalty is not enabled")
+        return
+    tokens, penalty = draft.integer(f"{block}.len"), draft.number(f"{block}.penalty_factor")
+    if tokens is None or tokens < 1:
+        return
+    if penalty == 0:
+        draft.say(block, "its penalty_factor is 0, so long completions lost nothing")
+        return
+    draft.put("reward.shaping.overlong.buffer_tokens", tokens, rule="overlong", old=[f"{block}.len", f"{block}.enable"])
+    draft.put(
+        "reward.shaping.overlong.penalty", float(penalty if penalty is not None else 1.0), rule="overlong", old=[f"{block}.penalty_factor"]
+    )
+    for key in (f"{parent}.max_resp_len" for parent in KWARGS):
+        longest, response = draft.integer(key), draft.integer("data.max_response_length")
+        if longest is not None and response is not None and longest != response:
+            draft.find(
+                "hazard",
+                "overlong",
+                f"{key} is {longest}, data.max_response_length {response}: the penalty counts from sampling.max_tokens here, which is the "
+                "latter.",
+                key,
+            )

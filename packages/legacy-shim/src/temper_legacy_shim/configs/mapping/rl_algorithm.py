@@ -1,0 +1,317 @@
+"""Advantages, the policy's loss, clipping, KL and entropy of a PPO-like run."""
+
+from temper_legacy_shim.configs.mapping.builder import Draft
+from temper_legacy_shim.configs.mapping.rl_facts import (
+    advantage,
+    completions_per_prompt,
+    kl_coefs,
+    kl_in_loss,
+    needs_critic,
+    needs_ref,
+    only_distills,
+    takes_sampler_logprobs,
+    updates_per_step,
+)
+
+ACTOR = "actor_rollout_ref.actor"
+_ADVANTAGES = {
+    "gae": "gae",
+    "grpo": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "grpo_vectorized": "grpo",
+    "reinforce_plus_plus": "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    "remax": "remax",
+    "opo": "opo",
+    "gpg": "gpg",
+    "gdpo": "gdpo",
+}
+_IN_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo")
+_BARE_ALONE = ("grpo", "dr_grpo", "rloo", "opo")
+"""Estimators that took the bare reward of a completion that is alone in its group."""
+BARE_REWARD = "temper_legacy_shim.old_algorithms:bare_reward"
+_AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-sum": "sequence_mean_token_sum",
+    "seq-mean-token-mean": "sequence_mean_token_mean",
+    "seq-mean-token-sum-norm": "sequence_mean_token_sum_norm",
+}
+_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+
+
+def build_algorithm(draft: Draft) -> None:
+    """The block ``algorithm``."""
+    name = _advantage(draft)
+    build_policy_loss(draft)
+    _clip(draft)
+    _aggregation(draft)
+    draft.copy("algorithm.entropy_coef", f"{ACTOR}.entropy_coeff", rule="entropy", expected="number")
+    _kl(draft)
+    if name == "gae":
+        _gae(draft)
+    elif name == "reinforce_plus_plus":
+        draft.copy("algorithm.gamma", "algorithm.gamma", rule="gamma", expected="number")
+    else:
+        draft.say("algorithm.gamma", f"{name} weighs whole completions and has no discount")
+    if name != "gae":
+        draft.say("algorithm.lam", f"only gae has it; the estimator is {name}")
+
+
+def _advantage(draft: Draft) -> str:
+    old, key = advantage(draft), "algorithm.adv_estimator"
+    n = completions_per_prompt(draft)
+    if only_distills(draft):
+        reason = "only teachers say what is better (use_task_rewards is false), so no advantage is estimated from rewards"
+        draft.say(key, reason)
+        draft.say("algorithm.norm_adv_by_std_in_grpo", reason)
+        draft.put("algorithm.advantage", "reinforce_plus_plus", rule="distillation", old=["distillation.enabled"])
+        draft.put("algorithm.group_size", n, rule="group-size", old=["actor_rollout_ref.rollout.n"], verbatim=True)
+        return "distill"
+    ours = _ADVANTAGES.get(old)
+    if ours is None:
+        draft.find("person", "advantage", f"{key} is {old}, which is no estimator of ours ({', '.join(_ADVANTAGES)}): choose one.", key)
+        return "grpo"
+    if ours == "grpo" and draft.old.get("algorithm.norm_adv_by_std_in_grpo") is False:
+        ours = "dr_grpo"
+    if ours in _IN_GROUPS and n < 2:
+        ours = _alone(draft, ours, old=old, key=key)
+    norm = ["algorithm.norm_adv_by_std_in_grpo"] if old.startswith("grpo") else []
+    draft.put("algorithm.advantage", ours, rule="advantage", old=[key, *norm])
+    draft.put("algorithm.group_size", n, rule="group-size", old=["actor_rollout_ref.rollout.n", "rollout.n"], verbatim=True)
+    if not norm:
+        draft.say("algorithm.norm_adv_by_std_in_grpo", f"only grpo has it; the estimator is {old}")
+    return ours
+
+
+def _alone(draft: Draft, ours: str, *, old: str, key: str) -> str:
+    """The estimator of a run that draws one completion a prompt, which nothing can be compared with."""
+    if ours not in _BARE_ALONE:
+        draft.find(
+            "person",
+            "advantage",
+            f"{key} is {old}, which compares completions of one prompt, but rollout.n is 1: raise the number of completions, or choose "
+            "another estimator.",
+            key,
+            "actor_rollout_ref.rollout.n",
+        )
+        return ours
+    draft.find(
+        "hazard",
+        "advantage",
+        f"{key} is {old}, which compares completions of one prompt, but rollout.n is 1: the old trainer took the bare reward as the "
+        f"advantage, and so does {BARE_REWARD}. Raise algorithm.group_size and take algorithm.advantage={ours} to compare.",
+        key,
+        "actor_rollout_ref.rollout.n",
+    )
+    return BARE_REWARD
+
+
+def _gae(draft: Draft) -> None:
+    draft.copy("algorithm.gamma", "algorithm.gamma", rule="gamma", expected="number")
+    draft.copy("algorithm.gae_lambda", "algorithm.lam", rule="gae-lambda", expected="number")
+    draft.put("algorithm.whiten_advantages", True, rule="whitening")
+    draft.copy("algorithm.value_clip", "critic.cliprange_value", rule="value-clip", expected="number")
+
+
+def _clip(draft: Draft) -> None:
+    low, high = clip_bounds(draft)
+    whole = f"{ACTOR}.clip_ratio"
+    if draft.old.is_set(whole) and whole not in (low, high):
+        draft.say(
+            whole,
+            f"{draft.old.version} did not read it: clip_ratio_low and clip_ratio_high are set, by default to 0.2, and win (since v0.4.0)",
+        )
+        value, took = draft.old.get(whole), draft.old.get(low)
+        if value != took:
+            draft.find(
+                "hazard",
+                "clip-ratio-ignored",
+                f"{whole} is {value}, but {draft.old.version} clipped at clip_ratio_low {took} and clip_ratio_high {draft.old.get(high)}; "
+                "the translation does what it did. Set algorithm.clip_low and algorithm.clip_high to clip at the other number.",
+                whole,
+            )
+    if updates_per_step(draft) == 1 and kl_coefs(draft)[1] == 0 and not takes_sampler_logprobs(draft):
+        for key in (low, high, whole, f"{ACTOR}.clip_ratio_c"):
+            draft.say(key, "a step makes one update, so the policy's ratio is always 1 and nothing is ever clipped")
+        return
+    if not has_clip(draft):
+        for key in (low, high, whole):
+            draft.say(key, "this policy loss clips no ratio")
+        return
+    draft.copy("algorithm.clip_low", low, rule="clip", expected="number")
+    draft.copy("algorithm.clip_high", high, rule="clip", expected="number")
+    _dual_clip(draft)
+
+
+def _dual_clip(draft: Draft) -> None:
+    key = f"{ACTOR}.clip_ratio_c"
+    loss = draft.settings.get("algorithm.policy_loss")
+    if loss is not None and loss.value != "ppo":
+        draft.say(key, f"the policy loss {loss.value} has no dual clip")
+        return
+    bound = draft.number(key)
+    if bound is None:
+        return
+    if bound <= 1:
+        draft.find("person", "dual-clip", f"{key} is {bound}, but must be above 1: {draft.old.version} refused it.", key)
+        return
+    draft.put("algorithm.dual_clip", float(bound), rule="dual-clip", old=[key], verbatim=True)
+
+
+def _aggregation(draft: Draft) -> None:
+    key = f"{ACTOR}.loss_agg_mode"
+    old = draft.text(key) or "token-mean"
+    ours = _AGGREGATIONS.get(old)
+    if ours is None:
+        draft.find("person", "aggregation", f"{key} is {old}, which is no way to aggregate of ours: choose one.", key)
+        return
+    draft.put("algorithm.aggregation", ours, rule="aggregation", old=[key])
+    if ours == "sequence_mean_token_sum_norm":
+        factor = draft.integer(f"{ACTOR}.loss_scale_factor")
+        horizon = factor if factor is not None else draft.integer("data.max_response_length")
+        keys = [f"{ACTOR}.loss_scale_factor"] if factor is not None else ["data.max_response_length"]
+        draft.put("algorithm.horizon", horizon, rule="horizon", old=keys, verbatim=True)
+
+
+def _kl(draft: Draft) -> None:
+    in_loss, in_reward = kl_coefs(draft)
+    if in_loss > 0:
+        draft.copy("algorithm.kl_loss_coef", f"{ACTOR}.kl_loss_coef", rule="kl-loss", expected="number")
+    if in_reward > 0:
+        _kl_reward(draft, in_reward)
+    for key in (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"):
+        if in_loss == 0:
+            draft.say(key, "the loss has no KL term, so no reference is needed for it")
+    for key in ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl", "algorithm.kl_penalty"):
+        if in_reward == 0:
+            draft.say(key, "the reward has no KL penalty")
+    if not needs_ref(draft):
+        return
+    _estimator(draft, in_loss=in_loss > 0, in_reward=in_reward > 0)
+    _reference(draft)
+
+
+def _kl_reward(draft: Draft, coef: float) -> None:
+    block = "algorithm.kl_ctrl" if draft.old.has("algorithm.kl_ctrl.kl_coef") else "critic.kl_ctrl"
+    old = [f"{block}.kl_coef", "algorithm.use_kl_in_reward"]
+    draft.put("algorithm.kl_reward_coef", coef, rule="kl-reward", old=old, verbatim=False)
+    if not draft.since("v0.4.0"):
+        draft.find(
+            "note",
+            "kl-reward",
+            f"{draft.old.version} took {coef} x KL off the reward because actor.use_kl_loss was not set; it is written out as "
+            "algorithm.kl_reward_coef.",
+            f"{block}.kl_coef",
+        )
+    if draft.text(f"{block}.type") == "adaptive":
+        target = draft.number(f"{block}.target_kl")
+        horizon = draft.integer(f"{block}.horizon")
+        draft.put("algorithm.kl_target", float(target or 0.1), rule="kl-controller", old=[f"{block}.target_kl", f"{block}.type"])
+        draft.put("algorithm.kl_horizon", horizon or 10_000, rule="kl-controller", old=[f"{block}.horizon"])
+    else:
+        for name in ("target_kl", "horizon"):
+            draft.say(f"{block}.{name}", "the controller is fixed and does not read it")
+
+
+def _estimator(draft: Draft, *, in_loss: bool, in_reward: bool) -> None:
+    keys = [f"{ACTOR}.kl_loss_type"] * in_loss + ["algorithm.kl_penalty"] * in_reward
+    words = {key: draft.text(key) or ("low_var_kl" if "loss" in key else "kl") for key in keys}
+    found = {key: _ESTIMATORS.get(word.removesuffix("+")) for key, word in words.items()}
+    for key, word in words.items():
+        if found[key] is None:
+            draft.find("person", "kl-estimator", f"{key} is {word}, which is none of our estimators (k1, k2, k3): choose one.", key)
+            return
+        if word.endswith("+"):
+            draft.find("person", "kl-estimator", f"{key} is {word} (the value of one estimator, the gradient of k2): choose one.", key)
+            return
+    if in_loss and found[keys[0]] == "k1":
+        draft.find("person", "kl-estimator", f"{keys[0]} is {words[keys[0]]} (k1), whose expected gradient is 0: choose k2 or k3.", keys[0])
+        return
+    if len(set(found.values())) > 1:
+        draft.find(
+            "person",
+            "kl-estimator",
+            f"the loss takes {words[keys[0]]} and the reward {words[keys[1]]}, but there is one algorithm.kl_estimator: choose one.",
+            *keys,
+        )
+        return
+    draft.put("algorithm.kl_estimator", found[keys[0]], rule="kl-estimator", old=keys)
+
+
+def _reference(draft: Draft) -> None:
+    """An adapter without its own base: the old trainer took the actor with the adapter off as the reference."""
+    if draft.settings.get("actor.engine.lora.rank") or draft.settings.get("actor.engine.lora.path"):
+        draft.put("algorithm.kl_reference", "disabled_adapter", rule="kl-reference", old=[])
+        return
+    draft.put("ref", "frozen", rule="reference", old=[f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"], group=True)
+
+
+def has_ref_role(draft: Draft) -> bool:
+    """Whether the reference is a model of its own."""
+    return "ref" in draft.settings
+
+
+__all__ = ["build_algorithm", "has_ref_role", "kl_in_loss", "needs_critic"]
+
+
+_ACTOR = "actor_rollout_ref.actor"
+_LOSSES = {
+    "vanilla": "ppo",
+    "gspo": "gspo",
+    "geo_mean": "gmpo",
+    "clip_cov": "clip_cov",
+    "kl_cov": "kl_cov",
+    "cispo": "cispo",
+    "sapo": "sapo",
+    "gpg": "temper_legacy_shim.old_algorithms:PlainGradient",
+    "dppo_tv": "temper_legacy_shim.old_algorithms:WithinDivergence",
+    "dppo_kl": "temper_legacy_shim.old_algorithms:WithinDivergence",
+}
+
+
+def build_policy_loss(draft: Draft) -> None:
+    """Keys ``algorithm.policy_loss`` and those of its own."""
+    key = f"{_ACTOR}.loss_mode" if draft.old.is_set(f"{_ACTOR}.loss_mode") else f"{_ACTOR}.policy_loss.loss_mode"
+    old = draft.text(key) or "vanilla"
+    ours = _LOSSES.get(old)
+    if ours is None:
+        draft.find("person", "policy-loss", f"{key} is {old}, which is no policy loss of ours ({', '.join(_LOSSES)}): choose one.", key)
+        return
+    draft.put("algorithm.policy_loss", ours, rule="policy-loss", old=[key])
+    block = key.rpartition(".")[0]
+    if ours == "clip_cov":
+        draft.copy("algorithm.cov_fraction", f"{block}.clip_cov_ratio", rule="covariance", expected="number")
+        draft.copy("algorithm.cov_low", f"{block}.clip_cov_lb", rule="covariance", expected="number")
+        draft.copy("algorithm.cov_high", f"{block}.clip_cov_ub", rule="covariance", expected="number")
+    if ours == "kl_cov":
+        draft.copy("algorithm.cov_fraction", f"{block}.kl_cov_ratio", rule="covariance", expected="number")
+        draft.copy("algorithm.kl_cov_coef", f"{block}.ppo_kl_coef", rule="covariance", expected="number")
+    if ours == "sapo":
+        draft.copy("algorithm.sapo_positive_temperature", f"{_ACTOR}.tau_pos", rule="sapo", expected="number")
+        draft.copy("algorithm.sapo_negative_temperature", f"{_ACTOR}.tau_neg", rule="sapo", expected="number")
+    if old.startswith("dppo_"):
+        _divergence(draft, distance=old.removeprefix("dppo_"), key=key)
+
+
+def _divergence(draft: Draft, *, distance: str, key: str) -> None:
+    """The clip's bounds were the largest moves, and the dual clip's the largest ratio."""
+    new = "algorithm.policy_loss_arguments"
+    low, high = clip_bounds(draft)
+    draft.put(f"{new}.distance", distance, rule="policy-loss", old=[key])
+    draft.copy(f"{new}.low", low, rule="policy-loss", expected="number")
+    draft.copy(f"{new}.high", high, rule="policy-loss", expected="number")
+    draft.copy(f"{new}.max_ratio", f"{_ACTOR}.clip_ratio_c", rule="policy-loss", expected="number")
+
+
+def has_clip(draft: Draft) -> bool:
+    """Return whether the loss has a clip of the ratio."""
+    loss = draft.settings.get("algorithm.policy_loss")
+    return loss is None or (loss.value not in ("kl_cov", "sapo") and ":" not in str(loss.value))
+
+
+def clip_bounds(draft: Draft) -> tuple[str, str]:
+    """The keys that the release read its bounds from."""
+    low, high = f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high"
+    whole = f"{_ACTOR}.clip_ratio"
+    return (low if draft.old.get(low) is not None else whole), (high if draft.old.get(high) is not None else whole)

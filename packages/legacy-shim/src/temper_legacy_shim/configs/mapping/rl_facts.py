@@ -1,0 +1,186 @@
+"""What several builders of a PPO-like run have to know: its estimator, its sizes, whether there is a critic or a reference."""
+
+from temper_legacy_shim.configs.mapping.builder import Draft
+
+ASYNC = "fully_async"
+ONE_STEP_OFF = "one_step_off"
+
+
+def advantage(draft: Draft) -> str:
+    """The old estimator; gae where nobody said."""
+    return draft.text("algorithm.adv_estimator").removeprefix("AdvantageEstimator.").lower() or "gae"
+
+
+def needs_critic(draft: Draft) -> bool:
+    """Whether the old trainer built a critic: for gae, unless critic.enable says otherwise."""
+    if only_distills(draft):
+        return False
+    said = draft.old.get("critic.enable")
+    if isinstance(said, bool):
+        return said
+    return advantage(draft) == "gae"
+
+
+def completions_per_prompt(draft: Draft) -> int:
+    """rollout.n; a fully asynchronous run has it under its own block too."""
+    own = draft.integer("rollout.n") if is_async(draft) and draft.old.has("rollout.n") else None
+    return max(1, own or draft.integer("actor_rollout_ref.rollout.n") or 1)
+
+
+def is_async(draft: Draft) -> bool:
+    """Whether the old program trained while it sampled, without waiting."""
+    return ASYNC in draft.old.entry or draft.old.has("async_training.staleness_threshold")
+
+
+def evaluation_key(draft: Draft) -> str:
+    """Return the key of the evaluation's frequency; the first asynchronous trainers evaluated in their sampler."""
+    return "rollout.test_freq" if is_async(draft) and not draft.since("v0.7.1") else "trainer.test_freq"
+
+
+def updates_per_schedule_step(draft: Draft) -> int | None:
+    """Return how many updates the old schedule counted as one step of its own; None where it counted RL steps.
+
+    Between two weight syncs an asynchronous trainer called its workers several times, and each call was
+    one step of the schedule. All these calls are one RL step here.
+    """
+    if not is_async(draft):
+        return None
+    batches, passes = draft.integer("async_training.require_batches"), draft.integer("actor_rollout_ref.actor.ppo_epochs")
+    return max(1, batches or 1) * max(1, passes or 1)
+
+
+def is_one_step_off(draft: Draft) -> bool:
+    """Whether the old program sampled one step ahead."""
+    return ONE_STEP_OFF in draft.old.entry
+
+
+def is_dapo(draft: Draft) -> bool:
+    """Whether it is the trainer of DAPO's recipe, or one that filters groups."""
+    return "dapo" in draft.old.entry or "entropy" in draft.old.entry
+
+
+def only_distills(draft: Draft) -> bool:
+    """Whether teachers alone said what is better, and no reward."""
+    return draft.switch("distillation.enabled") and not draft.switch("distillation.distillation_loss.use_task_rewards")
+
+
+FILTER = "algorithm.filter_groups"
+CORRECTION = "algorithm.rollout_correction"
+_SECOND_TRAINER = "trainer.use_v1"
+
+
+def filters_groups(draft: Draft) -> bool:
+    """Return whether groups of equal rewards were left out: by DAPO's recipes and the second trainer of main_ppo alone."""
+    return draft.switch(f"{FILTER}.enable") and (is_dapo(draft) or is_second_trainer(draft))
+
+
+def is_second_trainer(draft: Draft) -> bool:
+    """Return whether main_ppo ran the trainer that it has since v0.9.0; other programs have trainers of their own."""
+    is_main = draft.old.entry.rpartition(".")[2] in ("", "ppo", "main_ppo") and not is_async(draft) and not is_one_step_off(draft)
+    return is_main and not is_dapo(draft) and draft.switch(_SECOND_TRAINER)
+
+
+def takes_sampler_logprobs(draft: Draft) -> bool:
+    """Return whether the ratio of the policy loss was to the sampler's log-probs, and not to the trainer's own."""
+    if is_async(draft) and not draft.since("v0.7.1"):
+        return draft.switch("async_training.use_rollout_log_probs") and not draft.switch("async_training.compute_prox_log_prob")
+    if is_dapo(draft) or (is_one_step_off(draft) and not draft.since("v0.7.0")):
+        return False  # their trainers measured the trainer's log-probs in any case
+    return draft.switch(f"{CORRECTION}.bypass_mode") or draft.switch(f"{CORRECTION}.use_policy_gradient")
+
+
+def kl_in_loss(draft: Draft) -> bool:
+    """Whether the old actor's loss had a KL term that does something."""
+    return draft.switch("actor_rollout_ref.actor.use_kl_loss")
+
+
+def kl_in_reward(draft: Draft) -> bool:
+    """Whether the reward carried a KL penalty; before v0.4.0 it did unless the loss had one."""
+    if draft.since("v0.4.0"):
+        return draft.switch("algorithm.use_kl_in_reward")
+    return not kl_in_loss(draft)
+
+
+def kl_coefs(draft: Draft) -> tuple[float, float]:
+    """(of the loss, of the reward); 0 where there is none."""
+    loss = draft.number("actor_rollout_ref.actor.kl_loss_coef") if kl_in_loss(draft) else 0.0
+    key = next((key for key in ("algorithm.kl_ctrl.kl_coef", "critic.kl_ctrl.kl_coef") if draft.old.has(key)), "algorithm.kl_ctrl.kl_coef")
+    reward = draft.number(key) if kl_in_reward(draft) else 0.0
+    return float(loss or 0.0), float(reward or 0.0)
+
+
+def needs_ref(draft: Draft) -> bool:
+    """Whether a reference policy changes anything."""
+    return any(coef > 0 for coef in kl_coefs(draft))
+
+
+def updates_per_step(draft: Draft) -> int:
+    """As put by the batch builder."""
+    found = 1
+    for key in ("batching.num_mini_batches", "batching.num_passes"):
+        setting = draft.settings.get(key)
+        found *= int(setting.value) if setting is not None and isinstance(setting.value, int) else 1
+    return found
+
+
+def prompts_of_step(draft: Draft) -> tuple[int | None, list[str]]:
+    """Prompts of one step and the keys that say so."""
+    if is_async(draft):
+        return _async_prompts(draft)
+    if is_dapo(draft) and not filters_groups(draft) and draft.old.has("data.gen_batch_size"):
+        key = "data.gen_batch_size"  # that recipe's data loader goes by it, and without the filter nothing is left out
+        return draft.integer(key), [key]
+    prompts = draft.integer("data.train_batch_size")
+    if prompts is not None and prompts < 1:
+        draft.find("person", "prompts-per-step", f"data.train_batch_size is {prompts}, but must be at least 1.", "data.train_batch_size")
+        return None, []
+    return prompts, ["data.train_batch_size"]
+
+
+def _async_prompts(draft: Draft) -> tuple[int | None, list[str]]:
+    """Between two weight syncs the old trainer took so many mini-batches: those are one step here."""
+    keys = ["actor_rollout_ref.actor.ppo_mini_batch_size", "async_training.require_batches", "async_training.trigger_parameter_sync_step"]
+    mini = draft.integer(keys[0])
+    if mini is None:
+        return None, []
+    return mini * max(1, draft.integer(keys[1]) or 1) * max(1, draft.integer(keys[2]) or 1), keys
+
+
+def num_weight_syncs(draft: Draft) -> tuple[int | None, list[str]]:
+    """Return the weight syncs of an asynchronous run, which are its steps here, and the keys that say so."""
+    key = "rollout.total_rollout_steps"
+    rollouts, (prompts, keys) = draft.integer(key), prompts_of_step(draft)
+    return (None if rollouts is None or prompts is None else max(1, rollouts // prompts)), [key, *keys]
+
+
+SWITCH, MODE = "trainer.use_v1", "trainer.v1.trainer_mode"
+_OURS = "loop=sync here samples with the newest weights, scores, and updates, one after the other"
+
+
+def build_generation(draft: Draft) -> None:
+    """Record the original trainer. Programs of the asynchronous recipes have one of their own."""
+    is_main = draft.old.entry.rpartition(".")[2] in ("", "main_ppo")
+    if SWITCH not in draft.old.defaults or not is_main or is_async(draft) or is_one_step_off(draft):
+        return
+    written = "written" if draft.old.is_set(SWITCH) else "the default"
+    mode = draft.text(MODE) or "sync"
+    if not draft.switch(SWITCH):
+        said = f"{SWITCH}=False ({written}) ran the trainer that main_ppo had before v0.9.0 (main_ppo_v0)"
+        draft.find("note", "trainer-generation", f"{said}; {_OURS}, as it did.", SWITCH)
+    elif mode == "sync":
+        said = f"{SWITCH}=True ({written}) ran the second trainer, with {MODE}=sync: batches went through TransferQueue"
+        draft.find("note", "trainer-generation", f"{said}; {_OURS}, and its batches go straight to the workers.", SWITCH)
+    else:
+        _ahead(draft, mode)
+
+
+def _ahead(draft: Draft, mode: str) -> None:
+    """A mode that samples while it trains, so that samples are of older weights."""
+    threshold = draft.integer("trainer.v1.sampler.max_off_policy_threshold")
+    draft.find(
+        "person",
+        "trainer-generation",
+        f"{MODE} is {mode}: the second trainer of {draft.old.version} then trained on samples of older weights (max_off_policy_threshold "
+        f"{threshold}), and {_OURS}. Keep that (take the key out), or choose loop=one_step_off or loop=async with rollout.pool=rollout.",
+        MODE,
+    )

@@ -1,0 +1,188 @@
+"""The table of rules, ``data/rules.tsv``: one row for each thing that becomes of old keys, with reason and source."""
+
+import itertools
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from temper_legacy_shim.configs.reading.trees import Family, all_keys, default_tree, families_of, known_keys, versions
+from temper_legacy_shim.configs.translation import Disposition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One row."""
+
+    id: str
+    """Its name, which reports and comments of a YAML show."""
+    programs: tuple[str, ...]
+    """Kinds of program it holds for: ppo, sft (second generation), sft1 (first), generation, evaluation."""
+    old: str
+    """Old keys: ``{a,b}`` is either, ``*`` one part of a key, ``**`` the rest of it where a release had
+    that key, ``***`` any rest: blocks whose entries went on to another library."""
+    versions: str
+    """Releases it is about; empty is all."""
+    new: str
+    """New keys, for readers; empty where there is none."""
+    disposition: Disposition
+    """What becomes of a token that it matches."""
+    reason: str
+    """One sentence."""
+    prs: str
+    """Pull requests of the old system."""
+    hazard: str
+    """What may differ."""
+    source: str
+    """Places in the old system that show it, beside the default trees: ``TAG:PATH:LINE``, apart by ``; ``. See rule_sources."""
+    test: str
+    """A translation that shows it, which the tests repeat: ``RELEASE ENTRY OLD... => DISPOSITION FINDING... NEW...``; see rules_page."""
+
+
+@cache
+def rules() -> tuple[Rule, ...]:
+    """Every row, in the table's order: the first one that matches counts, and one without a wildcard before those with one."""
+    text = resources.files("temper_legacy_shim.configs").joinpath("data/rules.tsv").read_text(encoding="utf-8")
+    _, *rows = (line.split("\t") for line in text.splitlines())
+    return tuple(
+        Rule(
+            id=i,
+            programs=tuple(p.split()),
+            old=old,
+            versions=versions,
+            new=new,
+            disposition=disposition,  # type: ignore[arg-type]
+            reason=reason,
+            prs=prs,
+            hazard=hazard,
+            source=source,
+            test=test,
+        )
+        for i, p, old, versions, new, disposition, reason, prs, hazard, source, test in rows
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pattern:
+    """Old keys with a wildcard."""
+
+    matches: re.Pattern[str]
+    is_open: bool
+    """Whether keys that no release had are meant too: blocks whose entries went on to another library."""
+    rule: Rule
+
+
+@cache
+def _index(program: str) -> tuple[dict[str, Rule], tuple[_Pattern, ...]]:
+    exact: dict[str, Rule] = {}
+    patterns: list[_Pattern] = []
+    for rule in rules():
+        if program not in rule.programs:
+            continue
+        for key in alternatives(rule.old):
+            if "*" in key:
+                patterns.append(_Pattern(matches=_pattern(key), is_open="**" not in key or "***" in key, rule=rule))
+            else:
+                exact.setdefault(key, rule)
+    return exact, tuple(patterns)
+
+
+@cache
+def _known() -> frozenset[str]:
+    """Every key and block that a default tree ever had."""
+    leaves = known_keys()
+    blocks = {".".join(parts[:count]) for parts in (key.split(".") for key in leaves) for count in range(1, len(parts))}
+    return frozenset(leaves | blocks)
+
+
+def find_rule(program: str, key: str) -> Rule | None:
+    """The row for a key of a kind of program."""
+    exact, patterns = _index(program)
+    if key in exact:
+        return exact[key]
+    is_known = key in _known()
+    return next((item.rule for item in patterns if (item.is_open or is_known) and item.matches.match(key)), None)
+
+
+def is_block(key: str) -> bool:
+    """Whether some release had a block of that name, which may be given or taken away as a whole."""
+    return key in _known() and key not in known_keys()
+
+
+def rule_named(name: str) -> Rule | None:
+    """The row with that id."""
+    return next((rule for rule in rules() if rule.id == name), None)
+
+
+def alternatives(text: str) -> list[str]:
+    """Every key that ``{a,b}`` stands for, nested ones too."""
+    start = text.find("{")
+    if start < 0:
+        return [text]
+    depth, parts, begin = 0, [], start + 1
+    for at in range(start, len(text)):
+        if text[at] == "{":
+            depth += 1
+        elif text[at] == "}":
+            depth -= 1
+            if depth == 0:
+                parts.append(text[begin:at])
+                break
+        elif text[at] == "," and depth == 1:
+            parts.append(text[begin:at])
+            begin = at + 1
+    rest = alternatives(text[at + 1 :])
+    return list(
+        itertools.chain.from_iterable([text[:start] + inner + after for inner in alternatives(part) for after in rest] for part in parts)
+    )
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    """``a.**`` matches a.b and a.b.c, and a itself where it is a block that was set as a whole."""
+    text = re.escape(key).replace(r"\*\*\*", "\0").replace(r"\*\*", "\0").replace(r"\*", "[^.]+")
+    if text.endswith("\\.\0"):
+        text = text[:-3] + r"(\..+)?"
+    return re.compile(text.replace("\0", ".+") + r"\Z")
+
+
+_FILES: dict[Family, tuple[str, str]] = {
+    "ppo_fsdp": ("ppo", "ppo_trainer.yaml"),
+    "ppo_megatron": ("ppo", "ppo_megatron_trainer.yaml"),
+    "sft_columns": ("sft1", "sft_trainer.yaml"),
+    "sft_fsdp": ("sft", "sft_trainer_engine.yaml"),
+    "sft_megatron": ("sft", "sft_trainer_engine.yaml engine=megatron"),
+    "generation": ("generation", "generation.yaml"),
+    "evaluation": ("evaluation", "evaluation.yaml"),
+}
+"""For each tree: the kind of program, and the file that it is composed from."""
+
+
+def sources_of(rule: Rule) -> list[str]:
+    """Every source of a rule, the default trees first; at least one."""
+    cited = [part for part in rule.source.split("; ") if part]
+    return [*tree_sources(rule), *cited, *rule.prs.split()]
+
+
+@cache
+def tree_sources(rule: Rule) -> tuple[str, ...]:
+    """The files whose composed defaults have keys that fall under the rule, with the first and the last release."""
+    out = []
+    for family, (program, file) in _FILES.items():
+        if program not in rule.programs:
+            continue
+        own = _keys(family, program).get(rule.id, frozenset())
+        having = [version for version in versions() if family in families_of(version) and own & default_tree(version, family).keys()]
+        if having:
+            out.append(f"{file} {having[0]}" + (f" to {having[-1]}" if len(having) > 1 else ""))
+    return tuple(out)
+
+
+@cache
+def _keys(family: Family, program: str) -> dict[str, frozenset[str]]:
+    """Keys of a tree by the rule that they fall under."""
+    found: dict[str, set[str]] = {}
+    for key in all_keys(family):
+        rule = find_rule(program, key)
+        if rule is not None:
+            found.setdefault(rule.id, set()).add(key)
+    return {name: frozenset(keys) for name, keys in found.items()}

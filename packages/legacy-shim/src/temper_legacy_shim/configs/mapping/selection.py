@@ -1,0 +1,275 @@
+"""Which completions are trained on and how they are weighed: dynamic sampling, reweighting, rollout correction."""
+
+import re
+
+from temper_legacy_shim.configs.mapping.builder import Draft
+from temper_legacy_shim.configs.mapping.rl_facts import (
+    CORRECTION,
+    FILTER,
+    filters_groups,
+    is_async,
+    is_second_trainer,
+    takes_sampler_logprobs,
+)
+from temper_legacy_shim.configs.reading.config_values import Plain
+
+_MANY_ROUNDS = 1000
+
+
+def build_selection(draft: Draft) -> None:
+    """Blocks ``algorithm.dynamic_sampling``, ``reweight`` and ``rollout_correction``."""
+    if filters_groups(draft):
+        _filter(draft)
+    elif draft.switch(f"{FILTER}.enable"):
+        _unread_filter(draft)
+    else:
+        draft.say(FILTER, "filter_groups is not enabled")
+    if draft.switch("algorithm.use_pf_ppo"):
+        _reweight(draft)
+    if draft.old.has(f"{CORRECTION}.rollout_is") or takes_sampler_logprobs(draft):
+        _correction(draft)
+    elif draft.switch("algorithm.rollout_is"):
+        _first_correction(draft)
+    else:
+        draft.say("algorithm.rollout_is", "rollout_is is not enabled")
+    cap = draft.number("actor_rollout_ref.actor.tis_imp_ratio_cap")
+    if cap is not None and cap > 0:
+        _put(draft, "truncate_at", float(cap), "actor_rollout_ref.actor.tis_imp_ratio_cap")
+
+
+def _filter(draft: Draft) -> None:
+    new, key = "algorithm.dynamic_sampling", f"{FILTER}.max_num_gen_batches"
+    rounds = draft.integer(key) or 0
+    if is_second_trainer(draft):
+        rounds = 0  # it warns and goes on
+        draft.say(key, f"the second trainer of {draft.old.version} ignored it with a warning, and sampled until the batch was full")
+    old = [f"{FILTER}.enable"] if is_second_trainer(draft) else [key, f"{FILTER}.enable"]
+    draft.put(f"{new}.max_rounds", rounds if rounds > 0 else _MANY_ROUNDS, rule="filter-groups", old=old)
+    each = draft.integer("data.gen_batch_size")
+    if each is not None and each > 1:
+        draft.put(f"{new}.prompts_per_round", each, rule="gen-batch", old=["data.gen_batch_size"], verbatim=True)
+    metric = draft.text(f"{FILTER}.metric")
+    if not metric and is_second_trainer(draft):
+        draft.find(
+            "person",
+            "filter-groups",
+            f"{FILTER}.metric is null, with which {draft.old.version} refused to start: say score (of the reward function) or reward (with "
+            "penalties) in algorithm.dynamic_sampling.on.",
+            f"{FILTER}.metric",
+        )
+        return
+    on = _METRICS.get(metric or "acc")
+    if on is None:
+        draft.find("person", "filter-groups", f"{FILTER}.metric is {metric}: groups are told apart by score or reward.", f"{FILTER}.metric")
+        return
+    draft.put(f"{new}.on", on, rule="filter-groups", old=[f"{FILTER}.metric"])
+
+
+_METRICS = {"acc": "score", "score": "score", "seq_reward": "reward", "seq_final_reward": "reward", "reward": "reward"}
+"""By what groups were compared; the second trainer's ``reward`` is the sum of rewards with penalties, before KL."""
+
+
+def _unread_filter(draft: Draft) -> None:
+    program = draft.old.entry or "main_ppo"
+    draft.say(FILTER, f"{program} of {draft.old.version} did not read it")
+    draft.find(
+        "hazard",
+        "filter-groups",
+        f"{FILTER}.enable is set, but {program} of {draft.old.version} did not read it: no group was left out, and none is here. Where "
+        "your fork reads it, set algorithm.dynamic_sampling.on and max_rounds.",
+        f"{FILTER}.enable",
+    )
+
+
+def _reweight(draft: Draft) -> None:
+    new, block = "algorithm.reweight", "algorithm.pf_ppo"
+    method = draft.text(f"{block}.reweight_method") or "pow"
+    ours = {"pow": "power", "max_min": "max_min", "max_random": "max_random"}.get(method)
+    if ours is None:
+        draft.find(
+            "person", "pf-ppo", f"{block}.reweight_method is {method}: choose power, max_min or max_random.", f"{block}.reweight_method"
+        )
+        return
+    draft.put(f"{new}.method", ours, rule="pf-ppo", old=[f"{block}.reweight_method", "algorithm.use_pf_ppo"])
+    if ours == "power":
+        draft.copy(f"{new}.exponent", f"{block}.weight_pow", rule="pf-ppo", expected="number")
+
+
+def _put(draft: Draft, name: str, value: str | float | bool | None, *old: str) -> None:
+    draft.put(f"algorithm.rollout_correction.{name}", value, rule="correction", old=old)
+
+
+def _first_correction(draft: Draft) -> None:
+    """v0.6.0: booleans, a level, a mode."""
+    block = "algorithm.rollout_is"
+    level, mode = draft.text(f"{block}_level") or "token", draft.text(f"{block}_mode") or "truncate"
+    high, low = draft.number(f"{block}_threshold"), draft.number(f"{block}_threshold_lower")
+    if draft.old.get(f"{block}_threshold") is None:
+        draft.say(block, f"without rollout_is_threshold, which is null, {draft.old.version} corrected nothing")
+        return
+    _veto(draft, f"{block}_veto_threshold")
+    if level not in ("token", "sequence"):
+        _no_counterpart(draft, f"{block}_level", level)
+        return
+    _put(draft, "level", level, f"{block}_level", block)
+    if mode == "truncate":
+        _put(draft, "truncate_at", high, f"{block}_threshold", f"{block}_mode")
+        return
+    _put(draft, "truncate_at", None, f"{block}_mode")
+    _put(draft, "mask_high", high, f"{block}_threshold")
+    _put(draft, "mask_low", low if low is not None else (1 / high if high else None), f"{block}_threshold_lower")
+
+
+def _correction(draft: Draft) -> None:
+    weighs, rejects = draft.text(f"{CORRECTION}.rollout_is"), draft.text(f"{CORRECTION}.rollout_rs")
+    bypasses = takes_sampler_logprobs(draft)
+    if not weighs and not rejects and not bypasses:
+        draft.say(CORRECTION, "neither weights nor rejection are asked for")
+        return
+    _veto(draft, f"{CORRECTION}.rollout_token_veto_threshold")
+    if weighs and weighs not in ("token", "sequence"):
+        _no_counterpart(draft, f"{CORRECTION}.rollout_is", weighs)
+        return
+    if bypasses:
+        _bypass(draft, weighs)
+    elif weighs:
+        _weights(draft, weighs)
+    if rejects:
+        _rejection(draft, weighs=weighs, rejects=rejects, bypasses=bypasses)
+    block = "algorithm.rollout_correction."
+    if not weighs and not bypasses and f"{block}reject_kl" in draft.settings:
+        _put(draft, "level", "none", f"{CORRECTION}.rollout_is")
+
+
+def _weights(draft: Draft, level: str) -> None:
+    """Truncated weights; of a threshold ``LOW_HIGH``, weights that are 0 outside of it and else what they are (IcePop)."""
+    key = f"{CORRECTION}.rollout_is_threshold"
+    _put(draft, "level", level, f"{CORRECTION}.rollout_is")
+    pair = _pair(draft.old.get(key))
+    if pair is not None:
+        _put(draft, "truncate_at", None, key)
+        _put(draft, "mask_low", pair[0], key)
+        _put(draft, "mask_high", pair[1], key)
+    else:
+        _put(draft, "truncate_at", draft.number(key), key)
+    if draft.switch(f"{CORRECTION}.rollout_is_batch_normalize"):
+        _put(draft, "self_normalize", True, f"{CORRECTION}.rollout_is_batch_normalize")
+        if level == "sequence":
+            draft.find(
+                "hazard",
+                "correction",
+                f"rollout_is_batch_normalize with weights per sequence: {draft.old.version} divided by their mean over sequences; here "
+                "it is the mean over trained tokens, in which long sequences count more. Gradients differ by a few percent.",
+                f"{CORRECTION}.rollout_is_batch_normalize",
+            )
+
+
+def _bypass(draft: Draft, weighs: str) -> None:
+    key, loss_key = f"{CORRECTION}.bypass_mode", f"{CORRECTION}.loss_type"
+    keys = [key, loss_key]
+    if is_async(draft) and not draft.since("v0.7.1"):
+        keys = ["async_training.use_rollout_log_probs", "async_training.compute_prox_log_prob"]
+        loss = "ppo_clip"
+    else:
+        loss = draft.text(loss_key) or ("reinforce" if draft.switch(f"{CORRECTION}.use_policy_gradient") else "ppo_clip")
+    if loss == "ppo_clip":
+        _put(draft, "proximal", "rollout", *keys)
+        _put(draft, "level", "none", f"{CORRECTION}.rollout_is")
+        if weighs:
+            draft.say(f"{CORRECTION}.rollout_is", "the objective's own ratio is to the sampler, and is the correction")
+        return
+    draft.find(
+        "person",
+        "correction",
+        f"{CORRECTION} trains by {loss} on the sampler's own log-probs: there is no such loss here. Choose loss_type ppo_clip, or "
+        "no bypass_mode.",
+        key,
+        loss_key,
+        f"{CORRECTION}.use_policy_gradient",
+    )
+
+
+def _rejection(draft: Draft, *, weighs: str, rejects: str, bypasses: bool) -> None:
+    low, high = _bounds(draft)
+    keys = (f"{CORRECTION}.rollout_rs", f"{CORRECTION}.rollout_rs_threshold", f"{CORRECTION}.rollout_rs_threshold_lower")
+    kl = re.match(r"seq_mean_(k[23])\Z", rejects)
+    if kl is not None and high is not None:
+        _put(draft, "reject_kl", high, *keys)
+        _put(draft, "reject_kl_estimator", kl[1], keys[0])
+        return
+    level = {"token": "token", "token_k1": "token", "sequence": "sequence", "seq_sum_k1": "sequence"}.get(rejects)
+    is_weighed_by_range = "algorithm.rollout_correction.mask_low" in draft.settings
+    if level is None or bypasses or is_weighed_by_range or (weighs and weighs != level):
+        _no_counterpart(draft, keys[0], rejects)
+        return
+    _put(draft, "level", level, keys[0])
+    if not weighs:
+        _put(draft, "mask_only", True, f"{CORRECTION}.rollout_is", keys[0])
+    low = low if low is not None else (1 / high if high else None)
+    if rejects.endswith("_k1"):
+        # k1 is log(rollout / old), so that its bounds are those of the inverse of our ratio.
+        low, high = _inverse(high), _inverse(low)
+    _put(draft, "mask_high", high, keys[1])
+    _put(draft, "mask_low", low, keys[2], keys[1])
+    draft.find(
+        "hazard",
+        "correction",
+        f"{keys[0]}={rejects} took rejected tokens out of the loss's denominator; here they keep their place in it, so that a step in "
+        "which many are rejected has a smaller gradient.",
+        keys[0],
+    )
+
+
+def _inverse(bound: float | None) -> float | None:
+    """Return 1 / bound without the noise of the last digit."""
+    return None if not bound else round(1 / bound, 12)
+
+
+def _bounds(draft: Draft) -> tuple[float | None, float | None]:
+    """Return (lower, upper) of a threshold such as 2.0, ``0.6_1.6``, or a pair of keys."""
+    value = draft.old.get(f"{CORRECTION}.rollout_rs_threshold")
+    low = draft.number(f"{CORRECTION}.rollout_rs_threshold_lower")
+    if isinstance(value, str):
+        try:
+            return _pair(value) or (low, float(value))
+        except ValueError:
+            return low, None
+    high = (
+        float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool)
+        else draft.number(f"{CORRECTION}.rollout_is_threshold")
+    )
+    return low, high
+
+
+def _pair(value: Plain) -> tuple[float, float] | None:
+    """Return both bounds of ``LOW_HIGH``; None for a value of another form."""
+    first, separator, second = value.partition("_") if isinstance(value, str) else ("", "", "")
+    try:
+        return (float(first), float(second)) if separator else None
+    except ValueError:
+        return None
+
+
+def _veto(draft: Draft, key: str) -> None:
+    threshold = draft.number(key)
+    if threshold is None:
+        return
+    draft.find(
+        "hazard",
+        "correction",
+        f"a completion with a token at which the trainer's probability was below {threshold:g} of the sampler's was left out whole "
+        f"({key}); it is trained on here. algorithm.rollout_correction.mask_low leaves such tokens out.",
+        key,
+    )
+
+
+def _no_counterpart(draft: Draft, key: str, value: str) -> None:
+    draft.find(
+        "hazard",
+        "correction",
+        f"{key} is {value}, for which algorithm.rollout_correction has no counterpart: it is left out, and completions that the old "
+        "trainer rejected or weighed down are trained on. The metrics of the mismatch are there to see whether it matters.",
+        key,
+    )
+    draft.say(key, "no counterpart; see the hazard")

@@ -1,0 +1,143 @@
+"""Supervised fine-tuning of both old generations: columns of questions and answers, and conversations on engines."""
+
+from temper_legacy_shim.configs.mapping.builder import Draft
+from temper_legacy_shim.configs.mapping.data_sources import put_source
+from temper_legacy_shim.configs.mapping.lora import build_lora
+from temper_legacy_shim.configs.mapping.roles import (
+    COLUMNS,
+    SFT,
+    OldRole,
+    build_role,
+    data_parallel,
+    is_megatron,
+    sequence_parallel,
+    ulysses_keys,
+    world_size,
+)
+from temper_legacy_shim.configs.mapping.run_length import build_habits, build_length, build_runtime
+
+
+def build_columns(draft: Draft) -> None:
+    """The first generation: question and answer in columns, or conversations where it was told so."""
+    _build(draft, COLUMNS)
+    if draft.switch("data.multiturn.enable"):
+        _messages(draft, "data.multiturn.messages_key")
+    else:
+        _columns(draft)
+    draft.find(
+        "hazard",
+        "sft-normalisation",
+        "the old trainer averaged the loss over each micro-batch and then over micro-batches, so that tokens in short ones weighed more; "
+        "here every token of an update weighs the same.",
+        "data.micro_batch_size_per_gpu",
+    )
+
+
+def build_sft(draft: Draft) -> None:
+    """The second generation: conversations, on engines."""
+    _build(draft, SFT)
+    _messages(draft, "data.messages_key")
+
+
+def _build(draft: Draft, role: OldRole) -> None:
+    draft.put("task", "sft", rule="sft", group=False)
+    if is_megatron(draft):
+        draft.put("model_engine", "megatron", rule="model-engine", group=True)
+    if not put_source(draft, new="data.train", old="data.train_files"):
+        draft.find("person", "data-files", "data.train_files is not set: say where the demonstrations are.", "data.train_files")
+    draft.say("data.val_files", "the loss on held-out demonstrations is not measured here")
+    build_role(draft, role)
+    build_lora(draft, role)
+    _lengths(draft, role)
+    build_length(draft)
+    build_habits(draft)
+    build_runtime(draft)
+    seed = draft.integer("trainer.seed")
+    if seed is not None:
+        draft.put("run.seed", seed, rule="seed", old=["trainer.seed"], verbatim=True)
+    if world_size(draft) is None:
+        draft.find(
+            "note",
+            "sft-cluster",
+            "how many processes train is torchrun's to say, and not in the configuration: set actor.num_workers and runtime.kind=ray for "
+            "more than one (temper-migrate config --nodes N --gpus-per-node M writes them).",
+        )
+    _custom(draft)
+
+
+def _lengths(draft: Draft, role: OldRole) -> None:
+    draft.copy("batching.prompts_per_step", "data.train_batch_size", rule="prompts-per-step", expected="number")
+    draft.copy("data.max_prompt_tokens", "data.max_length", rule="prompt-length", expected="number")
+    cut = draft.text("data.truncation") or "error"
+    draft.put("data.overlong_prompts", "error" if cut == "error" else "drop", rule="overlong-prompts", old=["data.truncation"])
+    if cut != "error":
+        draft.find(
+            "hazard",
+            "overlong-prompts",
+            f"data.truncation is {cut}: longer demonstrations were cut; here those with a longer question are dropped and counted, and one "
+            "that is longer only with its answer is refused: raise batching.max_tokens, or shorten it.",
+            "data.truncation",
+        )
+    longest = draft.integer("data.max_length")
+    if longest is not None:
+        _tokens(draft, role, longest=longest)
+
+
+def _tokens(draft: Draft, role: OldRole, *, longest: int) -> None:
+    sharing = (draft.integer("engine.context_parallel_size") or 1) if is_megatron(draft) else sequence_parallel(draft, role)
+    if draft.switch("data.use_dynamic_bsz"):
+        budget = (draft.integer("data.max_token_len_per_gpu") or longest) * sharing
+        old = ["data.max_token_len_per_gpu", *(ulysses_keys(role) if sharing > 1 else [])]
+    else:
+        budget = _micro(draft, role) * longest
+        old = ["data.micro_batch_size_per_gpu", "data.micro_batch_size", "data.max_length"]
+    draft.put("batching.max_tokens", max(budget, longest), rule="token-budget", old=old)
+
+
+def _micro(draft: Draft, role: OldRole) -> int:
+    """Demonstrations of a micro-batch on one rank."""
+    whole, each = draft.integer("data.micro_batch_size"), draft.integer("data.micro_batch_size_per_gpu")
+    if whole is None or not draft.old.is_set("data.micro_batch_size"):
+        return max(1, each or 1)
+    ranks = data_parallel(draft, role)
+    if ranks is None:
+        return max(1, whole)
+    if whole % ranks:
+        draft.find(
+            "hazard",
+            "micro-batch-global",
+            f"data.micro_batch_size is {whole} over all ranks, which {ranks} do not divide: the old trainer took {max(1, whole // ranks)}.",
+            "data.micro_batch_size",
+        )
+    return max(1, whole // ranks)
+
+
+def _columns(draft: Draft) -> None:
+    for new, column, fields in (("prompt_key", "prompt_key", "prompt_dict_keys"), ("answer_key", "response_key", "response_dict_keys")):
+        key, inner = draft.text(f"data.{column}"), draft.old.get(f"data.{fields}")
+        names = [str(name) for name in inner] if isinstance(inner, list) else [str(inner)] if inner else []
+        if len(names) > 1:
+            draft.find(
+                "person", "sft-columns", f"data.{fields} names {names}: one field is read here. Write them into one.", f"data.{fields}"
+            )
+        path = ".".join([key, *names[:1]])
+        draft.put(f"data.train.{new}", path, rule="sft-columns", old=[f"data.{column}", f"data.{fields}"])
+    draft.put("data.string_prompts", "user_message", rule="sft-chat")
+
+
+def _messages(draft: Draft, key: str) -> None:
+    draft.put("data.train.messages_key", draft.text(key) or "messages", rule="sft-messages", old=[key], verbatim=True)
+    if draft.text("data.tools_key") and draft.old.is_set("data.tools_key"):
+        draft.find("hazard", "sft-tools", "data.tools_key is set: tools are not shown to the chat template here.", "data.tools_key")
+
+
+def _custom(draft: Draft) -> None:
+    path = draft.text("data.custom_cls.path")
+    if path and path.lower() not in ("null", "none"):
+        draft.find(
+            "person",
+            "custom-dataset",
+            f"data.custom_cls takes a class of {path} for its data set: there are no data set classes here. Write its rows to a jsonl or "
+            "parquet file of messages.",
+            "data.custom_cls.path",
+        )

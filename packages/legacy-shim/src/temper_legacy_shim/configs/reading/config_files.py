@@ -1,0 +1,226 @@
+"""Old YAML files: a user's own with ``defaults:``, a resolved dump, or a copy of an old default file; many of them in a folder."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from temper_legacy_shim.configs.mapping.builder import Numerics
+from temper_legacy_shim.configs.reading.config_values import Plain, flatten
+from temper_legacy_shim.configs.reading.defaults_lists import compose_file
+from temper_legacy_shim.configs.reading.other_systems import has_known_key, other_system
+from temper_legacy_shim.configs.translate import translate
+from temper_legacy_shim.configs.translation import Cluster, Finding, Translation
+from temper_legacy_shim.errors import DamagedFileError, UsageError
+
+_OVERRIDE = re.compile(r"(?:\+\+?|~)?[A-Za-z_][\w/@.]*=|~[A-Za-z_]")
+_SUFFIXES = (".yaml", ".yml")
+DEFAULTS_LIST = "defaults-list"
+"""Of findings about a file, and no key of it: it stands beside the table of rules."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldFile:
+    """One file as its user wrote it."""
+
+    path: Path
+    """Where it lies."""
+    values: dict[str, Plain]
+    """Nested values, files of the user's own that it builds on included."""
+    entry: str = ""
+    """The program that its defaults list names, as far as it says so."""
+    groups: dict[str, str] = field(default_factory=dict)
+    """Engine groups that its defaults list chooses."""
+    overrides: tuple[str, ...] = ()
+    """Of a file that is Hydra's record of a command line, ``.hydra/overrides.yaml``."""
+    parts: tuple[Path, ...] = ()
+    """Files of the user's own that it builds on."""
+    missing: tuple[str, ...] = ()
+    """What it builds on and was not found, or has no effect; a sentence each."""
+
+
+_BASES = {
+    "ppo_trainer": "verl.trainer.main_ppo",
+    "ppo_megatron_trainer": "verl.trainer.main_ppo",
+    "sft_trainer": "verl.trainer.fsdp_sft_trainer",
+    "sft_trainer_engine": "verl.trainer.sft_trainer",
+    "generation": "verl.trainer.main_generation",
+    "evaluation": "verl.trainer.main_eval",
+    "dapo_trainer": "recipe.dapo.main_dapo",
+    "entropy_trainer": "recipe.entropy.main_entropy",
+    "one_step_off_ppo_trainer": "verl.experimental.one_step_off_policy.main_ppo",
+    "one_step_off_ppo_megatron_trainer": "verl.experimental.one_step_off_policy.main_ppo",
+    "fully_async_ppo_trainer": "verl.experimental.fully_async_policy.fully_async_main",
+    "fully_async_ppo_megatron_trainer": "verl.experimental.fully_async_policy.fully_async_main",
+    "prime_trainer": "recipe.prime.main_prime",
+    "spin_trainer": "recipe.spin.main_spin",
+    "sppo_trainer": "recipe.sppo.main_sppo",
+}
+
+
+def find_files(path: Path) -> list[Path]:
+    """The file itself, or every YAML file below a folder, in order.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if path.is_dir():
+        found = sorted(item for item in path.rglob("*") if item.suffix in _SUFFIXES and item.is_file())
+        if not found:
+            raise UsageError(f"{path} holds no YAML file: give a file or a folder with old configurations.")
+        return found
+    if not path.exists():
+        raise UsageError(f"{path} is not there: give a YAML file or a folder with some.")
+    return [path]
+
+
+def read_old_file(path: Path) -> OldFile:
+    """Read one file, and the files of the user's own that its defaults list names.
+
+    Raises:
+        DamagedFileError: it is not YAML, or no mapping, or builds on itself.
+    """
+    loaded = _load(path)
+    if isinstance(loaded, list):
+        return OldFile(path=path, values={}, overrides=tuple(loaded))
+    found = compose_file(path, load=_load_mapping, bases=_BASES)
+    own = path.stem if path.stem in _BASES else ""
+    entry = found.base or own
+    if own and not _BASES[own].startswith("verl.trainer."):
+        entry = own  # a recipe's own file, whatever it builds on
+    return OldFile(path=path, values=found.values, entry=entry, groups=found.groups, parts=tuple(found.parts), missing=tuple(found.missing))
+
+
+def read_if_old(path: Path) -> OldFile | None:
+    """A file of a folder: None where it is no old configuration.
+
+    Raises:
+        DamagedFileError: it speaks of an old configuration, and can't be read.
+    """
+    try:
+        old = read_old_file(path)
+    except DamagedFileError:
+        if "actor_rollout_ref" in path.read_text(encoding="utf-8", errors="replace"):
+            raise
+        return None
+    return old if old.overrides or (is_old(old.values) and not other_system(old.values)) else None
+
+
+def translate_file(
+    old: OldFile,
+    overrides: Sequence[str] = (),
+    *,
+    entry: str = "",
+    config_name: str | None = None,
+    version: str | None = None,
+    cluster: Cluster | None = None,
+    numerics: Numerics = "temper",
+) -> Translation:
+    """Translate a file with overrides on top; arguments as of ``translate``, where what is empty is taken from the file."""
+    refuse_other_systems(old)
+    given = {token.partition("=")[0] for token in overrides}
+    groups = [f"{group}={choice}" for group, choice in old.groups.items() if group not in given]
+    translation = translate(
+        [*groups, *old.overrides, *overrides],
+        entry=entry or entry_of(old.entry),
+        config_name=config_name or old.entry or None,
+        version=version,
+        cluster=cluster,
+        numerics=numerics,
+        base=old.values,
+    )
+    return with_missing(translation, old)
+
+
+def refuse_other_systems(old: OldFile) -> None:
+    """Refuse a file that is no configuration of verl.
+
+    Raises:
+        UsageError: It is one of another system, or none of its keys was one of any release.
+    """
+    system = other_system(old.values)
+    if system:
+        raise UsageError(f"{old.path} is a configuration of {system} and not of verl, so nothing of it is translated.")
+    if old.values and not old.entry and not old.parts and not old.missing and not has_known_key(old.values):
+        raise UsageError(
+            f"{old.path} has no key of any verl release ({', '.join(list(old.values)[:4])}): give the configuration that the old run "
+            "was started with."
+        )
+
+
+def with_missing(translation: Translation, old: OldFile) -> Translation:
+    """The translation with what its file builds on and nobody found, which a person has to decide about."""
+    said = tuple(Finding(level="person", rule=DEFAULTS_LIST, message=f"{sentence}.") for sentence in old.missing)
+    return replace(translation, findings=(*said, *translation.findings)) if said else translation
+
+
+def old_files(path: Path) -> list[OldFile]:
+    """The file itself, or the old configurations below a folder; what another one builds on is a part of that one.
+
+    Raises:
+        UsageError: there is no YAML file.
+        DamagedFileError: one speaks of an old configuration, and can't be read.
+    """
+    found = find_files(path)
+    return [read_old_file(path)] if found == [path] else whole_files([old for each in found if (old := read_if_old(each)) is not None])
+
+
+def whole_files(found: Sequence[OldFile]) -> list[OldFile]:
+    """Without those that another one builds on."""
+    parts = {part.resolve() for old in found for part in old.parts}
+    return [old for old in found if old.path.resolve() not in parts]
+
+
+def entry_of(base: str) -> str:
+    """The program whose default file that is."""
+    return _BASES.get(base, "")
+
+
+def _load(path: Path) -> dict[str, Plain] | list[str]:
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise DamagedFileError(f"{path} is not YAML: {' '.join(str(error).split())}. Mend it there.") from error
+    except (OSError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise DamagedFileError(f"{path} can't be read ({type(error).__name__}: {error}): a YAML text file is expected.") from error
+    if tree is None:
+        return {}
+    if isinstance(tree, list) and tree and all(isinstance(item, str) and _OVERRIDE.match(item) for item in tree):
+        return tree
+    if not isinstance(tree, dict):
+        raise DamagedFileError(f"{path} is a {type(tree).__name__}, but an old configuration is a mapping of keys.")
+    return {str(key): _plain(value) for key, value in tree.items()}
+
+
+def _load_mapping(path: Path) -> dict[str, Plain]:
+    loaded = _load(path)
+    if isinstance(loaded, list):
+        raise DamagedFileError(f"{path} is a list, but a file of a defaults list is a mapping of keys.")
+    return loaded
+
+
+def _plain(value: object) -> Plain:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, str):
+        return _number(value)
+    return value if isinstance(value, int | float | bool) or value is None else str(value)
+
+
+def _number(text: str) -> Plain:
+    """OmegaConf's loader reads 1e-6 as a number, YAML 1.1 as text."""
+    from temper_legacy_shim.configs.reading.config_values import scalar
+
+    value = scalar(text) if text and (text[0].isdigit() or text[0] in "+-.") else text
+    return value if isinstance(value, float) else text
+
+
+def is_old(values: Mapping[str, Plain]) -> bool:
+    """Whether a file looks like an old configuration at all."""
+    blocks = {"actor_rollout_ref", "trainer", "critic", "optim", "rollout", "reward_model", "algorithm", "engine", "custom_reward_function"}
+    return bool(blocks & values.keys()) or any(key.startswith("data.") for key in flatten(dict(values)))

@@ -1,0 +1,208 @@
+"""Which program a launch started and with which tree: entry points, config names, engine groups, recipes' own keys."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from temper_legacy_shim.configs.reading.config_values import Plain
+from temper_legacy_shim.configs.reading.overrides import Override
+from temper_legacy_shim.configs.reading.trees import Family, own_configs
+
+Program = Literal["ppo", "sft", "sft1", "generation", "evaluation"]
+
+_PPO = "verl.trainer.main_ppo"
+_MEGATRON_ENGINES = ("megatron",)
+_FOREIGN_ENGINES = ("veomni", "torchtitan", "mindspeed", "automodel", "nemo_automodel")
+
+_OWN_CONFIGS: tuple[tuple[str, str], ...] = (
+    ("dapo", "dapo"),
+    ("entropy", "entropy"),
+    ("one_step_off", "one_step_off_ppo"),
+    ("fully_async", "fully_async_ppo"),
+    ("prime", "prime"),
+    ("spin", "spin"),
+    ("sppo", "sppo"),
+    ("flowrl", "flowrl"),
+    ("split", "ppo_trainer_split"),
+)
+"""Parts of an entry, and the configuration that it is composed from: its name, or its beginning."""
+
+FOREIGN_RECIPES = (
+    "prime",
+    "spin",
+    "sppo",
+    "gkd",
+    "vla",
+    "minicpmo",
+    "langgraph",
+    "collabllm",
+    "flowrl",
+    "genrm",
+    "split",
+    "r1_ascend",
+    "sac",
+)
+"""Trainers of their own, whose losses or data have no counterpart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What was started."""
+
+    program: Program
+    """Which rules hold."""
+    family: Family
+    """Which tree."""
+    entry: str
+    """As it was given."""
+    configs: tuple[str, ...] = ()
+    """Configurations of the entry's own that its release composes on that tree; see ``trees.own_configs``."""
+    foreign: str = ""
+    """Why this program has no counterpart at all, if so."""
+    config_name: str = ""
+    """The file that the composition began with."""
+    is_fork: bool = False
+    """Whether the entry is no module of the old releases, and was taken for one."""
+    contradiction: str = ""
+    """Why the tree and the strategy can't both be meant, if so."""
+
+
+def launch_of(entry: str, *, config_name: str | None, overrides: Sequence[Override], given: dict[str, Plain]) -> Launch:
+    """The program of an entry point (module or file), its config name, and what the overrides say about engines.
+
+    Args:
+        entry: ``verl.trainer.main_ppo``, ``recipe/dapo/main_dapo.py``, or a bare kind: ppo, sft, generation, evaluation.
+        config_name: of Hydra; None takes the one among the overrides, or the entry's own.
+        overrides: of the command line.
+        given: leaves of the user's own file.
+    """
+    name = config_named(config_name, overrides)
+    name = name.removesuffix(".yaml").rpartition("/")[2]
+    path = _module(entry)
+    program = _program(path, overrides, given)
+    engine = _group(overrides, "model_engine") or _group(overrides, "engine") or str(given.get("model_engine") or "")
+    is_megatron = (
+        "megatron" in name
+        or name.startswith("on_policy_distill")
+        or engine in _MEGATRON_ENGINES
+        or given.get("actor_rollout_ref.actor.strategy") == "megatron"
+    )
+    foreign = f"the training engine {engine} has no counterpart here" if engine in _FOREIGN_ENGINES else ""
+    if "automodel" in path or any(f".{part}." in f".{path}." or f"main_{part}" in path for part in FOREIGN_RECIPES):
+        foreign = foreign or f"{entry} is a trainer of its own, which has no counterpart here"
+    if path == "verl.trainer.main":
+        foreign = f"{entry} is the entry of EasyR1, whose configuration is of another kind (config=FILE, worker.*)"
+    contradiction = ""
+    if "megatron" not in path and _said_strategy(overrides) == "megatron" and program == "ppo":
+        if not is_megatron and name in ("", "ppo_trainer") and not given:
+            contradiction = (
+                "actor_rollout_ref.actor.strategy is megatron, but the configuration that the overrides are composed on is that of FSDP, "
+                "and would have failed: name the one that was meant (--config-name ppo_megatron_trainer), or take the strategy out"
+            )
+        is_megatron = True
+    return Launch(
+        program=program,
+        family=_family(program, is_megatron=is_megatron),
+        entry=path,
+        configs=_configs_of(path, name, is_megatron=is_megatron) if program == "ppo" else (),
+        foreign=foreign,
+        config_name=name,
+        is_fork=_is_fork(path),
+        contradiction=contradiction,
+    )
+
+
+def _configs_of(path: str, name: str, *, is_megatron: bool) -> tuple[str, ...]:
+    """Return the further configurations of an entry: the named one, else those that the entry is known for."""
+    if name in own_configs():
+        return (name,)
+    found = []
+    for part, config in _OWN_CONFIGS:
+        if part in path or part in name:
+            names = (f"{config}_megatron_trainer", f"{config}_trainer", config) if is_megatron else (f"{config}_trainer", config)
+            found += [next(each for each in names if each in own_configs())]
+    return tuple(found)
+
+
+_KINDS = ("", "ppo", "sft", "sft1", "generation", "evaluation")
+_PROGRAMS = re.compile(r"main(_\w+)?|fsdp_sft_trainer|sft_trainer(_ray)?|generation|evaluation|generate|fully_async_main|\w+_trainer")
+"""Last parts of the entries of all releases and recipes."""
+_HOMES = ("verl", "recipe", "examples", "tests")
+_CONFIGS = re.compile(
+    r"(one_step_off_|fully_async_|transfer_queue_)?(ppo|dapo)(_megatron)?_trainer|sft_trainer(_engine)?|generation|evaluation"
+    r"|(entropy|prime|spin|sppo|rm|gkd)_(trainer|config)|ppo_(diffusion|veomni|torchtitan)_trainer"
+)
+
+
+def is_program(entry: str) -> bool:
+    """Whether an entry can be one that the old releases had, a fork's copy of it included."""
+    path = _module(entry)
+    return path in _KINDS or _PROGRAMS.fullmatch(path.rpartition(".")[2]) is not None
+
+
+def is_config(name: str) -> bool:
+    """Whether the old releases have a configuration of that name, which needs no file of the user's."""
+    stem = name.removesuffix(".yaml").rpartition("/")[2]
+    return stem in own_configs() or _CONFIGS.fullmatch(stem) is not None
+
+
+def config_named(config_name: str | None, overrides: Sequence[Override]) -> str:
+    """Hydra's config name, as an option of its own or among the overrides; empty where nobody says one."""
+    return config_name or _flag(overrides, ("config-name", "cn")) or ""
+
+
+def _module(entry: str) -> str:
+    return entry.replace("/", ".").removesuffix(".py")
+
+
+def _is_fork(path: str) -> bool:
+    """Whether a module or file lies outside the old packages, wherever those were checked out."""
+    return path not in _KINDS and "." in path and not any(part in _HOMES for part in path.split(".")[:-1])
+
+
+def _program(path: str, overrides: Sequence[Override], given: dict[str, Plain]) -> Program:
+    last = path.rpartition(".")[2]
+    if "fsdp_sft_trainer" in path or path == "sft1":
+        return "sft1"
+    if "sft" in last:
+        return "sft"
+    if "generation" in last or last == "generate":
+        return "generation"
+    if "eval" in last:
+        return "evaluation"
+    keys = {override.key for override in overrides} | given.keys()
+    if not path and "model.partial_pretrain" in keys:
+        return "sft1"
+    if not path and any(key.startswith("actor_rollout_ref.") for key in keys):
+        return "ppo"
+    if not path and "model.path" in keys and "data.output_path" in keys:
+        return "generation"
+    if not path and any(key.startswith(("optim.", "engine.")) for key in keys):
+        return "sft"
+    return "ppo"
+
+
+def _family(program: Program, *, is_megatron: bool) -> Family:
+    if program == "ppo":
+        return "ppo_megatron" if is_megatron else "ppo_fsdp"
+    if program == "sft":
+        return "sft_megatron" if is_megatron else "sft_fsdp"
+    return "sft_columns" if program == "sft1" else program
+
+
+def _flag(overrides: Sequence[Override], names: tuple[str, ...]) -> str | None:
+    found = [str(override.value) for override in overrides if override.kind == "flag" and override.key in names and override.value]
+    return next((name for name in found if "$" not in name), None)
+
+
+def _group(overrides: Sequence[Override], name: str) -> str:
+    return next((str(item.value) for item in reversed(overrides) if item.kind == "set" and item.key == name), "")
+
+
+def _said_strategy(overrides: Sequence[Override]) -> str:
+    return _group(overrides, "actor_rollout_ref.actor.strategy")
+
+
+GROUPS = ("model_engine", "engine", "optim")
+"""Config groups of the old trees."""

@@ -1,0 +1,77 @@
+"""Command-line tokens of the old systems, read by Hydra's grammar: what each sets, adds or deletes."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from temper_legacy_shim.configs.reading.config_values import Plain, parse_value
+
+Prefix = Literal["", "+", "++", "~"]
+
+_OVERRIDE = re.compile(r"(\+\+|\+|~)?\s*([A-Za-z_/@$][^\s=]*)\s*(?:=(.*))?\Z", re.DOTALL)
+_FLAG = re.compile(r"--?(config-name|cn|config-path|cp|config-dir|cd|multirun|m|cfg|job|hydra-help|info|package)(?:=(.*))?\Z", re.DOTALL)
+_TAKES_VALUE = ("config-name", "cn", "config-path", "cp", "config-dir", "cd", "cfg", "package")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override:
+    """One token."""
+
+    index: int
+    """Its place among the tokens."""
+    text: str
+    """As it was given."""
+    kind: Literal["set", "flag", "rest", "unreadable"]
+    """set: an override of Hydra; flag: an option of Hydra's own; rest: the shell's remaining arguments; unreadable: none of these."""
+    prefix: Prefix = ""
+    """+ adds a key, ++ adds or sets one, ~ deletes one."""
+    key: str = ""
+    """Dotted key or config group; for a flag, its name."""
+    value: Plain = None
+    """What stands after the sign."""
+    complaint: str | None = None
+    """Why Hydra would not have read it."""
+
+    @property
+    def is_no_block(self) -> bool:
+        """Whether it sets one value, which cannot stand for a block of keys: no mapping, not nothing, no reference to another block."""
+        refers = isinstance(self.value, str) and "${" in self.value
+        return self.kind == "set" and self.prefix != "~" and self.value is not None and not isinstance(self.value, dict) and not refers
+
+    @property
+    def has_value(self) -> bool:
+        """Whether there is a sign at all; ``~key`` has none."""
+        return "=" in self.text
+
+
+def read_overrides(tokens: Sequence[str]) -> list[Override]:
+    """Every token, in order; none is lost, whatever stands in it."""
+    found: list[Override] = []
+    flag: str | None = None
+    for index, token in enumerate(tokens):
+        if flag is not None:
+            found.append(Override(index=index, text=token, kind="flag", key=flag, value=token.strip("'\"")))
+            flag = None
+            continue
+        override = _read(index, token)
+        found.append(override)
+        if override.kind == "flag" and override.key in _TAKES_VALUE and not override.has_value:
+            flag = override.key
+    return found
+
+
+def _read(index: int, token: str) -> Override:
+    text = token.strip()
+    if text.strip("'\"") in ("$@", "${@}", "$*", "${*}", "${@:1}", "${@:2}", "${@:3}"):
+        return Override(index=index, text=token, kind="rest")
+    flag = _FLAG.match(text)
+    if flag is not None:
+        value = None if flag[2] is None else flag[2].strip("'\"")
+        return Override(index=index, text=token, kind="flag", key=flag[1], value=value)
+    match = _OVERRIDE.match(text)
+    if match is None or (match[3] is None and match[1] != "~"):
+        return Override(index=index, text=token, kind="unreadable", complaint="this is no override: KEY=VALUE is expected")
+    prefix: Prefix = match[1] or ""  # type: ignore[assignment]
+    value, complaint = (None, None) if match[3] is None else parse_value(match[3])
+    return Override(index=index, text=token, kind="set", prefix=prefix, key=match[2], value=value, complaint=complaint)

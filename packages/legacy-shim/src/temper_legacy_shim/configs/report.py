@@ -1,0 +1,182 @@
+"""What a translation says of itself: for machines as plain values of a documented form, for people as rows of a table."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from temper_legacy_shim.configs.reading.config_values import Plain, from_environment, yaml_text
+from temper_legacy_shim.configs.translation import EXIT_CODES, Finding, Outcome, Setting, Translation
+
+SCHEMA = "temper-migrate/config/1"
+"""Name of the form below; it changes with the form. docs/migration/config.md describes it."""
+
+OUTCOMES = {Outcome.CLEAN: "clean", Outcome.PINNED: "pinned", Outcome.PERSON: "needs a person"}
+
+
+def plain_report(translation: Translation) -> dict[str, Plain]:
+    """The whole report, ready for JSON."""
+    source = translation.source
+    return {
+        "schema": SCHEMA,
+        "outcome": OUTCOMES[translation.outcome],
+        "exit_code": EXIT_CODES[translation.outcome],
+        "source": {
+            "version": source.version,
+            "is_given": source.is_given,
+            "evidence": list(source.evidence),
+            "entry": source.entry,
+            "program": source.program,
+            "tree": source.family,
+        },
+        "settings": [
+            {
+                "key": item.key,
+                "value": item.value,
+                "is_group": item.is_group,
+                "is_pinned": item.is_pinned,
+                "rule": item.rule,
+                "old_keys": list(item.old_keys),
+                "sources": list(item.sources),
+                "is_verbatim": item.is_verbatim,
+            }
+            for item in translation.settings
+        ],
+        "tokens": [
+            {
+                "index": token.index,
+                "text": token.text,
+                "key": token.key,
+                "disposition": token.disposition,
+                "new_keys": list(token.new_keys),
+                "rule": token.rule,
+                "reason": token.reason,
+                "prs": list(token.prs.split()),
+                "hazard": token.hazard,
+            }
+            for token in translation.tokens
+        ],
+        "findings": [
+            {"level": item.level, "rule": item.rule, "message": item.message, "old_keys": list(item.old_keys)}
+            for item in translation.findings
+        ],
+        "unmapped": dict(translation.unmapped),
+    }
+
+
+def summary_lines(translations: Sequence[Translation], *, next_step: str) -> list[str]:
+    """Return what a user can act on: how much was translated, what differs, what to decide, the next command."""
+    tokens = [token for each in translations for token in each.tokens]
+    translated = sum(bool(token.new_keys) for token in tokens)
+    dropped = sum(not token.new_keys and token.disposition not in ("unmapped", "needs a person", "conflict") for token in tokens)
+    pinned = sum(setting.is_pinned for each in translations for setting in each.settings)
+    findings = [finding for each in translations for finding in each.findings]
+    unmapped = sum(finding.rule == "unmapped" for finding in findings)
+    levels = [finding.level for finding in findings if finding.rule != "unmapped"]
+    lines = [
+        f"translated: {translated} of {len(tokens)} settings"
+        + (f"; {dropped} have no effect here (--table gives the reasons)" * bool(dropped))
+    ]
+    lines += [f"written out: {pinned} default{'s' * (pinned != 1)} of the old release, because ours differ"] if pinned else []
+    differ = levels.count("hazard")
+    lines += [f"will behave differently: {differ} (hazards below)"] if differ else []
+    lines += [f"unknown: {unmapped} key{'s' * (unmapped != 1)} that no release has (below)"] if unmapped else []
+    decide = levels.count("person")
+    lines += [f"to decide: {decide} (below)"] if decide else []
+    return [*lines, f"next: {next_step}"]
+
+
+def by_severity(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings with those first that ask most of the reader."""
+    return sorted(findings, key=lambda finding: _LEVELS.index(finding.level))
+
+
+_LEVELS = ("person", "hazard", "refused", "note")
+
+
+def unmapped_lines(translation: Translation) -> list[str]:
+    """The section of keys that no release had: what to do about them, once, and then each."""
+    messages = [finding.message for finding in translation.findings if finding.rule == "unmapped"]
+    if not messages:
+        return []
+    head = f"unmapped: {len(messages)} of a fork's own, or slips; nothing was guessed: if they did something, say it in another way"
+    return [head, *(f"  unmapped: {message}" for message in messages)]
+
+
+COLUMNS = ("old", "new", "rule", "reason", "hazard")
+"""Of ``table_rows``."""
+
+
+def table_rows(translation: Translation) -> list[tuple[str, str, str, str, str]]:
+    """(old, new, rule and what became of it, reason, hazard) of every token, then of every default that was pinned."""
+    values = {setting.key: setting.override for setting in translation.settings}
+    rows = []
+    for token in translation.tokens:
+        new = "\n".join(values.get(key, key) for key in token.new_keys) or "-"
+        rows.append((token.text, new, f"{token.disposition}\n{token.rule}".strip(), token.reason, token.hazard))
+    pinned = [setting for setting in translation.settings if setting.is_pinned]
+    return rows + [("(default)", item.override, f"pinned\n{item.rule}", item.comment.partition(" [")[0], "") for item in pinned]
+
+
+def yaml_of(translation: Translation) -> str:
+    """A file for ``temper-train --config-dir DIR --config-name NAME``.
+
+    Groups stand in its defaults list; every value has a comment with the old key it comes from, or the old default that it pins, and the
+    rule in brackets. What a person has to decide stands at the top.
+    """
+    lines = [*_header(translation), "defaults:", "  - temper"]
+    lines += [
+        f"  - override /{item.key}: {yaml_text(item.value)}  # {printable(item.comment)}" for item in translation.settings if item.is_group
+    ]
+    lines += ["  - _self_", ""]
+    lines += _block({item.key: item for item in translation.settings if not item.is_group})
+    return "\n".join(lines) + "\n"
+
+
+def _header(translation: Translation) -> list[str]:
+    source = translation.source
+    lines = [
+        f"# Written by temper-migrate config from {source.entry or source.program} of {source.release}.",
+        "# A comment names the old key, or the old default that is pinned, and the rule: temper-migrate explain KEY says more.",
+    ]
+    for finding in translation.findings:
+        if finding.level in ("person", "hazard"):
+            word = "DECIDE" if finding.level == "person" else "differs"
+            lines.append(f"# {word}: {finding.message}")
+    return [printable(line) for line in lines]
+
+
+def printable(text: str) -> str:
+    """On one line of a YAML file, in which control characters may not stand."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def _in_file(setting: Setting) -> Plain:
+    return from_environment(setting.value, is_number=setting.is_number)
+
+
+def _block(settings: Mapping[str, Setting]) -> list[str]:
+    """Nested blocks in the order in which their first value was put."""
+    return _lines(sorted(settings.items(), key=lambda item: _place(item[0], settings)))
+
+
+def _place(key: str, settings: Mapping[str, Setting]) -> tuple[int, ...]:
+    """Position of each of the key's blocks among its siblings, so that a block stands together."""
+    names = list(settings)
+    parts = key.split(".")
+    found = []
+    for count in range(1, len(parts) + 1):
+        prefix = ".".join(parts[:count])
+        found.append(next(number for number, name in enumerate(names) if name == prefix or name.startswith(f"{prefix}.")))
+    return tuple(found)
+
+
+def _lines(items: Sequence[tuple[str, Setting]]) -> list[str]:
+    lines: list[str] = []
+    open_blocks: list[str] = []
+    for key, setting in items:
+        parts = key.split(".")
+        while open_blocks != parts[: len(open_blocks)]:
+            open_blocks.pop()
+        for depth in range(len(open_blocks), len(parts) - 1):
+            lines.append(f"{'  ' * depth}{yaml_text(parts[depth])}:")
+            open_blocks.append(parts[depth])
+        lines.append(f"{'  ' * (len(parts) - 1)}{yaml_text(parts[-1])}: {yaml_text(_in_file(setting))}  # {printable(setting.comment)}")
+    return lines

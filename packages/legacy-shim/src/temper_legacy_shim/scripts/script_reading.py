@@ -1,0 +1,150 @@
+"""Read a script: the commands it would run by default, and what else it could run where its text does not decide."""
+
+from dataclasses import dataclass
+
+from temper_legacy_shim.bash.evaluator import run_script
+from temper_legacy_shim.bash.parser import parse
+from temper_legacy_shim.bash.shell_state import Decision, Event, ReaderHooks, Reading
+from temper_legacy_shim.bash.syntax_tree import Program
+from temper_legacy_shim.errors import ScriptError
+from temper_legacy_shim.scripts.launches import Launch, explain_npu_probe, find_launches, is_launch_text
+
+MAX_PASSES = 40
+MAX_BYTES = 2_000_000
+_HOOKS = ReaderHooks(explain_failure=explain_npu_probe, is_launch_text=is_launch_text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """What a script would run if one condition were otherwise."""
+
+    decision: Decision
+    """As it is in the main reading."""
+    taken: int
+    """What was chosen here instead."""
+    launches: tuple[Launch, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptReading:
+    """What a script would do."""
+
+    text: str
+    launches: tuple[Launch, ...]
+    """Old trainers that it starts, in order."""
+    written: tuple[Launch, ...]
+    """Old trainers in texts that it writes to files, or hands to a scheduler."""
+    events: tuple[Event, ...]
+    """All commands that are not the shell's own."""
+    decisions: tuple[Decision, ...]
+    alternatives: tuple[Alternative, ...]
+    """Only those that launch something else."""
+    notes: dict[str, int]
+    """What a person should know, with lines."""
+    free: dict[str, bool]
+    """Variables that the script reads and never assigns; whether one is read without a default."""
+    executed: frozenset[int]
+    """Where the assignments stand that were carried out."""
+    num_arguments: int
+    """Positional parameters that it reads."""
+
+    def line_of(self, at: int) -> int:
+        """The line of an offset."""
+        return self.text.count("\n", 0, at) + 1
+
+
+def read_script(text: str, *, settings: dict[str, str] | None = None) -> ScriptReading:
+    """Read a script without executing any of it.
+
+    Args:
+        text: the script.
+        settings: variables to take as set in the environment; digits are positional parameters.
+
+    Raises:
+        ScriptError: it is no bash, or builds more than a launch command.
+    """
+    if len(text) > MAX_BYTES:
+        raise ScriptError(f"the script has {len(text)} characters: a launch script has fewer than {MAX_BYTES}.")
+    try:
+        return _read(text, settings or {})
+    except RecursionError as error:
+        raise ScriptError("line 1: expansions or commands lie too deep inside each other: write the script flatter.") from error
+
+
+def reread(text: str, like: ScriptReading, settings: dict[str, str]) -> list[Event]:
+    """The commands of a script that was made from another, with that one's conditions decided as they were."""
+    return _pass(parse(text), text, settings, tuple(decision.taken for decision in like.decisions)).events
+
+
+def _read(text: str, settings: dict[str, str]) -> ScriptReading:
+    program = parse(text)
+    main = _pass(program, text, settings, ())
+    passes = 1
+    if not find_launches(main.events):
+        main, passes = _first_that_launches(program, text, settings, main)
+    launches = tuple(find_launches(main.events))
+    alternatives = _alternatives(program, text, settings, main, launches, MAX_PASSES - passes)
+    return ScriptReading(
+        text=text,
+        launches=launches,
+        written=tuple(find_launches(main.events, is_written=True)),
+        events=tuple(main.events),
+        decisions=tuple(main.decisions),
+        alternatives=alternatives,
+        notes=main.notes,
+        free=main.free,
+        executed=frozenset(main.executed),
+        num_arguments=main.num_arguments,
+    )
+
+
+def _pass(program: Program, text: str, settings: dict[str, str], choices: tuple[int, ...]) -> Reading:
+    reading = Reading(text, choices, settings, hooks=_HOOKS)
+    run_script(program, reading)
+    return reading
+
+
+def _first_that_launches(program: Program, text: str, settings: dict[str, str], main: Reading) -> tuple[Reading, int]:
+    """Guards that end a script (no arguments, a missing file) are taken to pass: change decisions until something is launched."""
+    waiting, seen, passes = [main], {tuple(decision.taken for decision in main.decisions)}, 1
+    while waiting and passes < MAX_PASSES:
+        current = waiting.pop(0)
+        taken = [decision.taken for decision in current.decisions]
+        for place in reversed(range(len(taken))):
+            for other in range(current.decisions[place].num_choices):
+                choices = (*taken[:place], other)
+                if other == taken[place] or passes >= MAX_PASSES:
+                    continue
+                found = _pass(program, text, settings, choices)
+                passes += 1
+                if find_launches(found.events):
+                    return found, passes
+                path = tuple(decision.taken for decision in found.decisions)
+                if path not in seen and len(path) > place + 1:
+                    seen.add(path)
+                    waiting.append(found)
+    return main, passes
+
+
+def _alternatives(
+    program: Program, text: str, settings: dict[str, str], main: Reading, launches: tuple[Launch, ...], passes: int
+) -> tuple[Alternative, ...]:
+    """The script read again with each decision turned, where that changes what is launched."""
+    taken = [decision.taken for decision in main.decisions]
+    usual, out = [_signature(launch) for launch in launches], []
+    for place, decision in enumerate(main.decisions):
+        for other in range(decision.num_choices):
+            if other == decision.taken or passes <= 0:
+                continue
+            passes -= 1
+            found = _pass(program, text, settings, (*taken[:place], other))
+            others = tuple(find_launches(found.events))
+            if others and [_signature(launch) for launch in others] != usual:
+                out.append(Alternative(decision=decision, taken=other, launches=others))
+    if passes <= 0 and main.decisions:
+        main.note(f"more than {MAX_PASSES} ways through the script: not every branch was read", 0)
+    return tuple(out)
+
+
+def _signature(launch: Launch) -> tuple[object, ...]:
+    return launch.entry, launch.config_name, tuple(override.text.shown() for override in launch.overrides)

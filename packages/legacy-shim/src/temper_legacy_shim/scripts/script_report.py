@@ -1,0 +1,141 @@
+"""What a script's migration says of itself: sentences for people, plain values of a documented form for machines."""
+
+import re
+import shlex
+from pathlib import Path
+
+from temper_legacy_shim.configs import EXIT_CODES
+from temper_legacy_shim.configs.reading.config_values import Plain
+from temper_legacy_shim.configs.report import OUTCOMES, by_severity, summary_lines, unmapped_lines
+from temper_legacy_shim.configs.report import plain_report as plain_translation
+from temper_legacy_shim.scripts.migrate import Migration
+from temper_legacy_shim.scripts.script_reading import Alternative, ScriptReading
+
+SCHEMA = "temper-migrate/script/1"
+"""Name of the form of ``plain_report``; it changes with the form. docs/migration/scripts.md describes it."""
+
+
+def headline(migration: Migration) -> str:
+    """How many launches of what."""
+    if not migration.launches:
+        return ", no launch of an old trainer was seen" if migration.unfollowed or migration.not_read else ", launches no old trainer"
+    names = ", ".join(dict.fromkeys(f"{each.launch.entry} of {each.translation.source.version}" for each in migration.launches))
+    return f", {len(migration.launches)} launch{'es' * (len(migration.launches) > 1)} of {names}"
+
+
+def evidence(migration: Migration) -> list[str]:
+    """What each launch was taken for, and why: the release as it was given, or inferred from which keys."""
+    out = []
+    for each in migration.launches:
+        source = each.translation.source
+        line = migration.reading.line_of(each.launch.span.start)
+        out.append(f"line {line}: {source.program} of {each.readable(source.release)}")
+    return list(dict.fromkeys(out))
+
+
+def summary(migration: Migration, path: Path, *, written: Path | None) -> list[str]:
+    """Return what a user can act on, from the number of translated settings to the next command."""
+    if not migration.launches or migration.script is None:
+        return []
+    decide = "decide what needs a person, then " if persons(migration) else ""
+    if written is None:
+        step = f"temper-migrate script {shlex.quote(str(path))} --out NEW.sh"
+    elif re.search(r"\$[@*]|\$\{[@*]", migration.script.text):
+        step = f"bash {shlex.quote(str(written))} --check"
+    else:
+        step = f'add "$@" to the end of the command in {written}, then bash {shlex.quote(str(written))} --check'
+    return summary_lines([each.translation for each in migration.launches], next_step=decide + step)
+
+
+def persons(migration: Migration) -> list[str]:
+    """What a person has to decide."""
+    if not migration.launches:
+        return list(migration.unfollowed)
+    out = [each.readable(finding.message) for each in migration.launches for finding in each.persons]
+    out += migration.script.persons if migration.script is not None else []
+    return list(dict.fromkeys(out))
+
+
+def remarks(migration: Migration) -> list[str]:
+    """What a person should know."""
+    out = []
+    for each in migration.launches:
+        said = [finding for finding in by_severity(each.translation.findings) if finding.level != "person" and finding.rule != "unmapped"]
+        out += [f"{finding.level}: {each.readable(finding.message)}" for finding in said]
+        out += [each.readable(line) for line in unmapped_lines(each.translation)]
+        for override in each.launch.open_arguments:
+            out.append(f"passed on: {override.source}; what it brings must be Temper's own keys from now on")
+    out += migration.script.notes if migration.script is not None else []
+    out += [f"line {line}: {sentence}" for sentence, line in migration.reading.notes.items()]
+    out += migration.not_read
+    out += [_sentence(migration.reading, alternative) for alternative in migration.reading.alternatives]
+    bare = sorted(name for name, is_bare in migration.reading.free.items() if is_bare)
+    if bare:
+        out.append(f"not set in the script: {', '.join(bare)}; give their values with --set where the report needs them")
+    return list(dict.fromkeys(out))
+
+
+def _sentence(reading: ScriptReading, alternative: Alternative) -> str:
+    decision = alternative.decision
+    line = reading.line_of(decision.span.start)
+    was = _choice(decision.taken, decision.num_choices)
+    other = _choice(alternative.taken, decision.num_choices)
+    return f"line {line}: `{decision.what}` was taken as {was}; {other} would launch {differences(reading, alternative)}"
+
+
+def _choice(taken: int, num_choices: int) -> str:
+    if num_choices == 2:
+        return "true" if taken else "false"
+    return f"branch {taken}" if taken else "no branch"
+
+
+def differences(reading: ScriptReading, alternative: Alternative) -> str:
+    """What the other way launches otherwise, in short."""
+    if len(alternative.launches) != len(reading.launches):
+        return f"{len(alternative.launches)} trainers instead of {len(reading.launches)}"
+    ours = {override.text.shown() for launch in reading.launches for override in launch.overrides}
+    theirs = [override.text.shown() for launch in alternative.launches for override in launch.overrides]
+    new = [shown for shown in dict.fromkeys(theirs) if shown not in ours]
+    gone = sorted(ours - set(theirs))
+    parts = [f"with {', '.join(new[:6])}{' ...' if len(new) > 6 else ''}"] if new else []
+    parts += [f"without {', '.join(gone[:6])}{' ...' if len(gone) > 6 else ''}"] if gone else []
+    return "; ".join(parts) or "another entry or configuration"
+
+
+def plain_report(migration: Migration) -> dict[str, Plain]:
+    """The whole report, ready for JSON."""
+    reading = migration.reading
+    launches: list[Plain] = [
+        {
+            "line": reading.line_of(each.launch.span.start),
+            "entry": each.launch.entry,
+            "config_name": each.launch.config_name,
+            "config_path": each.launch.config_path,
+            "overrides": [{"text": item.text.shown(), "source": item.source} for item in each.launch.overrides],
+            "passed_on": [item.source for item in each.launch.open_arguments],
+            "arguments": [argument.source for argument in each.arguments],
+            "translation": dict(plain_translation(each.translation)),
+        }
+        for each in migration.launches
+    ]
+    alternatives: list[Plain] = [
+        {
+            "line": reading.line_of(item.decision.span.start),
+            "condition": item.decision.what,
+            "taken": item.decision.taken,
+            "other": item.taken,
+            "differences": differences(reading, item),
+        }
+        for item in reading.alternatives
+    ]
+    return {
+        "schema": SCHEMA,
+        "outcome": OUTCOMES[migration.outcome],
+        "exit_code": EXIT_CODES[migration.outcome],
+        "needs_a_person": list[Plain](persons(migration)),
+        "remarks": list[Plain](remarks(migration)),
+        "launches": launches,
+        "alternatives": alternatives,
+        "unset_variables": list[Plain](sorted(name for name, is_bare in reading.free.items() if is_bare)),
+        "script": migration.script.text if migration.script is not None else None,
+    }
