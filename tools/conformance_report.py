@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -127,11 +127,15 @@ class RankLimiter:
             self._free -= requested
         return requested
 
-    def release(self, ranks: int) -> None:
-        """Give acquired ranks back."""
-        with self._changed:
-            self._free += ranks
-            self._changed.notify_all()
+    def make_release(self, ranks: int) -> Callable[[object], None]:
+        """Return a callback that gives acquired ranks back."""
+
+        def release(_: object) -> None:
+            with self._changed:
+                self._free += ranks
+                self._changed.notify_all()
+
+        return release
 
 
 def list_runs(engine: str) -> list[Run]:
@@ -167,34 +171,27 @@ def assign_gpus(runs: Sequence[Run], gpus: Sequence[str]) -> list[Run]:
     return assigned
 
 
-def run_kit(
-    run: Run, *, limiter: RankLimiter, folder: Path, extra: Sequence[str], deadline: float | None
-) -> int | None:
+def run_kit(run: Run, *, folder: Path, extra: Sequence[str], deadline: float | None) -> int | None:
     """Run the kit on one layout until it ends or is interrupted.
 
     Returns:
         Exit status, or None if the deadline passed before the run could start.
     """
-    ranks = limiter.acquire(run.layout.world_size)
-    try:
-        started = time.monotonic()
-        if deadline is not None and deadline - started < SHORTEST_RUN_S:
-            return None
-        with (folder / f"{run.name}.log").open("a") as log:
-            command = run.command(folder / f"{run.name}.json", extra)
-            process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=run.environment(),
-                start_new_session=True,
-            )
-            try:
-                code = process.wait(None if deadline is None else deadline - started)
-            except subprocess.TimeoutExpired:
-                code = _interrupt(process)
-    finally:
-        limiter.release(ranks)
+    started = time.monotonic()
+    if deadline is not None and deadline - started < SHORTEST_RUN_S:
+        return None
+    with (folder / f"{run.name}.log").open("a") as log:
+        process = subprocess.Popen(
+            run.command(folder / f"{run.name}.json", extra),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=run.environment(),
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(None if deadline is None else deadline - started)
+        except subprocess.TimeoutExpired:
+            code = _interrupt(process)
     last = (folder / f"{run.name}.log").read_text().rstrip().rpartition("\n")[2]
     print(f"{run.name}: exit {code}, {time.monotonic() - started:.0f} s, {last}", flush=True)
     return code
@@ -212,15 +209,25 @@ def _interrupt(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
-def has_passed(run: Run, folder: Path) -> bool:
-    """Return whether all tests of a layout ran and passed, or failed as expected."""
-    path = folder / f"{run.name}.json"
-    if not path.exists():
-        return False
-    results = from_json(path.read_text())
-    return not (
-        results.num_waiting or results.num_deselected or results.with_outcome(Outcome.FAILED)
-    )
+def sort_runs(runs: Sequence[Run], folder: Path) -> list[Run]:
+    """Return the runs that have not passed: those that have ended last, wide layouts first.
+
+    Runs with few ranks fill the cores at the end. Runs that ended with failures come last, because
+    a failure that repeats must not take the time of tests that have not run.
+    """
+    keyed = []
+    for run in runs:
+        path = folder / f"{run.name}.json"
+        results = from_json(path.read_text()) if path.exists() else None
+        if (
+            results is None
+            or results.num_waiting
+            or results.num_deselected
+            or results.with_outcome(Outcome.FAILED)
+        ):
+            has_ended = results is not None and not results.num_waiting
+            keyed.append((has_ended, -run.layout.world_size, run))
+    return [run for *_, run in sorted(keyed, key=lambda entry: entry[:2])]
 
 
 def merge_parts(folder: Path, runs: Sequence[Run], *, is_complete: bool) -> list[Path]:
@@ -304,21 +311,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = _select_runs(chosen, parser)
     deadline = None if chosen.limit is None else time.monotonic() + chosen.limit
     limiter = RankLimiter(chosen.ranks_at_once)
-    # Start with the runs with the most ranks; at the end they would leave cores idle.
-    order = sorted(
-        (run for run in runs if not has_passed(run, chosen.out)),
-        key=lambda run: -run.layout.world_size,
-    )
+    order = sort_runs(runs, chosen.out)
+    extra = ["--compute", chosen.compute, *chosen.kit]
     with ThreadPoolExecutor(max_workers=max(1, len(order))) as pool:
-        extra = ["--compute", chosen.compute, *chosen.kit]
-        codes: list[int | None] = list(
-            pool.map(
-                lambda run: run_kit(
-                    run, limiter=limiter, folder=chosen.out, extra=extra, deadline=deadline
-                ),
-                order,
-            )
-        )
+        futures = []
+        for run in order:
+            ranks = limiter.acquire(run.layout.world_size)
+            future = pool.submit(run_kit, run, folder=chosen.out, extra=extra, deadline=deadline)
+            future.add_done_callback(limiter.make_release(ranks))
+            futures.append(future)
+    codes = [future.result() for future in futures]
     result_files = merge_parts(chosen.out, runs, is_complete=not chosen.kit)
     report = [sys.executable, "-m", "temper_engine_api.conformance.report", *map(str, result_files)]
     if result_files:

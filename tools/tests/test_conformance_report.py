@@ -13,7 +13,7 @@ from temper_engine_api.conformance.results import (
     from_json,
     to_json,
 )
-from tools.conformance_report import assign_gpus, has_passed, list_runs, main, merge_parts
+from tools.conformance_report import assign_gpus, list_runs, main, merge_parts, sort_runs
 
 
 def test_each_group_runs_once_and_each_rank_has_its_own_gpu() -> None:
@@ -82,18 +82,27 @@ def test_interrupted_run_is_continued(tmp_path: Path) -> None:
     assert f"{len(results) - len(passed)} passed" in (tmp_path / "fsdp-1-rank.log").read_text()
 
 
-def test_layout_that_passed_is_not_run_again(tmp_path: Path) -> None:
-    (run,) = [run for run in list_runs("fsdp") if run.layout.name == "1-rank"]
-    done = ConformanceRun(engine="fsdp", layouts=("1-rank",), versions={})
-    for changes, expected in (
-        ({}, True),
-        ({"num_waiting": 1}, False),
-        ({"num_deselected": 1}, False),
-        ({"results": [_failure()]}, False),
+def test_layouts_that_passed_are_left_out_and_those_that_failed_come_last(tmp_path: Path) -> None:
+    runs = {run.layout.name: run for run in list_runs("fsdp")}
+    waiting, failed = {"num_waiting": 1}, {"results": [_failure()]}
+    for name, changes in (
+        ("1-rank", waiting),
+        ("2-ranks", {}),
+        ("4-ranks", failed),
+        ("sp2.2", {"num_deselected": 1}),
+        ("fsdp1.4", waiting),
     ):
-        (tmp_path / "fsdp-1-rank.json").write_text(to_json(replace(done, **changes)))
-        assert has_passed(run, tmp_path) is expected
-    assert not has_passed(run, tmp_path / "empty")
+        done = ConformanceRun(engine="fsdp", layouts=(name,), versions={})
+        (tmp_path / f"fsdp-{name}.json").write_text(to_json(replace(done, **changes)))
+    names = ("1-rank", "2-ranks", "4-ranks", "sp2.2", "fsdp1.2", "fsdp1.4")
+    order = sort_runs([runs[name] for name in names], tmp_path)
+    assert [run.layout.name for run in order] == [
+        "fsdp1.4",
+        "fsdp1.2",
+        "1-rank",
+        "4-ranks",
+        "sp2.2",
+    ]
 
 
 def test_no_run_is_started_after_the_time_limit(
