@@ -32,6 +32,15 @@ def offloader(weight: Tensor) -> Offloader:
     return Offloader({"model": tensors}, device=torch.device("cpu"))
 
 
+def test_tensors_that_are_not_on_the_device_stay_as_they_are(weight: Tensor) -> None:
+    """An update on the CPU keeps optimizer states in host memory while the device is a GPU."""
+    offloader = Offloader({"optimizer": lambda: [weight]}, device=torch.device("meta"))
+    offloader.offload("optimizer")
+    assert weight.untyped_storage().nbytes() == 24
+    offloader.load("optimizer")
+    assert weight.tolist() == [0, 1, 2, 3, 4, 5]
+
+
 def test_offloaded_tensor_has_no_device_memory_and_loads_completely(
     offloader: Offloader, weight: Tensor
 ) -> None:

@@ -47,6 +47,17 @@ def test_checkpointing_changes_no_bit(
     assert norms(again, batch) == plain
 
 
+def test_saved_tensors_that_are_not_on_the_device_stay_as_they_are() -> None:
+    offloader = ActivationOffloader(torch.device("meta"))
+    saved = torch.ones(2, requires_grad=True)
+    with offloader.offload_saved_tensors():
+        product = saved * saved
+    assert not offloader.offloaded
+    product.sum().backward()
+    assert saved.grad is not None
+    assert saved.grad.tolist() == [2.0, 2.0]
+
+
 class Products(TorchDispatchMode):
     """Count the matmuls that are computed."""
 

@@ -132,6 +132,33 @@ def test_copies_on_a_separate_stream_do_not_change_results(
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+def test_offloaded_activations_do_not_change_results(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch, strategy: str
+) -> None:
+    settings = {
+        "precision": PrecisionSpec(compute="fp32"),
+        "strategy": strategy,
+        "activation_checkpointing": True,
+    }
+    here = norms(start(**settings), batch, count=3)
+    assert norms(start(**settings, offload_activations=True), batch, count=3) == here
+
+
+def test_engine_that_updates_on_the_cpu_can_be_moved(
+    start: Callable[..., FSDPEngine], batch: SequenceBatch
+) -> None:
+    settings = {
+        "precision": PrecisionSpec(compute="fp32"),
+        "offload": OffloadSpec(optimizer_on_cpu=True),
+    }
+    moved, unmoved = start(**settings), start(**settings)
+    assert norms(moved, batch, count=1) == norms(unmoved, batch, count=1)
+    moved.to("cpu")
+    moved.to("device")
+    assert norms(moved, batch, count=2) == norms(unmoved, batch, count=2)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
 def test_fp16_trains_on_cuda(
     start: Callable[..., FSDPEngine], batch: SequenceBatch, strategy: str
 ) -> None:

@@ -55,6 +55,7 @@ class Offloader:
     def __init__(self, groups: Mapping[str, ListTensors], *, device: torch.device) -> None:
         self._groups = {name: _Group(tensors=tensors) for name, tensors in groups.items()}
         self._copier = _CudaCopier(device) if device.type == "cuda" else _Copier()
+        self._device_type = device.type
 
     def is_offloaded(self, name: str) -> bool:
         """Return True if the group is in host memory."""
@@ -81,8 +82,10 @@ class Offloader:
         if group.is_offloaded:
             return
         self._wait_for(name)
+        # Optimizer states of an update on the CPU are in host memory already.
+        on_device = (each for each in group.tensors() if each.device.type == self._device_type)
         # Tensors that share a storage (views, tied weights) must be moved once.
-        group.offloaded = self._copier.offload(_unique_storages(group.tensors()))
+        group.offloaded = self._copier.offload(_unique_storages(on_device))
         group.is_offloaded = True
 
     def load(self, name: str) -> None:

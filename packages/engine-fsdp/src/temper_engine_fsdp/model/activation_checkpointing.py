@@ -84,6 +84,7 @@ class ActivationOffloader:
 
     def __init__(self, device: torch.device) -> None:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device_type = device.type
         self.offloaded: list[OffloadedActivation] = []
         """Activations of this pass, in the order in which they were saved."""
 
@@ -95,6 +96,8 @@ class ActivationOffloader:
     def _offload(self, tensor: Tensor) -> Tensor | int:
         if (
             not tensor.requires_grad
+            # torch's checkpoint saves an empty tensor in host memory next to a layer's inputs.
+            or tensor.device.type != self._device_type
             # Parameters and their views, such as a transposed weight, stay: FSDP owns their memory.
             or isinstance(tensor, torch.nn.Parameter)
             or isinstance(tensor._base, torch.nn.Parameter)
