@@ -277,6 +277,21 @@ def test_damaged_checkpoint_after_the_end_of_the_run_is_skipped_as_in_the_run(
     assert "is at step 5" in refusal([*resumed, "run.verify_checkpoints=size"])
 
 
+@pytest.mark.parametrize(
+    ("text", "damaged_text"), [(b"reward_mean", b"reward\x7fmean"), (b'"rl"', b'"sl"')]
+)
+def test_damaged_trainer_state_is_skipped_as_in_the_run(
+    there: list[str], tmp_path: Path, text: bytes, damaged_text: bytes
+) -> None:
+    run = tmp_path / "run"
+    *_, last = save_steps(run, 2, 5)
+    state = last / "trainer" / "state.json"
+    state.write_bytes(state.read_bytes().replace(text, damaged_text))
+    # Its size is as recorded, so that only its checksum shows the damage.
+    check_external_objects(load([*there, f"run.dir={run}", "run.resume=auto"]).config)
+    assert f"{state} has another checksum" in refusal([*there, f"run.resume={last}"])
+
+
 def test_checkpoint_of_another_phase_is_refused(there: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     (step,) = save_steps(run, 2)

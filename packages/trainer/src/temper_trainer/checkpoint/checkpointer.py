@@ -6,6 +6,7 @@ trainer, and ``temper-migrate checkpoint`` writes such engine-only checkpoints; 
 from them, too.
 """
 
+import hashlib
 import logging
 import os
 import uuid
@@ -32,7 +33,7 @@ from temper_engine_api.checkpoint import (
     set_aside,
     verify,
 )
-from temper_engine_api.checkpoint.manifest import read_manifest
+from temper_engine_api.checkpoint.manifest import read_manifest, unreadable_error
 from temper_engine_api.checkpoint.step_directories import MARKER_NAME, STEP_NAME
 from temper_engine_api.checkpoint.transaction import write_durably
 from temper_engine_api.errors import (
@@ -300,6 +301,8 @@ class Checkpointer:
 
     def _verify(self, directory: Path) -> None:
         self.verify(directory)
+        # `verify` may compare sizes only, but a start reads this file before it reads any weights.
+        _check_trainer_state(directory)
         self._verified.add(directory)
 
     def _verify_once(self, directory: Path) -> None:
@@ -491,6 +494,23 @@ def _check_step(directory: Path, *, step: int) -> None:
     actual = read_manifest(directory).step
     if actual != step:
         raise DamagedCheckpointError(f"its manifest is of step {actual}")
+
+
+def _check_trainer_state(directory: Path) -> None:
+    """Compare the content of the trainer's part with the manifest; it has about 1 kB."""
+    name = f"{TRAINER_PART}/{STATE_FILE}"
+    path = directory / name
+    for record in read_manifest(directory).files:
+        if record.path == name:
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise unreadable_error(path, error) from error
+            if hashlib.sha256(content).hexdigest() != record.sha256:
+                raise DamagedCheckpointError(
+                    f"{path} has another checksum than when it was written: load another step "
+                    "directory."
+                )
 
 
 def _parse_step(name: str) -> int:
