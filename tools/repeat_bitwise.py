@@ -4,11 +4,14 @@
     python -m tools.repeat_bitwise --parallel 8 --budget-s 500 --record FILE   # on a larger host
     python -m tools.repeat_bitwise --add FILE                                 # its results
 
-A repetition is one pytest process that runs the tests of one file with the mark `bitwise`, or the
-conformance kit. Its result is stored in docs/records/bitwise.json as soon as it ends, and later
-calls continue there, also at later commits: all repetitions together take several hours. After each
-repetition the table of all results in docs/records/bitwise.md is replaced; the text below it is
-kept.
+A pytest process runs the tests of one file with the mark `bitwise`, or the conformance kit, five
+times in a row (`--per-process`). A new process each time would pay for imports, compilation and
+start-up again; one process for all 20 would hide what differs between processes, as addresses do.
+In one process, the fixtures of a module (Ray, rank processes) are made again for each repetition.
+
+Results are stored in docs/records/bitwise.json as soon as a process ends, and later calls continue
+there, also at later commits: all repetitions together take several hours. Then the table of all
+results in docs/records/bitwise.md is replaced; the text below it is kept.
 
 With `--parallel N`, N repetitions run at the same time, each on its own share of the processors.
 """
@@ -37,16 +40,17 @@ ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / "docs" / "records" / "bitwise.json"
 REPORT = ROOT / "docs" / "records" / "bitwise.md"
 END_OF_TABLE = "<!-- Text below this line is kept. -->"
-KIT = ("--pyargs", "temper_engine_api.conformance", "--world-sizes", "1,2", "--engine")
+KIT = ("--pyargs", "temper_engine_api.conformance")
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "trainer": ("packages/trainer/tests",),
     "engine-api": ("packages/engine-api/tests",),
     "engine-fsdp": ("packages/engine-fsdp/tests",),
     "engine-megatron": ("packages/engine-megatron/tests",),
     "shim": ("packages/legacy-shim/tests",),
-    "kit-on-fsdp": (*KIT, "fsdp"),
-    "kit-on-megatron": (*KIT, "megatron"),
+    "kit-on-fsdp": ("--world-sizes", "1,2", "--engine", "fsdp", *KIT),
+    "kit-on-megatron": ("--world-sizes", "1,2", "--engine", "megatron", *KIT),
 }
+"""pytest's arguments for each group; the last one is the tests that are repeated."""
 SKIPPED = ("test_faults.py",)
 """Files whose tests are repeated elsewhere: the fault campaign repeats them with other seeds."""
 CONDITIONS = ("idle", "under load")
@@ -142,8 +146,8 @@ class Record:
         lines = [
             "# Repetitions of the bit-for-bit tests",
             "",
-            "Written by `nox -s bitwise`, which repeats every test with the mark `bitwise`, each",
-            "time in a new process.",
+            "Written by `nox -s bitwise`, which repeats every test with the mark `bitwise`, in",
+            "several processes with up to five repetitions each.",
             "Under load, two other processes per processor compute in bursts of random length.",
             "",
             *(f"Host: {host}." for host in self.hosts),
@@ -175,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the missing repetitions; return 1 if any test ever failed, else 0."""
     parser = argparse.ArgumentParser(prog="tools.repeat_bitwise", description=__doc__)
     parser.add_argument("--times", type=int, default=20, help="repetitions under each condition")
+    parser.add_argument("--per-process", type=int, default=5, help="repetitions in one process")
     parser.add_argument(
         "--group",
         action="append",
@@ -220,16 +225,17 @@ def _run_missing(record: Record, chosen: argparse.Namespace) -> None:
     storing = threading.Lock()
     free_groups = _divide_processors(chosen.parallel)
 
-    def repeat(group: str, unit: Sequence[str], condition: str) -> None:
+    def repeat(group: str, unit: Sequence[str], condition: str, times: int) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
             return
         processors = free_groups.pop()
         try:
-            junit_xml = _repeat(
+            junit_xml = repeat_tests(
                 unit,
                 condition=condition,
                 expression=chosen.expression,
+                times=times,
                 processors=processors,
                 limit_s=left,
             )
@@ -242,26 +248,43 @@ def _run_missing(record: Record, chosen: argparse.Namespace) -> None:
             if junit_xml is not None:
                 record.add(junit_xml, group=group, condition=condition)
             key = _make_key(unit, condition, chosen.expression)
-            record.done[key] = _count_done(record, group, unit, condition, chosen.expression) + 1
+            done = _count_done(record, group, unit, condition, chosen.expression) + times
+            record.done[key] = done
             _store(record, chosen.record)
-            print(f"{key}: {record.done[key]} of {chosen.times}", flush=True)
+            print(f"{key}: {done} of {chosen.times}", flush=True)
 
-    units = [
-        (group, unit, condition)
+    missing = [
+        (start, group, unit, condition, times)
         for group in chosen.group or GROUPS
         for unit in _list_units(group)
         for condition in chosen.condition or CONDITIONS
+        for start, times in split_repetitions(
+            _count_done(record, group, unit, condition, chosen.expression),
+            chosen.times,
+            per_process=chosen.per_process,
+        )
     ]
-    # Iterate over repetitions first, so that an interrupted run has tried every file.
-    missing = [
-        (group, unit, condition)
-        for number in range(chosen.times)
-        for group, unit, condition in units
-        if _count_done(record, group, unit, condition, chosen.expression) <= number
-    ]
+    # The first repetitions of all files come first, so that an interrupted run has tried every one.
+    missing.sort(key=lambda process: process[0])
     with ThreadPoolExecutor(chosen.parallel) as pool:
-        for pending in [pool.submit(repeat, *repetition) for repetition in missing]:
-            pending.result()
+        pending = [
+            pool.submit(repeat, group, unit, condition, times)
+            for _, group, unit, condition, times in missing
+        ]
+        for result in pending:
+            result.result()
+
+
+def split_repetitions(num_done: int, times: int, *, per_process: int) -> list[tuple[int, int]]:
+    """Divide the missing repetitions into processes; return the first and the number of each.
+
+    Example:
+        >>> split_repetitions(2, 10, per_process=5)
+        [(2, 5), (7, 3)]
+    """
+    return [
+        (first, min(per_process, times - first)) for first in range(num_done, times, per_process)
+    ]
 
 
 def _make_key(unit: Sequence[str], condition: str, expression: str) -> str:
@@ -294,10 +317,16 @@ def _divide_processors(num_groups: int) -> list[set[int]]:
     ]
 
 
-def _repeat(
-    unit: Sequence[str], *, condition: str, expression: str, processors: set[int], limit_s: float
+def repeat_tests(
+    unit: Sequence[str],
+    *,
+    condition: str,
+    expression: str,
+    times: int,
+    processors: set[int],
+    limit_s: float,
 ) -> str | None:
-    """Return pytest's JUnit report of one repetition, or None if no test is selected.
+    """Repeat the tests in one process; return pytest's JUnit report, or None without tests.
 
     Raises:
         RuntimeError: If pytest wrote no report.
@@ -310,13 +339,22 @@ def _repeat(
     command += ["-p", "no:cacheprovider", f"--basetemp={folder / 'tests'}"]
     command += [f"--junitxml={junit_xml}"]
     command += ["-k", expression] if expression else []
-    command += unit
+    *options, tests = unit
+    # pytest collects each argument again, so each repetition has its own fixtures of a module.
+    command += [*options, "--keep-duplicates", *[tests] * times]
     output = folder / "output.txt"
     try:
         with _keep_busy(processors if condition == "under load" else set()), output.open("w") as to:
             # Its own session and no pipe: what the tests started must not delay the end.
+            # On busy cores, threads that spin while they wait take 2.6 times the CPU time. How
+            # they wait changes no number: the work is divided by the number of threads.
             process = subprocess.Popen(
-                command, cwd=ROOT, stdout=to, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=os.environ | {"OMP_WAIT_POLICY": "passive"},
+                stdout=to,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             try:
                 status = process.wait(None if limit_s == float("inf") else limit_s)
@@ -338,7 +376,7 @@ def _repeat(
 
 def _list_units(group: str) -> list[tuple[str, ...]]:
     """Return pytest's arguments of each repetition of a group: a file with marked tests, or all."""
-    folder = ROOT / GROUPS[group][0]
+    folder = ROOT / GROUPS[group][-1]
     if not folder.is_dir():
         return [GROUPS[group]]
     return [

@@ -1,9 +1,28 @@
 """Test that repetitions are counted, stored, and shown in a table."""
 
+import os
 from pathlib import Path
 
-from tools.repeat_bitwise import Outcomes, Record
+from tools.repeat_bitwise import Outcomes, Record, repeat_tests, split_repetitions
 
+COUNTING_TEST = """
+import pytest
+from pathlib import Path
+
+@pytest.fixture(scope="module")
+def number():
+    log = Path(__file__).with_name("log")
+    number = log.stat().st_size if log.exists() else 0
+    log.write_text("x" * (number + 1))
+    return number
+
+@pytest.mark.bitwise
+def test_of_a_module_fixture(number):
+    assert number != 1
+
+def test_without_the_mark():
+    pass
+"""
 REPORT = """<testsuites><testsuite>
 <testcase classname="a.test_b" name="test_same"/>
 <testcase classname="a.test_b" name="test_other"><failure message="no"/></testcase>
@@ -49,3 +68,26 @@ def test_record_of_another_host_is_added() -> None:
     lines = record.table().splitlines()
     assert "Host: A, 2 cores." in lines
     assert "Host: B, 16 cores." in lines
+
+
+def test_each_repetition_of_one_process_has_its_own_module_fixtures(tmp_path: Path) -> None:
+    tests = tmp_path / "test_counting.py"
+    tests.write_text(COUNTING_TEST)
+    junit_xml = repeat_tests(
+        (str(tests),),
+        condition="idle",
+        expression="",
+        times=3,
+        processors=os.sched_getaffinity(0),
+        limit_s=300,
+    )
+    record = Record()
+    record.add(junit_xml or "", group="g", condition="idle")
+    # The fixture returns 0, 1 and 2.
+    assert list(record.tests.values()) == [{"idle": Outcomes(passed=2, failed=1)}]
+
+
+def test_missing_repetitions_are_divided_into_processes() -> None:
+    assert split_repetitions(0, 20, per_process=5) == [(0, 5), (5, 5), (10, 5), (15, 5)]
+    assert split_repetitions(2, 10, per_process=5) == [(2, 5), (7, 3)]
+    assert split_repetitions(20, 20, per_process=5) == []
