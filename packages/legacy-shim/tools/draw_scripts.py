@@ -5,8 +5,10 @@
 
 CLONES has a clone, bare or not, of each repository under ``OWNER+NAME``. The first form draws from
 ``drawn_repositories.txt`` and writes ``drawn_scripts.tsv``: repository, commit, path and SHA-1 of
-each script. The second one writes the scripts of that table to OUT, in order, without drawing again;
-none of them belongs into this repository.
+each script. The second one writes the scripts of that table to OUT without drawing again, with the
+YAML files and the other shell scripts of their repositories, which they may refer to. None of them
+belongs into this repository. The nightly test ``tests/scripts/test_drawn_scripts.py`` reads
+``$TEMPER_TEST_DATA/legacy/drawn``, so let OUT be that.
 
 The draw: repositories of the list are shuffled with the seed. One that cannot be cloned is left
 out. A repository's scripts are those that name an old trainer, without copies of verl's own files
@@ -77,13 +79,16 @@ def draw(clones: Path) -> Iterator[Row]:
 
 
 def write_scripts(clones: Path, out: Path) -> None:
-    """Write each script of the table below a folder of its repository."""
-    for line in DRAWN.read_text().splitlines()[1:]:
-        name, commit, path, _ = line.split("\t")
+    """Write the shell scripts and YAML files of each drawn repository below a folder of its own."""
+    commits = dict(line.split("\t")[:2] for line in DRAWN.read_text().splitlines()[1:])
+    for name, commit in commits.items():
         clone = _clone(clones, name)
-        target = out / clone.name / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(git(clone, "show", f"{commit}:{path}"))
+        for path, blob in _files(clone, commit, (*ENDINGS, ".yaml", ".yml")):
+            target = out / clone.name / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            content = _content(clone, blob)
+            if content is not None:
+                target.write_bytes(content)
 
 
 def _clone(clones: Path, name: str) -> Path:
@@ -98,17 +103,26 @@ def _all_blobs(clone: Path) -> set[str]:
 
 def _scripts(clone: Path, commit: str) -> Iterator[tuple[str, str]]:
     """Yield path and object of the scripts at a commit that name an old trainer."""
+    for path, blob in _files(clone, commit, ENDINGS):
+        content = _content(clone, blob)
+        if content is not None and NAMED.search(content):
+            yield path, blob
+
+
+def _files(clone: Path, commit: str, endings: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yield path and object of the files at a commit."""
     for entry in git(clone, "ls-tree", "-r", "-z", commit).decode(errors="surrogateescape").split("\0"):
         meta, _, path = entry.partition("\t")
-        if not path.endswith(ENDINGS) or not path.isprintable() or meta.split()[1] != "blob":
-            continue
-        blob = meta.split()[2]
-        try:
-            content = git(clone, "show", blob)
-        except subprocess.CalledProcessError:  # the clone lacks large files
-            continue
-        if NAMED.search(content):
-            yield path, blob
+        if path.endswith(endings) and path.isprintable() and meta.split()[1] == "blob":
+            yield path, meta.split()[2]
+
+
+def _content(clone: Path, blob: str) -> bytes | None:
+    """Return a file; None for a large one, which a clone may lack."""
+    try:
+        return git(clone, "show", blob)
+    except subprocess.CalledProcessError:
+        return None
 
 
 if __name__ == "__main__":

@@ -52,12 +52,21 @@ def command(translation: Translation, folder: Path, *, name: str) -> list[str]:
         name: of the file.
     """
     (folder / f"{name}.yaml").write_text(yaml_of(translation))
+    moved = place_files(flatten(yaml.safe_load(yaml_of(translation))), folder)
+    return ["--config-dir", str(folder), "--config-name", name, *moved, "--check"]
+
+
+def place_files(values: dict[str, Plain], folder: Path) -> list[str]:
+    """Put what settings name into a folder, and return the overrides that lead there.
+
+    Args:
+        values: settings of temper-train by dotted key.
+        folder: takes the files; run the command in it.
+    """
     for tracker in ("wandb", "mlflow", "trackio"):  # a check asks whether the library is installed
         (folder / tracker).mkdir(exist_ok=True)
         (folder / tracker / "__init__.py").touch()
-    values = flatten(yaml.safe_load(yaml_of(translation)))
-    moved = [f"{key}={hydra_text(value)}" for key, value in _moved(values, folder)]
-    return ["--config-dir", str(folder), "--config-name", name, *moved, "--check"]
+    return [f"{key}={hydra_text(value)}" for key, value in _moved(values, folder)]
 
 
 def _moved(values: dict[str, Plain], folder: Path) -> Iterator[tuple[str, Plain]]:

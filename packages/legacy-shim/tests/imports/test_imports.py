@@ -5,6 +5,7 @@ import importlib
 import json
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,59 @@ def test_a_package_keeps_the_names_that_other_files_import_from_it() -> None:
 def test_comments_between_the_parentheses_of_an_import_stay() -> None:
     text = "from verl import (  # all of it\n    # the batch\n    DataProto,  # data\n)\n"
     assert _change(text) == "# all of it\n# the batch\n# data\nfrom temper_engine_api.batch import PackedBatch\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "left"),
+    [
+        ("DataProto, DataProtoFuture", "DataProtoFuture"),
+        ("DataProtoFuture, DataProto", "DataProtoFuture"),
+        ("DataProtoFuture, DataProto, DataProtoItem", "DataProtoFuture, DataProtoItem"),
+        ("(DataProtoFuture, DataProto,)", "(DataProtoFuture,)"),
+        ("DataProtoFuture, \\\n    DataProto", "DataProtoFuture"),
+    ],
+)
+def test_names_without_a_successor_stay_as_they_are_written(names: str, left: str) -> None:
+    expected = f"from verl.protocol import {left}\nfrom temper_engine_api.batch import PackedBatch\n"
+    assert _change(f"from verl.protocol import {names}\n") == expected
+
+
+def test_names_with_lines_and_comments_of_their_own_stay_on_them() -> None:
+    text = "from verl.protocol import (\n    DataProto,  # batch\n    DataProtoFuture,  # later\n)\n"
+    expected = "# batch\nfrom verl.protocol import (\n    DataProtoFuture,  # later\n)\nfrom temper_engine_api.batch import PackedBatch\n"
+    assert _change(text) == expected
+
+
+def test_a_name_inside_an_f_string_stays_and_is_bound_to_the_new_class() -> None:
+    text = 'from verl import DataProto\n\nprint(f"{DataProto.__name__:>9} of {DataProto()!r}")\n'
+    assert _change(text) == text.replace("from verl import DataProto", "from temper_engine_api.batch import PackedBatch as DataProto")
+
+
+def test_a_name_behind_a_letter_of_several_bytes_is_found() -> None:
+    text = "from verl import DataProto\n\nx = 'é', DataProto  # ü\n"
+    assert _change(text).endswith("\nx = 'é', PackedBatch  # ü\n")
+
+
+def test_scopes_of_classes_comprehensions_and_globals_are_those_of_python() -> None:
+    text = (
+        "from verl import DataProto\n\n\nclass A:\n    DataProto = 1\n    x = DataProto\n\n    def f(self):\n        return DataProto\n\n\n"
+        "y = [DataProto for DataProto in ()]\nz = [DataProto for _ in DataProto.items]\n"
+    )
+    expected = (
+        "from temper_engine_api.batch import PackedBatch\n\n\nclass A:\n    DataProto = 1\n    x = DataProto\n\n    def f(self):\n"
+        "        return PackedBatch\n\n\ny = [DataProto for DataProto in ()]\nz = [PackedBatch for _ in PackedBatch.items]\n"
+    )
+    assert _change(text) == expected
+
+
+def test_a_long_file_takes_less_than_a_fifth_of_a_second() -> None:
+    line = "    out = [each.batch['x'].sum(-1) for each in data if each is not None]\n"
+    body = "def f{0}(self, data):\n" + line + "    return DataProto(out, {0})\n\n"
+    content = ("from verl import DataProto\n\n" + "".join(body.format(number) for number in range(500))).encode()
+    assert len(content) > 50_000
+    start = time.process_time()
+    change_imports(content, keeps_legacy=False)
+    assert time.process_time() - start < 0.2
 
 
 def test_texts_and_stars_are_left_to_a_person() -> None:

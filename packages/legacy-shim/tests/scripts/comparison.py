@@ -73,7 +73,7 @@ def wrong_in_new(text: str) -> list[str] | None:
         return None
     old = run_in_bash(text, environment=environment, arguments=arguments)
     new = run_in_bash(migration.script.text, environment=environment, arguments=arguments)
-    if old.was_stopped or not find_launches([_event(command) for command in old.commands]):
+    if old.was_stopped or not find_launches([as_event(command) for command in old.commands]):
         return None
     launched = sorted(sorted(_overrides(command)) for command in new.commands if COMMAND in command)
     meant = sorted((sorted((each.text for each in one.arguments), key=_shown) for one in migration.launches), key=_all_shown)
@@ -104,7 +104,7 @@ def _placeless(command: list[str]) -> list[str]:
 
 
 def _launches(command: list[str]) -> bool:
-    return COMMAND in command or bool(find_launches([_event(command)]))
+    return COMMAND in command or bool(find_launches([as_event(command)]))
 
 
 def compare(text: str) -> Comparison:
@@ -112,13 +112,14 @@ def compare(text: str) -> Comparison:
     environment, arguments, settings = surroundings(text)
     reading = read_script(text, settings=settings)
     run = run_in_bash(text, environment=environment, arguments=arguments)
-    events = [_event(command) for command in run.commands]
+    events = [as_event(command) for command in run.commands]
     # Commands in the background come in any order.
     read_launches = sorted(reading.launches, key=_words)
     return Comparison(read_launches, sorted(find_launches(events), key=_words), run.was_stopped)
 
 
-def _event(command: list[str]) -> Event:
+def as_event(command: list[str]) -> Event:
+    """Return a command that ran as the reader sees one."""
     return Event(
         fields=tuple(Field(literal(word), word) for word in command),
         environment=(),

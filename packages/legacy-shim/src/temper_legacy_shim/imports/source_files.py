@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from temper_legacy_shim.errors import OutputError, UsageError
+from temper_legacy_shim.imports.codemod import NotPythonError, change_imports
 from temper_legacy_shim.old_paths import PACKAGE
 
 _SKIPPED = frozenset(
@@ -67,9 +68,6 @@ def change_files(paths: Sequence[Path], *, keeps_legacy: bool) -> list[FileChang
     mentioning = [(path, content) for path in dict.fromkeys(found) if PACKAGE.encode() in (content := _content(path))]
     if not mentioning:
         return []
-    # libcst takes a while to import, and most projects need it once.
-    from temper_legacy_shim.imports.codemod import NotPythonError, change_imports
-
     out = []
     for path, content in mentioning:
         try:
