@@ -19,6 +19,7 @@ MODES = [
     Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_MEAN),
     Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_SUM),
     Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_SUM_NORM, horizon=8),
+    Aggregation(mode=AggregationMode.TOKEN_SUM),
 ]
 BY_NAME = [mode.mode.value for mode in MODES]
 
@@ -41,6 +42,7 @@ def three_sequences() -> tuple[SequenceBatch, torch.Tensor]:
         (MODES[1], 6.0),  # (6 / 3 + 10 / 1) / 2 sequences that train
         (MODES[2], 8.0),  # (6 + 10) / 2
         (MODES[3], 1.0),  # (6 / 8 + 10 / 8) / 2
+        (MODES[4], 16.0),  # 1 + 2 + 3 + 10
     ],
     ids=BY_NAME,
 )
@@ -55,7 +57,9 @@ def test_each_aggregation_mode_divides_by_its_denominator(
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "expected"), list(zip(MODES, [6.0, 6.0, 6.0, 0.75], strict=True)), ids=BY_NAME
+    ("aggregation", "expected"),
+    list(zip(MODES, [6.0, 6.0, 6.0, 0.75, 6.0], strict=True)),
+    ids=BY_NAME,
 )
 def test_loss_of_a_single_token_is_divided_by_one(
     aggregation: Aggregation, expected: float
@@ -201,6 +205,11 @@ def test_sums_are_float32_for_half_precision_losses() -> None:
             LossTerms(loss=torch.zeros(3), level="sequence"),
             AggregationMode.TOKEN_MEAN,
             "token_mean needs one loss per token",
+        ),
+        (
+            LossTerms(loss=torch.zeros(3), level="sequence"),
+            AggregationMode.TOKEN_SUM,
+            "token_sum needs one loss per token",
         ),
     ],
 )

@@ -97,6 +97,8 @@ class AggregationMode(StrEnum):
     """Mean over sequences of the sum over trained tokens."""
     SEQUENCE_MEAN_TOKEN_SUM_NORM = "sequence_mean_token_sum_norm"
     """Mean over sequences of (sum over trained tokens / a fixed horizon) (Dr. GRPO)."""
+    TOKEN_SUM = "token_sum"
+    """Sum over trained tokens, without a denominator."""
     GROUP_MEAN = "group_mean"
     """Sum over sequences / number of groups; for per-sequence losses, such as preference pairs."""
 

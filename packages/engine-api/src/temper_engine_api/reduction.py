@@ -57,6 +57,8 @@ def reduce_loss(
         # Detached: a weight such as an importance ratio must not add a gradient of its own.
         loss = loss * torch.where(mask, terms.weight.detach().float(), 0.0)
     mode = aggregation.mode
+    if mode == AggregationMode.TOKEN_SUM:
+        return loss.sum()
     if mode == AggregationMode.TOKEN_MEAN:
         # At least 1, because a fully masked mini-batch has the loss 0 and not 0 / 0.
         return loss.sum() / max(denominators.tokens, 1)
@@ -84,10 +86,13 @@ def _check_terms(terms: LossTerms, mask: Tensor, mode: AggregationMode) -> None:
             "aggregation group_mean needs one loss per sequence, but the objective returned one "
             "per token: use another aggregation."
         )
-    if terms.level == "sequence" and mode == AggregationMode.TOKEN_MEAN:
+    if terms.level == "sequence" and mode in (
+        AggregationMode.TOKEN_MEAN,
+        AggregationMode.TOKEN_SUM,
+    ):
         raise BatchError(
-            "aggregation token_mean needs one loss per token, but the objective returned one per "
-            "sequence: use another aggregation."
+            f"aggregation {mode.value} needs one loss per token, but the objective returned one "
+            "per sequence: use another aggregation."
         )
 
 
