@@ -8,7 +8,13 @@ import torch
 from temper_engine_api.batch import from_sequences
 from temper_engine_api.errors import ConfigError
 from temper_trainer.algorithms.adaptive_coefficients import build_kl_controller
-from temper_trainer.algorithms.kl import KlEstimator, estimate_kl, mean_sequence_kl
+from temper_trainer.algorithms.kl import (
+    KlEstimator,
+    KlLossEstimator,
+    estimate_kl,
+    estimate_kl_loss,
+    mean_sequence_kl,
+)
 from temper_trainer.config.algorithm import AlgorithmConfig
 
 EVERY: tuple[KlEstimator, ...] = ("k1", "k2", "k3")
@@ -133,3 +139,92 @@ def test_sequence_kl_sums_tokens_and_averages_samples() -> None:
     assert mean_sequence_kl(
         torch.tensor([math.nan, 1.0, 2.0, math.nan, 4.0]), samples=samples
     ) == pytest.approx(3.5)
+
+
+POLICY = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+REFERENCE = torch.tensor([0.4, 0.1, 0.3, 0.2], dtype=torch.float64)
+OLD = torch.tensor([0.2, 0.2, 0.5, 0.1], dtype=torch.float64)
+"""Policies over four tokens."""
+
+
+def expect_kl_loss(
+    estimator: KlLossEstimator, *, sampled_from: torch.Tensor
+) -> tuple[float, torch.Tensor]:
+    """Return value and gradient for the policy's logits, averaged over all tokens exactly."""
+    logits = POLICY.log().requires_grad_()
+    logprobs = torch.log_softmax(logits, dim=0)
+    kl = estimate_kl_loss(
+        logprobs,
+        ref_logprobs=REFERENCE.log(),
+        log_ratio=logprobs - sampled_from.log(),
+        estimator=estimator,
+    )
+    expected = (sampled_from * kl).sum()
+    return float(expected.detach()), torch.autograd.grad(expected, logits)[0]
+
+
+def exact_kl() -> tuple[float, torch.Tensor]:
+    logits = POLICY.log().requires_grad_()
+    logprobs = torch.log_softmax(logits, dim=0)
+    kl = (logprobs.exp() * (logprobs - REFERENCE.log())).sum()
+    return float(kl.detach()), torch.autograd.grad(kl, logits)[0]
+
+
+@pytest.mark.parametrize("sampled_from", [POLICY, OLD])
+def test_k3_times_ratio_has_the_exact_value_and_gradient_also_off_policy(
+    sampled_from: torch.Tensor,
+) -> None:
+    value, gradient = expect_kl_loss("k3_ratio", sampled_from=sampled_from)
+    expected, expected_gradient = exact_kl()
+    assert value == pytest.approx(expected)
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize("estimator", ["k1+", "k3+"])
+def test_straight_through_estimators_have_exact_value_and_gradient_on_policy(
+    estimator: KlLossEstimator,
+) -> None:
+    value, gradient = expect_kl_loss(estimator, sampled_from=POLICY)
+    expected, expected_gradient = exact_kl()
+    assert value == pytest.approx(expected)
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
+def test_plain_k2_and_k3_lack_the_value_or_the_gradient() -> None:
+    expected, expected_gradient = exact_kl()
+    value, gradient = expect_kl_loss("k2", sampled_from=POLICY)
+    assert value != pytest.approx(expected, rel=0.05)
+    torch.testing.assert_close(gradient, expected_gradient)
+    value, gradient = expect_kl_loss("k3", sampled_from=POLICY)
+    assert value == pytest.approx(expected)
+    assert float((gradient - expected_gradient).norm()) > 0.1 * float(expected_gradient.norm())
+
+
+def test_kl_losses_of_one_token_computed_by_hand() -> None:
+    # d = 0.5 as above: k1 -0.5, k3 0.148721; gradient of k2 is -d = -0.5. With log rho = 0.2:
+    # e^0.2 * 0.148721 = 0.181649, gradient e^0.2 * (0.148721 + 1 - e^0.5) = e^0.2 * -0.5 =
+    # -0.610701.
+    expected = {"k1+": (-0.5, -0.5), "k3+": (0.148721, -0.5), "k3_ratio": (0.181649, -0.610701)}
+    for estimator, (value, slope) in expected.items():
+        logprobs = torch.tensor([-1.5], requires_grad=True)
+        kl = estimate_kl_loss(
+            logprobs,
+            ref_logprobs=torch.tensor([-1.0]),
+            log_ratio=logprobs - torch.tensor([-1.7]),
+            estimator=estimator,  # type: ignore[arg-type]
+        )
+        assert float(kl.detach()) == pytest.approx(value, abs=1e-6)
+        assert float(torch.autograd.grad(kl.sum(), logprobs)[0]) == pytest.approx(slope, abs=1e-6)
+
+
+def test_clamp_bounds_the_product_with_the_ratio() -> None:
+    logprobs = torch.tensor([-20.0], requires_grad=True)
+    kl = estimate_kl_loss(
+        logprobs,
+        ref_logprobs=torch.tensor([-1.0]),
+        log_ratio=logprobs - torch.tensor([-20.0]),
+        estimator="k3_ratio",
+        clamp=10.0,
+    )
+    assert float(kl.detach()) == 10.0
+    assert float(torch.autograd.grad(kl.sum(), logprobs)[0]) == 0.0

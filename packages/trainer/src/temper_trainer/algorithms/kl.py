@@ -8,6 +8,9 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 
 KlEstimator = Literal["k1", "k2", "k3"]
+"""Schulman's estimators of a KL divergence."""
+KlLossEstimator = Literal["k1", "k2", "k3", "k1+", "k3+", "k3_ratio"]
+"""Estimators of a KL loss: those, two with the gradient of k2, and k3 times the ratio."""
 
 
 MAX_LOG_RATIO = 20.0
@@ -56,6 +59,56 @@ def estimate_kl(
         return difference.square() / 2
     kl = difference.exp() - 1 - difference
     return kl if clamp is None else kl.clamp(max=clamp)
+
+
+def estimate_kl_loss(
+    logprobs: Tensor,
+    *,
+    ref_logprobs: Tensor,
+    log_ratio: Tensor,
+    estimator: KlLossEstimator,
+    clamp: float | None = None,
+) -> Tensor:
+    """Estimate KL(policy, reference) at each token, with a gradient to minimize it.
+
+    With the ratio rho = policy / old policy, stop-gradient sg, and k1, k2, k3 of `estimate_kl`:
+
+        k2, k3    as they are
+        k1+       k2 - sg(k2) + sg(k1): the value of k1 with the gradient of k2
+        k3+       k2 - sg(k2) + sg(k3): the value of k3 with the gradient of k2
+        k3_ratio  rho * k3, with the gradient of both factors
+
+    For tokens from the old policy, k3_ratio has the value and the gradient of KL(policy, reference)
+    in expectation. k2 has that gradient only for tokens from the current policy, and k3 never.
+
+    Args:
+        logprobs: [T] float32 of the policy with gradient.
+        ref_logprobs: [T] float32 of the reference, without gradient.
+        log_ratio: [T] log p - log p_old with gradient, clamped to `MAX_LOG_RATIO`.
+        estimator: Not k1, whose expected gradient is zero.
+        clamp: Bound on the estimates that contain k3; no gradient beyond it, except that of k3+,
+            which is the gradient of k2. None is off.
+
+    Returns:
+        [T] float32.
+
+    Source: k3_ratio: DeepSeek-AI 2025, arXiv:2512.02556, section 3.1, equation 7; the gradients:
+    Tang and Munos 2025, arXiv:2506.09477.
+    """
+    if estimator == "k3_ratio":
+        kl = log_ratio.exp() * estimate_kl(logprobs, ref_logprobs=ref_logprobs, estimator="k3")
+        return kl if clamp is None else kl.clamp(max=clamp)
+    if estimator == "k1+" or estimator == "k3+":
+        value = estimate_kl(
+            logprobs.detach(),
+            ref_logprobs=ref_logprobs,
+            estimator="k1" if estimator == "k1+" else "k3",
+            clamp=clamp,
+        )
+        slope = estimate_kl(logprobs, ref_logprobs=ref_logprobs, estimator="k2")
+        # The difference is exactly 0 and has the gradient of k2.
+        return value + (slope - slope.detach())
+    return estimate_kl(logprobs, ref_logprobs=ref_logprobs, estimator=estimator, clamp=clamp)
 
 
 def mean_sequence_kl(kl: Tensor, *, samples: SequenceBatch) -> float:
