@@ -13,6 +13,7 @@ from temper_trainer.algorithms.advantage_estimators import (
     assign_to_last_token,
     compute_discounted_sums,
     compute_gae,
+    compute_length_adaptive_lambdas,
 )
 
 MASKS = st.lists(
@@ -38,6 +39,40 @@ def test_gae_of_three_tokens_computed_by_hand() -> None:
     )
     assert advantages.tolist() == pytest.approx([0.0, 0.21712, 0.246, 0.3], abs=1e-6)
     assert returns.tolist() == pytest.approx([0.0, 0.71712, 0.846, 1.0], abs=1e-6)
+
+
+def test_returns_may_have_another_lambda_than_advantages() -> None:
+    # With lambda 1 for the values: A_3 = 0.3; A_2 = 0.03 + 0.9 * 0.3 = 0.3; A_1 = 0.04 + 0.9 * 0.3
+    # = 0.31; the returns are A + V, the discounted rewards 0.81, 0.9, 1. The advantages are those
+    # of the test above.
+    samples = samples_of([False, True, True, True])
+    rewards = assign_to_last_token(torch.tensor([1.0]), samples=samples)
+    values = torch.tensor([9.0, 0.5, 0.6, 0.7])
+    advantages, returns = compute_gae(
+        rewards, values=values, samples=samples, gamma=0.9, gae_lambda=0.8, value_lambda=1.0
+    )
+    assert advantages.tolist() == pytest.approx([0.0, 0.21712, 0.246, 0.3], abs=1e-6)
+    assert returns.tolist() == pytest.approx([0.0, 0.81, 0.9, 1.0], abs=1e-6)
+
+
+def test_lambda_grows_with_the_length_of_a_sample() -> None:
+    # 1 - 1 / (0.5 * 4) = 0.5; 1 - 1 / (0.5 * 10) = 0.8; 0.5 * 1 is below 1, and no token is.
+    samples = samples_of(
+        [False] + [True] * 4, [False] + [True] * 5 + [False] + [True] * 5, [False, True], [False]
+    )
+    lambdas = compute_length_adaptive_lambdas(samples, length_factor=0.5)
+    assert lambdas.tolist() == pytest.approx([0.5, 0.8, 0.0, 0.0])
+    # Each sample is discounted by its own lambda: rewards 1 at the end, without values.
+    rewards = assign_to_last_token(torch.ones(4), samples=samples)
+    advantages, _ = compute_gae(
+        rewards,
+        values=torch.zeros(samples.num_tokens),
+        samples=samples,
+        gamma=1.0,
+        gae_lambda=lambdas,
+    )
+    assert advantages[1:5].tolist() == pytest.approx([0.125, 0.25, 0.5, 1.0])
+    assert float(advantages[6]) == pytest.approx(0.8**9)
 
 
 def test_untrained_tokens_between_turns_change_nothing_even_if_their_values_are_nan() -> None:

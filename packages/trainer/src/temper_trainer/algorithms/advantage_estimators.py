@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
-from temper_engine_api.reduction import find_trained_sequences
+from temper_engine_api.reduction import find_trained_sequences, sum_per_sequence
 
 
 def assign_to_last_token(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:
@@ -35,19 +35,22 @@ def assign_to_last_token(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:
     return column
 
 
-def compute_discounted_sums(column: Tensor, *, samples: SequenceBatch, decay: float) -> Tensor:
+def compute_discounted_sums(
+    column: Tensor, *, samples: SequenceBatch, decay: float | Tensor
+) -> Tensor:
     """Return the discounted sums S_i = x_i + decay * S_(i+1) over each sample's trained tokens i.
 
     Args:
         column: [T]; entries at untrained tokens are ignored, even NaN.
         samples: Defines the trained tokens.
-        decay: Discount per trained token, in [0, 1].
+        decay: Discount per trained token, in [0, 1]; one number, or [B] one per sample.
 
     Returns:
         [T] float64, 0 at untrained tokens.
     """
     position = torch.nonzero(samples.loss_mask)[:, 0]
     owner = samples.sequence_index[position]
+    decays = torch.as_tensor(decay, dtype=torch.float64).expand(samples.num_sequences)[owner]
     total = column.double()[position]
     # Invariant: total[i] is the sum over terms i to i + reach - 1 of its sample. Each pass doubles
     # `reach`, so log2(longest sample) passes replace one Python iteration per token.
@@ -56,7 +59,7 @@ def compute_discounted_sums(column: Tensor, *, samples: SequenceBatch, decay: fl
         is_same = owner[reach:] == owner[:-reach]
         if not bool(is_same.any()):
             break
-        tail = torch.where(is_same, total[reach:] * decay**reach, 0.0)
+        tail = torch.where(is_same, total[reach:] * decays[:-reach] ** reach, 0.0)
         total = total + torch.cat([tail, tail.new_zeros(reach)])
         reach *= 2
     return column.new_zeros(samples.num_tokens, dtype=torch.float64).index_copy(0, position, total)
@@ -108,13 +111,14 @@ def compute_gae(
     values: Tensor,
     samples: SequenceBatch,
     gamma: float,
-    gae_lambda: float,
+    gae_lambda: float | Tensor,
+    value_lambda: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute GAE advantages, and the returns that the value model is trained on.
 
         delta_i = r_i + gamma * V_(i+1) - V_i
         A_i = delta_i + gamma * lambda * A_(i+1)
-        R_i = A_i + V_i
+        R_i = A_i + V_i   with lambda = value_lambda
 
     The index i runs over the trained tokens of a sample; tool results and other untrained tokens
     between them are skipped. V and A are 0 after the last trained token, also if a completion was
@@ -126,12 +130,15 @@ def compute_gae(
             even NaN.
         samples: B sequences, T tokens.
         gamma: Discount per trained token.
-        gae_lambda: 0 bootstraps from the value model only, 1 uses the rewards only.
+        gae_lambda: 0 bootstraps from the value model only, 1 uses the rewards only. One number, or
+            [B] one per sample, see `compute_length_adaptive_lambdas`.
+        value_lambda: Lambda of the returns; None takes gae_lambda.
 
     Returns:
         (advantages, returns), both [T] float64, 0 at untrained tokens.
 
-    Source: Schulman et al. 2016, arXiv:1506.02438, equations 11 and 16.
+    Source: Schulman et al. 2016, arXiv:1506.02438, equations 11 and 16; another lambda for the
+    returns: Yuan et al. 2025, arXiv:2503.01491, section 4.2.
     """
     trained_values = torch.where(samples.loss_mask, values.double(), 0.0)
     deltas = (
@@ -140,7 +147,31 @@ def compute_gae(
         - trained_values
     )
     advantages = compute_discounted_sums(deltas, samples=samples, decay=gamma * gae_lambda)
-    return advantages, torch.where(samples.loss_mask, advantages + trained_values, 0.0)
+    value_advantages = (
+        advantages
+        if value_lambda is None
+        else compute_discounted_sums(deltas, samples=samples, decay=gamma * value_lambda)
+    )
+    return advantages, torch.where(samples.loss_mask, value_advantages + trained_values, 0.0)
+
+
+def compute_length_adaptive_lambdas(samples: SequenceBatch, *, length_factor: float) -> Tensor:
+    """Return a GAE lambda for each sample that grows with its length.
+
+        lambda = 1 - 1 / (length_factor * l), at least 0
+
+    l is the number of trained tokens. The sum of the weights of the deltas, 1 / (1 - lambda), is
+    then proportional to the length, so that a reward at the end reaches the first tokens of long
+    completions, too.
+
+    Returns:
+        [B] float64 in [0, 1).
+
+    Source: Yue et al. 2025, arXiv:2504.05118, section 4.2 (VAPO), with length_factor 0.05.
+    """
+    lengths = sum_per_sequence(samples.loss_mask.double(), samples)
+    # The product is below 1 for short completions, and 0 for one without trained tokens.
+    return 1.0 - 1.0 / (length_factor * lengths).clamp(min=1.0)
 
 
 def compute_reinforce_plus_plus_advantages(

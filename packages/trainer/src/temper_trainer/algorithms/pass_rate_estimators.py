@@ -1,0 +1,72 @@
+"""Advantage estimators whose objective is not the mean reward of a prompt.
+
+MaxRL maximizes the log of the pass rate, so that rare successes count more. The pass@k estimator
+maximizes the best reward of a group, so that completions need not all be right.
+"""
+
+import torch
+from torch import Tensor
+
+from temper_trainer.algorithms.advantage_estimators import STD_EPSILON, compute_group_statistics
+
+
+def compute_maxrl_advantages(rewards: Tensor, *, group_ids: Tensor) -> Tensor:
+    """Return rewards minus the group's mean, divided by the group's mean.
+
+        A_i = (r_i - mean(r)) / mean(r)
+
+    For rewards of 0 and 1 it is the gradient of the log of the pass rate, cut off after the G-th
+    term of its series: G = 1 would be REINFORCE, a large G is maximum likelihood.
+
+    Args:
+        rewards: [B] one scalar per completion, at least 0.
+        group_ids: [B] equal for the completions of one prompt; any order, any group size.
+
+    Returns:
+        [B] float64; exactly 0 in a group with equal rewards, in a group of one, and where the mean
+        is not above 0, as a KL penalty may make it.
+
+    Source: Tajwar et al. 2026, arXiv:2602.02710, section 3.
+    """
+    group = compute_group_statistics(rewards, group_ids=group_ids)
+    has_signal = ~group.is_zero_std & (group.mean > 0)
+    # The divisor is 1 elsewhere, because 0 / 0 is NaN.
+    mean = torch.where(has_signal, group.mean, 1.0)
+    return torch.where(has_signal, (rewards.double() - mean) / mean, 0.0)
+
+
+def compute_passk_advantages(rewards: Tensor, *, group_ids: Tensor, scale_by_std: bool) -> Tensor:
+    """Return the lead of the group's best completion over the second; 0 for all others.
+
+        A_i = (max_j r_j - max_{j != i} r_j) / (std(r) + 1e-6)
+
+    The difference is 0 unless i is the only best completion. Without the division it is an unbiased
+    leave-one-out estimate for the expected best reward of G completions, which is pass@G for
+    rewards of 0 and 1.
+
+    Args:
+        rewards: [B] one scalar per completion.
+        group_ids: [B] equal for the completions of one prompt; any order, any group size.
+        scale_by_std: True to divide by the group's unbiased standard deviation.
+
+    Returns:
+        [B] float64; exactly 0 in a group with equal rewards and in a group of one.
+
+    Source: Tang et al. 2025, arXiv:2503.19595, section 3.
+    """
+    group = compute_group_statistics(rewards, group_ids=group_ids)
+    rewards = rewards.double()
+    _, group_index = torch.unique(group_ids, return_inverse=True)
+    # Sorted by group, and within it from the best on: the first two of each group are compared.
+    order = rewards.argsort(descending=True, stable=True)
+    order = order[group_index[order].argsort(stable=True)]
+    owner = group_index[order]
+    is_best = torch.ones_like(owner, dtype=torch.bool)
+    is_best[1:] = owner[1:] != owner[:-1]
+    lead = torch.zeros_like(rewards)
+    lead[:-1] = rewards[order[:-1]] - rewards[order[1:]]
+    advantages = torch.zeros_like(rewards)
+    advantages[order] = torch.where(is_best, lead, 0.0)
+    # In a group of one, the second is of another group.
+    advantages = torch.where(group.size > 1, advantages, 0.0)
+    return advantages / (group.std + STD_EPSILON) if scale_by_std else advantages
