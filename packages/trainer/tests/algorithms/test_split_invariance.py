@@ -33,6 +33,7 @@ from temper_trainer.algorithms.policy_losses import (
     PpoObjective,
     SapoObjective,
 )
+from temper_trainer.algorithms.prompt_mean import PromptMeanObjective
 from temper_trainer.algorithms.supervised_losses import (
     DpoObjective,
     RewardModelObjective,
@@ -45,6 +46,7 @@ TOKEN_LEVEL = (
     Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_MEAN),
     Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_SUM),
     Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_SUM_NORM, horizon=9),
+    Aggregation(mode=AggregationMode.TOKEN_SUM),
 )
 OBJECTIVES: tuple[Objective, ...] = (
     *(SftObjective(aggregation=a) for a in TOKEN_LEVEL),
@@ -74,6 +76,7 @@ OBJECTIVES: tuple[Objective, ...] = (
     CombinedObjective(
         parts=(PpoObjective(), ReverseKlObjective()), coefs=(1.0, 0.3), aggregation=Aggregation()
     ),
+    PromptMeanObjective(objective=PpoObjective(aggregation=TOKEN_LEVEL[-1], kl_coef=0.1)),
 )
 LENGTHS = (7, 2, 9, 4, 9, 5)
 PAIRS = (0, 0, 1, 1, 2, 2)
