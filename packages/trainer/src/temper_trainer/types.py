@@ -178,6 +178,14 @@ class Rollout:
     """Reward of the prompt's greedy completion, shaped in the same way; only for ReMax."""
     baseline_tokens: int = 0
     """Number of tokens of that completion."""
+    turn_rewards: tuple[float, ...] = ()
+    """The environment's reward of each completion, which `reward` includes; empty without an
+    environment."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if a completion reached the token limit."""
+        return any(each.finish_reason == FinishReason.MAX_TOKENS for each in self.completions)
 
     @property
     def completions(self) -> tuple[Completion, ...]:

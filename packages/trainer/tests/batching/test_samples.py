@@ -128,3 +128,40 @@ def test_observations_are_not_trained_and_turns_are_counted_from_the_end() -> No
         [0.0, 0.0, -0.3, 0.0, 0.0, -0.6, -0.7]
     )
     assert samples.columns["turns_after"].tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_rewards_of_turns_stand_at_the_last_token_of_their_completion() -> None:
+    rollout = replace(
+        make_rollout((1, 2), (3, 4), (-0.3, -0.4), sample=0, group=0),
+        turns=(
+            Turn(
+                observation=(5,),
+                completion=make_rollout((1,), (6,), (-1.0,), sample=0, group=0).completion,
+            ),
+        ),
+        turn_rewards=(0.25, -1.0),
+    )
+    single = make_rollout((7,), (8,), (-1.0,), sample=1, group=0)
+    samples = to_samples([rollout, single], temperature=1.0)
+    assert samples.columns["turn_rewards"].tolist() == [0, 0, 0, 0.25, 0, -1.0, 0, 0]
+
+
+def test_without_rewards_of_an_environment_there_is_no_column_for_them() -> None:
+    rollout = replace(make_rollout((1,), (2,), (-1.0,), sample=0, group=0), turn_rewards=(0.0,))
+    assert "turn_rewards" not in to_samples([rollout], temperature=1.0).columns
+
+
+def test_overlong_filter_trains_no_token_of_a_truncated_rollout() -> None:
+    complete = make_rollout((1,), (2, 3), (-1.0, -1.0), sample=0, group=0)
+    cut = replace(
+        complete,
+        sample_id=1,
+        completion=replace(complete.completion, finish_reason=FinishReason.MAX_TOKENS),
+    )
+    late = replace(
+        complete, sample_id=2, turns=(Turn(observation=(4,), completion=cut.completion),)
+    )
+    rollouts = [complete, cut, late]
+    filtered = to_samples(rollouts, temperature=1.0, overlong_filter=True)
+    assert filtered.loss_mask.tolist() == [False, True, True] + [False] * 9
+    assert int(to_samples(rollouts, temperature=1.0).loss_mask.sum()) == 8

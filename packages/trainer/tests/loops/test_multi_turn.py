@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from temper_trainer.batching.samples import to_samples
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.environment.protocol import EnvironmentFactory, Observation
 from temper_trainer.environment.tool_environment import make_environment_factory
 from temper_trainer.loops.multi_turn import Conversation, RolloutLimits, run_conversations
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler
@@ -47,7 +48,10 @@ class RecordingSampler(ScriptedSampler):
 
 
 def run_conversation(
-    *turns: Sequence[str], limits: RolloutLimits, config: EnvironmentConfig = CONFIG
+    *turns: Sequence[str],
+    limits: RolloutLimits,
+    config: EnvironmentConfig = CONFIG,
+    make_environment: EnvironmentFactory | None = None,
 ) -> tuple[Conversation, RecordingSampler, dict[str, float]]:
     sampler = RecordingSampler(turns)
     request = SamplingRequest(
@@ -58,10 +62,21 @@ def run_conversation(
         sampler,
         [request],
         prompts=[prompt],
-        make_environment=make_environment_factory(config, tokenizer=tokenizer()),
+        make_environment=make_environment
+        or make_environment_factory(config, tokenizer=tokenizer()),
         limits=limits,
     )
     return conversation, sampler, metrics
+
+
+class LengthFee:
+    """An environment that charges for the tokens of each turn and answers with a line break."""
+
+    def reset(self, prompt: Prompt) -> None:
+        pass
+
+    def step(self, tokens: Sequence[int]) -> Observation:
+        return Observation(tokens=(IDS["\n"],), reward=-0.5 * len(tokens))
 
 
 LIMITS = RolloutLimits(max_turns=3, max_tokens=40, stop="=")
@@ -143,3 +158,11 @@ def test_long_answer_is_truncated_and_counted() -> None:
     )
     assert metrics["tool/cut_answers"] == 1.0
     assert len(conversation.turns[0].observation) == 1
+
+
+def test_the_reward_of_each_turn_is_kept_and_their_sum_is_the_rollouts() -> None:
+    conversation, _, _ = run_conversation(
+        ("1", "="), ("2", "2", "="), ("3", "<eos>"), limits=LIMITS, make_environment=LengthFee
+    )
+    assert conversation.rewards == [-1.0, -1.5, -1.0]
+    assert conversation.reward == -3.5

@@ -15,9 +15,13 @@ from temper_trainer.types import IS_CHOSEN, Completion, Demonstration, Pair, Rol
 
 TURNS_AFTER = "turns_after"
 """[T] float32 column: how many completions of the rollout follow the one with the token."""
+TURN_REWARDS = "turn_rewards"
+"""[T] float32 column: the environment's reward of a completion at its last token, else 0."""
 
 
-def to_samples(rollouts: Sequence[Rollout], *, temperature: float) -> SequenceBatch:
+def to_samples(
+    rollouts: Sequence[Rollout], *, temperature: float, overlong_filter: bool = False
+) -> SequenceBatch:
     """Make one sample per rollout: prompt, completions and observations concatenated.
 
     The tokens of completions are trained. Those of the prompt, and what an environment returned
@@ -27,10 +31,13 @@ def to_samples(rollouts: Sequence[Rollout], *, temperature: float) -> SequenceBa
         rollouts: At least one rollout, each with a unique sample_id.
         temperature: The sampler's temperature, above 0. The engine divides logits by it, so that
             log-probs of sampler and engine describe the same distribution.
+        overlong_filter: True to train no token of rollouts that reached the token limit. They keep
+            counting in the statistics of their group.
 
     Returns:
         [B] samples in the order of the rollouts, with column ``rollout_logprobs`` [T] float32 (0 at
-        untrained tokens), and with ``turns_after`` [T] float32 if a rollout has several turns.
+        untrained tokens), with ``turns_after`` [T] float32 if a rollout has several turns, and with
+        ``turn_rewards`` [T] float32 if an environment gave a reward.
 
     Raises:
         BatchError: If there is no rollout, a sample_id is repeated, the temperature is not above 0,
@@ -63,6 +70,7 @@ def to_samples(rollouts: Sequence[Rollout], *, temperature: float) -> SequenceBa
     """
     _check_rollouts(rollouts, temperature=temperature)
     segments = [_split_segments(rollout) for rollout in rollouts]
+    is_trained = [not (overlong_filter and rollout.is_truncated) for rollout in rollouts]
     columns = {
         "rollout_logprobs": [
             torch.tensor([x for segment in sample for x in segment.logprobs]) for sample in segments
@@ -75,14 +83,18 @@ def to_samples(rollouts: Sequence[Rollout], *, temperature: float) -> SequenceBa
             torch.tensor([float(segment.turns_after) for segment in sample for _ in segment.tokens])
             for sample in segments
         ]
+    if any(reward for rollout in rollouts for reward in rollout.turn_rewards):
+        columns[TURN_REWARDS] = [
+            torch.tensor([x for segment in sample for x in segment.rewards]) for sample in segments
+        ]
     return from_sequences(
         [
             torch.tensor([token for segment in sample for token in segment.tokens])
             for sample in segments
         ],
         loss_masks=[
-            torch.tensor([segment.is_trained for segment in sample for _ in segment.tokens])
-            for sample in segments
+            torch.tensor([segment.is_trained & keep for segment in sample for _ in segment.tokens])
+            for sample, keep in zip(segments, is_trained, strict=True)
         ],
         sample_ids=[rollout.sample_id for rollout in rollouts],
         group_ids=[rollout.group_id for rollout in rollouts],
@@ -126,18 +138,26 @@ class _Segment:
     is_trained: bool
     logprobs: tuple[float, ...]
     turns_after: int
+    reward: float = 0.0
+    """The environment's reward of the completion."""
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """The reward at the last token, 0 at the others."""
+        return (0.0,) * (len(self.tokens) - 1) + (self.reward,) if self.tokens else ()
 
 
 def _split_segments(rollout: Rollout) -> list[_Segment]:
     num_turns = len(rollout.turns)
+    rewards = rollout.turn_rewards or (0.0,) * (num_turns + 1)
     segments = [
         _untrained(rollout.prompt.tokens, turns_after=num_turns),
-        _trained(rollout.completion, turns_after=num_turns),
+        _trained(rollout.completion, turns_after=num_turns, reward=rewards[0]),
     ]
     for i, turn in enumerate(rollout.turns, start=1):
         segments += [
             _untrained(turn.observation, turns_after=num_turns - i),
-            _trained(turn.completion, turns_after=num_turns - i),
+            _trained(turn.completion, turns_after=num_turns - i, reward=rewards[i]),
         ]
     return segments
 
@@ -148,12 +168,13 @@ def _untrained(tokens: tuple[int, ...], *, turns_after: int) -> _Segment:
     )
 
 
-def _trained(completion: Completion, *, turns_after: int) -> _Segment:
+def _trained(completion: Completion, *, turns_after: int, reward: float) -> _Segment:
     return _Segment(
         tokens=completion.tokens,
         is_trained=True,
         logprobs=completion.rollout_logprobs,
         turns_after=turns_after,
+        reward=reward,
     )
 
 

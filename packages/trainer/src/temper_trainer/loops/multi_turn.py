@@ -37,8 +37,13 @@ class Conversation:
     """Tokens of the environment's last answer, which no completion follows yet."""
     is_done: bool = False
     """True if no completion follows."""
-    reward: float = 0.0
-    """Sum of the environment's rewards."""
+    rewards: list[float] = field(default_factory=list)
+    """The environment's reward of each completion."""
+
+    @property
+    def reward(self) -> float:
+        """Sum of the environment's rewards."""
+        return sum(self.rewards)
 
     @property
     def completions(self) -> list[Completion]:
@@ -206,7 +211,7 @@ def _step_environment(
     assert conversation.environment is not None
     # Also after the last turn, because the environment rewards the final completion.
     observation = conversation.environment.step(completion.tokens)
-    conversation.reward += observation.reward
+    conversation.rewards.append(observation.reward)
     # After the observation, at least one token must be left for the next completion.
     num_tokens = len(conversation.tokens) + len(observation.tokens)
     conversation.is_done = (

@@ -240,6 +240,7 @@ def _make_rollouts(
             components=scored.scores[i].components,
             baseline=baselines[i // group_size] if baselines else None,
             baseline_tokens=len(greedy_conversations[i // group_size].tokens) if baselines else 0,
+            turn_rewards=tuple(scored.conversations[i].rewards),
         )
         for i, reward in enumerate(scored.rewards[:num_sampled])
         # Without its baseline, no completion of a prompt can be trained.
@@ -342,7 +343,10 @@ def _shape(
     baselines = iter(shaped.baselines)
     shaped_rollouts = [
         replace(
-            rollout, reward=reward, baseline=None if rollout.baseline is None else next(baselines)
+            rollout,
+            reward=reward,
+            baseline=None if rollout.baseline is None else next(baselines),
+            turn_rewards=tuple(shaping.scale * each for each in rollout.turn_rewards),
         )
         for rollout, reward in zip(rollouts, shaped.rewards, strict=True)
     ]
