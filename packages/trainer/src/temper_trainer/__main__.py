@@ -26,6 +26,7 @@ from temper_trainer.config_loading.external_checks import (
     check_external_objects,
     check_libraries,
     check_models,
+    warn_about_judges,
 )
 from temper_trainer.config_loading.first_rows import check_first_rows
 from temper_trainer.config_loading.help_text import USAGE, build_help_text
@@ -192,6 +193,7 @@ def _execute(options: argparse.Namespace, *, early_stop: _EarlyStop) -> int:
     if options.check:
         check_models(loaded)
         check_first_rows(loaded.config)
+        warn_about_judges(loaded.config)
         placement = [f"  {line}" for line in describe_plan(loaded.config)]
         print(
             "\n  ".join(

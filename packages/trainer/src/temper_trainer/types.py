@@ -49,6 +49,8 @@ class Prompt:
     """Token ids; at least one."""
     answer: str
     """Reference answer, unchanged from the source."""
+    question: str = field(default="", compare=False)
+    """The prompt of the row before templates, for judges; chat messages as text."""
     location: str = ""
     """File and line of its row, or the name of the data source, for messages."""
     extra: Mapping[str, object] = field(default_factory=dict, compare=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.reward import RewardConfig
+from temper_trainer.config.reward import RewardConfig, RewardFunctionConfig
 from temper_trainer.reward.registry import register_reward
 from temper_trainer.reward.reward_calls import Item
 from temper_trainer.reward.scoring import RewardFailureError, Scorer
@@ -21,6 +21,8 @@ from temper_trainer.types import Prompt
 PATIENT = RewardConfig(
     function="functions_for_tests:follow_text", timeout_s=1.0, max_failure_fraction=1.0
 )
+
+OTHER = RewardFunctionConfig(function="gsm8k_strict")
 
 
 def items(*texts: str) -> list[Item]:
@@ -288,3 +290,46 @@ def test_math_verify_scores_a_right_answer_in_a_thread_and_in_a_process(num_work
             1.0,
             0.0,
         ]
+
+
+def test_each_component_has_its_arguments_and_its_metrics() -> None:
+    config = replace(
+        PATIENT,
+        functions={
+            "low": RewardFunctionConfig(
+                function="functions_for_tests:follow_text", arguments={"bonus": 0.5}
+            )
+        },
+        components={"low": 2.0, "functions_for_tests:follow_text": 0.1},
+    )
+    with Scorer(config) as scorer:
+        scores = scorer.score(items("1", "2", "raise"))
+        metrics = scorer.metrics()
+    assert [score.components for score in scores] == [(1.5, 1.0), (2.5, 2.0), ()]
+    # 2 * 1.5 + 0.1 * 1 and 2 * 2.5 + 0.1 * 2
+    assert [score.reward for score in scores] == [pytest.approx(3.1), pytest.approx(5.2), None]
+    assert metrics == {
+        "reward/exception": 1.0,
+        "reward/timeout": 0.0,
+        "reward/not_finite": 0.0,
+        "reward/low/mean": 2.0,
+        "reward/low/failed": 1.0,
+        "reward/functions_for_tests_follow_text/mean": 1.5,
+        "reward/functions_for_tests_follow_text/failed": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"functions": {"exact_match": OTHER}}, "exact_match, which is a registered reward"),
+        ({"functions": {"a": OTHER}, "sums": {"a": {"b": 1.0}}}, "'a' is in two of"),
+        ({"functions": {"a b": OTHER}}, "has the name 'a b'"),
+        ({"sums": {"a": {"b": 1.0}}, "components": {"a": 1.0}}, "a, which is a sum itself"),
+        ({"sums": {"a": {}}}, "reward.sums.a is empty"),
+        ({"components": {"a": 1.0}}, "reward.function is 'a', which is not a registered reward"),
+    ],
+)
+def test_wrong_names_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Scorer(replace(PATIENT, **changes))  # type: ignore[arg-type]

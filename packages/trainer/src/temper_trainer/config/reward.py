@@ -1,11 +1,13 @@
-"""Settings of the reward: functions, components, reward model and shaping."""
+"""Settings of the reward: functions, components, judges, reward model and shaping."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig
+from temper_trainer.config.judge import JudgeConfig
 from temper_trainer.config.ranges import check_range
 
 
@@ -61,7 +63,20 @@ class ShapingConfig:
 
 
 REWARD_MODEL = "reward_model"
-"""Name in reward.function and reward.components that stands for the score of reward.model."""
+"""Name of the reward that is the score of reward.model."""
+
+Argument = str | int | float | bool | None
+"""Value of a reward function's argument."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFunctionConfig:
+    """A reward function with its arguments."""
+
+    function: str
+    """Registered name or import path, as in reward.function."""
+    arguments: Mapping[str, Argument] = field(default_factory=dict)
+    """Keyword arguments of the function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +100,25 @@ class RewardConfig:
 
     function: str = "gsm8k_strict"
     """Registered name (gsm8k_strict, gsm8k_flexible, math_verify, exact_match), import path
-    ``package.module:function``, or ``reward_model`` for the score of reward.model.
+    ``package.module:function``, name in reward.functions or reward.judges, or ``reward_model`` for
+    the score of reward.model.
     """
-    arguments: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+    arguments: Mapping[str, Argument] = field(default_factory=dict)
     """Keyword arguments of the function."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """Weights of several rewards, by name or import path; replaces function. The reward is their
-    weighted sum.
+    """Weights of several rewards, named as in reward.function; replaces function. The reward is
+    their weighted sum.
     """
+    functions: Mapping[str, RewardFunctionConfig] = field(default_factory=dict)
+    """Functions with their own arguments, by a name for reward.function, reward.components,
+    reward.sums and the data sources.
+    """
+    judges: Mapping[str, JudgeConfig] = field(default_factory=dict)
+    """Language models that score completions, by such a name."""
+    sums: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Weighted sums like reward.components, by a name for the data sources."""
     model: RewardModelConfig | None = None
-    """Reward model; used if function or a component is ``reward_model``."""
+    """Reward model; used if a reward is named ``reward_model``."""
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     timeout_s: float = 10.0
     """Maximum time in seconds of one call; slower calls count as failed."""
@@ -110,28 +134,123 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         check_range("reward.timeout_s", self.timeout_s, above=0)
-        for name, weight in self.components.items():
-            check_range(f"reward.components.{name}", weight)
+        self._check_names()
+        sums = {f"reward.sums.{name}": weights for name, weights in self.sums.items()}
+        for key, weights in {"reward.components": self.components, **sums}.items():
+            for name, weight in weights.items():
+                check_range(f"{key}.{name}", weight)
+                if name in self.sums:
+                    raise ConfigError(
+                        f"{key} names {name}, which is a sum itself: list its parts, with their "
+                        "weights multiplied."
+                    )
         check_range("reward.num_workers", self.num_workers, at_least=0)
         check_range("reward.max_failure_fraction", self.max_failure_fraction, at_least=0, at_most=1)
 
+    @property
+    def defined_names(self) -> list[str]:
+        """Names of reward.functions, reward.judges and reward.sums."""
+        return [*self.functions, *self.judges, *self.sums]
+
+    def get_parts(self, name: str = "") -> Mapping[str, float]:
+        """Return the weights of a reward's parts by name; a reward without parts is its only one.
+
+        Args:
+            name: Name of a reward; empty for that of reward.function or reward.components.
+
+        Example:
+            >>> RewardConfig(components={"math_verify": 1.0, "exact_match": 0.5}).get_parts()
+            {'math_verify': 1.0, 'exact_match': 0.5}
+            >>> RewardConfig().get_parts()
+            {'gsm8k_strict': 1.0}
+        """
+        if not name:
+            return self.components or {self.function: 1.0}
+        return self.sums.get(name, {name: 1.0})
+
+    def _check_names(self) -> None:
+        names = self.defined_names
+        for name in names:
+            if not re.fullmatch(r"[\w.-]+", name) or name == REWARD_MODEL:
+                raise ConfigError(
+                    f"reward.functions, judges or sums has the name {name!r}: use letters, digits "
+                    f"and . _ -, and not {REWARD_MODEL}."
+                )
+            if names.count(name) > 1:
+                raise ConfigError(
+                    f"the name {name!r} is in two of reward.functions, reward.judges and "
+                    "reward.sums: rename one."
+                )
+        if self.function in self.sums:
+            raise ConfigError(
+                f"reward.function is {self.function}, a sum: use reward.components for its parts."
+            )
+        for name, weights in self.sums.items():
+            if not weights:
+                raise ConfigError(f"reward.sums.{name} is empty: list rewards with their weights.")
+        for name, each in self.functions.items():
+            if each.function in (REWARD_MODEL, *names):
+                raise ConfigError(
+                    f"reward.functions.{name}.function is {each.function}, but must be a "
+                    "registered name or an import path."
+                )
+
+
+def find_reward_conflicts(
+    reward: RewardConfig,
+    *,
+    source_rewards: Mapping[str, str],
+    has_reward_key: bool,
+    generates_completions: bool,
+) -> Iterator[str]:
+    """Yield definitions that nothing uses.
+
+    Args:
+        reward: Settings of the reward.
+        source_rewards: Names in the data sources' ``reward``, by key.
+        has_reward_key: True if rows of a source select their reward.
+        generates_completions: True if the task scores completions.
+    """
+    if has_reward_key or not generates_completions:
+        return
+    selected = ("", *source_rewards.values())
+    used = {*selected, *(part for name in selected for part in reward.get_parts(name))}
+    kinds = {"functions": reward.functions, "judges": reward.judges, "sums": reward.sums}
+    for kind, names in kinds.items():
+        for name in names:
+            # A part of an unused sum is used once the sum is.
+            if name not in used and not any(name in parts for parts in reward.sums.values()):
+                yield (
+                    f"reward.{kind}.{name} is set, but no reward or data source names {name}: "
+                    "name it in reward.function, reward.components or the source's reward, or "
+                    "remove it."
+                )
+
 
 def find_reward_model_conflicts(
-    reward: RewardConfig, *, loop: str, is_ray: bool, generates_completions: bool
+    reward: RewardConfig,
+    *,
+    source_rewards: Mapping[str, str],
+    has_reward_key: bool,
+    loop: str,
+    is_ray: bool,
+    generates_completions: bool,
 ) -> Iterator[str]:
-    """Yield the conflicts between the reward model, the rewards that use it, and the runtime."""
+    """Yield the conflicts between the reward model, the rewards that use it, and the runtime.
+
+    See `find_reward_conflicts` for the arguments.
+    """
     model = reward.model
-    is_used = REWARD_MODEL in (reward.components or (reward.function,))
+    users = _find_model_users(reward, source_rewards=source_rewards)
     if model is None:
-        if is_used and generates_completions:
-            key = "reward.components" if reward.components else "reward.function"
+        if users and generates_completions:
             yield (
-                f"{key} names {REWARD_MODEL}, but reward.model is not set: set "
+                f"{users[0]} names {REWARD_MODEL}, but reward.model is not set: set "
                 "reward.model.engine.model={path: ..., model_type: reward_model}."
             )
         return
     engine = model.engine
-    if not is_used:
+    if not users and not has_reward_key:
         yield (
             "reward.model is set, but neither reward.function nor reward.components names "
             f"{REWARD_MODEL}: name it, or remove the model."
@@ -168,3 +287,13 @@ def find_reward_model_conflicts(
             "runtime.kind is inline, which runs both in one process: set runtime.kind=ray or "
             "loop=sync."
         )
+
+
+def _find_model_users(reward: RewardConfig, *, source_rewards: Mapping[str, str]) -> list[str]:
+    """Return the keys that name the reward model."""
+    users: dict[str, Collection[str]] = {
+        "reward.components" if reward.components else "reward.function": reward.get_parts(),
+        **{f"reward.sums.{name}": parts for name, parts in reward.sums.items()},
+        **{key: (name,) for key, name in source_rewards.items()},
+    }
+    return [key for key, parts in users.items() if REWARD_MODEL in parts]

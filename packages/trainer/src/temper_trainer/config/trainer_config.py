@@ -13,7 +13,12 @@ from temper_trainer.config.distillation import (
     find_teacher_conflicts,
 )
 from temper_trainer.config.environment import EnvironmentConfig
-from temper_trainer.config.reward import RewardConfig, ShapingConfig, find_reward_model_conflicts
+from temper_trainer.config.reward import (
+    RewardConfig,
+    ShapingConfig,
+    find_reward_conflicts,
+    find_reward_model_conflicts,
+)
 from temper_trainer.config.rollout import (
     AsynchronyConfig,
     RolloutConfig,
@@ -161,8 +166,16 @@ def _find_conflicts(config: TrainerConfig) -> list[str]:
         conflicts.append("warm_start has no effect in task sft: remove it.")
     conflicts += _find_role_conflicts(config)
     conflicts += _find_task_conflicts(config)
+    conflicts += find_reward_conflicts(
+        config.reward,
+        source_rewards={},
+        has_reward_key=False,
+        generates_completions=config.generates_completions,
+    )
     conflicts += find_reward_model_conflicts(
         config.reward,
+        source_rewards={},
+        has_reward_key=False,
         loop=config.loop,
         is_ray=config.runtime.kind == "ray",
         generates_completions=config.generates_completions,

@@ -30,7 +30,6 @@ from temper_trainer.config.environment import (
     load_environment_class,
 )
 from temper_trainer.config.import_path import is_import_path
-from temper_trainer.config.reward import REWARD_MODEL
 from temper_trainer.config.run import RunConfig, RuntimeConfig
 from temper_trainer.config.run_folder_checks import (
     contains_run,
@@ -43,7 +42,8 @@ from temper_trainer.config_loading.loading import is_set_by_user
 from temper_trainer.config_loading.model_folders import find_model_problems
 from temper_trainer.config_loading.resolved_config import LoadedConfig
 from temper_trainer.environment.sandbox import open_sandbox
-from temper_trainer.reward.registry import resolve_reward, split_components
+from temper_trainer.reward.judge_endpoint import warn_if_unreachable
+from temper_trainer.reward.registry import check_rewards, find_rewards
 from temper_trainer.rollout.vllm import vllm_versions
 from temper_trainer.run_lock import describe_write_error, find_lock_refusal
 from temper_trainer.runtime.engine_checks import find_engine_problems, iterate_engines
@@ -76,15 +76,22 @@ def check_external_objects(config: TrainerConfig) -> None:
     ]:
         raise ConfigError("\n".join(problems))
     if config.generates_completions:
-        for part in split_components(config.reward):
-            if part.function != REWARD_MODEL:
-                resolve_reward(part)
+        check_rewards(config.reward, [""])
     if config.environment is not None and config.environment.name not in BUILT_IN_ENVIRONMENTS:
         _check_custom_environment(config.environment)
     elif config.environment is not None and config.environment.name == "python":
         open_sandbox(config.environment.sandbox)
     if config.task == "rl":
         _check_custom_algorithm(config.algorithm)
+
+
+def warn_about_judges(config: TrainerConfig) -> None:
+    """Log a warning for each judge whose endpoint cannot be reached or does not know its model."""
+    if not config.generates_completions:
+        return
+    for name in find_rewards(config.reward, [""]):
+        if name in config.reward.judges:
+            warn_if_unreachable(config.reward.judges[name], name=name)
 
 
 def check_models(loaded: LoadedConfig) -> None:

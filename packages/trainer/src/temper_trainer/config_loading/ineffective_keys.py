@@ -55,11 +55,21 @@ RULES = (
         reason="with reward.components, which name the functions: remove one of them",
     ),
     Rule(
-        keys=("reward.arguments", "reward.timeout_s", "reward.num_workers"),
+        keys=("reward.arguments",),
         applies=lambda config: (
-            not config.reward.components and config.reward.function == REWARD_MODEL
+            config.reward.function in (REWARD_MODEL, *config.reward.defined_names)
         ),
-        reason="with reward.function reward_model, which calls no function: remove it",
+        reason=(
+            "with a reward.function that is not a registered name or import path: remove it, or "
+            "set reward.functions.NAME.arguments"
+        ),
+    ),
+    Rule(
+        keys=("reward.timeout_s", "reward.num_workers"),
+        applies=lambda config: all(
+            name in (REWARD_MODEL, *config.reward.judges) for name in config.reward.get_parts()
+        ),
+        reason="with a reward of models, which calls no function: remove it",
     ),
     Rule(
         keys=_RL_STEP_KEYS,

@@ -183,6 +183,7 @@ def _encode(
     """Return each row that fits, with its prompt."""
     if not rows:
         return []
+    questions = [row.question for row in rows]  # before a template is applied
     if config.string_prompts == "user_message":
         rows = [_to_user_message(row, config) for row in rows]
     texts = [render_prompt(row, tokenizer=tokenizer, config=config) for row in rows]
@@ -196,7 +197,9 @@ def _encode(
         else plain
     )
     encoded = []
-    for row, text, with_special, without in zip(rows, texts, plain, bare, strict=True):
+    for row, question, text, with_special, without in zip(
+        rows, questions, texts, plain, bare, strict=True
+    ):
         ids = _strip_end_token(with_special, tokenizer) if isinstance(row.prompt, str) else without
         if not ids:
             raise DataError(
@@ -208,6 +211,7 @@ def _encode(
             text=text,
             tokens=tuple(ids),
             answer=row.answer,
+            question=question,
             location=row.location,
             extra=row.extra,
             route=row.route,

@@ -44,6 +44,15 @@ class Row:
     """Values of the source's extra_keys; None if the row lacks the field."""
 
     @property
+    def question(self) -> str:
+        """The prompt as text, for judges: several messages start with their roles."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        if len(self.prompt) == 1:
+            return self.prompt[0].content
+        return "\n\n".join(f"{message.role}: {message.content}" for message in self.prompt)
+
+    @property
     def texts(self) -> tuple[str, ...]:
         """All texts of the row that are tokenized; a trained tokenizer learns from them."""
         prompts = (

@@ -395,9 +395,11 @@ def _merge_rounds(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in rounds for name in metrics):
         values = [metrics.get(name, 0.0) for metrics in rounds]
-        # All other metrics of rewards count failures, such as time-outs.
-        is_count = name.startswith("reward/") and name not in ("reward/mean", "reward/std")
-        if name.endswith("_max"):
+        # All other metrics of rewards and judges are counts, such as time-outs.
+        is_count = name.startswith(("reward/", "judge/")) and not name.endswith(
+            ("/mean", "/std", "_mean_s")
+        )
+        if name.endswith(("_max", "_max_s", "/total_cost_usd")):
             merged[name] = max(values)
         else:
             is_sum = is_count or name == "rollout/tokens" or name.startswith("tool/")

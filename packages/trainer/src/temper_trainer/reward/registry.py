@@ -3,22 +3,20 @@
 import difflib
 import importlib.util
 import inspect
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.import_path import import_object, is_import_path
-from temper_trainer.config.reward import REWARD_MODEL, RewardConfig
+from temper_trainer.config.reward import REWARD_MODEL, Argument, RewardConfig, RewardFunctionConfig
 from temper_trainer.reward.builtin_rewards import (
     exact_match,
     gsm8k_flexible,
     gsm8k_strict,
     math_verify,
 )
+from temper_trainer.reward.judge_endpoint import check_judge
 from temper_trainer.types import Prompt
-
-Argument = str | int | float | bool | None
 
 
 class RewardFunction(Protocol):
@@ -63,17 +61,44 @@ def register_reward(name: str) -> Callable[[Function], Function]:
     return register
 
 
-def split_components(config: RewardConfig) -> list[RewardConfig]:
-    """Return one configuration per reward function: of ``function``, or of each component.
+def get_function_config(config: RewardConfig, name: str) -> RewardFunctionConfig:
+    """Return function and arguments of a reward by its name.
 
-    Components take no arguments.
+    The name is one of reward.functions, or a registered name or import path, which has the
+    arguments of reward.arguments if it is reward.function.
     """
-    if not config.components:
-        return [config]
-    return [replace(config, function=name, arguments={}) for name in config.components]
+    if name in config.functions:
+        return config.functions[name]
+    is_main = name == config.function and not config.components
+    return RewardFunctionConfig(function=name, arguments=config.arguments if is_main else {})
 
 
-def resolve_reward(config: RewardConfig) -> RewardFunction:
+def find_rewards(config: RewardConfig, names: Iterable[str]) -> list[str]:
+    """Return the names of all parts of some rewards, each once; "" is the main reward."""
+    return list(dict.fromkeys(part for name in names for part in config.get_parts(name)))
+
+
+def check_rewards(config: RewardConfig, names: Iterable[str]) -> None:
+    """Check that every part of some rewards can be scored.
+
+    Raises:
+        ConfigError: If a function is wrong (see `resolve_reward`), a judge lacks its library or
+            key, or a definition has the name of a registered function.
+    """
+    for name in config.defined_names:
+        if name in _REGISTERED:
+            raise ConfigError(
+                f"reward.functions, judges or sums has the name {name}, which is a registered "
+                "reward: choose another name."
+            )
+    for name in find_rewards(config, names):
+        if name in config.judges:
+            check_judge(config.judges[name], name=name)
+        elif name != REWARD_MODEL:
+            resolve_reward(get_function_config(config, name))
+
+
+def resolve_reward(config: RewardConfig | RewardFunctionConfig) -> RewardFunction:
     """Return the function that ``config.function`` names, after checking its arguments.
 
     Raises:
@@ -91,8 +116,8 @@ def resolve_reward(config: RewardConfig) -> RewardFunction:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
             f"reward.function is {config.function!r}, which is not a registered reward: {hint}Use "
-            f"one of {', '.join(sorted(_REGISTERED))}, or the import path of a custom one, "
-            "package.module:function."
+            f"one of {', '.join(sorted(_REGISTERED))}, the import path of a custom one, "
+            "package.module:function, or a name in reward.functions or reward.judges."
         )
     if function is math_verify and importlib.util.find_spec("math_verify") is None:
         raise ConfigError(

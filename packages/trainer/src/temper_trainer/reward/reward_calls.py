@@ -24,9 +24,10 @@ from enum import StrEnum
 from multiprocessing.connection import Connection, wait
 
 from temper_engine_api.errors import ConfigError, TemperError
+from temper_trainer.config.reward import Argument
 from temper_trainer.progress import advance_progress
 from temper_trainer.redaction import redact_secrets
-from temper_trainer.reward.registry import Argument, RewardFunction
+from temper_trainer.reward.registry import RewardFunction
 from temper_trainer.types import Prompt, Score
 
 Item = tuple[Prompt, str]

@@ -5,8 +5,9 @@ and normalization; its sums are float64.
 """
 
 import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -14,7 +15,12 @@ from typing import Protocol
 from temper_engine_api.errors import TemperError
 from temper_trainer.config.reward import REWARD_MODEL, OverlongConfig, RewardConfig, ShapingConfig
 from temper_trainer.progress import track_progress
-from temper_trainer.reward.registry import resolve_reward, split_components
+from temper_trainer.reward.registry import (
+    check_rewards,
+    find_rewards,
+    get_function_config,
+    resolve_reward,
+)
 from temper_trainer.reward.reward_calls import (
     FailureKind,
     Item,
@@ -47,41 +53,54 @@ class _Scoring(Protocol):
 class Scorer:
     """Scores completions as configured; a context manager, because it may start processes."""
 
-    def __init__(self, config: RewardConfig, *, model: RewardModel | None = None) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        model: RewardModel | None = None,
+        selected: Iterable[str] = (),
+    ) -> None:
         """Resolve the functions; processes start on entering the context.
 
         Args:
             config: Reward configuration of the run.
-            model: The reward model, if a component of the reward is its score.
+            model: The reward model, if a part of the reward is its score.
+            selected: Names of the rewards that prompts select, besides the main one.
 
         Raises:
-            ConfigError: See resolve_reward.
+            ConfigError: See check_rewards.
         """
         self._config = config
         self._model = model
-        self._calls = [
-            None
-            if each.function == REWARD_MODEL
-            else RewardCall(function=resolve_reward(each), arguments=dict(each.arguments))
-            for each in split_components(config)
-        ]
-        self._weights = list(config.components.values())
-        self._scorings: list[_Scoring | None] = []
+        self._parts = find_rewards(config, ["", *selected])
+        check_rewards(config, ["", *selected])
+        self._scorings: dict[str, _Scoring | None] = {}
         self._failures: Counter[FailureKind] = Counter()
+        self._means: dict[str, float] = {}
+        self._judge_metrics: list[Callable[[], dict[str, float]]] = []
 
     def __enter__(self) -> "Scorer":
         # Started here and not in the constructor, so that leaving the context always ends them.
-        config = self._config
-        for call in self._calls:
-            if call is None:
-                self._scorings.append(None)
-            elif config.num_workers:
-                self._scorings.append(
-                    ProcessScoring(call, timeout_s=config.timeout_s, num_workers=config.num_workers)
-                )
-            else:
-                self._scorings.append(ThreadScoring(call, timeout_s=config.timeout_s))
+        for name in self._parts:
+            self._scorings[name] = self._open_scoring(name)
         return self
+
+    def _open_scoring(self, name: str) -> _Scoring | None:
+        """Start what scores one part; None for the reward model."""
+        config = self._config
+        if name == REWARD_MODEL:
+            return None
+        if name in config.judges:
+            from temper_trainer.reward.judge_scoring import JudgeScoring  # needs an extra
+
+            judge = JudgeScoring(config.judges[name], name=name)
+            self._judge_metrics.append(judge.metrics)
+            return judge
+        function = get_function_config(config, name)
+        call = RewardCall(function=resolve_reward(function), arguments=dict(function.arguments))
+        if config.num_workers:
+            return ProcessScoring(call, timeout_s=config.timeout_s, num_workers=config.num_workers)
+        return ThreadScoring(call, timeout_s=config.timeout_s)
 
     def __exit__(
         self,
@@ -89,10 +108,10 @@ class Scorer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for scoring in self._scorings:
+        for scoring in self._scorings.values():
             if scoring is not None:
                 scoring.close()
-        self._scorings = []
+        self._scorings = {}
 
     def score(
         self, items: Sequence[Item], *, tokens: Sequence[Sequence[int]] | None = None
@@ -107,36 +126,36 @@ class Scorer:
             RewardFailureError: If a larger fraction failed than reward.max_failure_fraction.
         """
         assert self._scorings, "a Scorer can only score inside its `with` block"
+        parts = [self._config.get_parts() for _ in items]
         max_failures = int(self._config.max_failure_fraction * len(items))
-        by_part: list[list[Outcome]] = []
-        with track_progress("rewards", total=len(items) * len(self._scorings)):
-            for scoring in self._scorings:
-                outcomes = (
-                    self._score_with_model(items, tokens)
-                    if scoring is None
-                    else scoring.run(items, max_failures=max_failures)
+        by_item: list[dict[str, Outcome]] = [{} for _ in items]
+        with track_progress("rewards", total=sum(map(len, parts))):
+            for name, scoring in self._scorings.items():
+                indices = [i for i, names in enumerate(parts) if name in names]
+                chosen = [items[i] for i in indices]
+                if scoring is None:
+                    assert tokens is not None
+                    outcomes = self._score_with_model(chosen, [tokens[i] for i in indices])
+                else:
+                    outcomes = scoring.run(chosen, max_failures=max_failures)
+                self._check_failures(
+                    outcomes, num_items=len(items), num_left=len(chosen) - len(outcomes)
                 )
-                self._check_failures(outcomes, num_items=len(items))
-                by_part.append(outcomes)
-        # An item with several failed components counts once, with its first failure. Its message
-        # goes to the log and to samples.jsonl.
-        outcomes = [
-            next((each for each in of_item if each.kind is not None), of_item[0]).redacted()
-            for of_item in zip(*by_part, strict=True)
-        ]
-        self._check_failures(outcomes, num_items=len(items))
-        scores = [outcome.to_score() for outcome in outcomes]
-        if not self._weights:
-            return scores
+                for i, outcome in zip(indices, outcomes, strict=True):
+                    by_item[i][name] = outcome
+        self._check_failures(list(map(_find_failure, by_item)), num_items=len(items))
+        self._means = _measure_parts(by_item) if len(self._parts) > 1 else {}
         return [
-            self._weighted_score(score, of_item)
-            for score, of_item in zip(scores, zip(*by_part, strict=True), strict=True)
+            _combine(outcomes, weights, is_sum=bool(self._config.components))
+            for outcomes, weights in zip(by_item, parts, strict=True)
         ]
 
-    def _check_failures(self, outcomes: Sequence[Outcome], *, num_items: int) -> None:
+    def _check_failures(
+        self, outcomes: Sequence[Outcome], *, num_items: int, num_left: int = 0
+    ) -> None:
         """Count failures, and raise if there are more than accepted of this number of items.
 
-        There are fewer outcomes than items if so many calls failed that the others were not made.
+        Some calls are left if so many others failed that they were not made.
         """
         failed = [outcome for outcome in outcomes if outcome.kind is not None]
         self._failures = Counter(outcome.kind for outcome in failed if outcome.kind is not None)
@@ -144,7 +163,6 @@ class Scorer:
             return
         counts = ", ".join(f"{count} {kind}" for kind, count in self._failures.items())
         first = failed[0].redacted()
-        num_left = num_items - len(outcomes)
         not_made = f"; the last {num_left} were not made" if num_left else ""
         raise RewardFailureError(
             f"{len(failed)} of {num_items} calls of {self._name} failed ({counts}){not_made}: more "
@@ -170,21 +188,53 @@ class Scorer:
             else f"reward.function {self._config.function}"
         )
 
-    def _weighted_score(self, score: Score, outcomes: Sequence[Outcome]) -> Score:
-        """Return the weighted sum of an item's rewards, if none of them failed."""
-        if score.reward is None:
-            return score
-        parts = [
-            reward for outcome in outcomes if (reward := outcome.to_score().reward) is not None
-        ]
-        return Score(
-            reward=sum(w * each for w, each in zip(self._weights, parts, strict=True)),
-            components=tuple(parts),
-        )
-
     def metrics(self) -> dict[str, float]:
-        """Return the number of failed calls of the last ``score``, by kind."""
-        return {f"reward/{kind}": float(self._failures[kind]) for kind in FailureKind}
+        """Return the failures by kind, the mean of each part, and the judges' metrics.
+
+        They are those of the last ``score``.
+        """
+        metrics = {f"reward/{kind}": float(self._failures[kind]) for kind in FailureKind}
+        metrics |= self._means
+        for measure in self._judge_metrics:
+            metrics |= measure()
+        return metrics
+
+
+def _find_failure(outcomes: Mapping[str, Outcome]) -> Outcome:
+    """Return the first failure among the parts of an item, else the outcome of its first part.
+
+    An item with several failed parts counts once. Its message goes to the log and to samples.jsonl.
+    """
+    known = list(outcomes.values())
+    return next((each for each in known if each.kind is not None), known[0]).redacted()
+
+
+def _combine(
+    outcomes: Mapping[str, Outcome], weights: Mapping[str, float], *, is_sum: bool
+) -> Score:
+    """Return an item's reward or, if none of its parts failed, their weighted sum."""
+    score = _find_failure(outcomes).to_score()
+    if score.reward is None or not is_sum:
+        return score
+    rewards = [reward for name in weights if (reward := outcomes[name].reward) is not None]
+    return Score(
+        reward=sum(w * each for w, each in zip(weights.values(), rewards, strict=True)),
+        components=tuple(rewards),
+    )
+
+
+def _measure_parts(by_item: Sequence[Mapping[str, Outcome]]) -> dict[str, float]:
+    """Return the mean of each part over the items that have it, and its number of failures."""
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(name for outcomes in by_item for name in outcomes):
+        outcomes = [each[name] for each in by_item if name in each]
+        rewards = [each.reward for each in outcomes if each.reward is not None]
+        # Import paths have a colon, which not every tracker accepts.
+        key = "reward/" + re.sub(r"[^.\w-]", "_", name)
+        metrics[f"{key}/failed"] = float(len(outcomes) - len(rewards))
+        if rewards:
+            metrics[f"{key}/mean"] = math.fsum(rewards) / len(rewards)
+    return metrics
 
 
 def score_with_model(
