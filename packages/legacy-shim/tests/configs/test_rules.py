@@ -6,7 +6,8 @@ from typing import get_args
 
 import pytest
 
-from temper_legacy_shim.configs.mapping.rules import Rule, alternatives, find_rule, rules, sources_of
+from temper_legacy_shim.configs.mapping.builder import messages
+from temper_legacy_shim.configs.mapping.rules import Rule, alternatives, find_rule, rule_named, rules, sources_of
 from temper_legacy_shim.configs.reading.trees import Family, all_keys, config_keys, own_configs, versions
 
 from .conftest import CONFIG
@@ -67,13 +68,46 @@ def test_no_pull_request_is_invented() -> None:
     assert {pr for rule in rules() for pr in rule.prs.split()} - {f"#{number}" for number in known} == set()
 
 
+def source_text() -> str:
+    return "\n".join(path.read_text() for path in sorted(SOURCES.rglob("*.py")))
+
+
 def test_every_rule_that_builders_name_stands_in_the_table_and_the_other_way_round() -> None:
-    text = "\n".join(path.read_text() for path in sorted(SOURCES.glob("*.py")))
-    named = set(re.findall(r'rule="([a-z0-9-]+)"', text))
-    named |= set(re.findall(r'draft\.find\(\s*(?:"(?:person|hazard|note|refused)"[^,]*),\s*"([a-z0-9-]+)"', text))
+    text = source_text()
+    literals = set(re.findall(r'"([a-z0-9-]+)"', text))
+    named = set(re.findall(r'rule="([a-z0-9-]+)"', text)) | {name.partition(".")[0] for name in messages()}
     table = {rule.id for rule in rules()}
     assert named - table - {"value-unknown"} == set()
-    assert {rule.id for rule in rules() if not rule.old} - named - set(re.findall(r'"([a-z0-9-]+)"', text)) == set()
+    assert {rule.id for rule in rules() if not rule.old} - named - literals == set()
+    assert {rule.id for rule in rules() if rule.settings} - literals == set()
+
+
+def test_every_message_has_a_place_that_finds_it() -> None:
+    literals = set(re.findall(r'"([a-z0-9.-]+)"', source_text()))
+    assert set(messages()) - literals == set()
+    assert set(re.findall(r'draft\.find\("([a-z0-9.-]+)"', source_text())) - set(messages()) == set()
+
+
+@pytest.mark.parametrize("rule", [rule for rule in rules() if rule.settings], ids=lambda rule: rule.id)
+def test_executable_rows_read_old_keys_and_set_new_keys_of_their_own_row(rule: Rule) -> None:
+    roles = ({"engine": f"{role}.engine"} for role in ("actor", "ref", "critic"))
+    new = {setting.new.format_map(role) for role in roles for setting in rule.settings}
+    assert new & set(new_keys(rule))
+    for setting in rule.settings:
+        key = setting.old.rpartition("}")[2]
+        assert not key or any(old.endswith(key) for old in alternatives(rule.old))
+
+
+def new_keys(rule: Rule) -> list[str]:
+    return [key for part in rule.new.split(", ") for key in alternatives(part)]
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.id)
+def test_every_setting_of_a_translation_stands_in_the_row_that_it_names(rule: Rule) -> None:
+    for setting in example_of(rule).translated().settings:
+        named = rule_named(setting.rule)
+        assert named is not None
+        assert any(f"{setting.key}.".startswith(f"{key}.") for key in new_keys(named)), f"{setting.key} of {named.id}"
 
 
 def test_ids_are_unique_and_every_row_has_a_reason() -> None:

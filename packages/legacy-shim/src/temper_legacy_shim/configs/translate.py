@@ -119,16 +119,11 @@ def _compose(tokens: Sequence[Override], *, launch: Launch, version: str, given:
 def _built(draft: Draft, launch: Launch) -> Draft:
     """The draft with what the release meant."""
     if launch.foreign:
-        draft.find("person", "foreign", f"{launch.foreign}: no configuration is written.")
+        draft.find("foreign", foreign=launch.foreign)
     if launch.is_fork and not launch.foreign:
-        draft.find(
-            "hazard",
-            "fork-program",
-            f"{launch.entry} is no program of {draft.old.version}: it was taken for that release's own ({launch.program}). What its code "
-            "does otherwise is not known here: compare it with the release's.",
-        )
+        draft.find("fork-program", entry=launch.entry, program=launch.program)
     if launch.contradiction:
-        draft.find("person", "strategy", f"{launch.contradiction}.", "actor_rollout_ref.actor.strategy")
+        draft.find("strategy.contradiction", "actor_rollout_ref.actor.strategy", contradiction=launch.contradiction)
     find_images(draft)
     find_model_fields(draft)
     find_template_arguments(draft)
@@ -141,16 +136,14 @@ def _other_releases(draft: Draft, others: Mapping[str, Mapping[str, Setting]]) -
     if clauses:
         taken = draft.old.version
         fit = f"its keys fit {next(iter(others))} to {taken}, and {taken} was taken"
-        draft.find("hazard", "release-unsure", f"{fit}; {'; '.join(clauses)}: say --from-version where you know it.")
+        draft.find("release-unsure", fit=fit, names="; ".join(clauses))
 
 
 def _refusals(draft: Draft, tokens: Sequence[Override], unmapped: Mapping[str, Plain]) -> None:
     """What the release would not have started with; keys of no release have said so already."""
     for index, complaint in sorted(draft.old.refused.items()):
         if tokens[index].key not in unmapped:
-            draft.find(
-                "refused", "refused", f"{tokens[index].text}: {draft.old.version} would not have started: {complaint}.", tokens[index].key
-            )
+            draft.find("refused", tokens[index].key, text=tokens[index].text, complaint=complaint)
 
 
 def _unmapped(draft: Draft, tokens: Sequence[Override], program: Program) -> dict[str, Plain]:
@@ -165,7 +158,7 @@ def _unmapped(draft: Draft, tokens: Sequence[Override], program: Program) -> dic
         is_added = index >= 0 and tokens[index].prefix in ("+", "++")
         what = "took it because of the + and never read it" if is_added else "would not have started with it"
         is_what = "stands for a block of keys" if is_block(key) else "is a key of no release"
-        draft.find("hazard", "unmapped", f"{key}={value} {is_what}: {draft.old.version} {what}.", key)
+        draft.find("unmapped", key, value=value, is_what=is_what, what=what)
     return found
 
 
@@ -175,7 +168,7 @@ def _losses(draft: Draft, tokens: Sequence[Override], reports: Sequence[TokenRep
     for token, report in zip(tokens, reports, strict=True):
         is_lost = report.disposition == "dropped" and report.hazard and token.value not in (*NEUTRAL, *_USUAL.get(token.key, ()))
         if is_lost and token.key not in told and token.key not in draft.spoken:
-            draft.find("hazard", report.rule, f"{token.text} has no counterpart. {report.hazard}", token.key)
+            draft.report("hazard", report.rule, f"{token.text} has no counterpart. {report.hazard}", token.key)
 
 
 def _written(draft: Draft) -> tuple[Setting, ...]:

@@ -32,28 +32,14 @@ def _updates(draft: Draft, *, prompts: int) -> None:
         return
     old = ["data.train_batch_size", ACTOR_MINI]
     if mini < 1:
-        draft.find(
-            "person", "mini-batches", f"{ACTOR_MINI} is {mini}, but must be at least 1: say how many prompts an update takes.", ACTOR_MINI
-        )
+        draft.find("mini-batches.below-one", ACTOR_MINI, mini=mini)
         return
     if mini > prompts:
-        draft.find(
-            "refused",
-            "mini-batches",
-            f"{ACTOR_MINI} is {mini}, more than the {prompts} prompts of a step, which {draft.old.version} refused, or took as one "
-            "update; one update is made here.",
-            *old,
-        )
+        draft.find("mini-batches.above-prompts", *old, mini=mini, prompts=prompts)
     count = max(1, math.ceil(prompts / mini))
     if prompts % mini and mini < prompts:
         last = prompts - mini * (count - 1)
-        draft.find(
-            "hazard",
-            "mini-batches",
-            f"{prompts} prompts of a step do not divide into mini-batches of {mini}: the old trainer made {count} updates, the last one of "
-            f"{last} prompts; here {count} updates share the prompts evenly. Choose a divisor to have equal ones.",
-            *old,
-        )
+        draft.find("mini-batches.remainder", *old, prompts=prompts, mini=mini, count=count, last=last)
     draft.put("batching.num_mini_batches", count, rule="mini-batches", old=old)
 
 
@@ -65,36 +51,24 @@ def _check_ranks(draft: Draft, *, prompts: int) -> None:
     n = completions_per_prompt(draft)
     total, mini = prompts * n, draft.integer(ACTOR_MINI) or prompts
     if total % ranks:
-        draft.find(
-            "person",
-            "batch-divides",
-            f"data.train_batch_size x rollout.n is {prompts} x {n} = {total}, which {ranks} data-parallel ranks do not divide: "
-            f"{draft.old.version} refused to start. Choose a multiple, or another number of GPUs. (Here nothing has to divide: decide "
-            "whether the sizes are what you want.)",
-            "data.train_batch_size",
-            "trainer.n_gpus_per_node",
-        )
+        draft.find("batch-divides", "data.train_batch_size", "trainer.n_gpus_per_node", prompts=prompts, n=n, total=total, ranks=ranks)
         return
     if (mini * n) % ranks:
         draft.find(
-            "hazard",
             "mini-batch-floor",
-            f"{ACTOR_MINI} x rollout.n is {mini} x {n} = {mini * n}, which {ranks} data-parallel ranks do not divide: the old workers took "
-            f"{mini * n // ranks} for each, {mini * n // ranks * ranks} in all; here an update has all of them.",
             ACTOR_MINI,
+            mini=mini,
+            n=n,
+            detail=mini * n,
+            ranks=ranks,
+            detail_2=mini * n // ranks,
+            detail_3=mini * n // ranks * ranks,
         )
     micro = _micro(draft, ACTOR, ranks=ranks)
     if micro and not draft.switch("actor_rollout_ref.actor.use_dynamic_bsz"):
         mine = mini * n // ranks
         if micro > 0 and mine % micro:
-            draft.find(
-                "person",
-                "micro-batch-divides",
-                f"each rank's mini-batch has {mine} completions, which micro-batches of {micro} do not divide: {draft.old.version} refused "
-                "to start, or trained on unequal ones. Here micro-batches are capped in tokens and nothing has to divide: decide whether "
-                "the sizes are what you want.",
-                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-            )
+            draft.find("micro-batch-divides", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", mine=mine, micro=micro)
 
 
 def _micro(draft: Draft, role: OldRole, *, ranks: int) -> int | None:
@@ -107,22 +81,12 @@ def _micro(draft: Draft, role: OldRole, *, ranks: int) -> int | None:
     follows = both not in draft.old.origin
     if own is not None and draft.old.is_set(key) and follows:
         release = draft.old.version
-        draft.find(
-            "refused", "micro-batch-both", f"{key} alone is set; {both} followed it, and {release} refused both: the first counts.", key
-        )
+        draft.find("micro-batch-both.one-set", key, both=both, release=release)
     elif own is not None and draft.old.is_set(key):
-        draft.find(
-            "person", "micro-batch-both", f"{key} and {both} are both set, which {draft.old.version} refused: remove one.", key, both
-        )
+        draft.find("micro-batch-both.both-set", key, both, both=both)
         return own
     if whole % ranks:
-        draft.find(
-            "person",
-            "micro-batch-global",
-            f"{key} is {whole} over all ranks, which {ranks} data-parallel ranks do not divide: the old workers took {whole // ranks} for "
-            "each, or refused. Say how many each takes.",
-            key,
-        )
+        draft.find("micro-batch-global.completions", key, whole=whole, ranks=ranks, detail=whole // ranks)
     return max(1, whole // ranks)
 
 
@@ -137,18 +101,12 @@ def _check_critic(draft: Draft) -> None:
     counted = mini if draft.since("v0.4.0") else mini / n
     if counted != actor:
         note = "" if draft.since("v0.4.0") else f" (before v0.4.0 it counted completions: {mini} / {n} = {counted:g} prompts)"
-        draft.find(
-            "person" if draft.old.is_set("critic.ppo_mini_batch_size") else "hazard",
-            "critic-mini-batches",
-            f"critic.ppo_mini_batch_size is {mini}{note}, the actor's {actor}: all roles make the same updates here, so the critic takes "
-            "the actor's. Decide whether that is what you want.",
-            "critic.ppo_mini_batch_size",
-        )
+        key = "critic.ppo_mini_batch_size"
+        name = "critic-mini-batches.set" if draft.old.is_set(key) else "critic-mini-batches.default"
+        draft.find(name, key, mini=mini, note=note, actor=actor)
     epochs = draft.integer("critic.ppo_epochs")
     if epochs is not None and epochs != (draft.integer("actor_rollout_ref.actor.ppo_epochs") or 1):
-        draft.find(
-            "person", "critic-passes", f"critic.ppo_epochs is {epochs}, but all roles make the same passes here.", "critic.ppo_epochs"
-        )
+        draft.find("critic-passes", "critic.ppo_epochs", epochs=epochs)
 
 
 def _tokens(draft: Draft) -> None:
@@ -164,13 +122,7 @@ def _tokens(draft: Draft) -> None:
         return
     is_raised = budget < longest
     if is_raised:
-        draft.find(
-            "hazard",
-            "token-budget",
-            f"micro-batches were capped at {budget} tokens, less than the longest sample ({prompt} + {response} = {longest}); the cap is "
-            f"raised to {longest}, without which such a sample fits nowhere.",
-            *old,
-        )
+        draft.find("token-budget", *old, budget=budget, prompt=prompt, response=response, longest=longest)
         budget = longest
     draft.put("batching.max_tokens", budget, rule="token-budget", old=old, verbatim=len(old) == 1 and not is_raised)
 

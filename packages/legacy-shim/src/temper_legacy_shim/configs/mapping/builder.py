@@ -3,7 +3,9 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cache
+from importlib import resources
+from typing import Literal, cast
 
 from temper_legacy_shim.configs.mapping.trainer_defaults import is_our_default
 from temper_legacy_shim.configs.reading.composition import OldConfig
@@ -14,6 +16,14 @@ from temper_legacy_shim.configs.translation import Cluster, Finding, Setting
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)\s*,\s*([^{}]*?)\s*\}")
 Numerics = Literal["legacy", "temper"]
 Level = Literal["person", "hazard", "refused", "note"]
+
+
+@cache
+def messages() -> dict[str, tuple[Level, str]]:
+    """Read the level and text of each finding from data/messages.tsv, by name."""
+    text = resources.files("temper_legacy_shim.configs").joinpath("data/messages.tsv").read_text(encoding="utf-8")
+    rows = (line.split("\t") for line in text.splitlines()[1:])
+    return {name: (cast("Level", level), message) for name, level, message in rows}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,8 +87,21 @@ class Draft:
         what = shown if is_asked else f"default of {self.old.version}" + (f": {shown}" if shown else "")
         return f"{what} [{rule}]"
 
-    def find(self, level: Level, rule: str, message: str, *old: str) -> None:
-        """Say something that a reader has to know; the same sentence is said once."""
+    def find(self, name: str, /, *old: str, **values: object) -> None:
+        """Add the finding of this name in data/messages.tsv.
+
+        Args:
+            name: its rule, and a part after a dot where a rule has several messages.
+            old: keys that it is about; the first one is the message's {key}.
+            values: the message's other placeholders, except {version}, the old release.
+        """
+        level, template = messages()[name]
+        key = old[0] if old else ""
+        text = template.format_map({"version": self.old.version, "key": key, **values})
+        self.report(level, name.partition(".")[0], text, *old)
+
+    def report(self, level: Level, rule: str, message: str, *old: str) -> None:
+        """Add a finding; the same one is added once."""
         finding = Finding(level=level, rule=rule, message=message, old_keys=tuple(old))
         if finding not in self.findings:
             self.findings.append(finding)
@@ -95,7 +118,7 @@ class Draft:
         if expected == "number":
             if isinstance(value, str) and SHELL_VARIABLE.fullmatch(value):
                 self.put(new, value, rule=rule, old=[old], verbatim=True, number=True)
-                self.find("note", "value-unknown", f"{old} is {value}, which only the shell knows: it goes on as it stands.", old)
+                self.find("value-unknown.passed-on", old, value=value)
                 return
             found = self.number(old)
             if found is not None or _is_shell(value):
@@ -109,13 +132,7 @@ class Draft:
         if isinstance(value, str):
             value = parse_value(self._without_environment(key, value))[0]
         if isinstance(value, bool) or not isinstance(value, int | float | None):
-            self.find(
-                "person",
-                "value-unknown",
-                f"{key} is {self.old.get(key)!r}, but a number is needed to go on: write the number, or give the shell's variable "
-                "a value (temper-migrate script --set NAME=VALUE).",
-                key,
-            )
+            self.find("value-unknown.number", key, value=self.old.get(key))
             return None
         return value
 
@@ -124,7 +141,7 @@ class Draft:
         match = _FROM_ENVIRONMENT.fullmatch(value.strip())
         if match is None:
             return value
-        self.find("note", "value-unknown", f"{key} is {value}: {match[2]} is taken, as where {match[1]} is not set.", key)
+        self.find("value-unknown.environment", key, value=value, detail=match[2], detail_2=match[1])
         return match[2]
 
     def integer(self, key: str) -> int | None:
@@ -146,7 +163,7 @@ class Draft:
             if value.lower() in ("none", "off", "no", ""):
                 return False
             if _is_shell(value):
-                self.find("person", "value-unknown", f"{key} is {value!r}, but true or false is needed to go on: write one of them.", key)
+                self.find("value-unknown.switch", key, value=value)
                 return False
         return bool(value)
 

@@ -2,6 +2,7 @@
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.data_sources import put_source
+from temper_legacy_shim.configs.mapping.rule_settings import apply_rules
 from temper_legacy_shim.configs.mapping.run_length import build_runtime
 from temper_legacy_shim.configs.reading.config_values import from_home
 
@@ -11,16 +12,16 @@ _MICRO_BATCH = 16384
 
 def build_generation(draft: Draft) -> None:
     """Task generate, from either old tree."""
-    draft.put("task", "generate", rule="generation")
+    apply_rules(draft, "generation")
     path = "actor_rollout_ref.model.path" if draft.text("actor_rollout_ref.model.path") else "model.path"
     if draft.text(path):
         here = from_home(draft.text(path))
         draft.put("actor.engine.model.path", here, rule="model-path", old=[path], verbatim=here == draft.text(path))
     else:
-        draft.find("person", "model-path", "model.path is not set: say which model completes.", "model.path")
+        draft.find("model-path.generation", "model.path")
     files = "data.path" if draft.text("data.path") else "data.train_files"
     if not put_source(draft, new="data.train", old=files):
-        draft.find("person", "data-files", "data.path is not set: say where the prompts are.", "data.path")
+        draft.find("data-files.no-path", "data.path")
     draft.put("data.train.prompt_key", draft.text("data.prompt_key") or "prompt", rule="prompt-key", old=["data.prompt_key"], verbatim=True)
     draft.put("data.train.answer_key", "reward_model.ground_truth", rule="answer-key")
     _sampling(draft, "actor_rollout_ref.rollout" if draft.old.is_set("actor_rollout_ref.rollout") else "rollout")
@@ -29,13 +30,12 @@ def build_generation(draft: Draft) -> None:
 
 
 def _sampling(draft: Draft, block: str) -> None:
-    draft.copy("sampling.temperature", f"{block}.temperature", rule="temperature", expected="number")
-    draft.copy("sampling.top_p", f"{block}.top_p", rule="top-p", expected="number")
-    draft.put("sampling.top_k", max(0, draft.integer(f"{block}.top_k") or 0), rule="top-k", old=[f"{block}.top_k"])
+    for name, key in (("temperature", "temperature"), ("top-p", "top_p"), ("top-k", "top_k")):
+        apply_rules(draft, name, old=f"{block}.{key}")
     length = f"{block}.response_length" if draft.old.has(f"{block}.response_length") else "data.max_response_length"
     draft.copy("sampling.max_tokens", length, rule="response-length", expected="number")
     prompt = f"{block}.prompt_length" if draft.old.has(f"{block}.prompt_length") else "data.max_prompt_length"
-    draft.copy("data.max_prompt_tokens", prompt, rule="prompt-length", expected="number")
+    apply_rules(draft, "prompt-length", old=prompt)
     longest = (draft.integer(prompt) or 0) + (draft.integer(length) or 0)
     if longest > _MICRO_BATCH:
         draft.put("batching.max_tokens", longest, rule="token-budget", old=[prompt, length])
@@ -44,13 +44,7 @@ def _sampling(draft: Draft, block: str) -> None:
     name = draft.text(f"{block}.name") or "vllm"
     draft.put("rollout", "hf", rule="rollout-name", old=[f"{block}.name"], group=True)
     if name != "hf":
-        draft.find(
-            "hazard",
-            "gen-sampler",
-            f"{block}.name is {name}: task generate samples with transformers in this release (rollout=hf), which draws other tokens from "
-            "the same weights, and slower.",
-            f"{block}.name",
-        )
+        draft.find("gen-sampler", f"{block}.name", block=block, name=name)
     if draft.number(f"{block}.temperature") == 0:
         for key in (f"{block}.top_p", f"{block}.top_k"):
             draft.say(key, "greedy completions are not drawn")
@@ -65,14 +59,9 @@ def _output(draft: Draft) -> None:
     draft.put("generate.file", f"{name}.jsonl", rule="gen-output", old=[key])
     folder = path.rpartition("/")[0]
     draft.put("run.dir", f"{folder}/{name}" if folder else f"runs/{name}", rule="gen-output", old=[key])
-    draft.find("note", "gen-output", f"{key} was a parquet file; completions are lines of JSON in the run's folder.", key)
+    draft.find("gen-output", key)
 
 
 def build_evaluation(draft: Draft) -> None:
     """Task eval makes and scores completions in one go."""
-    draft.find(
-        "person",
-        "evaluation",
-        "the old program scored completions that another one had written: here `temper-train task=eval` makes and scores them in one go. "
-        "Translate the generation instead, and choose its reward.function.",
-    )
+    draft.find("evaluation")

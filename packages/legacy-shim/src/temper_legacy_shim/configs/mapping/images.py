@@ -45,12 +45,7 @@ def find_images(draft: Draft) -> None:
     """Ask a person wherever the model, its config.json, its data or the settings speak of images, video or sound."""
     signs = list(_signs(draft))
     if signs:
-        draft.find(
-            "person",
-            "images",
-            f"this looks like a model of images, video or sound ({'; '.join(dict.fromkeys(signs))}), which is out of scope here: "
-            "no configuration is written. Where it is a text model after all, take those keys out, or give its path another name.",
-        )
+        draft.find("images", names="; ".join(dict.fromkeys(signs)))
 
 
 def _signs(draft: Draft) -> Iterator[str]:

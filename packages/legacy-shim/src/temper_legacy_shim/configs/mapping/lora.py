@@ -46,12 +46,14 @@ def _unread(draft: Draft, *, read: str, unread: str, rank: int, other: int) -> N
         return
     kind = "Megatron" if is_megatron(draft) else "FSDP"
     draft.find(
-        "person",
         "lora-family",
-        f"{unread} is {other} and {read} is {rank}: {draft.old.version} read {read} on {kind}, so it trained "
-        f"{'all weights, without an adapter' if rank == 0 else f'an adapter of rank {rank}'}. Decide which was meant.",
         read,
         unread,
+        unread=unread,
+        other=other,
+        rank=rank,
+        kind=kind,
+        detail="all weights, without an adapter" if rank == 0 else f"an adapter of rank {rank}",
     )
 
 

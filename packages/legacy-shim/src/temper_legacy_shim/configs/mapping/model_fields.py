@@ -27,13 +27,7 @@ def find_model_fields(draft: Draft) -> None:
         if found["field"] == _POSITIONS:
             _find_positions(draft, key)
             continue
-        draft.find(
-            "person",
-            "override-config",
-            f"{key}={draft.old.get(key)} changes the model itself, and nothing here does that: write it into the config.json beside the "
-            "weights (in a copy of that folder), and take the key out.",
-            key,
-        )
+        draft.find("override-config", key, value=draft.old.get(key))
 
 
 def _find_positions(draft: Draft, key: str) -> None:
@@ -42,13 +36,7 @@ def _find_positions(draft: Draft, key: str) -> None:
     longest = sum(length for length in lengths if length is not None)
     limit = config_json(draft.text("actor_rollout_ref.model.path")).get(_POSITIONS)
     if isinstance(limit, int) and limit < longest:
-        draft.find(
-            "person",
-            "override-positions",
-            f"{key}={draft.old.get(key)} raised the model's limit of {limit} positions, and a sample may have {longest} tokens: raise "
-            f"{_POSITIONS} in the config.json beside the weights (in a copy of that folder), and take the key out.",
-            key,
-        )
+        draft.find("override-positions", key, value=draft.old.get(key), limit=limit, longest=longest)
 
 
 def find_template_arguments(draft: Draft) -> None:
@@ -57,13 +45,7 @@ def find_template_arguments(draft: Draft) -> None:
     if not isinstance(arguments, dict) or not arguments:
         return
     for name, value in arguments.items():
-        draft.find(
-            "person",
-            "chat-template-kwargs",
-            f"{_TEMPLATE} gave the chat template {name}={value} for every prompt, and nothing here passes arguments to it: write the "
-            "model's template with that choice to a file, name it in data.chat_template, and take the key out.",
-            f"{_TEMPLATE}.{name}",
-        )
+        draft.find("chat-template-kwargs", f"{_TEMPLATE}.{name}", name=name, value=value)
 
 
 def config_json(model: str) -> dict[str, object]:

@@ -13,7 +13,7 @@ def build_numerics(draft: Draft) -> None:
     """Record what the switch meant; pin the old workers, or say in numbers what differs without them."""
     said, word = draft.old.get(SWITCH), _word(draft)
     if draft.old.is_set(SWITCH) and word not in ("auto", "enable", "disable"):
-        draft.find("person", "worker-switch", f"{SWITCH} is {said!r}, which {draft.old.version} refused: auto, enable or disable.", SWITCH)
+        draft.find("worker-switch.unknown", SWITCH, said=said)
         return
     if has_engines(draft):
         draft.say(SWITCH, "the engine path is the only one but for use_legacy_worker_impl=enable")
@@ -23,12 +23,7 @@ def build_numerics(draft: Draft) -> None:
         _differences(draft)
         draft.say(SWITCH, "the engine path is taken (--numerics legacy pins the old workers)")
     elif is_megatron(draft):
-        draft.find(
-            "hazard",
-            "worker-switch",
-            "--numerics legacy was asked for, but temper-train drives the deprecated workers on fsdp alone: the engine path is taken.",
-            SWITCH,
-        )
+        draft.find("worker-switch.not-legacy", SWITCH)
         _differences(draft)
     else:
         draft.put("use_legacy_worker_impl", "enable", rule="worker-switch", old=[SWITCH])
@@ -55,7 +50,7 @@ def _record(draft: Draft, word: str) -> None:
         )
     else:
         meaning = f"{draft.old.version} had the old workers only"
-    draft.find("note", "worker-switch", f"{meaning}.", SWITCH)
+    draft.find("worker-switch.meaning", SWITCH, meaning=meaning)
 
 
 def _differences(draft: Draft) -> None:
@@ -73,22 +68,19 @@ def _differences(draft: Draft) -> None:
             "a token in a part with half as many tokens weighed twice as much" if mode == "token-mean" else f"{mode} was taken of each part"
         )
         draft.find(
-            "hazard",
             "micro-batch-normalisation",
-            f"the {roles} over {mini * n} completions of an update was averaged in {how} on each of {ranks} ranks, {parts * ranks} "
-            f"parts in all, and then over the parts: {weighing}. Here the whole update has one denominator.",
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+            roles=roles,
+            detail=mini * n,
+            how=how,
+            ranks=ranks,
+            detail_2=parts * ranks,
+            weighing=weighing,
         )
-    draft.find("note", "summed-metrics", _logged(draft, parts=parts))
+    draft.find("summed-metrics", sentence=_logged(draft, parts=parts))
     divisor = draft.settings.get("algorithm.horizon")
     if divisor is not None:
-        draft.find(
-            "hazard",
-            "divisors",
-            f"seq-mean-token-sum-norm divided by {_divisor(draft, divisor.value)}, as algorithm.horizon does here, and did so for each "
-            "micro-batch, whose losses were averaged.",
-            "actor_rollout_ref.actor.loss_agg_mode",
-        )
+        draft.find("divisors", "actor_rollout_ref.actor.loss_agg_mode", detail=_divisor(draft, divisor.value))
 
 
 _LOGGED = (("v0.7.0", "summed"), ("v0.6.0", "scaled"), ("v0.2", "averaged"))

@@ -40,7 +40,7 @@ def _model(draft: Draft, block: str) -> None:
     """A model with a score head scored each completion, and no function did."""
     key = next((key for key in (f"{block}.model_path", "reward_model.model.path") if draft.text(key)), "")
     if not key:
-        draft.find("person", "reward-model", f"{block}.enable is true, but no model is named: say which one scores.", f"{block}.enable")
+        draft.find("reward-model.unnamed", f"{block}.enable", block=block)
         return
     old = [f"{block}.enable", key]
     draft.put("reward.function", "temper_legacy_shim.old_reward_models:by_model", rule="reward-model", old=old)
@@ -50,15 +50,7 @@ def _model(draft: Draft, block: str) -> None:
     longest = draft.integer("reward_model.max_length")
     if longest is not None:
         draft.put("reward.arguments.max_tokens", longest, rule="reward-model", old=["reward_model.max_length"], verbatim=True)
-    draft.find(
-        "hazard",
-        "reward-model",
-        f"the reward model {draft.text(key)} was sharded or served on GPUs of the cluster; here the process that scores loads it whole, "
-        "beside the roles (reward.arguments.device says where, reward.num_workers=1 gives it a process), and scores one completion after "
-        "the other. One with the policy's own tokenizer and chat template is sharded and batched as reward.function=reward_model with "
-        "reward.model; a large one with others is better served, and asked by a function.",
-        key,
-    )
+    draft.find("reward-model.unsharded", key, value=draft.text(key))
 
 
 def _file_of(draft: Draft) -> str:
@@ -67,13 +59,7 @@ def _file_of(draft: Draft) -> str:
     path = next((path for path in found if path and path.lower() not in ("null", "none")), "")
     block = scoring_model(draft)
     if path and block:
-        draft.find(
-            "person",
-            "reward-model",
-            f"{block}.enable is true beside the reward function in {path}: the old system served the model and handed its address to the "
-            "function. Serve the model, and write its address into the function.",
-            f"{block}.enable",
-        )
+        draft.find("reward-model.with-function", f"{block}.enable", block=block, path=path)
     return path
 
 
@@ -99,9 +85,7 @@ def _manager(draft: Draft) -> None:
     key = next((key for key in MANAGER_KEYS if draft.old.is_set(key)), next((key for key in MANAGER_KEYS if draft.old.has(key)), ""))
     name = draft.text(key) or "naive"
     if name not in _MANAGERS:
-        draft.find(
-            "person", "reward-manager", f"{key} is {name}: a reward manager of its own kind; write what it does as a reward function.", key
-        )
+        draft.find("reward-manager", key, name=name)
 
 
 def _overlong(draft: Draft) -> None:
@@ -125,10 +109,4 @@ def _overlong(draft: Draft) -> None:
     for key in (f"{parent}.max_resp_len" for parent in KWARGS):
         longest, response = draft.integer(key), draft.integer("data.max_response_length")
         if longest is not None and response is not None and longest != response:
-            draft.find(
-                "hazard",
-                "overlong",
-                f"{key} is {longest}, data.max_response_length {response}: the penalty counts from sampling.max_tokens here, which is the "
-                "latter.",
-                key,
-            )
+            draft.find("overlong", key, longest=longest, response=response)

@@ -12,6 +12,7 @@ from temper_legacy_shim.configs.mapping.rl_facts import (
     takes_sampler_logprobs,
     updates_per_step,
 )
+from temper_legacy_shim.configs.mapping.rule_settings import apply_rules
 
 ACTOR = "actor_rollout_ref.actor"
 _ADVANTAGES = {
@@ -46,12 +47,12 @@ def build_algorithm(draft: Draft) -> None:
     build_policy_loss(draft)
     _clip(draft)
     _aggregation(draft)
-    draft.copy("algorithm.entropy_coef", f"{ACTOR}.entropy_coeff", rule="entropy", expected="number")
+    apply_rules(draft, "entropy")
     _kl(draft)
     if name == "gae":
         _gae(draft)
     elif name == "reinforce_plus_plus":
-        draft.copy("algorithm.gamma", "algorithm.gamma", rule="gamma", expected="number")
+        apply_rules(draft, "gamma")
     else:
         draft.say("algorithm.gamma", f"{name} weighs whole completions and has no discount")
     if name != "gae":
@@ -70,7 +71,7 @@ def _advantage(draft: Draft) -> str:
         return "distill"
     ours = _ADVANTAGES.get(old)
     if ours is None:
-        draft.find("person", "advantage", f"{key} is {old}, which is no estimator of ours ({', '.join(_ADVANTAGES)}): choose one.", key)
+        draft.find("advantage.unknown", key, old=old, names=", ".join(_ADVANTAGES))
         return "grpo"
     if ours == "grpo" and draft.old.get("algorithm.norm_adv_by_std_in_grpo") is False:
         ours = "dr_grpo"
@@ -87,31 +88,14 @@ def _advantage(draft: Draft) -> str:
 def _alone(draft: Draft, ours: str, *, old: str, key: str) -> str:
     """The estimator of a run that draws one completion a prompt, which nothing can be compared with."""
     if ours not in _BARE_ALONE:
-        draft.find(
-            "person",
-            "advantage",
-            f"{key} is {old}, which compares completions of one prompt, but rollout.n is 1: raise the number of completions, or choose "
-            "another estimator.",
-            key,
-            "actor_rollout_ref.rollout.n",
-        )
+        draft.find("advantage.group-of-one", key, "actor_rollout_ref.rollout.n", old=old)
         return ours
-    draft.find(
-        "hazard",
-        "advantage",
-        f"{key} is {old}, which compares completions of one prompt, but rollout.n is 1: the old trainer took the bare reward as the "
-        f"advantage, and so does {BARE_REWARD}. Raise algorithm.group_size and take algorithm.advantage={ours} to compare.",
-        key,
-        "actor_rollout_ref.rollout.n",
-    )
+    draft.find("advantage.bare-reward", key, "actor_rollout_ref.rollout.n", old=old, ours=ours)
     return BARE_REWARD
 
 
 def _gae(draft: Draft) -> None:
-    draft.copy("algorithm.gamma", "algorithm.gamma", rule="gamma", expected="number")
-    draft.copy("algorithm.gae_lambda", "algorithm.lam", rule="gae-lambda", expected="number")
-    draft.put("algorithm.whiten_advantages", True, rule="whitening")
-    draft.copy("algorithm.value_clip", "critic.cliprange_value", rule="value-clip", expected="number")
+    apply_rules(draft, "gamma", "gae-lambda", "whitening", "value-clip")
 
 
 def _clip(draft: Draft) -> None:
@@ -124,13 +108,7 @@ def _clip(draft: Draft) -> None:
         )
         value, took = draft.old.get(whole), draft.old.get(low)
         if value != took:
-            draft.find(
-                "hazard",
-                "clip-ratio-ignored",
-                f"{whole} is {value}, but {draft.old.version} clipped at clip_ratio_low {took} and clip_ratio_high {draft.old.get(high)}; "
-                "the translation does what it did. Set algorithm.clip_low and algorithm.clip_high to clip at the other number.",
-                whole,
-            )
+            draft.find("clip-ratio-ignored", whole, value=value, took=took, value_2=draft.old.get(high))
     if updates_per_step(draft) == 1 and kl_coefs(draft)[1] == 0 and not takes_sampler_logprobs(draft):
         for key in (low, high, whole, f"{ACTOR}.clip_ratio_c"):
             draft.say(key, "a step makes one update, so the policy's ratio is always 1 and nothing is ever clipped")
@@ -154,7 +132,7 @@ def _dual_clip(draft: Draft) -> None:
     if bound is None:
         return
     if bound <= 1:
-        draft.find("person", "dual-clip", f"{key} is {bound}, but must be above 1: {draft.old.version} refused it.", key)
+        draft.find("dual-clip", key, bound=bound)
         return
     draft.put("algorithm.dual_clip", float(bound), rule="dual-clip", old=[key], verbatim=True)
 
@@ -164,7 +142,7 @@ def _aggregation(draft: Draft) -> None:
     old = draft.text(key) or "token-mean"
     ours = _AGGREGATIONS.get(old)
     if ours is None:
-        draft.find("person", "aggregation", f"{key} is {old}, which is no way to aggregate of ours: choose one.", key)
+        draft.find("aggregation", key, old=old)
         return
     draft.put("algorithm.aggregation", ours, rule="aggregation", old=[key])
     if ours == "sequence_mean_token_sum_norm":
@@ -177,7 +155,7 @@ def _aggregation(draft: Draft) -> None:
 def _kl(draft: Draft) -> None:
     in_loss, in_reward = kl_coefs(draft)
     if in_loss > 0:
-        draft.copy("algorithm.kl_loss_coef", f"{ACTOR}.kl_loss_coef", rule="kl-loss", expected="number")
+        apply_rules(draft, "kl-loss")
     if in_reward > 0:
         _kl_reward(draft, in_reward)
     for key in (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"):
@@ -197,13 +175,7 @@ def _kl_reward(draft: Draft, coef: float) -> None:
     old = [f"{block}.kl_coef", "algorithm.use_kl_in_reward"]
     draft.put("algorithm.kl_reward_coef", coef, rule="kl-reward", old=old, verbatim=False)
     if not draft.since("v0.4.0"):
-        draft.find(
-            "note",
-            "kl-reward",
-            f"{draft.old.version} took {coef} x KL off the reward because actor.use_kl_loss was not set; it is written out as "
-            "algorithm.kl_reward_coef.",
-            f"{block}.kl_coef",
-        )
+        draft.find("kl-reward", f"{block}.kl_coef", coef=coef)
     if draft.text(f"{block}.type") == "adaptive":
         target = draft.number(f"{block}.target_kl")
         horizon = draft.integer(f"{block}.horizon")
@@ -220,21 +192,16 @@ def _estimator(draft: Draft, *, in_loss: bool, in_reward: bool) -> None:
     found = {key: _ESTIMATORS.get(word.removesuffix("+")) for key, word in words.items()}
     for key, word in words.items():
         if found[key] is None:
-            draft.find("person", "kl-estimator", f"{key} is {word}, which is none of our estimators (k1, k2, k3): choose one.", key)
+            draft.find("kl-estimator.unknown", key, word=word)
             return
         if word.endswith("+"):
-            draft.find("person", "kl-estimator", f"{key} is {word} (the value of one estimator, the gradient of k2): choose one.", key)
+            draft.find("kl-estimator.two-gradients", key, word=word)
             return
     if in_loss and found[keys[0]] == "k1":
-        draft.find("person", "kl-estimator", f"{keys[0]} is {words[keys[0]]} (k1), whose expected gradient is 0: choose k2 or k3.", keys[0])
+        draft.find("kl-estimator.zero-gradient", keys[0], detail=words[keys[0]])
         return
     if len(set(found.values())) > 1:
-        draft.find(
-            "person",
-            "kl-estimator",
-            f"the loss takes {words[keys[0]]} and the reward {words[keys[1]]}, but there is one algorithm.kl_estimator: choose one.",
-            *keys,
-        )
+        draft.find("kl-estimator.two", *keys, detail=words[keys[0]], detail_2=words[keys[1]])
         return
     draft.put("algorithm.kl_estimator", found[keys[0]], rule="kl-estimator", old=keys)
 
@@ -276,7 +243,7 @@ def build_policy_loss(draft: Draft) -> None:
     old = draft.text(key) or "vanilla"
     ours = _LOSSES.get(old)
     if ours is None:
-        draft.find("person", "policy-loss", f"{key} is {old}, which is no policy loss of ours ({', '.join(_LOSSES)}): choose one.", key)
+        draft.find("policy-loss", key, old=old, names=", ".join(_LOSSES))
         return
     draft.put("algorithm.policy_loss", ours, rule="policy-loss", old=[key])
     block = key.rpartition(".")[0]
@@ -288,8 +255,7 @@ def build_policy_loss(draft: Draft) -> None:
         draft.copy("algorithm.cov_fraction", f"{block}.kl_cov_ratio", rule="covariance", expected="number")
         draft.copy("algorithm.kl_cov_coef", f"{block}.ppo_kl_coef", rule="covariance", expected="number")
     if ours == "sapo":
-        draft.copy("algorithm.sapo_positive_temperature", f"{_ACTOR}.tau_pos", rule="sapo", expected="number")
-        draft.copy("algorithm.sapo_negative_temperature", f"{_ACTOR}.tau_neg", rule="sapo", expected="number")
+        apply_rules(draft, "sapo")
     if old.startswith("dppo_"):
         _divergence(draft, distance=old.removeprefix("dppo_"), key=key)
 

@@ -132,7 +132,7 @@ def prompts_of_step(draft: Draft) -> tuple[int | None, list[str]]:
         return draft.integer(key), [key]
     prompts = draft.integer("data.train_batch_size")
     if prompts is not None and prompts < 1:
-        draft.find("person", "prompts-per-step", f"data.train_batch_size is {prompts}, but must be at least 1.", "data.train_batch_size")
+        draft.find("prompts-per-step", "data.train_batch_size", prompts=prompts)
         return None, []
     return prompts, ["data.train_batch_size"]
 
@@ -166,10 +166,10 @@ def build_generation(draft: Draft) -> None:
     mode = draft.text(MODE) or "sync"
     if not draft.switch(SWITCH):
         said = f"{SWITCH}=False ({written}) ran the trainer that main_ppo had before v0.9.0 (main_ppo_v0)"
-        draft.find("note", "trainer-generation", f"{said}; {_OURS}, as it did.", SWITCH)
+        draft.find("trainer-generation.first", SWITCH, said=said)
     elif mode == "sync":
         said = f"{SWITCH}=True ({written}) ran the second trainer, with {MODE}=sync: batches went through TransferQueue"
-        draft.find("note", "trainer-generation", f"{said}; {_OURS}, and its batches go straight to the workers.", SWITCH)
+        draft.find("trainer-generation.second", SWITCH, said=said)
     else:
         _ahead(draft, mode)
 
@@ -177,10 +177,4 @@ def build_generation(draft: Draft) -> None:
 def _ahead(draft: Draft, mode: str) -> None:
     """A mode that samples while it trains, so that samples are of older weights."""
     threshold = draft.integer("trainer.v1.sampler.max_off_policy_threshold")
-    draft.find(
-        "person",
-        "trainer-generation",
-        f"{MODE} is {mode}: the second trainer of {draft.old.version} then trained on samples of older weights (max_off_policy_threshold "
-        f"{threshold}), and {_OURS}. Keep that (take the key out), or choose loop=one_step_off or loop=async with rollout.pool=rollout.",
-        MODE,
-    )
+    draft.find("trainer-generation.ahead", MODE, mode=mode, threshold=threshold)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.rl_facts import num_weight_syncs, updates_per_schedule_step
+from temper_legacy_shim.configs.mapping.rule_settings import apply_rules
 from temper_legacy_shim.configs.reading.config_values import Plain, from_home
 
 
@@ -34,6 +35,12 @@ class OldRole:
     def engine(self) -> str:
         """Its engine in the new configuration."""
         return f"{self.name}.engine"
+
+    def places(self, draft: Draft) -> dict[str, str]:
+        """Return the role's blocks, for the rows of the table that hold for several roles."""
+        parent = "critic" if self.name == "critic" else _HYBRID
+        blocks = {"model": self.model, "megatron": self.megatron, "optim": self.optim, "fsdp": _block(draft, self)}
+        return {"engine": self.engine, "parent": parent, **blocks}
 
 
 _HYBRID = "actor_rollout_ref"
@@ -122,21 +129,13 @@ def _model(draft: Draft, role: OldRole) -> None:
         key = next((key for key in (f"{role.model}.path", f"{role.model}.partial_pretrain") if draft.text(key)), f"{role.model}.path")
         path = draft.text(key)
         if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-            draft.find(
-                "note",
-                "model-path",
-                f"{path} is a name on a hub or a folder: models are read from a folder here (`hf download {path} --local-dir DIR`).",
-                key,
-            )
+            draft.find("model-path.hub", key, path=path)
         if path:
             here = from_home(path)
             draft.put(f"{engine}.model.path", here, rule="model-path", old=[key], verbatim=here == path)
         elif role.name == "actor":
-            draft.find("person", "model-path", f"{role.model}.path is not set: say which model is trained.", f"{role.model}.path")
-        trust = draft.switch(f"{role.model}.trust_remote_code")
-        draft.put(f"{engine}.model.trust_remote_code", trust, rule="trust-remote-code", old=[f"{role.model}.trust_remote_code"])
-        timeout = "critic.nccl_timeout" if role.name == "critic" else "actor_rollout_ref.nccl_timeout"
-        draft.copy(f"{engine}.collective_timeout_s", timeout, rule="nccl-timeout", expected="number")
+            draft.find("model-path.missing", f"{role.model}.path", model=role.model)
+        apply_rules(draft, "trust-remote-code", "nccl-timeout", places=role.places(draft))
         if role.name == "actor":
             _tokenizer(draft, role)
         if role.name == "critic":
@@ -153,17 +152,15 @@ def _tokenizer(draft: Draft, role: OldRole) -> None:
 
 def _optimizer(draft: Draft, role: OldRole) -> None:
     engine, optim = f"{role.engine}.optimizer", role.optim
-    draft.copy(f"{engine}.lr", f"{optim}.lr", rule="lr", expected="number")
-    draft.copy(f"{engine}.weight_decay", f"{optim}.weight_decay", rule="weight-decay", expected="number")
-    if not draft.old.has(f"{optim}.weight_decay"):
-        draft.put(f"{engine}.weight_decay", 0.01, rule="weight-decay")
+    places = role.places(draft)
+    apply_rules(draft, "lr", "weight-decay", places=places)
     _clip(draft, role)
     if _another_optimizer(draft, role):
         return
     betas = draft.old.get(f"{optim}.betas")
     draft.put(f"{engine}.betas", betas if isinstance(betas, list) else [0.9, 0.999], rule="betas", old=[f"{optim}.betas"])
     if not is_megatron(draft):
-        draft.put(f"{engine}.decays_vectors", True, rule="decays-vectors")
+        apply_rules(draft, "decays-vectors", places=places)
 
 
 def _another_optimizer(draft: Draft, role: OldRole) -> bool:
@@ -173,7 +170,7 @@ def _another_optimizer(draft: Draft, role: OldRole) -> bool:
     if name.lower() in ("", "adamw", "adam"):
         return False
     if is_megatron(draft):
-        draft.find("person", "optimizer-kind", f"{key} is {name}, which Megatron's engine does not have: choose adam.", key)
+        draft.find("optimizer-kind", key, name=name)
         return True
     draft.put(f"{role.engine}.optimizer.name", f"{home}.{name}", rule="optimizer-kind", old=[key, f"{role.optim}.optimizer_impl"])
     arguments = draft.old.get(f"{role.optim}.override_optimizer_config")
@@ -194,12 +191,7 @@ def _clip(draft: Draft, role: OldRole) -> None:
         else:
             draft.copy(f"{role.engine}.optimizer.clip_grad_norm", key, rule="grad-clip", expected="number")
     if key == own and draft.since("v0.8.0"):
-        draft.find(
-            "hazard",
-            "grad-clip",
-            f"{own} is set, but {draft.old.version} had stopped reading it and clipped at {optim}; it is honoured here.",
-            own,
-        )
+        draft.find("grad-clip", own, optim=optim)
 
 
 _STYLES = ("warmup_style", "lr_scheduler_type", "lr_decay_style")
@@ -213,7 +205,7 @@ def _schedule(draft: Draft, role: OldRole) -> None:
     kind = draft.text(style_key) or "constant"
     ours = {"constant": "constant", "cosine": "cosine", "linear": "linear", "wsd": "wsd", "WSD": "wsd"}.get(kind)
     if ours is None:
-        draft.find("person", "schedule-kind", f"{style_key} is {kind}: a schedule that is not known; say which one follows.", style_key)
+        draft.find("schedule-kind", style_key, kind=kind)
         ours = "constant"
     ratio_key = next((f"{optim}.{name}" for name in _RATIOS if _is_said(draft, f"{optim}.{name}")), f"{optim}.{_RATIOS[0]}")
     warmup, ratio = draft.number(f"{optim}.lr_warmup_steps"), draft.number(ratio_key)
@@ -230,23 +222,12 @@ def _schedule(draft: Draft, role: OldRole) -> None:
     if ours != "constant" or f"{engine}.warmup_ratio" in draft.settings:
         _schedule_length(draft, engine, optim)
     if {f"{engine}.warmup_steps", f"{engine}.warmup_ratio"} & draft.settings.keys():
-        draft.find(
-            "hazard",
-            "warmup",
-            "the old warm-up began at 0, so that its first step trained nothing; here step k of N has k / N of the peak, and the same rate "
-            "comes one step earlier.",
-            f"{optim}.lr_warmup_steps",
-        )
+        draft.find("warmup", f"{optim}.lr_warmup_steps")
     unit = updates_per_schedule_step(draft)
     if role.block not in ("engine", "model"):  # supervised steps are updates
         draft.put(f"{engine}.advance", "rl_step" if unit is None else "update", rule="schedule-advance")
     if unit is not None and unit > 1:
-        draft.find(
-            "note",
-            "schedule-advance",
-            f"the schedule of {draft.old.version} advanced once in {unit} updates of {role.name}; here it advances with each, to the same "
-            "rates.",
-        )
+        draft.find("schedule-advance", unit=unit, role=role.name)
 
 
 def _floor(draft: Draft, engine: str, optim: str) -> None:
@@ -279,13 +260,7 @@ def _asynchronous_length(draft: Draft, engine: str, *, key: str, unit: int) -> N
     """Put the length of a schedule that counted the trainer's calls but was as long as the run's weight syncs."""
     syncs, keys = num_weight_syncs(draft)
     if syncs is None or not draft.since("v0.7.1"):
-        draft.find(
-            "person",
-            "schedule-length",
-            f"{key} is not set, and an asynchronous run of {draft.old.version} did not fill it in: say how many updates the schedule takes "
-            f"in {engine}.total_steps.",
-            key,
-        )
+        draft.find("schedule-length", key, engine=engine)
         return
     draft.put(f"{engine}.total_steps", syncs * unit, rule="schedule-length", old=keys)
 
@@ -345,13 +320,8 @@ def _policy(draft: Draft, role: OldRole, block: str) -> list[str]:
         return [key]
     if draft.switch(key) and draft.old.is_set(key):
         engine = "Megatron" if is_megatron(draft) else "FSDP1, which this role trains with,"
-        draft.find(
-            "hazard",
-            "offload-policy" if role.block not in ("engine", "model") else "sft-offload",
-            f"{key} is set, but {engine} never read it: parameters stayed on the device, and do here. Where that is too much, set "
-            f"{role.engine}.offload.parameters=true.",
-            key,
-        )
+        name = "offload-policy" if role.block not in ("engine", "model") else "sft-offload"
+        draft.find(name, key, engine_name=engine, engine=role.engine)
     return []
 
 
@@ -360,29 +330,22 @@ def _fsdp(draft: Draft, role: OldRole) -> None:
     strategy_key = f"{role.block}.strategy"
     strategy = {"fsdp": "fsdp1", "fsdp2": "fsdp2"}.get(draft.text(strategy_key) or "fsdp")
     if strategy is None:
-        draft.find(
-            "person",
-            "strategy",
-            f"{strategy_key} is {draft.text(strategy_key)}, but the tree is that of FSDP: {draft.old.version} would have failed. Choose "
-            "fsdp or fsdp2, or the Megatron configuration (--config-name ppo_megatron_trainer, or model_engine=megatron).",
-            strategy_key,
-        )
+        draft.find("strategy.not-fsdp", strategy_key, value=draft.text(strategy_key))
         strategy = "fsdp2"
     draft.put(f"{engine}.strategy", strategy, rule="strategy", old=[strategy_key])
     _fsdp_size(draft, role, block)
     sharing = sequence_parallel(draft, role)
     draft.put(f"{engine}.sequence_parallel", sharing, rule="sequence-parallel", old=ulysses_keys(role))
-    reshard, prefetch = draft.old.get(f"{block}.reshard_after_forward"), draft.switch(f"{block}.forward_prefetch")
+    reshard = draft.old.get(f"{block}.reshard_after_forward")
     if strategy == "fsdp2" and isinstance(reshard, bool | int) and reshard is not True:
         draft.put(f"{engine}.reshard_after_forward", reshard, rule="reshard", old=[f"{block}.reshard_after_forward"], verbatim=True)
-    draft.put(f"{engine}.forward_prefetch", int(prefetch), rule="prefetch", old=[f"{block}.forward_prefetch"])
+    apply_rules(draft, "prefetch", places=role.places(draft))
     wrap = draft.old.get(f"{block}.wrap_policy.transformer_layer_cls_to_wrap")
     if wrap:
         names: Plain = wrap if isinstance(wrap, list) else [wrap]
         draft.put(f"{engine}.wrap_modules", names, rule="wrap-policy", old=[f"{block}.wrap_policy.transformer_layer_cls_to_wrap"])
-    key = f"{role.model}.enable_gradient_checkpointing"
     if role.is_trained:
-        draft.put(f"{engine}.activation_checkpointing", draft.switch(key), rule="checkpointing", old=[key])
+        apply_rules(draft, "checkpointing", places=role.places(draft))
 
 
 def _fsdp_size(draft: Draft, role: OldRole, block: str) -> None:
@@ -403,12 +366,7 @@ def _megatron(draft: Draft, role: OldRole) -> None:
     engine, block = role.engine, role.megatron
     tensor = draft.integer(f"{block}.tensor_model_parallel_size") or 1
     pipeline = draft.integer(f"{block}.pipeline_model_parallel_size") or 1
-    draft.put(f"{engine}.tensor_parallel", tensor, rule="tensor-parallel", old=[f"{block}.tensor_model_parallel_size"], verbatim=True)
-    draft.put(
-        f"{engine}.pipeline_parallel", pipeline, rule="pipeline-parallel", old=[f"{block}.pipeline_model_parallel_size"], verbatim=True
-    )
-    context = draft.integer(f"{block}.context_parallel_size") or 1
-    draft.put(f"{engine}.context_parallel", context, rule="context-parallel", old=[f"{block}.context_parallel_size"], verbatim=True)
+    apply_rules(draft, "tensor-parallel", "pipeline-parallel", "context-parallel", places=role.places(draft))
     chunks = draft.integer(f"{block}.virtual_pipeline_model_parallel_size")
     if chunks is not None and chunks > 1 and pipeline > 1:
         key = f"{block}.virtual_pipeline_model_parallel_size"
@@ -419,17 +377,13 @@ def _megatron(draft: Draft, role: OldRole) -> None:
     _experts(draft, role)
     if role.is_trained:
         _transformer(draft, role)
-        distributed = f"{block}.use_distributed_optimizer"
-        on = draft.switch(distributed) or not draft.old.has(distributed)
-        draft.put(f"{engine}.distributed_optimizer", on, rule="distributed-optimizer", old=[distributed])
+        apply_rules(draft, "distributed-optimizer", places=role.places(draft))
 
 
 def _transformer(draft: Draft, role: OldRole) -> None:
     """What of Megatron's own configuration has a key here: recomputation, and the loss that balances experts."""
     block = f"{role.megatron}.override_transformer_config"
-    granularity = draft.text(f"{block}.recompute_granularity")
-    ours = {"full": "layers", "selective": "attention"}.get(granularity, "none")
-    draft.put(f"{role.engine}.recompute", ours, rule="recompute", old=[f"{block}.recompute_granularity"])
+    apply_rules(draft, "recompute", places=role.places(draft))
     weight = draft.number(f"{block}.moe_aux_loss_coeff")
     if weight is not None and weight > 0 and draft.text(f"{block}.moe_router_load_balancing_type") not in ("none", "None"):
         draft.put(f"{role.engine}.router_aux_loss", float(weight), rule="router-loss", old=[f"{block}.moe_aux_loss_coeff"])
@@ -472,13 +426,7 @@ def _check_copies(draft: Draft, role: OldRole) -> None:
 
 def _refuse_ranks(draft: Draft, role: OldRole, size: int, world: int, keys: list[str]) -> None:
     said = ", ".join(f"{key}={draft.integer(key)}" for key in keys)
-    draft.find(
-        "person",
-        "layout-divides",
-        f"{role.name}: {said} takes {size} ranks at a time, which do not divide the {world} of the run: {draft.old.version} failed as its "
-        "workers began. Lower the size, or take a number of GPUs that it divides (trainer.nnodes, trainer.n_gpus_per_node).",
-        *keys,
-    )
+    draft.find("layout-divides", *keys, role=role.name, said=said, size=size, world=world)
 
 
 def _known_world(draft: Draft) -> int | None:

@@ -5,9 +5,22 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import cast
 
 from temper_legacy_shim.configs.reading.trees import Family, all_keys, default_tree, families_of, known_keys, versions
 from temper_legacy_shim.configs.translation import Disposition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleSetting:
+    """One executable part of a row, written ``NEW <- OLD : CONVERTER``; see ``rule_settings.apply_rules``."""
+
+    new: str
+    """New key; may hold places of a role, such as {engine}."""
+    old: str
+    """Old key; empty for a value that does not depend on one."""
+    converter: str
+    """What is done to the old value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +37,9 @@ class Rule:
     versions: str
     """Releases it is about; empty is all."""
     new: str
-    """New keys, for readers; empty where there is none."""
+    """New keys, apart by commas; the column is empty where `settings` names them."""
+    settings: tuple[RuleSetting, ...]
+    """How new keys are set from old ones; empty where Python code does it, or nothing is set."""
     disposition: Disposition
     """What becomes of a token that it matches."""
     reason: str
@@ -44,22 +59,32 @@ def rules() -> tuple[Rule, ...]:
     """Every row, in the table's order: the first one that matches counts, and one without a wildcard before those with one."""
     text = resources.files("temper_legacy_shim.configs").joinpath("data/rules.tsv").read_text(encoding="utf-8")
     _, *rows = (line.split("\t") for line in text.splitlines())
-    return tuple(
-        Rule(
-            id=i,
-            programs=tuple(p.split()),
-            old=old,
-            versions=versions,
-            new=new,
-            disposition=disposition,  # type: ignore[arg-type]
-            reason=reason,
-            prs=prs,
-            hazard=hazard,
-            source=source,
-            test=test,
-        )
-        for i, p, old, versions, new, disposition, reason, prs, hazard, source, test in rows
+    return tuple(map(_parse_row, rows))
+
+
+def _parse_row(row: list[str]) -> Rule:
+    name, programs, old, releases, new, settings, disposition, reason, prs, hazard, source, test = row
+    executed = tuple(map(_parse_setting, filter(None, settings.split(" ; "))))
+    return Rule(
+        id=name,
+        programs=tuple(programs.split()),
+        old=old,
+        versions=releases,
+        new=new or ", ".join(setting.new for setting in executed),
+        settings=executed,
+        disposition=cast("Disposition", disposition),
+        reason=reason,
+        prs=prs,
+        hazard=hazard,
+        source=source,
+        test=test,
     )
+
+
+def _parse_setting(text: str) -> RuleSetting:
+    new, _, rest = text.partition(" <- ")
+    old, _, converter = rest.partition(": ")
+    return RuleSetting(new=new, old=old.strip(), converter=converter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +136,12 @@ def is_block(key: str) -> bool:
 
 def rule_named(name: str) -> Rule | None:
     """The row with that id."""
-    return next((rule for rule in rules() if rule.id == name), None)
+    return _by_id().get(name)
+
+
+@cache
+def _by_id() -> dict[str, Rule]:
+    return {rule.id: rule for rule in rules()}
 
 
 def alternatives(text: str) -> list[str]:

@@ -4,6 +4,7 @@ from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.data_sources import evaluates
 from temper_legacy_shim.configs.mapping.rl_facts import evaluation_key, is_async, num_weight_syncs
 from temper_legacy_shim.configs.mapping.roles import CLUSTER_KEYS
+from temper_legacy_shim.configs.mapping.rule_settings import apply_rules
 from temper_legacy_shim.configs.reading.config_values import Plain, parse_value
 
 _TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
@@ -17,26 +18,14 @@ def build_run(draft: Draft) -> None:
         build_length(draft)
     build_habits(draft)
     if evaluates(draft):
-        key = evaluation_key(draft)
-        draft.put("run.eval_every", max(0, draft.frequency(key)), rule="test-freq", old=[key])
+        apply_rules(draft, "test-freq", old=evaluation_key(draft))
     build_runtime(draft)
     _warmup_of_critic(draft)
     callback = draft.text("trainer.checkpoint_callback_class")
     if callback:
-        draft.find(
-            "person",
-            "checkpoint-callback",
-            f"trainer.checkpoint_callback_class is {callback}: a class of yours ran after each save, and nothing here calls it. Do its "
-            "work on the finished step directories, and take the key out.",
-            "trainer.checkpoint_callback_class",
-        )
+        draft.find("checkpoint-callback", "trainer.checkpoint_callback_class", callback=callback)
     if draft.switch("trainer.val_only"):
-        draft.find(
-            "person",
-            "val-only",
-            "trainer.val_only is true: the old run evaluated and did not train. Here that is task=eval, without the keys of training.",
-            "trainer.val_only",
-        )
+        draft.find("val-only", "trainer.val_only")
 
 
 def build_length(draft: Draft) -> None:
@@ -54,13 +43,7 @@ def build_length(draft: Draft) -> None:
 
 
 def _epochs_may_end_first(draft: Draft, *, steps: int, epochs: int) -> None:
-    draft.find(
-        "note",
-        "total-steps",
-        f"the old run ended after {steps} steps or {epochs} epochs, whichever came first; here it is {steps} steps.",
-        "trainer.total_training_steps",
-        "trainer.total_epochs",
-    )
+    draft.find("total-steps", "trainer.total_training_steps", "trainer.total_epochs", steps=steps, epochs=epochs)
 
 
 def _async_length(draft: Draft) -> None:
@@ -75,9 +58,8 @@ def _async_length(draft: Draft) -> None:
 
 def build_habits(draft: Draft) -> None:
     """Checkpoints, resuming, logging, the folder."""
-    draft.put("run.save_every", max(0, draft.frequency("trainer.save_freq")), rule="save-freq", old=["trainer.save_freq"])
-    # The old trainer saved by steps alone; ours also saves by time.
-    draft.put("run.save_interval_s", None, rule="save-freq", old=["trainer.save_freq"])
+    # The old trainer saved by steps alone; ours also saves by time, which the row turns off.
+    apply_rules(draft, "save-freq")
     keeps = draft.integer("trainer.max_actor_ckpt_to_keep")
     if keeps is None and draft.switch("trainer.remove_previous_ckpt_in_save"):
         keeps = 1
@@ -97,22 +79,10 @@ def build_habits(draft: Draft) -> None:
 def _resume(draft: Draft) -> None:
     mode, path = draft.text("trainer.resume_mode") or "auto", draft.text("trainer.resume_from_path")
     if mode == "resume_path" and path and path.lower() not in ("false", "null"):
-        draft.find(
-            "person",
-            "resume-path",
-            f"trainer.resume_from_path is {path}, an old checkpoint: convert it with `temper-migrate checkpoint {path} --to temper`, and "
-            "set run.resume to the folder that this makes.",
-            "trainer.resume_from_path",
-        )
+        draft.find("resume-path", "trainer.resume_from_path", path=path)
         return
     if mode != "disable" and draft.old.is_set("trainer.default_local_dir"):
-        draft.find(
-            "note",
-            "resume",
-            f"checkpoints of the old run in {draft.text('trainer.default_local_dir')} are left alone: convert the last one with "
-            "`temper-migrate checkpoint` where the run shall go on.",
-            "trainer.default_local_dir",
-        )
+        draft.find("resume", "trainer.default_local_dir", value=draft.text("trainer.default_local_dir"))
     draft.put("run.resume", "never" if mode in ("disable", "never") else "auto", rule="resume", old=["trainer.resume_mode"])
 
 
@@ -125,12 +95,7 @@ def _trackers(draft: Draft) -> None:
     draft.put("run.trackers", trackers, rule="trackers", old=["trainer.logger"])
     others = [word for word in words if word not in _TRACKERS and word not in ("console", "file")]
     if others:
-        draft.find(
-            "hazard",
-            "trackers",
-            f"trainer.logger names {', '.join(others)}, which is no tracker here; metrics.jsonl has every number.",
-            "trainer.logger",
-        )
+        draft.find("trackers", "trainer.logger", names=", ".join(others))
 
 
 def build_runtime(draft: Draft) -> None:
@@ -147,10 +112,4 @@ def build_runtime(draft: Draft) -> None:
 def _warmup_of_critic(draft: Draft) -> None:
     steps = draft.integer("trainer.critic_warmup")
     if steps:
-        draft.find(
-            "person",
-            "critic-warmup",
-            f"trainer.critic_warmup is {steps}: the actor was frozen for so many steps, which nothing here does. Set it to 0, or train the "
-            "critic first.",
-            "trainer.critic_warmup",
-        )
+        draft.find("critic-warmup", "trainer.critic_warmup", steps=steps)

@@ -50,17 +50,11 @@ def _filter(draft: Draft) -> None:
         draft.put(f"{new}.prompts_per_round", each, rule="gen-batch", old=["data.gen_batch_size"], verbatim=True)
     metric = draft.text(f"{FILTER}.metric")
     if not metric and is_second_trainer(draft):
-        draft.find(
-            "person",
-            "filter-groups",
-            f"{FILTER}.metric is null, with which {draft.old.version} refused to start: say score (of the reward function) or reward (with "
-            "penalties) in algorithm.dynamic_sampling.on.",
-            f"{FILTER}.metric",
-        )
+        draft.find("filter-groups.no-metric", f"{FILTER}.metric")
         return
     on = _METRICS.get(metric or "acc")
     if on is None:
-        draft.find("person", "filter-groups", f"{FILTER}.metric is {metric}: groups are told apart by score or reward.", f"{FILTER}.metric")
+        draft.find("filter-groups.unknown-metric", f"{FILTER}.metric", metric=metric)
         return
     draft.put(f"{new}.on", on, rule="filter-groups", old=[f"{FILTER}.metric"])
 
@@ -72,13 +66,7 @@ _METRICS = {"acc": "score", "score": "score", "seq_reward": "reward", "seq_final
 def _unread_filter(draft: Draft) -> None:
     program = draft.old.entry or "main_ppo"
     draft.say(FILTER, f"{program} of {draft.old.version} did not read it")
-    draft.find(
-        "hazard",
-        "filter-groups",
-        f"{FILTER}.enable is set, but {program} of {draft.old.version} did not read it: no group was left out, and none is here. Where "
-        "your fork reads it, set algorithm.dynamic_sampling.on and max_rounds.",
-        f"{FILTER}.enable",
-    )
+    draft.find("filter-groups.not-read", f"{FILTER}.enable", program=program)
 
 
 def _reweight(draft: Draft) -> None:
@@ -86,9 +74,7 @@ def _reweight(draft: Draft) -> None:
     method = draft.text(f"{block}.reweight_method") or "pow"
     ours = {"pow": "power", "max_min": "max_min", "max_random": "max_random"}.get(method)
     if ours is None:
-        draft.find(
-            "person", "pf-ppo", f"{block}.reweight_method is {method}: choose power, max_min or max_random.", f"{block}.reweight_method"
-        )
+        draft.find("pf-ppo", f"{block}.reweight_method", block=block, method=method)
         return
     draft.put(f"{new}.method", ours, rule="pf-ppo", old=[f"{block}.reweight_method", "algorithm.use_pf_ppo"])
     if ours == "power":
@@ -155,13 +141,7 @@ def _weights(draft: Draft, level: str) -> None:
     if draft.switch(f"{CORRECTION}.rollout_is_batch_normalize"):
         _put(draft, "self_normalize", True, f"{CORRECTION}.rollout_is_batch_normalize")
         if level == "sequence":
-            draft.find(
-                "hazard",
-                "correction",
-                f"rollout_is_batch_normalize with weights per sequence: {draft.old.version} divided by their mean over sequences; here "
-                "it is the mean over trained tokens, in which long sequences count more. Gradients differ by a few percent.",
-                f"{CORRECTION}.rollout_is_batch_normalize",
-            )
+            draft.find("correction.sequence-normalization", f"{CORRECTION}.rollout_is_batch_normalize")
 
 
 def _bypass(draft: Draft, weighs: str) -> None:
@@ -178,15 +158,7 @@ def _bypass(draft: Draft, weighs: str) -> None:
         if weighs:
             draft.say(f"{CORRECTION}.rollout_is", "the objective's own ratio is to the sampler, and is the correction")
         return
-    draft.find(
-        "person",
-        "correction",
-        f"{CORRECTION} trains by {loss} on the sampler's own log-probs: there is no such loss here. Choose loss_type ppo_clip, or "
-        "no bypass_mode.",
-        key,
-        loss_key,
-        f"{CORRECTION}.use_policy_gradient",
-    )
+    draft.find("correction.loss-type", key, loss_key, f"{CORRECTION}.use_policy_gradient", loss=loss)
 
 
 def _rejection(draft: Draft, *, weighs: str, rejects: str, bypasses: bool) -> None:
@@ -211,13 +183,7 @@ def _rejection(draft: Draft, *, weighs: str, rejects: str, bypasses: bool) -> No
         low, high = _inverse(high), _inverse(low)
     _put(draft, "mask_high", high, keys[1])
     _put(draft, "mask_low", low, keys[2], keys[1])
-    draft.find(
-        "hazard",
-        "correction",
-        f"{keys[0]}={rejects} took rejected tokens out of the loss's denominator; here they keep their place in it, so that a step in "
-        "which many are rejected has a smaller gradient.",
-        keys[0],
-    )
+    draft.find("correction.rejection", keys[0], rejects=rejects)
 
 
 def _inverse(bound: float | None) -> float | None:
@@ -255,21 +221,9 @@ def _veto(draft: Draft, key: str) -> None:
     threshold = draft.number(key)
     if threshold is None:
         return
-    draft.find(
-        "hazard",
-        "correction",
-        f"a completion with a token at which the trainer's probability was below {threshold:g} of the sampler's was left out whole "
-        f"({key}); it is trained on here. algorithm.rollout_correction.mask_low leaves such tokens out.",
-        key,
-    )
+    draft.find("correction.veto", key, threshold=threshold)
 
 
 def _no_counterpart(draft: Draft, key: str, value: str) -> None:
-    draft.find(
-        "hazard",
-        "correction",
-        f"{key} is {value}, for which algorithm.rollout_correction has no counterpart: it is left out, and completions that the old "
-        "trainer rejected or weighed down are trained on. The metrics of the mismatch are there to see whether it matters.",
-        key,
-    )
+    draft.find("correction.no-counterpart", key, value=value)
     draft.say(key, "no counterpart; see the hazard")

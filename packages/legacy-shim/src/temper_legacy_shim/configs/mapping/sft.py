@@ -14,6 +14,7 @@ from temper_legacy_shim.configs.mapping.roles import (
     ulysses_keys,
     world_size,
 )
+from temper_legacy_shim.configs.mapping.rule_settings import apply_rules
 from temper_legacy_shim.configs.mapping.run_length import build_habits, build_length, build_runtime
 
 
@@ -24,13 +25,7 @@ def build_columns(draft: Draft) -> None:
         _messages(draft, "data.multiturn.messages_key")
     else:
         _columns(draft)
-    draft.find(
-        "hazard",
-        "sft-normalisation",
-        "the old trainer averaged the loss over each micro-batch and then over micro-batches, so that tokens in short ones weighed more; "
-        "here every token of an update weighs the same.",
-        "data.micro_batch_size_per_gpu",
-    )
+    draft.find("sft-normalisation", "data.micro_batch_size_per_gpu")
 
 
 def build_sft(draft: Draft) -> None:
@@ -40,11 +35,11 @@ def build_sft(draft: Draft) -> None:
 
 
 def _build(draft: Draft, role: OldRole) -> None:
-    draft.put("task", "sft", rule="sft", group=False)
+    apply_rules(draft, "sft")
     if is_megatron(draft):
         draft.put("model_engine", "megatron", rule="model-engine", group=True)
     if not put_source(draft, new="data.train", old="data.train_files"):
-        draft.find("person", "data-files", "data.train_files is not set: say where the demonstrations are.", "data.train_files")
+        draft.find("data-files.no-demonstrations", "data.train_files")
     draft.say("data.val_files", "the loss on held-out demonstrations is not measured here")
     build_role(draft, role)
     build_lora(draft, role)
@@ -52,32 +47,19 @@ def _build(draft: Draft, role: OldRole) -> None:
     build_length(draft)
     build_habits(draft)
     build_runtime(draft)
-    seed = draft.integer("trainer.seed")
-    if seed is not None:
-        draft.put("run.seed", seed, rule="seed", old=["trainer.seed"], verbatim=True)
+    apply_rules(draft, "seed", old="trainer.seed")
     if world_size(draft) is None:
-        draft.find(
-            "note",
-            "sft-cluster",
-            "how many processes train is torchrun's to say, and not in the configuration: set actor.num_workers and runtime.kind=ray for "
-            "more than one (temper-migrate config --nodes N --gpus-per-node M writes them).",
-        )
+        draft.find("sft-cluster")
     _custom(draft)
 
 
 def _lengths(draft: Draft, role: OldRole) -> None:
-    draft.copy("batching.prompts_per_step", "data.train_batch_size", rule="prompts-per-step", expected="number")
-    draft.copy("data.max_prompt_tokens", "data.max_length", rule="prompt-length", expected="number")
+    apply_rules(draft, "prompts-per-step")
+    apply_rules(draft, "prompt-length", old="data.max_length")
     cut = draft.text("data.truncation") or "error"
     draft.put("data.overlong_prompts", "error" if cut == "error" else "drop", rule="overlong-prompts", old=["data.truncation"])
     if cut != "error":
-        draft.find(
-            "hazard",
-            "overlong-prompts",
-            f"data.truncation is {cut}: longer demonstrations were cut; here those with a longer question are dropped and counted, and one "
-            "that is longer only with its answer is refused: raise batching.max_tokens, or shorten it.",
-            "data.truncation",
-        )
+        draft.find("overlong-prompts.demonstrations", "data.truncation", cut=cut)
     longest = draft.integer("data.max_length")
     if longest is not None:
         _tokens(draft, role, longest=longest)
@@ -103,12 +85,7 @@ def _micro(draft: Draft, role: OldRole) -> int:
     if ranks is None:
         return max(1, whole)
     if whole % ranks:
-        draft.find(
-            "hazard",
-            "micro-batch-global",
-            f"data.micro_batch_size is {whole} over all ranks, which {ranks} do not divide: the old trainer took {max(1, whole // ranks)}.",
-            "data.micro_batch_size",
-        )
+        draft.find("micro-batch-global.demonstrations", "data.micro_batch_size", whole=whole, ranks=ranks, detail=max(1, whole // ranks))
     return max(1, whole // ranks)
 
 
@@ -117,27 +94,19 @@ def _columns(draft: Draft) -> None:
         key, inner = draft.text(f"data.{column}"), draft.old.get(f"data.{fields}")
         names = [str(name) for name in inner] if isinstance(inner, list) else [str(inner)] if inner else []
         if len(names) > 1:
-            draft.find(
-                "person", "sft-columns", f"data.{fields} names {names}: one field is read here. Write them into one.", f"data.{fields}"
-            )
+            draft.find("sft-columns", f"data.{fields}", fields=fields, names=names)
         path = ".".join([key, *names[:1]])
         draft.put(f"data.train.{new}", path, rule="sft-columns", old=[f"data.{column}", f"data.{fields}"])
-    draft.put("data.string_prompts", "user_message", rule="sft-chat")
+    apply_rules(draft, "sft-chat")
 
 
 def _messages(draft: Draft, key: str) -> None:
     draft.put("data.train.messages_key", draft.text(key) or "messages", rule="sft-messages", old=[key], verbatim=True)
     if draft.text("data.tools_key") and draft.old.is_set("data.tools_key"):
-        draft.find("hazard", "sft-tools", "data.tools_key is set: tools are not shown to the chat template here.", "data.tools_key")
+        draft.find("sft-tools", "data.tools_key")
 
 
 def _custom(draft: Draft) -> None:
     path = draft.text("data.custom_cls.path")
     if path and path.lower() not in ("null", "none"):
-        draft.find(
-            "person",
-            "custom-dataset",
-            f"data.custom_cls takes a class of {path} for its data set: there are no data set classes here. Write its rows to a jsonl or "
-            "parquet file of messages.",
-            "data.custom_cls.path",
-        )
+        draft.find("custom-dataset.demonstrations", "data.custom_cls.path", path=path)

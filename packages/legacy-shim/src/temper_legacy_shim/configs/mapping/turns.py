@@ -30,12 +30,7 @@ def build_turns(draft: Draft) -> None:
         _tools(draft, tools)
     else:
         if draft.switch(f"{TURNS}.enable"):
-            draft.find(
-                "note",
-                "multi-turn",
-                f"{TURNS}.enable is true, but no tools and no interaction are named: nothing answered, and rollouts had one completion.",
-                f"{TURNS}.enable",
-            )
+            draft.find("multi-turn.no-tools", f"{TURNS}.enable")
         draft.say(TURNS, "one completion for each prompt: nothing answers it")
     draft.say("actor_rollout_ref.rollout.agent", "how many processes ran the rollouts; servers are asynchronous anyway")
 
@@ -45,13 +40,7 @@ def _ask(draft: Draft, *, tools: str, own: list[str], form: str) -> None:
     parts += [f"calls in the form {form}"] * (bool(tools) and form not in _HERMES)
     what = "; ".join(parts) or f"{draft.config_name} says so, and lies in a file that was not given"
     turns = _num_turns(draft)
-    draft.find(
-        "person",
-        "multi-turn",
-        f"rollouts have several turns ({what}), and what answers in them is code of the old system's kind: write it as an Environment, and "
-        f"set environment.name=package.module:Class{f' and environment.max_turns={turns}' if turns else ''} (calculator, python, and "
-        "temper_legacy_shim.old_tools:HermesTools for old tools exist).",
-    )
+    draft.find("multi-turn.own-code", what=what, detail=f" and environment.max_turns={turns}" if turns else "")
     draft.say(TURNS, "turns and tools become an environment, which is asked about once")
 
 
@@ -72,14 +61,7 @@ def _tools(draft: Draft, path: str) -> None:
     draft.put("environment.tool_timeout_s", 300.0, rule="multi-turn")
     parallel = draft.integer(f"{TURNS}.max_parallel_calls") or 1
     also = f", and the other {parallel - 1} of max_parallel_calls wait for turns of their own" if parallel > 1 else ""
-    draft.find(
-        "hazard",
-        "multi-turn",
-        f"the tools of {path} are called as before, but a completion stops at </tool_call> and the end token after it comes from the chat "
-        f"template{also}; every prompt describes all tools, and a tool is made anew for each call, as since v0.5.0. Put their module on "
-        "PYTHONPATH.",
-        tools,
-    )
+    draft.find("multi-turn.tools", tools, path=path, also=also)
     draft.say(TURNS, "an environment has no such choice: it is called as before in any case")
 
 
@@ -101,7 +83,7 @@ def _unread_limit(draft: Draft) -> None:
     if key in _limits(draft) or not draft.old.is_set(key):
         return
     reason = f"{draft.old.version} does not read it: v0.4.0 alone did, and max_assistant_turns and max_user_turns came after it"
-    draft.find("hazard", "max-turns", f"{key}={draft.old.get(key)} limited nothing, and does not here: {reason}.", key)
+    draft.find("max-turns", key, value=draft.old.get(key), reason=reason)
     draft.say(key, reason)
 
 
@@ -119,22 +101,13 @@ def build_staleness(draft: Draft) -> None:
         )
     partial = draft.switch("async_training.partial_rollout")
     draft.put("asynchrony.partial_rollouts", partial, rule="staleness", old=["async_training.partial_rollout"])
-    draft.find(
-        "hazard",
-        "staleness",
-        f"async_training.staleness_threshold {share} was the share of samples that might be older than the newest weights; here "
-        "asynchrony.max_staleness bounds the age of each.",
-        "async_training.staleness_threshold",
-    )
+    draft.find("staleness", "async_training.staleness_threshold", share=share)
     is_first = not draft.since("v0.7.1")
     if is_first and not draft.switch("async_training.use_rollout_log_probs"):
         draft.find(
-            "hazard",
             "async-proximal",
-            f"async_training.use_rollout_log_probs is false: {draft.old.version} measured the old log-probs before each of the "
-            f"{max(1, draft.integer('async_training.trigger_parameter_sync_step') or 1)} calls of its trainer between two weight syncs; "
-            "here they are measured once, before the first update of a step.",
             "async_training.use_rollout_log_probs",
+            detail=max(1, draft.integer("async_training.trigger_parameter_sync_step") or 1),
         )
 
 
@@ -146,12 +119,7 @@ def build_teachers(draft: Draft) -> None:
     names = {key.removeprefix(f"{_TEACHERS}.").partition(".")[0] for key in draft.old.below(_TEACHERS)}
     taught = [name for name in sorted(names) if draft.text(f"{_TEACHERS}.{name}.model_path")]
     if not taught:
-        draft.find(
-            "person",
-            "distillation",
-            "distillation is enabled, but no teacher has a model_path: say which model teaches.",
-            "distillation.enabled",
-        )
+        draft.find("distillation.no-model", "distillation.enabled")
     for name in taught:
         _teacher(draft, name)
     if len(taught) > 1:
@@ -185,7 +153,7 @@ def _distillation_loss(draft: Draft) -> None:
         estimator = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(mode, mode)
         draft.put("distillation.objective", "reverse_kl", rule="distillation", old=[key])
         if estimator == "k1" and not is_reward:
-            draft.find("person", "distillation", f"{key} is {mode} as a loss, whose expected gradient is 0: choose k2 or k3.", key)
+            draft.find("distillation.zero-gradient", key, mode=mode)
         else:
             draft.put("distillation.kl_estimator", estimator, rule="distillation", old=[key])
         draft.put("distillation.apply_as", "reward" if is_reward else "loss", rule="distillation", old=[f"{_LOSS}.use_policy_gradient"])
@@ -193,9 +161,7 @@ def _distillation_loss(draft: Draft) -> None:
         draft.put("distillation.objective", "forward_kl", rule="distillation", old=[key])
         draft.copy("distillation.top_k", f"{_LOSS}.topk", rule="distillation", expected="number")
     else:
-        draft.find(
-            "person", "distillation", f"{key} is {mode}: choose distillation.objective forward_kl, reverse_kl or jensen_shannon.", key
-        )
+        draft.find("distillation.unknown-loss", key, mode=mode)
     coef = draft.number(f"{_LOSS}.distillation_loss_coef")
     if coef is not None:
         draft.put("distillation.coef", float(coef), rule="distillation", old=[f"{_LOSS}.distillation_loss_coef"])
