@@ -49,6 +49,8 @@ UNITS = {
     "max_model_len": "tokens",
     "max_restarts": "restarts",
     "max_retries": "retries",
+    "usd_per_million_completion_tokens": "US dollars",
+    "usd_per_million_prompt_tokens": "US dollars",
     "max_rounds": "rounds",
     "max_staleness": "updates",
     "num_completions": "completions",
@@ -85,6 +87,8 @@ NO_UNIT = frozenset(
             "min_lr_ratio",
             "initial_loss_scale",
             "eval_solved_reward",
+            "max_score",
+            "min_score",
         ),
         *(
             "rank",
