@@ -227,7 +227,8 @@ def _run_missing(record: Record, chosen: argparse.Namespace) -> None:
 
     def repeat(group: str, unit: Sequence[str], condition: str, times: int) -> None:
         left = deadline - time.monotonic()
-        if left <= 0:
+        is_done = _count_done(record, group, unit, condition, chosen.expression) >= chosen.times
+        if left <= 0 or is_done:
             return
         processors = free_groups.pop()
         try:
@@ -245,10 +246,12 @@ def _run_missing(record: Record, chosen: argparse.Namespace) -> None:
         finally:
             free_groups.append(processors)
         with storing:
-            if junit_xml is not None:
+            done = _count_done(record, group, unit, condition, chosen.expression) + times
+            if junit_xml is None:
+                done = chosen.times  # the expression selects nothing here: do not ask again
+            else:
                 record.add(junit_xml, group=group, condition=condition)
             key = _make_key(unit, condition, chosen.expression)
-            done = _count_done(record, group, unit, condition, chosen.expression) + times
             record.done[key] = done
             _store(record, chosen.record)
             print(f"{key}: {done} of {chosen.times}", flush=True)
