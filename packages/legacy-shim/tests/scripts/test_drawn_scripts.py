@@ -23,8 +23,8 @@ from configs.checking import place_files, run
 from test_forks import outcome_of
 
 from temper_legacy_shim.configs import Outcome
-from temper_legacy_shim.configs.trees import known_keys
-from temper_legacy_shim.configs.values import Plain
+from temper_legacy_shim.configs.reading.config_values import Plain
+from temper_legacy_shim.configs.reading.trees import known_keys
 from temper_legacy_shim.scripts.launches import find_launches
 from temper_legacy_shim.scripts.migrate import Migration, migrate_script
 from temper_legacy_shim.scripts.rewrite import COMMAND

@@ -28,6 +28,55 @@ def test_options_between_m_and_the_module_are_the_launchers(launcher: str, optio
     assert not any(setting.key.startswith("critic") for setting in migration.launches[0].translation.settings)
 
 
+GUARDS = (
+    'MODEL=${MODEL:-}\nif [[ -z "$MODEL" ]]; then echo "no model" >&2; exit 1; fi\n',
+    'usage() { echo "usage: $0 -m MODEL"; exit 1; }\nfor v in MODEL DATA; do [[ -z "${!v:-}" ]] && { echo "$v"; usage; }; done\n',
+    'n=0\n[ "$n" -lt 1 ] && exit 2\n',
+    ': "${MODEL:=}"\nMODEL=${MODEL:?give a model}\n',
+)
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_guard_that_the_defaults_do_not_pass_does_not_hide_the_launch(guard: str) -> None:
+    migration = migrate_script(f"{guard}python3 -m own.train {RUN} data.max_prompt_length=512\n")
+    assert entries(migration) == ["own.train"]
+    assert migration.script is not None
+    assert migration.script.text.startswith(guard)
+    assert "batching.prompts_per_step=64" in migration.script.text
+
+
+def test_exit_without_an_error_still_ends_the_script() -> None:
+    migration = migrate_script(f'if [ -z "" ]; then exit 0; fi\npython3 -m own.train {RUN}\n')
+    assert migration.launches == ()
+    assert migration.outcome is Outcome.PERSON
+    assert "line 2: settings of verl (" in persons(migration)[0]
+
+
+def test_a_program_in_a_variable_that_runs_a_module_of_verl_is_python() -> None:
+    assert entries(migrate_script(f'"$MY_ENV" -m verl.trainer.main_ppo {RUN}\n')) == ["verl.trainer.main_ppo"]
+
+
+SUBMITTED = (
+    "JOB=$(sbatch --parsable -p gpu -w node1 --gres=gpu:1 --mem=80G job.sbatch)",
+    "setsid nohup bash job.sbatch &",
+)
+
+
+@pytest.mark.parametrize("command", SUBMITTED)
+def test_a_script_that_a_scheduler_gets_after_many_options_is_looked_at(command: str, tmp_path: Path) -> None:
+    (tmp_path / "job.sbatch").write_text(f"python3 -m verl.trainer.main_ppo {RUN}\n")
+    migration = migrate_script(f"{command}\n", folder=tmp_path)
+    assert migration.outcome is Outcome.PERSON
+    assert "job.sbatch starts verl.trainer.main_ppo" in persons(migration)[0]
+
+
+def test_a_script_behind_a_substitution_is_looked_for_by_its_name(tmp_path: Path) -> None:
+    text = 'RUNNER=$(cd "$(dirname "$0")/../other" && pwd)/run_it.sh\nbash "$RUNNER"\n'
+    assert migrate_script(text, folder=tmp_path).outcome is not Outcome.CLEAN
+    (tmp_path / "run_it.sh").write_text(f"python3 -m verl.trainer.main_ppo {RUN}\n")
+    assert migrate_script(text, folder=tmp_path).outcome is Outcome.PERSON
+
+
 HEREDOCS = (
     f"cat > job.slurm <<'EOF'\n#SBATCH -N 1\npython3 -m verl.trainer.main_ppo {RUN}\nEOF\nsbatch job.slurm\n",
     f"sbatch <<EOF\n#!/bin/bash\nsrun python3 -m verl_tool.trainer.main_ppo {RUN}\nEOF\n",

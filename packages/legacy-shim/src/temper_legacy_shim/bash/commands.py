@@ -107,6 +107,11 @@ def _run_builtin(
     match name:
         case "exit" | "return":
             shell.status = int(code) if len(fields) > 1 and (code := fields[1].text.known or "").isdigit() else shell.status
+            if name == "exit" and shell.reading.passes_guards and shell.status:
+                shell.reading.note(
+                    "the script would end there with an error as it was read; what follows was read all the same", span.start
+                )
+                return
             raise Exit if name == "exit" else Return
         case "break" | "continue":
             levels = int(count) if len(fields) > 1 and (count := fields[1].text.known or "").isdigit() else 1

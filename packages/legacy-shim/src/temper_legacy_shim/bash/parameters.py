@@ -182,6 +182,8 @@ def _with_default(shell: Shell, part: Parameter, text: Text | None, *, in_quotes
     if part.operator in ("?", ":?"):
         if shell.is_assigned(part.name):
             shell.reading.note(f"{part.source[:80]} is not satisfied: bash would end here", -1)
+            if shell.reading.passes_guards:
+                return unknown(part.source, is_unset=True)
             raise Stopped
         return unknown(part.source, is_unset=True)
     found = _operand(shell, part, in_quotes=in_quotes)

@@ -133,6 +133,8 @@ class Reading:
     settings: dict[str, str] = field(default_factory=dict)
     """Variables given from outside, which the script may overwrite."""
     hooks: ReaderHooks = field(default_factory=ReaderHooks)
+    passes_guards: bool = False
+    """Go on after ``exit`` with an error, as if its condition had not held."""
     events: list[Event] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     notes: dict[str, int] = field(default_factory=dict)

@@ -160,8 +160,8 @@ def _entry(command: list[Field]) -> tuple[str, int, dict[str, Text]] | None:
         return command[1].text.shown(), 2, {}
     if first.endswith(".py"):
         return first, 1, {}
-    if not _PYTHON.fullmatch(first):
-        return None
+    if not _PYTHON.fullmatch(first) and not (_name_at(command, 1) == "-m" and OLD_MODULE.fullmatch(_name_at(command, 2))):
+        return None  # "$MY_ENV/bin/x" -m verl.trainer.main_ppo is Python under any name
     at = 1
     while at < len(command):
         word = _name_at(command, at)

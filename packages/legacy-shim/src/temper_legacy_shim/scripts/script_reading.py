@@ -47,6 +47,8 @@ class ScriptReading:
     """Where the assignments stand that were carried out."""
     num_arguments: int
     """Positional parameters that it reads."""
+    passes_guards: bool
+    """Whether the reading went on where the script would end with an error."""
 
     def line_of(self, at: int) -> int:
         """The line of an offset."""
@@ -73,7 +75,8 @@ def read_script(text: str, *, settings: dict[str, str] | None = None) -> ScriptR
 
 def reread(text: str, like: ScriptReading, settings: dict[str, str]) -> list[Event]:
     """The commands of a script that was made from another, with that one's conditions decided as they were."""
-    return _pass(parse(text), text, settings, tuple(decision.taken for decision in like.decisions)).events
+    choices = tuple(decision.taken for decision in like.decisions)
+    return _pass(parse(text), text, settings, choices, passes_guards=like.passes_guards).events
 
 
 def _read(text: str, settings: dict[str, str]) -> ScriptReading:
@@ -82,6 +85,11 @@ def _read(text: str, settings: dict[str, str]) -> ScriptReading:
     passes = 1
     if not find_launches(main.events):
         main, passes = _first_that_launches(program, text, settings, main)
+    if not find_launches(main.events):
+        # A guard that the script's own defaults do not pass, such as an empty model path.
+        passing = _pass(program, text, settings, (), passes_guards=True)
+        if len(passing.events) > len(main.events):
+            main, passes = _first_that_launches(program, text, settings, passing)
     launches = tuple(find_launches(main.events))
     alternatives = _alternatives(program, text, settings, main, launches, MAX_PASSES - passes)
     return ScriptReading(
@@ -95,17 +103,20 @@ def _read(text: str, settings: dict[str, str]) -> ScriptReading:
         free=main.free,
         executed=frozenset(main.executed),
         num_arguments=main.num_arguments,
+        passes_guards=main.passes_guards,
     )
 
 
-def _pass(program: Program, text: str, settings: dict[str, str], choices: tuple[int, ...]) -> Reading:
-    reading = Reading(text, choices, settings, hooks=_HOOKS)
+def _pass(program: Program, text: str, settings: dict[str, str], choices: tuple[int, ...], *, passes_guards: bool = False) -> Reading:
+    reading = Reading(text, choices, settings, passes_guards=passes_guards, hooks=_HOOKS)
     run_script(program, reading)
     return reading
 
 
 def _first_that_launches(program: Program, text: str, settings: dict[str, str], main: Reading) -> tuple[Reading, int]:
     """Guards that end a script (no arguments, a missing file) are taken to pass: change decisions until something is launched."""
+    if find_launches(main.events):
+        return main, 1
     waiting, seen, passes = [main], {tuple(decision.taken for decision in main.decisions)}, 1
     while waiting and passes < MAX_PASSES:
         current = waiting.pop(0)
@@ -115,7 +126,7 @@ def _first_that_launches(program: Program, text: str, settings: dict[str, str], 
                 choices = (*taken[:place], other)
                 if other == taken[place] or passes >= MAX_PASSES:
                     continue
-                found = _pass(program, text, settings, choices)
+                found = _pass(program, text, settings, choices, passes_guards=main.passes_guards)
                 passes += 1
                 if find_launches(found.events):
                     return found, passes
@@ -137,7 +148,7 @@ def _alternatives(
             if other == decision.taken or passes <= 0:
                 continue
             passes -= 1
-            found = _pass(program, text, settings, (*taken[:place], other))
+            found = _pass(program, text, settings, (*taken[:place], other), passes_guards=main.passes_guards)
             others = tuple(find_launches(found.events))
             if others and [_signature(launch) for launch in others] != usual:
                 out.append(Alternative(decision=decision, taken=other, launches=others))

@@ -17,6 +17,8 @@ from temper_legacy_shim.scripts.script_reading import ScriptReading, read_script
 
 _SCRIPT = re.compile(r"[^\s=]*\.(?:sh|bash|slurm|sbatch)")
 _SHELL = re.compile(r"(?:.*/)?(?:bash|sh|zsh|dash|sbatch|source|\.)")
+_PRINTED = re.compile(r"\s*(?:echo|printf)\b")
+_KEY = re.compile(r"(?:^|[\s\"'(])(?:\+\+?|~)?([a-z_]\w*(?:\.\w+)+)=")
 _PRINTS = ("echo", "printf", "temper-train", "tee", "cat", "grep", "sed", "awk")
 _MOST_KEYS = 4
 _MOST_LEVELS = 3
@@ -64,14 +66,24 @@ def find_unfollowed(reading: ScriptReading, folder: Path | None, *, level: int =
 def _called_script(event: Event) -> str:
     """Return the shell script that a command runs, as it is written; empty for another command."""
     fields = started(event.fields)
-    words = [field.text.shown() for field in fields[:4]]
-    if not words:
+    if not fields:
         return ""
-    if _SCRIPT.fullmatch(words[0]):
-        return words[0]
-    if _SHELL.fullmatch(words[0]):
-        return next((word for word in words[1:] if _SCRIPT.fullmatch(word)), "")
+    first = fields[0].text.shown()
+    if _SCRIPT.fullmatch(first):
+        return first
+    if _SHELL.fullmatch(first):
+        return next((name for field in fields[1:] if (name := _script_name(field))), "")
     return ""
+
+
+def _script_name(field: Field) -> str:
+    """Return a script's path, without what a substitution prints before it; empty for another argument."""
+    pieces = field.text.pieces
+    while pieces and not pieces[-1].is_known:  # a variable: what it was assigned
+        pieces = () if pieces[-1].inner == pieces else pieces[-1].inner
+    known = pieces[-1].value if pieces else ""
+    shown = field.text.shown()
+    return shown if _SCRIPT.fullmatch(shown) else f"...{known}" if known != shown and _SCRIPT.fullmatch(known) else ""
 
 
 def _find_script(called: str, folder: Path | None) -> Path | None:
@@ -79,7 +91,7 @@ def _find_script(called: str, folder: Path | None) -> Path | None:
     if folder is None:
         return None
     parts = called.split("/")
-    unknown = max((number for number, part in enumerate(parts) if "$" in part or "`" in part), default=-1)
+    unknown = max((number for number, part in enumerate(parts) if "$" in part or "`" in part or part == "..."), default=-1)
     tail = "/".join(parts[unknown + 1 :])
     if called.startswith("/") and unknown < 0:
         return Path(called) if Path(called).is_file() else None
@@ -141,7 +153,17 @@ def left_behind(program: Program) -> Iterator[tuple[int, str]]:
 
 def only_named(text: str) -> list[str]:
     """Sentences about old trainers that a script without launches names in a line of a command, such as in a file that it writes."""
-    found = [(number, match[1]) for number, line in enumerate(text.splitlines(), 1) if (match := _NAMED.match(line))]
+    lines = list(enumerate(text.splitlines(), 1))
+    found = [(number, match[1]) for number, line in lines if (match := _NAMED.match(line))]
+    code = [(number, line.partition("#")[0]) for number, line in reversed(lines) if not _PRINTED.match(line)]
+    keys = {key: number for number, line in code for key in _KEY.findall(line) if key in known_keys()}
+    if not found and len(keys) > 1:
+        shown = ", ".join(sorted(keys)[:_MOST_KEYS]) + (", ..." if len(keys) > _MOST_KEYS else "")
+        sentence = (
+            f"line {min(keys.values())}: settings of verl ({shown}) are given there, but no command was seen that gets them: translate "
+            "with --set NAME=VALUE for what the script asks for, or translate the script that they are for"
+        )
+        return [sentence]
     return [
         f"line {number}: {name} is named there, but nothing in this script was seen to start it: translate what does, such as the file "
         "that this script writes"
