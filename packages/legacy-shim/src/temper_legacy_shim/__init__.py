@@ -6,7 +6,10 @@ Import from the rooms (``temper_legacy_shim.checkpoints``, ``.workers``): this f
 
 
 def install(*, force: bool = False) -> None:
-    """Have imports of the old module paths find the deprecated classes; see ``old_paths.install``."""
+    """Make imports of the old module paths find the deprecated classes.
+
+    See ``old_paths.install``.
+    """
     from temper_legacy_shim import old_paths
 
     old_paths.install(force=force)

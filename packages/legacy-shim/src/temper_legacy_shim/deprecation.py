@@ -14,11 +14,14 @@ from typing import Any, TypeVar, cast
 ClassT = TypeVar("ClassT", bound=type)
 
 PACKAGE = "temper-legacy-shim"
-"""Whose releases ``since`` and ``removed_in`` count."""
+"""Package whose releases ``since`` and ``removed_in`` count."""
 
 
 class LegacyWorkerWarning(FutureWarning):
-    """A deprecated worker is in use; for users of programs, so that Python shows it by default whichever module calls."""
+    """A deprecated worker is in use.
+
+    For users of programs, so that Python shows it by default whichever module calls.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +37,10 @@ class Deprecation:
     instead: str
     """Import path of what replaces it: ``module:name``, importable where the replacement is installed."""
     how: str
-    """What to write instead, as an instruction without a final dot."""
+    """Instruction for the replacement, without a final dot."""
 
     def sentence(self) -> str:
-        """What the user reads."""
+        """Return the sentence shown to the user."""
         module, _, name = self.instead.partition(":")
         return (
             f"{self.what} is deprecated since {PACKAGE} {self.since} and will be removed in {self.removed_in}: "
@@ -45,11 +48,11 @@ class Deprecation:
         )
 
     def is_overdue(self, version: str) -> bool:
-        """Whether a release of this version should no longer have it."""
+        """Return whether a release of this version should no longer have it."""
         return _numbers(version) >= _numbers(self.removed_in)
 
     def replacement(self) -> object:
-        """What replaces it.
+        """Import the replacement.
 
         Raises:
             ImportError: its module can't be imported.
@@ -64,7 +67,7 @@ RECORDS: dict[str, Deprecation] = {}
 
 
 def deprecated_class(*, since: str, removed_in: str, instead: str, how: str) -> Callable[[ClassT], ClassT]:
-    """Class decorator: registers a record, and warns where the class is constructed.
+    """Register a deprecation of a class, and warn at its construction.
 
     Subclasses warn too, once for each place that constructs them. Type checkers and editors read no records: for them the class also has
     ``typing_extensions.deprecated`` around this, with the sentence in so many words and without a category, so that it says nothing at run
@@ -100,7 +103,7 @@ def deprecated_class(*, since: str, removed_in: str, instead: str, how: str) -> 
 
 
 def _is_warned_by_subclass(actual: type, cls: type) -> bool:
-    """Whether a class between the two has a record of its own, whose warning is enough."""
+    """Return whether a class between the two has a record of its own, whose warning is enough."""
     return any("__deprecation__" in vars(base) for base in actual.__mro__[: actual.__mro__.index(cls)])
 
 
@@ -147,7 +150,7 @@ def _caller() -> tuple[FrameType, int] | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(0, 3) of ``0.3`` and of ``0.3.0rc1``: what a promise by minor releases compares."""
+    """Parse ``0.3`` and ``0.3.0rc1`` to (0, 3, 0): promises compare minor releases."""
     parts = []
     for part in version.split(".")[:3]:
         digits = part[: len(part) - len(part.lstrip("0123456789"))]

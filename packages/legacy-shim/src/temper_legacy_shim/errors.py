@@ -1,4 +1,4 @@
-"""What the shim raises. Every message says what was wrong, what was expected, and what to do.
+"""Errors of the shim. Every message says what is wrong, what was expected, and what to do.
 
 ShimError
 ├── UsageError(ValueError)          options that conflict, are missing, or have no effect on this input
@@ -46,11 +46,14 @@ class OutputError(ShimError, RuntimeError):
 
 
 class VerificationError(ShimError, RuntimeError):
-    """What was written is not what was read, or a receipt does not hold."""
+    """Written data differ from the read data, or a receipt does not match."""
 
 
 class ScriptError(ShimError, ValueError):
-    """A launch script is no bash, or asks for more than a reader that executes nothing can follow; names the line."""
+    """A launch script is no bash, or asks for more than a reader that executes nothing can follow.
+
+    Names the line.
+    """
 
 
 class MissingExtraError(ShimError, ModuleNotFoundError):
@@ -58,7 +61,10 @@ class MissingExtraError(ShimError, ModuleNotFoundError):
 
 
 def without_extra(room: str, extra: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """What the import of a room raises where a module was not found: a sentence with the extra, or the error itself where it is ours."""
+    """Return the error for an import without its extra.
+
+    A sentence that names it, or the error itself if the module is ours.
+    """
     module = (error.name or "").partition(".")[0]
     if module in ("", "temper_legacy_shim"):
         return error

@@ -18,7 +18,9 @@ EPSILON = 1e-8
 
 
 def bare_reward(rewards: Tensor, *, samples: SequenceBatch) -> Tensor:
-    """Each completion's own reward as its advantage: what the old group estimators did where a prompt had one completion.
+    """Return each completion's own reward as its advantage.
+
+    What the old group estimators did where a prompt had one completion.
 
     Args:
         rewards: [B].
@@ -40,13 +42,15 @@ class PlainGradient(SurrogateObjective):
     """
 
     def surrogate(self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch) -> Tensor:
-        """-A log p."""
+        """Return the -A log p."""
         return -advantages * logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithinDivergence(SurrogateObjective):
-    """-A min(rho, max_ratio) log p, rho without gradient; tokens that moved too far in the direction of A are dropped.
+    """-A min(rho, max_ratio) log p, rho without gradient.
+
+    Tokens that moved too far in the direction of A are dropped.
 
     Source: verl v0.7.1, loss_mode dppo_tv and dppo_kl.
     """
@@ -54,21 +58,21 @@ class WithinDivergence(SurrogateObjective):
     distance: Literal["tv", "kl"] = "tv"
     """tv: the change of the token's probability. kl: KL(old, new) of "this token or another one"."""
     low: float = 0.2
-    """How far a token with A <= 0 may fall."""
+    """Largest fall of the probability of a token with A <= 0."""
     high: float = 0.2
-    """How far a token with A > 0 may rise."""
+    """Largest rise of the probability of a token with A > 0."""
     max_ratio: float = 3.0
     """rho weighs at most this much."""
 
     def surrogate(self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch) -> Tensor:
-        """The weighted log-probs of the tokens that are kept."""
+        """Return the weighted log-probs of the tokens that are kept."""
         ratio = log_ratio.detach().exp()
         is_over, is_under = self._moved(logprobs.detach(), (logprobs - log_ratio).detach())
         is_kept = ~torch.where(advantages > 0, is_over, is_under)
         return -advantages * ratio.clamp(max=self.max_ratio) * is_kept * logprobs
 
     def _moved(self, logprobs: Tensor, old_logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        """[T] whether a token rose above ``high``, and whether it fell below ``low``."""
+        """Return [T] whether a token rose above ``high``, and whether it fell below ``low``."""
         new, old = logprobs.exp(), old_logprobs.exp()
         if self.distance == "tv":
             return new - old > self.high, new - old < -self.low

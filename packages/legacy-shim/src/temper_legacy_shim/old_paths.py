@@ -55,7 +55,7 @@ MODULES: dict[str, dict[str, str]] = {
     f"{PACKAGE}.workers.critic.dp_critic": _CRITIC,
     f"{PACKAGE}.workers.critic.megatron_critic": _MEGATRON_CRITIC,
 }
-"""What each old module offers, and where it really is: ``module:name``."""
+"""Names of each old module and their location here: ``module:name``."""
 
 
 class OldModule(ModuleType):
@@ -78,7 +78,7 @@ class OldModule(ModuleType):
 
 
 def install(*, force: bool = False) -> None:
-    """Have imports of the old module paths find the deprecated classes, in this process, from now on.
+    """Make imports of the old module paths find the deprecated classes, in this process, from now on.
 
     Args:
         force: also where the older package is installed or already imported, whose modules of these names are then hidden.
@@ -104,12 +104,12 @@ def install(*, force: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Forget the old paths again; what was imported from them stays alive."""
+    """Remove the old paths; imported names stay usable."""
     for name in MODULES:
         if isinstance(sys.modules.get(name), OldModule):
             del sys.modules[name]
 
 
 def is_installed() -> bool:
-    """Whether imports of the old paths end here."""
+    """Return whether imports of the old paths end here."""
     return isinstance(sys.modules.get(PACKAGE), OldModule)

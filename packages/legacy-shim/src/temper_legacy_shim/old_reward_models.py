@@ -1,6 +1,6 @@
 """A reward model that scores completions, as the old reward workers did, under the trainer's signature of a reward function.
 
-Translated configurations name ``by_model`` in ``reward.function``. The model is loaded once in each process that scores, beside the
+Translated configurations name ``by_model`` in ``reward.function``. The model is loaded once in each process that scores, next to the
 roles, and scores one completion after the other.
 """
 
@@ -35,7 +35,7 @@ def by_model(
     dtype: str = "bfloat16",
     device: str | None = None,
 ) -> float:
-    """The model's score after the last token of a conversation.
+    """Return the model's score after the last token of a conversation.
 
     Args:
         prompt: its messages are in ``extra``.
@@ -45,7 +45,7 @@ def by_model(
             text with the completion behind it as they are, for a model that shares the policy's template.
         max_tokens: what is longer loses its end, as it did.
         dtype: bfloat16, float16 or float32.
-        device: None takes a GPU where there is one.
+        device: None takes a GPU if there is one.
 
     Raises:
         UsageError: no such model, one without a score head, or a row without messages.

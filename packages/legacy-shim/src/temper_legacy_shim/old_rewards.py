@@ -23,11 +23,11 @@ SOURCE, INFO = "data_source", "extra_info"
 
 
 class ScoredPrompt(Protocol):
-    """What of the trainer's prompt is read."""
+    """Fields of the trainer's prompt that are read."""
 
     @property
     def text(self) -> str:
-        """As it was tokenised."""
+        """Prompt text that was tokenized."""
         ...
 
     @property

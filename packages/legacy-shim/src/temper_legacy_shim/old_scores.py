@@ -19,7 +19,9 @@ _LONGEST_NAME = 2
 
 
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
-    """Return the answer in a GSM8K completion: after the last ``#### ``, or with method flexible the last number.
+    """Return the answer in a GSM8K completion.
+
+    After the last ``#### ``, or with method flexible the last number.
 
     Example:
         >>> extract_solution("6 * 7 = 42\\n#### 1,042")
@@ -44,7 +46,9 @@ def gsm8k_score(solution_str: str, ground_truth: str, method: str = "strict", fo
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    r"""Return the last ``\boxed{...}`` (or ``\fbox{...}``) of a text, with its braces; None if there is none.
+    r"""Return the last ``\boxed{...}`` (or ``\fbox{...}``) of a text, with its braces.
+
+    None if there is none.
 
     ``\boxed 3`` without braces goes to the next ``$``.
 
@@ -83,7 +87,9 @@ def remove_boxed(s: str) -> str:
 
 
 def strip_string(string: str) -> str:
-    r"""Return a LaTeX answer in the form in which two of them are compared: without units, spaces and ``\left``, with full fractions.
+    r"""Return a LaTeX answer in the form in which two of them are compared.
+
+    Without units, spaces and ``\left``, with full fractions.
 
     Example:
         >>> strip_string(r"x = \dfrac12")
@@ -115,7 +121,10 @@ def _with_braced_roots(string: str) -> str:
 
 
 def _with_braced_fractions(string: str) -> str:
-    r"""``\frac12`` and ``\frac1{2}`` become ``\frac{1}{2}``; a text with a cut-off fraction stays as it is."""
+    r"""Rewrite ``\frac12`` and ``\frac1{2}`` to ``\frac{1}{2}``.
+
+    Text with a cut-off fraction stays as it is.
+    """
     parts = string.split("\\frac")[1:]
     if any(part[0] != "{" and len(part) == 1 for part in parts):
         return string
@@ -123,14 +132,16 @@ def _with_braced_fractions(string: str) -> str:
 
 
 def _as_fraction(string: str) -> str:
-    """``3/4`` of two whole numbers as a fraction."""
+    """Rewrite ``3/4`` of two whole numbers as a fraction."""
     numbers = string.split("/")
     is_simple = len(numbers) == 2 and all(re.fullmatch(r"-?(?:0|[1-9][0-9]*)", each) and each != "-0" for each in numbers)
     return f"\\frac{{{numbers[0]}}}{{{numbers[1]}}}" if is_simple else string
 
 
 def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
-    r"""Whether two LaTeX answers are the same after ``strip_string``; as texts if one cannot be stripped.
+    r"""Return whether two LaTeX answers are the same after ``strip_string``.
+
+    As texts if one cannot be stripped.
 
     Example:
         >>> is_equiv("0.5", r"\frac12")
@@ -167,7 +178,9 @@ class _Row:
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: object = None, *args: object, **kwargs: object
 ) -> float:
-    """Score as the old default did, by ``data_source``; see ``temper_legacy_shim.old_rewards.by_data_source``.
+    """Score as the old default did, by ``data_source``.
+
+    See ``temper_legacy_shim.old_rewards.by_data_source``.
 
     Raises:
         UsageError: the old system scored this source by code of its own, or arguments were given that only such code reads.

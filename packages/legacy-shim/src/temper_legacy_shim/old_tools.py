@@ -32,12 +32,11 @@ _SAID, _ANSWER = "-what-was-said-", "-what-was-answered-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFunction:
-    """What a schema says of its function."""
+    """Function of a tool schema."""
 
     name: str
-    """By which the policy calls it."""
+    """Name for the policy's calls."""
     description: str = ""
-    """For the policy."""
     parameters: Mapping[str, object] = field(default_factory=dict)
     """JSON schema of the arguments."""
 
@@ -47,13 +46,11 @@ class ToolSchema:
     """A tool in the form of chat templates, with the old methods."""
 
     function: ToolFunction
-    """See ToolFunction."""
     type: str = "function"
-    """Always this."""
 
     @classmethod
     def model_validate(cls, content: Mapping[str, object]) -> "ToolSchema":
-        """From plain values.
+        """Build a schema from plain values.
 
         Raises:
             ConfigError: they describe no function.
@@ -65,7 +62,7 @@ class ToolSchema:
         return cls(function=ToolFunction(**known))
 
     def model_dump(self, **ignored: object) -> dict[str, object]:
-        """As plain values, whatever the old options ask for."""
+        """Return plain values, regardless of the old options."""
         del ignored
         function = {"name": self.function.name, "description": self.function.description, "parameters": dict(self.function.parameters)}
         return {"type": self.type, "function": function}
@@ -73,7 +70,7 @@ class ToolSchema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResponse:
-    """What a tool answers."""
+    """Answer of a tool."""
 
     text: str | None = None
     """Goes into the message of the role tool."""
@@ -83,12 +80,12 @@ class ToolResponse:
     """Refused: video is out of scope."""
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to say."""
+        """Return whether there is nothing to say."""
         return not (self.text or self.image or self.video)
 
 
 class BaseTool:
-    """What tools of the old kind derive from: overwrite ``execute``, and what else a tool needs."""
+    """Base class of old tools: overwrite ``execute`` and other methods that a tool needs."""
 
     def __init__(self, config: Mapping[str, object], tool_schema: ToolSchema | None) -> None:
         self.config = config
@@ -96,7 +93,7 @@ class BaseTool:
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> ToolSchema:
-        """The schema, where the file has none."""
+        """Return the schema, where the file has none."""
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: object) -> tuple[str, ToolResponse]:
@@ -111,7 +108,7 @@ class BaseTool:
         raise NotImplementedError(f"{type(self).__name__} has no execute(), which is what a tool does.")
 
     async def calc_reward(self, instance_id: str, **kwargs: object) -> float:
-        """A reward of the whole; was logged, never trained on."""
+        """Return a reward of the whole; was logged, never trained on."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: object) -> None:
@@ -119,7 +116,7 @@ class BaseTool:
 
 
 class _Response(Protocol):
-    """What is read of an answer, ours or the older package's."""
+    """Fields of an answer, of this package or the older one."""
 
     @property
     def text(self) -> str | None: ...
@@ -130,7 +127,7 @@ class _Response(Protocol):
 
 
 class _Tool(Protocol):
-    """What is called of a tool, ours or one around the older package's base class."""
+    """Methods of a tool, of this package or the older package's base class."""
 
     name: str
 
@@ -140,7 +137,10 @@ class _Tool(Protocol):
 
 
 class HermesTools:
-    """One rollout with tools of the old kind; see ``temper_trainer.environment.protocol.Environment``."""
+    """One rollout with tools of the old kind.
+
+    See ``temper_trainer.environment.protocol.Environment``.
+    """
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class HermesTools:
         self._given = given if isinstance(given, Mapping) else {}
 
     def step(self, tokens: Sequence[int]) -> Observation:
-        """The tool's answer where the completion holds a call; else the rollout is done."""
+        """Return the tool's answer where the completion holds a call; else the rollout is done."""
         found = _CALL.search(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
         call = None if found is None else _parsed(found[1])
         if call is None:
@@ -189,7 +189,7 @@ class HermesTools:
         return Observation(tokens=tuple(ids), metrics=counts)
 
     def _answer(self, name: str, arguments: object) -> tuple[str, bool]:
-        """What a tool says, and whether it failed; whatever one raises is an answer, as it was."""
+        """Return a tool's answer, and whether it failed; an exception is an answer, as before."""
         try:
             tool = self._tools[name]
             waiting = _called(tool, arguments, given=self._given.get(name))
@@ -210,7 +210,10 @@ class HermesTools:
 
 
 async def _called(tool: _Tool, arguments: object, *, given: object) -> str:
-    """One call from its beginning to its end; releases of before 0.6 took what the row gives by name, later ones as ``create_kwargs``."""
+    """Return one call from its beginning to its end.
+
+    Releases of before 0.6 took what the row gives by name, later ones as ``create_kwargs``.
+    """
     kwargs = given.get("create_kwargs") if isinstance(given, Mapping) else None
     kwargs = dict(kwargs) if isinstance(kwargs, Mapping) else {}
     created = await tool.create(**{**kwargs, "create_kwargs": kwargs})
@@ -231,7 +234,7 @@ def _text(answer: _Response) -> str:
 
 
 def _parsed(call: str) -> tuple[str, object] | None:
-    """Name and arguments; None where it is no call, which ended the old rollout too."""
+    """Name and arguments; None if it is no call, which ended the old rollout too."""
     try:
         content = json.loads(call)
     except ValueError:
@@ -243,7 +246,7 @@ def _parsed(call: str) -> tuple[str, object] | None:
 
 @cache
 def load_tools(path: str) -> Mapping[str, _Tool]:
-    """The tools of an old file by name.
+    """Return the tools of an old file by name.
 
     Raises:
         ConfigError: naming the entry that can't be made.
@@ -282,7 +285,7 @@ def _made(entry: object, *, path: str) -> _Tool:
 
 
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """What the chat template writes after the policy's words and before a tool's answer, and after that up to the policy's next word."""
+    """Return the template's text before a tool's answer, and after it up to the policy's next turn."""
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}, {"role": "tool", "content": _ANSWER}]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -296,14 +299,17 @@ def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 
 class _ToolLoop:
-    """One event loop for all tools of a process, as the old agent loop had: a tool's calls never run at the same instant."""
+    """One event loop for all tools of a process, as the old agent loop had.
+
+    A tool's calls never run at the same instant.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="old-tools", daemon=True).start()
 
     def run(self, call: Coroutine[object, object, str], *, timeout_s: float) -> str:
-        """The answer.
+        """Return the answer.
 
         Raises:
             TimeoutError: there was none in time.

@@ -22,7 +22,7 @@ class BadExpression(Exception):
 
 
 def calculate(text: str, *, read: Callable[[str], str | None], write: Callable[[str, str], None], depth: int = 0) -> int:
-    """The value of an expression whose ``$`` expansions are done.
+    """Return the value of an expression whose ``$`` expansions are done.
 
     Args:
         text: the expression.
@@ -115,7 +115,7 @@ class _Calculation:
         return first if condition else second
 
     def level(self, number: int) -> int:
-        """Operators of this level and tighter ones, from the left."""
+        """Return the operators of this level and tighter ones, from the left."""
         value = self.power()
         while (operator := self.peek()) in _LEVEL_OF and _LEVEL_OF[operator] >= number:
             self.at += 1

@@ -13,7 +13,7 @@ Atom = str | Part
 
 
 def expand(word: Word) -> list[Word]:
-    """The words that a word stands for; itself alone where it has no braces to expand."""
+    """Return the words that a word stands for; itself alone if it has no braces to expand."""
     if not any(isinstance(part, Literal) and not part.is_quoted and "{" in part.text for part in word.parts):
         return [word]
     atoms: list[Atom] = []
@@ -44,7 +44,10 @@ def _expand(atoms: list[Atom], level: int) -> list[list[Atom]]:
 
 
 def _alternatives(atoms: list[Atom], start: int) -> tuple[list[list[Atom]], int] | None:
-    """What stands between the braces that open at `start`, and where they end; None where they are plain characters."""
+    """Return the alternatives of the braces that open at `start`, and the end.
+
+    None for literal braces.
+    """
     depth = 0
     choices: list[list[Atom]] = []
     current: list[Atom] = []

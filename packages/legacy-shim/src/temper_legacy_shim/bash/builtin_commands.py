@@ -34,7 +34,7 @@ def _echo(shell: Shell, fields: list[Field]) -> None:
 
 
 def unescaped(text: str) -> str:
-    """Backslashes of ``echo -e`` and ``printf``."""
+    """Resolve the backslashes of ``echo -e`` and ``printf``."""
     return re.sub(r"\\([ntrabefv\\])", lambda match: _BACKSLASH[match[1]], text)
 
 
@@ -55,7 +55,10 @@ def _printf(shell: Shell, fields: list[Field]) -> None:
 
 
 def _formatted(pattern: Text, arguments: list[Text]) -> Text:
-    """What ``printf`` prints; unknown where a format other than ``%s`` meets an unknown argument."""
+    """Return the output of ``printf``.
+
+    Unknown if a format other than ``%s`` has an unknown argument.
+    """
     if not pattern.is_known:
         return unknown("\0")
     given = pattern.shown()
@@ -104,7 +107,10 @@ def _conversion(match: re.Match[str], argument: Text | None) -> Text:
 
 
 def declare(shell: Shell, name: str, fields: list[Field], *, has_value: bool = False) -> None:
-    """``declare``, ``local``, ``export``, ``readonly``: attributes, scopes, and values that came by expansion."""
+    """Run ``declare``, ``local``, ``export`` or ``readonly``.
+
+    Set attributes, scopes and expanded values.
+    """
     flags = ""
     for field in fields:
         text = field.text.shown()
@@ -146,7 +152,10 @@ def _set_attributes(variable: Variable, flags: str, *, is_export: bool) -> None:
 
 
 def read(shell: Shell, name: str, fields: list[Field], stdin: Text | None, *, separators: str | None = None) -> None:
-    """``read`` of text that the script holds itself; at the end of the input, or of unknown input, it fails."""
+    """Run ``read`` on text in the script.
+
+    It fails at the end of the input and for unknown input.
+    """
     names = [text for field in fields if not (text := field.text.shown()).startswith("-")]
     options = "".join(text[1:] for field in fields if (text := field.text.shown()).startswith("-"))
     known = None if stdin is None else stdin.known
@@ -281,4 +290,3 @@ BUILTINS: dict[str, Callable[[Shell, list[Field]], None]] = {
     ),
     **dict.fromkeys(("declare", "typeset", "local", "export", "readonly"), _nothing),
 }
-"""By name."""

@@ -12,12 +12,12 @@ MAX_EVENTS = 10_000
 
 
 def run_simple(shell: Shell, command: Simple, *, is_tested: bool) -> None:
-    """A command with its arguments, or assignments alone.
+    """Run a command with its arguments, or assignments without a command.
 
     Args:
         shell: what it changes.
         command: see there.
-        is_tested: whether ``&&`` or ``||`` goes on by its status.
+        is_tested: whether ``&&`` or ``||`` continues by its status.
     """
     words = [word for word in command.words if isinstance(word, Word)]
     if not words:
@@ -143,7 +143,7 @@ def _run_builtin(
 def _run_named(
     shell: Shell, fields: list[Field], *, environment: tuple[tuple[str, Text], ...], span: Span, stdin: Text | None, is_tested: bool
 ) -> None:
-    """``command x`` and ``exec x``: past functions."""
+    """Run ``command x`` and ``exec x``, which ignore functions."""
     name = fields[0].text.known
     if name in builtin_commands.BUILTINS:
         _run_builtin(shell, name, fields, declared=[], stdin=stdin, environment=environment, span=span, is_tested=is_tested)
@@ -152,7 +152,7 @@ def _run_named(
 
 
 def _run_other(shell: Shell, fields: list[Field], *, environment: tuple[tuple[str, Text], ...], span: Span, stdin: Text | None) -> None:
-    """A command that is not the shell's own: what it prints where a reader knows, and a record that it would run."""
+    """Record an external command as one that would run, and compute its output if that is known."""
     reading = shell.reading
     given = stdin if stdin is not None else shell.stdin
     failure = reading.hooks.explain_failure(fields)
@@ -186,7 +186,7 @@ def _run_other(shell: Shell, fields: list[Field], *, environment: tuple[tuple[st
 
 
 def _started_shell(shell: Shell, environment: tuple[tuple[str, Text], ...]) -> Shell:
-    """Another bash: it knows what was exported, and no functions."""
+    """Return another bash: it knows what was exported, and no functions."""
     child = shell.fork()
     child.functions, child.captured = {}, None
     exported = {name: variable for scope in child.scopes for name, variable in scope.items() if variable.is_exported}
@@ -196,7 +196,10 @@ def _started_shell(shell: Shell, environment: tuple[tuple[str, Text], ...]) -> S
 
 
 def run_inner(shell: Shell, text: Text, *, span: Span, is_shell: bool = False) -> None:
-    """Text that is a script itself: of ``eval``, ``bash -c``, a heredoc to ``bash``."""
+    """Run text that is a script itself.
+
+    The argument of ``eval`` or ``bash -c``, or a heredoc to ``bash``.
+    """
     reading = shell.reading
     if shell.forks > 50:
         raise ScriptError("eval inside eval, more than 50 levels deep.")
@@ -221,7 +224,10 @@ def run_inner(shell: Shell, text: Text, *, span: Span, is_shell: bool = False) -
 
 
 def stdin_of(shell: Shell, redirects: tuple[Redirect, ...]) -> Text | None:
-    """What heredocs and here-strings give a command to read; an unknown text for a file; None where nothing is redirected."""
+    """Return the input from heredocs and here-strings.
+
+    Unknown for a file, None without redirection.
+    """
     given: Text | None = None
     for redirect in redirects:
         if redirect.operator in ("<<", "<<-"):
@@ -237,12 +243,12 @@ def stdin_of(shell: Shell, redirects: tuple[Redirect, ...]) -> Text | None:
 
 
 def prints_elsewhere(redirects: tuple[Redirect, ...]) -> bool:
-    """Whether a command's output goes to a file."""
+    """Return whether a command's output goes to a file."""
     return any(redirect.operator in (">", ">>", "&>", "&>>", ">|") for redirect in redirects)
 
 
 def assign(shell: Shell, assignment: Assignment) -> None:
-    """``x=...`` in all its forms."""
+    """Run an assignment ``x=...`` in any of its forms."""
     if shell.reading.inner is None:
         shell.reading.executed.add(assignment.span.start)
     if isinstance(assignment.value, tuple):
@@ -267,7 +273,7 @@ def assign(shell: Shell, assignment: Assignment) -> None:
 
 
 def assignment_text(shell: Shell, assignment: Assignment) -> Text:
-    """What is assigned, where that is no array."""
+    """Return the value of an assignment that is not an array."""
     return expansion.expand_text(shell, assignment.value) if isinstance(assignment.value, Word) else Text()
 
 

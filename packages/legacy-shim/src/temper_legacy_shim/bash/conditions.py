@@ -21,7 +21,7 @@ class Malformed(Exception):
 
 
 def test_fields(shell: Shell, fields: list[Field]) -> Truth:
-    """``test`` and ``[`` with their expanded arguments.
+    """Evaluate ``test`` and ``[`` with expanded arguments.
 
     Raises:
         Malformed: see there.
@@ -88,7 +88,7 @@ class _FieldParser:
 
 
 def unary(shell: Shell, operator: str, text: Text) -> Truth:
-    """``-z x``, ``-n x``, ``-f x``, ..."""
+    """Evaluate ``-z x``, ``-n x``, ``-f x`` and other unary tests."""
     if operator in ("-z", "-n"):
         if any(piece.is_known and piece.value for piece in text.pieces):
             is_empty: bool | None = False
@@ -113,7 +113,7 @@ def unary(shell: Shell, operator: str, text: Text) -> Truth:
 
 
 def binary(shell: Shell, operator: str, left: Text, right: Text) -> Truth:
-    """``a = b``, ``a -lt b``, ... of two values."""
+    """Evaluate ``a = b``, ``a -lt b`` and other tests of two values."""
     is_assumed = left.is_unset or right.is_unset
     if not all(text.is_known or text.is_unset for text in (left, right)):
         if operator in ("=", "==", "!=") and left.shown() == right.shown():
@@ -152,7 +152,7 @@ def _number(shell: Shell, name: str) -> str | None:
 
 
 def test_words(shell: Shell, test: Test) -> Truth:
-    """``[[ ... ]]``.
+    """Evaluate ``[[ ... ]]``.
 
     Raises:
         Malformed: see there.
@@ -235,7 +235,7 @@ class _WordParser:
             return Truth(None)
 
     def searched(self, pieces: list[tuple[str, bool]], text: str) -> bool:
-        """``=~``, with its groups in BASH_REMATCH."""
+        """Evaluate ``=~`` and set BASH_REMATCH to its groups."""
         expression = "".join(re.escape(part) if is_quoted else part for part, is_quoted in pieces)
         expression = re.sub(r"\[\[:(alpha|digit|alnum|space|upper|lower):\]\]", lambda match: _CLASSES[match[1]], expression)
         if len(text) > 500 or len(expression) > 200 or _SLOW.search(expression):

@@ -26,7 +26,6 @@ from temper_legacy_shim.bash.syntax_tree import (
 )
 
 MAX_ROUNDS = 500
-"""Of one loop."""
 
 
 def run_script(program: Program, reading: Reading) -> Shell:
@@ -37,7 +36,7 @@ def run_script(program: Program, reading: Reading) -> Shell:
 
 
 def run_isolated(shell: Shell, program: Program) -> None:
-    """A program as a shell of its own: exit ends it alone."""
+    """Run a program as a separate shell: an exit ends nothing else."""
     try:
         run(shell, program)
     except (Exit, Return, Jump, Stopped):
@@ -45,7 +44,7 @@ def run_isolated(shell: Shell, program: Program) -> None:
 
 
 def run(shell: Shell, program: Program) -> None:
-    """The commands of a list, one after the other."""
+    """Run the commands of a list in order."""
     for item in program.items:
         _run_item(shell.fork() if item.is_background else shell, item)
 
@@ -80,7 +79,7 @@ def _run_pipeline(shell: Shell, pipeline: Pipeline, *, is_tested: bool = False) 
 
 
 def _run_pipes(shell: Shell, pipeline: Pipeline) -> None:
-    """Each command in a subshell, with what the one before it printed as its input."""
+    """Run each command of a pipe in a subshell, with the output of the previous one as input."""
     printed: Text | None = shell.stdin
     for number, command in enumerate(pipeline.commands):
         child = shell.fork()
@@ -97,7 +96,7 @@ def _run_pipes(shell: Shell, pipeline: Pipeline) -> None:
 
 
 def run_command(shell: Shell, command: Command, *, is_tested: bool = False) -> None:
-    """One command; its status is left in the shell."""
+    """Run one command and leave its status in the shell."""
     shell.reading.step()
     match command:
         case Simple():
@@ -161,7 +160,7 @@ def _test_status(shell: Shell, command: Test, *, is_decided: bool) -> int | None
 
 
 def truth_status(shell: Shell, truth: Truth, span: Span, *, is_decided: bool) -> int | None:
-    """A test's status; decided now where a list goes on by it, and later by what asks for it otherwise."""
+    """Return a test's status; decided now where a list continues by it, and later by what asks for it otherwise."""
     if truth.value is not None and not truth.is_assumed:
         return int(not truth.value)
     if not is_decided:
@@ -183,7 +182,7 @@ def _calculation_status(shell: Shell, command: Calculation) -> int | None:
 
 
 def _decided(shell: Shell, condition: Program, *, usual: int | None = None) -> bool:
-    """Whether a condition holds; decided and recorded where the text does not say."""
+    """Return whether a condition holds; decided and recorded where the text does not say."""
     shell.take_pending()
     run(shell, condition)
     truth = shell.take_pending()
@@ -234,7 +233,10 @@ def _run_case(shell: Shell, command: Case) -> None:
 
 
 def _matching_branch(shell: Shell, command: Case, subject: str, *, after: int = 0) -> int | None:
-    """The number of the first branch after this one that fits; 0 for none, None where that is not known."""
+    """Return the number of the first branch after this one that fits.
+
+    0 for none, None if that is not known.
+    """
     for number, (patterns, _, _) in enumerate(command.branches[after:], after + 1):
         for pattern in patterns:
             pieces, is_known, is_unset = expansion.expand_pattern(shell, pattern)
@@ -264,7 +266,7 @@ def _run_for(shell: Shell, command: For) -> None:
 
 
 def _run_round(shell: Shell, body: Program) -> bool:
-    """One round; False where the loop ends."""
+    """Return one round; False if the loop ends."""
     try:
         run(shell, body)
     except Jump as jump:

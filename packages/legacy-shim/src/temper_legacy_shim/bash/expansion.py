@@ -1,4 +1,7 @@
-"""From words to arguments: brace expansion, parameters, substitutions, arithmetic, splitting, and the removal of quotes."""
+"""Expand words to arguments.
+
+Braces, parameters, substitutions, arithmetic, splitting, quote removal.
+"""
 
 from temper_legacy_shim.bash import braces, parameters
 from temper_legacy_shim.bash.arithmetic import BadExpression, UnknownNumber, calculate
@@ -14,7 +17,7 @@ _BREAK = Fragment((), is_quoted=True, is_break=True)
 
 
 def expand_words(shell: Shell, words: tuple[Word, ...] | list[Word]) -> list[Field]:
-    """Arguments of words, as a command gets them."""
+    """Return the arguments of words, as a command gets them."""
     fields: list[Field] = []
     for word in words:
         before = len(fields)
@@ -27,7 +30,10 @@ def expand_words(shell: Shell, words: tuple[Word, ...] | list[Word]) -> list[Fie
 
 
 def expand_text(shell: Shell, word: Word | None, *, source: str | None = None) -> Text:
-    """The value of a word where nothing is split: assignments, redirections, heredocs, subjects of ``case``."""
+    """Return the value of a word where nothing is split.
+
+    Assignments, redirections, heredocs, subjects of ``case``.
+    """
     if word is None:
         return Text()
     pieces: list[Piece] = []
@@ -40,7 +46,10 @@ def expand_text(shell: Shell, word: Word | None, *, source: str | None = None) -
 
 
 def expand_pattern(shell: Shell, word: Word) -> tuple[list[tuple[str, bool]], bool, bool]:
-    """A word as a pattern: text and whether it was quoted; whether all is known; whether the unknown is only unset."""
+    """Return a word as a pattern: text and whether it was quoted; whether all is known.
+
+    Whether the unknown is only unset.
+    """
     out, is_known, is_unset = [], True, True
     for fragment in fragments(shell, word, in_quotes=False):
         for piece in fragment.pieces:
@@ -51,7 +60,7 @@ def expand_pattern(shell: Shell, word: Word) -> tuple[list[tuple[str, bool]], bo
 
 
 def fragments(shell: Shell, word: Word, *, in_quotes: bool) -> list[Fragment]:
-    """A word's parts, expanded and not yet split."""
+    """Return a word's parts, expanded and not yet split."""
     out: list[Fragment] = []
     for part in word.parts:
         out.extend(_part(shell, part, in_quotes=in_quotes))
@@ -105,7 +114,7 @@ def _star(shell: Shell, listed: list[Field]) -> Text:
 
 
 def _fields(shell: Shell, word: Word, *, is_whole: bool) -> list[Field]:
-    """Arguments of one word."""
+    """Return the arguments of one word."""
     builder = _Splitter(shell.separators())
     parts = fragments(shell, with_tilde(word), in_quotes=False)
     for fragment in parts:
@@ -117,7 +126,7 @@ def _fields(shell: Shell, word: Word, *, is_whole: bool) -> list[Field]:
 
 
 def joined_lines(source: str) -> str:
-    """A word's source without continuations."""
+    """Return a word's source without continuations."""
     return source if "'" in source else source.replace("\\\n", "")
 
 
@@ -151,7 +160,7 @@ class _Splitter:
             self._split(piece)
 
     def _opened(self, pieces: tuple[Piece, ...]) -> list[Piece]:
-        """Pieces without whitespace, or what they are made of."""
+        """Return the pieces without whitespace, or what they are made of."""
         out: list[Piece] = []
         for piece in pieces:
             has_separator = piece.is_known and any(char in self.separators for char in piece.value)
@@ -191,7 +200,10 @@ class _Splitter:
 
 
 def arithmetic(shell: Shell, expression: Word, source: str) -> Text:
-    """The value of ``$((...))``; unknown where a part of it is, or where bash would refuse it."""
+    """Return the value of ``$((...))``.
+
+    Unknown if a part of it is, or where bash would refuse it.
+    """
     text = expand_text(shell, expression)
     if not text.is_known:
         return unknown(source, is_unset=text.is_unset)
@@ -228,7 +240,10 @@ def _write(shell: Shell, name: str, value: str) -> None:
 
 
 def substitute(shell: Shell, part: Substitution) -> Text:
-    """What ``$(...)`` prints; unknown where a command in it is not one of the few that a reader knows."""
+    """Return the output of ``$(...)``.
+
+    Unknown unless every command in it is one whose output is computed.
+    """
     if part.is_process:
         child = shell.fork()
         shell.interpreter.run_isolated(child, part.program)

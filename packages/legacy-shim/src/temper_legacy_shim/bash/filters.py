@@ -1,4 +1,7 @@
-"""What programs print whose output depends on their arguments and input alone: ``basename``, ``seq``, ``tr``, ``cut``, ``sed s///``."""
+"""Compute the output of programs that depend only on arguments and input.
+
+``basename``, ``seq``, ``tr``, ``cut``, ``sed s///``.
+"""
 
 import re
 from collections.abc import Callable
@@ -9,7 +12,7 @@ _MAX_LINES = 5_000
 
 
 def output(fields: list[Field], stdin: Text | None) -> Text | None:
-    """What a command prints; None where a reader does not know it."""
+    """Return the output of a command; None if it is not one whose output is computed."""
     name = fields[0].text.known
     if name is None:
         return None

@@ -1,4 +1,4 @@
-"""From characters to words: quoting, escapes, expansions, and what ends a word.
+"""Split text into words: quoting, escapes, expansions, and word boundaries.
 
 ``Words`` holds the text and the place in it; ``parser.Parser`` adds the grammar of commands.
 """
@@ -30,37 +30,37 @@ class Words:
         self.nesting = 0
 
     def program_until(self, end: str) -> Program:
-        """The commands up to the closing text of a substitution, which is consumed."""
+        """Return the commands up to the closing text of a substitution, which is consumed."""
         raise NotImplementedError
 
     def peek(self, length: int = 1) -> str:
-        """The next characters."""
+        """Return the next characters."""
         return self.text[self.at : self.at + length]
 
     def error(self, what: str, at: int | None = None) -> ScriptError:
-        """The error to raise, with its line."""
+        """Return the error to raise, with its line."""
         line = self.text.count("\n", 0, self.at if at is None else at) + 1
         return ScriptError(f"line {line}: {what}")
 
     def nest(self) -> None:
-        """Go one level down; the caller comes up by ``self.nesting -= 1``."""
+        """Enter one level of nesting; the caller leaves it with ``self.nesting -= 1``."""
         self.nesting += 1
         if self.nesting > MAX_NESTING:
             raise self.error(f"more than {MAX_NESTING} expansions or commands inside each other: write it flatter.")
 
     def word(self, is_end: Callable[[str], bool] | None = None) -> Word:
-        """One word from here; empty where none starts."""
+        """Return one word from here; empty if none starts."""
         start = self.at
         parts = self._parts(is_end or METACHARACTERS.__contains__, in_quotes=False)
         return Word(parts=parts, source=self.text[start : self.at], span=Span(start, self.at))
 
     def heredoc_body(self) -> Word:
-        """The whole text as the body of a heredoc whose delimiter is not quoted."""
+        """Return the full text as the body of a heredoc whose delimiter is not quoted."""
         parts = self._parts(lambda _: False, in_quotes=True, has_quote_marks=False)
         return Word(parts=parts, source=self.text, span=Span(0, len(self.text)))
 
     def _parts(self, is_end: Callable[[str], bool], *, in_quotes: bool, has_quote_marks: bool = True) -> tuple[Part, ...]:
-        """Parts up to a character that ends them, which is left, or the end of the text.
+        """Return the parts up to a character that ends them, which is left, or the end of the text.
 
         Args:
             is_end: asked about characters that are not quoted.
@@ -124,7 +124,7 @@ class Words:
         return DoubleQuoted(parts or (Literal("", is_quoted=True),))
 
     def _ansi_quoted(self) -> Literal:
-        """``$'...'`` from the quote on."""
+        """Read ``$'...'`` after its opening quote."""
         start, out = self.at, []
         self.at += 1
         while (char := self.peek()) != "'":
@@ -192,7 +192,10 @@ class Words:
         return Substitution(program, self.text[start : self.at])
 
     def _arithmetic(self) -> Arithmetic | None:
-        """``$((...))``; None where its parentheses close apart, which makes it a substitution of a subshell."""
+        """Read ``$((...))``; return None if its parentheses close separately.
+
+        A substitution of a subshell.
+        """
         start = self.at
         self.at += 3
         expression = self.calculation()
@@ -202,7 +205,10 @@ class Words:
         return Arithmetic(expression, self.text[start : self.at])
 
     def calculation(self) -> Word | None:
-        """The inside of ``((...))`` up to its end, which is consumed; None where it does not end so."""
+        """Return the inside of ``((...))`` up to its end, which is consumed.
+
+        None if it does not end so.
+        """
         start, depth = self.at, 0
 
         def is_end(char: str) -> bool:
@@ -222,7 +228,7 @@ class Words:
         return word
 
     def _old_arithmetic(self) -> Arithmetic | None:
-        """``$[...]``."""
+        """Read ``$[...]``."""
         start = self.at
         self.at += 2
         inside = self.at
@@ -235,7 +241,7 @@ class Words:
         return Arithmetic(word, self.text[start : self.at])
 
     def _braced(self, *, in_quotes: bool) -> Parameter:
-        """``${...}``."""
+        """Read ``${...}``."""
         start = self.at
         self.at += 2
         prefix = ""
@@ -270,7 +276,7 @@ class Words:
         return Parameter(match[0], self.text[start : self.at], index, operator, operands, is_indirect)
 
     def _bad_substitution(self, start: int) -> Parameter:
-        """What bash refuses when it comes to it, and not before."""
+        """Read an expansion that bash refuses only when it executes it."""
         depth = 1
         while depth and self.at < len(self.text):
             depth += {"{": 1, "}": -1}.get(self.text[self.at], 0)
@@ -318,7 +324,7 @@ class Words:
 
 
 def _joined(parts: list[Part]) -> tuple[Part, ...]:
-    """Neighbouring literals of one kind as one."""
+    """Return the neighbouring literals of one kind as one."""
     out: list[Part] = []
     for part in parts:
         last = out[-1] if out else None

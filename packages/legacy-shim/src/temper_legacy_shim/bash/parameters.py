@@ -12,7 +12,10 @@ _DEFAULTS = (":-", "-", ":=", "=", ":+", "+", ":?", "?")
 
 
 def value(shell: Shell, part: Parameter, *, in_quotes: bool) -> Text | list[Fragment]:
-    """The value of a parameter that is no list; parts of a default where they split on their own."""
+    """Return the value of a parameter that is no list.
+
+    Parts of a default where they split on their own.
+    """
     if part.operator == "bad":
         shell.reading.note(f"bash refuses {part.source[:80]} as a bad substitution and would end here", -1)
         raise Stopped
@@ -35,7 +38,7 @@ def value(shell: Shell, part: Parameter, *, in_quotes: bool) -> Text | list[Frag
 
 
 def elements(shell: Shell, part: Parameter) -> list[Field] | None:
-    """The elements of ``$@`` and ``${x[@]}``; None for what is no list."""
+    """Return the elements of ``$@`` and ``${x[@]}``; None for what is no list."""
     is_all = part.index is not None and part.index.literal() in ("@", "*")
     if part.operator == "names":
         names = {name for scope in shell.scopes for name in scope if name.startswith(part.name)}
@@ -72,7 +75,7 @@ def _transformed_field(shell: Shell, part: Parameter, field: Field) -> Field:
 
 
 def _opensliced(shell: Shell, part: Parameter) -> list[Field] | None:
-    """``"${@:2}"`` of the script's own arguments."""
+    """Return ``"${@:2}"`` of the script's arguments."""
     if shell.positional is not None or part.operator != ":":
         return None
     first = shell.interpreter.expand_text(shell, part.operands[0]).shown().strip()
@@ -91,7 +94,7 @@ def _elements_of(variable: Variable) -> dict[int | str, Field]:
 
 
 def element_text(shell: Shell, variable: Variable, index: str) -> Text | None:
-    """One element by its subscript; an unknown subscript gives an unknown text."""
+    """Return one element by its subscript; an unknown subscript gives an unknown text."""
     if variable.is_associative:
         field = (variable.elements or {}).get(index.strip("\"'"))
         return None if field is None else field.text
@@ -107,7 +110,7 @@ def element_text(shell: Shell, variable: Variable, index: str) -> Text | None:
 
 
 def assign_element(shell: Shell, name: str, index: str, text: Text, *, is_appending: bool = False) -> None:
-    """``name[index]=text``; an index that is not known leaves the array alone and is noted."""
+    """Run ``name[index]=text``; an unknown index leaves the array as it is and adds a note."""
     variable = shell.variable(name)
     if variable.elements is None:
         variable.elements = {} if variable.text is None else {0: Field(variable.text, variable.text.raw())}
@@ -164,7 +167,7 @@ def _length(shell: Shell, part: Parameter) -> Text:
 
 
 def _indirect(shell: Shell, part: Parameter) -> Parameter:
-    """``${!x}`` as ``${value of x}``; without a name where that is not known."""
+    """Return ``${!x}`` as ``${value of x}``; its name is empty if the value is unknown."""
     text = _lookup(shell, Parameter(part.name, part.source, part.index))
     known = None if text is None else text.known
     is_name = known is not None and (known.isidentifier() or known.isdigit())
@@ -195,7 +198,10 @@ def _with_default(shell: Shell, part: Parameter, text: Text | None, *, in_quotes
 
 
 def _operand(shell: Shell, part: Parameter, *, in_quotes: bool) -> Text | list[Fragment]:
-    """The word of a default: one value with the parameter's source, or fragments where it splits."""
+    """Return the word of a default.
+
+    One value with the parameter's source, or fragments where it splits.
+    """
     word = part.operands[0] if in_quotes else with_tilde(part.operands[0])
     parts = shell.interpreter.expand_fragments(shell, word, in_quotes=in_quotes)
     separators = shell.separators()
@@ -222,7 +228,7 @@ _MAX_SCANNED = 2_000
 
 
 def transformed(shell: Shell, part: Parameter, text: Text) -> Text:
-    """A value after the operator of its expansion."""
+    """Return a value after the operator of its expansion."""
     known = text.known
     operator = part.operator
     if known is None:
@@ -303,7 +309,7 @@ def _cased(text: str, operator: str) -> str:
 
 
 def _bounds(shell: Shell, operands: tuple[Word, ...]) -> list[int] | None:
-    """Offset and length of ``${x:offset:length}``; None where one is not known."""
+    """Return the offset and length of ``${x:offset:length}``; None if one is not known."""
     out = []
     for operand in operands:
         text = shell.interpreter.calculate(shell, operand, operand.source).known
@@ -325,7 +331,10 @@ def _part_of(shell: Shell, part: Parameter, known: str) -> Text:
 
 
 def sliced(shell: Shell, part: Parameter, listed: list[Field], indices: list[int]) -> list[Field]:
-    """``${x[@]:offset:length}``; the offset is an index, also where elements before it are missing."""
+    """Return ``${x[@]:offset:length}``.
+
+    The offset is an index, also if earlier elements are missing.
+    """
     bounds = _bounds(shell, part.operands)
     if bounds is None:
         return [Field(unknown(part.source), f'"{part.source}"')]

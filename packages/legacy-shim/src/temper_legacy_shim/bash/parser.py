@@ -30,7 +30,7 @@ _ENDS = ("then", "do", "done", "fi", "elif", "else", "esac", "}")
 
 
 def parse(text: str) -> Program:
-    """The tree of a script.
+    """Return the tree of a script.
 
     Raises:
         ScriptError: bash would not run it; names the line.
@@ -43,7 +43,7 @@ class Parser(SimpleCommands):
     """The commands of a text."""
 
     def program_until(self, end: str) -> Program:
-        """The commands up to ``end``, which is consumed, or to the end of the text."""
+        """Return the commands up to ``end``, which is consumed, or to the end of the text."""
         start = self.at
         program = self._program(())
         self.skip(newlines=True)
@@ -299,7 +299,7 @@ class Parser(SimpleCommands):
         return Function(match[0], self._command(), Span(start, self.at))
 
     def _test(self) -> Test:
-        """``[[ ... ]]``: operators as text, operands as words."""
+        """Read ``[[ ... ]]``: operators as text, operands as words."""
         start = self.at
         self.at += 2
         tokens: list[str | Word] = []

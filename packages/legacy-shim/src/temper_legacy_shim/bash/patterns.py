@@ -22,7 +22,7 @@ class TooMuch(Exception):
 
 
 def compiled(pieces: list[tuple[str, bool]], *, is_greedy: bool = True) -> re.Pattern[str]:
-    """The expression for a pattern.
+    """Return the expression for a pattern.
 
     Args:
         pieces: text, and whether it was quoted, and so matches itself.
@@ -44,7 +44,7 @@ def compiled(pieces: list[tuple[str, bool]], *, is_greedy: bool = True) -> re.Pa
 
 
 def matches(pattern: re.Pattern[str], text: str) -> bool:
-    """Whether the whole text fits.
+    """Return whether the full text fits.
 
     Raises:
         TooMuch: the text is longer than a reader looks through.
@@ -82,7 +82,7 @@ def _unquoted(text: str, *, is_greedy: bool) -> str:
 
 
 def _bracket(text: str, start: int) -> tuple[str, int] | None:
-    """The expression for ``[...]`` and where it ends; None where it is no such thing."""
+    """Return the expression for ``[...]`` and where it ends; None if it is no such thing."""
     at = start + 1
     is_negated = text[at : at + 1] in ("!", "^")
     at += is_negated

@@ -1,6 +1,7 @@
-"""What a shell remembers while it is read: variables in their scopes, positional parameters, functions, and what the reading has cost.
+"""State of a shell during reading: variables in scopes, positional parameters, functions, limits.
 
-``Shell`` is one (sub)shell; all shells of a reading share one ``Reading``, which records commands, notes and decisions.
+``Shell`` is one (sub)shell; all shells of a reading share one ``Reading``, which records commands,
+notes and decisions.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderHooks:
-    """What the caller knows of commands that are not the shell's own."""
+    """Knowledge of the caller about commands that are not the shell's own."""
 
     explain_failure: Callable[[Sequence[Field]], str | None] = lambda fields: None
     """Return a note if a command is to be read as one that fails, None for all others."""
@@ -94,11 +95,10 @@ class Event:
     fields: tuple[Field, ...]
     """The command and its arguments."""
     environment: tuple[tuple[str, Text], ...]
-    """Assignments before it."""
     span: Span
-    """Where it stands in the script; of ``bash -c`` the outer command."""
+    """Position in the script; for ``bash -c`` that of the outer command."""
     arguments: Span
-    """From its first word to its last; empty where it is not written as words."""
+    """Span of its words; empty if it is not written as words."""
     item: Span
     """The pipelines around it, up to ``;``, ``&`` or the end of the line."""
     stdin: Text | None
@@ -106,7 +106,7 @@ class Event:
     is_inner: bool
     """Inside ``bash -c``, ``eval`` or a heredoc: its own text is not in the script's."""
     is_written: bool = False
-    """In a text that the script writes to a file or hands to a scheduler, which may run it later."""
+    """True inside text that the script writes to a file or submits to a scheduler, which may run it later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +125,11 @@ class Decision:
 
 @dataclass(slots=True)
 class Reading:
-    """What all shells of one pass over a script share."""
+    """State shared by all shells of one pass over a script."""
 
     text: str
     choices: Sequence[int] = ()
-    """What to choose at the first undecided conditions, instead of the usual."""
+    """Choices for the first undecided conditions, instead of the defaults."""
     settings: dict[str, str] = field(default_factory=dict)
     """Variables given from outside, which the script may overwrite."""
     hooks: ReaderHooks = field(default_factory=ReaderHooks)
@@ -142,7 +142,7 @@ class Reading:
     free: dict[str, bool] = field(default_factory=dict)
     """Variables that are read and never assigned; whether one is read without a default."""
     executed: set[int] = field(default_factory=set)
-    """Where the assignments stand that were carried out."""
+    """Positions of the executed assignments."""
     num_arguments: int = 0
     """Positional parameters that the script reads."""
     steps: int = 0
@@ -183,7 +183,7 @@ class Reading:
             self.notes.setdefault(sentence, self.line(at))
 
     def line(self, at: int) -> int:
-        """The line of an offset."""
+        """Return the line of an offset."""
         at = self.inner.start if self.inner is not None else at
         return self.text.count("\n", 0, max(at, 0)) + 1
 
@@ -227,7 +227,7 @@ class Shell:
             self.positional = [Field(text, text.raw()) for text in texts]
 
     def fork(self) -> Shell:
-        """A subshell: what it changes stays in it."""
+        """Return a subshell: what it changes stays in it."""
         if self.forks >= MAX_FORKS:
             raise ScriptError(f"more than {MAX_FORKS} shells inside each other: the script calls itself.")
         self.reading.steps += sum(map(len, self.scopes)) // 4
@@ -242,7 +242,7 @@ class Shell:
         return child
 
     def take_pending(self) -> Truth | None:
-        """The test whose answer is not certain, once."""
+        """Return the test whose answer is not certain, once."""
         pending, self.pending = self.pending, None
         return pending
 
@@ -253,18 +253,18 @@ class Shell:
         return " \t\n" if text is None else text.shown()
 
     def find(self, name: str) -> Variable | None:
-        """A variable, from the innermost scope that has it."""
+        """Return a variable, from the innermost scope that has it."""
         return next((scope[name] for scope in reversed(self.scopes) if name in scope), None)
 
     def variable(self, name: str) -> Variable:
-        """The variable to assign to, made in the outermost scope where there is none."""
+        """Return the variable to assign to, made in the outermost scope if there is none."""
         found = self.find(name)
         if found is None:
             found = self.scopes[0][name] = Variable()
         return found
 
     def assign(self, name: str, text: Text) -> None:
-        """``name=text``."""
+        """Run ``name=text``."""
         variable = self.variable(name)
         if variable.case and (known := text.known) is not None:
             text = literal(known.lower() if variable.case == "lower" else known.upper())
@@ -274,7 +274,7 @@ class Shell:
             variable.text = text
 
     def unset(self, name: str) -> None:
-        """``unset name``."""
+        """Run ``unset name``."""
         for scope in reversed(self.scopes):
             if name in scope:
                 scope[name] = Variable()
@@ -282,7 +282,7 @@ class Shell:
         self.scopes[0][name] = Variable()
 
     def scalar(self, name: str) -> Text | None:
-        """The value of ``$name``; None where it is unset for certain or by assumption.
+        """Return the value of ``$name``; None if it is unset for certain or by assumption.
 
         An ambient name, and a positional parameter of the script itself, is an unknown text.
         """
@@ -307,11 +307,11 @@ class Shell:
         return self.positional[number - 1].text if number <= len(self.positional) else None
 
     def is_assigned(self, name: str) -> bool:
-        """Whether the script itself says what a name is, be it unset."""
+        """Return whether the script itself says what a name is, be it unset."""
         return self.find(name) is not None or (self.positional is not None and name.isdigit())
 
     def free_text(self, name: str, source: str, *, has_default: bool) -> Text:
-        """The unknown value of a name that the script never assigns."""
+        """Return the unknown value of a name that the script never assigns."""
         if name.isdigit():
             number = int(name) + self.shifted
             self.reading.num_arguments = max(self.reading.num_arguments, 0 if has_default else number)
@@ -324,7 +324,7 @@ class Shell:
         return unknown(source, is_unset=True)
 
     def arguments(self) -> list[Field]:
-        """``"$@"``; of the script itself the user's own, one open field."""
+        """Return ``"$@"``; for the script itself one field that stands for the user's arguments."""
         if self.positional is not None:
             return list(self.positional)
         name = f"$@ from {self.shifted + 1}" if self.shifted else "$@"

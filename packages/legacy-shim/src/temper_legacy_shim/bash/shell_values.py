@@ -1,4 +1,4 @@
-"""What a static reader knows of a value: known text, and unknown parts that keep how the script wrote them.
+"""Values known to a static reader: known text, and unknown parts with their source text.
 
 A ``Text`` is laid end to end from pieces. A piece that came from an expansion remembers its source, such as ``${LR}``, so that a
 token can be written again as the user wrote it, whether its value is known or not.
@@ -20,12 +20,12 @@ class Piece:
     value: str
     """Known text; the source where it is unknown."""
     source: str | None = None
-    """How the shell writes it; None for characters that stand for themselves."""
+    """Spelling in the script; None for literal characters."""
     is_known: bool = True
     is_unset: bool = False
     """Unknown because the script never assigns it: an unset variable in a clean environment."""
     inner: "tuple[Piece, ...]" = ()
-    """What the value of a variable is made of."""
+    """Pieces of the variable's value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,35 +39,35 @@ class Text:
 
     @property
     def known(self) -> str | None:
-        """The value; None where a part of it is unknown."""
+        """The value; None if a part of it is unknown."""
         return self.shown() if self.is_known else None
 
     @property
     def is_known(self) -> bool:
-        """Whether every part is known."""
+        """True if every part is known."""
         return all(piece.is_known for piece in self.pieces)
 
     @property
     def is_unset(self) -> bool:
-        """Whether all that is unknown are variables that the script never assigns."""
+        """True if all unknown parts are variables that the script never assigns."""
         return not self.is_known and all(piece.is_known or piece.is_unset for piece in self.pieces)
 
     def shown(self) -> str:
-        """The value, unknown parts as their sources."""
+        """Return the value, unknown parts as their sources."""
         return "".join(piece.value for piece in self.pieces)
 
     def if_unset(self) -> str:
-        """The value in an environment that has none of the variables that the script does not assign."""
+        """Return the value in an environment that has none of the variables that the script does not assign."""
         return "".join("" if piece.is_unset else piece.value for piece in self.pieces)
 
     def raw(self) -> str:
-        """One word of shell that gives this value, sources kept."""
+        """Return one word of shell that gives this value, sources kept."""
         if all(piece.source is None and _BARE.fullmatch(piece.value) for piece in self.pieces) and self.pieces:
             return self.shown()
         return '"' + "".join(piece.source or re.sub(r'([$`"\\])', r"\\\1", piece.value) for piece in self.pieces) + '"'
 
     def after(self, prefix: str) -> "Text | None":
-        """What follows this known prefix; None where the value does not begin with it."""
+        """Return the text after this known prefix; None if the value does not begin with it."""
         rest = prefix
         out: list[Piece] = []
         for index, piece in enumerate(self.pieces):
@@ -88,7 +88,7 @@ class Text:
 
 
 def _cut(piece: Piece, left: str) -> tuple[Piece, ...]:
-    """The end of a piece, made of what is inside it where that is known."""
+    """Return the end of a piece, made of what is inside it if that is known."""
     if not left:
         return ()
     if piece.inner:
@@ -104,9 +104,9 @@ class Field:
 
     text: Text
     source: str
-    """How the script wrote it, or how it can be written."""
+    """Spelling in the script; None for literal characters."""
     at: int = -1
-    """Where in the script it was written; -1 where it was not written as one word."""
+    """Position in the script; -1 if it was not written as one word."""
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ class Variable:
     """``lower`` or ``upper`` by ``declare -l``, ``-u``."""
 
     def scalar(self) -> Text | None:
-        """The value of ``$x``; of an array its element 0."""
+        """Return the value of ``$x``; of an array its element 0."""
         if self.elements is None:
             return self.text
         first = self.elements.get("0" if self.is_associative else 0)
@@ -130,17 +130,17 @@ class Variable:
 
 
 def literal(text: str) -> Text:
-    """Known text without a source."""
+    """Return known text without a source."""
     return limited((Piece(text),)) if text else Text()
 
 
 def unknown(source: str, *, is_unset: bool = False) -> Text:
-    """A value that only a run of the script would know."""
+    """Return a value that only a run of the script would know."""
     return limited((Piece(source, source, is_known=False, is_unset=is_unset),))
 
 
 def sourced(text: Text, source: str) -> Text:
-    """A value that the script wrote as an expansion."""
+    """Return a value that the script wrote as an expansion."""
     if not text.pieces:
         return Text((Piece("", source),))
     if text.is_known:
@@ -149,7 +149,7 @@ def sourced(text: Text, source: str) -> Text:
 
 
 def limited(pieces: tuple[Piece, ...]) -> Text:
-    """A text of these pieces.
+    """Return a text of these pieces.
 
     Raises:
         ScriptError: it is longer than any launch script's.
@@ -166,7 +166,7 @@ class Fragment:
     pieces: tuple[Piece, ...]
     is_quoted: bool
     splits: bool = False
-    """Whether its whitespace ends an argument: what came from an expansion outside of quotes."""
+    """True if its whitespace ends an argument: for expansions outside of quotes."""
     is_break: bool = False
     """An end of an argument, between elements of an array."""
     origin: Field | None = None

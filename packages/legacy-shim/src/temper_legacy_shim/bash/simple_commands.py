@@ -19,7 +19,7 @@ class SimpleCommands(Words):
         """Where a line that opened heredocs ends: where their bodies end."""
 
     def simple(self) -> Simple:
-        """A command with its assignments, arguments and redirections."""
+        """Return a command with its assignments, arguments and redirections."""
         start = end = self.at
         assignments: list[Assignment] = []
         words: list[Word | Assignment] = []
@@ -91,7 +91,7 @@ class SimpleCommands(Words):
             elements.append(ArrayElement(word, key))
 
     def words(self) -> tuple[Word, ...]:
-        """Words up to the end of a command."""
+        """Return the words up to the end of a command."""
         words: list[Word] = []
         while True:
             self.skip()
@@ -101,7 +101,7 @@ class SimpleCommands(Words):
             words.append(word)
 
     def redirect(self) -> Redirect | None:
-        """A redirection, if one starts here."""
+        """Return a redirection, if one starts here."""
         start = self.at
         match = _REDIRECT.match(self.text, self.at)
         if match is None:
@@ -141,7 +141,7 @@ class SimpleCommands(Words):
         return Redirect(operator, word, Span(start, self.at))
 
     def skip(self, *, newlines: bool = False) -> None:
-        """Go over blanks, joined lines and comments; over ends of lines and heredocs where asked."""
+        """Skip blanks, joined lines and comments, and with `newlines` also line ends and heredocs."""
         while char := self.peek():
             if char in " \t\r" and not (char == "\r" and self.peek(2) != "\r\n"):
                 self.at += 1
@@ -156,14 +156,14 @@ class SimpleCommands(Words):
                 return
 
     def skip_separator(self) -> None:
-        """Go over a semicolon and ends of lines."""
+        """Skip a semicolon and line ends."""
         self.skip()
         if self.peek() == ";":
             self.at += 1
         self.skip(newlines=True)
 
     def reserved(self) -> str:
-        """The unquoted word that starts here, or nothing."""
+        """Return the unquoted word that starts here, or nothing."""
         end = self.at
         while end < len(self.text) and self.text[end] not in METACHARACTERS and self.text[end] not in "$`\"'\\\r":
             end += 1
@@ -172,21 +172,21 @@ class SimpleCommands(Words):
         return self.text[self.at : end]
 
     def expect(self, word: str) -> None:
-        """Go over a reserved word that must stand here."""
+        """Skip a reserved word that is required here."""
         self.skip(newlines=True)
         if self.reserved() != word:
             raise self.error(f"{self.here()} where {word!r} should be.")
         self.at += len(word)
 
     def here(self) -> str:
-        """What stands here, for a message."""
+        """Return the text at this position, for a message."""
         if not self.peek():
             return "the script ends"
         return f"{self.text[self.at : self.at + 12].splitlines()[0]!r}" if self.peek() != "\n" else "a line ends"
 
 
 def _flat(word: Word) -> list[Literal]:
-    """The literal pieces of a heredoc's delimiter, in which nothing is expanded."""
+    """Return the literal pieces of a heredoc's delimiter, in which nothing is expanded."""
     out = []
     for part in word.parts:
         if isinstance(part, Literal):

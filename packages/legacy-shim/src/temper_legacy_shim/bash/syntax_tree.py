@@ -74,7 +74,10 @@ class Word:
     span: Span
 
     def literal(self) -> str | None:
-        """Its text where nothing in it is quoted or expanded; what reserved words are recognised by."""
+        """Return its text if nothing in it is quoted or expanded.
+
+        Reserved words are recognized by it.
+        """
         if all(isinstance(part, Literal) and not part.is_quoted for part in self.parts):
             return "".join(part.text for part in self.parts if isinstance(part, Literal))
         return None
@@ -106,7 +109,7 @@ class Redirect:
 
     operator: str
     target: Word | None
-    """For a heredoc its body, expanded unless its delimiter was quoted."""
+    """Target word; the body of a heredoc, expanded unless its delimiter is quoted."""
     span: Span
 
 
@@ -244,7 +247,7 @@ class Program:
 
 
 def with_tilde(word: Word) -> Word:
-    """``~`` and ``~/...`` at the beginning as ``${HOME}``."""
+    """Replace ``~`` and ``~/...`` at the beginning by ``${HOME}``."""
     first = word.parts[0] if word.parts else None
     if isinstance(first, Literal) and not first.is_quoted and (first.text == "~" or first.text.startswith("~/")):
         home = Parameter("HOME", "${HOME}")

@@ -61,7 +61,10 @@ _SHELLS = re.compile(r"(?:.*/)?(?:bash|sh|zsh|dash)")
 
 
 def started(fields: tuple[Field, ...] | list[Field]) -> list[Field]:
-    """The innermost command that is not a wrapper; the command itself where it is none, or starts nothing that is known."""
+    """Return the innermost command that is not a wrapper.
+
+    The command itself if it is none, or starts nothing that is known.
+    """
     fields = list(fields)
     for _ in range(8):
         name = (fields[0].text.known or "").rpartition("/")[2] if fields else ""
@@ -84,7 +87,7 @@ def _may_start(field: Field) -> bool:
 
 
 def _is_module(field: Field) -> bool:
-    """``uv run -m MODULE`` and ``uv run FILE.py`` name no Python."""
+    """Return whether this is ``-m MODULE`` or ``FILE.py`` of ``uv run``, which names no Python."""
     known = field.text.known or ""
     return known in ("-m", "--module") or known.endswith(".py")
 
@@ -94,7 +97,10 @@ SUBMITTERS = frozenset(("tee", "sbatch", "qsub", "bsub", "kubectl"))
 
 
 def inner_script(fields: list[Field], stdin: Text | None) -> Text | None:
-    """The text that a command runs as a script: of ``bash -c``, of a heredoc to ``bash`` or ``ssh``, of a quoted remote command."""
+    """Return the text that a command runs as a script.
+
+    Of ``bash -c``, of a heredoc to ``bash`` or ``ssh``, of a quoted remote command.
+    """
     command = started(fields)
     name = (fields[0].text.known or "").rpartition("/")[2]
     first = command[0].text.known or "" if command else ""

@@ -52,16 +52,16 @@ def open_checkpoint(
     lora_alpha: float | None = None,
     num_updates: int | None = None,
 ) -> OldModel:
-    """One model of an old checkpoint, as lazy tensors under Hugging Face names.
+    """Return one model of an old checkpoint, as lazy tensors under Hugging Face names.
 
     Args:
         path: a run, a step or a role directory.
-        role: which one, where there are several.
+        role: which one, if there are several.
         step: of a run; its tracker's by default.
         hf_config: folder of config.json, for layouts that have none and need it.
         base_model: folder of the base, for checkpoints of an adapter alone.
         lora_alpha: of an adapter whose files do not say it.
-        num_updates: that the optimiser had made, for files that do not say it (Megatron's per-rank ones).
+        num_updates: that the optimizer had made, for files that do not say it (Megatron's per-rank ones).
 
     Raises:
         ShimError: it can't be read; says which file and key.

@@ -1,4 +1,7 @@
-"""Low-rank adapters inside, beside or without their base model: found by their keys, scaled by an alpha that is never guessed."""
+"""Low-rank adapters inside, next to or without their base model.
+
+Found by their keys, scaled by an alpha that is never guessed.
+"""
 
 import math
 import os
@@ -31,13 +34,12 @@ class Pair:
     up: LazyTensor
     """[out, rank] B."""
     is_embedding: bool = False
-    """Whether the module is an embedding, whose weight is the transpose of the product."""
+    """True if the module is an embedding, whose weight is the transpose of the product."""
     is_transposed: bool = False
-    """Whether the module keeps the transpose of a linear layer's weight, as GPT-2's do."""
+    """True if the module keeps the transpose of a linear layer's weight, as GPT-2's do."""
 
     @property
     def rank(self) -> int:
-        """Of the product."""
         return self.down.shape[0]
 
 
@@ -46,26 +48,25 @@ class Adapter:
     """One adapter of a model."""
 
     pairs: Mapping[str, Pair]
-    """By the Hugging Face name of the module."""
+    """Matrix pairs by Hugging Face name of the module."""
     saved_modules: Mapping[str, LazyTensor] = field(default_factory=dict)
-    """Weights that were trained whole beside the adapter, by Hugging Face name."""
+    """Weights that were trained whole next to the adapter, by Hugging Face name."""
     beside: Mapping[str, LazyTensor] = field(default_factory=dict)
-    """What else PEFT's file holds, by its names there: trained biases, and the weights of embeddings."""
+    """Other tensors of PEFT's file by name: trained biases, and embedding weights."""
     alpha: float | None = None
-    """Numerator of the scale; None where no file says it and nobody gave it."""
+    """Numerator of the scale; None where no file says it and no one gave it."""
     alpha_from: str = ""
-    """Which file said so."""
+    """File that holds alpha."""
     config: Mapping[str, object] = field(default_factory=dict)
     """PEFT's own configuration where there is one."""
 
     @property
     def rank(self) -> int:
-        """Of the pairs; the largest where they differ."""
         return max(pair.rank for pair in self.pairs.values())
 
     @property
     def has_transposed(self) -> bool:
-        """Whether any of its modules keeps its weight transposed."""
+        """True if any of its modules keeps its weight transposed."""
         return any(pair.is_transposed for pair in self.pairs.values())
 
     @property
@@ -75,11 +76,11 @@ class Adapter:
 
     @property
     def lacks_biases(self) -> bool:
-        """Whether biases were trained that stand in the base alone."""
+        """True if biases were trained that only the base contains."""
         return self.config.get("bias") not in (None, "none") and not self.beside
 
     def scale(self, module: str) -> float:
-        """Alpha / rank of one module, as PEFT computes it.
+        """Return alpha / rank of one module, as PEFT computes it.
 
         Raises:
             UsageError: no file says alpha.
@@ -107,7 +108,7 @@ class Adapter:
 
 
 def split(tensors: Mapping[str, LazyTensor], *, where: Path) -> tuple[dict[str, LazyTensor], Adapter | None]:
-    """A model's own weights under Hugging Face names, and its adapter if it has one.
+    """Return a model's own weights under Hugging Face names, and its adapter if it has one.
 
     Raises:
         DamagedFileError: half a pair is missing, or there are several adapters.
@@ -144,7 +145,9 @@ def split(tensors: Mapping[str, LazyTensor], *, where: Path) -> tuple[dict[str, 
 
 
 def exported(tensors: Mapping[str, LazyTensor], *, where: Path) -> Adapter | None:
-    """The adapter in PEFT's own file, which also holds what was trained beside it; None where there is none.
+    """Return the adapter in PEFT's own file, which also holds what was trained next to it.
+
+    None if there is none.
 
     Raises:
         DamagedFileError: half a pair is missing, or there are several adapters.
@@ -175,7 +178,9 @@ def _pair(module: str, sides: Mapping[str, LazyTensor], *, table: bool, where: P
 
 
 def with_alpha(adapter: Adapter, role: Role, *, given: float | None) -> Adapter:
-    """The adapter with its alpha from where it hides: the user, lora_adapter/, or the metadata of 0.8.0.
+    """Return the adapter with its alpha from where it hides.
+
+    The user, lora_adapter/, or the metadata of 0.8.0.
 
     Raises:
         UsageError: a file says another alpha than the user, or a rank that the tensors contradict.
@@ -203,7 +208,10 @@ def with_alpha(adapter: Adapter, role: Role, *, given: float | None) -> Adapter:
 
 
 def around(adapter: Adapter, *, model_type: object) -> Adapter:
-    """The adapter with its pairs as that kind of model keeps their weights: shapes do not tell, and ``fan_in_fan_out`` PEFT corrects."""
+    """Return the adapter with its pairs as that kind of model keeps their weights.
+
+    Shapes do not tell, and ``fan_in_fan_out`` PEFT corrects.
+    """
     pattern = _TRANSPOSED.get(str(model_type))
     if pattern is None:
         return adapter
@@ -213,7 +221,7 @@ def around(adapter: Adapter, *, model_type: object) -> Adapter:
 
 
 def _alpha_in(value: object) -> float | None:
-    """What a file says, if it is a number that a scale can be made of."""
+    """Return the number in a file if it is usable for a scale."""
     try:
         alpha = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
     except OverflowError:
@@ -222,12 +230,15 @@ def _alpha_in(value: object) -> float | None:
 
 
 def is_alpha(number: float) -> bool:
-    """Whether a scale can be made of it: above 0 and finite, also in float32, in which adapters are added."""
+    """Return whether a scale can be made of it.
+
+    Above 0 and finite, also in float32, in which adapters are added.
+    """
     return SMALLEST_FLOAT32 <= number <= LARGEST_FLOAT32
 
 
 def merged(base: Mapping[str, LazyTensor], adapter: Adapter) -> dict[str, LazyTensor]:
-    """The base with the adapter's products added in float32, each rounded once to the weight's dtype.
+    """Return the base with the adapter's products added in float32, each rounded once to the weight's dtype.
 
     Raises:
         DamagedFileError: a module is not in the base, or its shape differs.
@@ -254,7 +265,7 @@ def merged(base: Mapping[str, LazyTensor], adapter: Adapter) -> dict[str, LazyTe
 
 
 def peft_tensors(adapter: Adapter) -> dict[str, LazyTensor]:
-    """The adapter under the names that PEFT's files have."""
+    """Return the adapter under the names that PEFT's files have."""
     named: dict[str, LazyTensor] = {}
     for module, pair in adapter.pairs.items():
         table, end = ("embedding_", "") if pair.is_embedding else ("", ".weight")
@@ -264,7 +275,9 @@ def peft_tensors(adapter: Adapter) -> dict[str, LazyTensor]:
 
 
 def peft_config(adapter: Adapter, *, base_model: str | None, task: str) -> dict[str, object]:
-    """PEFT's configuration: its own where the checkpoint has one, else made from the tensors.
+    """Return PEFT's configuration.
+
+    Its own where the checkpoint has one, else made from the tensors.
 
     Raises:
         UsageError: no alpha.
@@ -312,7 +325,9 @@ _MOST_REPEATS, _MOST_EXPRESSIONS, _LONGEST_NAME = 2, 64, 256
 
 
 def matching(patterns: Iterable[str], module: str, *, source: str) -> str | None:
-    """The first pattern that a module's name matches as PEFT matches it: whole, or from one of its dots on.
+    """Return the first pattern that a module's name matches as PEFT matches it.
+
+    Whole, or from one of its dots on.
 
     Args:
         patterns: keys of ``alpha_pattern``.

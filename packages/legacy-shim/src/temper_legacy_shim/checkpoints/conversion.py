@@ -34,7 +34,7 @@ def convert(job: Job, options: Options, sources: Sources, *, progress: Progress 
 
 
 def finished(job: Job, options: Options, sources: Sources) -> Receipt | None:
-    """The receipt of an earlier run that wrote this output from the same files with the same options; None where there is none."""
+    """Return the receipt of an earlier run that wrote this output from the same files with the same options; None if there is none."""
     if not os.path.isfile(job.out / receipts.NAME):
         return None
     made = receipts.read_receipt(job.out)
@@ -47,7 +47,7 @@ def finished(job: Job, options: Options, sources: Sources) -> Receipt | None:
 
 
 def _silent(what: str, done: int, total: int) -> None:
-    """Tell nobody."""
+    """Tell no one."""
 
 
 def _check_apart(job: Job) -> None:

@@ -1,4 +1,4 @@
-"""Which old layout a directory holds, found by its files and never by its name alone.
+"""Find the old layout of a directory by its files, never by its name only.
 
 A *run* has steps, a *step* has roles (actor, critic), a *role* has the files of one model; supervised runs have no role level, and in
 runs of 0.1 each role has its steps.
@@ -15,19 +15,19 @@ from temper_legacy_shim.errors import LayoutError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RECEIPT = "temper-receipt.json"
-"""What this package leaves beside a converted model."""
+"""File that this package writes next to a converted model."""
 _STEP = re.compile(r"global_step_(\d{1,18})")
 _FSDP_FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 _ADAPTER_FILE = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?_adapter\.pt")
 _FIRST_ROLES = ("actor", "critic")
-"""What 0.1 saved, each in a folder of its own with steps in it."""
+"""Roles of 0.1, each in a folder with its own steps."""
 _DESCRIPTIONS = ("huggingface", "hf_config_and_tokenizer", "model/huggingface", ".")
-"""Where a role's Hugging Face files may lie."""
+"""Folders that may hold a role's Hugging Face files."""
 
 
 class Kind(StrEnum):
-    """How the weights of a role lie on the disk."""
+    """On-disk layout of a role's weights."""
 
     FSDP = "fsdp"
     MEGATRON_RANKS = "megatron-per-rank"
@@ -41,13 +41,9 @@ class RankFile:
     """One file of a model-parallel rank."""
 
     path: Path
-    """The file."""
     tp: int
-    """Tensor-parallel rank."""
     pp: int = 0
-    """Pipeline stage."""
     ep: int = 0
-    """Expert-parallel rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +51,18 @@ class Role:
     """One model of an old checkpoint."""
 
     path: Path
-    """Its directory."""
     name: str
     """actor, critic, ..., or ``model`` where the layout has no role level."""
     kind: Kind
-    """See Kind."""
     step: int | None
     """Trainer step, where the layout says it."""
     step_directory: Path | None
-    """What also holds the data state; None where a role directory was given and its parent is no step."""
+    """Directory that also holds the data state.
+
+    None if a role directory was given whose parent is no step.
+    """
     fsdp_files: dict[str, dict[int, Path]] = field(default_factory=dict)
-    """By kind (model, optim, extra_state) and rank."""
+    """Files by kind (model, optim, extra_state) and rank."""
     rank_files: tuple[RankFile, ...] = ()
     """Megatron's per-rank model files."""
     adapter_files: tuple[RankFile, ...] = ()
@@ -77,10 +74,9 @@ class Role:
     version: str = "unknown"
     """Range of versions that wrote this layout."""
     reasons: tuple[str, ...] = ()
-    """Why."""
 
     def described_in(self) -> Path | None:
-        """The folder that has this role's config.json, if any.
+        """Return the folder that has this role's config.json, if any.
 
         Raises:
             LayoutError: one is a broken link.
@@ -90,13 +86,13 @@ class Role:
         return next((self.path / name for name in _DESCRIPTIONS if (self.path / name / "config.json").is_file()), None)
 
     def tokenizer_in(self) -> Path | None:
-        """The folder that has this role's tokenizer, if any."""
+        """Return the folder that has this role's tokenizer, if any."""
         names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
         return next((self.path / d for d in _DESCRIPTIONS if any((self.path / d / name).is_file() for name in names)), None)
 
 
 def find_roles(path: str | Path, *, step: int | None = None, role: str | None = None) -> list[Role]:
-    """The roles below a run, a step or a role directory.
+    """Return the roles below a run, a step or a role directory.
 
     Args:
         path: any of the three.
@@ -126,7 +122,10 @@ def find_roles(path: str | Path, *, step: int | None = None, role: str | None = 
 
 
 def _roles_of_step(path: Path) -> list[Role]:
-    """Its roles; what was converted into a folder beside them is none, unless there is nothing else."""
+    """Return the roles of a step.
+
+    Folders of converted output count only if nothing else is there.
+    """
     children = (_role_at(child) for child in sorted(path.iterdir()) if child.is_dir() and not _STEP.fullmatch(child.name))
     found = [role for role in children if role is not None]
     return [role for role in found if not (role.path / RECEIPT).is_file()] or found
@@ -137,7 +136,9 @@ def _steps(path: Path) -> dict[int, Path]:
 
 
 def _roles_of_first_run(path: Path, step: int | None) -> list[Role]:
-    """Roles of 0.1, which have their steps below them (``actor/global_step_N``) and no tracker: the newest step that all of them have."""
+    """Return the roles of 0.1 at the newest step that all of them have.
+
+    Their steps are below the roles (``actor/global_step_N``), without a tracker."""
     of_role = {name: _steps(path / name) for name in _FIRST_ROLES if (path / name).is_dir()}
     of_role = {name: steps for name, steps in of_role.items() if steps}
     if not of_role:
@@ -178,7 +179,7 @@ def _tracked(path: Path, steps: dict[int, Path]) -> int:
 
 
 def _role_at(path: Path) -> Role | None:
-    """What a directory holds itself, if it is a role's."""
+    """Return the role that a directory holds itself; None if it holds none."""
     fsdp = _fsdp_files(path)
     ranks = _rank_files(path / "model", _RANK_FOLDER)
     adapters = _rank_files(path / "adapter_checkpoint", _ADAPTER_FILE)
@@ -266,7 +267,7 @@ def _has_weights(path: Path) -> bool:
 
 
 def _version(path: Path, kind: Kind) -> tuple[str, tuple[str, ...]]:
-    """The range of versions that wrote such files, and why."""
+    """Return the range of versions that wrote such files, and why."""
     has = {name: (path / name).exists() for name in _MARKS}
     step_data = path.parent / "data.pt"
     if kind == Kind.FSDP:
@@ -318,7 +319,7 @@ def _fsdp_version(path: Path) -> str:
 
 
 def _mentions_loader(path: Path) -> bool:
-    """Whether a small file's bytes name torch's DataLoader; looked at, never unpickled."""
+    """Return whether a small file's bytes name torch's DataLoader; looked at, never unpickled."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -338,7 +339,8 @@ def check_readable(path: Path) -> None:
 def check_own(path: Path, role: Role) -> None:
     """Refuse a small file of a checkpoint that is a link to somewhere else, whose content would come along.
 
-    A hub's cache links to its own blobs; and in a folder that the user named apart from the checkpoint, links are the user's.
+    A hub's cache links to its own blobs; and in a folder that the user named apart from the
+    checkpoint, links are the user's.
 
     Raises:
         LayoutError: it leads outside the checkpoint.
@@ -354,7 +356,7 @@ def check_own(path: Path, role: Role) -> None:
 
 
 def read_object(path: Path) -> dict[str, object]:
-    """A small JSON object of a checkpoint.
+    """Return a small JSON object of a checkpoint.
 
     Raises:
         LayoutError: it is not one.

@@ -26,7 +26,7 @@ _EMBEDDINGS = (
     "transformer.wte.weight",
     "transformer.word_embeddings.weight",
 )
-"""Of decoders, by their age."""
+"""Embedding names of decoders, oldest first."""
 _TRL = "pretrained_model."
 _ROTARY = ".rotary_emb.inv_freq"
 _ROTARY_TOLERANCE = 2.0**-6
@@ -36,39 +36,37 @@ _MOST_FREQUENCIES = 1 << 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """What the user gives beside the checkpoint itself."""
+    """Inputs by the user in addition to the checkpoint."""
 
     hf_config: Path | None = None
     """Folder or file of the model's config.json, where the checkpoint has none or another one is wanted."""
     base_model: Path | None = None
     """Hugging Face directory of the base, for checkpoints that hold an adapter alone."""
     lora_alpha: float | None = None
-    """For adapters whose files do not say it."""
+    """Alpha of adapters whose files lack it."""
     accepts_partial_adapter: bool = False
     """Convert an adapter that lacks layers."""
     num_updates: int | None = None
-    """Updates that the optimiser had made, where no file says it."""
+    """Updates that the optimizer had made, where no file says it."""
 
     def __post_init__(self) -> None:
         if self.lora_alpha is not None and not is_alpha(self.lora_alpha):
             raise UsageError(f"--lora-alpha is {self.lora_alpha}, but must be a number above 0: lora_alpha of the run's configuration.")
 
     def recorded(self) -> dict[str, object]:
-        """What of it was given, for the receipt."""
+        """Return the given values for the receipt."""
         given = {name: value for name, value in asdict(self).items() if value not in (None, False)}
         return {name: str(value.absolute()) if isinstance(value, Path) else value for name, value in given.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldModel:
-    """What a role holds."""
+    """Content of a role."""
 
     role: Role
-    """Where it comes from."""
     weights: Mapping[str, LazyTensor]
     """The base model under Hugging Face names, without tied duplicates; empty where the checkpoint holds an adapter alone."""
     adapter: Adapter | None
-    """Its adapter."""
     config: Mapping[str, object] | None
     """config.json; None where there is none."""
     config_folder: Path | None
@@ -78,7 +76,6 @@ class OldModel:
     notes: tuple[str, ...] = ()
     """Sentences for the report."""
     num_updates: int | None = None
-    """As the user gave them."""
 
 
 def read_model(role: Role, sources: Sources) -> OldModel:
@@ -137,14 +134,14 @@ def _check_biases(role: Role, adapter: Adapter | None) -> None:
 
 
 def _splits_tie(adapter: Adapter) -> bool:
-    """Whether one of the tables that may be tied has an adapter of its own, which the other one never saw."""
+    """Return whether one of the tables that may be tied has an adapter of its own, which the other one never saw."""
     names = [*(f"{module}.weight" for module in adapter.pairs), *adapter.whole]
     touched = [name for name in names if name == LANGUAGE_HEAD or name in _EMBEDDINGS]
     return bool(touched) and not adapter.config.get("ensure_weight_tying")
 
 
 def _with_tied_head(base: Mapping[str, LazyTensor], config: Mapping[str, object] | None) -> dict[str, LazyTensor]:
-    """The base with a head of its own, where its files leave that out because it is the embedding."""
+    """Return the base with a head of its own, where its files leave that out because it is the embedding."""
     embedding = _embedding_in(base)
     if embedding is None or LANGUAGE_HEAD in base or "score.weight" in base or not _says_tied(config):
         return dict(base)
@@ -152,7 +149,10 @@ def _with_tied_head(base: Mapping[str, LazyTensor], config: Mapping[str, object]
 
 
 def _with_whole(base: Mapping[str, LazyTensor], whole: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The base with what was trained whole in its place; the head of a critic stands for that of the language model."""
+    """Return the base with what was trained whole in its place.
+
+    The head of a critic stands for that of the language model.
+    """
     result = {**base, **whole}
     if "score.weight" in whole and LANGUAGE_HEAD not in whole:
         result.pop(LANGUAGE_HEAD, None)
@@ -191,7 +191,7 @@ def _weight_folders(role: Role) -> tuple[Path, ...]:
 
 
 def _exported_adapter(role: Role) -> Adapter | None:
-    """An adapter in PEFT's own format beside the weights."""
+    """Return an adapter in PEFT's own format next to the weights."""
     for folder in (role.path, role.path / "lora_adapter", *(f / "adapter" for f in _weight_folders(role))):
         if (folder / "adapter_model.safetensors").is_file():
             return adapters.exported(model_directory.read_safetensors(folder / "adapter_model.safetensors"), where=folder)
@@ -261,7 +261,7 @@ def _without_tied_copy(
 def _without_frequencies(
     weights: dict[str, LazyTensor], config: Mapping[str, object] | None
 ) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
-    """Drop frequencies of rotary embeddings, which transformers once saved and now computes, where the config gives the same."""
+    """Drop frequencies of rotary embeddings, which transformers once saved and now computes, if the config gives the same."""
     said = (config or {}).get("rope_parameters")
     base = {**(config or {}), **(said if isinstance(said, dict) else {})}.get("rope_theta", 10_000.0)
     if config is None or not isinstance(base, int | float) or not 1 < base < 1e30:
@@ -293,7 +293,9 @@ _TIED_BY_DEFAULT = frozenset({"gemma", "gemma2", "gemma3_text", "gpt2", "bloom",
 
 
 def described(model: OldModel, *, dtype: str) -> dict[str, object]:
-    """config.json for what is written: the architecture that the keys show, tying as the weights are, and the dtype.
+    """Return the config.json for what is written.
+
+    The architecture that the keys show, tying as the weights are, and the dtype.
 
     Raises:
         UsageError: there is no config.
@@ -327,7 +329,7 @@ _ARCHITECTURES = ("ForCausalLM", "ForTokenClassification", "ForSequenceClassific
 
 
 def merged(model: OldModel) -> OldModel:
-    """The model with its adapter added to the weights.
+    """Return the model with its adapter added to the weights.
 
     Raises:
         UsageError: there is no base, or no alpha.

@@ -1,7 +1,9 @@
-"""Check that the files of a role are of one save: the same torch wrote them, and they count the same steps.
+"""Check that the files of a role are of one save.
+
+The same torch wrote them, and they count the same steps.
 
 Each node of a cluster may have kept its own ranks, perhaps of another step. The weights of such files have the right shapes, so only
-what lies beside them tells. What nothing tells is listed on the page about checkpoints.
+what lies next to them tells. What nothing tells is listed on the page about checkpoints.
 """
 
 from collections.abc import Callable, Mapping
@@ -68,7 +70,7 @@ def _check_same(files: Mapping[int, Path], said: Mapping[int, object], describe:
 
 
 def _last_epoch(path: Path) -> int | None:
-    """Steps of the schedule; None if the file does not say them."""
+    """Return the steps of the schedule; None if the file does not say them."""
     value = Archive(path).value()
     schedule = value.get("lr_scheduler") if isinstance(value, dict) else None
     epoch = schedule.get("last_epoch") if isinstance(schedule, dict) else None

@@ -1,4 +1,4 @@
-"""What a conversion will write: tensors by file, texts, and copies; decided from names and shapes before anything is read."""
+"""Plan of a conversion: tensors by file, texts and copies, from names and shapes before any read."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -34,16 +34,16 @@ _SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How to convert."""
+    """Options of a conversion."""
 
     target: Target = "hf"
     """hf, peft or temper."""
     dtype: str | None = None
     """float32, bfloat16 or float16 for every floating weight; None keeps each as it is."""
     keeps_adapter: bool = False
-    """hf: write the adapter beside its base instead of adding it to the weights."""
+    """hf: write the adapter next to its base instead of adding it to the weights."""
     max_shard_bytes: int = _SHARD_BYTES
-    """Of tensors in one safetensors file; hf alone."""
+    """Tensor bytes per safetensors file; only for hf."""
     is_strict: bool = False
     """NaN and infinity are errors."""
     checks_names: bool = True
@@ -66,7 +66,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What will be written."""
+    """Files of a conversion."""
 
     shards: Mapping[str, Mapping[str, LazyTensor]]
     """Tensors by relative path of their safetensors file."""
@@ -75,17 +75,15 @@ class Plan:
     copies: Mapping[str, Path]
     """Sources by relative path."""
     model: OldModel
-    """As it is written: merged, cast."""
+    """The model as written: merged and cast."""
     notes: tuple[str, ...]
-    """For the receipt."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
         return sum(num_bytes(tensor) for group in self.shards.values() for tensor in group.values())
 
     def tensors(self) -> dict[str, LazyTensor]:
-        """Every tensor by name."""
+        """Return every tensor by name."""
         return {name: tensor for group in self.shards.values() for name, tensor in group.items()}
 
 
@@ -125,7 +123,10 @@ def _plan_hf(model: OldModel, options: Options) -> Plan:
 
 
 def _in_file(name: str, model: OldModel) -> str:
-    """The name in transformers' files: that of a weight of Megatron's is of the other mixtures, where Mixtral has its own."""
+    """Return the name in transformers' files.
+
+    That of a weight of Megatron's is of the other mixtures, where Mixtral has its own.
+    """
     is_mixtral = model.role.kind in (Kind.MEGATRON_RANKS, Kind.MEGATRON_DIST) and (model.config or {}).get("model_type") == "mixtral"
     return as_mixtral_s_files(name) if is_mixtral else name
 
@@ -162,7 +163,7 @@ def _cast(tensor: LazyTensor, options: Options) -> LazyTensor:
 
 
 def main_dtype(tensors: Mapping[str, LazyTensor]) -> str:
-    """The dtype that most bytes have."""
+    """Return the dtype that most bytes have."""
     sizes: dict[str, int] = {}
     for tensor in tensors.values():
         sizes[tensor.dtype.name] = sizes.get(tensor.dtype.name, 0) + num_bytes(tensor)
@@ -170,7 +171,9 @@ def main_dtype(tensors: Mapping[str, LazyTensor]) -> str:
 
 
 def companions(model: OldModel) -> dict[str, Path]:
-    """Tokenizer, generation settings and the like: small files beside the config; code among them is copied and never run.
+    """Return the tokenizer, generation settings and the like: small files next to the config.
+
+    Code among them is copied and never run.
 
     Raises:
         LayoutError: one is a broken link, or one that leads out of the checkpoint.
@@ -202,13 +205,14 @@ class Job:
     """One role and where it goes."""
 
     role: Role
-    """The source."""
     out: Path
-    """Its output directory."""
 
 
 def plan_jobs(path: Path, out: Path, *, step: int | None = None, role: str | None = None) -> list[Job]:
-    """The roles below a path and their outputs: the output directory itself for one role, a folder in it for each of several."""
+    """Return the roles below a path and their outputs.
+
+    The output directory itself for one role, a folder in it for each of several.
+    """
     roles = find_roles(path, step=step, role=role)
     if len(roles) == 1:
         return [Job(role=roles[0], out=out)]
@@ -216,7 +220,7 @@ def plan_jobs(path: Path, out: Path, *, step: int | None = None, role: str | Non
 
 
 def recorded(options: Options, sources: Sources) -> dict[str, object]:
-    """Options and what was given beside the checkpoint, as the receipt has them."""
+    """Return the options and what was given next to the checkpoint, as the receipt has them."""
     return {**asdict(options), **sources.recorded()}
 
 
@@ -233,7 +237,7 @@ def check_nan(names: Sequence[str], options: Options) -> None:
 
 
 def nan_note(names: Sequence[str]) -> tuple[str, ...]:
-    """A note for the receipt, if there is a NaN or an infinity."""
+    """Return a note for the receipt, if there is a NaN or an infinity."""
     return (f"NaN or infinity in {names[0]}{_more(names)}",) if names else ()
 
 

@@ -1,4 +1,9 @@
-"""What a conversion leaves beside its output: where it came from, what was carried, what could not be, and a checksum of every file."""
+"""The receipt next to an output.
+
+Source, content carried and not carried, and a checksum of every file.
+
+Where it came from, what was carried, what could not be, and a checksum of every file.
+"""
 
 import json
 import os
@@ -21,24 +26,18 @@ SCHEMA_VERSION = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRecord:
-    """Where an output came from."""
+    """Source of an output."""
 
     path: str
-    """Role directory, absolute."""
     role: str
-    """actor, critic, ..."""
     layout: str
-    """Kind of layout."""
     version: str
     """Range of versions that wrote it."""
     reasons: tuple[str, ...]
-    """Why."""
     step: int | None
-    """Trainer step."""
     world_size: int
     """Ranks whose files held the weights."""
     num_bytes: int
-    """Of the files that were read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,41 +45,34 @@ class Receipt:
     """The whole of it."""
 
     source: SourceRecord
-    """See SourceRecord."""
     target: str
     """hf, peft or temper."""
     options: dict[str, object]
-    """As given, with what was given beside the checkpoint."""
+    """Options and other inputs as given."""
     files: tuple[WrittenFile, ...]
     """Every file of the output but this one."""
     head: str
-    """What kind of model."""
     num_tensors: int
-    """Weights written."""
     num_bytes: int
-    """Of those weights."""
     dtypes: tuple[str, ...]
-    """Of those weights."""
     carried: tuple[str, ...] = ()
-    """What of the old checkpoint is in the output, a phrase each."""
+    """Content of the old checkpoint in the output, a phrase each."""
     not_carried: tuple[str, ...] = ()
-    """What is not, and why, a sentence each."""
+    """Content that is missing and why, a sentence each."""
     notes: tuple[str, ...] = ()
-    """What a person should know."""
+    """Notes for the user."""
     verified: tuple[str, ...] = field(default=())
-    """What was checked after writing."""
     tool: str = ""
     """Version of this package."""
     schema_version: int = SCHEMA_VERSION
-    """Of this file."""
 
     def to_json(self) -> str:
-        """As written."""
+        """Return the JSON text of the file."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
 def read_receipt(directory: Path) -> Receipt:
-    """The receipt in a directory.
+    """Return the receipt in a directory.
 
     Raises:
         LayoutError: there is none.
@@ -117,10 +109,9 @@ def _recorded(entry: dict[str, Any]) -> WrittenFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What a comparison of an output with its receipt found."""
+    """Result of a comparison of an output with its receipt."""
 
     num_tensors: int
-    """In its files."""
     surplus: tuple[str, ...]
     """Files that the receipt does not know: relative paths."""
 
@@ -197,7 +188,7 @@ def _count_described(path: Path) -> int:
 
 
 def source_record(role: Role) -> SourceRecord:
-    """What the receipt says about where it came from."""
+    """Describe the source for the receipt."""
     return SourceRecord(
         path=str(role.path.resolve()),
         role=role.name,
@@ -211,7 +202,7 @@ def source_record(role: Role) -> SourceRecord:
 
 
 def source_files(role: Role) -> list[Path]:
-    """Every file that the weights may come from."""
+    """Return every file that the weights may come from."""
     found = list(role.fsdp_files.get("model", {}).values())
     found += [file.path for file in (*role.rank_files, *role.adapter_files)]
     for folder in role.dist_folders:

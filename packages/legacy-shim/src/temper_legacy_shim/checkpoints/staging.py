@@ -1,7 +1,7 @@
-"""An output directory that appears whole or not at all, and work on it that a second run takes up where the first was stopped.
+"""An output directory that appears completely or not at all, and work on it that a second run takes up where the first was stopped.
 
-Everything is written into a hidden folder beside the output and renamed into place at the end. A journal in it names the files that are
-finished, under a fingerprint of sources and options: with other sources or options the work begins anew.
+Everything is written into a hidden folder next to the output and renamed into place at the end. A journal in it names the files that are
+finished, under a fingerprint of sources and options: with other sources or options the work begins again.
 """
 
 import errno
@@ -22,7 +22,11 @@ JOURNAL = ".temper-migrate.json"
 
 
 class Staging:
-    """The hidden folder of one output. Leaving its ``with`` uncommitted keeps finished files for the next run, unless they were refused."""
+    """The hidden folder of one output.
+
+    Leaving its ``with`` uncommitted keeps finished files for the next run, unless they were
+    refused.
+    """
 
     def __init__(self, out: Path, *, fingerprint: str) -> None:
         # A link is followed: the hidden folder has to be on the disk of what is renamed at the end.
@@ -64,7 +68,7 @@ class Staging:
 
     @property
     def num_kept_bytes(self) -> int:
-        """Of files that an earlier run finished."""
+        """Bytes of files finished by an earlier run."""
         return sum(file.num_bytes for file in self._finished.values())
 
     def _take_up(self) -> None:
@@ -90,7 +94,7 @@ class Staging:
                 path.unlink()
 
     def produce(self, relative: str, write: Callable[[Path], WrittenFile]) -> WrittenFile:
-        """One file: what an earlier run finished, or what ``write`` makes of a draft's path."""
+        """Return one file: what an earlier run finished, or what ``write`` makes of a draft's path."""
         if relative in self._finished:
             return self._finished[relative]
         draft = self.folder / f"{relative}.draft"
@@ -107,7 +111,9 @@ class Staging:
         return written
 
     def produce_folder(self, relative: str, names: Sequence[str], write: Callable[[Path], Sequence[WrittenFile]]) -> list[WrittenFile]:
-        """Files that mean something only together: all of what an earlier run finished, or what ``write`` makes in a draft folder.
+        """Return the files that mean something only together.
+
+        All of what an earlier run finished, or what ``write`` makes in a draft folder.
 
         Args:
             relative: path of the folder in the output.
@@ -133,11 +139,11 @@ class Staging:
         return written
 
     def produce_text(self, relative: str, text: str) -> WrittenFile:
-        """A small file of text."""
+        """Return a small file of text."""
         return self.produce(relative, lambda path: _write_bytes(path, text.encode(), relative=relative))
 
     def produce_copy(self, relative: str, source: Path) -> WrittenFile:
-        """A copy of a small file."""
+        """Return a copy of a small file."""
         return self.produce(relative, lambda path: _write_bytes(path, source.read_bytes(), relative=relative))
 
     def adopt(self, relative: str) -> WrittenFile:
@@ -165,7 +171,7 @@ class Staging:
 
 
 def check_absent(out: Path) -> None:
-    """An empty directory counts as absent.
+    """Check that the output is absent or an empty directory.
 
     Raises:
         OutputError: there is something.
@@ -177,7 +183,7 @@ def check_absent(out: Path) -> None:
 
 
 def fingerprint(parts: Mapping[str, object]) -> str:
-    """SHA-256 of a description of the work, and of the form in which a journal says what is finished."""
+    """Return SHA-256 of a description of the work, and of the form in which a journal says what is finished."""
     form = [each.name for each in fields(WrittenFile)]
     return hashlib.sha256(json.dumps([parts, form], sort_keys=True, default=str).encode()).hexdigest()
 

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from temper_legacy_shim.checkpoints.receipt import Receipt
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""As a path, in which the second slash is lost."""
+"""A URL as a path, in which the second slash is lost."""
 _NEEDS = "pip install 'temper-legacy-shim[checkpoint]'"
 
 
 class To(StrEnum):
-    """What is written."""
+    """Format of the output."""
 
     HF = "hf"
     PEFT = "peft"
@@ -38,7 +38,7 @@ class To(StrEnum):
 
 
 class KeptAdapter(StrEnum):
-    """What becomes of an adapter."""
+    """Treatment of an adapter."""
 
     MERGE = "merge"
     KEEP = "keep"
@@ -70,7 +70,10 @@ def checkpoint(
     check: Annotated[bool, typer.Option("--check", help="Say what is there and whether it can be converted; write nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print receipts as JSON.")] = False,
 ) -> None:
-    """Convert a checkpoint of an older system. No pickle is executed, and nothing is overwritten."""
+    """Convert a checkpoint of an older system.
+
+    No pickle is executed, and nothing is overwritten.
+    """
     _require_extra()
     from rich.console import Console
 
@@ -123,7 +126,10 @@ def verify(
     directory: Annotated[Path, typer.Argument(help="What `temper-migrate checkpoint` wrote.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Check a converted checkpoint against its receipt: every file, its size, its checksum, its tensors."""
+    """Check a converted checkpoint against its receipt.
+
+    Every file, its size, its checksum, its tensors.
+    """
     _require_extra()
     from rich.console import Console
 
@@ -145,7 +151,7 @@ def verify(
 
 
 def _converted_in(directory: Path) -> list[Path]:
-    """The directory itself, or folders of roles in it."""
+    """Return the directory itself, or folders of roles in it."""
     from temper_legacy_shim.checkpoints.receipt import NAME
 
     if os.path.isfile(directory / NAME):
@@ -171,7 +177,7 @@ def _require_extra() -> None:
 
 
 def _check_together(jobs: "list[Job]", options: "Options", sources: "Sources") -> None:
-    """Of several roles all or none: what the last one lacks is said before the first one is written."""
+    """Check all roles before the first one is written."""
     from temper_legacy_shim.checkpoints.conversion import finished
     from temper_legacy_shim.checkpoints.model import read_model
     from temper_legacy_shim.checkpoints.staging import check_absent
@@ -188,7 +194,7 @@ def _check_together(jobs: "list[Job]", options: "Options", sources: "Sources") -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Account:
-    """What a conversion would write."""
+    """Summary of a conversion before it runs."""
 
     num_tensors: int
     num_bytes: int
@@ -213,7 +219,10 @@ def _account(model: "OldModel", options: "Options") -> _Account:
 def _check(
     directory: Path, *, step: int | None, role: str | None, options: "Options", sources: "Sources", as_json: bool, console: "Console"
 ) -> None:
-    """Say for every role what it is and whether it can be converted; exit code 1 where a person is needed."""
+    """Print for every role what it is and if it can be converted.
+
+    Exit code 1 if a decision is needed.
+    """
     from temper_legacy_shim.checkpoints.layouts import find_roles
     from temper_legacy_shim.checkpoints.model import read_model
     from temper_legacy_shim.checkpoints.receipt import source_record

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class NumericsChoice(StrEnum):
-    """Whose numerics the result has."""
+    """Numerics of the result."""
 
     TEMPER = "temper"
     LEGACY = "legacy"
@@ -44,7 +44,10 @@ def config(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Print every token and what became of it.")] = False,
 ) -> None:
-    """Translate an old configuration. Exit code 0: clean; 10: behaviour pinned, or with hazards; 20: needs a person; 1: it failed."""
+    """Translate an old configuration.
+
+    Exit code 0: clean; 10: behavior pinned, or with hazards; 20: needs a person; 1: it failed.
+    """
     from temper_legacy_shim.configs import EXIT_CODES, Cluster
 
     if (nodes is None) != (gpus_per_node is None):
@@ -112,7 +115,10 @@ def _is_path(text: str) -> bool:
 
 
 def _write(results: list[tuple[str, "Translation"]], out: Path) -> dict[str, Path]:
-    """One YAML for each input that has one; a name that is taken is an error before anything is written."""
+    """Return one YAML for each input that has one.
+
+    A name that is taken is an error before anything is written.
+    """
     from temper_legacy_shim.configs.report import yaml_of
 
     is_file = len(results) == 1 and out.suffix in (".yaml", ".yml")
@@ -180,7 +186,10 @@ def explain(
     keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Old keys, such as actor_rollout_ref.actor.grad_clip.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the explanation as JSON.")] = False,
 ) -> None:
-    """Say what became of an old key: where it was, its defaults by release, the rule, the reason, the pull requests."""
+    """Print the history of an old key.
+
+    Location, defaults by release, rule, reason and pull requests.
+    """
     from temper_legacy_shim.configs.explanations import explain_key, plain_explanation, sentences
 
     found = [explain_key(key) for key in keys]

@@ -31,7 +31,10 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Plan the migration of a project. Exit code 0: nothing to decide; 10: reports to read; 20: a person has to decide something."""
+    """Plan the migration of a project.
+
+    Exit code 0: nothing to decide; 10: reports to read; 20: a person has to decide something.
+    """
     from temper_legacy_shim.doctor.examination import Effort, examine
 
     steps = examine(folder, version=from_version)

@@ -25,7 +25,10 @@ def imports(
     check: Annotated[bool, typer.Option("--check", help="Print no diff, write nothing; for CI.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Change old imports. Exit code 0: there are none; 10: all have a successor of the same kind; 20: some need a person."""
+    """Change old imports.
+
+    Exit code 0: there are none; 10: all have a successor of the same kind; 20: some need a person.
+    """
     from temper_legacy_shim.imports.source_files import change_files, copies_below, write_in_place
 
     copies = copies_below(paths)

@@ -38,7 +38,10 @@ def script(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Print every token and what became of it.")] = False,
 ) -> None:
-    """Translate old launch scripts. Exit code 0: clean; 10: behaviour pinned, or with hazards; 20: needs a person; 1: it failed."""
+    """Translate old launch scripts.
+
+    Exit code 0: clean; 10: behavior pinned, or with hazards; 20: needs a person; 1: it failed.
+    """
     from temper_legacy_shim.configs import EXIT_CODES, Cluster
     from temper_legacy_shim.scripts.launch_translation import Options
     from temper_legacy_shim.scripts.migrate import migrate_script
@@ -87,7 +90,10 @@ def _text(path: Path) -> str:
 
 
 def _write(results: list[tuple[Path, "Migration"]], out: Path) -> dict[Path, Path]:
-    """New scripts for those that have one; a name that is taken is an error before anything is written."""
+    """Return the new scripts for those that have one.
+
+    A name that is taken is an error before anything is written.
+    """
     with_script = [(path, migration) for path, migration in results if migration.script is not None]
     is_file = len(results) == 1 and not out.is_dir()
     targets = {path: out if is_file else out / path.name for path, _ in with_script}

@@ -1,6 +1,8 @@
-"""From an old configuration to ours: overrides or YAML of v0.2 to v0.9 in; new settings, a disposition for every token and findings out.
+"""Translate old configurations.
 
-    from temper_legacy_shim.configs import translate
+Overrides or YAML of v0.2 to v0.9 in, new settings and findings out.
+
+From temper_legacy_shim.configs import translate
 
     translation = translate(["data.train_batch_size=1024", ...], entry="verl.trainer.main_ppo", version="v0.7.0")
     translation.overrides   # for temper-train

@@ -1,4 +1,4 @@
-"""What became of one old key: its life in the old trees, and the rule it falls under."""
+"""Explain one old key: its history in the old trees, and the rule for it."""
 
 import difflib
 from dataclasses import dataclass
@@ -35,7 +35,6 @@ class Life:
     """A key in one tree."""
 
     family: Family
-    """Which tree."""
     since: str
     """The first release that had it."""
     gone: str | None
@@ -49,9 +48,9 @@ class Explanation:
     """Everything that is known of a key."""
 
     key: str
-    """As it was asked for, without + or ~."""
+    """Key as requested, without + or ~."""
     lives: tuple[Life, ...]
-    """By tree; empty where no release had it."""
+    """History by tree; empty if no release had it."""
     rules: tuple[Rule, ...]
     """The row for each kind of program that has one, without repetition."""
 
@@ -95,7 +94,7 @@ def _life(family: Family, key: str) -> Life | None:
 
 
 def _near(key: str) -> list[str]:
-    """Whole keys that end with what was given, or else look like it, or end with something that does."""
+    """Return full keys that end with the given text, else similar ones."""
     known = _known()
     ending = sorted((name for name in known if name.endswith(f".{key}")), key=lambda name: (name.count("."), name))
     if ending:
@@ -115,7 +114,7 @@ def _known() -> list[str]:
 
 
 def sentences(item: Explanation) -> list[str]:
-    """For people."""
+    """Describe an explanation in sentences."""
     lines = [item.key]
     for life in item.lives:
         until = f", gone in {life.gone}" if life.gone else ""
@@ -134,7 +133,7 @@ def sentences(item: Explanation) -> list[str]:
 
 
 def plain_explanation(item: Explanation) -> dict[str, Plain]:
-    """For machines."""
+    """Return an explanation as plain values."""
     return {
         "key": item.key,
         "trees": [

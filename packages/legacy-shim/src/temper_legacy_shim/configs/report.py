@@ -1,4 +1,4 @@
-"""What a translation says of itself: for machines as plain values of a documented form, for people as rows of a table."""
+"""Reports of a translation: documented plain values, table rows, and a YAML file."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -12,7 +12,7 @@ OUTCOMES = {Outcome.CLEAN: "clean", Outcome.PINNED: "pinned", Outcome.PERSON: "n
 
 
 def plain_report(translation: Translation) -> dict[str, Plain]:
-    """The whole report, ready for JSON."""
+    """Return the full report, ready for JSON."""
     source = translation.source
     return {
         "schema": SCHEMA,
@@ -62,7 +62,10 @@ def plain_report(translation: Translation) -> dict[str, Plain]:
 
 
 def summary_lines(translations: Sequence[Translation], *, next_step: str) -> list[str]:
-    """Return what a user can act on: how much was translated, what differs, what to decide, the next command."""
+    """Return what a user can act on.
+
+    How much was translated, what differs, what to decide, the next command.
+    """
     tokens = [token for each in translations for token in each.tokens]
     translated = sum(bool(token.new_keys) for token in tokens)
     dropped = sum(not token.new_keys and token.disposition not in ("unmapped", "needs a person", "conflict") for token in tokens)
@@ -92,7 +95,10 @@ _LEVELS = ("person", "hazard", "refused", "note")
 
 
 def unmapped_lines(translation: Translation) -> list[str]:
-    """The section of keys that no release had: what to do about them, once, and then each."""
+    """Return the section of keys that no release had.
+
+    What to do about them, once, and then each.
+    """
     messages = [finding.message for finding in translation.findings if finding.rule == "unmapped"]
     if not messages:
         return []
@@ -101,11 +107,11 @@ def unmapped_lines(translation: Translation) -> list[str]:
 
 
 COLUMNS = ("old", "new", "rule", "reason", "hazard")
-"""Of ``table_rows``."""
+"""Columns of ``table_rows``."""
 
 
 def table_rows(translation: Translation) -> list[tuple[str, str, str, str, str]]:
-    """(old, new, rule and what became of it, reason, hazard) of every token, then of every default that was pinned."""
+    """Return rows (old, new, rule and disposition, reason, hazard) of all tokens, then of pinned defaults."""
     values = {setting.key: setting.override for setting in translation.settings}
     rows = []
     for token in translation.tokens:
@@ -116,7 +122,7 @@ def table_rows(translation: Translation) -> list[tuple[str, str, str, str, str]]
 
 
 def yaml_of(translation: Translation) -> str:
-    """A file for ``temper-train --config-dir DIR --config-name NAME``.
+    """Return a file for ``temper-train --config-dir DIR --config-name NAME``.
 
     Groups stand in its defaults list; every value has a comment with the old key it comes from, or the old default that it pins, and the
     rule in brackets. What a person has to decide stands at the top.
@@ -144,7 +150,7 @@ def _header(translation: Translation) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """On one line of a YAML file, in which control characters may not stand."""
+    """Escape text for one line of a YAML file, which holds no control characters."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
@@ -153,12 +159,12 @@ def _in_file(setting: Setting) -> Plain:
 
 
 def _block(settings: Mapping[str, Setting]) -> list[str]:
-    """Nested blocks in the order in which their first value was put."""
+    """Return the nested blocks in the order in which their first value was put."""
     return _lines(sorted(settings.items(), key=lambda item: _place(item[0], settings)))
 
 
 def _place(key: str, settings: Mapping[str, Setting]) -> tuple[int, ...]:
-    """Position of each of the key's blocks among its siblings, so that a block stands together."""
+    """Return the position of each of the key's blocks among its siblings, so that a block stands together."""
     names = list(settings)
     parts = key.split(".")
     found = []

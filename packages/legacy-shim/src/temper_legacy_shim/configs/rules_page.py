@@ -25,7 +25,7 @@ stand what becomes of the token that the rule is about, the level of a finding o
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the full page."""
     return _HEAD + "".join(f"{_row(rule)}\n" for rule in rules())
 
 

@@ -13,7 +13,7 @@ _CARRYING = ("kept", "renamed", "moved", "mapped", "computed")
 
 
 def report_tokens(draft: Draft, tokens: Sequence[Override], *, program: Program) -> tuple[TokenReport, ...]:
-    """One report for each token, in order."""
+    """Return one report for each token, in order."""
     carried: dict[int, list[str]] = {}
     for setting in draft.settings.values():
         for index in setting.sources:
@@ -55,7 +55,7 @@ def _is_about(finding: Finding, key: str) -> bool:
 
 
 def _block(draft: Draft, token: Override, *, program: Program, new_keys: tuple[str, ...]) -> TokenReport:
-    """A block that was given, or taken away, as a whole: by the rules of its keys."""
+    """Return a block that was given, or taken away, as one value: by the rules of its keys."""
     if token.is_no_block:
         return _made(token, "unmapped", "one value in the place of a block of keys: a fork's own. Nothing was guessed.", None)
     leaves = flatten(token.value, f"{token.key}.") if isinstance(token.value, dict) else {}

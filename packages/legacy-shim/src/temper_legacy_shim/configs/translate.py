@@ -41,14 +41,16 @@ def translate(
     base: Mapping[str, Plain] | None = None,
     expanded: Mapping[str, str] | None = None,
 ) -> Translation:
-    """Translate one invocation of an old system. Reads no file but the package's own tables and, where the
-    model is a local folder, its config.json.
+    """Translate one invocation of an old system.
+
+    Reads no file but the package's own tables and, where the model is a local folder, its
+    config.json.
 
     Args:
         overrides: tokens of the command line after the shell (or before it: a ``$NAME`` that cannot be known stays as it is). Options of
             Hydra's own, such as ``--config-name=NAME``, and the shell's ``"$@"`` may stand among them.
         entry: the module or file that was started, such as ``verl.trainer.main_ppo``; empty guesses it from the keys.
-        config_name: Hydra's; where it is None, an option among the overrides, or the entry's own.
+        config_name: Hydra's; if it is None, an option among the overrides, or the entry's own.
         version: the release, such as ``v0.7.0``; None infers it from the keys.
         cluster: nodes and GPUs, where the launcher says them and the configuration does not (torchrun); it wins over the configuration.
         numerics: ``legacy`` pins the old workers where they were in use; ``temper`` lists what differs without them.
@@ -88,7 +90,7 @@ def translate(
 
 
 def _source(tokens: Sequence[Override], *, launch: Launch, version: str | None, given: dict[str, Plain]) -> tuple[Source, tuple[str, ...]]:
-    """What is translated; and, where nobody said the release, all that take the keys as well."""
+    """Return the source, and the releases that accept its keys if none was given."""
     program = "sft" if launch.program == "sft1" else launch.program
     candidates: tuple[str, ...] = ()
     if version is None:
@@ -117,7 +119,7 @@ def _compose(tokens: Sequence[Override], *, launch: Launch, version: str, given:
 
 
 def _built(draft: Draft, launch: Launch) -> Draft:
-    """The draft with what the release meant."""
+    """Return the draft with what the release meant."""
     if launch.foreign:
         draft.find("foreign", foreign=launch.foreign)
     if launch.is_fork and not launch.foreign:
@@ -140,14 +142,14 @@ def _other_releases(draft: Draft, others: Mapping[str, Mapping[str, Setting]]) -
 
 
 def _refusals(draft: Draft, tokens: Sequence[Override], unmapped: Mapping[str, Plain]) -> None:
-    """What the release would not have started with; keys of no release have said so already."""
+    """Report overrides with which the release would not have started, except unknown keys."""
     for index, complaint in sorted(draft.old.refused.items()):
         if tokens[index].key not in unmapped:
             draft.find("refused", tokens[index].key, text=tokens[index].text, complaint=complaint)
 
 
 def _unmapped(draft: Draft, tokens: Sequence[Override], program: Program) -> dict[str, Plain]:
-    """Keys of no release: a fork's own. They are listed, and never guessed."""
+    """Return the keys of no release: a fork's own. They are listed, and never guessed."""
     found = {
         key: draft.old.get(key) for key in draft.old.origin if key not in GROUPS and find_rule(program, key) is None and not is_block(key)
     }
@@ -163,7 +165,7 @@ def _unmapped(draft: Draft, tokens: Sequence[Override], program: Program) -> dic
 
 
 def _losses(draft: Draft, tokens: Sequence[Override], reports: Sequence[TokenReport]) -> None:
-    """What a user set, nothing carries on, and may be missed: said, not only listed."""
+    """Report settings by the user that were dropped and may be missed."""
     told = {key for finding in draft.findings for key in finding.old_keys}
     for token, report in zip(tokens, reports, strict=True):
         is_lost = report.disposition == "dropped" and report.hazard and token.value not in (*NEUTRAL, *_USUAL.get(token.key, ()))
@@ -172,7 +174,7 @@ def _losses(draft: Draft, tokens: Sequence[Override], reports: Sequence[TokenRep
 
 
 def _written(draft: Draft) -> tuple[Setting, ...]:
-    """Groups first; nothing where there is no counterpart at all."""
+    """Return the groups first; nothing if there is no counterpart at all."""
     if any(finding.level == "person" and finding.rule in ("images", "foreign") for finding in draft.findings):
         return ()
     settings = draft.settings.values()

@@ -1,4 +1,4 @@
-"""What a translation is: new settings with their origin, a disposition for every old token, findings, and how it all ended."""
+"""Types of a translation: settings with their origin, token dispositions, findings, outcome."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,13 +22,11 @@ Disposition = Literal[
     "unmapped",
     "needs a person",
 ]
-"""What became of a token. kept, renamed, moved: the value as it was; mapped, computed: another value that means the same; dropped: nothing
-here does that, and the reason says why that is right; ignored: the old system did not read it; superseded: a later token won; passed on:
-not an override; conflict, unmapped, needs a person: see the finding."""
+"""Result of a token."""
 
 
 class Outcome(IntEnum):
-    """How a translation ended; the exit code of the command is ``EXIT_CODES[outcome]``."""
+    """Outcome of a translation; the command's exit code is ``EXIT_CODES[outcome]``."""
 
     CLEAN = 0
     """Every token has its counterpart, and no default differed."""
@@ -44,12 +42,13 @@ EXIT_CODES = {Outcome.CLEAN: 0, Outcome.PINNED: 10, Outcome.PERSON: 20}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """What a run may use, where the configuration does not say it: torchrun's numbers, for example."""
+    """Cluster of a run, such as torchrun's numbers, for configurations without one.
+
+    Torchrun's numbers, for example.
+    """
 
     nodes: int
-    """Machines."""
     gpus_per_node: int
-    """Of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,50 +60,46 @@ class Setting:
     value: Plain
     """Its value, or the group's choice."""
     is_pinned: bool
-    """Whether nobody asked for it: the old release's default, written out because ours differs."""
+    """True if it is an old default, written out because the trainer's default differs."""
     rule: str
     """The rule that made it."""
     old_keys: tuple[str, ...]
-    """What it was made from."""
+    """Old keys that it comes from."""
     sources: tuple[int, ...]
     """The tokens among them, by index; empty where all were defaults or came from a file."""
     is_verbatim: bool
-    """Whether it is the value of its one source, unchanged: a shell script may keep the raw text there."""
+    """True if it is the unchanged value of one source, so that a script may keep the raw text."""
     comment: str
-    """Where it comes from, for the line's end."""
+    """Origin of the value, for the end of the line."""
     is_group: bool = False
-    """Whether the key is a config group."""
+    """True if the key is a config group."""
     is_number: bool = False
-    """Whether the value is a variable of the shell that stands for a number."""
+    """True if the value is a shell variable that stands for a number."""
 
     @property
     def override(self) -> str:
-        """As it stands on the command line of temper-train, before the shell's own quoting."""
+        """Override for temper-train's command line, before the shell's quoting."""
         return f"{self.key}={hydra_text(self.value)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenReport:
-    """What became of one old token."""
+    """Result of one old token."""
 
     index: int
-    """Its place."""
     text: str
-    """As it was given."""
     key: str
     """The old key; empty where it is no override."""
     disposition: Disposition
-    """See Disposition."""
     new_keys: tuple[str, ...]
     """Keys of the new configuration that carry it on."""
     rule: str
-    """Of the table of rules; empty where none matched."""
+    """Id in the table of rules; empty if none matched."""
     reason: str
-    """One sentence."""
     prs: str = ""
     """Pull requests of the old system that decided its fate."""
     hazard: str = ""
-    """What may differ, if anything."""
+    """Possible difference in behavior; may be empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,25 +114,22 @@ class Finding:
     message: str
     """One or two sentences: what, why, what to do."""
     old_keys: tuple[str, ...] = ()
-    """What it is about."""
+    """Old keys that it comes from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What was translated."""
+    """Input of a translation."""
 
     version: str
     """The release, such as v0.7.1."""
     is_given: bool
-    """Whether the user said so; otherwise it was inferred."""
+    """True if the user gave the version; otherwise it was inferred."""
     evidence: tuple[str, ...]
-    """Why this one."""
+    """Reasons for this version."""
     entry: str
-    """What was started."""
     family: str
-    """Which default tree."""
     program: Literal["ppo", "sft", "generation", "evaluation", "other"]
-    """What kind of program it is."""
 
     @property
     def release(self) -> str:
@@ -151,13 +143,12 @@ class Translation:
     """The whole result; see ``translate``."""
 
     source: Source
-    """What was translated."""
     settings: tuple[Setting, ...]
     """The new configuration, groups first. Empty where a person has to decide whether there is one at all."""
     tokens: tuple[TokenReport, ...]
     """One for each token, in order."""
     findings: tuple[Finding, ...]
-    """In the order of their weight."""
+    """Findings, most severe first."""
     unmapped: Mapping[str, Plain] = field(default_factory=dict)
     """Keys of no release that we know, with their values: a fork's own. Nothing was guessed."""
 
@@ -171,5 +162,5 @@ class Translation:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """For the command line of temper-train, before the shell's own quoting."""
+        """Overrides for temper-train's command line, before the shell's quoting."""
         return tuple(setting.override for setting in self.settings)

@@ -10,7 +10,7 @@ from torch import Tensor
 from temper_engine_api.errors import BatchError
 
 Rows = slice | Tensor | list[int]
-"""What picks rows: a slice, a list of indices, or an index or mask tensor."""
+"""Row selection: a slice, a list of indices, or an index or mask tensor."""
 
 
 class Columns(dict[str, Tensor]):
@@ -44,7 +44,7 @@ class Columns(dict[str, Tensor]):
         return self.rows(key)
 
     def column(self, name: str) -> Tensor:
-        """The column of that name.
+        """Return the column of that name.
 
         Raises:
             KeyError: there is none; the sentence names those there are.
@@ -52,7 +52,7 @@ class Columns(dict[str, Tensor]):
         return cast("Tensor", self[name])
 
     def rows(self, rows: Rows) -> "Columns":
-        """The same columns of some rows."""
+        """Return the same columns of some rows."""
         index = torch.as_tensor(rows) if isinstance(rows, list) else rows
         count = len(torch.empty(self.num_rows)[index])
         return Columns({name: tensor[index] for name, tensor in self.items()}, num_rows=count)
@@ -69,20 +69,20 @@ class Columns(dict[str, Tensor]):
 
     @property
     def device(self) -> torch.device | None:
-        """Where the columns are; None where they differ or there is none."""
+        """Device of the columns; None if they differ or there are none."""
         devices = {tensor.device for tensor in self.values()}
         return devices.pop() if len(devices) == 1 else None
 
     def to(self, device: torch.device | str) -> "Columns":
-        """The same columns on a device."""
+        """Return the same columns on a device."""
         return Columns({name: tensor.to(device) for name, tensor in self.items()}, num_rows=self.num_rows)
 
     def select(self, *names: str) -> "Columns":
-        """Only these columns."""
+        """Select columns."""
         return Columns({name: self.column(name) for name in names}, num_rows=self.num_rows)
 
     def split(self, size: SupportsIndex) -> "list[Columns]":
-        """Pieces of ``size`` rows, the last one shorter where it does not divide."""
+        """Return the pieces of ``size`` rows, the last one shorter if it does not divide."""
         step = int(size)
         return [self.rows(slice(first, first + step)) for first in range(0, self.num_rows, step)]
 
@@ -104,16 +104,16 @@ class Columns(dict[str, Tensor]):
         return self
 
     def contiguous(self) -> "Columns":
-        """The same columns, each in one piece of memory."""
+        """Return the same columns, each in one piece of memory."""
         return Columns({name: tensor.contiguous() for name, tensor in self.items()}, num_rows=self.num_rows)
 
     def clone(self) -> "Columns":
-        """A copy of every column."""
+        """Return a copy of every column."""
         return Columns({name: tensor.clone() for name, tensor in self.items()}, num_rows=self.num_rows)
 
 
 def concatenate(parts: "list[Columns]") -> Columns:
-    """Batches one below the other.
+    """Return the batches one below the other.
 
     Raises:
         BatchError: their columns differ.
@@ -137,7 +137,7 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 
 
 def merged_tensors(first: Columns | None, second: Columns | None) -> Columns | None:
-    """Columns of both.
+    """Return the columns of both.
 
     Raises:
         BatchError: a column differs, or the lengths do.
@@ -150,7 +150,7 @@ def merged_tensors(first: Columns | None, second: Columns | None) -> Columns | N
 
 
 def merged_arrays(first: Mapping[str, Array], second: Mapping[str, Array]) -> dict[str, Array]:
-    """Arrays of both.
+    """Return the arrays of both.
 
     Raises:
         BatchError: an array differs.
@@ -159,7 +159,7 @@ def merged_arrays(first: Mapping[str, Array], second: Mapping[str, Array]) -> di
 
 
 def merged_settings(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, object]:
-    """Settings of both.
+    """Return the settings of both.
 
     Raises:
         BatchError: a setting differs.
@@ -175,7 +175,10 @@ def _merged(first: Mapping[str, T], second: Mapping[str, T], *, what: str) -> di
 
 
 def is_same(a: object, b: object) -> bool:
-    """Whether two values hold the same, NaN being itself; tensors, arrays and containers are compared by content."""
+    """Return whether two values hold the same, NaN being itself.
+
+    Tensors, arrays and containers are compared by content.
+    """
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):

@@ -1,4 +1,4 @@
-"""How a batch travels to another process and to a file: plain values only, so that reading one runs no code of the sender's."""
+"""Serialize a batch to plain values, so that reading one runs no code of the sender."""
 
 import pickle
 import zipfile
@@ -22,13 +22,13 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def pack(batch: Columns | None, arrays: dict[str, Array], settings: dict[str, object]) -> State:
-    """What a pickle of a batch holds."""
+    """Return the pickled state of a batch."""
     tensors = None if batch is None else {name: _pack_tensor(tensor) for name, tensor in batch.items()}
     return FORMAT, tensors, 0 if batch is None else batch.num_rows, arrays, settings
 
 
 def unpack(state: object) -> tuple[Columns | None, dict[str, Array], dict[str, object]]:
-    """The parts of a batch again.
+    """Return the parts of a batch again.
 
     Raises:
         BatchError: a state that another class of that name wrote.

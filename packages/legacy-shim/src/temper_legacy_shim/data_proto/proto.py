@@ -20,7 +20,7 @@ Slice = slice
 Index = Sequence[int] | Tensor | Array
 """Rows by number, or a mask of all rows."""
 Settings = dict[str, object]
-"""Options and metrics that travel beside the rows."""
+"""Options and metrics that travel next to the rows."""
 
 
 @dataclass
@@ -30,9 +30,7 @@ class DataProtoItem:
     batch: dict[str, Tensor] | None = None
     """Its tensors, without the batch dimension."""
     non_tensor_batch: dict[str, object] = field(default_factory=dict)
-    """Its other values."""
     meta_info: Settings = field(default_factory=dict)
-    """The whole batch's."""
 
 
 @dataclass
@@ -73,7 +71,7 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> "DataProto":
-        """A batch from a mapping of tensors and one of other values, each with one entry a row.
+        """Return a batch from a mapping of tensors and one of other values, each with one entry a row.
 
         Raises:
             BatchError: several batch dimensions, or ``auto_padding``, which the deprecated workers never used.
@@ -88,7 +86,7 @@ class DataProto:
 
     @classmethod
     def from_single_dict(cls, data: Mapping[str, object], meta_info: Settings | None = None) -> "DataProto":
-        """A batch from one mapping of tensors and arrays."""
+        """Return a batch from one mapping of tensors and arrays."""
         tensors = {name: value for name, value in data.items() if isinstance(value, Tensor)}
         others = {name: value for name, value in data.items() if name not in tensors}
         return cls.from_dict(tensors=tensors, non_tensors=others, meta_info=meta_info)
@@ -114,11 +112,11 @@ class DataProto:
         return self.select_idxs(item)
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> "DataProto":
-        """Rows as Python slices them."""
+        """Return the rows as Python slices them."""
         return self[Slice(start, end, step)]
 
     def select_idxs(self, idxs: Index) -> "DataProto":
-        """Rows by index, or by a mask of all rows."""
+        """Return the rows by index, or by a mask of all rows."""
         index = torch.as_tensor(idxs) if len(idxs) else torch.empty(0, dtype=torch.long)
         batch = None if self.batch is None else self.batch.rows(index)
         chosen = index.numpy()
@@ -131,7 +129,7 @@ class DataProto:
         meta_info_keys: Sequence[str] | None = None,
         deepcopy: bool = False,
     ) -> "DataProto":
-        """Only these columns and settings; None takes all of a kind."""
+        """Select columns and settings; None selects all of a kind."""
         batch = self.batch if batch_keys is None or self.batch is None else self.batch.select(*batch_keys)
         arrays = _chosen(self.non_tensor_batch, non_tensor_batch_keys)
         settings = _chosen(self.meta_info, meta_info_keys)
@@ -178,13 +176,13 @@ class DataProto:
         return self
 
     def split(self, split_size: int) -> "list[DataProto]":
-        """Pieces of ``split_size`` rows, the last one shorter where it does not divide."""
+        """Return the pieces of ``split_size`` rows, the last one shorter if it does not divide."""
         if split_size < 1:
             raise BatchError(f"split_size is {split_size}, but must be at least 1.")
         return [self[first : first + split_size] for first in range(0, len(self), split_size)]
 
     def chunk(self, chunks: int) -> "list[DataProto]":
-        """That many pieces of equal length.
+        """Split into that many pieces of equal length.
 
         Raises:
             BatchError: the length does not divide; ``pad_dataproto_to_divisor`` mends it.
@@ -196,7 +194,9 @@ class DataProto:
 
     @staticmethod
     def concat(data: "Sequence[DataProto]") -> "DataProto":
-        """Batches one below the other; ``meta_info["metrics"]`` of all of them become lists, other settings must agree.
+        """Return the batches one below the other.
+
+        ``meta_info["metrics"]`` of all of them become lists, other settings must agree.
 
         Raises:
             BatchError: no batch, or columns or settings that differ.
@@ -215,7 +215,10 @@ class DataProto:
         self.batch, self.non_tensor_batch = other.batch, other.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> "DataProto":
-        """Every row that many times: one after the other, or the whole batch again and again."""
+        """Return every row that many times.
+
+        One after the other, or the full batch again and again.
+        """
         rows = torch.arange(len(self))
         return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
 
@@ -228,7 +231,9 @@ class DataProto:
     def make_iterator(
         self, mini_batch_size: int, epochs: int, seed: int | None = None, dataloader_kwargs: Mapping[str, object] | None = None
     ) -> "Iterator[DataProto]":
-        """Mini-batches of all rows, ``epochs`` times; shuffled where ``dataloader_kwargs`` has ``shuffle=True``.
+        """Yield the mini-batches of all rows, ``epochs`` times.
+
+        Shuffled where ``dataloader_kwargs`` has ``shuffle=True``.
 
         Raises:
             BatchError: the length does not divide, or another loader option.
@@ -309,7 +314,10 @@ def _same_names(data: Sequence[DataProto]) -> list[str]:
 
 
 def _joined_settings(parts: Sequence[Settings]) -> Settings:
-    """One dictionary of all settings, which must agree; metrics become a list per name, one entry a batch."""
+    """Return one dictionary of all settings, which must agree.
+
+    Metrics become a list per name, one entry a batch.
+    """
     joined: Settings = {}
     metrics: list[dict[str, object]] = []
     for part in parts:
@@ -332,7 +340,7 @@ def _lists_of(metrics: Sequence[dict[str, object]]) -> dict[str, list[object]]:
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """The batch with its first rows repeated at the end until its length divides by ``size_divisor``, and how many were added.
+    """Return the batch with its first rows repeated at the end until its length divides by ``size_divisor``, and how many were added.
 
     Raises:
         BatchError: the batch is empty, so there is no row to repeat.
@@ -349,5 +357,5 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Without the last ``pad_size`` rows."""
+    """Remove the last ``pad_size`` rows."""
     return data if pad_size == 0 else data[:-pad_size]

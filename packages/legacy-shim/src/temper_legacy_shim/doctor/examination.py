@@ -1,4 +1,4 @@
-"""What a project folder holds of an older system, and for each finding the step that moves it, its effort and its blockers."""
+"""Examine a project folder: parts of an older system, and the migration step, effort and blockers of each."""
 
 import os
 import re
@@ -20,12 +20,12 @@ SCRIPT_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 _STEP = re.compile(r"global_step_\d+")
 _RANK_FILE = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
 _RANGE = re.compile(r"(?P<first>\d[\d.]*)(?: to (?P<last>\d[\d.]*)|(?P<newer> or newer))?")
-"""What a checkpoint's layout tells about its release, as ``Role.version`` has it."""
+"""Pattern of ``Role.version``, the releases that a checkpoint's layout allows."""
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class Kind(StrEnum):
-    """What was found."""
+    """Kind of a finding."""
 
     SCRIPT = "script"
     CONFIG = "config"
@@ -34,7 +34,7 @@ class Kind(StrEnum):
 
 
 class Effort(StrEnum):
-    """What a person has to do beside running the step."""
+    """Manual work in addition to the step's command."""
 
     NONE = "none"
     """Nothing: the result means the same."""
@@ -43,7 +43,7 @@ class Effort(StrEnum):
     DECIDE = "decide"
     """Answer the blockers first."""
     REWRITE = "rewrite"
-    """There is no counterpart: write it anew, or leave it behind."""
+    """There is no counterpart: write it again, or leave it behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +54,20 @@ class Step:
     path: Path
     """Relative to the folder that was examined."""
     what: str
-    """What it is, in a few words."""
+    """Description in a few words."""
     effort: Effort
     blockers: tuple[str, ...]
-    """What has to be decided, one sentence each."""
+    """Open decisions, one sentence each."""
     command: str
-    """What does this step alone."""
+    """Command for this step."""
     version: str | None = None
     """Release that the step is for: as given, or a script's by the checkpoint next to it; None infers it from the keys."""
 
 
 def examine(folder: Path, *, version: str | None = None) -> list[Step]:
-    """The steps that move a project, in the order in which to take them: configs, scripts, checkpoints, imports.
+    """Return the steps that move a project, in the order in which to take them.
+
+    Configs, scripts, checkpoints, imports.
 
     Args:
         folder: of the project.
@@ -110,7 +112,7 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
 
 
 def _copy(folder: Path, path: Path) -> Step:
-    """The old package itself, as forks carry it along."""
+    """Return the old package itself, as forks carry it along."""
     shown = path.relative_to(folder)
     left = "what you changed in it has to be written anew (a reward, a tool, an advantage, a loss of your own); the rest stays behind"
     what = "a copy of the old package itself"
@@ -126,7 +128,7 @@ def _walk(folder: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
 
 
 def effort_of(translation: Translation) -> tuple[Effort, tuple[str, ...]]:
-    """The effort that a translation's findings ask for, and the findings that block it."""
+    """Return the effort that a translation's findings ask for, and the findings that block it."""
     blockers = tuple(finding.message for finding in translation.findings if finding.level == "person")
     if not translation.settings:
         return Effort.REWRITE, blockers
@@ -136,7 +138,10 @@ def effort_of(translation: Translation) -> tuple[Effort, tuple[str, ...]]:
 
 
 def _configs(folder: Path, paths: list[Path], *, version: str | None) -> list[Step]:
-    """Old configurations among YAML files; what another one builds on is a part of that one."""
+    """Return the old configurations among YAML files.
+
+    What another one builds on is a part of that one.
+    """
     from temper_legacy_shim.configs.reading.config_files import read_if_old, whole_files
 
     found, damaged = [], []
@@ -174,7 +179,10 @@ def _option(version: str | None) -> str:
 
 
 def _releases(directory: Path) -> dict[Path, str]:
-    """Return the range of releases that wrote a checkpoint, as its layout tells it; empty if nothing does."""
+    """Return the range of releases that wrote a checkpoint, as its layout tells it.
+
+    Empty if nothing does.
+    """
     try:
         from temper_legacy_shim.checkpoints.layouts import find_roles
 
@@ -185,7 +193,10 @@ def _releases(directory: Path) -> dict[Path, str]:
 
 
 def _release_next_to(path: Path, releases: dict[Path, str]) -> str | None:
-    """Return the range of the checkpoint that shares most folders with a script; None if there is none, or several that differ."""
+    """Return the range of the checkpoint that shares most folders with a script.
+
+    None if there is none, or several that differ.
+    """
     shared = {directory: len(os.path.commonpath((path, directory))) for directory in releases}
     said = {releases[directory] for directory, length in shared.items() if length == max(shared.values())}
     return said.pop() if len(said) == 1 else None
@@ -244,7 +255,10 @@ def _script(folder: Path, path: Path, *, version: str | None, releases: dict[Pat
 
 
 def _checkpoint(folder: Path, directory: Path, names: list[str], files: list[str]) -> Step | None:
-    """A run or a step by its names; what is inside is read where the converters are installed."""
+    """Return a run or a step by its names.
+
+    What is inside is read if the converters are installed.
+    """
     is_run = _TRACKER in files or any(_STEP.fullmatch(name) for name in names)
     if not (is_run or any(_RANK_FILE.fullmatch(name) for name in files)):
         return None

@@ -9,14 +9,14 @@ from temper_legacy_shim.errors import ShimError
 
 
 def target_of(step: Step, out: Path) -> Path:
-    """What the step writes below the new folder."""
+    """Return the path that the step writes below the new folder."""
     if step.kind is Kind.IMPORTS:
         return out / step.path.with_name(step.path.name + ".diff")
     return out / (step.path if step.path != Path() else Path("checkpoint"))
 
 
 def carry_out(step: Step, folder: Path, out: Path, *, version: str | None = None) -> str:
-    """Do one step.
+    """Execute one step.
 
     Args:
         step: of a plan of `folder`.

@@ -45,7 +45,6 @@ class Changed:
 
     content: bytes
     remarks: tuple[Remark, ...]
-    """By line."""
 
 
 class NotPythonError(ValueError):
@@ -57,7 +56,7 @@ def change_imports(content: bytes, *, keeps_legacy: bool, is_package: bool = Fal
 
     Args:
         content: a Python file.
-        keeps_legacy: use this package's deprecated classes where it has them.
+        keeps_legacy: use this package's deprecated classes if it has them.
         is_package: whether it is an ``__init__.py``, whose names other files import: they stay.
 
     Raises:
@@ -161,7 +160,10 @@ class _Changer:
         return successor_of(old, keeps_legacy=self.keeps_legacy)
 
     def _new_name(self, old: str, successor: Successor) -> str:
-        """The name to use from now on: the successor's own, or the old one where that is taken, or where a text names the old one."""
+        """Return the name to use from now on.
+
+        The successor's own, or the old one if that is taken, or where a text names the old one.
+        """
         name, before = successor.target.partition(":")[2], old.rpartition(".")[2]
         if before in self.staying:
             return before
@@ -201,7 +203,10 @@ class _Changer:
     # --- imports ------------------------------------------------------------------------------------------------------
 
     def _change_block(self, block: Sequence[ast.stmt]) -> None:
-        """Replace the imports of a block; statements that share a line with a new one get lines of their own."""
+        """Replace the imports of a block.
+
+        Statements that share a line with a new one get lines of their own.
+        """
         for line in _on_one_line(block):
             changed = [self._changed_import(node) if isinstance(node, (ast.Import, ast.ImportFrom)) else None for node in line]
             if all(new is None for new in changed):
@@ -258,7 +263,10 @@ class _Changer:
         return [alias for alias in node.names if alias.name.partition(".")[0] != PACKAGE or self._stays(node, alias.name, moved)]
 
     def _stays(self, node: ast.stmt, module: str, moved: _Moved) -> bool:
-        """Whether an old module is still needed; successors of what is used of it are added to `moved`."""
+        """Return whether an old module is still needed.
+
+        Successors of what is used of it are added to `moved`.
+        """
         uses = self._whole.get(module, {})
         stays = [old for old in uses if old not in self._renamed]
         for old in uses:

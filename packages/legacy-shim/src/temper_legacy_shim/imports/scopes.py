@@ -1,4 +1,4 @@
-"""Which imported old name each name in a file stands for: scopes of Python, as its reference defines them."""
+"""Resolve the old names that each name in a file stands for: scopes as in Python's reference."""
 
 import ast
 from collections.abc import Iterator
@@ -42,11 +42,9 @@ class CodeNames:
     uses: list[tuple[ast.Name | ast.Attribute, str]]
     """Expressions with the old name that they stand for; of ``a.b.c`` every part, the longest first."""
     all: set[str]
-    """Every identifier."""
     fixed: set[str]
     """Identifiers that cannot get another name: defined, declared, or used inside f-strings."""
     texts: list[ast.Constant]
-    """String constants."""
 
 
 def names_in(tree: ast.Module) -> CodeNames:
@@ -91,12 +89,12 @@ class _Collector:
         self._is_in_text = False
 
     def visit_block(self, node: ast.AST, scope: _Scope) -> None:
-        """Visit the children of a node in a scope."""
+        """Walk the children of a node in a scope."""
         for child in ast.iter_child_nodes(node):
             self.visit(child, scope)
 
     def visit(self, node: ast.AST, scope: _Scope) -> None:
-        """Visit one node."""
+        """Walk one node."""
         if isinstance(node, (ast.Name, ast.Attribute)):
             self._expression(node, scope)
         elif isinstance(node, ast.Constant):
@@ -187,7 +185,10 @@ class _Collector:
                 target.bound.add(name)
 
     def _fix_names(self, node: ast.AST, scope: _Scope) -> None:
-        """Take note of the names that a node binds or mentions as a text: of exceptions, patterns, keywords."""
+        """Take note of the names that a node binds or mentions as a text.
+
+        Of exceptions, patterns, keywords.
+        """
         for name in (getattr(node, attribute, None) for attribute in ("name", "rest")):
             if isinstance(name, str):
                 self._fix(name, scope)

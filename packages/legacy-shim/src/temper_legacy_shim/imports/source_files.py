@@ -37,11 +37,11 @@ class FileChange:
 
     @property
     def needs_person(self) -> bool:
-        """Whether something is left to do by hand."""
+        """True if manual work is left."""
         return any(remark.what_to_do for remark in self.remarks)
 
     def diff(self) -> str:
-        """What changes, as ``patch`` reads it; empty where nothing does."""
+        """Return the change as a patch; empty without one."""
         if self.before == self.after:
             return ""
         before, after = (_lines(content) for content in (self.before, self.after))
@@ -52,12 +52,15 @@ class FileChange:
 
 
 def _lines(content: bytes) -> list[str]:
-    """Lines as patch counts them: a form feed ends none. Bytes that are no UTF-8 come through."""
+    """Return the lines as patch counts them: a form feed ends none.
+
+    Bytes that are no UTF-8 come through.
+    """
     return re.findall(r"[^\n]*\n|[^\n]+", content.decode("utf-8", errors="surrogateescape"))
 
 
 def change_files(paths: Sequence[Path], *, keeps_legacy: bool) -> list[FileChange]:
-    """Every Python file below the paths that mentions the old package; nothing is written.
+    """Return every Python file below the paths that mentions the old package; nothing is written.
 
     A copy of the old package itself below a path is left alone: see ``copies_below``.
 
@@ -83,12 +86,12 @@ def change_files(paths: Sequence[Path], *, keeps_legacy: bool) -> list[FileChang
 
 
 def is_copy(folder: Path) -> bool:
-    """Whether a folder is the old package itself, as forks carry it along."""
+    """Return whether a folder is the old package itself, as forks carry it along."""
     return folder.name == PACKAGE and (folder / "__init__.py").is_file() and (folder / "trainer").is_dir()
 
 
 def copies_below(paths: Sequence[Path]) -> list[Path]:
-    """Copies of the old package below the paths, in order."""
+    """Return the copies of the old package below the paths, in order."""
     out = []
     for path in paths:
         for folder, names, _ in os.walk(path):
@@ -99,7 +102,7 @@ def copies_below(paths: Sequence[Path]) -> list[Path]:
 
 
 def write_in_place(change: FileChange) -> None:
-    """Replace a file's content, whole or not at all; its mode stays.
+    """Replace a file's content, completely or not at all; its mode stays.
 
     Raises:
         OutputError: it changed since it was read, or can't be written.

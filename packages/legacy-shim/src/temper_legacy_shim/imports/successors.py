@@ -14,12 +14,12 @@ _FSDP, _MEGATRON = "temper_engine_fsdp.engine:FSDPEngine", "temper_engine_megatr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Successor:
-    """What an old name becomes."""
+    """Replacement of an old name."""
 
     target: str
     """``module:name``."""
     how: str
-    """What else has to change at its uses, as an instruction; empty where it takes the same arguments."""
+    """Instruction for other changes at its uses; empty if it takes the same arguments."""
 
 
 _OURS: dict[str, Successor] = {}
@@ -124,7 +124,7 @@ WITHOUT: tuple[tuple[str, str], ...] = (
 
 
 def successor_of(name: str, *, keeps_legacy: bool) -> Successor | None:
-    """The successor of an old full name, if it has one.
+    """Return the successor of an old full name, if it has one.
 
     Args:
         name: such as ``verl.workers.fsdp_workers.CriticWorker``.
@@ -139,17 +139,17 @@ def successor_of(name: str, *, keeps_legacy: bool) -> Successor | None:
 
 
 def is_module(name: str) -> bool:
-    """Whether an old full name is that of a module with successors of its own."""
+    """Return whether an old full name is that of a module with successors of its own."""
     return name in MODULES or any(each.startswith(f"{name}.") for each in _OURS)
 
 
 def advice_for(name: str) -> str:
-    """What to do about a name without a successor."""
+    """Return advice for a name without a successor."""
     found = next((advice for start, advice in WITHOUT if name == start or name.startswith((f"{start}.", f"{start}_"))), "")
     return found or "there is no such thing in Temper: keep a copy of the function in your own code, or do without"
 
 
 def rows() -> list[tuple[str, Successor, str]]:
-    """Every row: old name, Temper's own, and the deprecated one of this package, empty where there is none."""
+    """Return every row: old name, Temper's own, and the deprecated one of this package, empty if there is none."""
     legacy = {f"{module}.{name}": target for module, offers in MODULES.items() for name, target in offers.items()}
     return [(name, successor, legacy.get(name, "")) for name, successor in sorted(_OURS.items())]

@@ -1,11 +1,14 @@
-"""What the old losses read from an old config, with the old defaults."""
+"""Settings of the old losses with the old defaults."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCorrectionSettings:
-    """``policy_loss.rollout_correction``: weights and rejection by the distance of the policy from the one that sampled."""
+    """``policy_loss.rollout_correction``.
+
+    Weights and rejection by the distance of the policy from the one that sampled.
+    """
 
     rollout_is: str | None = "sequence"
     """token, sequence, or None for no weights."""
@@ -18,7 +21,7 @@ class RolloutCorrectionSettings:
     rollout_rs_threshold: str | float | None = None
     """One bound for all rules, or one each, separated by commas."""
     bypass_mode: bool = False
-    """Whether old_log_probs are the sampler's."""
+    """True if old_log_probs are the sampler's."""
     loss_type: str = "ppo_clip"
     """ppo_clip or reinforce; of the loss ``bypass_mode``."""
 
@@ -44,10 +47,8 @@ class PolicyLossSettings:
     clip_cov_lb: float = 1.0
     """clip_cov: lower bound of covariance."""
     clip_cov_ub: float = 5.0
-    """clip_cov: upper bound."""
     kl_cov_ratio: float = 0.0002
     """kl_cov: share of tokens that pay."""
     ppo_kl_coef: float = 0.1
     """kl_cov: what they pay."""
     rollout_correction: RolloutCorrectionSettings = RolloutCorrectionSettings()
-    """Of bypass_mode."""

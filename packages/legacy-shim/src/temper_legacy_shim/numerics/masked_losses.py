@@ -11,19 +11,22 @@ EPSILON = 1e-8
 
 
 def masked_sum(values: Tensor, mask: Tensor, *, dim: int | None = None) -> Tensor:
-    """Sum of the entries where the mask is not 0; what the others hold, NaN included, never leaks."""
+    """Sum of the entries where the mask is not 0.
+
+    What the others hold, NaN included, never leaks.
+    """
     kept = torch.where(mask.bool(), values, 0.0) * mask
     return kept.sum() if dim is None else kept.sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, *, dim: int | None = None) -> Tensor:
-    """Mean of the entries where the mask is not 0; 0 where there is none."""
+    """Return the mean of the entries where the mask is not 0; 0 if there is none."""
     count = mask.sum() if dim is None else mask.sum(dim)
     return masked_sum(values, mask, dim=dim) / (count + EPSILON)
 
 
 def aggregate(loss: Tensor, mask: Tensor, mode: str) -> Tensor:
-    """One number from a loss per token.
+    """Return one number from a loss per token.
 
     Args:
         loss: [B, W].
@@ -47,7 +50,7 @@ def aggregate(loss: Tensor, mask: Tensor, mode: str) -> Tensor:
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str) -> Tensor:
-    """[B, W] estimate of KL(policy, reference) at each token.
+    """Return [B, W] estimate of KL(policy, reference) at each token.
 
     With d = log ref - log policy: kl (k1) is -d, abs is |d|, mse (k2) is d^2 / 2, low_var_kl (k3) is exp(d) - 1 - d with d held to
     [-20, 20] and the result to [-10, 10], where its gradient ends.
@@ -73,7 +76,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, *, kind: str) -> Tensor:
 def value_loss(
     values: Tensor, *, returns: Tensor, old_values: Tensor, mask: Tensor, cliprange: float, agg_mode: str
 ) -> tuple[Tensor, dict[str, float]]:
-    """Half the larger of the squared errors of the value and of the value held near the old one, and its metrics; all [B, W]."""
+    """Return half the larger of the squared errors of the value and of the value held near the old one, and its metrics; all [B, W]."""
     near = torch.clamp(values, old_values - cliprange, old_values + cliprange)
     plain, held = (values - returns).square(), (near - returns).square()
     loss = 0.5 * aggregate(torch.maximum(plain, held), mask, agg_mode)

@@ -1,6 +1,9 @@
-"""How the old workers cut a mini-batch: into equal counts of rows, or by tokens with the largest differencing method.
+"""Split a mini-batch as the old workers did.
 
-Source of the method: Karmarkar and Karp 1982, "The Differencing Method of Set Partitioning"; for k sets: Korf 2009, section 3.
+By row counts, or by tokens with the largest differencing method.
+
+Source of the method: Karmarkar and Karp 1982, "The Differencing Method of Set Partitioning"; for k
+sets: Korf 2009, section 3.
 """
 
 import heapq
@@ -13,7 +16,10 @@ QUADRATIC_FROM = 24576
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Part:
-    """A set of rows and its cost; compared as the old code breaks ties: cost, number of rows, rows."""
+    """A set of rows and its cost.
+
+    Compared as the old code breaks ties: cost, number of rows, rows.
+    """
 
     cost: int
     count: int
@@ -38,12 +44,14 @@ class _Split:
 
 
 def rows_by_count(num_rows: int, *, size: int) -> list[list[int]]:
-    """Consecutive rows, ``size`` at a time, the last piece shorter where it does not divide."""
+    """Return the consecutive rows, ``size`` at a time, the last piece shorter if it does not divide."""
     return [list(range(first, min(first + size, num_rows))) for first in range(0, num_rows, size)]
 
 
 def rows_by_tokens(lengths: Sequence[int], *, max_tokens: int, multiple: int = 1) -> list[list[int]]:
-    """Rows of each micro-batch, so that their costs are even; ``max_tokens`` decides the number, and is no hard cap.
+    """Return the rows of each micro-batch, so that their costs are even.
+
+    ``max_tokens`` decides the number, and is no hard cap.
 
     The number is raised to a multiple of ``multiple``, as interleaved pipelines want it.
 

@@ -22,14 +22,13 @@ Numbers = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyInputs:
-    """What a policy loss reads, each [B, W]."""
+    """Inputs of a policy loss, each [B, W]."""
 
     logprobs: Tensor
-    """Of the current policy, with gradient."""
+    """Log-probs of the current policy, with gradient."""
     old_logprobs: Tensor
-    """Of the policy before the step."""
+    """Log-probs of the policy before the step."""
     advantages: Tensor
-    """One a token."""
     mask: Tensor
     """0 and 1."""
     weights: Tensor | None = None
@@ -38,12 +37,12 @@ class PolicyInputs:
     """See ``masked.aggregate``."""
 
     def reduced(self, loss: Tensor, *, mode: str | None = None) -> Tensor:
-        """The weighted loss per token as one number."""
+        """Return the weighted loss per token as one number."""
         weighted = loss if self.weights is None else loss * self.weights
         return aggregate(weighted, self.mask, mode or self.agg_mode)
 
     def mean(self, values: Tensor) -> float:
-        """Mean under the mask, for a metric."""
+        """Return the mean under the mask, for a metric."""
         return float(masked_mean(values.detach().float(), self.mask))
 
     def log_ratio(self) -> Tensor:
@@ -55,7 +54,7 @@ PolicyLoss = Callable[[PolicyInputs, PolicyLossSettings], tuple[Tensor, Numbers]
 
 
 def clipped(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """``vanilla``: -min(rho A, clip(rho) A), and where A < 0 at most -c A (dual clip)."""
+    """Compute ``vanilla``: -min(rho A, clip(rho) A), for A < 0 at most -c A (dual clip)."""
     log_ratio, advantages = inputs.log_ratio(), inputs.advantages
     ratio = log_ratio.exp()
     plain = -advantages * ratio
@@ -71,7 +70,10 @@ def clipped(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor,
 
 
 def sequence_ratio(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """``gspo``: the clipped loss with the sequence's mean log-ratio as value of every token's, always the mean of row means."""
+    """Compute ``gspo``: the clipped loss with the sequence's mean log-ratio for every token.
+
+    Always the mean of row means.
+    """
     log_ratio = inputs.logprobs - inputs.old_logprobs
     length = inputs.mask.sum(-1).clamp(min=1)
     mean = (log_ratio * inputs.mask).sum(-1) / length
@@ -88,7 +90,10 @@ def sequence_ratio(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[
 
 
 def soft_gate(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """``sapo``: -A 4/tau sigmoid(tau (rho - 1)) with one tau for each sign of A, always the mean of row means."""
+    """Compute ``sapo``: -A 4/tau sigmoid(tau (rho - 1)), one tau per sign of A.
+
+    Always the mean of row means.
+    """
     log_ratio = inputs.log_ratio()
     tau = torch.where(inputs.advantages > 0, settings.tau_pos, settings.tau_neg)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * (4.0 / tau)
@@ -100,12 +105,12 @@ def soft_gate(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tenso
 
 
 def plain_gradient(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """``gpg``: -A log p, without metrics."""
+    """Compute ``gpg``: -A log p, without metrics."""
     return inputs.reduced(-inputs.logprobs * inputs.advantages), {}
 
 
 def clipped_weight(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """``cispo``: -clip(rho) A log p, the clipped ratio without gradient."""
+    """Compute ``cispo``: -clip(rho) A log p, the clipped ratio without gradient."""
     log_ratio = inputs.log_ratio()
     ratio = log_ratio.exp()
     held = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
@@ -117,7 +122,7 @@ def clipped_weight(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[
 
 
 def geometric_mean(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """``geo_mean``: each row's geometric mean of clipped ratios times its mean advantage; the mean of all rows, masked ones too."""
+    """Compute ``geo_mean``: geometric mean of a row's clipped ratios times its mean advantage, averaged over all rows."""
     log_ratio, mask = inputs.log_ratio(), inputs.mask
     sign = inputs.advantages.sign()
     held = log_ratio.clamp(-settings.clip_low, settings.clip_high)
@@ -137,13 +142,13 @@ def geometric_mean(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[
 
 
 def total_variation(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """``dppo_tv``: tokens whose probability moved further than the clip ratio in the direction of A are dropped."""
+    """Compute ``dppo_tv``: drop tokens whose probability moved past the clip ratio in the direction of A."""
     moved = inputs.logprobs.detach().exp() - inputs.old_logprobs.exp()
     return _within_divergence(inputs, settings, is_over=moved > settings.clip_high, is_under=moved < -settings.clip_low)
 
 
 def bernoulli_kl(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """``dppo_kl``: the same with the KL of "this token or another one" as distance."""
+    """Compute ``dppo_kl``: as ``dppo_tv``, with the binary KL of "this token or another" as distance."""
     new, old = inputs.logprobs.detach().exp(), inputs.old_logprobs.exp()
     distance = _binary_kl(old, new, log_old=inputs.old_logprobs, log_new=inputs.logprobs.detach())
     is_over = (distance > settings.clip_high) & (new > old)
@@ -169,7 +174,7 @@ def _within_divergence(inputs: PolicyInputs, settings: PolicyLossSettings, *, is
 
 
 def clip_cov(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """The clipped loss, where a random share of the unclipped tokens between two bounds of covariance has no loss.
+    """Return the clipped loss, where a random share of the unclipped tokens between two bounds of covariance has no loss.
 
     Which ones is drawn from torch's global generator, once for each micro-batch.
     """
@@ -193,7 +198,11 @@ def clip_cov(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor
 
 
 def kl_cov(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """The unclipped loss; the share of tokens with the largest covariance pays for |log rho| too, which is what ``ppo_kl`` reports."""
+    """Return the unclipped loss.
+
+    The share of tokens with the largest covariance pays for |log rho| too, which is what ``ppo_kl``
+    reports.
+    """
     log_ratio, mask = inputs.logprobs - inputs.old_logprobs, inputs.mask
     loss = -inputs.advantages * log_ratio.exp()
     valid = torch.nonzero(mask.reshape(-1) > 0)[:, 0]
@@ -211,7 +220,10 @@ PREFIX = "rollout_corr/"
 
 
 def bypass(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, Numbers]:
-    """``bypass_mode``: the clipped loss, or -w A log p, on the tokens that no rule rejects; w is the cut importance weight."""
+    """Compute ``bypass_mode``: the clipped loss, or -w A log p, on tokens that no rule rejects.
+
+    W is the truncated weight.
+    """
     chosen = settings.rollout_correction
     weights, mask, found = correct(inputs, chosen)
     kept = PolicyInputs(
@@ -234,7 +246,7 @@ def bypass(inputs: PolicyInputs, settings: PolicyLossSettings) -> tuple[Tensor, 
 
 @torch.no_grad()
 def correct(inputs: PolicyInputs, settings: RolloutCorrectionSettings) -> tuple[Tensor | None, Tensor, Numbers]:
-    """Weights or None, the mask of what is not rejected, and the metrics of both.
+    """Return the weights or None, the mask of what is not rejected, and the metrics of both.
 
     Raises:
         ValueError: no token is masked in, as the old release did.
@@ -255,7 +267,10 @@ def correct(inputs: PolicyInputs, settings: RolloutCorrectionSettings) -> tuple[
 
 
 def importance_weights(log_ratio: Tensor, *, mask: Tensor, settings: RolloutCorrectionSettings) -> tuple[Tensor, Numbers]:
-    """[B, W] exp of each token's log-ratio, or of its sequence's sum, cut at the threshold; its metrics see it before the cut."""
+    """Return [B, W] exp of each token's log-ratio, or of its sequence's sum, cut at the threshold.
+
+    Its metrics see it before the cut.
+    """
     threshold = float(settings.rollout_is_threshold)
     if threshold <= 0 or settings.rollout_is not in ("token", "sequence"):
         raise ConfigError(f"rollout_is is {settings.rollout_is!r} (token or sequence) and its threshold {threshold} (above 0).")
@@ -308,7 +323,10 @@ def _weight_numbers(weights: Tensor, *, level: Tensor, mask: Tensor, threshold: 
 
 @torch.no_grad()
 def mismatch(logprobs: Tensor, *, rollout_logprobs: Tensor, mask: Tensor) -> Numbers:
-    """How far the policy is from the sampler: perplexities, KL estimates and chi-square, averaged over tokens or over rows."""
+    """Measure the distance of policy and sampler.
+
+    Perplexities, KL estimates, chi-square, over tokens or rows.
+    """
     log_ratio = logprobs - rollout_logprobs
     own, theirs = masked_mean(logprobs, mask, dim=-1), masked_mean(rollout_logprobs, mask, dim=-1)
     gap = theirs - own
@@ -333,7 +351,7 @@ def mismatch(logprobs: Tensor, *, rollout_logprobs: Tensor, mask: Tensor) -> Num
 
 
 def policy_loss(name: str) -> PolicyLoss:
-    """The loss of an old ``loss_mode``.
+    """Return the loss of an old ``loss_mode``.
 
     Raises:
         ConfigError: there is none.

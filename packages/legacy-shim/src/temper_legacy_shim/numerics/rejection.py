@@ -24,7 +24,6 @@ class Rule:
     """One rule and the range in which a token or sequence stays."""
 
     name: str
-    """One of RULES."""
     low: float | None
     """Logarithm of the lower bound of a k1 rule; None for the others, which have none."""
     high: float
@@ -37,7 +36,7 @@ class Rule:
 
 
 def parse_rules(names: str, thresholds: str | float | None) -> list[Rule]:
-    """Rules from two comma-separated lists; one threshold serves them all.
+    """Return the rules from two comma-separated lists; one threshold serves them all.
 
     Raises:
         ConfigError: an unknown rule, or thresholds that do not fit.
@@ -68,7 +67,7 @@ def _rule(name: str, bound: str) -> Rule:
 
 
 def rejected(log_ratio: Tensor, *, mask: Tensor, rules: str, thresholds: str | float | None) -> tuple[Tensor, dict[str, float]]:
-    """The mask without what a rule rejects, and each rule's metrics."""
+    """Return the mask without what a rule rejects, and each rule's metrics."""
     keep = torch.ones_like(mask, dtype=torch.bool)
     numbers: dict[str, float] = {}
     has_tokens = mask.sum(-1) > 0
@@ -87,7 +86,7 @@ def rejected(log_ratio: Tensor, *, mask: Tensor, rules: str, thresholds: str | f
 
 
 def _statistic(rule: Rule, *, log_ratio: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, W] what the bound is compared with, and [B] the same by row."""
+    """Return [B, W] what the bound is compared with, and [B] the same by row."""
     safe = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     tokens = {"1": -safe, "2": 0.5 * safe.square(), "3": safe.exp() - 1.0 - safe}[rule.name[-1]]
     if rule.level == "token":

@@ -1,4 +1,7 @@
-"""Variables of old overrides that nothing reads once the command is rewritten: they become comments, so that nobody edits them in vain."""
+"""Variables of old overrides that nothing reads once the command is rewritten.
+
+They become comments, so that no one edits them without result.
+"""
 
 import re
 from collections.abc import Iterator
@@ -44,7 +47,7 @@ class DeadArray:
 def find_dead_arrays(
     program: Program, text: str, *, rewritten: list[Span], tokens: set[int], executed: frozenset[int], kept: str
 ) -> list[DeadArray]:
-    """Assignments that held overrides of rewritten commands, or would have in another branch, and are read nowhere else.
+    """Return the assignments that held overrides of rewritten commands, or would have in another branch, and are read nowhere else.
 
     Args:
         program: the tree of `text`.
@@ -78,7 +81,7 @@ class _Found:
 
 
 def _with_overrides(found: list[_Found]) -> list[_Found]:
-    """Without names that only stand for variables which hold no overrides."""
+    """Return names without those that only stand for variables without overrides."""
     holding = {each.name for each in found if not each.alias}
     while more := {each.name for each in found if each.alias in holding} - holding:
         holding |= more
@@ -86,7 +89,7 @@ def _with_overrides(found: list[_Found]) -> list[_Found]:
 
 
 def _read_by_none_but(names: set[str], found: list[_Found], text: str, rewritten: list[Span]) -> set[str]:
-    """Those of the names that nothing reads but rewritten commands and assignments of the others."""
+    """Return the names that only rewritten commands and assignments of each other read."""
     while True:
         own = [each.span for each in found if each.name in names]
         left = {name for name in names if not _is_read(name, text, rewritten + own)}
@@ -101,7 +104,7 @@ def _is_read(name: str, text: str, but: list[Span]) -> bool:
 
 
 def _elements(assignment: Assignment) -> tuple[ArrayElement, ...] | None:
-    """The words of an array, or a text that holds overrides; None for other values."""
+    """Return the words of an array, or a text that holds overrides; None for other values."""
     if isinstance(assignment.value, tuple):
         return assignment.value
     if isinstance(assignment.value, Word) and (

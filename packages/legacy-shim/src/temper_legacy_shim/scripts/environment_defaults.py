@@ -19,7 +19,7 @@ _ARGUMENT = re.compile(r"\$\{([1-9])(?::?[-=])")
 
 
 def held_fixed(reading: ScriptReading, launches: Sequence[TranslatedLaunch], settings: dict[str, str]) -> list[str]:
-    """One sentence for each variable with a default that a written value was computed from.
+    """Return one sentence for each variable with a default that a written value was computed from.
 
     Args:
         reading: of the old script.
@@ -44,7 +44,7 @@ def held_fixed(reading: ScriptReading, launches: Sequence[TranslatedLaunch], set
 
 
 def _values(text: str, name: str) -> list[str]:
-    """Another value, and those that the script compares the variable with."""
+    """Return another value, and those that the script compares the variable with."""
     spelled = rf"\$\{{?{name}\b[^}}\s]*\}}?"
     found = re.findall(rf"{spelled}\"?\s*(?:==?|!=|-eq|-ne|-gt|-ge|-lt|-le)\s*[\"']?([\w.-]+)", text)
     for body in re.findall(rf"\bcase\s+\"?{spelled}\"?\s+in\b(.*?)\besac\b", text, re.DOTALL):
@@ -60,7 +60,7 @@ def _launched(reading: ScriptReading, settings: dict[str, str]) -> list[Launch]:
 
 
 def _fixed(launch: Launch, each: TranslatedLaunch, value: str) -> Iterator[str]:
-    """New keys that a launch with another value of the variable would have otherwise, and that are written as they are."""
+    """Yield the new keys that a launch with another value of the variable would have otherwise, and that are written as they are."""
     before = {override.key: override.text.shown() for override in each.launch.overrides if override.key}
     after = {override.key: override.text.shown() for override in launch.overrides if override.key and override.text.shown() != value}
     changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}

@@ -1,4 +1,7 @@
-"""What a launch becomes: its overrides through ``configs.translate``, with tokens of the script kept where a value stays as it is."""
+"""Translate a launch through ``configs.translate``.
+
+Tokens whose value stays keep the script's text.
+"""
 
 import re
 from collections.abc import Iterator
@@ -19,12 +22,12 @@ _TORCHRUN_NUMBERS = ("nnodes", "nproc_per_node")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a user says beside the script."""
+    """Options of the user in addition to the script."""
 
     version: str | None = None
     """The old release; None infers it."""
     numerics: str = "temper"
-    """Whose numerics the result has: legacy or temper."""
+    """Numerics of the result: legacy or temper."""
     cluster: Cluster | None = None
     """Nodes and GPUs, where neither the configuration nor the launcher says them."""
 
@@ -37,11 +40,11 @@ class NewArgument:
     text: Text
     """``key=value`` as temper-train gets it."""
     source: str
-    """As it is written in the new script."""
+    """Text in the new script."""
     at: int
-    """Where the token that it comes from was written; -1 where there is none."""
+    """Position of its token in the script; -1 without one."""
     comment: str
-    """Where its value comes from."""
+    """Origin of its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +61,14 @@ class TranslatedLaunch:
 
     @property
     def persons(self) -> list[Finding]:
-        """What has to be decided before the run."""
+        """Decisions to make before the run."""
         return [finding for finding in self.translation.findings if finding.level == "person"]
 
     def missing_config(self) -> str:
-        """The sentence about a configuration of the user's own that was not found; empty where none is missing."""
+        """Return the sentence about a configuration of the user's own that was not found.
+
+        Empty if none is missing.
+        """
         if self.own_config is not None or not uses_own_config(self.launch):
             return ""
         where = self.launch.config_path or "the folder of the entry"
@@ -73,11 +79,11 @@ class TranslatedLaunch:
 
     @property
     def is_writable(self) -> bool:
-        """Whether there is a new command at all."""
+        """True if there is a new command."""
         return bool(self.translation.settings)
 
     def readable(self, sentence: str) -> str:
-        """A sentence of the translation with the shell's own words for what is unknown."""
+        """Return a sentence of the translation with the shell's own words for what is unknown."""
         for name, source in self.unknowns.items():
             sentence = sentence.replace(f"${{{name}}}", source)
         return sentence
@@ -118,7 +124,7 @@ def translate_launch(
 
 
 def _cluster(launch: Launch) -> Cluster | None:
-    """What torchrun says of nodes and processes, where both are known."""
+    """Return nodes and processes of torchrun if both are known."""
     numbers = [launch.processes.get(name) for name in _TORCHRUN_NUMBERS]
     if "nproc_per_node" not in launch.processes:
         return None
@@ -130,7 +136,10 @@ def _cluster(launch: Launch) -> Cluster | None:
 
 
 def _with_processes(translation: Translation, launch: Launch, unknowns: dict[str, str]) -> Translation:
-    """Fine-tuning on one machine with as many processes as only the shell knows: the new command has the same words."""
+    """Return the fine-tuning on one machine with as many processes as only the shell knows.
+
+    The new command has the same words.
+    """
     processes, nodes = launch.processes.get("nproc_per_node"), launch.processes.get("nnodes")
     keys = {setting.key for setting in translation.settings}
     if processes is None or processes.known is not None or (nodes is not None and nodes.known != "1"):
@@ -165,7 +174,7 @@ def _of_torchrun(key: str, value: Plain, *, is_number: bool = False) -> Setting:
 
 
 def _shown(text: Text, unknowns: dict[str, str]) -> str:
-    """A token for the translator: unknown parts as names that it can carry through."""
+    """Return a token for the translator: unknown parts as names that it can carry through."""
     out = []
     for piece in _opened(text):
         if piece.is_known:
@@ -181,12 +190,18 @@ def _shown(text: Text, unknowns: dict[str, str]) -> str:
 
 
 def _expanded(text: Text) -> str:
-    """Return a value with what its unknown variables are made of, as far as the script says it; empty where it adds nothing."""
+    """Return a value with what its unknown variables are made of, as far as the script says it.
+
+    Empty if it adds nothing.
+    """
     return "" if text.is_known else "".join(Text(piece.inner).shown() if piece.inner else piece.value for piece in text.pieces)
 
 
 def _opened(text: Text) -> Iterator[Piece]:
-    """The pieces, but in place of a variable that holds a list what the list is made of: its items are what is translated."""
+    """Yield the pieces, but in place of a variable that holds a list what the list is made of.
+
+    Its items are what is translated.
+    """
     for piece in text.pieces:
         inside = Text(piece.inner).shown().strip()
         if not piece.is_known and (inside[:1], inside[-1:]) in (("[", "]"), ("{", "}")):
@@ -217,7 +232,7 @@ def _argument(setting: Setting, overrides: tuple[Override, ...], unknowns: dict[
 
 
 def _around(setting: Setting, origins: list[Override], unknowns: dict[str, str]) -> Text | None:
-    """A text that was made around the values of tokens (``checkpoints/PROJECT/EXPERIMENT``), with the script's own words in it."""
+    """Return a text that was made around the values of tokens (``checkpoints/PROJECT/EXPERIMENT``), with the script's own words in it."""
     if (
         setting.rule != "run-dir"
         or not isinstance(setting.value, str)
@@ -234,7 +249,10 @@ def _around(setting: Setting, origins: list[Override], unknowns: dict[str, str])
 
 
 def _in_list(old: Override) -> str:
-    """How a value with variables is written inside double quotes, where it becomes the one item of a list; empty where it can't."""
+    """Return a value with variables inside double quotes, as the one item of a list.
+
+    Empty if impossible.
+    """
     tail = old.source.partition("=")[2]
     if len(tail) > 1 and tail[0] == tail[-1] == '"':
         tail = tail[1:-1]
@@ -242,7 +260,7 @@ def _in_list(old: Override) -> str:
 
 
 def _with_sources(value: str, unknowns: dict[str, str]) -> Text:
-    """A new token whose names for unknown parts are the shell's own words again."""
+    """Return a new token whose names for unknown parts are the shell's own words again."""
     if not unknowns:
         return literal(value)
     pieces = []
@@ -254,7 +272,10 @@ def _with_sources(value: str, unknowns: dict[str, str]) -> Text:
 
 
 def worst(outcomes: list[Outcome]) -> Outcome:
-    """The outcome that counts for several launches; of none it is that a person is needed."""
+    """Return the outcome that counts for several launches.
+
+    Of none it is that a person is needed.
+    """
     return max(outcomes, default=Outcome.PERSON)
 
 
@@ -263,9 +284,10 @@ _PACKAGED = re.compile(r"^(?:\./)?config/?$|(?:verl/trainer|recipe/\w+(?:/src)?|
 
 
 def find_own_config(launch: Launch, folder: Path) -> OldFile | None:
-    """The file, or None where the launch uses the old package's own, or it is not there.
+    """Return the file, or None if the launch uses the old package's own, or it is not there.
 
-    The part of the path that only a run would know (``$PROJECT_DIR/...``) is taken to be the script's folder or one above it.
+    The part of the path that only a run would know (``$PROJECT_DIR/...``) is taken to be the
+    script's folder or one above it.
 
     Raises:
         DamagedFileError: it is no YAML.
@@ -287,7 +309,10 @@ def find_own_config(launch: Launch, folder: Path) -> OldFile | None:
 
 
 def uses_own_config(launch: Launch) -> bool:
-    """Whether the file is the user's own: one of another name than the old package's, or of the same name in another folder."""
+    """Return whether the file is the user's own.
+
+    One of another name than the old package's, or of the same name in another folder.
+    """
     name = (launch.config_name or "").removesuffix(".yaml").rpartition("/")[2]
     is_packaged = bool(entry_of(name)) and _PACKAGED.search(launch.config_path or "config") is not None
     return bool(name) and "$" not in name and not is_packaged

@@ -1,4 +1,4 @@
-"""Which of a script's commands start an old trainer, with which entry, config and overrides."""
+"""Find the commands of a script that start an old trainer: entry, config and overrides."""
 
 import re
 from collections.abc import Sequence
@@ -35,14 +35,13 @@ class Override:
     text: Text
     """``key=value`` as the trainer gets it."""
     source: str
-    """As the script wrote it."""
     at: int
-    """Where; -1 where it was not written as one word."""
+    """Position in the script; -1 if it was not written as one word."""
     key: str
-    """With its ``+`` or ``~``; empty for what is no override, such as ``"$@"``."""
+    """Key with ``+`` or ``~``; empty for arguments that are no override, such as ``"$@"``."""
 
     def value(self) -> Text:
-        """What follows ``key=``."""
+        """Return the text after ``key=``."""
         return self.text.after(self.key + "=") or Text()
 
 
@@ -51,13 +50,12 @@ class Launch:
     """A command that starts an old trainer."""
 
     entry: str
-    """Module or file."""
     config_name: str | None
     config_path: str | None
     overrides: tuple[Override, ...]
-    """In the order in which the trainer gets them."""
+    """Overrides in the trainer's order."""
     open_arguments: tuple[Override, ...]
-    """What only a run would know, such as ``"$@"``."""
+    """Arguments known only at run time, such as ``"$@"``."""
     processes: dict[str, Text]
     """``nproc_per_node`` and ``nnodes``, where a launcher says them."""
     command: tuple[Field, ...]
@@ -68,7 +66,7 @@ class Launch:
     span: Span
     """The command, with assignments before it and redirections."""
     arguments: Span
-    """From its first word to its last."""
+    """Span of its words."""
     item: Span
     """The pipelines around it."""
     is_inner: bool
@@ -135,7 +133,7 @@ def _launch(event: Event) -> Launch | None:
 
 
 def _known_start(text: Text) -> str:
-    """The known characters before the first unknown one."""
+    """Return the known characters before the first unknown one."""
     out = []
     for piece in text.pieces:
         if not piece.is_known:
@@ -152,7 +150,7 @@ def _is_old(entry: str, overrides: list[Override], config: dict[str, str]) -> bo
 
 
 def _entry(command: list[Field]) -> tuple[str, int, dict[str, Text]] | None:
-    """The module or file that Python runs, where its arguments begin, and the launcher's numbers of processes."""
+    """Return the module or file that Python runs, where its arguments begin, and the launcher's numbers of processes."""
     first = _name(command[0]) if command else ""
     if _TORCHRUN.fullmatch(first):
         return _launcher_entry(command, 2 if first.endswith("accelerate") and _name_at(command, 1) == "launch" else 1)
@@ -205,7 +203,7 @@ def _launcher_entry(command: list[Field], at: int) -> tuple[str, int, dict[str, 
 
 
 def _name(field: Field) -> str:
-    """The program; of ``$ENV/bin/python`` the known end."""
+    """Return the program; of ``$ENV/bin/python`` the known end."""
     known = field.text.known
     if known is not None:
         return known
@@ -231,7 +229,10 @@ def is_launch_text(text: str) -> bool:
 
 
 def explain_npu_probe(fields: Sequence[Field]) -> str | None:
-    """Return a note if a command only checks for NPUs: ``python3 -c 'import torch_npu'``, ``which npu-smi``."""
+    """Return a note if a command only checks for NPUs.
+
+    ``python3 -c 'import torch_npu'``, ``which npu-smi``.
+    """
     words = [field.text.shown() for field in fields]
     is_asking = "-c" in words or words[0] in ("which", "command", "type")
     names_npu = len(words) <= 4 and re.search(r"\btorch_npu\b|\bnpu-smi\b", words[-1]) is not None

@@ -80,7 +80,10 @@ def migrate_script(
 def _translated(
     launches: Sequence[Launch], options: Options, folder: Path | None, *, literal_keys: frozenset[str] = frozenset()
 ) -> list[TranslatedLaunch]:
-    """Each launch's translation; a command in a loop that launches the same hundreds of times is translated once."""
+    """Return each launch's translation.
+
+    A command in a loop that launches the same hundreds of times is translated once.
+    """
     done: dict[tuple[object, ...], TranslatedLaunch] = {}
     out = []
     for launch in launches:
@@ -94,7 +97,7 @@ def _translated(
 
 
 def _still_there(text: str, reading: ScriptReading, settings: dict[str, str]) -> list[str]:
-    """Old trainers that the new script would start, or might where a condition turns out otherwise."""
+    """Return the old trainers that the new script would start, or might where a condition turns out otherwise."""
     known = {launch.span.start for launch in reading.launches}
     others = [launch for other in reading.alternatives for launch in other.launches]
     found = {reading.line_of(at): entry for at, entry in ((other.span.start, other.entry) for other in others) if at not in known}
@@ -113,7 +116,7 @@ _OTHERWISE = ", and still stands as it was: translate the script with that branc
 
 
 def _different(text: str, reading: ScriptReading, launches: list[TranslatedLaunch], settings: dict[str, str]) -> list[str]:
-    """Keys whose values the new script, read like the old one, would launch otherwise."""
+    """Return the keys whose values the new script, read like the old one, would launch otherwise."""
     events = [event for event in reread(text, reading, settings) if any(field.text.known == COMMAND for field in event.fields)]
     written = [each for each in launches if each.is_writable and not each.launch.is_inner]
     out: list[str] = []

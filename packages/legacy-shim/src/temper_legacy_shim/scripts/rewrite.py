@@ -21,7 +21,7 @@ class NewScript:
     text: str
     notes: list[str] = field(default_factory=list)
     persons: list[str] = field(default_factory=list)
-    """What could not be written."""
+    """Commands that could not be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,10 @@ def rewrite(reading: ScriptReading, translated: list[TranslatedLaunch]) -> NewSc
 
 
 def _by_site(translated: list[TranslatedLaunch]) -> dict[Span, list[TranslatedLaunch]]:
-    """Launches by the command that starts them: in a loop or a function, one command starts several."""
+    """Return the launches by the command that starts them.
+
+    In a loop or a function, one command starts several.
+    """
     out: dict[Span, list[TranslatedLaunch]] = {}
     for each in translated:
         out.setdefault(each.launch.item if each.launch.is_inner else each.launch.span, []).append(each)
@@ -79,7 +82,7 @@ def _by_site(translated: list[TranslatedLaunch]) -> dict[Span, list[TranslatedLa
 
 
 def _problem(launches: list[TranslatedLaunch]) -> str:
-    """Why a command can't be rewritten; empty where it can."""
+    """Return why a command cannot be rewritten; empty if it can."""
     first = launches[0]
     if first.launch.is_inner:
         return "the launch stands inside a text that another shell runs (bash -c, eval, a heredoc): put the new command there by hand."
@@ -112,7 +115,7 @@ class _Names:
 
 
 def _replacement(text: str, each: TranslatedLaunch, *, name: str) -> list[_Edit]:
-    """The array before the command's line, and the command."""
+    """Return the array before the command's line, and the command."""
     launch = each.launch
     indent = _indent(text, launch.item.start)
     array = "\n".join(indent + line if line else "" for line in _array(text, each, name)).lstrip()
@@ -126,7 +129,7 @@ def _indent(text: str, at: int) -> str:
 
 
 def _wrappers(text: str, launch: Launch) -> list[str]:
-    """What stands before the launcher, such as ``srun ...`` or ``ray job submit ... --``, as it was written."""
+    """Return the text before the launcher, such as ``srun ...`` or ``ray job submit ... --``, unchanged."""
     if launch.starter == 0:
         return []
     start = launch.command[launch.starter].at
@@ -136,14 +139,14 @@ def _wrappers(text: str, launch: Launch) -> list[str]:
 
 
 def _from_starter(launch: Launch) -> Span:
-    """From the program that starts Python to the last argument; a wrapper before it stays."""
+    """Return the span from the program that starts Python to the last argument, without wrappers."""
     start = launch.command[launch.starter].at
     is_inside = launch.arguments.start <= start <= launch.arguments.end
     return Span(start, launch.arguments.end) if is_inside else launch.arguments
 
 
 def _without_comments(texts: list[str]) -> str:
-    """What stands in the new commands, without what they say of the old ones."""
+    """Return the new commands without comments on the old ones."""
     return "\n".join(line.partition("  # ")[0] for text in texts for line in text.splitlines() if not line.lstrip().startswith("#"))
 
 
@@ -166,13 +169,13 @@ def _array(text: str, each: TranslatedLaunch, name: str) -> list[str]:
 
 
 def _findings(each: TranslatedLaunch) -> list[str]:
-    """What has to be decided, and what differs, as comments; keys of no release have their own line below."""
+    """Return decisions and differences as comments; unknown keys have a line below."""
     found = [finding for finding in each.translation.findings if finding.level in _HEADS and finding.rule != "unmapped"]
     return [f"# {_HEADS[finding.level]}: {' '.join(each.readable(finding.message).split())}" for finding in found]
 
 
 def _lines(text: str, each: TranslatedLaunch, argument: NewArgument, seen: set[int]) -> list[str]:
-    """One argument with the comments of the token that it comes from."""
+    """Return one argument with the comments of the token that it comes from."""
     above, beside = [], argument.comment
     if argument.at >= 0 and argument.at not in seen:
         seen.add(argument.at)
@@ -185,7 +188,7 @@ def _lines(text: str, each: TranslatedLaunch, argument: NewArgument, seen: set[i
 
 
 def _dropped_lines(text: str, each: TranslatedLaunch, seen: set[int]) -> list[str]:
-    """Old tokens that have no successor, with their comments, as comments."""
+    """Return the old tokens that have no successor, with their comments, as comments."""
     out = []
     for token in each.translation.tokens:
         if token.disposition not in _DROPPED or token.new_keys or token.index >= len(each.launch.overrides):
@@ -200,7 +203,10 @@ def _dropped_lines(text: str, each: TranslatedLaunch, seen: set[int]) -> list[st
 
 
 def _left_alone(text: str, each: TranslatedLaunch, problem: str) -> str:
-    """The comment above a launch that a person has to rewrite; with the new command where there is one."""
+    """Return the comment above a launch that a person has to rewrite.
+
+    With the new command if there is one.
+    """
     indent = _indent(text, each.launch.item.start)
     lines = [f"# temper-migrate: needs a person: {problem}"]
     if each.is_writable:
@@ -213,7 +219,10 @@ _STOP = "{ echo 'temper-migrate: this branch was not translated; choose it with 
 
 
 def _commented(text: str, array: DeadArray) -> _Edit:
-    """An array as comments, with a command in its place where a body could become empty; a branch that was not taken stops the script."""
+    """Return an array as comments, with a command in its place where a body could become empty.
+
+    A branch that was not taken stops the script.
+    """
     indent = _indent(text, array.span.start)
     command = ":" if array.is_executed else _STOP
     if not array.is_own_line:
@@ -233,7 +242,7 @@ def _applied(text: str, edits: list[_Edit]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Comments:
-    """What a person wrote by one token."""
+    """Comments of the author at one token."""
 
     above: tuple[str, ...]
     """Whole lines, without indentation."""
@@ -242,7 +251,7 @@ class Comments:
 
 
 def comments_at(text: str, start: int, length: int) -> Comments:
-    """The comment lines right above the token at `start`, and the comment after it on its line."""
+    """Return the comment lines right above the token at `start`, and the comment after it on its line."""
     line_start = text.rfind("\n", 0, start) + 1
     above: list[str] = []
     if not text[line_start:start].strip():

@@ -16,18 +16,17 @@ _HOOKS = ReaderHooks(explain_failure=explain_npu_probe, is_launch_text=is_launch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """What a script would run if one condition were otherwise."""
+    """Launches of a script if one condition is decided differently."""
 
     decision: Decision
-    """As it is in the main reading."""
+    """The decision in the main reading."""
     taken: int
-    """What was chosen here instead."""
     launches: tuple[Launch, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptReading:
-    """What a script would do."""
+    """Result of reading a script."""
 
     text: str
     launches: tuple[Launch, ...]
@@ -40,18 +39,18 @@ class ScriptReading:
     alternatives: tuple[Alternative, ...]
     """Only those that launch something else."""
     notes: dict[str, int]
-    """What a person should know, with lines."""
+    """Notes for the user, with lines."""
     free: dict[str, bool]
     """Variables that the script reads and never assigns; whether one is read without a default."""
     executed: frozenset[int]
-    """Where the assignments stand that were carried out."""
+    """Positions of the executed assignments."""
     num_arguments: int
     """Positional parameters that it reads."""
     passes_guards: bool
     """Whether the reading went on where the script would end with an error."""
 
     def line_of(self, at: int) -> int:
-        """The line of an offset."""
+        """Return the line of an offset."""
         return self.text.count("\n", 0, at) + 1
 
 
@@ -74,7 +73,7 @@ def read_script(text: str, *, settings: dict[str, str] | None = None) -> ScriptR
 
 
 def reread(text: str, like: ScriptReading, settings: dict[str, str]) -> list[Event]:
-    """The commands of a script that was made from another, with that one's conditions decided as they were."""
+    """Return the commands of a script that was made from another, with that one's conditions decided as they were."""
     choices = tuple(decision.taken for decision in like.decisions)
     return _pass(parse(text), text, settings, choices, passes_guards=like.passes_guards).events
 
@@ -114,7 +113,10 @@ def _pass(program: Program, text: str, settings: dict[str, str], choices: tuple[
 
 
 def _first_that_launches(program: Program, text: str, settings: dict[str, str], main: Reading) -> tuple[Reading, int]:
-    """Guards that end a script (no arguments, a missing file) are taken to pass: change decisions until something is launched."""
+    """Change decisions until something is launched.
+
+    Guards that end a script are assumed to pass.
+    """
     if find_launches(main.events):
         return main, 1
     waiting, seen, passes = [main], {tuple(decision.taken for decision in main.decisions)}, 1
@@ -140,7 +142,7 @@ def _first_that_launches(program: Program, text: str, settings: dict[str, str], 
 def _alternatives(
     program: Program, text: str, settings: dict[str, str], main: Reading, launches: tuple[Launch, ...], passes: int
 ) -> tuple[Alternative, ...]:
-    """The script read again with each decision turned, where that changes what is launched."""
+    """Return the script read again with each decision turned, where that changes what is launched."""
     taken = [decision.taken for decision in main.decisions]
     usual, out = [_signature(launch) for launch in launches], []
     for place, decision in enumerate(main.decisions):

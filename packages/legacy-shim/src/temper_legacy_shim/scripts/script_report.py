@@ -1,4 +1,4 @@
-"""What a script's migration says of itself: sentences for people, plain values of a documented form for machines."""
+"""Reports of a script's migration: sentences, and documented plain values."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ SCHEMA = "temper-migrate/script/1"
 
 
 def headline(migration: Migration) -> str:
-    """How many launches of what."""
+    """Return the number of launches by kind."""
     if not migration.launches:
         return ", no launch of an old trainer was seen" if migration.unfollowed or migration.not_read else ", launches no old trainer"
     names = ", ".join(dict.fromkeys(f"{each.launch.entry} of {each.translation.source.version}" for each in migration.launches))
@@ -24,7 +24,7 @@ def headline(migration: Migration) -> str:
 
 
 def evidence(migration: Migration) -> list[str]:
-    """What each launch was taken for, and why: the release as it was given, or inferred from which keys."""
+    """Return the release of each launch and why: given, or inferred from its keys."""
     out = []
     for each in migration.launches:
         source = each.translation.source
@@ -48,7 +48,7 @@ def summary(migration: Migration, path: Path, *, written: Path | None) -> list[s
 
 
 def persons(migration: Migration) -> list[str]:
-    """What a person has to decide."""
+    """Return the decisions that a user has to make."""
     if not migration.launches:
         return list(migration.unfollowed)
     out = [each.readable(finding.message) for each in migration.launches for finding in each.persons]
@@ -57,7 +57,7 @@ def persons(migration: Migration) -> list[str]:
 
 
 def remarks(migration: Migration) -> list[str]:
-    """What a person should know."""
+    """Return notes for the user."""
     out = []
     for each in migration.launches:
         said = [finding for finding in by_severity(each.translation.findings) if finding.level != "person" and finding.rule != "unmapped"]
@@ -90,7 +90,7 @@ def _choice(taken: int, num_choices: int) -> str:
 
 
 def differences(reading: ScriptReading, alternative: Alternative) -> str:
-    """What the other way launches otherwise, in short."""
+    """Summarize the launches of the other branch."""
     if len(alternative.launches) != len(reading.launches):
         return f"{len(alternative.launches)} trainers instead of {len(reading.launches)}"
     ours = {override.text.shown() for launch in reading.launches for override in launch.overrides}
@@ -103,7 +103,7 @@ def differences(reading: ScriptReading, alternative: Alternative) -> str:
 
 
 def plain_report(migration: Migration) -> dict[str, Plain]:
-    """The whole report, ready for JSON."""
+    """Return the full report, ready for JSON."""
     reading = migration.reading
     launches: list[Plain] = [
         {

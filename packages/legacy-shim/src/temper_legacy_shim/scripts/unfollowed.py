@@ -25,7 +25,9 @@ _MOST_LEVELS = 3
 
 
 def find_unfollowed(reading: ScriptReading, folder: Path | None, *, level: int = 0) -> tuple[list[str], list[str]]:
-    """Return sentences about commands that may start an old trainer: what must be decided, and what could not be looked at.
+    """Return sentences about commands that may start an old trainer.
+
+    What must be decided, and what could not be looked at.
 
     Args:
         reading: Of the script.
@@ -87,7 +89,10 @@ def _script_name(field: Field) -> str:
 
 
 def _find_script(called: str, folder: Path | None) -> Path | None:
-    """Return the file of a called script; the part of its path that only a run knows is this script's folder or one above it."""
+    """Return the file of a called script.
+
+    The part of its path that only a run knows is this script's folder or one above it.
+    """
     if folder is None:
         return None
     parts = called.split("/")
@@ -100,7 +105,7 @@ def _find_script(called: str, folder: Path | None) -> Path | None:
 
 
 def _entry_behind(path: Path, level: int) -> str:
-    """Return the old trainer that a script, or one that it calls, starts; empty where none is seen."""
+    """Return the old trainer that a script, or one that it calls, starts; empty if none is seen."""
     if level >= _MOST_LEVELS:
         return ""
     try:
@@ -138,7 +143,7 @@ _OLD_FILE = re.compile(r"(?:.*/)?(?:verl|recipe)/(?:\w+/)*(?:main\w*|\w*trainer\
 
 
 def left_behind(program: Program) -> Iterator[tuple[int, str]]:
-    """Where commands stand that name an old trainer's module or file as an argument of their own, and what they name; in order.
+    """Yield positions and names of commands with an old trainer's module or file as argument, in order.
 
     Args:
         program: of the new script. Text inside quotes (``bash -c``, ``echo``) is not looked at, commands in ``$(...)`` are.
@@ -152,7 +157,9 @@ def left_behind(program: Program) -> Iterator[tuple[int, str]]:
 
 
 def only_named(text: str) -> list[str]:
-    """Sentences about old trainers that a script without launches names in a line of a command, such as in a file that it writes."""
+    """Return sentences about old trainers that a script names without launching them.
+
+    Such as in a file that it writes."""
     lines = list(enumerate(text.splitlines(), 1))
     found = [(number, match[1]) for number, line in lines if (match := _NAMED.match(line))]
     code = [(number, line.partition("#")[0]) for number, line in reversed(lines) if not _PRINTED.match(line)]
@@ -172,7 +179,10 @@ def only_named(text: str) -> list[str]:
 
 
 def _simple_commands(program: Program) -> Iterator[Simple]:
-    """Every one below the program, however deep: on a stack of its own, since nesting may exceed Python's."""
+    """Yield every one below the program, however deep.
+
+    On a stack of its own, since nesting may exceed Python's.
+    """
     left: list[object] = [program]
     while left:
         node = left.pop()

@@ -7,12 +7,12 @@ from temper_engine_api.errors import ConfigError
 
 
 def save(engine: BaseEngine, local_path: str, hdfs_path: str | None, *, step: int, max_to_keep: int | None) -> None:
-    """A step directory below ``local_path``, in the engine's layout. Collective."""
+    """Save a step directory below ``local_path`` in the engine's layout. Collective."""
     engine.save_checkpoint(local_path, hdfs_path, global_step=step, max_ckpt_to_keep=max_to_keep)
 
 
 def load(engine: BaseEngine, local_path: str | None, hdfs_path: str | None, *, delete_download: bool) -> None:
-    """The last complete step below ``local_path``; None loads nothing, as before. Collective.
+    """Load the last complete step below ``local_path``; None loads nothing, as before. Collective.
 
     Raises:
         ConfigError: the folder holds a checkpoint of the older generation.

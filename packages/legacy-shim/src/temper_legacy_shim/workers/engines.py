@@ -1,4 +1,7 @@
-"""What an old class was given to train, as an engine: an engine as it is, or a plain Hugging Face model behind one."""
+"""Turn the arguments of an old class into an engine.
+
+One as it is, or one around a Hugging Face model.
+"""
 
 import shutil
 import tempfile
@@ -23,7 +26,10 @@ NEVER = 10**9
 
 
 class Adopted:
-    """An engine, and the user's own model where there is one: it lends its weights and gets them back."""
+    """An engine, and the user's own model where there is one.
+
+    It lends its weights and gets them back.
+    """
 
     def __init__(
         self,
@@ -43,7 +49,7 @@ class Adopted:
 
     @contextmanager
     def weights_of_module(self) -> Iterator[None]:
-        """The engine's weights are the module's inside, also where the user loaded others into it meanwhile."""
+        """Yield the engine's weights are the module's inside, also where the user loaded others into it meanwhile."""
         if self._module is not None and _versions(self._module) != self._versions:
             self.engine.load_weights(NamedWeight(name, tensor) for name, tensor in _weights(self._module))
             self._versions = _versions(self._module)
@@ -51,7 +57,10 @@ class Adopted:
 
     @contextmanager
     def trained(self) -> Iterator[None]:
-        """Updates happen inside, at the optimiser's present rate; the module has the new weights afterwards."""
+        """Yield the updates happen inside, at the optimizer's present rate.
+
+        The module has the new weights afterwards.
+        """
         with self.weights_of_module():
             if self._optimizer is not None:
                 set_rate(self.engine, float(self._optimizer.param_groups[0]["lr"]))
@@ -65,10 +74,10 @@ class Adopted:
 
 
 class ConfigureEngine(Protocol):
-    """How the engine of an adopted model is configured."""
+    """Builds the configuration of an adopted model's engine."""
 
     def __call__(self, *, model: ModelSpec, optimizer: OptimizerSpec | None, precision: PrecisionSpec) -> EngineConfig:
-        """The configuration, of the class that its engine takes."""
+        """Return the configuration, of the class that its engine takes."""
 
 
 def adopt(
@@ -80,10 +89,10 @@ def adopt(
     engine_name: str,
     configure: ConfigureEngine,
 ) -> Adopted:
-    """An engine for what an old constructor was given. Collective.
+    """Return an engine for what an old constructor was given. Collective.
 
     Args:
-        module: an initialised engine, or a plain Hugging Face model.
+        module: an initialized engine, or a plain Hugging Face model.
         optimizer: of that model.
         grad_clip: largest gradient norm.
         model_type: the head.
@@ -91,7 +100,7 @@ def adopt(
         configure: its configuration.
 
     Raises:
-        ConfigError: a module or an optimiser that an engine can't take over; says what to pass.
+        ConfigError: a module or an optimizer that an engine can't take over; says what to pass.
     """
     if isinstance(module, BaseEngine):
         if optimizer is not None:
@@ -117,10 +126,10 @@ def adopt(
 
 
 def optimizer_spec(optimizer: torch.optim.Optimizer, *, grad_clip: float | None) -> OptimizerSpec:
-    """The settings of a torch AdamW with one parameter group.
+    """Return the settings of a torch AdamW with one parameter group.
 
     Raises:
-        ConfigError: another optimiser, or several groups.
+        ConfigError: another optimizer, or several groups.
     """
     groups = optimizer.param_groups
     if type(optimizer) is not torch.optim.AdamW or len(groups) != 1 or groups[0]["amsgrad"] or groups[0]["maximize"]:
@@ -148,12 +157,15 @@ def _is_sharded(part: nn.Module) -> bool:
 
 
 def _weights(module: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, tied ones once, and persistent buffers."""
+    """Yield the parameters, tied ones once, and persistent buffers."""
     persistent = module.state_dict().keys()
     yield from ((name, parameter.data) for name, parameter in module.named_parameters())
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)
 
 
 def _versions(module: PreTrainedModel) -> dict[str, int]:
-    """Torch counts the changes of each tensor in place; a replaced one starts anew, hence its address."""
+    """Return the torch counts the changes of each tensor in place.
+
+    A replaced one starts again, hence its address.
+    """
     return {name: hash((parameter._version, parameter.data_ptr())) for name, parameter in module.named_parameters()}

@@ -22,7 +22,7 @@ from temper_legacy_shim.workers.updates import scheduled
 def compute_outputs(
     engine: BaseEngine, data: DataProto, *, requested_outputs: Sequence[HeadOutput], temperature: float, micro_batches: Sequence[list[int]]
 ) -> Mapping[HeadOutput, Tensor]:
-    """[B, W] by query, on the CPU; tokens of the response only, 0 at padding."""
+    """Return [B, W] by query, on the CPU; tokens of the response only, 0 at padding."""
     rows = read_rows(data, temperature=temperature)
     packed = build_packed_batch(
         rows.sequences,
@@ -38,7 +38,7 @@ def compute_outputs(
 
 
 def single_forward(micro_batch: Mapping[str, Tensor], *, temperature: float, trained_by: str) -> DataProto:
-    """One micro-batch as a batch that is answered in one piece.
+    """Return one micro-batch as a batch that is answered in one piece.
 
     Args:
         micro_batch: input_ids, attention_mask, position_ids, responses.
@@ -58,7 +58,7 @@ def single_forward(micro_batch: Mapping[str, Tensor], *, temperature: float, tra
 
 
 def refuse_own_forward(cls: type) -> None:
-    """Refuse a subclass whose forward pass nobody would call.
+    """Refuse a subclass whose forward pass no one would call.
 
     Raises:
         ConfigError: it overrides ``_forward_micro_batch``.
@@ -71,7 +71,7 @@ def refuse_own_forward(cls: type) -> None:
 
 
 def forward_split(data: DataProto, *, ranks_per_sequence: int) -> list[list[int]]:
-    """Micro-batches of a forward pass, as the batch's settings ask."""
+    """Return the micro-batches of a forward pass, as the batch's settings ask."""
     if data.meta_info["use_dynamic_bsz"]:
         budget = _number(data, "max_token_len") * ranks_per_sequence
         return rows_by_tokens(row_lengths(data), max_tokens=budget)
@@ -86,6 +86,6 @@ def _number(data: DataProto, name: str) -> int:
 
 
 def empty_batch(like: SequenceBatch) -> SequenceBatch:
-    """One dummy token: what a rank runs while the others still have a micro-batch."""
+    """Return one dummy token: what a rank runs while the others still have a micro-batch."""
     plan = MiniBatchPlan(ranks=(RankPlan(micro_batches=((),)),))
     return build_packed_batch(like, plan=plan, rank=0, denominators=count_denominators(like))

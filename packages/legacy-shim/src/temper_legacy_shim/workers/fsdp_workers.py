@@ -45,11 +45,14 @@ class ActorRolloutRefWorker(PolicyWorker):
     def save_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
-        """The actor's state as a step directory below ``local_path``. Collective."""
+        """Save the actor's state as a step directory below ``local_path``. Collective."""
         self._save(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     def load_checkpoint(self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False) -> None:
-        """The last complete step below ``local_path``. Collective; user files are never deleted."""
+        """Load the last complete step below ``local_path``.
+
+        Collective; user files are never deleted.
+        """
         self._load(local_path, hdfs_path, del_local_after_load)
 
     def _old_rates(self, optim: Values) -> OldRates:
@@ -110,7 +113,10 @@ class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
     how="with model_engine=fsdp and model_type value_model",
 )
 class CriticWorker(ValueWorker):
-    """The old FSDP worker of the critic; config is the old ``critic`` block, kwargs are ActorRolloutRefWorker's."""
+    """The old FSDP worker of the critic.
+
+    Config is the old ``critic`` block, kwargs are ActorRolloutRefWorker's.
+    """
 
     engine_name = "fsdp"
 
@@ -120,11 +126,14 @@ class CriticWorker(ValueWorker):
     def save_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
-        """The critic's state as a step directory below ``local_path``. Collective."""
+        """Save the critic's state as a step directory below ``local_path``. Collective."""
         self._save(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     def load_checkpoint(self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
-        """The last complete step below ``local_path``. Collective; user files are never deleted."""
+        """Load the last complete step below ``local_path``.
+
+        Collective; user files are never deleted.
+        """
         self._load(local_path, hdfs_path, del_local_after_load)
 
     def _old_rates(self, optim: Values) -> OldRates:

@@ -1,4 +1,4 @@
-"""From an old Megatron worker's config blocks to the configuration of the Megatron engine."""
+"""Build the Megatron engine's configuration from an old worker's blocks."""
 
 import warnings
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _MODULES = {
     "linear_fc1_up": ("up_proj",),
     "linear_fc2": ("down_proj",),
 }
-"""Megatron's names of what an adapter may lie beside, and Hugging Face's."""
+"""Megatron's names of what an adapter may lie next to it, and Hugging Face's."""
 
 _NO_OVERRIDE: Values = {
     "recompute_granularity": None,
@@ -41,7 +41,7 @@ _NO_OVERRIDE: Values = {
 def engine_config(
     model: Values, *, megatron: Values, optim: Values | None, role: Values, model_type: ModelType, keeps_old_schedule: bool
 ) -> "MegatronConfig":
-    """The engine of one role.
+    """Return the engine of one role.
 
     Args:
         model: ``model`` block: path, trust_remote_code, LoRA.
@@ -75,7 +75,7 @@ def engine_config(
 
 
 def adopted_config(megatron: Values) -> ConfigureEngine:
-    """The layout of a ``megatron`` block around a model that the caller brings."""
+    """Return the layout of a ``megatron`` block around a model that the caller brings."""
     _refuse_unsupported(megatron, optim=None)
     return _Configure(megatron, schedule=ScheduleSpec(), offload=OffloadSpec(), lora=LoraSpec())
 
@@ -88,7 +88,7 @@ class _Configure:
         self._schedule, self._offload, self._lora = schedule, offload, lora
 
     def __call__(self, *, model: ModelSpec, optimizer: OptimizerSpec | None, precision: PrecisionSpec) -> "MegatronConfig":
-        """With a model."""
+        """Build the configuration for a model."""
         values, tensor = self._megatron, _size(self._megatron, "tensor_model_parallel_size")
         return _config_class()(
             model=model,

@@ -1,4 +1,4 @@
-"""What ``MegatronPPOActor`` and ``MegatronPPOCritic`` compute, on an engine; their warnings are in ``megatron_workers``.
+"""Computations of ``MegatronPPOActor`` and ``MegatronPPOCritic`` on an engine.
 
 Where their numbers differ from the FSDP classes': every micro-batch of an update weighs the same, however many rows it has; the only
 update of a call is no exception; losses are listed by micro-batch, the policy's without the entropy term; the critic's mask is the
@@ -39,7 +39,7 @@ _CRITIC_COLUMNS = (*_INPUTS, "values", "returns")
 
 
 class _OnMegatron(OnEngine):
-    """What both share: the engine of an adopted model, mini-batches as the caller iterates them, one weight for every micro-batch."""
+    """Shared parts: the adopted model's engine, mini-batches as the caller iterates them, equal micro-batch weights."""
 
     def _adopt(self, module: nn.Module | BaseEngine, optimizer: torch.optim.Optimizer | None, *, grad_clip: float | None) -> Adopted:
         configure = adopted_config(block(self._values, "megatron"))
@@ -52,7 +52,10 @@ class _OnMegatron(OnEngine):
         return replace(super().split, ulysses_sequence_parallel_size=self.ranks_per_sequence, micro_batch_multiple=multiple)
 
     def _mini_batches(self, data: DataProto, *, columns: Sequence[str]) -> Iterator[DataProto]:
-        """Rows of every update of every pass; shuffled like torch's DataLoader does it from the same seed."""
+        """Yield the rows of every update of every pass.
+
+        Shuffled like torch's DataLoader does it from the same seed.
+        """
         split = self.split
         if len(data) == 0 or len(data) % split.ppo_mini_batch_size:
             raise BatchError(f"the batch has {len(data)} rows, but must be a multiple of ppo_mini_batch_size, {split.ppo_mini_batch_size}.")
@@ -75,13 +78,13 @@ class _OnMegatron(OnEngine):
         return tuple(name for name in names if data.batch is not None and name in data.batch)
 
     def _micro_batches(self, mini_batch: DataProto) -> Iterator[tuple[DataProto, float, bool]]:
-        """Rows, weight in the update's loss, and whether they only keep other ranks company."""
+        """Yield the rows, weight in the update's loss, and whether they only keep other ranks company."""
         own = self.split.micro_batches(mini_batch)
         for chosen in matched(own, engine=self.engine):
             yield mini_batch.select_idxs(chosen) if chosen else mini_batch[:1], 1 / len(own), not chosen
 
     def forward_backward_batch(self, *_: object, **__: object) -> None:
-        """Refused: the passes are the engine's."""
+        """Raise an error: the engine runs the passes."""
         raise CapabilityError(
             f"{type(self).__name__}.forward_backward_batch() ran Megatron's schedule on chunks that no longer exist: call "
             "engine.forward_backward_batch(), or the update and compute methods of this class."
@@ -99,7 +102,7 @@ class MegatronActor(_OnMegatron, PPOActor):
     def compute_log_prob(  # type: ignore[override]  # the old class returned another kind than its FSDP sibling
         self, data: DataProto, calculate_entropy: bool = False
     ) -> tuple[Tensor, Tensor, None]:
-        """Log-probs [B, W] and entropies [B, W] of the responses, the latter empty where not asked, on every rank of a replica.
+        """Return the log-probs [B, W] and entropies [B, W] of the responses, the latter empty if not asked, on every rank of a replica.
 
         Args:
             data: as ``DataParallelPPOActor.compute_log_prob`` takes it.
@@ -112,14 +115,14 @@ class MegatronActor(_OnMegatron, PPOActor):
         return found["log_probs"], found.get("entropys", torch.empty(0)), None
 
     def make_minibatch_iterator(self, data: DataProto) -> Iterable[DataProto]:
-        """Mini-batches of every pass, as ``update_policy`` takes them."""
+        """Return the mini-batches of every pass, as ``update_policy`` takes them."""
         columns = [*_ACTOR_COLUMNS, *(("ref_log_prob",) if self.settings.use_kl_loss else ())]
         return self._mini_batches(data, columns=[*columns, *self._columns_in(data, _ACTOR_EXTRAS)])
 
     def update_policy(  # type: ignore[override]
         self, dataloader: Iterable[DataProto], enable_mtp: bool = False
     ) -> dict[str, object]:
-        """One optimiser step for each mini-batch.
+        """Return one optimizer step for each mini-batch.
 
         Args:
             dataloader: what ``make_minibatch_iterator`` gives.
@@ -194,7 +197,7 @@ class MegatronCritic(_OnMegatron, PPOCritic):
         PPOCritic.__init__(self, config, critic_module, critic_optimizer, numerics=numerics)
 
     def compute_values(self, data: DataProto) -> Tensor:
-        """[B, W] values of the states before each token of the responses, 0 at padding, on every rank of a replica."""
+        """Return [B, W] values of the states before each token of the responses, 0 at padding, on every rank of a replica."""
         asked = data.select(batch_keys=list(_INPUTS), non_tensor_batch_keys=[])
         micro_batches = forward_split(data, ranks_per_sequence=self.ranks_per_sequence)
         with self._adopted.weights_of_module():
@@ -203,11 +206,14 @@ class MegatronCritic(_OnMegatron, PPOCritic):
             ]
 
     def make_minibatch_iterator(self, data: DataProto) -> Iterable[DataProto]:
-        """Mini-batches of every pass, as ``update_critic`` takes them."""
+        """Return the mini-batches of every pass, as ``update_critic`` takes them."""
         return self._mini_batches(data, columns=_CRITIC_COLUMNS)
 
     def update_critic(self, dataloader: Iterable[DataProto]) -> dict[str, object]:  # type: ignore[override]
-        """One optimiser step for each mini-batch; metrics as ``MegatronPPOActor.update_policy`` returns them."""
+        """Return one optimizer step for each mini-batch.
+
+        Metrics as ``MegatronPPOActor.update_policy`` returns them.
+        """
         with self._adopted.trained():
             chosen = (mini_batch.select(batch_keys=list(_CRITIC_COLUMNS), non_tensor_batch_keys=[]) for mini_batch in dataloader)
             if self.numerics == "temper":
@@ -224,7 +230,7 @@ class MegatronCritic(_OnMegatron, PPOCritic):
         return from_replica(self.engine, metrics)
 
     def _train_part(self, part: DataProto, *, metrics: dict[str, object], scale: float, is_empty: bool) -> None:
-        """One micro-batch forward and back."""
+        """Run one micro-batch forward and backward."""
         rows = read_rows(part)
         found: dict[str, float] = {}
 

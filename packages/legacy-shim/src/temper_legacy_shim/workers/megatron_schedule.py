@@ -14,15 +14,14 @@ class OldMegatronSchedule:
     """A pure function of completed scheduler steps, as ``megatron.core.optimizer_param_scheduler`` has it; defaults of the old YAML."""
 
     lr: float
-    """Peak."""
     lr_warmup_init: float = 0.0
     """Rate of the first warm-up step."""
     lr_warmup_steps: int = -1
     """Steps of linear rise; 0 and less take the ratio."""
     lr_warmup_steps_ratio: float = 0.0
-    """Of the decay's steps."""
+    """Fraction of the decay's steps."""
     lr_decay_steps: int | None = None
-    """Where the decay ends; None is total_training_steps."""
+    """End of the decay; None is total_training_steps."""
     total_training_steps: int = -1
     """Steps of the run."""
     lr_decay_style: str = "constant"
@@ -52,7 +51,7 @@ class OldMegatronSchedule:
         return max(0, int(self.lr_warmup_steps_ratio * self.end))
 
     def rate(self, step: int) -> float:
-        """Rate of the updates after ``step`` scheduler steps."""
+        """Return the rate of the updates after ``step`` scheduler steps."""
         if self.warmup > 0 and step <= self.warmup:
             return self.lr_warmup_init + (self.lr - self.lr_warmup_init) * step / self.warmup
         if self.lr_decay_style == "constant":
@@ -66,7 +65,7 @@ class OldMegatronSchedule:
         return self.min_lr + share * (self.lr - self.min_lr)
 
     def as_spec(self) -> ScheduleSpec:
-        """Temper's own schedule of the same shape.
+        """Return Temper's own schedule of the same shape.
 
         Raises:
             ConfigError: it has none.

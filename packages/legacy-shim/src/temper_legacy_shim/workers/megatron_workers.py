@@ -42,7 +42,7 @@ class MegatronPPOActor(MegatronActor):
         model_config: not read; the engine knows its model.
         hf_config: not read either.
         tf_config: not read either.
-        actor_module: an initialised Megatron engine, or a plain Hugging Face model, which an engine of the layout in ``config.megatron``
+        actor_module: an initialized Megatron engine, or a plain Hugging Face model, which an engine of the layout in ``config.megatron``
             trains, and which gets the weights back. Megatron's own chunks are refused.
         actor_optimizer: torch.optim.AdamW over the model's parameters; None with an engine, which brings its own, and for a frozen policy.
         mtp_config: refused where it enables anything.
@@ -79,7 +79,10 @@ class MegatronPPOActor(MegatronActor):
     how="configure it with model_type value_model, give it a ValueObjective with set_loss_fn(), and call forward_backward_batch()",
 )
 class MegatronPPOCritic(MegatronCritic):
-    """The old Megatron critic on an engine; arguments as those of ``MegatronPPOActor``, critic_optimizer_config is not read."""
+    """The old Megatron critic on an engine.
+
+    Arguments as those of ``MegatronPPOActor``, critic_optimizer_config is not read.
+    """
 
     def __init__(
         self,
@@ -109,7 +112,10 @@ class MegatronPPOCritic(MegatronCritic):
     how="one for each role, with model_engine=megatron; sampling is temper_trainer.rollout.hf_sampler.HfSampler's",
 )
 class ActorRolloutRefWorker(PolicyWorker):
-    """The old Megatron worker of actor, rollout and reference policy; arguments as those of its FSDP sibling."""
+    """The old Megatron worker of actor, rollout and reference policy.
+
+    Arguments as those of its FSDP sibling.
+    """
 
     engine_name = "megatron"
 
@@ -119,15 +125,18 @@ class ActorRolloutRefWorker(PolicyWorker):
     def save_checkpoint(
         self, checkpoint_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
-        """The actor's state as a step directory below ``checkpoint_path``. Collective."""
+        """Save the actor's state as a step directory below ``checkpoint_path``. Collective."""
         self._save(checkpoint_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     def load_checkpoint(self, checkpoint_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
-        """The last complete step below ``checkpoint_path``. Collective; user files are never deleted."""
+        """Load the last complete step below ``checkpoint_path``.
+
+        Collective; user files are never deleted.
+        """
         self._load(checkpoint_path, hdfs_path, del_local_after_load)
 
     def load_pretrained_model(self, checkpoint_path: str, del_local_after_load: bool = True) -> None:
-        """Nothing, as before: ``init_model`` has loaded the model."""
+        """Do nothing, as before: ``init_model`` has loaded the model."""
 
     def async_calls_finalize_fn_exec(self, blocking: bool = False) -> None:
         """Wait for a save in the background. Collective."""
@@ -195,7 +204,10 @@ class AsyncActorRolloutRefWorker(WeightsByCall, ActorRolloutRefWorker):
     how="with model_engine=megatron and model_type value_model",
 )
 class CriticWorker(ValueWorker):
-    """The old Megatron worker of the critic; config is the old ``critic`` block, kwargs are ActorRolloutRefWorker's."""
+    """The old Megatron worker of the critic.
+
+    Config is the old ``critic`` block, kwargs are ActorRolloutRefWorker's.
+    """
 
     engine_name = "megatron"
 
@@ -205,11 +217,14 @@ class CriticWorker(ValueWorker):
     def save_checkpoint(
         self, checkpoint_path: str, hdfs_path: str | None = None, global_steps: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
-        """The critic's state as a step directory below ``checkpoint_path``. Collective."""
+        """Save the critic's state as a step directory below ``checkpoint_path``. Collective."""
         self._save(checkpoint_path, hdfs_path, global_steps, max_ckpt_to_keep)
 
     def load_checkpoint(self, checkpoint_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
-        """The last complete step below ``checkpoint_path``. Collective; user files are never deleted."""
+        """Load the last complete step below ``checkpoint_path``.
+
+        Collective; user files are never deleted.
+        """
         self._load(checkpoint_path, hdfs_path, del_local_after_load)
 
     def _old_rates(self, optim: Values) -> OldRates:

@@ -39,7 +39,7 @@ def update_actor_with_objective(
     loss_settings: PolicyLossSettings,
     temperature: float,
 ) -> dict[str, object]:
-    """One update of each mini-batch by the clipped policy objective."""
+    """Return one update of each mini-batch by the clipped policy objective."""
     columns = {"advantages": "advantages", "old_log_probs": "old_logprobs"}
     if settings.use_kl_loss:
         columns["ref_log_prob"] = "ref_logprobs"
@@ -58,7 +58,7 @@ def update_actor_with_objective(
 
 
 def update_critic_with_objective(critic: OnEngine, mini_batches: Iterable[DataProto], *, settings: CriticSettings) -> dict[str, object]:
-    """One update of each mini-batch by the value objective."""
+    """Return one update of each mini-batch by the value objective."""
     metrics: dict[str, object] = {}
     for mini_batch in mini_batches:
         assert mini_batch.batch is not None
@@ -110,7 +110,7 @@ def _update(
     columns: Mapping[str, str],
     temperature: float,
 ) -> dict[str, float]:
-    """One optimiser update; metrics merged over ranks, the same on each."""
+    """Return one optimizer update; metrics merged over ranks, the same on each."""
     engine = model.engine
     sequences = read_rows(mini_batch, temperature=temperature, columns=tuple(columns)).sequences
     sequences = sequences.with_columns({new: sequences.columns[old] for old, new in columns.items()})
@@ -140,7 +140,7 @@ def _over_ranks(sequences: SequenceBatch, *, engine: BaseEngine) -> Denominators
 
 
 def _actor_names(found: Mapping[str, float], *, has_kl: bool) -> dict[str, float]:
-    """The old names; pg_loss is the whole loss here, KL included."""
+    """Return the old names; pg_loss is the whole loss here, KL included."""
     names = {"actor/pg_loss": found["loss"], "actor/ppo_kl": found["policy/old_kl"], "actor/grad_norm": found["grad_norm"]}
     names["actor/pg_clipfrac"] = found["policy/clip_fraction_low"] + found["policy/clip_fraction_high"]
     names["actor/pg_clipfrac_lower"] = found["policy/dual_clip_fraction"]

@@ -13,14 +13,14 @@ from temper_legacy_shim.workers.ppo_critic import PPOCritic
 
 
 class BasePPOActor(ABC):
-    """What every old actor offered."""
+    """Methods of every old actor."""
 
     def __init__(self, config: object) -> None:
         self.config = config
 
     @abstractmethod
     def compute_log_prob(self, data: DataProto) -> Tensor | dict[str, Tensor]:
-        """Log-probs of the responses under the current policy."""
+        """Return the log-probs of the responses under the current policy."""
 
     @abstractmethod
     def update_policy(self, data: DataProto) -> dict[str, object]:
@@ -28,14 +28,14 @@ class BasePPOActor(ABC):
 
 
 class BasePPOCritic(ABC):
-    """What every old critic offered."""
+    """Methods of every old critic."""
 
     def __init__(self, config: object) -> None:
         self.config = config
 
     @abstractmethod
     def compute_values(self, data: DataProto) -> Tensor:
-        """[B, W] values of the states before each token of the responses."""
+        """Return [B, W] values of the states before each token of the responses."""
 
     @abstractmethod
     def update_critic(self, data: DataProto) -> dict[str, object]:

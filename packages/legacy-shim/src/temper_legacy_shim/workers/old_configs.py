@@ -1,4 +1,4 @@
-"""From an old worker's config blocks to the configuration of the engine that carries it on."""
+"""Build the FSDP engine's configuration from an old worker's blocks."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +17,7 @@ Values = Mapping[str, object]
 def engine_config(
     model: Values, *, fsdp: Values, optim: Values | None, actor: Values, model_type: ModelType, keeps_old_schedule: bool
 ) -> FSDPConfig:
-    """The engine of one role.
+    """Return the engine of one role.
 
     Args:
         model: ``model`` block: path, trust_remote_code, LoRA and gradient checkpointing.
@@ -94,7 +94,10 @@ def _schedule(old: OldSchedule) -> ScheduleSpec:
 
 
 def _compute_dtype(fsdp: Values) -> Literal["bf16", "fp32"]:
-    """Of matmuls: the old code cast parameters for FSDP and computed under autocast, both bfloat16 unless both said otherwise."""
+    """Return the dtype of matmuls.
+
+    Bfloat16 under autocast unless parameters and FSDP's cast both say float32.
+    """
     mixed = block(fsdp, "mixed_precision").get("param_dtype", "bf16")
     names = {str(value) for value in (mixed, fsdp.get("dtype", mixed))}
     if not names <= {"bf16", "bfloat16", "fp32", "float32"}:
@@ -133,7 +136,9 @@ def _integer(values: Values, name: str) -> int:
 
 
 def per_rank_sizes(role: Values, *, num_ranks: int, rollout_n: object, where: str) -> dict[str, object]:
-    """The role's sizes as each rank uses them: old configs give prompts, and totals over all ranks.
+    """Return the role's sizes as each rank uses them.
+
+    Old configs give prompts, and totals over all ranks.
 
     Raises:
         ConfigError: nothing is left for a rank.

@@ -29,12 +29,12 @@ class OldRollout:
         self._draws = torch.Generator().manual_seed(int(str(config.get("seed") or 0)))
 
     def take_weights(self, engine: BaseEngine) -> None:
-        """The engine's weights from now on. Collective."""
+        """Use the engine's weights from now on. Collective."""
         with engine.export_weights() as stream:
             self._sampler.load_weights(stream, version=self._sampler.weight_version + 1)
 
     def generate(self, prompts: DataProto) -> DataProto:
-        """Responses of prompts that are padded on the left.
+        """Return the responses of prompts that are padded on the left.
 
         Args:
             prompts: input_ids, attention_mask, position_ids [B, P]; meta_info may hold do_sample, validate, eos and pad token ids.

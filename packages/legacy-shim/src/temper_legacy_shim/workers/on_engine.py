@@ -1,4 +1,7 @@
-"""What the deprecated actor and critic share: an engine, the sizes of an update, and columns of the old batch."""
+"""Shared parts of the deprecated actor and critic.
+
+Engine, update sizes, columns of the old batch.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -40,12 +43,11 @@ class OnEngine(ABC):
         """Take a config's values for the updates to come; what the engine was built with stays."""
 
     def _adopt(self, module: nn.Module | BaseEngine, optimizer: torch.optim.Optimizer | None, *, grad_clip: float | None) -> Adopted:
-        """An engine for what the constructor was given. Collective."""
+        """Return an engine for what the constructor was given. Collective."""
         return adopt(module, optimizer, grad_clip=grad_clip, model_type=self.model_type, engine_name="fsdp", configure=FSDPConfig)
 
     @property
     def engine(self) -> BaseEngine:
-        """What trains."""
         return self._adopted.engine
 
     @property
@@ -60,12 +62,18 @@ class OnEngine(ABC):
         return values
 
     def step_optimizer(self) -> float:
-        """One optimiser step; returns the gradient norm before clipping. A non-finite one changes nothing."""
+        """Return one optimizer step; returns the gradient norm before clipping.
+
+        A non-finite one changes nothing.
+        """
         return self.engine.optimizer_step()
 
 
 def column_of(data: DataProto, name: str, *, like: Tensor) -> Tensor | None:
-    """A column [B, W] beside ``like``, float32 unless it is the mask; None where the batch has none."""
+    """Return a column [B, W] next to ``like``, float32 unless it is the mask.
+
+    None if the batch has none.
+    """
     if data.batch is None or name not in data.batch:
         return None
     column = data.batch.column(name).to(like.device)
@@ -73,7 +81,7 @@ def column_of(data: DataProto, name: str, *, like: Tensor) -> Tensor | None:
 
 
 def needed_column(data: DataProto, name: str, *, like: Tensor) -> Tensor:
-    """As ``column_of``, of a column that an update can't do without.
+    """Return a column that an update requires; see ``column_of``.
 
     Raises:
         BatchError: the batch has none.

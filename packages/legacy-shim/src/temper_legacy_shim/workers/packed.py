@@ -22,7 +22,10 @@ OLD_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddedPart:
-    """Where each token of a share goes: prompts end and responses begin at column P of [B, P + W]."""
+    """Positions of the tokens of a rank's part: responses begin at column P of [B, P + W].
+
+    Prompts end and responses begin at column P of [B, P + W].
+    """
 
     kept: SequenceBatch
     """The share without dummies, in its order."""
@@ -31,16 +34,13 @@ class PaddedPart:
     place: Tensor
     """[T] int64 column of each token."""
     prompt_width: int
-    """P."""
     response_width: int
-    """W."""
     max_tokens: int
     """Tokens of the share's fullest micro-batch, which is what the old worker is told as its budget."""
     temperature: float
-    """Of every row."""
 
     def data(self, *, columns: Sequence[str], batch: PackedBatch) -> DataProto:
-        """The old batch with these columns besides its own."""
+        """Return the old batch with these columns besides its own."""
         missing = set(columns) - self.kept.columns.keys()
         if missing:
             raise BatchError(f"the mini-batch has no {', '.join(sorted(missing))}, which the deprecated worker reads.")
@@ -59,7 +59,7 @@ class PaddedPart:
         return DataProto.from_dict(tensors=tensors, meta_info={"temperature": self.temperature})
 
     def tokens_of(self, grid: Tensor) -> Tensor:
-        """[T] the entries of a response grid [B, W] at their tokens, 0 at tokens of the prompt."""
+        """Return [T] the entries of a response grid [B, W] at their tokens, 0 at tokens of the prompt."""
         is_response = self.place >= self.prompt_width
         column = grid.new_zeros(self.kept.num_tokens)
         column[is_response] = grid[self.row[is_response], self.place[is_response] - self.prompt_width]
@@ -105,7 +105,7 @@ def pad_part(part: PackedBatch, *, whole_rows: bool = False) -> PaddedPart:
 
 
 def _first_trained(batch: SequenceBatch, within: Tensor) -> Tensor:
-    """[B] place of each sequence's first trained token; its length where it has none."""
+    """Return [B] place of each sequence's first trained token; its length if it has none."""
     first = batch.lengths.clone()
     trained = batch.loss_mask
     return first.scatter_reduce(0, batch.sequence_index[trained], within[trained], reduce="amin")

@@ -36,13 +36,13 @@ class MicroBatch:
     scale: float
     """Factor of its loss in the update's."""
     is_only_update: bool
-    """Whether its update is the only one of the call."""
+    """True if its update is the only one of the call."""
     is_empty: bool
-    """Whether this rank only keeps the others company."""
+    """True if this rank has no rows left and only joins collectives."""
 
 
 class PPOActor(OnEngine):
-    """What the deprecated class does, without its warning, for the workers of this package."""
+    """The deprecated class without its warning, for the workers of this package."""
 
     model_type = "language_model"
 
@@ -60,13 +60,16 @@ class PPOActor(OnEngine):
         self.actor_optimizer = actor_optimizer
 
     def configure(self, values: Mapping[str, object]) -> None:
-        """Take an actor config's values for the updates to come; what the engine was built with stays."""
+        """Take an actor config's values for the updates to come.
+
+        What the engine was built with stays.
+        """
         self.settings: ActorSettings = known(ActorSettings, values)
         self.loss_settings: PolicyLossSettings = policy_loss_settings(values)
         self._values = dict(values)
 
     def compute_log_prob(self, data: DataProto, calculate_entropy: bool = False) -> dict[str, Tensor]:
-        """Log-probs of the responses under the current policy.
+        """Return the log-probs of the responses under the current policy.
 
         Args:
             data: responses, input_ids, attention_mask, position_ids; meta_info holds micro_batch_size or max_token_len, use_dynamic_bsz
@@ -74,7 +77,7 @@ class PPOActor(OnEngine):
             calculate_entropy: return entropies too.
 
         Returns:
-            log_probs [B, W], and where asked entropys and sum_pi_squared [B, W]; 0 at padding.
+            log_probs [B, W], and if asked entropys and sum_pi_squared [B, W]; 0 at padding.
         """
         temperature = temperature_of(data)
         micro_batches = forward_split(data, ranks_per_sequence=self.ranks_per_sequence)
@@ -102,10 +105,10 @@ class PPOActor(OnEngine):
         return outputs
 
     def update_policy(self, data: DataProto) -> dict[str, object]:
-        """Train on the batch: ppo_epochs passes over its mini-batches, one optimiser step each.
+        """Train on the batch: ppo_epochs passes over its mini-batches, one optimizer step each.
 
         Args:
-            data: as for ``compute_log_prob`` with response_mask, old_log_probs and advantages, and where the config asks ref_log_prob,
+            data: as for ``compute_log_prob`` with response_mask, old_log_probs and advantages, and if the config asks ref_log_prob,
                 rollout_is_weights, rollout_log_probs; meta_info holds the temperature.
 
         Returns:
@@ -153,7 +156,7 @@ class PPOActor(OnEngine):
 
     @property
     def _needs_entropy(self) -> bool:
-        """Whether an update asks the head for it."""
+        """True if an update needs the head's entropy."""
         return self.settings.wants_entropy
 
     def _loss(self, micro: MicroBatch, predictions: Predictions, *, metrics: dict[str, float], totals: dict[str, float]) -> Tensor:
@@ -193,7 +196,10 @@ class PPOActor(OnEngine):
     def _forward_micro_batch(
         self, micro_batch: Mapping[str, Tensor], temperature: float, calculate_entropy: bool = False
     ) -> dict[str, Tensor]:
-        """Log-probs and entropies of one micro-batch, without gradient: with gradient only the engine runs the model."""
+        """Return the log-probs and entropies of one micro-batch, without gradient.
+
+        With gradient only the engine runs the model.
+        """
         data = single_forward(micro_batch, temperature=temperature, trained_by="update_policy")
         return self.compute_log_prob(data, calculate_entropy=calculate_entropy)
 
@@ -215,7 +221,7 @@ class DataParallelPPOActor(PPOActor):
 
     Args:
         config: the old actor config, its sizes already divided by the number of ranks.
-        actor_module: an initialised engine, or a plain Hugging Face model, which is trained by an engine and gets the weights back.
+        actor_module: an initialized engine, or a plain Hugging Face model, which is trained by an engine and gets the weights back.
         actor_optimizer: torch.optim.AdamW over the model's parameters, whose learning rate is read at each update; None with an engine,
             which brings its own, and for a frozen policy.
         numerics: legacy computes as the old class did, quirks included; temper as Temper's own objective does.
@@ -227,7 +233,7 @@ class DataParallelPPOActor(PPOActor):
 
 
 def temperature_of(data: DataProto) -> float:
-    """What the responses were sampled with.
+    """Return the temperature at which the responses were sampled.
 
     Raises:
         BatchError: meta_info does not say it.

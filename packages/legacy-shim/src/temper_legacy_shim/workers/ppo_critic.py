@@ -22,7 +22,7 @@ from temper_legacy_shim.workers.updates import append_metrics, matched, passes
 
 
 class PPOCritic(OnEngine):
-    """What the deprecated class does, without its warning, for the workers of this package."""
+    """The deprecated class without its warning, for the workers of this package."""
 
     model_type = "value_model"
 
@@ -40,12 +40,15 @@ class PPOCritic(OnEngine):
         self.critic_optimizer = critic_optimizer
 
     def configure(self, values: Mapping[str, object]) -> None:
-        """Take a critic config's values for the updates to come; what the engine was built with stays."""
+        """Take a critic config's values for the updates to come.
+
+        What the engine was built with stays.
+        """
         self.settings: CriticSettings = known(CriticSettings, values)
         self._values = dict(values)
 
     def compute_values(self, data: DataProto) -> Tensor:
-        """[B, W] values of the states before each token of the responses.
+        """Return [B, W] values of the states before each token of the responses.
 
         Where response_mask is in the batch they are 0 outside it, else at padding alone.
         """
@@ -57,12 +60,15 @@ class PPOCritic(OnEngine):
         return values * data.batch.column("response_mask").cpu() if "response_mask" in data.batch else values
 
     def _forward_micro_batch(self, micro_batch: Mapping[str, Tensor]) -> Tensor:
-        """[B, W] values of one micro-batch, 0 at padding alone; without gradient: with gradient only the engine runs the model."""
+        """Return [B, W] values of one micro-batch, 0 at padding alone.
+
+        Without gradient: with gradient only the engine runs the model.
+        """
         columns = {name: column for name, column in micro_batch.items() if name != "response_mask"}
         return self.compute_values(single_forward(columns, temperature=1.0, trained_by="update_critic"))
 
     def update_critic(self, data: DataProto) -> dict[str, object]:
-        """Train on the batch: ppo_epochs passes over its mini-batches, one optimiser step each.
+        """Train on the batch: ppo_epochs passes over its mini-batches, one optimizer step each.
 
         Args:
             data: responses, input_ids, attention_mask, position_ids, response_mask, values, returns.
@@ -92,7 +98,7 @@ class PPOCritic(OnEngine):
         return {"critic/vf_loss": total, **metrics}
 
     def _train(self, part: DataProto, *, metrics: dict[str, object], scale: float, is_empty: bool) -> float:
-        """One micro-batch forward and back; returns its loss before scaling."""
+        """Return one micro-batch forward and back; returns its loss before scaling."""
         rows = read_rows(part)
         found: dict[str, float] = {}
         losses = [0.0]

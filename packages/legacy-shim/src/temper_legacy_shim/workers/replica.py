@@ -1,4 +1,7 @@
-"""What one rank of a replica knows, on all of its ranks: losses and answers lie on the last stage of a pipeline only."""
+"""Share results of one rank with its replica.
+
+Losses and outputs are on the last pipeline stage only.
+"""
 
 from typing import TypeVar, cast
 
@@ -8,7 +11,7 @@ T = TypeVar("T")
 
 
 def from_replica(engine: BaseEngine, item: T | None) -> T:
-    """What the rank that returns outputs holds, on every rank of its replica. Collective."""
+    """Share the item of the rank that returns outputs with all ranks of its replica. Collective."""
     topology = engine.topology
     if topology.world_size == topology.dp.size:
         return cast("T", item)
@@ -18,6 +21,6 @@ def from_replica(engine: BaseEngine, item: T | None) -> T:
 
 
 def of_replicas(engine: BaseEngine, item: T) -> list[T]:
-    """One item of each replica, in the order of ranks, on every rank. Collective."""
+    """Return one item of each replica, in the order of ranks, on every rank. Collective."""
     gathered = engine.gather_objects((engine.topology.returns_outputs, item))
     return [held for speaks, held in gathered if speaks]

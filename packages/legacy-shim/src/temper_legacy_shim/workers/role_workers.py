@@ -1,4 +1,7 @@
-"""What the old workers of both backends do: roles around an actor or a critic on an engine, alone or as Ray actors."""
+"""The old workers of both backends.
+
+Roles around an actor or a critic, standalone or as Ray actors.
+"""
 
 import resource
 import time
@@ -33,32 +36,35 @@ class OldRates(Protocol):
     """Old learning rates as a pure function of completed scheduler steps."""
 
     def rate(self, step: int) -> float:
-        """Of the updates after so many steps."""
+        """Return the rate of the updates after this many steps."""
 
 
 class Rates:
-    """Learning rates of a trained role: the old schedule's with old numerics, else the engine's own."""
+    """Learning rates of a trained role.
+
+    The old schedule's with old numerics, else the engine's own.
+    """
 
     def __init__(self, engine: BaseEngine, *, old: OldRates | None) -> None:
         self._engine = engine
         self._old = old
 
     def begin(self) -> float:
-        """The rate of the updates of one call."""
+        """Return the rate of the updates of one call."""
         if self._old is not None:
             set_rate(self._engine, self._old.rate(self._engine.num_schedule_steps))
         return self._engine.current_lr
 
     def end(self) -> None:
-        """One scheduler step a call, skipped updates or not, as before."""
+        """Count one scheduler step per call, also for skipped updates, as before."""
         self._engine.num_schedule_steps += 1
 
 
 class RoleWorker(ABC):
-    """What both kinds share: an engine each, learning rates, checkpoints, and the calls that profile."""
+    """Shared parts of both kinds: engines, learning rates, checkpoints, profiling calls."""
 
     engine_name: ClassVar[str]
-    """As in ``model_engine``."""
+    """Name as in ``model_engine``."""
 
     def __init__(self, config: object, kwargs: Values) -> None:
         self.config = plain(config)
@@ -66,7 +72,7 @@ class RoleWorker(ABC):
 
     @abstractmethod
     def _old_rates(self, optim: Values) -> OldRates:
-        """The schedule of an old ``optim`` block."""
+        """Return the schedule of an old ``optim`` block."""
 
     def _rates_of(self, engine: BaseEngine, *, optim: Values, role: str) -> Rates:
         keeps = self.numerics == "legacy" and role not in self._engines
@@ -90,7 +96,7 @@ class RoleWorker(ABC):
         return ("temper" if numerics == "temper" else "legacy"), dict(engines)
 
     def _machine(self, engine: BaseEngine, data: DataProto, *, sizes: Values, name: str, elapsed_s: float) -> dict[str, float]:
-        """Memory, time and speed of an update by the old names."""
+        """Return the memory, time and speed of an update by the old names."""
         numbers = {"timing_s/update": elapsed_s, "perf/cpu_memory_used_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
         passes = sizes.get("ppo_epochs", 1)
         lengths = data.meta_info.get("global_token_num")
@@ -103,15 +109,15 @@ class RoleWorker(ABC):
         return numbers
 
     def start_profile(self, **kwargs: object) -> None:
-        """Refused: use torch.profiler around your own calls."""
+        """Raise an error: use torch.profiler around your own calls."""
         raise ConfigError("start_profile() is gone: wrap the call in torch.profiler.profile() instead.")
 
     def stop_profile(self) -> None:
-        """Refused, see start_profile."""
+        """Raise an error; see start_profile."""
         raise ConfigError("stop_profile() is gone: wrap the call in torch.profiler.profile() instead.")
 
     def dump_memory_snapshot(self, tag: str = "manual", sub_dir: str | None = None) -> None:
-        """Refused: torch.cuda.memory does it."""
+        """Raise an error: use torch.cuda.memory."""
         raise ConfigError("dump_memory_snapshot() is gone: call torch.cuda.memory._dump_snapshot(FILE) instead.")
 
 
@@ -131,11 +137,11 @@ class PolicyWorker(RoleWorker):
 
     @abstractmethod
     def _engine_config(self, role: str) -> EngineConfig:
-        """Of the actor's or the reference policy's engine."""
+        """Return the configuration of the actor's or the reference policy's engine."""
 
     @abstractmethod
     def _new_policy(self, sizes: Values, engine: BaseEngine) -> PPOActor:
-        """The old class around an engine."""
+        """Return the old class around an engine."""
 
     @abstractmethod
     def _update(self, actor: PPOActor, data: DataProto) -> dict[str, object]:
@@ -143,7 +149,7 @@ class PolicyWorker(RoleWorker):
 
     @abstractmethod
     def _answers(self, policy: PPOActor, data: DataProto, *, calculate_entropy: bool) -> dict[str, Tensor]:
-        """log_probs, and entropys where asked."""
+        """Return the log_probs, and entropys if asked."""
 
     def init_model(self) -> None:
         """Build what the role needs. Collective."""
@@ -159,7 +165,10 @@ class PolicyWorker(RoleWorker):
             self.ref_policy = self._new_policy(block(self.config, "ref"), self._open_engine(self._engine_config("ref")))
 
     def update_actor(self, data: DataProto) -> DataProto:
-        """Train on this rank's rows; ``meta_info["metrics"]`` of what is returned holds the old metrics."""
+        """Train on this rank's rows.
+
+        ``meta_info["metrics"]`` of what is returned holds the old metrics.
+        """
         actor, rates = self._trained()
         lr, begin = rates.begin(), time.perf_counter()
         metrics = self._update(actor, data.to("cpu"))
@@ -168,7 +177,10 @@ class PolicyWorker(RoleWorker):
         return DataProto(meta_info={"metrics": {**metrics, **speed, "actor/lr": lr}})
 
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """old_log_probs and entropys [B, W]; with ``meta_info["is_lora"]`` ref_log_prob, from the model without its adapter."""
+        """Return the old_log_probs and entropys [B, W].
+
+        With ``meta_info["is_lora"]`` ref_log_prob, from the model without its adapter.
+        """
         actor, _ = self._trained()
         is_reference = bool(data.meta_info.pop("is_lora", False))
         asked = self._asked(data, "ref" if is_reference else "rollout")
@@ -178,7 +190,10 @@ class PolicyWorker(RoleWorker):
         return DataProto.from_dict(tensors=found, meta_info={"temperature": asked.meta_info["temperature"]})
 
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """ref_log_prob [B, W] of the reference policy: its own model, or the actor without its adapter."""
+        """Return the ref_log_prob [B, W] of the reference policy.
+
+        Its own model, or the actor without its adapter.
+        """
         if self.ref_policy is None:
             if self.actor is None or self.actor.engine.config.lora.rank == 0:
                 raise EngineStateError(f"role {self.role!r} has no reference policy: use ref or actor_rollout_ref, and call init_model().")
@@ -188,7 +203,7 @@ class PolicyWorker(RoleWorker):
         return DataProto.from_dict(tensors={"ref_log_prob": found["log_probs"]})
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """One response for each row, from the actor's present weights."""
+        """Return one response for each row, from the actor's present weights."""
         if self.rollout is None:
             raise EngineStateError(f"role {self.role!r} has no rollout, or init_model() was not called.")
         if self.actor is not None:
@@ -196,12 +211,12 @@ class PolicyWorker(RoleWorker):
         return self.rollout.generate(prompts)
 
     async def rollout_mode(self) -> None:
-        """The sampler has the actor's weights afterwards."""
+        """Copy the actor's weights to the sampler."""
         if self.rollout is not None and self.actor is not None:
             self.rollout.take_weights(self.actor.engine)
 
     async def trainer_mode(self) -> None:
-        """Nothing to do: engine and sampler hold weights of their own."""
+        """Do nothing: engine and sampler have separate weights."""
 
     def _save(self, folder: str, hdfs_path: str | None, step: int, max_to_keep: int | None) -> None:
         checkpoints.save(self._trained()[0].engine, folder, hdfs_path, step=step, max_to_keep=max_to_keep)
@@ -218,7 +233,7 @@ class PolicyWorker(RoleWorker):
         self._rates = self._rates_of(engine, optim=block(actor, "optim"), role="actor")
 
     def _asked(self, data: DataProto, role: str) -> DataProto:
-        """The batch with the settings of a forward pass, from the role's own block."""
+        """Return the batch with the settings of a forward pass, from the role's own block."""
         own, rollout = block(self.config, role), block(self.config, "rollout")
         ranks = self._any_engine().topology.dp.size
         size = own.get("log_prob_micro_batch_size_per_gpu")
@@ -243,10 +258,13 @@ class PolicyWorker(RoleWorker):
 
 
 class WeightsByCall(PolicyWorker):
-    """The part of the asynchronous classes: whoever drives them says when the sampler takes the actor's weights."""
+    """The part of the asynchronous classes.
+
+    Whoever drives them says when the sampler takes the actor's weights.
+    """
 
     async def update_weights(self, global_steps: int | None = None) -> None:
-        """The sampler has the actor's weights afterwards. Collective."""
+        """Copy the actor's weights to the sampler. Collective."""
         await self.rollout_mode()
 
 
@@ -259,11 +277,11 @@ class ValueWorker(RoleWorker):
 
     @abstractmethod
     def _engine_config(self) -> EngineConfig:
-        """Of the critic's engine."""
+        """Return the configuration of the critic's engine."""
 
     @abstractmethod
     def _new_critic(self, sizes: Values, engine: BaseEngine) -> PPOCritic:
-        """The old class around an engine."""
+        """Return the old class around an engine."""
 
     @abstractmethod
     def _update(self, critic: PPOCritic, data: DataProto) -> dict[str, object]:
@@ -271,7 +289,7 @@ class ValueWorker(RoleWorker):
 
     @abstractmethod
     def _forward_sizes(self, num_ranks: int) -> dict[str, object]:
-        """micro_batch_size and max_token_len of a pass over so many data-parallel ranks."""
+        """Return the micro_batch_size and max_token_len of a pass over so many data-parallel ranks."""
 
     def init_model(self) -> None:
         """Build the value model. Collective."""
@@ -282,7 +300,7 @@ class ValueWorker(RoleWorker):
         self._rates = self._rates_of(engine, optim=block(self.config, "optim"), role="critic")
 
     def compute_values(self, data: DataProto) -> DataProto:
-        """Values [B, W]."""
+        """Return the values [B, W]."""
         critic = self._critic()
         settings = {
             **self._forward_sizes(critic.engine.topology.dp.size),
@@ -292,7 +310,10 @@ class ValueWorker(RoleWorker):
         return DataProto.from_dict(tensors={"values": critic.compute_values(asked)})
 
     def update_critic(self, data: DataProto) -> DataProto:
-        """Train on this rank's rows; ``meta_info["metrics"]`` of what is returned holds the old metrics."""
+        """Train on this rank's rows.
+
+        ``meta_info["metrics"]`` of what is returned holds the old metrics.
+        """
         critic = self._critic()
         lr, begin = self._rates.begin(), time.perf_counter()
         metrics = self._update(critic, data.to("cpu"))

@@ -24,7 +24,7 @@ class Rows:
     """(B, W), W being the padded width of the responses."""
 
     def grid(self, column: Tensor) -> Tensor:
-        """[B, W] a per-token answer [T] at its cells, 0 elsewhere, with gradient."""
+        """Return [B, W] a per-token answer [T] at its cells, 0 elsewhere, with gradient."""
         place = self.place.to(column.device)
         is_response = place >= 0
         cells = column.new_zeros(self.shape[0] * self.shape[1])
@@ -32,7 +32,7 @@ class Rows:
 
 
 def read_rows(data: DataProto, *, temperature: float = 1.0, columns: Sequence[str] = ()) -> Rows:
-    """The sequences of an old batch.
+    """Return the sequences of an old batch.
 
     Args:
         data: input_ids, attention_mask, position_ids [B, L] and responses [B, W], the last W columns; response_mask [B, W] says what is
@@ -68,7 +68,7 @@ def read_rows(data: DataProto, *, temperature: float = 1.0, columns: Sequence[st
 
 
 def row_lengths(data: DataProto) -> list[int]:
-    """Tokens of each row."""
+    """Return the tokens of each row."""
     lengths: list[int] = _tensors(data)["attention_mask"].sum(1).tolist()
     return lengths
 
@@ -94,5 +94,5 @@ def _response_mask(mask: Tensor, *, within: Tensor) -> Tensor:
 
 
 def _has_predecessor(attention: Tensor) -> Tensor:
-    """[B, L] False at the first token of each row, which nothing predicts."""
+    """Return [B, L] False at the first token of each row, which nothing predicts."""
     return attention & (attention.cumsum(1) > 1)

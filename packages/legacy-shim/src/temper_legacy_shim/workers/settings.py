@@ -1,4 +1,4 @@
-"""What the deprecated workers read from an old config: a mapping, an OmegaConf tree or a dataclass, with the old defaults."""
+"""Read an old config (mapping, OmegaConf tree or dataclass) with the old defaults."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ SettingsT = TypeVar("SettingsT")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSettings:
-    """What an update reads beside sizes and the policy loss."""
+    """Settings of a policy update, without sizes and the policy loss."""
 
     loss_agg_mode: str = "token-mean"
     """See ``numerics.masked.aggregate``."""
@@ -23,9 +23,7 @@ class ActorSettings:
     use_kl_loss: bool = False
     """Add the KL to ref_log_prob."""
     kl_loss_coef: float = 0.001
-    """Its weight."""
     kl_loss_type: str = "low_var_kl"
-    """Its estimator."""
     use_rollout_log_probs: bool = False
     """Keep the given old_log_probs also where the only update of a call could do without."""
     calculate_sum_pi_squared: bool = False
@@ -35,13 +33,13 @@ class ActorSettings:
 
     @property
     def wants_entropy(self) -> bool:
-        """Whether an update asks the head for it."""
+        """True if an update needs the head's entropy."""
         return self.calculate_entropy or self.entropy_coeff != 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSettings:
-    """What a value update reads beside its sizes."""
+    """Settings of a value update, without sizes."""
 
     cliprange_value: float = 0.5
     """Range around the old value."""
@@ -52,7 +50,7 @@ class CriticSettings:
 
 
 def plain(config: object) -> dict[str, object]:
-    """The config as nested dictionaries.
+    """Return the config as nested dictionaries.
 
     Raises:
         ConfigError: it is no mapping, OmegaConf tree or dataclass.
@@ -77,7 +75,7 @@ def _plain_value(value: object) -> object:
 
 
 def block(config: Mapping[str, object], name: str) -> dict[str, object]:
-    """A nested block, empty where it is missing or null.
+    """Return a nested block, empty if it is missing or null.
 
     Raises:
         ConfigError: it is no block.
@@ -91,13 +89,16 @@ def block(config: Mapping[str, object], name: str) -> dict[str, object]:
 
 
 def known(cls: type[SettingsT], values: Mapping[str, object]) -> SettingsT:
-    """A frozen settings class from those of the values that it has and that are set; the others keep its defaults."""
+    """Return a frozen settings class from those of the values that it has and that are set.
+
+    The others keep its defaults.
+    """
     names = {field.name for field in dataclasses.fields(cast("Any", cls))}
     return cls(**{name: value for name, value in values.items() if name in names and value is not None})
 
 
 def policy_loss_settings(config: Mapping[str, object]) -> PolicyLossSettings:
-    """Coefficients of the policy loss from an old actor config."""
+    """Return the coefficients of the policy loss from an old actor config."""
     own = block(config, "policy_loss")
     ratio = config.get("clip_ratio", 0.2)
     values: dict[str, object] = {

@@ -30,16 +30,21 @@ _PEAKS = {
     "L20": 119.5e12,
     "H20": 148e12,
 }
-"""By part of the device's name: operations a second in 16 bits. Longer names come first where one contains another."""
+"""Operations per second in 16 bits by part of the device's name.
+
+Longer names come first if one contains another.
+"""
 _CPU_PEAK = 448e9
 
 
 def share_of_peak(engine: BaseEngine, *, lengths: object, passes: int, elapsed_s: float) -> float | None:
-    """``perf/mfu`` of one call over all ranks; 0 where the architecture or the device is not in the tables.
+    """Compute ``perf/mfu`` of one call over all ranks.
+
+    0 if architecture or device is not in the tables.
 
     Args:
         engine: that was trained.
-        lengths: ``meta_info["global_token_num"]``, tokens of each sequence over all ranks; None where the batch does not say it.
+        lengths: ``meta_info["global_token_num"]``, tokens of each sequence over all ranks; None if the batch does not say it.
         passes: over the batch.
         elapsed_s: of the call.
     """
@@ -51,7 +56,10 @@ def share_of_peak(engine: BaseEngine, *, lengths: object, passes: int, elapsed_s
 
 
 def operations(fields: Mapping[str, object], lengths: Sequence[int]) -> float:
-    """Of a forward and a backward pass over sequences of these lengths, by the model's config.json; 0 for an unknown architecture."""
+    """Count operations of a forward and backward pass over these lengths, by config.json.
+
+    0 if unknown.
+    """
     kind = fields["model_type"]
     if kind not in _DENSE | _EXPERTS:
         return 0.0
@@ -68,7 +76,10 @@ def operations(fields: Mapping[str, object], lengths: Sequence[int]) -> float:
 
 
 def peak(device_name: str) -> float:
-    """Operations a second of a device by its name; infinite where it is not known, so that the share is 0."""
+    """Return the operations a second of a device by its name.
+
+    Infinite if it is not known, so that the share is 0.
+    """
     if device_name == "cpu":
         return _CPU_PEAK
     return next((value for name, value in _PEAKS.items() if name in device_name), math.inf)

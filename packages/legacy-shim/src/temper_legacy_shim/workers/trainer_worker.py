@@ -42,7 +42,7 @@ _AGGREGATIONS = {
     AggregationMode.SEQUENCE_MEAN_TOKEN_SUM: "seq-mean-token-sum",
 }
 _NEVER_CLIPPED = 1e30
-"""Where Temper's objective has no clip and the old loss needs a number."""
+"""Bound for an objective without a clip, where the old loss requires a number."""
 
 
 class DeprecatedTrainingWorker(TrainingWorker):
@@ -78,7 +78,7 @@ class DeprecatedTrainingWorker(TrainingWorker):
         self._objective = objective
 
     def forward(self, part: PackedBatch, outputs: Collection[HeadOutput], without_adapter: bool = False) -> StepResult:
-        """Log-probs of a policy, values of a critic, through the old methods."""
+        """Return the log-probs of a policy, values of a critic, through the old methods."""
         if without_adapter:
             raise CapabilityError("a deprecated worker can't disable its adapter: set algorithm.kl_reference to ref.")
         wanted = frozenset(outputs)
@@ -104,11 +104,11 @@ class DeprecatedTrainingWorker(TrainingWorker):
         )
 
     def evaluate(self, part: PackedBatch) -> StepResult:
-        """Refused: the old workers have no evaluation of a loss."""
+        """Raise an error: the old workers cannot evaluate a loss."""
         raise CapabilityError("a deprecated worker can't evaluate a loss without training: set use_legacy_worker_impl=disable.")
 
     def update(self, part: PackedBatch, is_last_of_step: bool) -> UpdateResult:
-        """One mini-batch through the old update method; see TrainingWorker."""
+        """Return one mini-batch through the old update method; see TrainingWorker."""
         if self._objective is None:
             raise ConfigError("a deprecated worker has no objective: call set_objective() before.")
         begin, steps = time.perf_counter(), self._engine.num_schedule_steps
@@ -144,7 +144,7 @@ class DeprecatedTrainingWorker(TrainingWorker):
         return (*columns, "ref_logprobs") if self._objective.kl_coef else columns
 
     def _adjust(self, padded: PaddedPart) -> None:
-        """Sizes of this part, which the trainer planned, in place of a config's."""
+        """Replace a config's sizes by those that the trainer planned for this part."""
         sizes: dict[str, object] = {
             "ppo_mini_batch_size": padded.kept.num_sequences,
             "ppo_max_token_len_per_gpu": padded.max_tokens,
@@ -170,7 +170,10 @@ class DeprecatedTrainingWorker(TrainingWorker):
         return cast("PPOActor | PPOCritic", policy)
 
     def _metrics(self, found: Mapping[str, object], *, part: PackedBatch) -> dict[str, Metric]:
-        """The old numbers in a form that merges: losses are averaged over ranks, lists over their entries."""
+        """Return the old numbers in a form that merges.
+
+        Losses are averaged over ranks, lists over their entries.
+        """
         own = {f"{self._role}/{name}" for name in ("lr", "grad_norm")}
         metrics = {
             name: Metric(value=float(sum(values)), weight=float(len(values)))
@@ -190,7 +193,7 @@ class DeprecatedTrainingWorker(TrainingWorker):
 
 
 def _spread(part: PackedBatch) -> dict[str, Metric]:
-    """What the trainer makes an explained variance of; of the values before the step, which the old update does not report."""
+    """Return statistics for the explained variance of the values before the step, which the old update lacks."""
     returns, values = part.columns["returns"], part.columns["values"]
     error = returns - values
     columns = {"return_mean": returns, "return_square_mean": returns.square()}
@@ -211,7 +214,10 @@ def _open_worker(role: str, *, config: FSDPConfig) -> ActorRolloutRefWorker | Cr
 
 
 def _with_old_optimizer(config: FSDPConfig) -> FSDPConfig:
-    """The optimiser as the old workers had it: decay on every parameter, and no end to skipped updates."""
+    """Return the optimizer as the old workers had it.
+
+    Decay on every parameter, and no end to skipped updates.
+    """
     if not isinstance(config.optimizer, OptimizerSpec):
         return config
     return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, decays_vectors=True, max_consecutive_skips=NEVER))

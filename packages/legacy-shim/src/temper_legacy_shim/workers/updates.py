@@ -1,4 +1,7 @@
-"""How an old batch becomes optimiser updates: mini-batches of consecutive rows, micro-batches of few rows or few tokens."""
+"""Split an old batch into optimizer updates: mini-batches of consecutive rows, then micro-batches.
+
+Mini-batches of consecutive rows, micro-batches of few rows or few tokens.
+"""
 
 import dataclasses
 import math
@@ -29,7 +32,7 @@ class SplitSettings:
     ulysses_sequence_parallel_size: int = 1
     """Ranks that share one sequence; each brings its tokens to the budget."""
     micro_batch_multiple: int = 1
-    """What the number of dynamic micro-batches is raised to a multiple of."""
+    """Divisor of the number of dynamic micro-batches."""
 
     def __post_init__(self) -> None:
         if not self.use_dynamic_bsz and not self.ppo_micro_batch_size_per_gpu:
@@ -38,7 +41,7 @@ class SplitSettings:
             raise ConfigError(f"ppo_mini_batch_size, ppo_epochs and ppo_max_token_len_per_gpu must be at least 1, but are in {self}.")
 
     def micro_batches(self, mini_batch: DataProto) -> list[list[int]]:
-        """Rows of each micro-batch."""
+        """Return the rows of each micro-batch."""
         if self.use_dynamic_bsz:
             budget = self.ppo_max_token_len_per_gpu * self.ulysses_sequence_parallel_size
             return rows_by_tokens(row_lengths(mini_batch), max_tokens=budget, multiple=self.micro_batch_multiple)
@@ -46,7 +49,10 @@ class SplitSettings:
         return rows_by_count(len(mini_batch), size=self.ppo_micro_batch_size_per_gpu)
 
     def scale(self, num_rows: int) -> float:
-        """Factor of a micro-batch's loss in the update's: its share of the nominal mini-batch, also where that was cut short."""
+        """Return the factor of a micro-batch's loss in the update's.
+
+        Its share of the nominal mini-batch, also where that was cut short.
+        """
         if self.use_dynamic_bsz:
             return num_rows / self.ppo_mini_batch_size
         assert self.ppo_micro_batch_size_per_gpu is not None
@@ -54,7 +60,7 @@ class SplitSettings:
 
 
 def mini_batches(data: DataProto, *, split: SplitSettings, engine: BaseEngine) -> list[DataProto]:
-    """Consecutive rows, one mini-batch an update.
+    """Return the consecutive rows, one mini-batch an update.
 
     Raises:
         BatchError: ranks would make different numbers of updates and wait for each other for ever.
@@ -70,13 +76,16 @@ def mini_batches(data: DataProto, *, split: SplitSettings, engine: BaseEngine) -
 
 
 def matched(micro_batches: Sequence[list[int]], *, engine: BaseEngine) -> list[list[int]]:
-    """The micro-batches, with empty ones at the end where another rank has more: passes are collective."""
+    """Return the micro-batches, with empty ones at the end where another rank has more.
+
+    Passes are collective.
+    """
     most = max(engine.gather_objects(len(micro_batches)))
     return [*micro_batches, *([] for _ in range(most - len(micro_batches)))]
 
 
 def scheduled(micro_batches: Sequence[list[int]], *, engine: BaseEngine) -> list[list[int]]:
-    """As ``matched``, and as many as the engine's schedule takes in one pass."""
+    """Pad micro-batches as ``matched`` does, to a number that the engine's schedule accepts."""
     found, constraints = matched(micro_batches, engine=engine), engine.topology.plan_constraints
     wanted = max(len(found), constraints.min_micro_batches)
     wanted += -wanted % constraints.micro_batch_multiple
@@ -96,21 +105,18 @@ class OldSchedule:
     """The old learning rates: a pure function of completed scheduler steps."""
 
     lr: float
-    """Peak."""
     lr_warmup_steps: int = -1
     """Steps of linear rise; negative takes the ratio."""
     lr_warmup_steps_ratio: float = 0.0
-    """Of total_training_steps."""
     total_training_steps: int = -1
-    """Where a cosine ends."""
+    """End of a cosine."""
     lr_scheduler_type: str = "constant"
-    """constant or cosine."""
     min_lr_ratio: float | None = None
     """Floor of a cosine, as a share of the peak."""
     num_cycles: float = 0.5
     """Half a wave ends at the floor."""
     zero_indexed_step: bool = True
-    """Whether the first of warm-up steps has rate 0, as it had."""
+    """True if the first warm-up step has rate 0, as in the old workers."""
 
     def __post_init__(self) -> None:
         if self.lr_scheduler_type not in ("constant", "cosine"):
@@ -126,7 +132,7 @@ class OldSchedule:
         return int(self.lr_warmup_steps_ratio * max(self.total_training_steps, 0))
 
     def rate(self, step: int) -> float:
-        """Rate of the update after ``step`` scheduler steps."""
+        """Return the rate of the update after ``step`` scheduler steps."""
         at = step if self.zero_indexed_step else step + 1
         if at < self.warmup:
             return self.lr * at / max(1, self.warmup)
@@ -139,13 +145,13 @@ class OldSchedule:
 
 
 def set_rate(engine: BaseEngine, lr: float) -> None:
-    """Have the next update use this rate; the engine's own schedule is constant."""
+    """Set the rate of the next update; the engine's own schedule is constant."""
     assert engine.config.optimizer is not None
     engine.config = dataclasses.replace(engine.config, optimizer=dataclasses.replace(engine.config.optimizer, lr=lr))
 
 
 def passes(data: DataProto, *, split: SplitSettings, engine: BaseEngine) -> Iterator[tuple[DataProto, bool]]:
-    """Every mini-batch of every pass, and whether it is the only one of the call."""
+    """Yield every mini-batch of every pass, and whether it is the only one of the call."""
     parts = mini_batches(data, split=split, engine=engine)
     for _ in range(split.ppo_epochs):
         for part in parts:

@@ -70,10 +70,10 @@ _NAMES = {module: frozenset(names.split()) for module, names in _ALLOWED.items()
 
 
 def is_allowed(module: str, name: str) -> bool:
-    """Whether a genuine checkpoint may ask for this global."""
+    """Return whether a genuine checkpoint may ask for this global."""
     return name in _NAMES.get(module, ())
 
 
 def is_nested(module: str, name: str, attribute: str) -> bool:
-    """Whether a genuine checkpoint may ask for this class inside a class."""
+    """Return whether a genuine checkpoint may ask for this class inside a class."""
     return (module, name, attribute) in _NESTED

@@ -19,7 +19,7 @@ from temper_legacy_shim.errors import DamagedFileError, LayoutError
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 _PICKLE_MAGIC = b"\x80"
 _BEFORE_ZIPS = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""What the first pickle of a file says that torch saved before 1.6, or was told to save like that: storages follow without a directory."""
+"""First value of files of torch before 1.6, whose storages follow without a directory."""
 _ZIP_FAULTS = (
     zipfile.BadZipFile,
     NotImplementedError,
@@ -34,7 +34,10 @@ _ZIP_FAULTS = (
 
 
 class FileBytes:
-    """A file, or a stretch of it, that is read by position; opened at the first read and shared by every view on it."""
+    """A file, or a stretch of it, that is read by position.
+
+    Opened at the first read and shared by every view on it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,7 +59,7 @@ class FileBytes:
             return self._handle
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """Exactly these bytes.
+        """Read exactly these bytes.
 
         Raises:
             DamagedFileError: the file ends before.
@@ -125,14 +128,12 @@ class _Window(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Where the raw bytes of a storage lie."""
+    """Location of a storage's raw bytes."""
 
     file: FileBytes
-    """In which file."""
     offset: int
     """First byte, from the start of the file."""
     num_bytes: int
-    """Length."""
 
 
 class Archive:
@@ -158,7 +159,10 @@ class Archive:
 
     @property
     def records(self) -> frozenset[str]:
-        """Names of the entries that are no storage; which there are depends on the torch that wrote the file."""
+        """Names of the entries that are no storage.
+
+        Which there are depends on the torch that wrote the file.
+        """
         names = (name.removeprefix(self._prefix) for name in self._entries)
         return frozenset(name for name in names if not name.startswith("data/"))
 
@@ -184,7 +188,7 @@ class Archive:
             raise DamagedFileError(f"{self.path} was written on a big-endian machine, which is not supported.")
 
     def value(self) -> object:
-        """The pickle's value, inert; see ``load_inert``.
+        """Return the pickle's value, inert; see ``load_inert``.
 
         Raises:
             UnsafeFileError: it asks for a global that no checkpoint needs.
@@ -212,7 +216,7 @@ class Archive:
         return self.file.read(stretch.offset, stretch.num_bytes)
 
     def storage(self, key: str) -> Stretch:
-        """Where a storage lies.
+        """Return the location of a storage.
 
         Raises:
             DamagedFileError: there is none of that name, or it lies outside the file.

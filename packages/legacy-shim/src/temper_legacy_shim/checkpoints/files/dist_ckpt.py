@@ -95,9 +95,10 @@ class DistCheckpoint:
         return covering(name, pieces, shape=shape, like=like, where=str(self.folder))
 
     def _unflattened(self, name: str, pieces: list[Piece], *, saved: Shape, like: LazyTensor) -> LazyTensor:
-        """A tensor that Megatron until 0.15 saved as [number of shards along each dimension, elements of a shard].
+        """Return a tensor that Megatron until 0.15 saved as [number of shards along each dimension, elements of a shard].
 
-        Each shard is flat and cut over the data-parallel ranks, as the distributed optimizer keeps it.
+        Each shard is flat and cut over the data-parallel ranks, as the distributed optimizer keeps
+        it.
         """
         whole, counts, where = self._original_shapes[name], saved[:-1], str(self.folder)
         is_grid = len(whole) == len(counts) and all(counts) and not any(size % count for size, count in zip(whole, counts, strict=True))
@@ -137,7 +138,7 @@ class _Chunk:
         return tensor
 
     def read(self, start: int, stop: int) -> Block:
-        """Rows."""
+        """Return the rows."""
         return self._stored.read(start, stop)
 
 
@@ -149,7 +150,7 @@ class _FlatChunk(_Chunk):
         self.shape = shape[-1:] if math.prod(shape[:-1]) == 1 else shape
 
     def read(self, start: int, stop: int) -> Block:
-        """Elements."""
+        """Return the elements."""
         stored = self._stored
         if isinstance(stored, Stored):
             return Stored(file=stored.file, offset=stored.offset, shape=self.shape, dtype=self.dtype).read(start, stop)
@@ -157,7 +158,7 @@ class _FlatChunk(_Chunk):
 
 
 def _original_shapes(node: object) -> dict[object, Shape]:
-    """Shapes of what was flattened, from what Megatron keeps beside torch's own description."""
+    """Return the shapes of what was flattened, from what Megatron keeps next to torch's own description."""
     key = "nd_reformulated_orig_global_shape"
     found = {}
     for name, described in node.items() if isinstance(node, dict) else ():
@@ -173,7 +174,7 @@ def _mapping(node: object) -> dict[object, object]:
 
 
 def _places(node: object, *, path: Path) -> dict[tuple[str, Shape | None], tuple[str, int, int]]:
-    """(file, first byte, bytes) by name and offset of the chunk."""
+    """Return (file, first byte, number of bytes) by name and offset of the chunk."""
     found: dict[tuple[str, Shape | None], tuple[str, int, int]] = {}
     for index, info in _mapping(node).items():
         if not isinstance(index, Inert):

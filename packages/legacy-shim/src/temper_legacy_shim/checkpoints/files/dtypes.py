@@ -1,6 +1,6 @@
 """Element types by their names in torch, in safetensors and in numpy, and casts between them.
 
-numpy has no bfloat16 and no float8: their elements travel as unsigned integers of the same width, and only casts look inside, with the
+Numpy has no bfloat16 and no float8: their elements travel as unsigned integers of the same width, and only casts look inside, with the
 bfloat16 of ml_dtypes.
 """
 
@@ -25,13 +25,13 @@ class Dtype:
     tag: str
     """safetensors', such as ``BF16``."""
     container: np.dtype[np.generic]
-    """What numpy holds it in."""
+    """Type of the numpy array that holds it."""
     is_float: bool = False
-    """Whether it can hold NaN and infinity."""
+    """True if it can hold NaN and infinity."""
 
     @property
     def num_bytes(self) -> int:
-        """Of one element."""
+        """Bytes of one element."""
         return self.container.itemsize
 
 
@@ -62,11 +62,11 @@ LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
 """Above 0, of full precision."""
 CASTS = ("float32", "bfloat16", "float16")
-"""What ``--dtype`` takes."""
+"""Values of ``--dtype``."""
 
 
 def to_float32(block: Block, dtype: Dtype) -> NDArray[np.float32]:
-    """The numbers of a floating block, exactly (float64 rounded)."""
+    """Return the numbers of a floating block, exactly (float64 rounded)."""
     if dtype.name == "bfloat16":
         exact: NDArray[np.float32] = block.view(bfloat16).astype(np.float32)
         return exact
@@ -85,7 +85,7 @@ def from_float32(block: NDArray[np.float32], dtype: Dtype) -> Block:
 
 
 def has_nonfinite(block: Block, dtype: Dtype) -> bool:
-    """Whether a floating block holds NaN or infinity."""
+    """Return whether a floating block holds NaN or infinity."""
     if block.size == 0:
         return False
     if dtype.name == "bfloat16":
@@ -97,7 +97,9 @@ def has_nonfinite(block: Block, dtype: Dtype) -> bool:
 
 
 def _has_finite_squares(block: NDArray[np.float32]) -> bool:
-    """Whether the squares have a finite sum, so that nothing is NaN or infinite; where it is False, every element is to be looked at.
+    """Return whether the squares have a finite sum, so that nothing is NaN or infinite.
+
+    If it is False, every element is to be looked at.
 
     One pass without a copy.
     """

@@ -23,7 +23,7 @@ from temper_legacy_shim.checkpoints.files.dtypes import (
 )
 
 BLOCK_BYTES = 1 << 20
-"""What is held of a tensor at once: casts, hashing and comparing find it in the processor's cache. A single row may be larger."""
+"""Bytes of a tensor in memory at once, so that casts, hashes and comparisons hit the processor's cache. A single row may be larger."""
 
 Shape = tuple[int, ...]
 
@@ -37,30 +37,36 @@ class LazyTensor(Protocol):
 
     @property
     def dtype(self) -> Dtype:
-        """Of its elements."""
+        """Element type."""
 
     def read(self, start: int, stop: int) -> Block:
-        """Rows start to stop, contiguous, shaped [stop - start, *shape[1:]]; a tensor without dimensions has one row."""
+        """Return the rows start to stop, contiguous, shaped [stop - start, *shape[1:]].
+
+        A tensor without dimensions has one row.
+        """
 
 
 def num_rows(shape: Shape) -> int:
-    """Rows of a tensor of this shape."""
+    """Return the rows of a tensor of this shape."""
     return shape[0] if shape else 1
 
 
 def num_bytes(tensor: LazyTensor) -> int:
-    """Size of the whole tensor."""
+    """Return the size of the full tensor."""
     return math.prod(tensor.shape) * tensor.dtype.num_bytes
 
 
 def blocks(tensor: LazyTensor, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """The whole tensor, a block of rows at a time."""
+    """Yield the full tensor, a block of rows at a time."""
     for start, stop in spans(tensor, block_bytes=block_bytes):
         yield tensor.read(start, stop)
 
 
 def spans(tensor: LazyTensor, *, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
-    """(first row, row behind the last) of each block; none of a tensor without elements."""
+    """Yield (first row, row after the last) of each block.
+
+    Nothing for a tensor without elements.
+    """
     rows = num_rows(tensor.shape)
     row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.num_bytes
     if rows == 0 or row_bytes == 0:
@@ -71,7 +77,7 @@ def spans(tensor: LazyTensor, *, block_bytes: int = BLOCK_BYTES) -> Iterator[tup
 
 
 def read_all(tensor: LazyTensor) -> Block:
-    """The whole tensor in its shape."""
+    """Return the full tensor in its shape."""
     rows = num_rows(tensor.shape)
     if rows == 0:
         return np.empty(tensor.shape, tensor.dtype.container)
@@ -83,22 +89,19 @@ class Stored:
     """A contiguous tensor in a file."""
 
     file: FileBytes
-    """Which file."""
     offset: int
-    """Of its first byte."""
+    """Offset of the first byte."""
     shape: Shape
-    """Full shape."""
     dtype: Dtype
-    """Of its elements."""
 
     def read(self, start: int, stop: int) -> Block:
-        """Rows, read by position."""
+        """Return the rows, read by position."""
         block = np.empty((stop - start, *self.shape[1:]), self.dtype.container)
         self.read_into(start, block)
         return block
 
     def read_into(self, start: int, block: Block) -> None:
-        """Rows from start on, into a contiguous block that is there already."""
+        """Read rows from `start` on into an existing contiguous block."""
         row_bytes = math.prod(self.shape[1:]) * self.dtype.num_bytes
         if block.nbytes:
             self.file.read_into(self.offset + start * row_bytes, block.reshape(-1).view(np.uint8).data)
@@ -106,22 +109,22 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strided:
-    """A tensor whose elements do not lie in order, or not one after the other; what it spans is read whole."""
+    """A tensor whose elements do not lie in order, or not one after the other.
+
+    What it spans is read whole.
+    """
 
     span: Stored
     """[N] the stretch of the file that holds all of its elements."""
     shape: Shape
-    """Full shape."""
     stride: Shape
-    """In elements."""
 
     @property
     def dtype(self) -> Dtype:
-        """Of its elements."""
         return self.span.dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Rows, gathered."""
+        """Return the rows, gathered."""
         first = start * (self.stride[0] if self.stride else 0)
         sizes = (stop - start, *self.shape[1:]) if self.shape else (1,)
         strides = self.stride or (1,)
@@ -138,9 +141,8 @@ class Piece:
     """A box of a larger tensor."""
 
     offsets: Shape
-    """Of its first element in the whole."""
+    """Offset of its first element in the full tensor."""
     tensor: LazyTensor
-    """Its content."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +150,9 @@ class Assembled:
     """A tensor put together from boxes that cover it exactly."""
 
     pieces: tuple[Piece, ...]
-    """In any order."""
     shape: Shape
-    """Of the whole."""
+    """Shape of the full tensor."""
     dtype: Dtype
-    """Of its elements."""
 
     @cached_property
     def _in_order(self) -> tuple[Piece, ...]:
@@ -160,7 +160,10 @@ class Assembled:
 
     @cached_property
     def _by_row(self) -> tuple[dict[int, list[Piece]], list[Piece]]:
-        """Pieces of one row by that row, and the others: stacked layers of stacked experts are tens of thousands."""
+        """Pieces of one row by that row, and the others.
+
+        Stacked layers of stacked experts are tens of thousands.
+        """
         single: dict[int, list[Piece]] = {}
         others: list[Piece] = []
         for piece in self._in_order:
@@ -168,14 +171,14 @@ class Assembled:
         return single, others
 
     def of_rows(self, start: int, stop: int) -> list[Piece]:
-        """Pieces that hold any of these rows."""
+        """Return the pieces that hold any of these rows."""
         single, others = self._by_row
         long = [p for p in others if p.offsets[0] < stop and p.offsets[0] + p.tensor.shape[0] > start]
         rows = range(start, stop) if stop - start <= len(single) else sorted(row for row in single if start <= row < stop)
         return [*(piece for row in rows for piece in single.get(row, ())), *long]
 
     def read(self, start: int, stop: int) -> Block:
-        """Rows, from the pieces that hold them."""
+        """Return the rows, from the pieces that hold them."""
         touched = self.of_rows(start, stop) if self.shape else list(self._in_order)
         if len(touched) == 1 and touched[0].tensor.shape[1:] == self.shape[1:]:
             at = touched[0].offsets[0] if self.shape else 0
@@ -204,7 +207,6 @@ class Rows:
 
     @cached_property
     def shape(self) -> Shape:
-        """As many rows as the spans have."""
         return (sum(stop - start for start, stop in self.spans), *self.source.shape[1:])
 
     @property
@@ -213,7 +215,7 @@ class Rows:
         return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Rows, span by span."""
+        """Return the rows, span by span."""
         parts, at = [], 0
         for first, last in self.spans:
             low, high = max(start, at), min(stop, at + last - first)
@@ -230,9 +232,7 @@ class Columns:
     source: LazyTensor
     """[R, C]."""
     start: int
-    """First column."""
     stop: int
-    """Behind the last."""
 
     @property
     def shape(self) -> Shape:
@@ -245,7 +245,7 @@ class Columns:
         return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Rows, cut."""
+        """Return the rows, cut."""
         return np.ascontiguousarray(self.source.read(start, stop)[:, self.start : self.stop])
 
 
@@ -256,11 +256,9 @@ class Element:
     source: LazyTensor
     """[N, ...]."""
     index: int
-    """Which."""
 
     @property
     def shape(self) -> Shape:
-        """Without the first dimension."""
         return self.source.shape[1:]
 
     @property
@@ -269,7 +267,7 @@ class Element:
         return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Rows of this entry; the entry is read whole, being one row of the source."""
+        """Return the rows of this entry; the entry is read whole, being one row of the source."""
         inner = self._stored
         if inner is not None:
             return inner.read(start, stop)
@@ -300,9 +298,7 @@ class Reshaped:
     """Another shape of the same elements; both shapes have the same first dimension."""
 
     source: LazyTensor
-    """Any shape."""
     shape: Shape
-    """The new one."""
 
     @property
     def dtype(self) -> Dtype:
@@ -310,13 +306,16 @@ class Reshaped:
         return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Rows, reshaped."""
+        """Return the rows, reshaped."""
         return self.source.read(start, stop).reshape(stop - start, *self.shape[1:])
 
 
 @dataclass(frozen=True)
 class Transposed:
-    """The transpose of a matrix, read column block by column block; the source is read whole for each, so it should be small."""
+    """The transpose of a matrix, read column block by column block.
+
+    The source is read whole for each, so it should be small.
+    """
 
     source: LazyTensor
     """[R, C]."""
@@ -332,7 +331,7 @@ class Transposed:
         return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Columns of the source as rows."""
+        """Return the columns of the source as rows."""
         return np.ascontiguousarray(np.concatenate([block[:, start:stop] for block in blocks(self.source)]).T)
 
 
@@ -341,9 +340,7 @@ class Cast:
     """Another floating dtype, rounded to nearest even."""
 
     source: LazyTensor
-    """Floating."""
     dtype: Dtype
-    """The new one."""
 
     @property
     def shape(self) -> Shape:
@@ -351,7 +348,7 @@ class Cast:
         return self.source.shape
 
     def read(self, start: int, stop: int) -> Block:
-        """Rows, cast through float32."""
+        """Return the rows, cast through float32."""
         return from_float32(to_float32(self.source.read(start, stop), self.source.dtype), self.dtype)
 
 
@@ -383,7 +380,7 @@ class LowRankSum:
         return to_float32(read_all(self.down), self.down.dtype)
 
     def read(self, start: int, stop: int) -> Block:
-        """Rows of the sum."""
+        """Return the rows of the sum."""
         up = to_float32(self.up.read(start, stop), self.up.dtype)
         with np.errstate(all="ignore"):  # what grows too large becomes infinite and is told at the end
             delta = (up @ self._down) * np.float32(self.scale)
@@ -395,22 +392,19 @@ class InMemory:
     """A small tensor that was computed."""
 
     block: Block
-    """In its shape."""
     dtype: Dtype = FLOAT32
-    """Of its elements."""
 
     @property
     def shape(self) -> Shape:
-        """Of the block."""
         return cast(Shape, self.block.shape)
 
     def read(self, start: int, stop: int) -> Block:
-        """Rows."""
+        """Return the rows."""
         return np.ascontiguousarray(self.block.reshape(num_rows(self.shape), *self.shape[1:])[start:stop])
 
 
 def concatenated(tensors: Sequence[LazyTensor], *, dim: int) -> LazyTensor:
-    """Tensors side by side along a dimension; the others agree."""
+    """Return the tensors side by side along a dimension; the others agree."""
     if len(tensors) == 1:
         return tensors[0]
     first, at, pieces = tensors[0].shape, 0, []
@@ -427,7 +421,6 @@ class Unflattened:
     source: LazyTensor
     """[prod(shape)]."""
     shape: Shape
-    """The new one."""
 
     @property
     def dtype(self) -> Dtype:
@@ -435,6 +428,6 @@ class Unflattened:
         return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Rows, as stretches of the vector."""
+        """Return the rows, as stretches of the vector."""
         inner = math.prod(self.shape[1:])
         return self.source.read(start * inner, stop * inner).reshape(stop - start, *self.shape[1:])

@@ -28,7 +28,7 @@ class Global:
     """A name that a pickle asks for; never imported."""
 
     module: str
-    """As pickled, of the version that wrote it."""
+    """Module name as pickled by the version that wrote it."""
     name: str
     """Attribute of the module."""
 
@@ -41,23 +41,25 @@ class Inert:
     """A call that a pickle asks for and that is never made, with everything that should happen to its result."""
 
     function: Global
-    """What would have been called."""
+    """Name of the function that the pickle would call."""
     arguments: tuple[object, ...]
-    """Positional arguments."""
     state: object = None
-    """What BUILD would have set: a mapping of attributes, or anything else."""
+    """State that BUILD would set: a mapping of attributes, or any other value."""
     items: dict[object, object] = field(default_factory=dict)
-    """What SETITEMS would have set."""
+    """Items that SETITEMS would set."""
     elements: list[object] = field(default_factory=list)
-    """What APPENDS would have appended, or ADDITEMS added."""
+    """Elements that APPENDS or ADDITEMS would add."""
 
     def __repr__(self) -> str:
-        """Its function alone: a few hundred bytes of pickle can nest so that the whole takes for ever to write."""
+        """Return its function only: a few hundred bytes of pickle can nest so deeply that the rest never ends."""
         return f"<{self.function}>"
 
 
 def in_short(node: object) -> str:
-    """A node for an error message: scalars as they are, of everything else the type; see ``Inert.__repr__``."""
+    """Return a node for an error message: scalars as they are, of everything else the type.
+
+    See ``Inert.__repr__``.
+    """
     if isinstance(node, int) and node.bit_length() > _LONGEST_NUMBER:
         return f"a number of {node.bit_length()} bits"  # Python refuses to write very long ones
     return repr(node)[:80] if isinstance(node, (*_SCALARS, Inert, Global)) else f"a {type(node).__name__}"
@@ -68,7 +70,7 @@ class Persistent:
     """A persistent id: a storage of torch, outside the pickle."""
 
     key: tuple[object, ...]
-    """As pickled: ("storage", type, name, location, number of elements)."""
+    """Persistent id: ("storage", type, name, location, number of elements)."""
 
 
 _MARK = object()
@@ -86,9 +88,10 @@ _PUSHED = frozenset(
 
 
 def load_inert(data: bytes, *, source: str) -> object:
-    """The value of a pickle, with ``Inert`` nodes where it would have called something.
+    """Return the value of a pickle, with ``Inert`` nodes where it would have called something.
 
-    Mappings of ``collections.OrderedDict`` come back as dict, sets as frozenset of scalars or as a list.
+    Mappings of ``collections.OrderedDict`` come back as dict, sets as frozenset of scalars or as a
+    list.
 
     Args:
         data: the pickle.
@@ -114,12 +117,15 @@ def load_inert(data: bytes, *, source: str) -> object:
 
 
 _OPCODES = {each.code.encode("latin-1"): (each.name, None if each.arg is None else each.arg.reader) for each in pickletools.opcodes}
-"""By their byte: the name, and what reads the argument from a stream."""
+"""Name and argument reader of each opcode byte."""
 _STOP = next(code for code, (name, _) in _OPCODES.items() if name == "STOP")
 
 
 class _Machine:
-    """The stack machine of the pickle protocol, without its two doors to Python: imports and calls."""
+    """The stack machine of the pickle protocol, without its two doors to Python.
+
+    Imports and calls.
+    """
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -135,7 +141,10 @@ class _Machine:
         return getattr(self, f"_op_{name}", None) or partial(self._refuse, name)
 
     def run(self, data: bytes) -> bool:
-        """Run every opcode; whether the last one was met. ``pickletools.genops`` and a call for each opcode take twice as long."""
+        """Run every opcode; whether the last one was met.
+
+        ``pickletools.genops`` and a call for each opcode take twice as long.
+        """
         stream = io.BytesIO(data)
         while (code := stream.read(1)) and code != _STOP:
             read, operate = self._operations[code]
@@ -146,7 +155,7 @@ class _Machine:
         raise UnsafeFileError(f"{self._source}: the pickle uses {name}, which no checkpoint needs; nothing of it was executed.")
 
     def result(self) -> object:
-        """What is left on the stack."""
+        """Return the value left on the stack."""
         if len(self._stack) != 1 or self._stack[0] is _MARK:
             raise DamagedFileError(f"{self._source}: the pickle leaves {len(self._stack)} values instead of one: copy the file again.")
         return self._stack[0]
@@ -350,7 +359,9 @@ def _index(argument: object) -> int:
 
 
 def _hashable(key: object) -> object:
-    """Keys are scalars, names, flat tuples of these, or inert nodes (compared by identity): hashing nested tuples could take for ever."""
+    """Return a key that hashes fast: a scalar, a name, a flat tuple of these, or an inert node.
+
+    Inert nodes are compared by identity. Hashing nested tuples could take for ever."""
     if isinstance(key, (Inert, Global, *_SCALARS)):
         return key
     if isinstance(key, tuple) and all(isinstance(part, (Global, *_SCALARS)) for part in key):

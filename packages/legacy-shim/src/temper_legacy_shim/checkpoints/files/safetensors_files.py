@@ -29,7 +29,7 @@ _READERS = 1 if (os.cpu_count() or 1) <= 2 else 2
 cores only take the interpreter's lock from one another."""
 _HASHED_BYTES = 4 << 20
 _FLUSHED_BYTES = 64 << 20
-"""What is written between two calls that send it to the disk, so that little is left for the last one."""
+"""Bytes written between two flushes to disk, so that the last flush is short."""
 Progress = Callable[[int], None]
 """Called with the number of bytes that were just written."""
 
@@ -41,17 +41,15 @@ class WrittenFile:
     path: str
     """Relative, with forward slashes."""
     num_bytes: int
-    """Size."""
     checksum: str
-    """Of its content: the algorithm, a colon, and the digest in hexadecimal."""
+    """Algorithm, a colon, and the hexadecimal digest of the content."""
     num_tensors: int = 0
-    """Tensors in it."""
     with_nan: tuple[str, ...] = ()
     """Tensors that hold NaN or infinity."""
 
 
 def plan_shards(tensors: Mapping[str, LazyTensor], *, max_bytes: int, stem: str) -> dict[str, dict[str, LazyTensor]]:
-    """Which tensors go into which file, in their order, under Hugging Face's names of shards.
+    """Assign tensors to files, in order, under Hugging Face's names of shards.
 
     Args:
         tensors: by name.
@@ -73,13 +71,13 @@ def plan_shards(tensors: Mapping[str, LazyTensor], *, max_bytes: int, stem: str)
 
 
 def index_of(shards: Mapping[str, Mapping[str, LazyTensor]]) -> dict[str, object]:
-    """The content of ``model.safetensors.index.json``."""
+    """Return the content of ``model.safetensors.index.json``."""
     total = sum(num_bytes(tensor) for group in shards.values() for tensor in group.values())
     return {"metadata": {"total_size": total}, "weight_map": {name: file for file, group in shards.items() for name in group}}
 
 
 def header_of(tensors: Mapping[str, LazyTensor]) -> bytes:
-    """The header of a safetensors file, with its length, padded to eight bytes."""
+    """Return the header of a safetensors file, with its length, padded to eight bytes."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in tensors.items():
@@ -136,11 +134,11 @@ class _ReadBlock:
     name: str
     content: memoryview
     is_spoilt: bool
-    """Whether it holds NaN or infinity."""
+    """True if it holds NaN or infinity."""
 
 
 def _read_ahead(tensors: Mapping[str, LazyTensor], readers: ThreadPoolExecutor) -> Generator[_ReadBlock, None, None]:
-    """Every block of every tensor in order; the next ones are read and cast meanwhile."""
+    """Yield every block of every tensor in order; the next ones are read and cast meanwhile."""
     waiting: deque[Future[_ReadBlock]] = deque()
     for name, tensor in tensors.items():
         for start, stop in spans(tensor):
@@ -158,26 +156,32 @@ def _read(name: str, tensor: LazyTensor, start: int, stop: int) -> _ReadBlock:
 
 
 class Digest(Protocol):
-    """What hashes a stream."""
+    """A hash of a stream."""
 
     def update(self, data: bytes | memoryview, /) -> object:
         """Take in more."""
 
     def hexdigest(self) -> str:
-        """Of everything so far."""
+        """Return the digest of the data so far."""
 
 
 _DIGESTS: dict[str, Callable[[], Digest]] = {"blake3": blake3, "sha256": hashlib.sha256}
-"""By the name in a checksum. BLAKE3, which b3sum checks, takes a quarter of SHA-256's time; version 0.1.0 wrote the latter."""
+"""Hash functions by their name in a checksum.
+
+BLAKE3, checked by b3sum, takes a quarter of SHA-256's time; version 0.1.0 wrote the latter.
+"""
 
 
 def checksum(data: bytes) -> str:
-    """Of what lies in memory, as new files have it."""
+    """Return the checksum of data in memory, in the form of new files."""
     return _named(blake3(data))
 
 
 def has_checksum(path: Path, expected: str) -> bool:
-    """Whether a file's content has this checksum; of an algorithm that is not known it has none."""
+    """Return whether a file's content has this checksum.
+
+    Of an algorithm that is not known it has none.
+    """
     algorithm, _, wanted = expected.partition(":")
     if algorithm not in _DIGESTS:
         return False
@@ -187,19 +191,19 @@ def has_checksum(path: Path, expected: str) -> bool:
 
 
 def checksum_of(path: Path) -> str:
-    """Of a file, as new files have it."""
+    """Return the checksum of a file, in the form of new files."""
     digest = blake3()
     _update_with(path, digest)
     return _named(digest)
 
 
 def _named(digest: Digest) -> str:
-    """A checksum as new files have it."""
+    """Return a checksum as new files have it."""
     return f"blake3:{digest.hexdigest()}"
 
 
 def _update_with(path: Path, digest: Digest) -> None:
-    """The file is read in one thread and hashed in another."""
+    """Hash a file that one thread reads while another one hashes."""
     with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
         ahead = pool.submit(file.read, _HASHED_BYTES)
         while data := ahead.result():
@@ -208,7 +212,7 @@ def _update_with(path: Path, digest: Digest) -> None:
 
 
 def written_file(path: Path, *, relative: str, with_nan: tuple[str, ...] = ()) -> WrittenFile:
-    """The record of a file that something else wrote.
+    """Return the record of a file that something else wrote.
 
     Args:
         path: where it lies.
@@ -254,7 +258,7 @@ class _HashingWriter:
         self._queue.put(data)
 
     def checksum(self) -> str:
-        """Of everything written."""
+        """Return the checksum of the data written."""
         return _named(self._digest)
 
     def _run(self) -> None:

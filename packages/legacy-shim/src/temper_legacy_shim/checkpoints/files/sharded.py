@@ -17,7 +17,7 @@ _REPLICA_BYTES = 1 << 16
 
 
 def assemble(key: str, entries: Mapping[int, Entry], *, where: str) -> LazyTensor:
-    """The whole tensor of one key.
+    """Return the full tensor of one key.
 
     Args:
         key: its name, for errors.
@@ -39,7 +39,10 @@ def assemble(key: str, entries: Mapping[int, Entry], *, where: str) -> LazyTenso
 
 
 def _replicated(key: str, entries: Mapping[int, LazyTensor], *, where: str) -> LazyTensor:
-    """One copy of what every rank holds; that they are equal is checked for what is small."""
+    """Return one copy of what every rank holds.
+
+    That they are equal is checked for what is small.
+    """
     first_rank, first = next(iter(entries.items()))
     for rank, entry in entries.items():
         if entry.shape != first.shape or entry.dtype != first.dtype:
@@ -56,7 +59,7 @@ def _replicated(key: str, entries: Mapping[int, LazyTensor], *, where: str) -> L
 
 
 def is_equal(one: LazyTensor, other: LazyTensor) -> bool:
-    """Whether two tensors have the same bytes."""
+    """Return whether two tensors have the same bytes."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return all(a.tobytes() == b.tobytes() for a, b in zip(blocks(one), blocks(other), strict=True))
@@ -118,7 +121,10 @@ def _coordinates(key: str, entries: Mapping[int, Distributed], *, where: str) ->
 
 
 def _inferred_coordinates(key: str, entries: Mapping[int, Distributed], *, where: str) -> tuple[dict[int, Shape], Shape]:
-    """For a mesh written in an unknown way: one sharding axis, the innermost, as both FSDPs make it; the others replicate."""
+    """Infer coordinates on a mesh of unknown form: the innermost axis shards, as in both FSDPs.
+
+    Others replicate.
+    """
     placements = next(iter(entries.values())).placements
     sharding = [axis for axis, placement in enumerate(placements) if placement.dim is not None]
     world = max(entries) + 1
@@ -140,16 +146,17 @@ def _inferred_coordinates(key: str, entries: Mapping[int, Distributed], *, where
 
 
 def _chunk(size: int, *, parts: int, index: int) -> tuple[int, int]:
-    """(start, length) of one of torch's chunks."""
+    """Return (start, length) of one of torch's chunks."""
     full = -(-size // parts)
     start = min(index * full, size)
     return start, min(full, size - start)
 
 
 def shard_box(shape: Shape, placements: tuple[Placement, ...], *, mesh_shape: Shape, coordinate: Shape) -> tuple[Shape, Shape]:
-    """(offsets, sizes) of the shard at a place on the mesh.
+    """Return (offsets, sizes) of the shard at a coordinate of the mesh.
 
-    Axes cut one after the other, from the outermost; a strided split (FSDP over tensor parallelism) cuts what the later axes leave.
+    Axes cut one after the other, from the outermost; a strided split (FSDP over tensor parallelism)
+    cuts what the later axes leave.
     """
     offsets, sizes = [0] * len(shape), list(shape)
     axes = [axis for axis, placement in enumerate(placements) if placement.dim is not None]
@@ -172,7 +179,7 @@ def _from_boxes(key: str, entries: Mapping[int, Sharded], *, where: str) -> Lazy
 
 
 def covering(key: str, pieces: list[Piece], *, shape: Shape, like: LazyTensor | Sharded, where: str) -> LazyTensor:
-    """The whole of boxes, which must lie inside it, not overlap, and leave nothing out.
+    """Return the whole of boxes, which must lie inside it, not overlap, and leave nothing out.
 
     Raises:
         DamagedFileError: they do not.
@@ -195,7 +202,10 @@ def covering(key: str, pieces: list[Piece], *, shape: Shape, like: LazyTensor | 
 
 
 def _is_grid(pieces: list[Piece]) -> bool:
-    """Boxes of one size at different multiples of it, which can't overlap; tens of thousands, where layers and experts are stacked."""
+    """Return the boxes of one size at different multiples of it, which can't overlap.
+
+    Tens of thousands, where layers and experts are stacked.
+    """
     sizes = {piece.tensor.shape for piece in pieces}
     if len(sizes) != 1:
         return False

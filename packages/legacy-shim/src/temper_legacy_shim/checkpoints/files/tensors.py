@@ -1,6 +1,7 @@
-"""What inert nodes mean: tensors in storages, and each rank's part of a distributed tensor with its placements.
+"""Tensors from inert nodes: in storages, or each rank's part of a distributed tensor with placements.
 
-Knows how every torch from 2.4 on pickles ``Tensor``, ``Parameter``, ``DTensor`` and ``ShardedTensor``; imports none of them.
+Knows how every torch from 2.4 on pickles ``Tensor``, ``Parameter``, ``DTensor`` and
+``ShardedTensor``; imports none of them.
 """
 
 import math
@@ -22,10 +23,10 @@ _LARGEST = 1 << 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """How one axis of a mesh splits a tensor."""
+    """Split of a tensor along one mesh axis."""
 
     dim: int | None = None
-    """Of the tensor that it splits; None replicates."""
+    """Dimension that it splits; None replicates."""
     split_factor: int = 1
     """Above 1 for a split that goes over an earlier one (torch's ``_StridedShard``)."""
 
@@ -35,11 +36,10 @@ class Distributed:
     """One rank's part of a DTensor."""
 
     local: LazyTensor
-    """Its shard."""
     shape: Shape
-    """Of the whole."""
+    """Shape of the full tensor."""
     placements: tuple[Placement, ...]
-    """By axis of the mesh."""
+    """Placement per mesh axis."""
     mesh_shape: Shape | None
     """Sizes of the axes; None where this torch wrote the mesh in a way that we do not know."""
     coordinate: Shape | None
@@ -51,11 +51,10 @@ class Sharded:
     """One rank's boxes of a ShardedTensor."""
 
     pieces: tuple[Piece, ...]
-    """With their offsets in the whole."""
+    """Pieces with their offsets in the full tensor."""
     shape: Shape
-    """Of the whole."""
+    """Shape of the full tensor."""
     dtype: Dtype
-    """Of its elements."""
 
 
 _MOST_AXES = 64
@@ -73,11 +72,11 @@ class TensorReader:
         self._meshes: dict[int, tuple[Shape | None, Shape | None]] = {}
 
     def is_tensor(self, node: object) -> bool:
-        """Whether a node is a tensor of any kind."""
+        """Return whether a node is a tensor of any kind."""
         return isinstance(node, Inert) and (node.function.name.startswith("_rebuild") or node.function.name == "ShardedTensor")
 
     def distributed_form(self, node: object) -> tuple[str, ...]:
-        """Names of the classes and fields with which torch pickled a DTensor and its mesh, which differ between versions of torch."""
+        """Return the classes and fields of a pickled DTensor and its mesh, which differ by torch version."""
         if not isinstance(node, Inert) or node.function.name != "_rebuild_from_type_v2" or len(node.arguments) < 4:
             return ()
         spec = attributes_of(node.arguments[3]).get("_spec") if isinstance(node.arguments[3], dict) else None
@@ -86,7 +85,7 @@ class TensorReader:
         return (str(node.arguments[1]), *fields)
 
     def entry(self, node: object, *, key: str) -> Entry:
-        """The tensor that a node stands for.
+        """Return the tensor that a node stands for.
 
         Args:
             node: of the archive's value.
@@ -103,7 +102,7 @@ class TensorReader:
             raise self._damaged(key, f"is malformed ({type(error).__name__}: {error})") from error
 
     def plain(self, node: object, *, key: str) -> LazyTensor:
-        """As ``entry``, for what must be an ordinary tensor."""
+        """Return an ordinary tensor; see ``entry``."""
         entry = self.entry(node, key=key)
         if isinstance(entry, Distributed | Sharded):
             raise self._damaged(key, "is a distributed tensor where an ordinary one should be")
@@ -215,7 +214,10 @@ class TensorReader:
         return ranks.shape, place
 
     def _mesh_ranks(self, attributes: Mapping[object, object], *, key: str) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]] | None:
-        """Ranks in the shape of the mesh: a tensor until torch 2.8; a flat one and its layout since."""
+        """Return the ranks in the shape of the mesh: a tensor until torch 2.8.
+
+        A flat one and its layout since.
+        """
         for name in ("mesh", "_mesh"):
             if self.is_tensor(attributes.get(name)):
                 return read_all(self.plain(attributes[name], key=f"{key} (its mesh)")).astype(np.int64)
@@ -255,7 +257,10 @@ class TensorReader:
 
 
 def _layout_axes(attributes: Mapping[object, object], arguments: tuple[object, ...]) -> Iterator[list[int]]:
-    """For each axis of a mesh the steps in the flat list of ranks: torch 2.13 keeps axes, earlier ones nested shapes and strides."""
+    """Yield, for each mesh axis, its steps in the flat list of ranks.
+
+    Torch 2.13 keeps axes, earlier ones nested shapes.
+    """
     axes = attributes.get("axes")
     if isinstance(axes, tuple | list):
         described = [attributes_of(axis.state) for axis in axes if isinstance(axis, Inert)]
@@ -278,7 +283,7 @@ def _listed(value: object) -> Sequence[object]:
 
 
 def _flattened(value: object) -> list[int]:
-    """Numbers of a nested tuple, in order; a mesh has few axes."""
+    """Return the numbers of a nested tuple, in order; a mesh has few axes."""
     waiting: list[object] = [value]
     found: list[int] = []
     for _ in range(_MOST_AXES):
@@ -293,7 +298,10 @@ def _flattened(value: object) -> list[int]:
 
 
 def attributes_of(state: object) -> Mapping[object, object]:
-    """Attributes from a pickled state: a mapping, or (mapping or None, mapping of slots)."""
+    """Return the attributes from a pickled state.
+
+    A mapping, or (mapping or None, mapping of slots).
+    """
     if isinstance(state, dict):
         return state
     if isinstance(state, tuple) and len(state) == 2:
@@ -306,7 +314,7 @@ def attributes_of(state: object) -> Mapping[object, object]:
 
 
 def properties_dtype(node: object) -> Dtype | None:
-    """The element type in a ``TensorProperties`` node; None where it is not known."""
+    """Return the element type in a ``TensorProperties`` node; None if it is not known."""
     if not isinstance(node, Inert):
         return None
     if isinstance(node.state, tuple) and node.state:
@@ -323,7 +331,7 @@ def _storage_dtype(kind: object) -> Dtype | None:
 
 
 def sizes_of(node: object) -> Shape:
-    """A shape or a stride from a node.
+    """Return a shape or a stride from a node.
 
     Raises:
         ValueError: it is none.

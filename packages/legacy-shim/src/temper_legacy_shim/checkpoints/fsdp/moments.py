@@ -1,4 +1,6 @@
-"""Optimiser moments of old FSDP checkpoints, by Hugging Face name: what FSDP2 numbers, and what FSDP1 keeps in nameless flat shards.
+"""Optimizer moments of old FSDP checkpoints, by Hugging Face name.
+
+What FSDP2 numbers, and what FSDP1 keeps in nameless flat shards.
 
 FSDP2 numbers the model's parameters in order. FSDP1 numbers its units: one flat vector for the root and one for each decoder layer (and,
 with an adapter, one for each trained leaf), every parameter of the unit end to end in the order of its modules, padded to a multiple of
@@ -41,27 +43,27 @@ class OldMoments:
     first: LazyTensor
     """Exponential average of the gradient, in the parameter's shape."""
     second: LazyTensor
-    """Of its square."""
+    """Moving average of the squared gradient."""
     update_count: int
     """Updates that it has seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldOptimizer:
-    """What an old optimiser left."""
+    """State of an old optimizer."""
 
     moments: Mapping[str, OldMoments]
-    """By the name that the parameter has in the model files."""
+    """Moments by parameter name in the model files."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """lr, betas, eps, weight_decay of its (only) group."""
     decays_vectors: bool = True
-    """Whether the decay took vectors too, as torch's optimisers do with one group."""
+    """True if the decay took vectors too, as torch's optimizers do with one group."""
     masters: Mapping[str, LazyTensor] = field(default_factory=dict)
-    """float32 parameters by the same names, where the optimiser keeps its own beside weights of fewer bits."""
+    """float32 parameters by the same names, where the optimizer keeps its own next to weights of fewer bits."""
 
 
 def read_optimizer(role: Role, weights: Mapping[str, LazyTensor], *, parameters: Sequence[str]) -> OldOptimizer:
-    """Moments of an FSDP role.
+    """Return the moments of an FSDP role.
 
     Args:
         role: with optim files.
@@ -86,15 +88,15 @@ def read_optimizer(role: Role, weights: Mapping[str, LazyTensor], *, parameters:
 
 
 def read_trained_leaves(role: Role, weights: Mapping[str, LazyTensor], *, leaves: Sequence[str]) -> OldOptimizer:
-    """Moments of a role that trained some of its parameters alone, each of which is a unit of its own in FSDP1.
+    """Return the moments of a role that trained some of its parameters alone, each of which is a unit of its own in FSDP1.
 
     Args:
         role: with optim files.
         weights: every tensor of the model files.
-        leaves: names of what was trained, in the order of the model's modules, which is that of the optimiser's numbers.
+        leaves: names of what was trained, in the order of the model's modules, which is that of the optimizer's numbers.
 
     Raises:
-        LayoutError: the optimiser keeps another number of states, or states of other lengths.
+        LayoutError: the optimizer keeps another number of states, or states of other lengths.
         DamagedFileError: a file is damaged, or one is missing.
     """
     ranks = read_ranks(role)
@@ -131,7 +133,10 @@ def _unpadded(flat: LazyTensor, shape: Shape, *, num_shards: int, name: str) -> 
 
 
 def _is_flat(ranks: Mapping[int, RankState], weights: Mapping[str, LazyTensor], parameters: Sequence[str]) -> bool:
-    """FSDP1's states are ordinary vectors; those of a plain optimiser have the parameters' shapes."""
+    """Return FSDP1's states are ordinary vectors.
+
+    Those of a plain optimizer have the parameters' shapes.
+    """
     first = ranks[min(ranks)]
     entries = {number: state["first"] for number, state in first.states.items()}
     if any(isinstance(entry, Distributed) for entry in entries.values()):
@@ -144,7 +149,10 @@ def _is_flat(ranks: Mapping[int, RankState], weights: Mapping[str, LazyTensor], 
 def _from_pieces(
     role: Role, ranks: Mapping[int, RankState], weights: Mapping[str, LazyTensor], parameters: Sequence[str]
 ) -> dict[str, OldMoments] | None:
-    """Of FSDP1 with ``use_orig_params``: of every parameter a rank keeps the stretch that lies in its shard, or nothing; None if not so."""
+    """Return moments of FSDP1 with ``use_orig_params``, whose ranks keep the part in their shard.
+
+    None for other states.
+    """
     if is_distributed(ranks) or ranks[min(ranks)].num_parameters != len(parameters):
         return None
     order = shard_order(role)
@@ -213,7 +221,7 @@ def _joined_unit(role: Role, ranks: Mapping[int, RankState], order: Sequence[int
 
 
 def _matching_units(state: RankState, weights: Mapping[str, LazyTensor], parameters: Sequence[str], *, num_shards: int) -> list[list[str]]:
-    """The first way of wrapping under which the number of units and every unit's length fit."""
+    """Return the first way of wrapping under which the number of units and every unit's length fit."""
     lengths = {n: entry.shape[0] for n, s in state.states.items() if not isinstance(entry := s["first"], int) and entry.shape}
     for candidate in _wrappings(parameters):
         sizes = [-(-sum(math.prod(weights[name].shape) for name in unit) // num_shards) for unit in candidate]
@@ -226,18 +234,21 @@ def _matching_units(state: RankState, weights: Mapping[str, LazyTensor], paramet
 
 
 def _wrappings(parameters: Sequence[str]) -> Iterable[list[list[str]]]:
-    """Decoder layers as units, which was the default, or everything in one unit."""
+    """Return Decoder layers as units, which was the default, or everything in one unit."""
     yield _by_layer(parameters)
     yield [list(parameters)]
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor of a model file is no parameter."""
+    """Return whether a tensor of a model file is no parameter."""
     return _BUFFER.fullmatch(name) is not None
 
 
 def _by_layer(names: Sequence[str]) -> list[list[str]]:
-    """The root's own parameters, then each layer's, each followed by its trained leaves: the order in which units are met."""
+    """Return the root's own parameters, then each layer's, each followed by its trained leaves.
+
+    The order in which units are met.
+    """
     root: list[str] = []
     units: dict[str, list[str]] = {}
     leaves: dict[str, list[list[str]]] = {}

@@ -17,7 +17,7 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.
 
 
 def read_weights(files: dict[int, Path], *, where: Path) -> dict[str, LazyTensor]:
-    """Every tensor of a model under the name it has in the files, without the names of wrappers.
+    """Return every tensor of a model under the name it has in the files, without the names of wrappers.
 
     Args:
         files: model files by rank.
@@ -78,27 +78,29 @@ class RankState:
     """One rank's file."""
 
     states: Mapping[int, Mapping[str, Entry | int]]
-    """By number: first, second (tensors) and step."""
+    """States by number: first, second (tensors) and step."""
     num_parameters: int
-    """That its group numbers."""
+    """Number of parameters that its group numbers."""
     settings: Mapping[str, object]
-    """Of the group."""
+    """Settings of the first parameter group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCounts:
-    """What one rank's file says about its step."""
+    """Step counts in one rank's files."""
 
     steps: Mapping[int, int]
     """Updates by the number of a parameter or a unit."""
     settings: Mapping[str, object]
-    """Of the first group."""
+    """Settings of the first parameter group."""
     form: frozenset[str]
     """Names of the first group's settings and of the file's records; newer torch has more of both."""
 
 
 def read_counts(path: Path, *, rank: int) -> RankCounts:
-    """Read update counts and settings of any optimizer's file; nothing of one that has no such form.
+    """Read update counts and settings of any optimizer's file.
+
+    Nothing of one that has no such form.
 
     Raises:
         DamagedFileError: the file is damaged.
@@ -122,7 +124,7 @@ def _settings(group: Mapping[object, object]) -> dict[str, object]:
 
 
 def check_is_beside_weights(role: Role) -> None:
-    """Optimiser files number parameters in the order of the model files.
+    """Check that optimizer files lie next to model files, whose order numbers their parameters.
 
     Raises:
         LayoutError: there are none, as where weights were saved as ``hf_model`` alone; for the receipt.
@@ -132,10 +134,10 @@ def check_is_beside_weights(role: Role) -> None:
 
 
 def read_ranks(role: Role) -> dict[int, RankState]:
-    """Every rank's states by rank.
+    """Return every rank's states by rank.
 
     Raises:
-        LayoutError: no update was made, or the optimiser is not Adam; for the receipt.
+        LayoutError: no update was made, or the optimizer is not Adam; for the receipt.
         DamagedFileError: a file is damaged, or one is missing.
     """
     files = role.fsdp_files["optim"]
@@ -153,7 +155,7 @@ def read_ranks(role: Role) -> dict[int, RankState]:
 
 
 def numbers_of(ranks: Mapping[int, RankState]) -> list[int]:
-    """Numbers of which any rank has a state, ascending."""
+    """Return the numbers of which any rank has a state, ascending."""
     return sorted(set[int]().union(*(state.states for state in ranks.values())))
 
 
@@ -168,7 +170,7 @@ def check_same_numbers(role: Role, ranks: Mapping[int, RankState]) -> None:
 
 
 def is_distributed(ranks: Mapping[int, RankState]) -> bool:
-    """Whether states are FSDP2's, which say where they belong."""
+    """Return whether states are FSDP2's, which say where they belong."""
     return any(isinstance(state["first"], Distributed) for of_rank in ranks.values() for state in of_rank.states.values())
 
 
@@ -210,7 +212,7 @@ def _count(reader: TensorReader, node: object, *, key: str) -> int:
 
 
 def joined(role: Role, ranks: Mapping[int, RankState], order: Sequence[int], *, number: int, side: str) -> LazyTensor:
-    """The vectors of one number, of the ranks that have it, end to end.
+    """Return the vectors of one number, of the ranks that have it, end to end.
 
     Raises:
         DamagedFileError: one is no vector, or of another dtype.
@@ -243,7 +245,7 @@ def check_flat_replicas(role: Role, ranks: Mapping[int, RankState], order: Seque
 
 
 def flat_parts(role: Role, ranks: Mapping[int, RankState], order: Sequence[int], *, number: int, side: str) -> list[LazyTensor]:
-    """The vectors of one number, of the ranks that have it.
+    """Return the vectors of one number, of the ranks that have it.
 
     Raises:
         DamagedFileError: one is no vector.
@@ -261,7 +263,7 @@ def flat_parts(role: Role, ranks: Mapping[int, RankState], order: Sequence[int],
 
 
 def step_of(ranks: Mapping[int, RankState], number: int) -> int:
-    """Updates that a number has seen, as the first rank says that has it."""
+    """Return the updates that a number has seen, as the first rank says that has it."""
     state = next(of_rank.states[number] for of_rank in ranks.values() if number in of_rank.states)
     step = state["step"]
     assert isinstance(step, int)
@@ -269,7 +271,7 @@ def step_of(ranks: Mapping[int, RankState], number: int) -> int:
 
 
 def shard_order(role: Role) -> list[int]:
-    """Ranks of one replica in the order of their shards, from the mesh of the model files; all ranks where no tensor has one."""
+    """Return the ranks of one replica in the order of their shards, from the mesh of the model files; all ranks where no tensor has one."""
     places: dict[int, tuple[Shape, Shape]] = {}
     for rank, path in role.fsdp_files["model"].items():
         archive = Archive(path)

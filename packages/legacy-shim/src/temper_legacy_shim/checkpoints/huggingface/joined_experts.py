@@ -13,27 +13,29 @@ from temper_legacy_shim.checkpoints.files.lazy import Element, LazyTensor, Rows,
 from temper_legacy_shim.errors import DamagedFileError
 
 _PARTS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Of each expert, one above the other."""
+"""Matrices of each expert in row order."""
 _ALIASES: Mapping[str, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-"""Mixtral's."""
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight")
 _JOINED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a matrix of an expert goes."""
+    """Position of an expert's matrix in a joined tensor."""
 
     joined: str
     """The tensor that it is a part of."""
     expert: int
-    """Of the first dimension of that."""
+    """Index in the first dimension."""
     part: int
-    """Of its rows."""
+    """Index among the row blocks."""
 
 
 def _place_of(name: str) -> _Place | None:
-    """Of a tensor by its name in files; None where it is no expert's."""
+    """Return the expert position of a tensor by its name in files.
+
+    None if it belongs to no expert.
+    """
     match = _EXPERT.fullmatch(name)
     if match is None:
         return None
@@ -43,13 +45,16 @@ def _place_of(name: str) -> _Place | None:
 
 
 def in_memory(name: str) -> str:
-    """The name in transformers' model since 5.0 of what a file names so: that of the joined tensor, of an expert's matrix."""
+    """Return the name in transformers' model since 5.0 of what a file names so.
+
+    That of the joined tensor, of an expert's matrix.
+    """
     place = _place_of(name)
     return name.replace(".block_sparse_moe.", ".mlp.") if place is None else place.joined
 
 
 def as_mixtral_s_files(name: str) -> str:
-    """Mixtral's name in files for that of the other mixtures (``mlp.experts.0.gate_proj.weight``)."""
+    """Return Mixtral's name in files for that of the other mixtures (``mlp.experts.0.gate_proj.weight``)."""
     match = _EXPERT.fullmatch(name)
     if match is not None:
         kind = next((old for old, kind in _ALIASES.items() if kind == match[3]), match[3])
@@ -58,10 +63,10 @@ def as_mixtral_s_files(name: str) -> str:
 
 
 def joined(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Tensors by their names in memory, what belongs together as one.
+    """Return the tensors by their names in memory, what belongs together as one.
 
     Raises:
-        DamagedFileError: an expert is missing, or has another shape than its kin.
+        DamagedFileError: an expert is missing, or has another shape than its relatives.
     """
     found: dict[str, LazyTensor] = {}
     experts: dict[str, dict[tuple[int, int], LazyTensor]] = {}
@@ -94,7 +99,7 @@ def joined_counts(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def split(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
-    """A tensor by its names in files: what is joined as its parts, anything else as it is."""
+    """Yield a tensor by its names in files: what is joined as its parts, anything else as it is."""
     match = _JOINED.fullmatch(name)
     if match is None:
         yield name, tensor
@@ -124,6 +129,6 @@ class _Alone:
         return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """The matrix, or nothing."""
+        """Return the matrix, or nothing."""
         rows = num_rows(self.source.shape) if start < stop else 0
         return self.source.read(0, rows).reshape(stop - start, *self.source.shape)

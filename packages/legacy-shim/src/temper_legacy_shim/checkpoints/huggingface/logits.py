@@ -1,4 +1,4 @@
-"""Whether transformers computes from the written directory what the old checkpoint's tensors give: two ways to the same logits.
+"""Compare logits that transformers computes from the written directory with those of the old tensors.
 
 One model is loaded as a user would, from the output's files; the other is built from its config and filled with the source's tensors by
 name. Where the old checkpoint had an adapter, the second one adds it as the forward pass does, not to the weights.
@@ -21,7 +21,7 @@ from temper_legacy_shim.errors import VerificationError
 
 _NUM_TOKENS = 16
 _TOLERANCE = 1e-4
-"""Of float32 logits, relative to the largest: folding an adapter reorders sums."""
+"""Tolerance of float32 logits relative to the largest: folding an adapter reorders sums."""
 _VALUE_HEAD = "v_head.summary."
 _AUTO = {
     "language_model": "AutoModelForCausalLM",
@@ -64,14 +64,20 @@ def _difference(directory: Path, what: str, ours: Tensor, theirs: Tensor) -> flo
 
 
 def _value_head(tensors: Mapping[str, LazyTensor]) -> tuple[Tensor, Tensor] | None:
-    """Weight [1, hidden] and bias [1] of trl's value head, which transformers has no class for; None where there is none."""
+    """Weight [1, hidden] and bias [1] of trl's value head, which transformers has no class for.
+
+    None if there is none.
+    """
     if f"{_VALUE_HEAD}weight" not in tensors:
         return None
     return _float(tensors[f"{_VALUE_HEAD}weight"]), _float(tensors[f"{_VALUE_HEAD}bias"])
 
 
 def _loaded(directory: Path, auto: Any) -> tuple[transformers.PretrainedConfig, nn.Module, dict[str, Any]]:
-    """What a user would load, but for code of the checkpoint's own: its config, its model, and what became of the weights."""
+    """Load what a user would load, without code from the checkpoint.
+
+    Config, model and loading report.
+    """
     try:
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         model, report = auto.from_pretrained(
@@ -84,7 +90,7 @@ def _loaded(directory: Path, auto: Any) -> tuple[transformers.PretrainedConfig, 
 
 
 def _outputs(model: nn.Module, ids: Tensor, *, value_head: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
-    """Logits [1, T, vocabulary or labels], and values [1, T, 1] where a head of trl's stands beside the model."""
+    """Return the logits [1, T, vocabulary or labels], and values [1, T, 1] where a head of trl's stands next to the model."""
     model.eval()
     found = model(input_ids=ids, output_hidden_states=value_head is not None)
     if value_head is None:
@@ -94,7 +100,10 @@ def _outputs(model: nn.Module, ids: Tensor, *, value_head: tuple[Tensor, Tensor]
 
 
 def _from_source(auto: type, config: transformers.PretrainedConfig, written: nn.Module, plan: Plan) -> nn.Module:
-    """A model filled from the source by name; experts that transformers fuses when it loads keep what it made of them."""
+    """Return a model filled from the source by name.
+
+    Experts that transformers fuses when it loads keep what it made of them.
+    """
     model: nn.Module = auto.from_config(config, dtype=torch.float32, trust_remote_code=False, attn_implementation="eager")  # type: ignore[attr-defined]
     model.load_state_dict(written.state_dict())
     targets = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}

@@ -13,17 +13,16 @@ from temper_legacy_shim.checkpoints.layouts import read_object
 from temper_legacy_shim.errors import DamagedFileError, LayoutError
 
 _MAX_HEADER = 100_000_000
-"""safetensors' own limit."""
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a directory holds weights of a model."""
+    """Return whether a directory holds weights of a model."""
     names = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
     return any((folder / name).is_file() for name in names)
 
 
 def read_weights(folder: Path) -> dict[str, LazyTensor]:
-    """Every tensor of a model directory.
+    """Return every tensor of a model directory.
 
     Raises:
         LayoutError: it has no weights, or a shard is missing.
@@ -59,7 +58,7 @@ def _read_indexed(folder: Path, index: str) -> dict[str, LazyTensor]:
 
 
 def read_safetensors(path: Path) -> dict[str, LazyTensor]:
-    """Every tensor of one safetensors file.
+    """Return every tensor of one safetensors file.
 
     Raises:
         DamagedFileError: the header is malformed, or a tensor lies outside the file.

@@ -1,6 +1,8 @@
-"""Names and shapes that a config's model has, from transformers on the meta device: no weight is made.
+"""Names and shapes that a config's model has, from transformers on the meta device.
 
-Runs in a process of its own beside a conversion, which itself needs neither torch's memory nor its time to start: a config of another
+No weight is made.
+
+Runs in a process of its own next to a conversion, which itself needs neither torch's memory nor its time to start: a config of another
 model is told in seconds, and not after all weights are written.
 """
 
@@ -21,7 +23,7 @@ from temper_legacy_shim.errors import VerificationError
 
 _TIME_LIMIT_S = 600
 OWN_CODE = "the config needs code of its own (auto_map), which is never executed"
-"""Why transformers builds no model."""
+"""Reason why transformers builds no model."""
 _EXPERTS = re.compile(r"(.+\.experts)\.(.+)")
 _NUMBER = re.compile(r"(?:^|(?<=\.))\d+\.")
 _PROGRAM = """
@@ -58,7 +60,7 @@ class NamesCheck:
     """One comparison. Entering starts its process, and leaving ends it, whatever it has found."""
 
     def __init__(self, config: str, tensors: Mapping[str, LazyTensor], *, head: str) -> None:
-        """Nothing is started yet.
+        """Store the arguments; the check starts on entry.
 
         Args:
             config: the text of ``config.json``.
@@ -84,7 +86,7 @@ class NamesCheck:
         self._folder.cleanup()
 
     def watched(self, progress: Callable[[str, int, int], None]) -> Callable[[str, int, int], None]:
-        """Another that raises what `outcome` does as soon as it is known, and waits for nothing."""
+        """Return another that raises what `outcome` does as soon as it is known, and waits for nothing."""
 
         def tell(what: str, done: int, total: int) -> None:
             if self._outcome is None and self._process.poll() is not None:
@@ -123,12 +125,14 @@ class NamesCheck:
 
 
 def asks_for_code(directory: Path) -> bool:
-    """Whether the config in a directory names Python files that transformers would have to run."""
+    """Return whether the config in a directory names Python files that transformers would have to run."""
     return "auto_map" in read_object(directory / "config.json")
 
 
 def _start(*arguments: str, answer: Path, errors: Path) -> "subprocess.Popen[bytes]":
-    """The program, which asks nobody, fetches nothing, and imports nothing from the working directory (-P): that may be a checkpoint."""
+    """Start the program without prompts and downloads.
+
+    -P keeps it from importing from the working directory, which may be a checkpoint."""
     with open(answer, "wb") as out, open(errors, "wb") as err:
         return subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, *arguments],
@@ -140,7 +144,7 @@ def _start(*arguments: str, answer: Path, errors: Path) -> "subprocess.Popen[byt
 
 
 def _compare(answered: Iterable[Mapping[str, list[int]]], have: Mapping[str, Shape]) -> None:
-    """A file has the names that transformers' model has, or those that it saves them under: Mixtral's layers have other ones.
+    """Check that a file has the names of transformers' model, or those that it saves (Mixtral differs).
 
     Where transformers could not say the latter, experts may have any names.
     """
@@ -155,7 +159,9 @@ def _compare(answered: Iterable[Mapping[str, list[int]]], have: Mapping[str, Sha
 
 
 def _faults(wanted: Mapping[str, Shape], have: Mapping[str, Shape], *, compares_kinds: bool) -> list[str]:
-    """Differences; experts are compared by their number of elements and the kinds of their matrices, whatever is one tensor of them."""
+    """Return the differences.
+
+    Experts are compared by number of elements and kinds of matrices: they may be joined or separate tensors."""
     kinds, kinds_there = _expert_kinds(wanted), _expert_kinds(have)
     wanted, wanted_experts = _experts_apart(wanted)
     have, have_experts = _experts_apart(have)
@@ -173,7 +179,7 @@ def _faults(wanted: Mapping[str, Shape], have: Mapping[str, Shape], *, compares_
 
 
 def _expert_kinds(names: Iterable[str]) -> dict[str, set[str]]:
-    """What the matrices of experts are called beside their numbers, by the module of the experts."""
+    """Return the names of expert matrices without their numbers, by expert module."""
     kinds: dict[str, set[str]] = {}
     for match in filter(None, map(_EXPERTS.fullmatch, names)):
         kinds.setdefault(match[1], set()).add(_NUMBER.sub("", match[2]))

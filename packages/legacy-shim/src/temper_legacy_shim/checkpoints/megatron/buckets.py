@@ -36,14 +36,14 @@ _PADDINGS = (1, 8, 16, 32, 64, 128, 256, 512)
 Bucket = Mapping[str, LazyTensor]
 """Vectors by kind (param, exp_avg, exp_avg_sq)."""
 Ranks = Mapping[int, Mapping[int, Mapping[int, Bucket]]]
-"""By model-parallel rank, buffer and bucket."""
+"""Buckets by model-parallel rank, buffer and index."""
 Whole = Mapping[str, Mapping[str, LazyTensor]]
-"""By kind and name, of the whole model."""
+"""States of the full model by kind and name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """How many ranks of each kind there were, and in which order a layer makes its parameters."""
+    """Number of ranks of each kind, and the order in which a layer creates its parameters."""
 
     num_tensor: int
     num_stages: int
@@ -51,7 +51,7 @@ class _Layout:
     num_expert: int
     num_expert_tensor: int
     num_rows: int
-    """Of the vocabulary's tables, with padding."""
+    """Rows of the vocabulary tables with padding."""
     order: Order
 
     @property
@@ -64,7 +64,7 @@ class _DoesNotFitError(Exception):
 
 
 def read_buckets(model: OldModel, weights: Mapping[str, LazyTensor], geometry: Geometry, *, are_exported: bool) -> Whole:
-    """Masters and moments by kind and Megatron's name with global numbers.
+    """Return the masters and moments by kind and Megatron's name with global numbers.
 
     Args:
         model: with a distributed checkpoint.
@@ -90,7 +90,7 @@ def read_buckets(model: OldModel, weights: Mapping[str, LazyTensor], geometry: G
 
 
 def bucket_settings(model: OldModel) -> Iterator[object]:
-    """What each model-parallel rank's optimizer says of its parameter groups."""
+    """Yield the parameter-group settings of each model-parallel rank's optimizer."""
     for folder in model.role.dist_folders:
         checkpoint = DistCheckpoint(folder)
         for (name, _), (relative, offset, length) in checkpoint.places.items():
@@ -99,7 +99,7 @@ def bucket_settings(model: OldModel) -> Iterator[object]:
 
 
 def _buckets(model: OldModel) -> tuple[Ranks, Ranks]:
-    """Of what all data-parallel ranks share, and of experts that are divided over some of them, which have an optimizer of their own."""
+    """Return the buckets shared by all data-parallel ranks, and those of distributed experts, which have their own optimizer."""
     found: dict[int, dict[int, dict[int, dict[int, dict[str, LazyTensor]]]]] = {}
     for folder in model.role.dist_folders:
         for name, tensor in DistCheckpoint(folder).tensors.items():
@@ -145,7 +145,7 @@ def _layouts(
 
 
 def _padded(weights: Mapping[str, LazyTensor], *, num_tensor: int, are_exported: bool) -> list[int]:
-    """How many rows the vocabulary's tables may have had."""
+    """Return the possible row counts of the padded vocabulary tables."""
     rows = weights[_EMBEDDING].shape[0] if _EMBEDDING in weights else 0
     multiples = [num_tensor * factor for factor in _PADDINGS] if are_exported else []
     return sorted({rows, *(-(-rows // multiple) * multiple for multiple in multiples)})
@@ -156,7 +156,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _read(dense: Ranks, experts: Ranks, weights: Mapping[str, LazyTensor], layout: _Layout, *, num_layers: int) -> Whole:
-    """Ranks are numbered with tensor ranks fastest, then expert ranks, then stages."""
+    """Read the buckets of all ranks: tensor ranks are numbered fastest, then expert ranks, then stages."""
     found: dict[str, list[Mapping[str, LazyTensor]]] = {}
     of_layer = _by_layer(weights)
     for stage in range(layout.num_stages):
@@ -207,7 +207,7 @@ def _take(
 
 @dataclass(frozen=True)
 class _WithPadding:
-    """A table with rows behind its own that nobody knows."""
+    """A table with rows behind its own that no one knows."""
 
     source: LazyTensor
     num_rows: int
@@ -221,13 +221,13 @@ class _WithPadding:
         return self.source.dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Rows of the table itself."""
+        """Return the rows of the table itself."""
         assert stop <= self.source.shape[0], "nobody knows what padding held"
         return self.source.read(start, stop)
 
 
 def _by_layer(weights: Mapping[str, LazyTensor]) -> dict[int, list[str]]:
-    """What each layer has, without its number."""
+    """Return the names in each layer, without the layer's number."""
     found: dict[int, list[str]] = {}
     for name in weights:
         if match := _LAYER.fullmatch(name):
@@ -244,7 +244,7 @@ def _names(
     virtual: int,
     num_layers: int,
 ) -> dict[str, str]:
-    """A chunk's parameters in the order of its modules, and the weight that each is."""
+    """Return a chunk's parameters in the order of its modules, and the weight that each is."""
     per_chunk = num_layers // layout.num_chunks
     first = (virtual * layout.num_stages + stage) * per_chunk
     names = {_EMBEDDING: _EMBEDDING} if first == 0 and _EMBEDDING in weights else {}
@@ -263,14 +263,14 @@ def _without_experts(chunk: Mapping[str, str]) -> dict[str, str]:
 
 
 def _experts_of(chunk: Mapping[str, str], rank: int, weights: Mapping[str, LazyTensor], layout: _Layout) -> dict[str, str]:
-    """Those of an expert rank: as many of each layer as of any other rank, in their order."""
+    """Return the experts of one rank: equally many per layer on every rank, in order."""
     numbered = {name: int(match[2]) for name in chunk if (match := EXPERT.fullmatch(name))}
     num_local = (1 + max(numbered.values(), default=-1)) // layout.num_expert
     return {name: name for name, number in numbered.items() if number // max(num_local, 1) == rank}
 
 
 def _cut(buckets: Sequence[Bucket], chunk: Mapping[str, LazyTensor], *, known: Mapping[str, int]) -> dict[str, dict[str, LazyTensor]]:
-    """Parameters from the last to the first, each at a multiple of ALIGNMENT in its bucket, a new bucket where one is full.
+    """Return the parameters from the last to the first, each at a multiple of ALIGNMENT in its bucket, a new bucket where one is full.
 
     Args:
         buckets: in their order.

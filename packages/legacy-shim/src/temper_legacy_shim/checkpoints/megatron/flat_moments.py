@@ -1,9 +1,11 @@
-"""Moments of Megatron's per-rank optimizer files (``optim/distrib_optim_pp0_tp0.pt``): flat, padded, nameless, one vector for each buffer.
+"""Moments of Megatron's per-rank optimizer files (``optim/distrib_optim_pp0_tp0.pt``).
+
+Flat, padded, nameless, one vector for each buffer.
 
 A buffer holds a chunk's parameters in reverse order, each beginning at a multiple of 64 elements, its buckets end to end without their
 own padding. Experts that are divided over ranks have an optimizer and buffers of their own, in a list with the other. Which elements are
 whose follows from the model file of the same rank, and is believed only if the lengths fit and every float32 master, rounded, is the weight
-that lies beside it.
+that lies next to it.
 """
 
 import re
@@ -47,19 +49,19 @@ class _Buffer:
 
 
 def has_flat_optimizer(model: OldModel) -> bool:
-    """Whether there are such files."""
+    """Return whether there are such files."""
     return any(True for _ in _files(model.role.path / "optim"))
 
 
 def read_flat_optimizer(model: OldModel, *, num_updates: int | None) -> OldOptimizer:
-    """Masters and moments under Hugging Face names.
+    """Return the masters and moments under Hugging Face names.
 
     Args:
         model: of per-rank files.
         num_updates: that the optimizer had made; the files don't say it.
 
     Raises:
-        LayoutError: they can't be told apart, or nobody says how many updates were made; for the receipt.
+        LayoutError: they can't be told apart, or no one says how many updates were made; for the receipt.
         DamagedFileError: a file is damaged.
     """
     chunks = ranks.read_chunks(model.role.rank_files, where=model.role.path / "model")
@@ -83,7 +85,10 @@ def read_flat_optimizer(model: OldModel, *, num_updates: int | None) -> OldOptim
 
 
 def _files(folder: Path) -> Iterator[tuple[tuple[int, int], Path]]:
-    """(stage, tensor rank) and file, by context- and data-parallel rank; of these the first wrote what they share."""
+    """Yield (stage, tensor rank) and file, by context- and data-parallel rank.
+
+    The first file holds the shared part.
+    """
     paths = folder.glob("distrib_optim_*.pt") if folder.is_dir() else ()
     matches = ((match, path) for path in paths if (match := _FILE.fullmatch(path.name)))
     for (pp, tp, *_), path in sorted((tuple(int(number or 0) for number in match.groups()), path) for match, path in matches):
@@ -102,7 +107,10 @@ def _whole(
 def _named(
     states: Sequence[Sequence[list[_Buffer] | None]], chunks: Sequence[Mapping[str, LazyTensor]], *, place: Place
 ) -> list[dict[str, dict[str, LazyTensor]]]:
-    """By chunk, name and kind, one rank's tensors; experts that are divided over ranks have an optimizer of their own."""
+    """Return one rank's tensors by chunk, name and kind.
+
+    Distributed experts have their own optimizer.
+    """
     shared = next((state[0] for state in states if state and state[0] is not None), None)
     if shared is None:
         raise LayoutError(
@@ -123,7 +131,10 @@ def _named(
 def _experts(
     states: Sequence[list[_Buffer] | None], chunks: Sequence[Mapping[str, LazyTensor]], *, place: Place
 ) -> list[dict[str, dict[str, LazyTensor]]]:
-    """An expert rank's, from whichever file has masters that round to its weights: their names tell data-parallel ranks alone."""
+    """Return an expert rank's, from whichever file has masters that round to its weights.
+
+    Their names tell data-parallel ranks alone.
+    """
     if not chunks:
         return []
     for state in states:
@@ -145,7 +156,10 @@ def _cut_all(buffers: Sequence[_Buffer], chunks: Sequence[Mapping[str, LazyTenso
 
 
 def _optimizers(path: Path) -> list[list[_Buffer] | None]:
-    """The buffers of each optimizer that a file may hold; None of one whose state another rank wrote."""
+    """Return the buffers of each optimizer that a file may hold.
+
+    None of one whose state another rank wrote.
+    """
     archive = Archive(path)
     reader = TensorReader(archive)
     value = archive.value()
@@ -174,7 +188,7 @@ def _buffer(node: object, reader: TensorReader, *, path: Path, number: int) -> _
 
 
 def _cut(buffer: _Buffer, chunk: Mapping[str, LazyTensor]) -> dict[str, dict[str, LazyTensor]]:
-    """A chunk's tensors by name and kind, under the first way of laying them out that fits."""
+    """Return a chunk's tensors by name and kind, under the first way of laying them out that fits."""
     parameters = {name: tensor for name, tensor in chunk.items() if not is_buffer(name)}
     for own in (False, True):
         starts, length = _layout(parameters, has_own_buckets=own)
@@ -190,7 +204,7 @@ def _cut(buffer: _Buffer, chunk: Mapping[str, LazyTensor]) -> dict[str, dict[str
 
 
 def _layout(parameters: Mapping[str, LazyTensor], *, has_own_buckets: bool) -> tuple[dict[str, int], int]:
-    """Where each parameter begins, and the length of the whole."""
+    """Return the offset of each parameter, and the total length."""
     starts: dict[str, int] = {}
     begin = at = 0
     for name in reversed(list(parameters)):
@@ -211,7 +225,9 @@ def _views(buffer: _Buffer, tensor: LazyTensor, *, start: int) -> dict[str, Lazy
 
 
 def is_master(master: LazyTensor, weight: LazyTensor, *, num_rows: int | None = None) -> bool:
-    """Whether the first and the last row agree, rounded to the weight's dtype: a shift by one element shows in either.
+    """Return whether the first and the last row agree, rounded to the weight's dtype.
+
+    A shift by one element shows in either.
 
     Args:
         master: of the weight's shape.

@@ -21,7 +21,7 @@ _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 def read_megatron_optimizer(model: OldModel) -> OldOptimizer:
-    """Moments under Hugging Face names.
+    """Return the moments under Hugging Face names.
 
     Raises:
         LayoutError: there are none in model space, or no file says how many updates were made; for the receipt.
@@ -35,7 +35,7 @@ def read_megatron_optimizer(model: OldModel) -> OldOptimizer:
 
 
 def check_masters(masters: Mapping[str, LazyTensor], weights: Mapping[str, LazyTensor]) -> None:
-    """Believe an optimizer only if its masters round to the weights.
+    """Check that an optimizer's masters round to the weights.
 
     What Megatron saves by parameter is shifted, and cut off at the end, where a buffer has several buckets with padding between them, as
     with embeddings that are tied over two stages: it counts the padding in one place and not in the other.
@@ -52,10 +52,10 @@ def check_masters(masters: Mapping[str, LazyTensor], weights: Mapping[str, LazyT
 
 
 def read_megatron_adapter_optimizer(model: OldModel) -> OldOptimizer:
-    """Moments of an adapter's halves under PEFT's names.
+    """Return the moments of an adapter's halves under PEFT's names.
 
     What one half of a fused matrix' adapter keeps for several projections becomes the projections' own: rows of B are theirs anyway, and of
-    A, which they shared, each goes on with a copy.
+    A, which they shared, each continues with a copy.
 
     Raises:
         LayoutError: there are none, or no file says how many updates were made; for the receipt.
@@ -77,7 +77,10 @@ def _geometry(model: OldModel) -> Geometry:
 
 
 def _by_parameter(model: OldModel) -> dict[str, dict[str, LazyTensor]]:
-    """In model space, by kind and Megatron's name; empty where the optimizer was saved otherwise."""
+    """Return states in model space by kind and Megatron's name.
+
+    Empty if the optimizer was saved in another form.
+    """
     kinds: dict[str, dict[str, LazyTensor]] = {}
     for folder in model.role.dist_folders:
         for name, tensor in DistCheckpoint(folder).tensors.items():
@@ -93,7 +96,7 @@ def _by_parameter(model: OldModel) -> dict[str, dict[str, LazyTensor]]:
 
 
 def _from_buckets(model: OldModel, geometry: Geometry) -> Whole:
-    """Beside the weights of the distributed checkpoint, or of huggingface/, where they lie alone since 0.7 unless they were asked for."""
+    """Read buckets with the weights of the distributed checkpoint, or of huggingface/, the default since 0.7."""
     where = model.role.path
     raw = megatron_tensors(model.role)
     trained = {name: tensor for name, tensor in raw.items() if (MARK in name) == (model.adapter is not None)}
@@ -119,21 +122,24 @@ def _optimizer(model: OldModel, named: Whole) -> OldOptimizer:
 
 
 def _count(step: object) -> int | None:
-    """A number of updates, which is a float where torch's own Adam counted."""
+    """Return a number of updates, which is a float where torch's own Adam counted."""
     if isinstance(step, int) or (isinstance(step, float) and step.is_integer()):
         return int(step)
     return None
 
 
 def _settings(groups: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Of the group that decays: Megatron keeps vectors in another, with a decay of 0."""
+    """Return the settings of the group that decays.
+
+    Megatron keeps vectors in one with a decay of 0.
+    """
     decays = [float(decay) if isinstance(decay := group.get("weight_decay"), int | float) else 0.0 for group in groups]
     group = groups[decays.index(max(decays))]
     return {name: group[name] for name in _SETTINGS if isinstance(group.get(name), int | float | tuple | list)}
 
 
 def _groups(model: OldModel) -> Iterator[Mapping[str, object]]:
-    """Parameter groups, wherever ``common.pt`` nests them."""
+    """Yield the parameter groups, wherever ``common.pt`` nests them."""
     for folder in model.role.dist_folders:
         path = folder / "common.pt"
         if path.is_file():
@@ -141,7 +147,7 @@ def _groups(model: OldModel) -> Iterator[Mapping[str, object]]:
 
 
 def _nested_groups(value: object) -> Iterator[Mapping[str, object]]:
-    """Each mapping or list is visited once, however often it is referred to."""
+    """Yield each mapping or list is visited once, however often it is referred to."""
     waiting, seen = [value], set[int]()
     while waiting:
         node = waiting.pop()

@@ -1,4 +1,6 @@
-"""From Megatron-Core's names and fused matrices to Hugging Face's: whole tensors in, whole tensors out, nothing read.
+"""Convert Megatron-Core's names and fused matrices to Hugging Face's.
+
+Full tensors in, full tensors out, nothing read.
 
 Query, key and value rows are grouped per query group (its queries, then its key, then its value); ``linear_fc1`` is the gate above the
 up projection. Knows the llama-like decoders: Llama, Mistral, Qwen 2 and 3, and their mixtures of experts.
@@ -49,21 +51,17 @@ class Geometry:
     """The numbers of a model's config that fix how its matrices are laid out."""
 
     num_heads: int
-    """Query heads."""
     num_groups: int
     """Key and value heads."""
     head_dim: int
-    """Of one head."""
     num_layers: int
-    """Decoder layers."""
     vocab_size: int
-    """Without padding."""
     num_experts: int | None
-    """Of a layer with experts; None where the config does not say."""
+    """Experts per layer; None if the config does not contain it."""
 
     @classmethod
     def of(cls, config: Mapping[str, object], *, source: str) -> "Geometry":
-        """From a Hugging Face config.
+        """Build the geometry from a Hugging Face config.
 
         Raises:
             UsageError: a number is missing.
@@ -90,7 +88,7 @@ class Geometry:
 
 
 def to_hf(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path, is_value_model: bool = False) -> dict[str, LazyTensor]:
-    """Hugging Face names and matrices for a whole model.
+    """Return Hugging Face names and matrices for a whole model.
 
     Args:
         tensors: under Megatron's names with global layer numbers; layers may also be stacked along a first dimension.
@@ -113,7 +111,10 @@ def to_hf(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path,
 
 
 def from_hf(weights: Mapping[str, LazyTensor], geometry: Geometry) -> dict[str, LazyTensor]:
-    """Whole matrices under Megatron's names, norms inside the linear layers; the inverse of ``to_hf`` without padding."""
+    """Return full matrices under Megatron's names, norms inside the linear layers.
+
+    The inverse of ``to_hf`` without padding.
+    """
     made = {name: weights[hf] for name, hf in (*_TOP.items(), *_VALUE_HEAD.items()) if hf in weights}
     plain = {hf: name for name, hf in reversed(_PLAIN.items())}
     for layer in range(geometry.num_layers):
@@ -135,7 +136,7 @@ def from_hf(weights: Mapping[str, LazyTensor], geometry: Geometry) -> dict[str, 
 
 
 def _gated_modules(mine: Mapping[str, LazyTensor]) -> Iterator[tuple[str, str]]:
-    """(Hugging Face's prefix, Megatron's) of a layer's gated MLPs."""
+    """Yield the (Hugging Face, Megatron) prefixes of a layer's gated MLPs."""
     yield "mlp.", "mlp."
     yield "mlp.shared_expert.", "mlp.shared_experts."
     for match in filter(None, map(_HF_EXPERT_OF_LAYER.fullmatch, mine)):
@@ -143,7 +144,7 @@ def _gated_modules(mine: Mapping[str, LazyTensor]) -> Iterator[tuple[str, str]]:
 
 
 def _fused_qkv(parts: Sequence[LazyTensor], geometry: Geometry) -> LazyTensor:
-    """Rows per query group: its queries, its key, its value."""
+    """Return the rows per query group: its queries, its key, its value."""
     d, per_group = geometry.head_dim, geometry.num_heads // geometry.num_groups
     sizes, starts = (per_group * d, d, d), (0, parts[0].shape[0], parts[0].shape[0] + parts[1].shape[0])
     spans = [(s + g * n, s + (g + 1) * n) for g in range(geometry.num_groups) for s, n in zip(starts, sizes, strict=True)]
@@ -164,7 +165,7 @@ def _check_experts(converted: Mapping[str, LazyTensor], geometry: Geometry, *, w
 
 
 def unstacked(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path) -> Iterator[tuple[str, LazyTensor]]:
-    """Layers one by one; a stacked name has no number after ``layers``.
+    """Yield the layers one by one; a stacked name has no number after ``layers``.
 
     Raises:
         DamagedFileError: a stack has another number of layers than the config.
@@ -181,7 +182,7 @@ def unstacked(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: P
 
 
 def _unstacked_experts(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
-    """``mlp.experts.experts.linear_fc1.weight`` [E, ...] as one tensor per expert."""
+    """Split ``mlp.experts.experts.linear_fc1.weight`` [E, ...] into one tensor per expert."""
     found = re.fullmatch(r"(decoder\.layers\.\d+\.mlp\.experts)\.experts\.(linear_fc[12])\.weight", name)
     if found is None:
         yield name, tensor
@@ -231,7 +232,7 @@ class _ExpertMatrix:
 
 
 def _expert_of(rest: str) -> _ExpertMatrix | None:
-    """An expert's matrix, under either of Megatron's two namings."""
+    """Return an expert's matrix, under either of Megatron's two namings."""
     if match := _EXPERT.fullmatch(rest):
         return _ExpertMatrix(int(match[1]), match[2])
     if match := _GROUPED.fullmatch(rest):
@@ -248,7 +249,10 @@ def _unpadded(name: str, tensor: LazyTensor, geometry: Geometry, *, where: Path)
 
 
 def split_qkv(tensor: LazyTensor, geometry: Geometry, *, name: str, where: Path) -> Iterator[tuple[str, LazyTensor]]:
-    """The three projections out of rows that are grouped per query group; a size that is no whole head is refused."""
+    """Yield the three projections out of rows that are grouped per query group.
+
+    A size that is no whole head is refused.
+    """
     per_group, d = geometry.num_heads // geometry.num_groups, geometry.head_dim
     rows = (per_group + 2) * d
     if tensor.shape[0] != geometry.num_groups * rows:
@@ -283,7 +287,7 @@ _ADAPTERS: _Names = ("adapter_q", "adapter_k", "adapter_v", "adapter_up", "adapt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What differs between the ways of building the same layer."""
+    """Differences between the ways to build the same layer."""
 
     norm_is_inside: bool
     """The norm before attention is part of TransformerEngine's linear layer, and not the layer's first module."""
@@ -292,16 +296,17 @@ class Order:
 
     @classmethod
     def every(cls, *, with_experts: bool) -> "Iterator[Order]":
-        """All that can be told apart."""
+        """Yield all that can be told apart."""
         for is_grouped in (True, False) if with_experts else (False,):
             for norm_is_inside in (True, False):
                 yield cls(norm_is_inside=norm_is_inside, is_grouped=is_grouped)
 
 
 def in_order(names: Iterable[str], order: Order) -> list[str]:
-    """A layer's parameters, by their names inside it, in the order of its modules.
+    """Return a layer's parameters, by their names inside it, in the order of its modules.
 
-    In a layer the norm, attention (where the output projection is made before that of queries, keys and values), another norm, and the MLP.
+    In a layer the norm, attention (where the output projection is made before that of queries, keys
+    and values), another norm, and the MLP.
     """
     return sorted(names, key=lambda name: _place(name, order))
 
@@ -323,5 +328,5 @@ def _place(name: str, order: Order) -> tuple[int, ...]:
 
 
 def _index(names: _Names, name: str) -> int:
-    """Of what is not known behind all others: a layout with it does not fit, which is noticed."""
+    """Return the position of a name; unknown names come last, so that their layout does not fit."""
     return names.index(name) if name in names else len(names)

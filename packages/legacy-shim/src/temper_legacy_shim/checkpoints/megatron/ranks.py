@@ -1,6 +1,9 @@
-"""Megatron's per-rank files, put together: tensor-, pipeline-, virtual-pipeline- and expert-parallel ranks to whole tensors.
+"""Megatron's per-rank files, put together.
 
-Out come Megatron's names with global layer and expert numbers; ``megatron_names`` turns them into Hugging Face's.
+Tensor-, pipeline-, virtual-pipeline- and expert-parallel ranks to full tensors.
+
+Out come Megatron's names with global layer and expert numbers; ``megatron_names`` turns them into
+Hugging Face's.
 """
 
 import re
@@ -36,17 +39,16 @@ class _Stage:
     by_rank: Mapping[tuple[int, int], Mapping[str, LazyTensor]]
     """Tensors by (expert rank, tensor-parallel rank), with layer numbers local to the chunk."""
     num_layers: int
-    """Layers in it."""
 
 
 Place = tuple[int, int, int]
 """(stage, expert rank, tensor rank)."""
 Chunks = Mapping[Place, Sequence[Mapping[str, LazyTensor]]]
-"""By rank: one mapping for each virtual stage, with layer numbers local to it."""
+"""One mapping per virtual stage by rank, with layer numbers local to it."""
 
 
 def read_weights(files: Sequence[RankFile], *, where: Path) -> dict[str, LazyTensor]:
-    """Whole tensors under Megatron's names with global numbers.
+    """Return full tensors under Megatron's names with global numbers.
 
     Raises:
         LayoutError: a rank's file is missing.
@@ -56,7 +58,7 @@ def read_weights(files: Sequence[RankFile], *, where: Path) -> dict[str, LazyTen
 
 
 def read_chunks(files: Sequence[RankFile], *, where: Path) -> Chunks:
-    """Every rank's tensors, in the order of its model's modules.
+    """Return every rank's tensors, in the order of its model's modules.
 
     Raises:
         LayoutError: a rank's file is missing.
@@ -71,7 +73,7 @@ def read_chunks(files: Sequence[RankFile], *, where: Path) -> Chunks:
 
 
 def merge_chunks(chunks: Chunks, *, where: Path) -> dict[str, LazyTensor]:
-    """Whole tensors under Megatron's names with global numbers.
+    """Merge chunks into full tensors under Megatron's names with global numbers.
 
     Raises:
         DamagedFileError: the ranks contradict each other.
@@ -93,7 +95,10 @@ def merge_chunks(chunks: Chunks, *, where: Path) -> dict[str, LazyTensor]:
 
 
 def _chunks(path: Path) -> list[dict[str, LazyTensor]]:
-    """The chunks of one file, each flat: names to tensors; extra states of TransformerEngine are left out."""
+    """Return the chunks of one file, each flat: names to tensors.
+
+    Extra states of TransformerEngine are left out.
+    """
     archive = Archive(path)
     value = archive.value()
     if isinstance(value, dict) and "adapter_state_dict" in value:
@@ -116,7 +121,7 @@ def _chunks(path: Path) -> list[dict[str, LazyTensor]]:
 def _with_expert_ranks(
     chunks: dict[tuple[int, int, int], list[dict[str, LazyTensor]]],
 ) -> dict[tuple[int, int, int], list[dict[str, LazyTensor]]]:
-    """Suffixes read as stages are expert ranks where every one of them holds the first and the last layer's company."""
+    """Read stage suffixes as expert ranks if each of them has the tensors next to the first and last layer."""
     stages = {key[0] for key in chunks}
     if len(stages) < 2 or any(key[1] for key in chunks):
         return chunks
@@ -127,12 +132,12 @@ def _with_expert_ranks(
 
 
 def is_of_expert(name: str) -> bool:
-    """Whether a tensor belongs to an expert that other ranks may not have."""
+    """Return whether a tensor belongs to an expert that other ranks may not have."""
     return _EXPERT.fullmatch(name) is not None
 
 
 def _check_all_ranks(ranks: set[Place], *, where: Path) -> None:
-    """Every tensor rank of every stage with every expert rank; or each with one, where experts are divided over tensor ranks too."""
+    """Check that every stage has all tensor and expert ranks, or one of each if experts are spread over tensor ranks."""
     sizes = [max(rank[axis] for rank in ranks) + 1 for axis in range(3)]
     wanted = {(pp, ep, tp) for pp in range(sizes[0]) for ep in range(sizes[1]) for tp in range(sizes[2])}
     if sizes[2] % sizes[1] == 0 and ranks == {(pp, tp // (sizes[2] // sizes[1]), tp) for pp, _, tp in wanted}:
@@ -147,7 +152,10 @@ def _check_all_ranks(ranks: set[Place], *, where: Path) -> None:
 
 
 def _check_no_copies(chunks: Chunks, *, where: Path) -> None:
-    """Tensor ranks hold different rows of every fused matrix; the files themselves do not say whose they are."""
+    """Check that tensor ranks hold different rows of fused matrices.
+
+    The files do not name their rank.
+    """
     seen: dict[tuple[int, int, bytes], tuple[int, LazyTensor]] = {}
     for (pp, ep, tp), of_rank in sorted(chunks.items()):
         mine = next((tensor for chunk in of_rank for name, tensor in chunk.items() if name.endswith("linear_qkv.weight")), None)
@@ -160,7 +168,7 @@ def _check_no_copies(chunks: Chunks, *, where: Path) -> None:
 
 
 def _check_stage_order(chunks: Chunks, *, where: Path) -> None:
-    """Only the first stage embeds tokens, and only the last one has the final norm."""
+    """Check that only the first stage embeds tokens and only the last one has the final norm."""
     last = max(pp for pp, _, _ in chunks)
     for (pp, _, tp), of_rank in sorted(chunks.items()):
         for name, expected, stage in ((EMBEDDING, "first", 0), ("decoder.final_layernorm.weight", "last", last)):
@@ -173,7 +181,7 @@ def _check_stage_order(chunks: Chunks, *, where: Path) -> None:
 
 
 def _check_norms(chunks: Chunks, *, where: Path) -> None:
-    """Norms are the same on all ranks of a stage, so a rank of another step shows in them."""
+    """Check that norms agree on all ranks of a stage, which shows a rank of another step."""
     firsts: dict[tuple[int, int, str], tuple[int, LazyTensor]] = {}
     for (pp, ep, tp), of_rank in sorted(chunks.items()):
         for virtual, chunk in enumerate(of_rank):
@@ -192,7 +200,7 @@ def _count_layers(tensors: Mapping[str, LazyTensor]) -> int:
 
 
 def _merge_stage(stage: _Stage, *, first_layer: int, where: Path) -> dict[str, LazyTensor]:
-    """Whole tensors; experts from the tensor ranks that have theirs, everything else from one file of each tensor rank."""
+    """Merge a stage: experts from the tensor ranks that have them, the rest from one file per tensor rank."""
     shared = {tp: of_rank for (_, tp), of_rank in sorted(stage.by_rank.items(), reverse=True)}
     merged = _merge_ranks({tp: shared[tp] for tp in sorted(shared)}, experts=False, where=where)
     for ep in sorted({ep for ep, _ in stage.by_rank}):
@@ -212,7 +220,7 @@ def _in_layer(name: str, first_layer: int) -> str:
 
 
 def _merge_ranks(ranks: Mapping[int, Mapping[str, LazyTensor]], *, experts: bool, where: Path) -> dict[str, LazyTensor]:
-    """The experts' tensors of these tensor ranks, or all others."""
+    """Return the experts' tensors of these tensor ranks, or all others."""
     first_rank, first = next(iter(ranks.items()))
     merged: dict[str, LazyTensor] = {}
     for name in first:
@@ -228,7 +236,7 @@ def _merge_ranks(ranks: Mapping[int, Mapping[str, LazyTensor]], *, experts: bool
 
 
 def merge_tensor_ranks(name: str, parts: Sequence[LazyTensor], *, where: Path) -> LazyTensor:
-    """One tensor from its tensor-parallel parts, by the kind of layer that its name says.
+    """Return one tensor from its tensor-parallel parts, by the kind of layer that its name says.
 
     Raises:
         DamagedFileError: the parts do not fit.
@@ -257,7 +265,10 @@ def merge_tensor_ranks(name: str, parts: Sequence[LazyTensor], *, where: Path) -
 
 
 def part_of(name: str, whole: LazyTensor, *, rank: int, num_ranks: int) -> LazyTensor | None:
-    """What a tensor rank holds of a whole tensor: the inverse of ``merge_tensor_ranks``; None where the ranks do not divide it."""
+    """Return the part of a full tensor on one tensor rank: the inverse of ``merge_tensor_ranks``.
+
+    None if it does not divide.
+    """
     if num_ranks == 1:
         return whole
     rows = whole.shape[0]
@@ -279,7 +290,7 @@ def part_of(name: str, whole: LazyTensor, *, rank: int, num_ranks: int) -> LazyT
 
 
 def _is_gated(name: str, adapter: re.Match[str]) -> bool:
-    """Whether an adapter's half has gate rows above up rows on each rank, as the matrix beside it."""
+    """Return whether an adapter's half has gate rows above up rows on each rank, as the matrix next to it."""
     return adapter[1] == "linear_fc1" and adapter[2] == "out" and ".adapter.adapter_" not in name
 
 
@@ -296,7 +307,7 @@ def _joined(name: str, parts: Sequence[LazyTensor], *, dim: int, where: Path) ->
 
 
 def _side_by_side_halves(name: str, parts: Sequence[LazyTensor], *, where: Path) -> LazyTensor:
-    """Each rank holds its gate rows above its up rows; the whole has all gate rows first."""
+    """Return each rank holds its gate rows above its up rows; the whole has all gate rows first."""
     whole = _joined(name, parts, dim=0, where=where)
     if any(part.shape[0] % 2 for part in parts):
         raise DamagedFileError(f"{where}: {name} has parts of {[p.shape[0] for p in parts]} rows, but gate and up halves are expected.")

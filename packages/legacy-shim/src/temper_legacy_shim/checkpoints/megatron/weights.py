@@ -17,7 +17,7 @@ from temper_legacy_shim.errors import DamagedFileError, LayoutError, UsageError
 def read(
     role: Role, config: Mapping[str, object], *, source: str, accepts_partial_adapter: bool
 ) -> tuple[dict[str, LazyTensor], Adapter | None]:
-    """What Megatron's own files hold; no weights, or no adapter, where they have none.
+    """Read the weights and the adapter in Megatron's files; empty and None if there are none.
 
     Args:
         role: of a Megatron layout.
@@ -71,7 +71,7 @@ def _check_transformer_config(role: Role, config: Mapping[str, object], geometry
 
 
 def _check_last_stage(weights: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path) -> None:
-    """Of a whole stage that was not copied, no name of a file tells."""
+    """Check that the last stage was copied, which no file name shows."""
     layers = {int(match[1]) for match in map(_HF_LAYER.match, weights) if match}
     missing = sorted(set(range(geometry.num_layers)) - layers)
     if missing:
@@ -85,7 +85,10 @@ _HF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def megatron_tensors(role: Role) -> dict[str, LazyTensor]:
-    """Base and adapter under Megatron's names, where its own files hold them; whole, layers perhaps stacked."""
+    """Return the base and adapter under Megatron's names, where its own files hold them.
+
+    Whole, layers perhaps stacked.
+    """
     tensors: dict[str, LazyTensor] = {}
     if role.rank_files:
         tensors |= ranks.read_weights(role.rank_files, where=role.path / "model")
@@ -99,11 +102,11 @@ def megatron_tensors(role: Role) -> dict[str, LazyTensor]:
 
 
 _NO_WEIGHT = re.compile(r"(?:chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine|opt_param_scheduler|lr_scheduler")
-"""Names of what a distributed checkpoint holds beside weights."""
+"""Names of what a distributed checkpoint holds next to weights."""
 
 
 def model_names(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The model's among everything a distributed checkpoint mixes; each name once.
+    """Return the model's among everything a distributed checkpoint mixes; each name once.
 
     Raises:
         LayoutError: there are weights of a model that is not known.
@@ -141,7 +144,7 @@ class _Place:
 
 
 def read_adapter(tensors: Mapping[str, LazyTensor], geometry: Geometry, *, where: Path, accepts_missing_layers: bool) -> Adapter:
-    """The adapter of a whole model.
+    """Return the adapter of a whole model.
 
     Args:
         tensors: whole, under Megatron's names; those of the base may be among them.

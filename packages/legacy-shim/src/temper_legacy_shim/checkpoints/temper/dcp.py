@@ -27,11 +27,14 @@ from temper_legacy_shim.checkpoints.files.torch_tensors import as_torch
 DATA = "__0_0.distcp"
 """The one data file of a group."""
 _CHUNK_BYTES = 1 << 26
-"""Of rows that are written at a time: the joined experts of one layer may have tens of gigabytes. A single row may be larger."""
+"""Bytes of rows written at once: the joined experts of one layer may have tens of gigabytes.
+
+A single row may be larger.
+"""
 
 
 def grouped(tensors: Mapping[str, LazyTensor], *, max_bytes: int) -> list[dict[str, LazyTensor]]:
-    """Tensors in their order, so many to a group that none is above a size, but for a tensor that is larger by itself."""
+    """Return the tensors in their order, so many to a group that none is above a size, but for a tensor that is larger by itself."""
     groups: list[dict[str, LazyTensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -80,7 +83,7 @@ def join(folder: Path, groups: Sequence[Path], tensors: Mapping[str, LazyTensor]
         tensors: those of all groups.
 
     Returns:
-        The names of the data files by where they lay; the description is beside them.
+        The names of the data files by where they lay; the description is next to them.
     """
     planner = _ChunkPlanner(tensors)
     planner.set_up_planner(_shells(tensors), is_coordinator=True)
@@ -104,12 +107,12 @@ def join(folder: Path, groups: Sequence[Path], tensors: Mapping[str, LazyTensor]
 
 
 def _shells(tensors: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
-    """Tensors without content."""
+    """Return the tensors without content."""
     return {name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.name), device="meta") for name, tensor in tensors.items()}
 
 
 def _root(error: BaseException) -> BaseException:
-    """What an exception was raised for first."""
+    """Return the first cause of an exception."""
     while (below := error.__cause__ or error.__context__) is not None:
         error = below
     return error
@@ -123,7 +126,7 @@ class _ChunkPlanner(DefaultSavePlanner):
         self._tensors = tensors
 
     def create_local_plan(self) -> SavePlan:
-        """Of every tensor its chunks, in their order."""
+        """Plan the chunks of every tensor, in order."""
         plan = super().create_local_plan()
         self.plan = replace(plan, items=[chunk for item in plan.items for chunk in self._chunks(item)])
         return self.plan
@@ -152,7 +155,7 @@ class _LazyPlanner(_ChunkPlanner):
         self.with_nan: dict[str, None] = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The content of one chunk."""
+        """Return the content of one chunk."""
         part = self._tensors[write_item.index.fqn]
         if write_item.type == WriteItemType.SHARD and write_item.tensor_data is not None:
             start, count = write_item.tensor_data.chunk.offsets[0], write_item.tensor_data.chunk.sizes[0]
@@ -169,7 +172,10 @@ class _LazyPlanner(_ChunkPlanner):
 
 
 def _is_spoilt(content: Tensor) -> bool:
-    """Whether a tensor holds NaN or infinity; its extremes say it, and nothing of its size is allocated."""
+    """Return whether a tensor holds NaN or infinity.
+
+    Its extremes say it, and nothing of its size is allocated.
+    """
     if content.numel() == 0 or not content.is_floating_point():
         return False
     return not all(bool(extreme.isfinite()) for extreme in content.aminmax())

@@ -12,26 +12,24 @@ from temper_legacy_shim.checkpoints.layouts import Role
 from temper_legacy_shim.errors import ShimError, UnsafeFileError
 
 _LOADER = "torch.utils.data.dataloader.DataLoader"
-"""What 0.2 pickled whole, and what such a pickle asks for first."""
+"""Class that 0.2 pickled, which such a pickle requests first."""
 _CURSOR = ("_num_yielded", "_sampler_iter_yielded", "_iterator_finished", "_snapshot_step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldExtra:
-    """What stood beside weights and optimiser."""
+    """State in addition to weights and optimizer."""
 
     num_schedule_steps: int | None = None
     """Steps that the learning-rate schedule has made; None where no file says it."""
     random_states: Mapping[int, Mapping[str, LazyTensor]] = field(default_factory=dict)
     """torch's generators by rank and device (cpu, cuda), as bytes."""
     carried: tuple[str, ...] = ()
-    """For the receipt."""
     not_carried: tuple[str, ...] = ()
-    """For the receipt."""
 
 
 def read_extra(role: Role) -> OldExtra:
-    """What a role's extra files and its step's data files say.
+    """Read a role's extra files and its step's data files.
 
     Raises:
         ShimError: a file is damaged; what is merely of no use to an engine is reported instead.
@@ -72,7 +70,10 @@ def read_extra(role: Role) -> OldExtra:
 
 
 def _megatron_steps(role: Role) -> set[int]:
-    """What Megatron's schedule says it has made: in ``common.pt`` since 0.4.1, in a file of its own before."""
+    """Read the step counts of Megatron's schedule.
+
+    In ``common.pt`` since 0.4.1, before in its own file.
+    """
     steps: set[int] = set()
     for path in [folder / "common.pt" for folder in role.dist_folders] + sorted(role.path.glob("*/*scheduler*.pt")):
         value = Archive(path).value() if path.is_file() else None
@@ -89,7 +90,9 @@ def _has_megatron_random_states(role: Role) -> bool:
 
 
 def _data_cursors(role: Role) -> list[str]:
-    """A sentence for each file of the data loader: the trainer orders its data in another way, so only the count can be told.
+    """Return a sentence for each file of the data loader.
+
+    The trainer orders its data in another way, so only the count can be told.
 
     Raises:
         UnsafeFileError: one asks for something else than a data loader.

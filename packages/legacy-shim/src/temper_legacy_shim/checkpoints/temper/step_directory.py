@@ -32,25 +32,22 @@ _DESCRIPTION = "huggingface"
 _GROUPS = "groups"
 """The folder of what is finished, before it becomes a step directory."""
 _GROUP_BYTES = 1 << 30
-"""Of tensors that are written at a time: what a stopped run loses at most."""
+"""Bytes of tensors written at once, which a stopped run may lose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What a step directory will hold, decided before anything is read or written."""
+    """Content of a step directory, decided before any read or write."""
 
     state: ResumableState
-    """With what is carried and what is not."""
+    """State with what is carried and what is not."""
     config: Mapping[str, object]
-    """config.json."""
     tensors: Mapping[str, LazyTensor]
-    """By kind and name."""
     copies: Mapping[str, Path]
     """Tokenizer and the like, by name."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
         return sum(num_bytes(tensor) for tensor in self.tensors.values())
 
 
@@ -58,7 +55,7 @@ def plan_step(model: OldModel, options: Options) -> StepPlan:
     """Decide what is written.
 
     Raises:
-        UsageError: no engine can go on from such a checkpoint, or something that no file says is missing.
+        UsageError: no engine can continue from such a checkpoint, or something that no file says is missing.
     """
     if options.dtype is not None:
         raise UsageError("--dtype has no effect with --to temper: masters and moments are float32.")
@@ -68,7 +65,7 @@ def plan_step(model: OldModel, options: Options) -> StepPlan:
 
 
 def write_temper(job: Job, model: OldModel, options: Options, sources: Sources, *, progress: Callable[[str, int, int], None]) -> Receipt:
-    """Write a step directory below the output, with its manifest, and the receipt beside it.
+    """Write a step directory below the output, with its manifest, and the receipt next to it.
 
     Raises:
         ShimError: says what was wrong; nothing is at the output then.
@@ -111,7 +108,10 @@ def _fingerprint(role: Role, plan: StepPlan, options: Options) -> str:
 
 
 def _write_groups(staging: Staging, plan: StepPlan, *, progress: Callable[[str, int, int], None]) -> dict[Path, list[WrittenFile]]:
-    """Tensors in groups, each of which is finished for itself: what a stopped run wrote stays; files by folder."""
+    """Return the tensors in groups, each of which is finished for itself.
+
+    What a stopped run wrote stays; files by folder.
+    """
     done, total = 0, plan.num_bytes
 
     def tell(count: int) -> None:
@@ -138,7 +138,7 @@ def _write_groups(staging: Staging, plan: StepPlan, *, progress: Callable[[str, 
 
 
 def _join(root: Path, job: Job, plan: StepPlan, groups: Mapping[Path, Sequence[WrittenFile]]) -> tuple[Path, dict[str, WrittenFile]]:
-    """The step's directory, and what is known of its files of tensors, by path in the output."""
+    """Return the step's directory, and what is known of its files of tensors, by path in the output."""
     state = plan.state
     try:
         with begin_checkpoint(root, job.role.step or 0) as transaction:
@@ -163,7 +163,10 @@ def _join(root: Path, job: Job, plan: StepPlan, groups: Mapping[Path, Sequence[W
 
 
 def _write_random(part: Path, extra: OldExtra) -> list[str]:
-    """Torch's states by rank; a run of another world size goes on with streams of its own."""
+    """Return Torch's states by rank.
+
+    A run of another world size continues with streams of its own.
+    """
     written = []
     for rank, states in extra.random_states.items():
         (part / "random").mkdir(exist_ok=True)

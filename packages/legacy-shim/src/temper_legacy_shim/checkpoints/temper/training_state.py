@@ -34,30 +34,31 @@ _TRL_HEAD = {"v_head.summary.weight": "score.weight", "v_head.summary.bias": "sc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumableState:
-    """Everything of an old role that training can go on from."""
+    """Everything of an old role that training can continue from."""
 
     model: OldModel
     """Weights in float32 under the engine's names."""
     moments: Mapping[str, OldMoments]
-    """By the same names; empty where the old checkpoint has none that can be carried."""
+    """Moments by the same names; empty if the old checkpoint has none that can be carried."""
     settings: Mapping[str, object]
-    """Of the old optimiser's group."""
+    """Settings of the old optimizer's group."""
     decays_vectors: bool = True
-    """Whether that optimiser decayed vectors too."""
+    """True if that optimizer decayed vectors too."""
     extra: OldExtra
     """Schedule and random-number states."""
     carried: tuple[str, ...]
-    """For the receipt."""
     not_carried: tuple[str, ...]
-    """For the receipt."""
 
     @property
     def num_updates(self) -> int:
-        """Updates that the parameters have seen; 0 where no moments are carried."""
+        """Updates that the parameters have seen; 0 if no moments are carried."""
         return max((kept.update_count for kept in self.moments.values()), default=0)
 
     def tensors(self) -> dict[str, LazyTensor]:
-        """By kind and name, as the engine's checkpoint has them: experts of a mixture as one tensor."""
+        """Return tensors by kind and name as in the engine's checkpoint.
+
+        Experts of a mixture as one tensor.
+        """
         weights = self.model.weights
         trained = {name: tensor for name, tensor in weights.items() if not is_buffer(name)}
         buffers = {name: tensor for name, tensor in weights.items() if is_buffer(name)}
@@ -84,15 +85,15 @@ class _Zeros:
         self.shape = shape
 
     def read(self, start: int, stop: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]]":
-        """Rows."""
+        """Return the rows."""
         return np.zeros((stop - start, *self.shape[1:]), np.float32)
 
 
 def resumable(model: OldModel) -> ResumableState:
-    """What of a role can be resumed, with reasons for what can not.
+    """Return the state of a role that can be resumed, with reasons for the rest.
 
     Raises:
-        UsageError: no engine can go on from such a checkpoint.
+        UsageError: no engine can continue from such a checkpoint.
     """
     if model.head == "reward_model":
         raise UsageError(f"{model.role.path} has a score head without a bias, which no engine's value or reward model has: use --to hf.")
@@ -128,12 +129,12 @@ def resumable(model: OldModel) -> ResumableState:
 
 
 def _update_counts(names: Iterable[str], moments: Mapping[str, OldMoments]) -> dict[str, int]:
-    """Of every parameter; 0 of one that was never updated."""
+    """Return the update count of every parameter; 0 if it was never updated."""
     return {name: moments[name].update_count if name in moments else 0 for name in names}
 
 
 def _uneven(counts: Mapping[str, int]) -> list[str]:
-    """What is lost where an engine counts the updates of experts together, which the old optimizer counted one by one."""
+    """Describe what is lost if an engine counts experts' updates together, which the old optimizer counted separately."""
     together = joined_counts(counts)
     fewer = [name for name, count in counts.items() if count < together[in_memory(name)]]
     if not fewer:
@@ -142,7 +143,7 @@ def _uneven(counts: Mapping[str, int]) -> list[str]:
 
 
 def _resumable_adapter(model: OldModel, adapter: Adapter) -> ResumableState:
-    """Of an adapter, and a critic's head: the base is not part of what an engine saves."""
+    """Return the state of an adapter and a critic's head: an engine does not save the base."""
     weights = adapter_weights(adapter, model)
     below = {name: tensor for name, tensor in weights.items() if not _is_of_head(name.removeprefix(PEFT_PREFIX))}
     optimizer = OldOptimizer(moments={})
@@ -178,7 +179,7 @@ def _resumable_adapter(model: OldModel, adapter: Adapter) -> ResumableState:
 
 
 def _head_beside(model: OldModel, adapter: Adapter) -> dict[str, LazyTensor]:
-    """A critic's head by an engine's names, with what an adapter of its own adds.
+    """Return a critic's head by an engine's names, with what an adapter of its own adds.
 
     Raises:
         UsageError: the adapter has one, but the checkpoint not what it is added to.
@@ -217,10 +218,12 @@ def _in_float32(tensor: LazyTensor) -> LazyTensor:
 
 
 def training_state(model: OldModel) -> Iterator[TrainingState]:
-    """The portable training state of an old role, read as it is consumed; for any engine's ``load_state``.
+    """Yield the portable training state of an old role, read as it is consumed.
+
+    For any engine's ``load_state``.
 
     Raises:
-        UsageError: no engine can go on from it, or it has no moments.
+        UsageError: no engine can continue from it, or it has no moments.
     """
     state = resumable(model)
     if not state.moments:
@@ -239,7 +242,7 @@ def training_state(model: OldModel) -> Iterator[TrainingState]:
 
 
 def read_training_state(directory: Path) -> Iterator[TrainingState]:
-    """The portable training state from what ``--to temper`` wrote, or an FSDP engine's step directory, without torch.distributed.
+    """Yield the portable training state from what ``--to temper`` wrote, or an FSDP engine's step directory, without torch.distributed.
 
     Experts come one by one, by the names that files have.
 
@@ -268,7 +271,7 @@ _SIDES = {".lora_A": "lora_A", ".lora_B": "lora_B"}
 
 
 def adapter_weights(adapter: Adapter, model: OldModel) -> dict[str, LazyTensor]:
-    """Both halves of every module by PEFT's names.
+    """Return both halves of every module by PEFT's names.
 
     Raises:
         UsageError: of a kind that no engine trains.
@@ -288,7 +291,7 @@ def adapter_weights(adapter: Adapter, model: OldModel) -> dict[str, LazyTensor]:
 
 
 def adapter_optimizer(model: OldModel, weights: Mapping[str, LazyTensor]) -> OldOptimizer:
-    """Moments and masters of the adapter's halves, by the names of ``weights``.
+    """Return the moments and masters of the adapter's halves, by the names of ``weights``.
 
     Raises:
         LayoutError: they can't be told apart; says why, for the receipt.
@@ -313,7 +316,7 @@ def adapter_optimizer(model: OldModel, weights: Mapping[str, LazyTensor]) -> Old
 
 
 def _peft_name(key: str) -> str:
-    """From ``[base_model.model.]MODULE.lora_A[.default].weight``."""
+    """Convert ``[base_model.model.]MODULE.lora_A[.default].weight`` to PEFT's name."""
     bare = key.removeprefix(PEFT_PREFIX).removesuffix(".weight")
     module, _, half = bare.rpartition(".lora_")
     return f"{PEFT_PREFIX}{module}.lora_{half.partition('.')[0]}.weight"

@@ -10,7 +10,7 @@ ACTOR_MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
 
 def build_batches(draft: Draft) -> None:
-    """Prompts of a step, its updates and passes, and the cap of a micro-batch."""
+    """Set prompts, updates and passes of a step, and the cap of a micro-batch."""
     prompts, keys = prompts_of_step(draft)
     if prompts is None:
         return
@@ -26,7 +26,7 @@ def build_batches(draft: Draft) -> None:
 
 
 def _updates(draft: Draft, *, prompts: int) -> None:
-    """Mini-batches are counted in prompts: updates of one pass are prompts divided by them."""
+    """Set the updates of one pass: the prompts of a step divided by the mini-batch."""
     mini = draft.integer(ACTOR_MINI)
     if mini is None:
         return
@@ -44,7 +44,7 @@ def _updates(draft: Draft, *, prompts: int) -> None:
 
 
 def _check_ranks(draft: Draft, *, prompts: int) -> None:
-    """What the old trainer refused, or rounded down in silence."""
+    """Report sizes that the old trainer refused or rounded down."""
     world, ranks = world_size(draft), data_parallel(draft, ACTOR)
     if world is None or ranks is None or is_async(draft):
         return
@@ -72,7 +72,10 @@ def _check_ranks(draft: Draft, *, prompts: int) -> None:
 
 
 def _micro(draft: Draft, role: OldRole, *, ranks: int) -> int | None:
-    """Sequences of a micro-batch on one rank; the global key is divided as the old workers did."""
+    """Return the sequences of a micro-batch on one rank.
+
+    The global key is divided as the old workers did.
+    """
     own = draft.integer(f"{role.block}.ppo_micro_batch_size_per_gpu")
     whole = draft.integer(f"{role.block}.ppo_micro_batch_size")
     key, both = f"{role.block}.ppo_micro_batch_size", f"{role.block}.ppo_micro_batch_size_per_gpu"
@@ -91,7 +94,7 @@ def _micro(draft: Draft, role: OldRole, *, ranks: int) -> int | None:
 
 
 def _check_critic(draft: Draft) -> None:
-    """The critic's own mini-batches: all roles share them here."""
+    """Report a critic with its own mini-batches: all roles share them here."""
     if not needs_critic(draft):
         return
     mini, actor = draft.integer("critic.ppo_mini_batch_size"), draft.integer(ACTOR_MINI)
@@ -110,7 +113,7 @@ def _check_critic(draft: Draft) -> None:
 
 
 def _tokens(draft: Draft) -> None:
-    """One cap for every pass: the largest micro-batch that the old actor was given."""
+    """Set one cap for all passes: the largest micro-batch of the old actor."""
     prompt, response = draft.integer("data.max_prompt_length") or 0, draft.integer("data.max_response_length") or 0
     longest = prompt + response
     budget, old = _budget(draft, ACTOR, longest=longest)
@@ -128,7 +131,7 @@ def _tokens(draft: Draft) -> None:
 
 
 def _budget(draft: Draft, role: OldRole, *, longest: int) -> tuple[int | None, list[str]]:
-    """Tokens of a micro-batch of one data-parallel rank, and where that stands."""
+    """Return the tokens of a micro-batch of one data-parallel rank, and where that stands."""
     dynamic = f"{role.block}.use_dynamic_bsz"
     if draft.switch(dynamic):
         key = f"{role.block}.ppo_max_token_len_per_gpu"
@@ -155,7 +158,7 @@ def _budget(draft: Draft, role: OldRole, *, longest: int) -> tuple[int | None, l
 
 
 def explain_unused(draft: Draft) -> None:
-    """Sizes of passes that share the update's plan here."""
+    """Explain sizes of passes that use the update's plan here."""
     for key in ("actor_rollout_ref.rollout.log_prob", "actor_rollout_ref.ref.log_prob"):
         for name in ("micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"):
             draft.say(f"{key}_{name}", "log-probs are computed over the update's own micro-batches, so that the first ratio is 1")

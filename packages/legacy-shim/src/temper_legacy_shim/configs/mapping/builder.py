@@ -28,27 +28,27 @@ def messages() -> dict[str, tuple[Level, str]]:
 
 @dataclass(slots=True, kw_only=True)
 class Draft:
-    """What builders share."""
+    """State shared by the builders of one translation."""
 
     old: OldConfig
     """The configuration as the old system had it."""
     numerics: Numerics
-    """Whether the old workers' numerics are asked for."""
+    """Requested numerics: legacy keeps the old workers."""
     cluster: Cluster | None
-    """Where the configuration does not say it."""
+    """Cluster for configurations that do not contain one."""
     config_name: str = ""
-    """Hydra's, which may be a file of the user's own that nobody gave us."""
+    """Hydra's, which may be a file of the user's own that no one gave us."""
     expanded: Mapping[str, str] = field(default_factory=dict)
-    """By old key: a value that is a variable of the shell here, with what the script puts into that variable."""
+    """Values that the script puts into shell variables, by old key."""
     settings: dict[str, Setting] = field(default_factory=dict)
-    """By new key, in the order in which they were put."""
+    """Settings by new key, in order of creation."""
     findings: list[Finding] = field(default_factory=list)
-    """In the order in which they were found."""
+    """Findings in order of creation."""
     spoken: dict[str, str] = field(default_factory=dict)
-    """By old key: why it has no counterpart in this configuration."""
+    """Reasons for old keys without a counterpart in this configuration."""
 
     def since(self, version: str) -> bool:
-        """Whether the old release is this one or later."""
+        """Return whether the old release is this one or later."""
         return order(self.old.version) >= order(version)
 
     def put(
@@ -62,7 +62,7 @@ class Draft:
         group: bool = False,
         number: bool = False,
     ) -> None:
-        """Say a new setting, unless it is our default and nobody asked for it."""
+        """Add a new setting, unless it was not set by the user and equals the trainer's default."""
         sources = self.old.sources(*old)
         is_asked = bool(sources)
         if not is_asked and not group and is_our_default(key, value):
@@ -107,11 +107,11 @@ class Draft:
             self.findings.append(finding)
 
     def say(self, key: str, reason: str) -> None:
-        """Why an old key has no counterpart in this configuration."""
+        """Record why an old key has no counterpart in this configuration."""
         self.spoken[key] = reason
 
     def copy(self, new: str, old: str, *, rule: str, expected: Literal["number", "text", "switch", "any"] = "any") -> None:
-        """The value as it was; nothing where the old tree has none."""
+        """Copy a value; do nothing if the old tree has none."""
         value = self.old.get(old)
         if value is None:
             return
@@ -127,7 +127,10 @@ class Draft:
         self.put(new, value, rule=rule, old=[old], verbatim=True)
 
     def number(self, key: str) -> int | float | None:
-        """A number of the old configuration; a value that is none is a finding, once, and None."""
+        """Return a number of the old configuration.
+
+        A value that is none is a finding, once, and None.
+        """
         value = self.old.get(key)
         if isinstance(value, str):
             value = parse_value(self._without_environment(key, value))[0]
@@ -137,7 +140,7 @@ class Draft:
         return value
 
     def _without_environment(self, key: str, value: str) -> str:
-        """The default of ``${oc.env:NAME,default}``, as a script's ``${NAME:-default}`` is read; other texts as they are."""
+        """Return the default of ``${oc.env:NAME,default}``, as a script's ``${NAME:-default}`` is read; other texts as they are."""
         match = _FROM_ENVIRONMENT.fullmatch(value.strip())
         if match is None:
             return value
@@ -145,17 +148,20 @@ class Draft:
         return match[2]
 
     def integer(self, key: str) -> int | None:
-        """A whole number of the old configuration, or None; see ``number``."""
+        """Return a whole number of the old configuration, or None; see ``number``."""
         value = self.number(key)
         return int(value) if value is not None and abs(value) < 1e18 and value == value else None
 
     def frequency(self, key: str) -> int:
-        """Every how many steps; 0 where there is none, and where the number is unknown. False and True are 0 and 1, as in Python."""
+        """Return every how many steps; 0 if there is none, and where the number is unknown.
+
+        False and True are 0 and 1, as in Python.
+        """
         value = self.old.get(key)
         return int(value) if isinstance(value, bool) else self.integer(key) or 0
 
     def switch(self, key: str) -> bool:
-        """A boolean of the old configuration; None and what is absent are False."""
+        """Return a boolean of the old configuration; None and what is absent are False."""
         value = self.old.get(key)
         if isinstance(value, str):
             value = parse_value(value)[0]
@@ -168,11 +174,11 @@ class Draft:
         return bool(value)
 
     def text(self, key: str) -> str:
-        """A text of the old configuration; empty where there is none."""
+        """Return a text of the old configuration; empty if there is none."""
         value = self.old.get(key)
         return "" if value is None else str(value)
 
 
 def _is_shell(value: Plain) -> bool:
-    """Whether a text stands for a value that only the shell knows."""
+    """Return whether a text stands for a value that only the shell knows."""
     return isinstance(value, str) and ("$" in value or "`" in value)

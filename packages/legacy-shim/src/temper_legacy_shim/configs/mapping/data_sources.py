@@ -1,4 +1,4 @@
-"""Where old prompts and demonstrations come from: files, columns, lengths, what happens to long prompts."""
+"""Old prompts and demonstrations: files, columns, lengths, and long prompts."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from temper_legacy_shim.configs.reading.config_values import Plain, from_home, p
 
 
 def paths_of(draft: Draft, key: str) -> list[str]:
-    """Files of an old key: a list, one path, or a list that was written as text."""
+    """Return the files of an old key: a list, one path, or a list that was written as text."""
     value = draft.old.get(key)
     if isinstance(value, str) and value.strip().startswith("["):
         value = parse_value(value.strip())[0]
@@ -21,7 +21,7 @@ def paths_of(draft: Draft, key: str) -> list[str]:
 
 
 def put_source(draft: Draft, *, new: str, old: str) -> bool:
-    """One source of files; whether there is one."""
+    """Return one source of files; whether there is one."""
     paths = paths_of(draft, old)
     if not paths:
         return False
@@ -37,7 +37,7 @@ def put_source(draft: Draft, *, new: str, old: str) -> bool:
 
 
 def build_rl_data(draft: Draft) -> None:
-    """Training and held-out prompts of a PPO-like run."""
+    """Set training and held-out prompts of a PPO-like run."""
     if not put_source(draft, new="data.train", old="data.train_files"):
         draft.find("data-files.no-prompts", "data.train_files")
     sources = ["data.train"]
@@ -60,7 +60,7 @@ def build_rl_data(draft: Draft) -> None:
 
 
 def evaluates(draft: Draft) -> bool:
-    """Whether the old trainer ever looked at its held-out prompts."""
+    """Return whether the old trainer ever looked at its held-out prompts."""
     before = draft.switch("trainer.val_before_train") or not draft.old.has("trainer.val_before_train")
     return before or draft.frequency(evaluation_key(draft)) > 0
 

@@ -11,7 +11,7 @@ _MICRO_BATCH = 16384
 
 
 def build_generation(draft: Draft) -> None:
-    """Task generate, from either old tree."""
+    """Set the task generate, from either old tree."""
     apply_rules(draft, "generation")
     path = "actor_rollout_ref.model.path" if draft.text("actor_rollout_ref.model.path") else "model.path"
     if draft.text(path):
@@ -63,5 +63,5 @@ def _output(draft: Draft) -> None:
 
 
 def build_evaluation(draft: Draft) -> None:
-    """Task eval makes and scores completions in one go."""
+    """Report that the task eval generates and scores in one run."""
     draft.find("evaluation")

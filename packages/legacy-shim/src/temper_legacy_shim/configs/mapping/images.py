@@ -21,7 +21,6 @@ _FAMILIES = (
     "devstral-small-2-", "ministral-3(?![\\db])", "mistral-medium-3", "mistral-large-3(?!\\d)", "glm-?4v", "-4\\.\\dv(?![a-z\\d])",
     "\\db?-?v(?![a-z\\d])",
 )  # fmt: skip
-"""Of models of images, video and sound that are often trained; text models of the same families, such as gemma-3-1b, are not meant."""
 _NAMES = re.compile(rf"(?<![a-z])({'|'.join(_WORDS)})\d*(?![a-z])|{'|'.join(_FAMILIES)}", re.IGNORECASE)
 _PATHS = ("actor_rollout_ref.model.path", "model.path", "model.partial_pretrain", "critic.model.path")
 _KEYS = ("data.image_key", "data.video_key", "data.audio_key")
@@ -42,7 +41,7 @@ _TYPES = re.compile(r"(?<![a-z])vl(?![a-z])|qwen_?vl|internvl|llava|omni|whisper
 
 
 def find_images(draft: Draft) -> None:
-    """Ask a person wherever the model, its config.json, its data or the settings speak of images, video or sound."""
+    """Report a question for every sign of images, video or sound in model, config.json, data and settings."""
     signs = list(_signs(draft))
     if signs:
         draft.find("images", names="; ".join(dict.fromkeys(signs)))
@@ -73,7 +72,10 @@ def _text(draft: Draft, key: str) -> str:
 
 
 def part_of_folder(model: str) -> str:
-    """Return what in the config.json of a local folder says that the model sees or listens; empty where nothing does."""
+    """Return what in the config.json of a local folder says that the model sees or listens.
+
+    Empty if nothing does.
+    """
     return _part(config_json(model))
 
 

@@ -13,7 +13,10 @@ _MEGATRON_NAMES = {
 
 
 def build_lora(draft: Draft, role: OldRole) -> None:
-    """The adapter of one role; the flat keys belong to FSDP, the block to Megatron, and neither engine read the other's."""
+    """Set the adapter of one role.
+
+    FSDP reads the flat keys, Megatron the block, and neither the other's.
+    """
     flat, block = f"{role.model}.lora_rank", f"{role.model}.lora.rank"
     read, unread = (block, flat) if is_megatron(draft) else (flat, block)
     rank, other = draft.integer(read) or 0, draft.integer(unread) or 0
@@ -73,7 +76,10 @@ def _modules(draft: Draft, role: OldRole, engine: str) -> None:
 
 
 def _names(value: Plain) -> Plain:
-    """Hugging Face's names for Megatron's; all linear layers of every block under one word."""
+    """Return Hugging Face's names for Megatron's.
+
+    All linear layers of every block under one word.
+    """
     if isinstance(value, str):
         return value if value not in ("all", "all_linear") else "all-linear"
     if not isinstance(value, list):

@@ -14,12 +14,12 @@ NEUTRAL: tuple[Plain, ...] = (None, False, 0, "", [], {})
 _FIELD = re.compile(r"(actor_rollout_ref\.model|critic\.model|model)\.override_config\.(model_config\.)?(?P<field>.+)")
 _POSITIONS = "max_position_embeddings"
 _OF_THE_MACHINE = ("attn_implementation", "use_cache", "torch_dtype")
-"""How it is computed: not which model it is."""
+"""Fields of the computation, which do not change the model."""
 _TEMPLATE = "data.apply_chat_template_kwargs"
 
 
 def find_model_fields(draft: Draft) -> None:
-    """Ask about each field that makes another model: nothing here reads it, and a smaller model would become the complete one."""
+    """Report a question for each field that changes the model, which nothing here reads."""
     for key in draft.old.origin:
         found = _FIELD.fullmatch(key)
         if found is None or found["field"] in _OF_THE_MACHINE or draft.old.get(key) in NEUTRAL:
@@ -31,7 +31,7 @@ def find_model_fields(draft: Draft) -> None:
 
 
 def _find_positions(draft: Draft, key: str) -> None:
-    """Ask where the model's own limit is known to be too low for the run's samples; otherwise say who checks it."""
+    """Report a question if the model's limit is known to be too low for the run's samples, else a note."""
     lengths = (draft.integer("data.max_prompt_length"), draft.integer("data.max_response_length"))
     longest = sum(length for length in lengths if length is not None)
     limit = config_json(draft.text("actor_rollout_ref.model.path")).get(_POSITIONS)
@@ -40,7 +40,7 @@ def _find_positions(draft: Draft, key: str) -> None:
 
 
 def find_template_arguments(draft: Draft) -> None:
-    """Ask about arguments of the chat template: False changes a prompt as well as True does."""
+    """Report a question for arguments of the chat template: False changes a prompt as True does."""
     arguments = draft.old.get(_TEMPLATE)
     if not isinstance(arguments, dict) or not arguments:
         return
@@ -49,7 +49,7 @@ def find_template_arguments(draft: Draft) -> None:
 
 
 def config_json(model: str) -> dict[str, object]:
-    """Return the config.json of a local model folder; empty where there is none that can be read."""
+    """Return the config.json of a local model folder; empty if there is none that can be read."""
     if not model:
         return {}
     try:

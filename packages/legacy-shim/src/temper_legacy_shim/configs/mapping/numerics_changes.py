@@ -1,4 +1,4 @@
-"""Which workers the old run trained with, and what their numerics did that engines do not."""
+"""Workers of the old run, and differences of their numerics from those of engines."""
 
 from temper_legacy_shim.configs.mapping.batches import ACTOR_MINI
 from temper_legacy_shim.configs.mapping.builder import Draft
@@ -10,7 +10,10 @@ SWITCH = "trainer.use_legacy_worker_impl"
 
 
 def build_numerics(draft: Draft) -> None:
-    """Record what the switch meant; pin the old workers, or say in numbers what differs without them."""
+    """Record what the switch meant.
+
+    Pin the old workers, or say in numbers what differs without them.
+    """
     said, word = draft.old.get(SWITCH), _word(draft)
     if draft.old.is_set(SWITCH) and word not in ("auto", "enable", "disable"):
         draft.find("worker-switch.unknown", SWITCH, said=said)
@@ -30,7 +33,7 @@ def build_numerics(draft: Draft) -> None:
 
 
 def has_engines(draft: Draft) -> bool:
-    """Whether the old run trained its actor on engines and not on the old workers."""
+    """Return whether the old run trained its actor on engines and not on the old workers."""
     return draft.since("v0.8.0") or (draft.since("v0.7.0") and _word(draft) == "disable")
 
 
@@ -40,7 +43,7 @@ def _word(draft: Draft) -> Plain:
 
 
 def _record(draft: Draft, word: str) -> None:
-    """What the word meant in that release, whether it was written or not."""
+    """Record the meaning of the worker switch in that release, also if it is the default."""
     written = "written" if draft.old.is_set(SWITCH) else "the default"
     if draft.since("v0.7.0"):
         meaning = f"{SWITCH}={word} ({written}) meant the old workers for all roles"
@@ -54,7 +57,7 @@ def _record(draft: Draft, word: str) -> None:
 
 
 def _differences(draft: Draft) -> None:
-    """One finding for each numeric habit of the old workers that this configuration would have shown."""
+    """Report each numeric habit of the old workers that this configuration would have shown."""
     ranks, mini = data_parallel(draft, ACTOR), draft.integer(ACTOR_MINI)
     if ranks is None or mini is None:
         return
@@ -84,11 +87,11 @@ def _differences(draft: Draft) -> None:
 
 
 _LOGGED = (("v0.7.0", "summed"), ("v0.6.0", "scaled"), ("v0.2", "averaged"))
-"""How FSDP's workers logged their losses, from the newest release on; Megatron's always averaged."""
+"""Logging of losses by FSDP's workers, from the newest release on; Megatron's always averaged."""
 
 
 def _logged(draft: Draft, *, parts: int) -> str:
-    """How the release's losses in the log are to be compared with those here."""
+    """Describe how the release's logged losses compare with those here."""
     how = "averaged" if is_megatron(draft) else next(word for since, word in _LOGGED if draft.since(since))
     names = "actor/pg_loss, actor/kl_loss and critic/vf_loss" if needs_critic(draft) else "actor/pg_loss and actor/kl_loss"
     updates = updates_per_step(draft)
@@ -104,14 +107,17 @@ def _logged(draft: Draft, *, parts: int) -> str:
 
 
 def _divisor(draft: Draft, width: Plain) -> str:
-    """What that way to aggregate divided by in the release."""
+    """Describe the divisor of that aggregation in the release."""
     if draft.old.get("actor_rollout_ref.actor.loss_scale_factor") is not None:
         return f"loss_scale_factor, {width} (since v0.7.0, #4360)"
     return f"the width of the padded completions, which {draft.old.version} padded to data.max_response_length, {width}"
 
 
 def _parts(draft: Draft, *, mine: int) -> tuple[int, str]:
-    """Micro-batches of an update on one rank, and how to say so; with a token budget, the least number there can be."""
+    """Return the micro-batches of an update on one rank, and how to say so.
+
+    With a token budget, the least number there can be.
+    """
     if draft.switch("actor_rollout_ref.actor.use_dynamic_bsz"):
         budget = draft.integer("actor_rollout_ref.actor.ppo_max_token_len_per_gpu") or 1
         longest = (draft.integer("data.max_prompt_length") or 0) + (draft.integer("data.max_response_length") or 0)

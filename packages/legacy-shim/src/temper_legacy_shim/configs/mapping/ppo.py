@@ -1,4 +1,4 @@
-"""PPO and its kin: GRPO, DAPO, the entropy recipe, one-step-off and fully asynchronous runs, on FSDP and Megatron."""
+"""PPO and its relatives: GRPO, DAPO, the entropy recipe, one-step-off and fully asynchronous runs, on FSDP and Megatron."""
 
 from temper_legacy_shim.configs.mapping.batches import build_batches, explain_unused
 from temper_legacy_shim.configs.mapping.builder import Draft
@@ -16,7 +16,10 @@ from temper_legacy_shim.configs.mapping.turns import build_staleness, build_teac
 
 
 def build_ppo(draft: Draft) -> None:
-    """Everything, in the order of a configuration: roles last, since the algorithm decides which there are."""
+    """Set everything in the order of a configuration.
+
+    Roles last, since the algorithm decides which exist.
+    """
     if is_megatron(draft):
         draft.put("model_engine", "megatron", rule="model-engine", old=["actor_rollout_ref.actor.strategy"], group=True)
     if needs_critic(draft):
@@ -50,7 +53,7 @@ def build_ppo(draft: Draft) -> None:
 
 
 def find_refusals(draft: Draft) -> None:
-    """One finding for each value with which the old run would have ended before its first step."""
+    """Report each value with which the old run would have ended before its first step."""
     mode = "actor_rollout_ref.rollout.mode"
     if draft.since("v0.7.0") and draft.text(mode) == "sync":
         draft.find("rollout-mode", mode)

@@ -12,7 +12,7 @@ _FUNCTIONS = ("reward.custom_reward_function", "custom_reward_function")
 
 
 def build_reward(draft: Draft) -> None:
-    """The block ``reward``."""
+    """Set the block ``reward``."""
     model = scoring_model(draft)
     if model and not _file_of(draft):
         _model(draft, model)
@@ -25,19 +25,22 @@ def build_reward(draft: Draft) -> None:
 
 
 def scoring_model(draft: Draft) -> str:
-    """The old block of the reward model that scored, or empty."""
+    """Return the old block of the reward model that scored, or empty."""
     return next((block for block in _MODELS if draft.switch(f"{block}.enable")), "")
 
 
 def reads_messages(draft: Draft) -> bool:
-    """Whether the reward model has a chat template of its own: always, but in the old workers without an input_tokenizer."""
+    """Return whether the reward model has a chat template of its own.
+
+    Always, but in the old workers without an input_tokenizer.
+    """
     block = scoring_model(draft)
     was_served = draft.since("v0.7.1") or draft.switch("reward_model.use_reward_loop")
     return bool(block) and (was_served or draft.old.get("reward_model.model.input_tokenizer") is not None)
 
 
 def _model(draft: Draft, block: str) -> None:
-    """A model with a score head scored each completion, and no function did."""
+    """Set a reward model with a score head, which scored without a function."""
     key = next((key for key in (f"{block}.model_path", "reward_model.model.path") if draft.text(key)), "")
     if not key:
         draft.find("reward-model.unnamed", f"{block}.enable", block=block)
@@ -54,7 +57,7 @@ def _model(draft: Draft, block: str) -> None:
 
 
 def _file_of(draft: Draft) -> str:
-    """The user's own function, which may have asked the model."""
+    """Return the user's own function, which may have asked the model."""
     found = (draft.text(f"{block}.path") for block in _FUNCTIONS)
     path = next((path for path in found if path and path.lower() not in ("null", "none")), "")
     block = scoring_model(draft)
@@ -89,7 +92,7 @@ def _manager(draft: Draft) -> None:
 
 
 def _overlong(draft: Draft) -> None:
-    """DAPO's soft penalty of long completions."""
+    """Set DAPO's soft penalty of long completions."""
     places = [f"{block}.overlong_buffer_cfg" for block in KWARGS] + ["reward_model.overlong_buffer", "reward.overlong_buffer"]
     block = next((place for place in places if draft.switch(f"{place}.enable")), "")
     if not block:

@@ -42,7 +42,7 @@ _ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k
 
 
 def build_algorithm(draft: Draft) -> None:
-    """The block ``algorithm``."""
+    """Set the block ``algorithm``."""
     name = _advantage(draft)
     build_policy_loss(draft)
     _clip(draft)
@@ -86,7 +86,7 @@ def _advantage(draft: Draft) -> str:
 
 
 def _alone(draft: Draft, ours: str, *, old: str, key: str) -> str:
-    """The estimator of a run that draws one completion a prompt, which nothing can be compared with."""
+    """Return the estimator of a run that draws one completion a prompt, which nothing can be compared with."""
     if ours not in _BARE_ALONE:
         draft.find("advantage.group-of-one", key, "actor_rollout_ref.rollout.n", old=old)
         return ours
@@ -207,7 +207,7 @@ def _estimator(draft: Draft, *, in_loss: bool, in_reward: bool) -> None:
 
 
 def _reference(draft: Draft) -> None:
-    """An adapter without its own base: the old trainer took the actor with the adapter off as the reference."""
+    """Set the reference: an adapter without its own base uses the actor with the adapter disabled."""
     if draft.settings.get("actor.engine.lora.rank") or draft.settings.get("actor.engine.lora.path"):
         draft.put("algorithm.kl_reference", "disabled_adapter", rule="kl-reference", old=[])
         return
@@ -215,7 +215,7 @@ def _reference(draft: Draft) -> None:
 
 
 def has_ref_role(draft: Draft) -> bool:
-    """Whether the reference is a model of its own."""
+    """Return whether the reference is a model of its own."""
     return "ref" in draft.settings
 
 
@@ -238,7 +238,7 @@ _LOSSES = {
 
 
 def build_policy_loss(draft: Draft) -> None:
-    """Keys ``algorithm.policy_loss`` and those of its own."""
+    """Set ``algorithm.policy_loss`` and the keys of that loss."""
     key = f"{_ACTOR}.loss_mode" if draft.old.is_set(f"{_ACTOR}.loss_mode") else f"{_ACTOR}.policy_loss.loss_mode"
     old = draft.text(key) or "vanilla"
     ours = _LOSSES.get(old)
@@ -261,7 +261,7 @@ def build_policy_loss(draft: Draft) -> None:
 
 
 def _divergence(draft: Draft, *, distance: str, key: str) -> None:
-    """The clip's bounds were the largest moves, and the dual clip's the largest ratio."""
+    """Set the largest moves from the clip's bounds, and the largest ratio from the dual clip."""
     new = "algorithm.policy_loss_arguments"
     low, high = clip_bounds(draft)
     draft.put(f"{new}.distance", distance, rule="policy-loss", old=[key])
@@ -277,7 +277,7 @@ def has_clip(draft: Draft) -> bool:
 
 
 def clip_bounds(draft: Draft) -> tuple[str, str]:
-    """The keys that the release read its bounds from."""
+    """Return the keys that the release read its bounds from."""
     low, high = f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high"
     whole = f"{_ACTOR}.clip_ratio"
     return (low if draft.old.get(low) is not None else whole), (high if draft.old.get(high) is not None else whole)

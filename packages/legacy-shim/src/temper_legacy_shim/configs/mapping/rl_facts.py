@@ -1,4 +1,4 @@
-"""What several builders of a PPO-like run have to know: its estimator, its sizes, whether there is a critic or a reference."""
+"""Facts of a PPO-like run for several builders: estimator, sizes, critic, reference."""
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 
@@ -7,12 +7,15 @@ ONE_STEP_OFF = "one_step_off"
 
 
 def advantage(draft: Draft) -> str:
-    """The old estimator; gae where nobody said."""
+    """Return the old estimator; gae if no one said."""
     return draft.text("algorithm.adv_estimator").removeprefix("AdvantageEstimator.").lower() or "gae"
 
 
 def needs_critic(draft: Draft) -> bool:
-    """Whether the old trainer built a critic: for gae, unless critic.enable says otherwise."""
+    """Return whether the old trainer built a critic.
+
+    For gae, unless critic.enable says otherwise.
+    """
     if only_distills(draft):
         return False
     said = draft.old.get("critic.enable")
@@ -22,23 +25,28 @@ def needs_critic(draft: Draft) -> bool:
 
 
 def completions_per_prompt(draft: Draft) -> int:
-    """rollout.n; a fully asynchronous run has it under its own block too."""
+    """Return rollout.n; a fully asynchronous run has it under its own block too."""
     own = draft.integer("rollout.n") if is_async(draft) and draft.old.has("rollout.n") else None
     return max(1, own or draft.integer("actor_rollout_ref.rollout.n") or 1)
 
 
 def is_async(draft: Draft) -> bool:
-    """Whether the old program trained while it sampled, without waiting."""
+    """Return whether the old program trained while it sampled, without waiting."""
     return ASYNC in draft.old.entry or draft.old.has("async_training.staleness_threshold")
 
 
 def evaluation_key(draft: Draft) -> str:
-    """Return the key of the evaluation's frequency; the first asynchronous trainers evaluated in their sampler."""
+    """Return the key of the evaluation's frequency.
+
+    The first asynchronous trainers evaluated in their sampler.
+    """
     return "rollout.test_freq" if is_async(draft) and not draft.since("v0.7.1") else "trainer.test_freq"
 
 
 def updates_per_schedule_step(draft: Draft) -> int | None:
-    """Return how many updates the old schedule counted as one step of its own; None where it counted RL steps.
+    """Return how many updates the old schedule counted as one step of its own.
+
+    None if it counted RL steps.
 
     Between two weight syncs an asynchronous trainer called its workers several times, and each call was
     one step of the schedule. All these calls are one RL step here.
@@ -50,17 +58,17 @@ def updates_per_schedule_step(draft: Draft) -> int | None:
 
 
 def is_one_step_off(draft: Draft) -> bool:
-    """Whether the old program sampled one step ahead."""
+    """Return whether the old program sampled one step ahead."""
     return ONE_STEP_OFF in draft.old.entry
 
 
 def is_dapo(draft: Draft) -> bool:
-    """Whether it is the trainer of DAPO's recipe, or one that filters groups."""
+    """Return whether it is the trainer of DAPO's recipe, or one that filters groups."""
     return "dapo" in draft.old.entry or "entropy" in draft.old.entry
 
 
 def only_distills(draft: Draft) -> bool:
-    """Whether teachers alone said what is better, and no reward."""
+    """Return whether teachers alone said what is better, and no reward."""
     return draft.switch("distillation.enabled") and not draft.switch("distillation.distillation_loss.use_task_rewards")
 
 
@@ -70,12 +78,18 @@ _SECOND_TRAINER = "trainer.use_v1"
 
 
 def filters_groups(draft: Draft) -> bool:
-    """Return whether groups of equal rewards were left out: by DAPO's recipes and the second trainer of main_ppo alone."""
+    """Return whether groups of equal rewards were left out.
+
+    By DAPO's recipes and the second trainer of main_ppo alone.
+    """
     return draft.switch(f"{FILTER}.enable") and (is_dapo(draft) or is_second_trainer(draft))
 
 
 def is_second_trainer(draft: Draft) -> bool:
-    """Return whether main_ppo ran the trainer that it has since v0.9.0; other programs have trainers of their own."""
+    """Return whether main_ppo ran the trainer that it has since v0.9.0.
+
+    Other programs have trainers of their own.
+    """
     is_main = draft.old.entry.rpartition(".")[2] in ("", "ppo", "main_ppo") and not is_async(draft) and not is_one_step_off(draft)
     return is_main and not is_dapo(draft) and draft.switch(_SECOND_TRAINER)
 
@@ -90,19 +104,22 @@ def takes_sampler_logprobs(draft: Draft) -> bool:
 
 
 def kl_in_loss(draft: Draft) -> bool:
-    """Whether the old actor's loss had a KL term that does something."""
+    """Return whether the old actor's loss had a KL term that does something."""
     return draft.switch("actor_rollout_ref.actor.use_kl_loss")
 
 
 def kl_in_reward(draft: Draft) -> bool:
-    """Whether the reward carried a KL penalty; before v0.4.0 it did unless the loss had one."""
+    """Return whether the reward carried a KL penalty.
+
+    Before v0.4.0 it did unless the loss had one.
+    """
     if draft.since("v0.4.0"):
         return draft.switch("algorithm.use_kl_in_reward")
     return not kl_in_loss(draft)
 
 
 def kl_coefs(draft: Draft) -> tuple[float, float]:
-    """(of the loss, of the reward); 0 where there is none."""
+    """Return the coefficients (loss, reward); 0 without a term."""
     loss = draft.number("actor_rollout_ref.actor.kl_loss_coef") if kl_in_loss(draft) else 0.0
     key = next((key for key in ("algorithm.kl_ctrl.kl_coef", "critic.kl_ctrl.kl_coef") if draft.old.has(key)), "algorithm.kl_ctrl.kl_coef")
     reward = draft.number(key) if kl_in_reward(draft) else 0.0
@@ -110,12 +127,12 @@ def kl_coefs(draft: Draft) -> tuple[float, float]:
 
 
 def needs_ref(draft: Draft) -> bool:
-    """Whether a reference policy changes anything."""
+    """Return whether a reference policy changes anything."""
     return any(coef > 0 for coef in kl_coefs(draft))
 
 
 def updates_per_step(draft: Draft) -> int:
-    """As put by the batch builder."""
+    """Return the updates of a step, as set by the batch builder."""
     found = 1
     for key in ("batching.num_mini_batches", "batching.num_passes"):
         setting = draft.settings.get(key)
@@ -124,7 +141,7 @@ def updates_per_step(draft: Draft) -> int:
 
 
 def prompts_of_step(draft: Draft) -> tuple[int | None, list[str]]:
-    """Prompts of one step and the keys that say so."""
+    """Return the prompts of one step and the keys that say so."""
     if is_async(draft):
         return _async_prompts(draft)
     if is_dapo(draft) and not filters_groups(draft) and draft.old.has("data.gen_batch_size"):
@@ -138,7 +155,7 @@ def prompts_of_step(draft: Draft) -> tuple[int | None, list[str]]:
 
 
 def _async_prompts(draft: Draft) -> tuple[int | None, list[str]]:
-    """Between two weight syncs the old trainer took so many mini-batches: those are one step here."""
+    """Return the prompts between two weight syncs, which are one step here."""
     keys = ["actor_rollout_ref.actor.ppo_mini_batch_size", "async_training.require_batches", "async_training.trigger_parameter_sync_step"]
     mini = draft.integer(keys[0])
     if mini is None:
@@ -175,6 +192,6 @@ def build_generation(draft: Draft) -> None:
 
 
 def _ahead(draft: Draft, mode: str) -> None:
-    """A mode that samples while it trains, so that samples are of older weights."""
+    """Report a mode that samples during training, with older weights."""
     threshold = draft.integer("trainer.v1.sampler.max_off_policy_threshold")
     draft.find("trainer-generation.ahead", MODE, mode=mode, threshold=threshold)

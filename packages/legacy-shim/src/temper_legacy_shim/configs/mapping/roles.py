@@ -1,4 +1,4 @@
-"""The engine of each role: model, adapter, optimiser, schedule, sharding, offload, and how many ranks it has."""
+"""The engine of each role: model, adapter, optimizer, schedule, sharding, offload, and how many ranks it has."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from temper_legacy_shim.configs.reading.config_values import Plain, from_home
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldRole:
-    """Where the old tree keeps what belongs to one role."""
+    """Blocks of one role in the old tree."""
 
     name: str
     """actor, critic or ref."""
@@ -23,11 +23,9 @@ class OldRole:
     fsdp: tuple[str, ...]
     """Its sharding blocks, the first one that is there counts."""
     is_trained: bool
-    """Whether it has an optimiser."""
+    """True if it has an optimizer."""
     megatron: str = ""
-    """Its Megatron block."""
     optim: str = ""
-    """Its optimiser block."""
     ulysses: str = ""
     """A further key of the ranks that share a sequence."""
 
@@ -71,7 +69,7 @@ CLUSTER_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 
 def world_size(draft: Draft) -> int | None:
-    """Processes of the run: nodes times GPUs of each; None where it is not known."""
+    """Return the processes of the run: nodes times GPUs of each; None if it is not known."""
     if draft.cluster is not None:
         return max(1, draft.cluster.nodes * draft.cluster.gpus_per_node)
     if draft.old.family.startswith("sft") and not draft.old.is_set(*CLUSTER_KEYS):
@@ -83,25 +81,25 @@ def world_size(draft: Draft) -> int | None:
 
 
 def is_megatron(draft: Draft) -> bool:
-    """Whether the tree is Megatron's."""
+    """Return whether the tree is Megatron's."""
     return draft.old.family.endswith("megatron")
 
 
 def sequence_parallel(draft: Draft, role: OldRole) -> int:
-    """Ranks that shared a sequence (Ulysses), as the release read it."""
+    """Return the ranks that shared a sequence (Ulysses), as the release read it."""
     keys = ulysses_keys(role)
     found = [draft.integer(key) or 1 for key in keys if draft.old.has(key)]
     return max(found, default=1)
 
 
 def ulysses_keys(role: OldRole) -> list[str]:
-    """Where the old trees say how many ranks share a sequence."""
+    """Return the keys that hold the number of ranks per sequence."""
     own = [role.ulysses] if role.ulysses else []
     return [*own, f"{role.block}.ulysses_sequence_parallel_size", *(f"{block}.ulysses_sequence_parallel_size" for block in role.fsdp)]
 
 
 def data_parallel(draft: Draft, role: OldRole) -> int | None:
-    """Ranks with samples of their own."""
+    """Return the ranks with samples of their own."""
     world = world_size(draft)
     if world is None:
         return None
@@ -109,7 +107,7 @@ def data_parallel(draft: Draft, role: OldRole) -> int | None:
 
 
 def build_role(draft: Draft, role: OldRole) -> None:
-    """Everything of one role."""
+    """Set everything of one role."""
     _model(draft, role)
     if role.is_trained:
         _optimizer(draft, role)
@@ -164,7 +162,7 @@ def _optimizer(draft: Draft, role: OldRole) -> None:
 
 
 def _another_optimizer(draft: Draft, role: OldRole) -> bool:
-    """Whether another class than AdamW was asked for, which has no betas of its own here."""
+    """Return whether another class than AdamW was asked for, which has no betas of its own here."""
     key = f"{role.optim}.optimizer"
     name, home = draft.text(key), draft.text(f"{role.optim}.optimizer_impl") or "torch.optim"
     if name.lower() in ("", "adamw", "adam"):
@@ -180,7 +178,7 @@ def _another_optimizer(draft: Draft, role: OldRole) -> bool:
 
 
 def _clip(draft: Draft, role: OldRole) -> None:
-    """The old trees have two keys for one number; each release read another one."""
+    """Set the gradient clip: two old keys hold it, and each release reads another one."""
     own, optim = f"{role.block}.grad_clip", f"{role.optim}.clip_grad"
     reads_own = not is_megatron(draft) and (not draft.since("v0.8.0") or draft.old.is_set(own))
     key = own if reads_own and draft.old.has(own) and not (draft.since("v0.8.0") and draft.old.is_set(optim)) else optim
@@ -231,7 +229,7 @@ def _schedule(draft: Draft, role: OldRole) -> None:
 
 
 def _floor(draft: Draft, engine: str, optim: str) -> None:
-    """Of a falling schedule; Megatron's is a rate, not a share of the peak."""
+    """Set the floor of a falling schedule; Megatron's is a rate, not a fraction of the peak."""
     share, rate, peak = draft.number(f"{optim}.min_lr_ratio"), draft.number(f"{optim}.min_lr"), draft.number(f"{optim}.lr")
     if share is None and rate and peak:
         share = rate / peak
@@ -243,7 +241,7 @@ def _is_said(draft: Draft, key: str) -> bool:
 
 
 def _schedule_length(draft: Draft, engine: str, optim: str) -> None:
-    """Where the old trainer took the run's length, ours does too: 0 stands for it."""
+    """Set the schedule's length; 0 stands for the length of the run, as in the old trainer."""
     keys = (f"{optim}.lr_decay_steps", f"{optim}.total_training_steps")
     key = next((key for key in keys if (draft.number(key) or 0) > 0), "")
     unit = updates_per_schedule_step(draft)
@@ -314,7 +312,10 @@ def _offload(draft: Draft, role: OldRole) -> None:
 
 
 def _policy(draft: Draft, role: OldRole, block: str) -> list[str]:
-    """FSDP2's own key for offloading, where the role trains with FSDP2; elsewhere it did nothing."""
+    """Return FSDP2's own key for offloading, where the role trains with FSDP2.
+
+    Elsewhere it did nothing.
+    """
     key = f"{block}.offload_policy"
     if not is_megatron(draft) and draft.text(f"{role.block}.strategy") == "fsdp2":
         return [key]
@@ -349,7 +350,10 @@ def _fsdp(draft: Draft, role: OldRole) -> None:
 
 
 def _fsdp_size(draft: Draft, role: OldRole, block: str) -> None:
-    """Ranks that one copy is sharded over; the old mesh took more than there are for all."""
+    """Set the number of ranks that shard one copy.
+
+    The old mesh took a larger number for all ranks.
+    """
     key = f"{block}.fsdp_size"
     size, world = draft.integer(key), _known_world(draft)
     if size is None or size < 1:
@@ -381,7 +385,7 @@ def _megatron(draft: Draft, role: OldRole) -> None:
 
 
 def _transformer(draft: Draft, role: OldRole) -> None:
-    """What of Megatron's own configuration has a key here: recomputation, and the loss that balances experts."""
+    """Set recomputation and the expert-balancing loss from Megatron's own configuration."""
     block = f"{role.megatron}.override_transformer_config"
     apply_rules(draft, "recompute", places=role.places(draft))
     weight = draft.number(f"{block}.moe_aux_loss_coeff")
@@ -390,7 +394,10 @@ def _transformer(draft: Draft, role: OldRole) -> None:
 
 
 def _experts(draft: Draft, role: OldRole) -> None:
-    """Ranks that share the experts; the size of one expert's split means something only where there are some."""
+    """Set the ranks that share experts.
+
+    The tensor size of one expert matters only with expert parallel.
+    """
     key, split = f"{role.megatron}.expert_model_parallel_size", f"{role.megatron}.expert_tensor_parallel_size"
     size = draft.integer(key) or 1
     draft.put(f"{role.engine}.expert_parallel", size, rule="expert-parallel", old=[key], verbatim=True)
@@ -411,7 +418,7 @@ def _workers(draft: Draft, role: OldRole) -> None:
 
 
 def _check_copies(draft: Draft, role: OldRole) -> None:
-    """Ranks that copies of the model, or of its experts, do not fill: the old workers failed as they began."""
+    """Report model or expert copies that do not divide the ranks, with which the old workers failed."""
     world = _known_world(draft)
     if world is None:
         return
@@ -430,7 +437,7 @@ def _refuse_ranks(draft: Draft, role: OldRole, size: int, world: int, keys: list
 
 
 def _known_world(draft: Draft) -> int | None:
-    """Ranks of the run, where every number of them is known."""
+    """Return the ranks of the run, where every number of them is known."""
     if draft.cluster is None and any(draft.old.has(key) and draft.integer(key) is None for key in CLUSTER_KEYS):
         return None
     return world_size(draft)
@@ -441,7 +448,10 @@ def _megatron_sizes(role: OldRole) -> list[str]:
 
 
 def _expert_sizes(draft: Draft, role: OldRole) -> list[str]:
-    """Sizes whose product holds one copy of the experts; none where they are not divided."""
+    """Return the sizes whose product holds one copy of the experts.
+
+    None if they are not divided.
+    """
     key, split = f"{role.megatron}.expert_model_parallel_size", f"{role.megatron}.expert_tensor_parallel_size"
     if (draft.integer(key) or 1) == 1:
         return []
@@ -450,7 +460,7 @@ def _expert_sizes(draft: Draft, role: OldRole) -> list[str]:
 
 
 def replica_size(draft: Draft, role: OldRole) -> int:
-    """Ranks that hold one copy of the model and see the same samples."""
+    """Return the ranks that hold one copy of the model and see the same samples."""
     if not is_megatron(draft):
         return sequence_parallel(draft, role)
     return math.prod(draft.integer(key) or 1 for key in _megatron_sizes(role))

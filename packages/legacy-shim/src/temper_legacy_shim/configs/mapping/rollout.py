@@ -10,7 +10,7 @@ BLOCK = "actor_rollout_ref.rollout"
 
 
 def build_rollout(draft: Draft) -> None:
-    """The blocks ``sampling``, ``run.eval_sampling`` and ``rollout``, and the loop."""
+    """Set the blocks ``sampling``, ``run.eval_sampling`` and ``rollout``, and the loop."""
     _sampling(draft)
     if evaluates(draft):
         _eval_sampling(draft)
@@ -70,7 +70,10 @@ def _server(draft: Draft) -> None:
 
 
 def _refuse_truncated(draft: Draft) -> None:
-    """A temperature together with truncation: the server's log-probs are not those of the distribution that was drawn from."""
+    """Report a temperature with truncation.
+
+    The server's log-probs are not of the sampled distribution.
+    """
     temperature, top_p = draft.number(f"{BLOCK}.temperature"), draft.number(f"{BLOCK}.top_p")
     top_k = draft.integer(f"{BLOCK}.top_k") or 0
     if temperature in (None, 1) or (top_p in (None, 1) and top_k <= 0):
@@ -94,7 +97,10 @@ def _vllm(draft: Draft) -> None:
 
 
 def _server_size(draft: Draft, *, world: int | None) -> tuple[int, int]:
-    """GPUs of one server over tensors, and over layers; one GPU where it shares them with the trainer's workers."""
+    """Return GPUs of one server over tensors, and over layers.
+
+    One GPU where it shares them with the trainer's workers.
+    """
     key = f"{BLOCK}.tensor_model_parallel_size"
     size, pipeline = draft.integer(key) or 1, draft.integer(f"{BLOCK}.pipeline_model_parallel_size") or 1
     if size * pipeline == 1 or is_async(draft) or is_one_step_off(draft):
@@ -104,7 +110,7 @@ def _server_size(draft: Draft, *, world: int | None) -> tuple[int, int]:
 
 
 def _rollout_world(draft: Draft) -> tuple[int | None, list[str]]:
-    """GPUs of the sampler: its own where the trainer has others."""
+    """Return GPUs of the sampler: its own if the trainer has others."""
     if draft.old.has("rollout.n_gpus_per_node"):
         nodes, gpus = draft.integer("rollout.nnodes") or 1, draft.integer("rollout.n_gpus_per_node") or 0
         return (nodes * gpus) or None, ["rollout.nnodes", "rollout.n_gpus_per_node"]

@@ -13,14 +13,17 @@ from temper_legacy_shim.configs.translation import Disposition
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleSetting:
-    """One executable part of a row, written ``NEW <- OLD : CONVERTER``; see ``rule_settings.apply_rules``."""
+    """One executable part of a row, written ``NEW <- OLD : CONVERTER``.
+
+    See ``rule_settings.apply_rules``.
+    """
 
     new: str
     """New key; may hold places of a role, such as {engine}."""
     old: str
     """Old key; empty for a value that does not depend on one."""
     converter: str
-    """What is done to the old value."""
+    """Conversion of the old value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,24 +42,29 @@ class Rule:
     new: str
     """New keys, apart by commas; the column is empty where `settings` names them."""
     settings: tuple[RuleSetting, ...]
-    """How new keys are set from old ones; empty where Python code does it, or nothing is set."""
+    """Executable settings; empty if Python code sets the keys, or none is set."""
     disposition: Disposition
-    """What becomes of a token that it matches."""
+    """Disposition of a matching token."""
     reason: str
-    """One sentence."""
     prs: str
     """Pull requests of the old system."""
     hazard: str
-    """What may differ."""
+    """Possible difference in behavior."""
     source: str
-    """Places in the old system that show it, beside the default trees: ``TAG:PATH:LINE``, apart by ``; ``. See rule_sources."""
+    """Places in the old system that show it, next to the default trees.
+
+    ``TAG:PATH:LINE``, apart by ``; ``. See rule_sources.
+    """
     test: str
     """A translation that shows it, which the tests repeat: ``RELEASE ENTRY OLD... => DISPOSITION FINDING... NEW...``; see rules_page."""
 
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    """Every row, in the table's order: the first one that matches counts, and one without a wildcard before those with one."""
+    """Return every row, in the table's order.
+
+    The first one that matches counts, and one without a wildcard before those with one.
+    """
     text = resources.files("temper_legacy_shim.configs").joinpath("data/rules.tsv").read_text(encoding="utf-8")
     _, *rows = (line.split("\t") for line in text.splitlines())
     return tuple(map(_parse_row, rows))
@@ -93,7 +101,10 @@ class _Pattern:
 
     matches: re.Pattern[str]
     is_open: bool
-    """Whether keys that no release had are meant too: blocks whose entries went on to another library."""
+    """True if keys that no release had are meant too.
+
+    Blocks whose entries went on to another library.
+    """
     rule: Rule
 
 
@@ -114,14 +125,14 @@ def _index(program: str) -> tuple[dict[str, Rule], tuple[_Pattern, ...]]:
 
 @cache
 def _known() -> frozenset[str]:
-    """Every key and block that a default tree ever had."""
+    """Return every key and block that a default tree ever had."""
     leaves = known_keys()
     blocks = {".".join(parts[:count]) for parts in (key.split(".") for key in leaves) for count in range(1, len(parts))}
     return frozenset(leaves | blocks)
 
 
 def find_rule(program: str, key: str) -> Rule | None:
-    """The row for a key of a kind of program."""
+    """Return the row for a key of a kind of program."""
     exact, patterns = _index(program)
     if key in exact:
         return exact[key]
@@ -130,12 +141,12 @@ def find_rule(program: str, key: str) -> Rule | None:
 
 
 def is_block(key: str) -> bool:
-    """Whether some release had a block of that name, which may be given or taken away as a whole."""
+    """Return whether some release had a block of that name, which may be given or taken away as one value."""
     return key in _known() and key not in known_keys()
 
 
 def rule_named(name: str) -> Rule | None:
-    """The row with that id."""
+    """Return the row with that id."""
     return _by_id().get(name)
 
 
@@ -145,7 +156,7 @@ def _by_id() -> dict[str, Rule]:
 
 
 def alternatives(text: str) -> list[str]:
-    """Every key that ``{a,b}`` stands for, nested ones too."""
+    """Return every key that ``{a,b}`` stands for, nested ones too."""
     start = text.find("{")
     if start < 0:
         return [text]
@@ -168,7 +179,7 @@ def alternatives(text: str) -> list[str]:
 
 
 def _pattern(key: str) -> re.Pattern[str]:
-    """``a.**`` matches a.b and a.b.c, and a itself where it is a block that was set as a whole."""
+    """Compile a pattern: ``a.**`` matches a.b and a.b.c, and a itself if it is a block set as one value."""
     text = re.escape(key).replace(r"\*\*\*", "\0").replace(r"\*\*", "\0").replace(r"\*", "[^.]+")
     if text.endswith("\\.\0"):
         text = text[:-3] + r"(\..+)?"
@@ -184,18 +195,18 @@ _FILES: dict[Family, tuple[str, str]] = {
     "generation": ("generation", "generation.yaml"),
     "evaluation": ("evaluation", "evaluation.yaml"),
 }
-"""For each tree: the kind of program, and the file that it is composed from."""
+"""Kind of program and composed file of each tree."""
 
 
 def sources_of(rule: Rule) -> list[str]:
-    """Every source of a rule, the default trees first; at least one."""
+    """Return every source of a rule, the default trees first; at least one."""
     cited = [part for part in rule.source.split("; ") if part]
     return [*tree_sources(rule), *cited, *rule.prs.split()]
 
 
 @cache
 def tree_sources(rule: Rule) -> tuple[str, ...]:
-    """The files whose composed defaults have keys that fall under the rule, with the first and the last release."""
+    """Return the files whose composed defaults have keys that fall under the rule, with the first and the last release."""
     out = []
     for family, (program, file) in _FILES.items():
         if program not in rule.programs:
@@ -209,7 +220,7 @@ def tree_sources(rule: Rule) -> tuple[str, ...]:
 
 @cache
 def _keys(family: Family, program: str) -> dict[str, frozenset[str]]:
-    """Keys of a tree by the rule that they fall under."""
+    """Return the keys of a tree by the rule that they fall under."""
     found: dict[str, set[str]] = {}
     for key in all_keys(family):
         rule = find_rule(program, key)

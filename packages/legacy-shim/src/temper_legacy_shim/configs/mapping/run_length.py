@@ -11,7 +11,7 @@ _TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 
 
 def build_run(draft: Draft) -> None:
-    """The blocks ``run`` and ``runtime``."""
+    """Set the blocks ``run`` and ``runtime``."""
     if is_async(draft):
         _async_length(draft)
     else:
@@ -29,7 +29,7 @@ def build_run(draft: Draft) -> None:
 
 
 def build_length(draft: Draft) -> None:
-    """Steps where they are given, else epochs."""
+    """Set the run's length in steps if given, else in epochs."""
     steps, epochs = draft.integer("trainer.total_training_steps"), draft.integer("trainer.total_epochs")
     if steps is not None and steps > 0:
         draft.put("run.total_steps", steps, rule="total-steps", old=["trainer.total_training_steps"], verbatim=True)
@@ -57,7 +57,7 @@ def _async_length(draft: Draft) -> None:
 
 
 def build_habits(draft: Draft) -> None:
-    """Checkpoints, resuming, logging, the folder."""
+    """Set checkpoints, resuming, logging and the folder."""
     # The old trainer saved by steps alone; ours also saves by time, which the row turns off.
     apply_rules(draft, "save-freq")
     keeps = draft.integer("trainer.max_actor_ckpt_to_keep")
@@ -99,7 +99,7 @@ def _trackers(draft: Draft) -> None:
 
 
 def build_runtime(draft: Draft) -> None:
-    """One process, or Ray."""
+    """Set the runtime: one process, or Ray."""
     workers = draft.settings.get("actor.num_workers")
     if workers is None or not isinstance(workers.value, int) or workers.value < 2:
         return

@@ -1,4 +1,4 @@
-"""Which completions are trained on and how they are weighed: dynamic sampling, reweighting, rollout correction."""
+"""Selection and weighting of completions: dynamic sampling, reweighting, rollout correction."""
 
 import re
 
@@ -17,7 +17,7 @@ _MANY_ROUNDS = 1000
 
 
 def build_selection(draft: Draft) -> None:
-    """Blocks ``algorithm.dynamic_sampling``, ``reweight`` and ``rollout_correction``."""
+    """Set ``algorithm.dynamic_sampling``, ``reweight`` and ``rollout_correction``."""
     if filters_groups(draft):
         _filter(draft)
     elif draft.switch(f"{FILTER}.enable"):
@@ -60,7 +60,10 @@ def _filter(draft: Draft) -> None:
 
 
 _METRICS = {"acc": "score", "score": "score", "seq_reward": "reward", "seq_final_reward": "reward", "reward": "reward"}
-"""By what groups were compared; the second trainer's ``reward`` is the sum of rewards with penalties, before KL."""
+"""Comparison of groups by old metric.
+
+The second trainer's ``reward`` is the sum of rewards with penalties, before KL.
+"""
 
 
 def _unread_filter(draft: Draft) -> None:
@@ -86,7 +89,7 @@ def _put(draft: Draft, name: str, value: str | float | bool | None, *old: str) -
 
 
 def _first_correction(draft: Draft) -> None:
-    """v0.6.0: booleans, a level, a mode."""
+    """Set the correction from the keys of v0.6.0: booleans, a level, a mode."""
     block = "algorithm.rollout_is"
     level, mode = draft.text(f"{block}_level") or "token", draft.text(f"{block}_mode") or "truncate"
     high, low = draft.number(f"{block}_threshold"), draft.number(f"{block}_threshold_lower")
@@ -128,7 +131,7 @@ def _correction(draft: Draft) -> None:
 
 
 def _weights(draft: Draft, level: str) -> None:
-    """Truncated weights; of a threshold ``LOW_HIGH``, weights that are 0 outside of it and else what they are (IcePop)."""
+    """Set truncated weights, or for a threshold ``LOW_HIGH`` weights that are 0 outside of it (IcePop)."""
     key = f"{CORRECTION}.rollout_is_threshold"
     _put(draft, "level", level, f"{CORRECTION}.rollout_is")
     pair = _pair(draft.old.get(key))

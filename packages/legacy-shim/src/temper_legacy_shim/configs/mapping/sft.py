@@ -19,7 +19,7 @@ from temper_legacy_shim.configs.mapping.run_length import build_habits, build_le
 
 
 def build_columns(draft: Draft) -> None:
-    """The first generation: question and answer in columns, or conversations where it was told so."""
+    """Build a first-generation run: question and answer columns, or conversations if configured."""
     _build(draft, COLUMNS)
     if draft.switch("data.multiturn.enable"):
         _messages(draft, "data.multiturn.messages_key")
@@ -29,7 +29,7 @@ def build_columns(draft: Draft) -> None:
 
 
 def build_sft(draft: Draft) -> None:
-    """The second generation: conversations, on engines."""
+    """Build a second-generation run: conversations, on engines."""
     _build(draft, SFT)
     _messages(draft, "data.messages_key")
 
@@ -77,7 +77,7 @@ def _tokens(draft: Draft, role: OldRole, *, longest: int) -> None:
 
 
 def _micro(draft: Draft, role: OldRole) -> int:
-    """Demonstrations of a micro-batch on one rank."""
+    """Return the demonstrations of a micro-batch on one rank."""
     whole, each = draft.integer("data.micro_batch_size"), draft.integer("data.micro_batch_size_per_gpu")
     if whole is None or not draft.old.is_set("data.micro_batch_size"):
         return max(1, each or 1)

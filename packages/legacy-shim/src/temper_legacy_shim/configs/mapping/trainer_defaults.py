@@ -161,9 +161,9 @@ DEFAULTS: dict[str, Plain] = {
     **{f"{role}.engine.{key}": value for role in ("actor", "critic") for key, value in _OPTIMIZER.items()},
     "critic.engine.optimizer.lr": 1e-5,
 }
-"""By dotted key; a key that is not here has no default worth leaving out."""
+"""Defaults by dotted key; other keys are always written."""
 
 
 def is_our_default(key: str, value: Plain) -> bool:
-    """Whether leaving the key out means the same."""
+    """Return whether leaving the key out means the same."""
     return key in DEFAULTS and DEFAULTS[key] == value and isinstance(value, bool) == isinstance(DEFAULTS[key], bool)

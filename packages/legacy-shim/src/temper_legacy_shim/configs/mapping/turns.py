@@ -19,7 +19,7 @@ _HERMES = ("", "hermes", "chatml")
 
 
 def build_turns(draft: Draft) -> None:
-    """Tools become an environment that calls them; whatever else answered is code that a person has to move."""
+    """Set an environment for tools, and report a question for other code that answers."""
     _unread_limit(draft)
     tools, own = draft.text(f"{TURNS}.tool_config_path"), [key for key in _OWN_CODE if draft.text(key)]
     is_named = "multiturn" in draft.config_name or "multi_turn" in draft.config_name
@@ -66,7 +66,7 @@ def _tools(draft: Draft, path: str) -> None:
 
 
 def _num_turns(draft: Draft) -> int:
-    """Completions of a rollout at most; 0 where there was no limit."""
+    """Return the completions of a rollout at most; 0 if there was no limit."""
     counts = {key.rpartition(".")[2]: draft.integer(key) or 0 for key in _limits(draft)}
     others = counts.get("max_user_turns", 0)
     found = [counts.get("max_assistant_turns", 0), others + 1 if others > 0 else 0, counts.get("max_turns", 0)]
@@ -74,7 +74,7 @@ def _num_turns(draft: Draft) -> int:
 
 
 def _limits(draft: Draft) -> list[str]:
-    """The keys that limit turns in this release: it reads no other, whatever + put there."""
+    """Return the keys that limit turns in this release: it reads no other, whatever + put there."""
     return [key for name in ("max_assistant_turns", "max_user_turns", "max_turns") if (key := f"{TURNS}.{name}") in draft.old.defaults]
 
 
@@ -88,7 +88,7 @@ def _unread_limit(draft: Draft) -> None:
 
 
 def build_staleness(draft: Draft) -> None:
-    """The share of stale samples becomes a bound on their age."""
+    """Set a bound on sample age from the fraction of stale samples."""
     if not is_async(draft):
         return
     share = draft.number("async_training.staleness_threshold")
@@ -112,7 +112,7 @@ def build_staleness(draft: Draft) -> None:
 
 
 def build_teachers(draft: Draft) -> None:
-    """On-policy distillation of v0.8.0 and later."""
+    """Set on-policy distillation of v0.8.0 and later."""
     if not draft.switch("distillation.enabled"):
         draft.say("distillation", "distillation is not enabled")
         return

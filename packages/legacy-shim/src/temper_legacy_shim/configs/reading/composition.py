@@ -14,14 +14,16 @@ _MAX_LENGTH = 100_000
 
 
 class Unresolved:
-    """What an interpolation that leads nowhere becomes."""
+    """Result of an interpolation that leads nowhere."""
 
 
 UNRESOLVED = Unresolved()
 
 
 def resolve(value: Plain, key: str, tree: Mapping[str, Plain], depth: int = 0) -> Plain:
-    """The value that a node has; text with an interpolation that leads nowhere (a shell's variable, say) stays as it is.
+    """Return the value that a node has.
+
+    Text with an interpolation that leads nowhere (a shell's variable, say) stays as it is.
 
     Args:
         value: as it was written.
@@ -39,7 +41,10 @@ def resolve(value: Plain, key: str, tree: Mapping[str, Plain], depth: int = 0) -
 
 
 def _text(value: str, key: str, tree: Mapping[str, Plain], depth: int) -> Plain:
-    """A text with its interpolations, outermost first: a default is looked at only where it is needed."""
+    """Return a text with its interpolations, outermost first.
+
+    A default is looked at only if it is needed.
+    """
     parts: list[str] = []
     at = 0
     while (begin := value.find("${", at)) >= 0:
@@ -58,7 +63,7 @@ def _text(value: str, key: str, tree: Mapping[str, Plain], depth: int) -> Plain:
 
 
 def _closing(value: str, begin: int) -> int:
-    """Where the brace closes that opens at begin; -1 where none does."""
+    """Return the index of the closing brace; -1 without one."""
     depth = 0
     for at in range(begin, len(value)):
         depth += (value[at] == "{") - (value[at] == "}")
@@ -104,9 +109,7 @@ class OldConfig:
     """A configuration as the old system had it before it began to train."""
 
     version: str
-    """The release."""
     family: str
-    """Which tree."""
     entry: str
     """The Python module that was started, or what kind of program it was."""
     tree: dict[str, Plain]
@@ -114,23 +117,26 @@ class OldConfig:
     defaults: dict[str, Plain]
     """The same before anybody said anything."""
     origin: dict[str, int]
-    """Which token set a leaf, by its index; a leaf that is not here is the release's default. -1 is a file."""
+    """Index of the token that set a leaf, -1 for a file.
+
+    Leaves that are absent have the release's default.
+    """
     refused: dict[int, str] = field(default_factory=dict)
-    """By token: why the old system would not have started with it."""
+    """Reason why the old system would not have started, by token."""
     superseded: dict[int, int] = field(default_factory=dict)
-    """By token: a later one that set the same key."""
+    """Later token that set the same key, by token."""
     blocks: dict[str, int] = field(default_factory=dict)
     """Every block of the tree, with the number of its leaves."""
 
     def get(self, key: str, default: Plain = None) -> Plain:
-        """The value that took effect; a block comes as a mapping."""
+        """Return the value that took effect; a block comes as a mapping."""
         if key in self.tree:
             return resolve(self.tree[key], key, self.tree)
         below: Plain = {name[len(key) + 1 :]: resolve(self.tree[name], name, self.tree) for name in self.below(key)}
         return below or self._in_block_of(key, default)
 
     def _in_block_of(self, key: str, default: Plain) -> Plain:
-        """A leaf of a block that is as a whole an interpolation of another block."""
+        """Return a leaf of a block that is as one value an interpolation of another block."""
         outer = key
         while "." in outer:
             outer = outer.rpartition(".")[0]
@@ -141,11 +147,11 @@ class OldConfig:
         return default
 
     def below(self, key: str) -> list[str]:
-        """Leaves of a block."""
+        """Return the leaves of a block."""
         return [name for name in self.tree if name.startswith(f"{key}.")] if key in self.blocks else []
 
     def has(self, key: str) -> bool:
-        """Whether the tree holds it, as a leaf or a block."""
+        """Return whether the tree holds it, as a leaf or a block."""
         return key in self.tree or key in self.blocks
 
     def write(self, key: str, value: Plain, index: int) -> None:
@@ -162,16 +168,16 @@ class OldConfig:
         count_leaf(self.blocks, key, -1)
 
     def is_set(self, *keys: str) -> bool:
-        """Whether the user gave any of them a value."""
+        """Return whether the user gave any of them a value."""
         return any(self.sources(key) for key in keys)
 
     def is_whole(self, key: str) -> bool:
-        """Whether the value is one that was set, and not a text around another key's (``checkpoints/${trainer.project_name}``)."""
+        """Return whether the value is one that was set, and not a text around another key's (``checkpoints/${trainer.project_name}``)."""
         value = self.tree.get(key)
         return key in self.origin or not isinstance(value, str) or "${" not in value or _ONE_KEY.fullmatch(value) is not None
 
     def sources(self, *keys: str) -> tuple[int, ...]:
-        """Tokens that gave these keys their values, through one interpolation at most."""
+        """Return the tokens that gave these keys their values, through one interpolation at most."""
         found: list[int] = []
         for key in keys:
             if key in self.blocks:
@@ -231,9 +237,10 @@ def assign(old: OldConfig, key: str, value: Plain, index: int) -> None:
 
 
 def forget_defaults(old: OldConfig) -> None:
-    """Values of a file that are the release's own: a dump of a whole configuration says nothing by them.
+    """Drop values of a file that equal the release's defaults: a dump repeats them.
 
-    They stay what they are, so that a value which the dump had resolved does not follow another key again; but nobody asked for them.
+    They stay what they are, so that a value which the dump had resolved does not follow another key
+    again; but no one asked for them.
     """
     for key in [key for key, index in old.origin.items() if index < 0]:
         if any(_is_same(old.tree[key], default) for default in _defaults_of(old, key)):
@@ -241,7 +248,10 @@ def forget_defaults(old: OldConfig) -> None:
 
 
 def _defaults_of(old: OldConfig, key: str) -> Iterator[Plain | Unresolved]:
-    """What the release had for a key: as written, resolved, or within a block that as a whole follows another one."""
+    """Yield the release's values of a key.
+
+    As written, resolved, or within a block that is an interpolation.
+    """
     if key in old.defaults:
         yield old.defaults[key]
         yield resolve(old.defaults[key], key, old.tree)
@@ -276,7 +286,7 @@ def _delete(old: OldConfig, override: Override) -> None:
 
 
 def _complaint(old: OldConfig, override: Override) -> str | None:
-    """Why Hydra's struct mode refuses it, or None."""
+    """Return why Hydra's struct mode refuses an override; None if it does not."""
     key = override.key
     if override.prefix == "++" or "@" in key or "/" in key or key.startswith("hydra."):
         return None
@@ -298,7 +308,10 @@ def old_config(*, version: str, family: str, entry: str, defaults: Mapping[str, 
 
 @lru_cache(maxsize=64)
 def _counted(keys: tuple[str, ...]) -> Mapping[str, int]:
-    """Every block of a tree with the number of its leaves; each release's tree is met again and again."""
+    """Return every block of a tree with the number of its leaves.
+
+    Each release's tree is met again and again.
+    """
     blocks: dict[str, int] = {}
     for key in keys:
         count_leaf(blocks, key, 1)

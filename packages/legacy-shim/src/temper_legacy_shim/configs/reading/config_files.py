@@ -16,7 +16,7 @@ from temper_legacy_shim.errors import DamagedFileError, UsageError
 _OVERRIDE = re.compile(r"(?:\+\+?|~)?[A-Za-z_][\w/@.]*=|~[A-Za-z_]")
 _SUFFIXES = (".yaml", ".yml")
 DEFAULTS_LIST = "defaults-list"
-"""Of findings about a file, and no key of it: it stands beside the table of rules."""
+"""Rule of findings about a file; it is not in the table of rules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,6 @@ class OldFile:
     """One file as its user wrote it."""
 
     path: Path
-    """Where it lies."""
     values: dict[str, Plain]
     """Nested values, files of the user's own that it builds on included."""
     entry: str = ""
@@ -32,11 +31,11 @@ class OldFile:
     groups: dict[str, str] = field(default_factory=dict)
     """Engine groups that its defaults list chooses."""
     overrides: tuple[str, ...] = ()
-    """Of a file that is Hydra's record of a command line, ``.hydra/overrides.yaml``."""
+    """Overrides of a file that is Hydra's record of a command line, ``.hydra/overrides.yaml``."""
     parts: tuple[Path, ...] = ()
     """Files of the user's own that it builds on."""
     missing: tuple[str, ...] = ()
-    """What it builds on and was not found, or has no effect; a sentence each."""
+    """Missing or ineffective files that it builds on, a sentence each."""
 
 
 _BASES = {
@@ -59,7 +58,7 @@ _BASES = {
 
 
 def find_files(path: Path) -> list[Path]:
-    """The file itself, or every YAML file below a folder, in order.
+    """Return the file itself, or every YAML file below a folder, in order.
 
     Raises:
         UsageError: there is none.
@@ -92,7 +91,7 @@ def read_old_file(path: Path) -> OldFile:
 
 
 def read_if_old(path: Path) -> OldFile | None:
-    """A file of a folder: None where it is no old configuration.
+    """Return a file of a folder: None if it is no old configuration.
 
     Raises:
         DamagedFileError: it speaks of an old configuration, and can't be read.
@@ -116,7 +115,10 @@ def translate_file(
     cluster: Cluster | None = None,
     numerics: Numerics = "temper",
 ) -> Translation:
-    """Translate a file with overrides on top; arguments as of ``translate``, where what is empty is taken from the file."""
+    """Translate a file with overrides on top.
+
+    Arguments as of ``translate``, where what is empty is taken from the file.
+    """
     refuse_other_systems(old)
     given = {token.partition("=")[0] for token in overrides}
     groups = [f"{group}={choice}" for group, choice in old.groups.items() if group not in given]
@@ -149,13 +151,15 @@ def refuse_other_systems(old: OldFile) -> None:
 
 
 def with_missing(translation: Translation, old: OldFile) -> Translation:
-    """The translation with what its file builds on and nobody found, which a person has to decide about."""
+    """Return the translation with what its file builds on and no one found, which a person has to decide about."""
     said = tuple(Finding(level="person", rule=DEFAULTS_LIST, message=f"{sentence}.") for sentence in old.missing)
     return replace(translation, findings=(*said, *translation.findings)) if said else translation
 
 
 def old_files(path: Path) -> list[OldFile]:
-    """The file itself, or the old configurations below a folder; what another one builds on is a part of that one.
+    """Return the file itself, or the old configurations below a folder.
+
+    What another one builds on is a part of that one.
 
     Raises:
         UsageError: there is no YAML file.
@@ -166,13 +170,13 @@ def old_files(path: Path) -> list[OldFile]:
 
 
 def whole_files(found: Sequence[OldFile]) -> list[OldFile]:
-    """Without those that another one builds on."""
+    """Drop files that another one builds on."""
     parts = {part.resolve() for old in found for part in old.parts}
     return [old for old in found if old.path.resolve() not in parts]
 
 
 def entry_of(base: str) -> str:
-    """The program whose default file that is."""
+    """Return the program whose default file that is."""
     return _BASES.get(base, "")
 
 
@@ -213,7 +217,7 @@ def _plain(value: object) -> Plain:
 
 
 def _number(text: str) -> Plain:
-    """OmegaConf's loader reads 1e-6 as a number, YAML 1.1 as text."""
+    """Return OmegaConf's loader reads 1e-6 as a number, YAML 1.1 as text."""
     from temper_legacy_shim.configs.reading.config_values import scalar
 
     value = scalar(text) if text and (text[0].isdigit() or text[0] in "+-.") else text
@@ -221,6 +225,6 @@ def _number(text: str) -> Plain:
 
 
 def is_old(values: Mapping[str, Plain]) -> bool:
-    """Whether a file looks like an old configuration at all."""
+    """Return whether a file looks like an old configuration at all."""
     blocks = {"actor_rollout_ref", "trainer", "critic", "optim", "rollout", "reward_model", "algorithm", "engine", "custom_reward_function"}
     return bool(blocks & values.keys()) or any(key.startswith("data.") for key in flatten(dict(values)))

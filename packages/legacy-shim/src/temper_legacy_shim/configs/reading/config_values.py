@@ -13,9 +13,10 @@ _BARE = re.compile(r"[A-Za-z_./~][A-Za-z0-9_./~@%+-]*\Z")
 
 
 def parse_value(text: str) -> tuple[Plain, str | None]:
-    """The value of what stands after ``=``, and why Hydra would have refused to read it, if so.
+    """Return the value of what stands after ``=``, and why Hydra would have refused to read it, if so.
 
-    Text that is no value of Hydra's grammar (an open quote, ``<placeholder>``) is taken as a string, since what it meant is clear enough.
+    Text that is no value of Hydra's grammar (an open quote, ``<placeholder>``) is taken as a
+    string, since what it meant is clear enough.
     """
     reader = _Reader(text)
     try:
@@ -30,7 +31,10 @@ class _NotHydraError(ValueError):
 
 
 class _Reader:
-    """Recursive descent over one value; depth is bounded so that hostile text cannot exhaust the stack."""
+    """Recursive descent over one value.
+
+    Depth is bounded so that hostile text cannot exhaust the stack.
+    """
 
     def __init__(self, text: str) -> None:
         self.text, self.at, self.depth = text, 0, 0
@@ -177,7 +181,7 @@ class _Reader:
 
 
 def scalar(text: str) -> Plain:
-    """A bare word as Hydra reads it: null, boolean, whole number, number, else text."""
+    """Return a bare word as Hydra reads it: null, boolean, whole number, number, else text."""
     lowered = text.lower()
     if lowered == "null":
         return None
@@ -197,7 +201,7 @@ def _unquoted(text: str) -> str:
 
 
 def flatten(tree: Mapping[str, Plain], prefix: str = "") -> dict[str, Plain]:
-    """Leaves by dotted key; an empty mapping is a leaf."""
+    """Return the leaves by dotted key; an empty mapping is a leaf."""
     leaves: dict[str, Plain] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -209,7 +213,7 @@ def flatten(tree: Mapping[str, Plain], prefix: str = "") -> dict[str, Plain]:
 
 
 def hydra_text(value: Plain) -> str:
-    """A value as it is written after ``=`` on a command line of Hydra, before the shell's own quoting."""
+    """Return a value as it is written after ``=`` on a command line of Hydra, before the shell's own quoting."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -225,7 +229,7 @@ def hydra_text(value: Plain) -> str:
 
 
 def yaml_text(value: Plain) -> str:
-    """A value on one line of YAML, which reads back as the same value."""
+    """Return a value on one line of YAML, which reads back as the same value."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return number_text(value)
     if isinstance(value, list):
@@ -243,7 +247,10 @@ SHELL_VARIABLE = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_]\w*)\}|(?P<bare>[A-Za-z
 
 
 def from_environment(value: Plain, *, is_number: bool) -> Plain:
-    """A value for a file, where no shell puts variables in: OmegaConf reads them from the environment of the run."""
+    """Return a value for a file, where no shell puts variables in.
+
+    OmegaConf reads them from the environment of the run.
+    """
     if isinstance(value, list):
         return [from_environment(item, is_number=is_number) for item in value]
     if not isinstance(value, str):
@@ -253,7 +260,10 @@ def from_environment(value: Plain, *, is_number: bool) -> Plain:
 
 
 def from_home(path: str) -> str:
-    """Return a path whose ~ the configuration expands; Hydra's grammar has no ~ at the beginning of a value."""
+    """Return a path whose ~ the configuration expands.
+
+    Hydra's grammar has no ~ at the beginning of a value.
+    """
     return "${oc.env:HOME}" + path[1:] if path.startswith("~/") else path
 
 
@@ -261,7 +271,10 @@ _YAML_WORDS = frozenset({"yes", "no", "on", "off", "y", "n", ".inf", "-.inf", ".
 
 
 def number_text(value: float) -> str:
-    """A number that YAML 1.1 and Hydra read back as the same number: 1e-06 is text to the first, so it becomes 1.0e-06."""
+    """Return a number that YAML 1.1 and Hydra read back as the same number.
+
+    1e-06 is text to the first, so it becomes 1.0e-06.
+    """
     if isinstance(value, int):
         return str(value)
     if math.isnan(value) or math.isinf(value):

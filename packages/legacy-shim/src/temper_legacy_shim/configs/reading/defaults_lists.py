@@ -1,7 +1,9 @@
-"""Hydra's defaults list of a user's own file: which files it builds on, in which order, and below which block each of them lands.
+"""Hydra's defaults list of a user's own file.
+
+Which files it builds on, in which order, and below which block each of them lands.
 
 A file comes in; one tree of values comes out, with the old package's own file that lies below them all. What the list names and no folder
-holds is said: nothing is left out in silence.
+holds is said: nothing is left out silently.
 """
 
 import posixpath
@@ -28,10 +30,9 @@ _MAX_LEVELS_UP = 6
 
 @dataclass(slots=True, kw_only=True)
 class Composed:
-    """What a file and all that it builds on say together."""
+    """Values of a file together with all files that it builds on."""
 
     values: dict[str, Plain] = field(default_factory=dict)
-    """Nested."""
     base: str = ""
     """Name of the old package's file at the bottom, as far as one is named."""
     groups: dict[str, str] = field(default_factory=dict)
@@ -39,12 +40,12 @@ class Composed:
     parts: list[Path] = field(default_factory=list)
     """Files that it builds on."""
     missing: list[str] = field(default_factory=list)
-    """What could not be followed, a sentence each."""
+    """Entries that could not be followed, a sentence each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a file stands in the composition."""
+    """Position of a file in the composition."""
 
     folder: str
     """The group that it lies in; empty for the top."""
@@ -55,7 +56,7 @@ class _Place:
 
 
 def compose_file(path: Path, *, load: Callable[[Path], dict[str, Plain]], bases: Mapping[str, str]) -> Composed:
-    """Follow a file's defaults list as Hydra does.
+    """Compose a file by its defaults list as Hydra does.
 
     Args:
         path: the file.
@@ -101,7 +102,7 @@ class _Composer:
             self._out.values = merged(self._out.values, _nested(place.package, own))
 
     def _follow(self, path: Path, entry: "_Entry", place: _Place, *, above_own: bool) -> None:
-        """One entry of a list: a file beside, one of a folder that is searched, or the old package's own."""
+        """Load one entry of a list: a neighboring file, one of a search folder, or the old package's own."""
         choice = self._overridden.get(entry.group.lstrip("/"), entry.choice) if entry.group else entry.choice
         choice = _NAME.sub(lambda match: self._out.groups.get(match[1], match[0]), choice)
         self._note_group(entry, choice, place)
@@ -123,13 +124,13 @@ class _Composer:
         self._lay(found, inner, _Place(folder=posixpath.dirname(location), package=package, seen=(*place.seen, found.resolve())))
 
     def _note_group(self, entry: "_Entry", choice: str, place: _Place) -> None:
-        """Engines are chosen at the top; a group of the same name below another block is that block's."""
+        """Record the engine: groups choose it at the top level, not below another block."""
         name = entry.group.lstrip("/")
         if name in _ENGINE_GROUPS and not place.folder and entry.package in (None, "_global_", name):
             self._out.groups[name] = choice
 
     def _not_there(self, path: Path, entry: "_Entry", name: str, choice: str, *, is_base: bool, above_own: bool) -> None:
-        """The old package's own files are its releases' trees; anything else would be missed."""
+        """Record a missing file; the old package's own files are in its releases' trees."""
         if is_base:
             if above_own:
                 self._out.missing.append(
@@ -168,7 +169,7 @@ def _entries(tree: Mapping[str, Plain]) -> list[_Entry]:
 
 
 def _read(item: Plain) -> Iterator[_Entry]:
-    """``name``, ``name@package``, ``{[override] [optional] group[@package]: choice or choices}``; null chooses nothing."""
+    """Yield entries of ``name``, ``name@package``, ``{[override] [optional] group[@package]: choices}``; null chooses nothing."""
     if isinstance(item, Mapping) and len(item) == 1:
         ((said, chosen),) = item.items()
     else:
@@ -194,7 +195,10 @@ def _read(item: Plain) -> Iterator[_Entry]:
 
 
 def _package(entry: _Entry, *, header: str | None, place: _Place) -> str:
-    """The block for a file's values: what the entry says, else what the file says of itself, else its group."""
+    """Return the block for a file's values.
+
+    What the entry says, else what the file says of itself, else its group.
+    """
     group = (entry.group or posixpath.dirname(entry.choice)).lstrip("/").replace("/", ".")
     said = entry.package
     if said == "_here_":
@@ -218,7 +222,10 @@ def _nested(package: str, values: dict[str, Plain]) -> dict[str, Plain]:
 
 
 def _search_folders(tree: Mapping[str, Plain], path: Path) -> list[Path]:
-    """Folders of ``hydra.searchpath``; one relative to where the run started is looked for around the file."""
+    """Return the folders of ``hydra.searchpath``.
+
+    One relative to where the run started is looked for around the file.
+    """
     hydra = tree.get("hydra")
     listed = hydra.get("searchpath") if isinstance(hydra, Mapping) else None
     out: list[Path] = []
@@ -234,7 +241,7 @@ def _search_folders(tree: Mapping[str, Plain], path: Path) -> list[Path]:
 
 
 def merged(below: dict[str, Plain], above: dict[str, Plain]) -> dict[str, Plain]:
-    """One tree laid over another."""
+    """Return one tree laid over another."""
     out = dict(below)
     for key, value in above.items():
         old = out.get(key)

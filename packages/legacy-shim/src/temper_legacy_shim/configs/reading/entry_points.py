@@ -1,4 +1,7 @@
-"""Which program a launch started and with which tree: entry points, config names, engine groups, recipes' own keys."""
+"""Find the program and the tree of a launch.
+
+Entry points, config names, engine groups, recipe keys.
+"""
 
 import re
 from collections.abc import Sequence
@@ -48,28 +51,25 @@ FOREIGN_RECIPES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What was started."""
+    """Program and configuration of a launch."""
 
     program: Program
-    """Which rules hold."""
     family: Family
-    """Which tree."""
     entry: str
-    """As it was given."""
     configs: tuple[str, ...] = ()
     """Configurations of the entry's own that its release composes on that tree; see ``trees.own_configs``."""
     foreign: str = ""
-    """Why this program has no counterpart at all, if so."""
+    """Reason why this program has no counterpart; empty if it has one."""
     config_name: str = ""
     """The file that the composition began with."""
     is_fork: bool = False
-    """Whether the entry is no module of the old releases, and was taken for one."""
+    """True if the entry is no module of the old releases and was taken for one."""
     contradiction: str = ""
-    """Why the tree and the strategy can't both be meant, if so."""
+    """Reason why tree and strategy contradict each other; empty if they do not."""
 
 
 def launch_of(entry: str, *, config_name: str | None, overrides: Sequence[Override], given: dict[str, Plain]) -> Launch:
-    """The program of an entry point (module or file), its config name, and what the overrides say about engines.
+    """Return the program of an entry point (module or file), its config name, and what the overrides say about engines.
 
     Args:
         entry: ``verl.trainer.main_ppo``, ``recipe/dapo/main_dapo.py``, or a bare kind: ppo, sft, generation, evaluation.
@@ -114,7 +114,10 @@ def launch_of(entry: str, *, config_name: str | None, overrides: Sequence[Overri
 
 
 def _configs_of(path: str, name: str, *, is_megatron: bool) -> tuple[str, ...]:
-    """Return the further configurations of an entry: the named one, else those that the entry is known for."""
+    """Return the further configurations of an entry.
+
+    The named one, else those that the entry is known for.
+    """
     if name in own_configs():
         return (name,)
     found = []
@@ -136,19 +139,22 @@ _CONFIGS = re.compile(
 
 
 def is_program(entry: str) -> bool:
-    """Whether an entry can be one that the old releases had, a fork's copy of it included."""
+    """Return whether an entry can be one that the old releases had, a fork's copy of it included."""
     path = _module(entry)
     return path in _KINDS or _PROGRAMS.fullmatch(path.rpartition(".")[2]) is not None
 
 
 def is_config(name: str) -> bool:
-    """Whether the old releases have a configuration of that name, which needs no file of the user's."""
+    """Return whether the old releases have a configuration of that name, which needs no file of the user's."""
     stem = name.removesuffix(".yaml").rpartition("/")[2]
     return stem in own_configs() or _CONFIGS.fullmatch(stem) is not None
 
 
 def config_named(config_name: str | None, overrides: Sequence[Override]) -> str:
-    """Hydra's config name, as an option of its own or among the overrides; empty where nobody says one."""
+    """Return Hydra's config name, as an option of its own or among the overrides.
+
+    Empty if no one says one.
+    """
     return config_name or _flag(overrides, ("config-name", "cn")) or ""
 
 
@@ -157,7 +163,7 @@ def _module(entry: str) -> str:
 
 
 def _is_fork(path: str) -> bool:
-    """Whether a module or file lies outside the old packages, wherever those were checked out."""
+    """Return whether a module or file lies outside the old packages, wherever those were checked out."""
     return path not in _KINDS and "." in path and not any(part in _HOMES for part in path.split(".")[:-1])
 
 

@@ -9,7 +9,7 @@ from temper_legacy_shim.configs.reading.trees import known_keys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """How to recognize one system's YAML."""
+    """Signs of one system's YAML."""
 
     name: str
     needs: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ SYSTEMS = (
 
 
 def other_system(values: Mapping[str, Plain]) -> str:
-    """Return the name of the system that a configuration is of; empty where it can be verl's."""
+    """Return the name of the system that a configuration is of; empty if it can be verl's."""
     if "actor_rollout_ref" in values:
         return ""
     for system in SYSTEMS:

@@ -21,7 +21,6 @@ class Override:
     index: int
     """Its place among the tokens."""
     text: str
-    """As it was given."""
     kind: Literal["set", "flag", "rest", "unreadable"]
     """set: an override of Hydra; flag: an option of Hydra's own; rest: the shell's remaining arguments; unreadable: none of these."""
     prefix: Prefix = ""
@@ -29,24 +28,24 @@ class Override:
     key: str = ""
     """Dotted key or config group; for a flag, its name."""
     value: Plain = None
-    """What stands after the sign."""
+    """Value after the sign."""
     complaint: str | None = None
-    """Why Hydra would not have read it."""
+    """Reason why Hydra would not have read it."""
 
     @property
     def is_no_block(self) -> bool:
-        """Whether it sets one value, which cannot stand for a block of keys: no mapping, not nothing, no reference to another block."""
+        """True if it sets one value, which cannot stand for a block of keys."""
         refers = isinstance(self.value, str) and "${" in self.value
         return self.kind == "set" and self.prefix != "~" and self.value is not None and not isinstance(self.value, dict) and not refers
 
     @property
     def has_value(self) -> bool:
-        """Whether there is a sign at all; ``~key`` has none."""
+        """True if there is a sign; ``~key`` has none."""
         return "=" in self.text
 
 
 def read_overrides(tokens: Sequence[str]) -> list[Override]:
-    """Every token, in order; none is lost, whatever stands in it."""
+    """Return every token, in order; none is lost, whatever stands in it."""
     found: list[Override] = []
     flag: str | None = None
     for index, token in enumerate(tokens):

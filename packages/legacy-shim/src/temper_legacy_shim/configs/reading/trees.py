@@ -1,4 +1,7 @@
-"""The default tree of every old release: what a key was, where nobody said otherwise. Facts, from ``data/trees.json``."""
+"""The default tree of every old release: what a key was, where no one said otherwise.
+
+Facts, from ``data/trees.json``.
+"""
 
 import json
 import re
@@ -10,12 +13,15 @@ from temper_legacy_shim.configs.reading.config_values import Plain
 from temper_legacy_shim.errors import UsageError
 
 Family = Literal["ppo_fsdp", "ppo_megatron", "sft_columns", "sft_fsdp", "sft_megatron", "generation", "evaluation"]
-"""Which tree: PPO on FSDP or Megatron; SFT of the first generation (columns) and of the second (on engines); generation; evaluation."""
+"""Default trees: PPO on FSDP or Megatron.
+
+SFT of the first generation (columns) and of the second (on engines); generation; evaluation.
+"""
 
 GONE = {"$gone": True}
-"""In a history: the release removed the key."""
+"""Value in a history for a removed key."""
 BASE = {"$base": True}
-"""In the history of a further configuration: the release has the default of the tree below."""
+"""Value in the history of a further configuration for the default of the tree below it."""
 MAIN = "main"
 """The newest stored commit of verl that is no release."""
 
@@ -29,14 +35,16 @@ def _packed() -> dict[str, Plain]:
 
 @cache
 def versions() -> tuple[str, ...]:
-    """Every release with trees of its own, oldest first."""
+    """Return every release with trees of its own, oldest first."""
     found = _packed()["versions"]
     assert isinstance(found, list)
     return tuple(str(version) for version in found)
 
 
 def known_version(text: str) -> str:
-    """Return the release whose trees apply to a version: ``0.7``, ``v0.7.1``, ``v0.4.0.post3``, ``main``.
+    """Return the release whose trees apply to a version.
+
+    ``0.7``, ``v0.7.1``, ``v0.4.0.post3``, ``main``.
 
     A version between two known releases has the trees of the earlier one.
 
@@ -87,12 +95,12 @@ def _number(match: re.Match[str]) -> tuple[int, int, int, int]:
 
 
 def order(version: str) -> int:
-    """Position of a known release: what "since v0.4.0" compares."""
+    """Return the position of a known release: what "since v0.4.0" compares."""
     return versions().index(version)
 
 
 def families_of(version: str) -> tuple[Family, ...]:
-    """The trees that a release had."""
+    """Return the trees that a release had."""
     families = _packed()["families"]
     assert isinstance(families, dict)
     number = order(version)
@@ -101,13 +109,16 @@ def families_of(version: str) -> tuple[Family, ...]:
 
 @cache
 def history_of(family: Family, key: str) -> tuple[tuple[str, Plain], ...]:
-    """Releases at which a key's default changed, each with the default from there on; GONE where it was removed."""
+    """Return the releases at which a key's default changed, each with the default from there on.
+
+    GONE where it was removed.
+    """
     history = _keys(family).get(key, [])
     return tuple((versions()[number], value) for number, value in history)
 
 
 def default_tree(version: str, family: Family) -> dict[str, Plain]:
-    """Leaves by dotted key; interpolations as they were written.
+    """Return the leaves by dotted key; interpolations as they were written.
 
     Raises:
         UsageError: the release had no such tree.
@@ -135,7 +146,10 @@ def _tree(version: str, family: Family) -> dict[str, Plain]:
 
 @cache
 def own_configs() -> frozenset[str]:
-    """Return the names of further configurations: of asynchronous trainers, recipes and examples."""
+    """Return the names of further configurations.
+
+    Of asynchronous trainers, recipes and examples.
+    """
     return frozenset(_configs())
 
 
@@ -146,7 +160,10 @@ def releases_of(config: str) -> tuple[str, ...]:
 
 @cache
 def _config_changes(version: str, config: str) -> dict[str, Plain]:
-    """Return what a further configuration changes in the tree that it is composed on; GONE for a key that it removes."""
+    """Return what a further configuration changes in the tree that it is composed on.
+
+    GONE for a key that it removes.
+    """
     number = order(version)
     found = {}
     for key, history in _configs()[config]["keys"].items():
@@ -181,7 +198,7 @@ def _configs() -> dict[str, dict[str, Any]]:
 
 
 def all_keys(family: Family) -> tuple[str, ...]:
-    """Every key that a tree ever had."""
+    """Return every key that a tree ever had."""
     return tuple(_keys(family))
 
 

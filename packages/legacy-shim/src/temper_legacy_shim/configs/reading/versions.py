@@ -16,7 +16,9 @@ _MOST_SHOWN = 4
 def infer_version(
     overrides: Sequence[Override], *, family: Family, program: Program, configs: tuple[str, ...], given: dict[str, Plain]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The releases that refuse the fewest keys, oldest first, and why; the newest of them counts.
+    """Return the releases that refuse the fewest keys, oldest first, and why.
+
+    The newest of them counts.
 
     Args:
         overrides: of the command line.
@@ -46,7 +48,7 @@ def releases_with(family: Family, configs: tuple[str, ...]) -> list[str]:
 
 
 def _bounds(counts: dict[str, set[str]], best: list[str], candidates: list[str]) -> list[str]:
-    """What the releases next to the range refuse."""
+    """Describe what the releases next to the range refuse."""
     found = []
     first, last = candidates.index(best[0]), candidates.index(best[-1])
     for number, side in ((first - 1, "before"), (last + 1, "after")):
@@ -60,7 +62,7 @@ def _bounds(counts: dict[str, set[str]], best: list[str], candidates: list[str])
 def _refusals(
     overrides: Sequence[Override], given: dict[str, Plain], *, version: str, family: Family, configs: tuple[str, ...]
 ) -> set[str]:
-    """Keys that the release's tree does not take in the way they are written."""
+    """Return the keys that the release's tree does not take in the way they are written."""
     leaves, blocks = _shape(version, family, configs)
     refused = {key for key in given if key not in leaves and key not in blocks}
     for override in overrides:
@@ -91,7 +93,7 @@ _BEHAVIOUR = (
 
 
 def other_meanings(taken: Mapping[str, Setting], others: Mapping[str, Mapping[str, Setting]]) -> list[str]:
-    """One clause for each stretch of releases that would have meant something else, oldest first.
+    """Return one clause for each stretch of releases that would have meant something else, oldest first.
 
     Args:
         taken: the settings of the release that counts.
