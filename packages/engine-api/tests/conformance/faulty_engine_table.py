@@ -13,6 +13,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import faulty_adapters as adapters
+import faulty_copies as copies
 import faulty_failures as failures
 import faulty_inputs as inputs
 import faulty_numerics as numbers
@@ -443,6 +445,51 @@ FAULTY_ENGINES = (
         failures.AcceptsCallsInABrokenGroup,
         (REPORTED, "test_failed_call::test_lost_connection_ends_the_call_on_every_rank"),
         2,
+    ),
+    FaultyEngine(
+        adapters.IgnoresAlphaOfNewAdapter,
+        ("test_adapter::test_new_adapter_has_the_requested_layers_and_scale",),
+    ),
+    FaultyEngine(
+        adapters.AdaptsAttentionOnly,
+        ("test_adapter::test_new_adapter_has_the_requested_layers_and_scale",),
+    ),
+    FaultyEngine(
+        adapters.IgnoresAdapterDropout, ("test_adapter::test_adapter_dropout_is_on_in_training",)
+    ),
+    FaultyEngine(adapters.DecaysNoAdapter, ("test_adapter::test_adapter_updates_match_adamw",)),
+    FaultyEngine(adapters.TrainsOnlyB, ("test_adapter::test_adapter_updates_match_adamw",)),
+    FaultyEngine(
+        adapters.ExportsAdapterBeforeLoad, ("test_adapter::test_load_adapter_replaces_the_adapter",)
+    ),
+    FaultyEngine(
+        copies.EvaluatesWithOldWeights,
+        ("test_weights::test_exported_weights_give_same_logits_in_transformers",),
+    ),
+    FaultyEngine(
+        copies.KeepsComputeWeightsUnderBf16, ("test_weights::test_loaded_weights_are_used",)
+    ),
+    FaultyEngine(
+        copies.DropsGradientsOnMove,
+        ("test_offload::test_moving_between_backward_and_step_keeps_gradients",),
+    ),
+    FaultyEngine(
+        copies.DropsGradientsOnSave,
+        ("test_checkpoint::test_saving_between_backward_and_step_keeps_gradients",),
+    ),
+    FaultyEngine(
+        copies.ZeroesNonfiniteGradientsOfEarlierCalls,
+        ("test_update::test_nonfinite_gradient_of_an_earlier_call_skips_the_step",),
+    ),
+    FaultyEngine(copies.ResumesCountOfTheStep, (RESUME,)),
+    FaultyEngine(
+        copies.DropsStateOfOtherOptimizers, ("test_settings::test_momentum_of_sgd_is_resumed",)
+    ),
+    FaultyEngine(
+        inputs.IgnoresPositionIdsInTraining, ("test_logprob::test_custom_position_ids_are_used",)
+    ),
+    FaultyEngine(
+        inputs.IgnoresRopeScaling, ("test_model_settings::test_rope_scaling_of_the_model_is_used",)
     ),
 )
 

@@ -195,6 +195,28 @@ class IgnoresRopeTheta(DataParallelOracle):
         return topology
 
 
+class IgnoresRopeScaling(DataParallelOracle):
+    """Computes rotary embeddings from ``rope_theta`` alone."""
+
+    def _build(self):
+        topology = super()._build()
+        rotary = getattr(self.model.get_submodule("model"), "rotary_emb", None)
+        if rotary is not None and hasattr(rotary, "inv_freq"):
+            size = 2 * rotary.inv_freq.numel()
+            theta = self.model.config.rope_parameters["rope_theta"]
+            rotary.inv_freq.copy_(theta ** -(torch.arange(0, size, 2) / size))
+        return topology
+
+
+class IgnoresPositionIdsInTraining(DataParallelOracle):
+    """Uses the batch's position ids in forward-only calls only."""
+
+    def _compute_outputs(self, micro, *, only_trained, **arguments):
+        if only_trained:
+            micro = replace(micro, position_ids=None)
+        return super()._compute_outputs(micro, only_trained=only_trained, **arguments)
+
+
 class IgnoresNormEpsilon(DataParallelOracle):
     """Computes norms with the default epsilon of 1e-6."""
 

@@ -13,6 +13,7 @@ from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.oracle.oracle_engine import STATE_FILE
 from temper_engine_api.process_group import gather_objects
 
+OTHER_STATE_FILE = "other_optimizer.pt"
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -70,6 +71,22 @@ class FullOracle(DataParallelOracle):
                     dtype = _DTYPES[self.config.precision.reduce]
                     parameter.grad = parameter.grad.to(dtype).float()
         super()._reduce_pending_gradients()
+
+    def _write_state(self, directory):
+        files = super()._write_state(directory)
+        if self.other_optimizer is None or self.topology.global_rank != 0:
+            return files
+        torch.save(self.other_optimizer.state_dict(), Path(directory) / OTHER_STATE_FILE)
+        return [*files, OTHER_STATE_FILE]
+
+    def _read_state(self, directory):
+        super()._read_state(directory)
+        if self.other_optimizer is not None:
+            self._read_other_state(directory)
+
+    def _read_other_state(self, directory):
+        state = torch.load(Path(directory) / OTHER_STATE_FILE, weights_only=True)
+        self.other_optimizer.load_state_dict(state)
 
     def _stage_state(self):
         staged = {

@@ -2,6 +2,8 @@
 
 import inspect
 
+import faulty_adapters
+import faulty_copies
 import faulty_failures
 import faulty_inputs
 import faulty_numerics
@@ -27,6 +29,8 @@ def test_every_faulty_engine_is_in_the_table():
     classes = [
         member
         for module in (
+            faulty_adapters,
+            faulty_copies,
             faulty_failures,
             faulty_inputs,
             faulty_numerics,

@@ -51,7 +51,7 @@ class TinyModel:
 
     name: str
     """Name of its directory and id in test names."""
-    architecture: Mapping[str, Scalar]
+    architecture: Mapping[str, Scalar | Mapping[str, Scalar]]
     """Fields of its Hugging Face config, ``model_type`` among them; they override `settings`."""
     model_type: ModelType = "language_model"
     head_scale: float = 1.0
@@ -112,6 +112,14 @@ WINDOW = TinyModel(
 )
 ROPE_THETA = TinyModel(
     name="qwen2-rope-theta", architecture={**QWEN2_GROUPED.architecture, "rope_theta": 1e6}
+)
+ROPE_SCALING = TinyModel(
+    name="qwen2-rope-scaling",
+    # Positions are divided by the factor, which rope_theta alone does not show.
+    architecture={
+        **QWEN2_GROUPED.architecture,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    },
 )
 NORM_EPSILON = TinyModel(
     name="qwen2-norm-epsilon", architecture={**QWEN2_GROUPED.architecture, "rms_norm_eps": 0.1}

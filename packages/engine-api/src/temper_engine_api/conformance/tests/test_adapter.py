@@ -18,6 +18,7 @@ from temper_engine_api.conformance.harness.measurements import (
     load_and_train,
     measure_outputs,
     measure_update,
+    measure_updates,
     merge_update_metrics,
     rank_slice,
     train,
@@ -30,6 +31,7 @@ from temper_engine_api.conformance.harness.tolerances import (
     LOGPROB,
     LOSS,
     LOSS_TERM_SCALE,
+    UPDATE,
     assert_all_close,
     assert_all_equal,
     assert_close,
@@ -96,6 +98,25 @@ def test_adapter_gradient_matches_oracle(
         assert_close(updates[0].grad_norm, expected.grad_norm, LOSS, quantity="gradient norm")
 
 
+def test_adapter_updates_match_adamw(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Two AdamW updates with weight decay give the oracle's adapter; both factors move."""
+    # fp32 also in a run with bf16 compute: Adam turns rounding of small gradients into steps.
+    setup = oracle.make_adapter_setup(PLAIN, optimizer=ADAMW, compute="fp32")
+    batches = [oracle.get_batch(seed=seed) for seed in range(2)]
+    expected = oracle.run(
+        measure_updates, setup=setup, objective=ClippedPpoProbe(), batches=batches
+    )
+    updates = engine_under_test.run(
+        measure_updates, setup=setup, objective=ClippedPpoProbe(), batches=batches
+    )[0]
+    for update, expected_update in zip(updates, expected, strict=True):
+        assert_all_close(
+            update.masters, expected_update.masters, UPDATE, quantity="adapter after the update"
+        )
+
+
 @pytest.mark.if_claimed(Capability.VALUE_MODEL)
 def test_value_head_is_trained_with_the_adapter(
     engine_under_test: EngineUnderTest, oracle: OracleCache
@@ -128,6 +149,31 @@ def test_new_adapter_changes_no_output(
         batch=batch,
         num_ranks=engine_under_test.num_data_ranks,
     )
+
+
+def test_new_adapter_has_the_requested_layers_and_scale(
+    engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
+) -> None:
+    """A new adapter has PEFT's layers for the same settings, and its gradient has their scale.
+
+    The oracle loads the exported adapter with the requested alpha, and computes the gradient.
+    """
+    setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
+    new = replace(setup, lora=oracle.make_lora_spec(rank=4))
+    config, tensors = engine_under_test.run(export_adapter, setup=new)[0]
+    _, oracle_tensors = oracle.run(export_adapter, setup=new)
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        name: tensor.shape for name, tensor in oracle_tensors.items()
+    }
+    assert (config["r"], config["lora_alpha"]) == (new.lora.rank, new.lora.alpha)
+    folder = save_adapter(config, tensors, folder=tmp_path / "adapter")
+    expected = oracle.get_update(
+        replace(setup, lora=LoraSpec(path=str(folder))), ClippedPpoProbe(), batch
+    )
+    update = engine_under_test.run(
+        measure_update, setup=new, objective=ClippedPpoProbe(), batch=batch
+    )[0]
+    assert_all_close(update.gradients, expected.gradients, GRADIENT, quantity="gradient")
 
 
 @every_adapter
@@ -340,13 +386,14 @@ def test_checkpoint_contains_only_the_adapter(
 def test_load_adapter_replaces_the_adapter(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """`load_adapter` replaces the adapter that forward passes use."""
+    """`load_adapter` replaces the adapter that forward passes use and that is exported."""
     setup, batch = oracle.make_adapter_setup(PLAIN), oracle.get_batch()
     other = oracle.make_adapter_setup(PLAIN, seed=1)
     content = read_adapter(Path(str(other.lora.path)))
-    outputs = engine_under_test.run(
+    outputs, exported = engine_under_test.run(
         outputs_with_adapter, setup=setup, content=content, batch=batch
     )[0]
+    assert_all_equal(exported, content[1], quantity="adapter exported after load_adapter")
     assert_close(
         outputs.columns[HeadOutput.LOGPROB],
         oracle.get_outputs(other, batch, HeadOutput.LOGPROB),
@@ -363,8 +410,8 @@ def outputs_with_adapter(
     setup: EngineSetup,
     content: tuple[dict[str, object], dict[str, Tensor]],
     batch: SequenceBatch,
-) -> ForwardOutputs:
-    """Load an adapter into an engine that started with another one; return its log-probs."""
+) -> tuple[ForwardOutputs, dict[str, Tensor]]:
+    """Load an adapter into an engine that started with another one; return outputs and adapter."""
     engine = rank.temporary_engine(setup)
     engine.load_adapter(*content)
     with engine.eval_mode():
@@ -373,7 +420,8 @@ def outputs_with_adapter(
             forward_only=True,
             outputs=[HeadOutput.LOGPROB],
         )
-    return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids)
+    outputs = engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids)
+    return outputs, dict(engine.export_adapter()[1])
 
 
 def test_invalid_adapter_is_rejected_without_changes(
@@ -461,6 +509,26 @@ def test_evaluation_after_training_has_no_dropout(
         batch=batch,
         num_ranks=engine_under_test.num_data_ranks,
     )
+
+
+def test_adapter_dropout_is_on_in_training(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Dropout of the adapter changes the gradient, unless the layout rejects it."""
+    batch, setups = (
+        oracle.get_batch(),
+        [oracle.make_adapter_setup(PLAIN, dropout=dropout) for dropout in (0.0, 0.5)],
+    )
+    if any(engine_under_test.run(read_dropout_error, setup=setups[1])):
+        return
+    without, with_dropout = (
+        engine_under_test.run(
+            measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch
+        )[0].grad_norm
+        for setup in setups
+    )
+    # Half of the inputs are dropped, and the others are doubled.
+    assert abs(with_dropout - without) > 0.01 * without
 
 
 def logprobs_after_an_update(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> Tensor:

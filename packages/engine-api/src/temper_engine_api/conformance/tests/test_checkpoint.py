@@ -63,7 +63,8 @@ def test_resume_is_bitwise(
 ) -> None:
     """A run resumed from a checkpoint has the state, norms, rates and losses of an unbroken run."""
     uninterrupted = engine_under_test.run(train_without_stop, setup=setup, batches=batches)
-    engine_under_test.run(train_and_save, setup=setup, batches=batches[:2], folder=tmp_path, step=2)
+    # The step is not the number of updates: a trainer counts skipped updates and mini-batches.
+    engine_under_test.run(train_and_save, setup=setup, batches=batches[:2], folder=tmp_path, step=7)
     resumed = engine_under_test.run(
         load_and_train, setup=setup, batches=batches[2:], folder=tmp_path
     )
@@ -92,6 +93,37 @@ def test_saving_changes_nothing(
         train_save_train, setup=setup, batches=batches[:2], folder=tmp_path
     )[0]
     assert_same_state(with_save.state, uninterrupted[1].state)
+
+
+def test_saving_between_backward_and_step_keeps_gradients(
+    engine_under_test: EngineUnderTest,
+    setup: EngineSetup,
+    batches: list[SequenceBatch],
+    tmp_path: Path,
+) -> None:
+    """A save between the backward pass and the step does not change the update."""
+    for saved, undisturbed in engine_under_test.run(
+        update_around_a_save, setup=setup, batch=batches[0], folder=tmp_path
+    ):
+        assert saved == undisturbed
+
+
+def update_around_a_save(
+    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, folder: Path
+) -> tuple[float, float]:
+    """Return the gradient norms of an update with a save before its step, and of one without."""
+    norms = []
+    for number in range(2):
+        engine = rank.temporary_engine(setup)
+        engine.set_loss_fn(ClippedPpoProbe())
+        with engine.train_mode():
+            engine.forward_backward_batch(
+                rank_slice(engine, batch, split=ONE_MICRO_BATCH), forward_only=False
+            )
+        if number == 0:
+            engine.save_checkpoint(str(folder), global_step=1)
+        norms.append(engine.optimizer_step())
+    return norms[0], norms[1]
 
 
 @pytest.mark.if_claimed(Capability.BACKGROUND_SAVE)

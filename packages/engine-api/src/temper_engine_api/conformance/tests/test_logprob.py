@@ -22,15 +22,17 @@ from temper_engine_api.conformance.harness.rank import EngineSetup, Rank
 from temper_engine_api.conformance.harness.tolerances import (
     BF16,
     EXACT,
+    GRADIENT,
     LOGPROB,
     SAME_LOGITS,
     SAME_PLAN,
+    assert_all_close,
     assert_close,
 )
 from temper_engine_api.conformance.harness.tolerances import (
     PEAKED as PEAKED_LOGPROB,
 )
-from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
+from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe, SftProbe
 from temper_engine_api.conformance.inputs.tiny_models import (
     LANGUAGE_MODELS,
     PEAKED,
@@ -172,7 +174,7 @@ def test_logprobs_do_not_depend_on_micro_batches(
 def test_custom_position_ids_are_used(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Pass doubled position ids and compare the log-probs with the oracle's.
+    """Pass doubled position ids and compare log-probs and gradient with the oracle's.
 
     Rotary embeddings only see differences between positions, so a constant shift would not show
     whether an engine ignores the ids.
@@ -200,6 +202,15 @@ def test_custom_position_ids_are_used(
             batch=batch,
             num_ranks=engine_under_test.num_data_ranks,
         )
+    update = engine_under_test.run(
+        measure_update, setup=setup, objective=SftProbe(), batch=strided
+    )[0]
+    assert_all_close(
+        update.gradients,
+        oracle.get_update(setup, SftProbe(), strided).gradients,
+        GRADIENT,
+        quantity="gradient",
+    )
 
 
 def test_temperature_scales_logits_before_log_softmax(

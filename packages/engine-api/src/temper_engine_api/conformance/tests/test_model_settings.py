@@ -25,6 +25,7 @@ from temper_engine_api.conformance.inputs.tiny_models import (
     BUFFERS,
     NORM_EPSILON,
     QWEN2_GROUPED,
+    ROPE_SCALING,
     ROPE_THETA,
     WINDOW,
     TinyModel,
@@ -112,6 +113,13 @@ def test_rope_theta_of_the_model_is_used(
 ) -> None:
     """Compare a model with rope_theta 1e6 with the oracle, unless it is rejected."""
     check_setting(engine_under_test, oracle, ROPE_THETA, names=("rope",))
+
+
+def test_rope_scaling_of_the_model_is_used(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Compare a model whose positions are divided by 4 with the oracle, unless it is rejected."""
+    check_setting(engine_under_test, oracle, ROPE_SCALING, names=("rope",))
 
 
 def test_norm_epsilon_of_the_model_is_used(

@@ -25,7 +25,12 @@ from temper_engine_api.conformance.harness.rfc_loop import (
     preprocess_fn,
     rfc_loop,
 )
-from temper_engine_api.conformance.harness.tolerances import assert_all_equal, assert_same_state
+from temper_engine_api.conformance.harness.tolerances import (
+    LOGPROB,
+    assert_all_equal,
+    assert_close,
+    assert_same_state,
+)
 from temper_engine_api.conformance.inputs.failing_probe import InjectedError
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
@@ -205,6 +210,29 @@ def update_after_moves(
     moved.to("device")
     moved.to("cpu", model=False)
     return run_update(moved, [local_batch]), run_update(unmoved, [local_batch])
+
+
+def test_moving_between_backward_and_step_keeps_gradients(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Moving the engine to the host and back after the backward pass keeps the gradient."""
+    setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
+    expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
+    for norm in engine_under_test.run(norm_with_a_move_between, setup=setup, batch=batch):
+        assert_close(norm, expected.grad_norm, LOGPROB, quantity="gradient norm")
+
+
+def norm_with_a_move_between(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> float:
+    """Run backward, move to the host and back, step; return the gradient norm."""
+    engine = rank.cached_engine(setup)
+    engine.set_loss_fn(ClippedPpoProbe())
+    with engine.train_mode():
+        engine.forward_backward_batch(
+            rank_slice(engine, batch, split=ONE_MICRO_BATCH), forward_only=False
+        )
+    engine.to("cpu")
+    engine.to("device")
+    return engine.optimizer_step()
 
 
 @pytest.mark.bitwise

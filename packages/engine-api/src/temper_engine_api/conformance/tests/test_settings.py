@@ -27,6 +27,7 @@ from temper_engine_api.conformance.harness.tolerances import (
     BF16,
     LOSS,
     UPDATE,
+    assert_all_equal,
     assert_close,
 )
 from temper_engine_api.conformance.inputs.probes import (
@@ -37,6 +38,7 @@ from temper_engine_api.conformance.inputs.probes import (
 from temper_engine_api.conformance.inputs.tiny_models import OTHER_SHAPES, QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.conformance.tests.test_capability import read_init_error
+from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import CheckpointError
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import OptimizerSpec
@@ -93,6 +95,14 @@ def train_and_export(
 ) -> dict[str, Tensor]:
     """Return the exported weights after one update; save a checkpoint if a folder is given."""
     engine = rank.temporary_engine(setup)
+    update_weights(engine, batch)
+    if saves_to is not None:
+        engine.save_checkpoint(str(saves_to), global_step=1)
+    return collect_weights(engine)
+
+
+def update_weights(engine: BaseEngine, batch: SequenceBatch) -> None:
+    """Run one update; `run_update` would export a state that only AdamW has."""
     engine.set_loss_fn(ClippedPpoProbe())
     engine.optimizer_zero_grad()
     with engine.train_mode():
@@ -100,9 +110,33 @@ def train_and_export(
             rank_slice(engine, batch, split=ONE_MICRO_BATCH), forward_only=False
         )
     engine.optimizer_step()
-    if saves_to is not None:
-        engine.save_checkpoint(str(saves_to), global_step=1)
-    return collect_weights(engine)
+
+
+@pytest.mark.if_claimed(Capability.ANY_OPTIMIZER)
+def test_momentum_of_sgd_is_resumed(
+    engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
+) -> None:
+    """Check that a checkpoint contains the state of another optimizer than AdamW."""
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=DECAYING_SGD, compute="fp32")
+    if is_rejected_by_the_layout(engine_under_test, setup):
+        return
+    for resumed, unbroken in engine_under_test.run(
+        resume_with_momentum, setup=setup, batch=oracle.get_batch(), folder=tmp_path
+    ):
+        assert_all_equal(resumed, unbroken, quantity="weights after the second update")
+
+
+def resume_with_momentum(
+    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, folder: Path
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights after two updates, with a new engine for the second, and without."""
+    unbroken, resumed = rank.temporary_engine(setup), rank.temporary_engine(setup)
+    update_weights(unbroken, batch)
+    unbroken.save_checkpoint(str(folder), global_step=1)
+    resumed.load_checkpoint(str(folder))
+    for engine in (resumed, unbroken):
+        update_weights(engine, batch)
+    return collect_weights(resumed), collect_weights(unbroken)
 
 
 @pytest.mark.if_claimed(Capability.ANY_OPTIMIZER)

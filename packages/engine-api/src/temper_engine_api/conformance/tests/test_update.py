@@ -266,6 +266,26 @@ def test_nonfinite_gradient_skips_the_step_on_every_rank(
     assert sorted(reported) == sorted(good.sample_ids.tolist())
 
 
+def test_nonfinite_gradient_of_an_earlier_call_skips_the_step(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """The step is skipped if only the first of two calls had a gradient that is not finite."""
+    setup, good = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW), oracle.get_batch()
+    bad = good.with_columns({"advantages": torch.full_like(good.columns["advantages"], math.inf)})
+    for update in engine_under_test.run(update_in_two_calls, setup=setup, batches=[bad, good]):
+        assert not math.isfinite(update.grad_norm)
+        assert update.report.outcome == "nonfinite"
+
+
+def update_in_two_calls(rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch]) -> Update:
+    """Run one call per batch, then one step."""
+    engine = rank.temporary_engine(setup)
+    engine.set_loss_fn(ClippedPpoProbe())
+    return run_update(
+        engine, [rank_slice(engine, batch, split=ONE_MICRO_BATCH) for batch in batches]
+    )
+
+
 def test_too_many_skips_in_a_row_stop_the_run(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:

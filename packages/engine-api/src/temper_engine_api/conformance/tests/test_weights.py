@@ -23,6 +23,7 @@ from temper_engine_api.conformance.harness.measurements import (
 )
 from temper_engine_api.conformance.harness.rank import ADAMW, EngineSetup, Rank
 from temper_engine_api.conformance.harness.tolerances import (
+    BF16,
     LOGPROB,
     assert_all_equal,
     assert_close,
@@ -42,6 +43,7 @@ from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import EngineStateError, WeightError
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.outputs import ForwardOutputs
+from temper_engine_api.specs import Compute
 from temper_engine_api.weights import NamedWeight, TrainingState
 
 MODELS = (
@@ -133,17 +135,26 @@ def write_model_folder(weights: dict[str, Tensor], *, like: Path, folder: Path) 
 def weights_and_outputs_after_an_update(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
 ) -> tuple[dict[str, Tensor], ForwardOutputs]:
-    """Return exported weights and the engine's own log-probs after one update."""
+    """Return exported weights and the engine's own log-probs after one update.
+
+    An evaluation before the update shows an engine that evaluates with the weights of the first.
+    """
     engine = rank.temporary_engine(setup)
+    evaluate(engine, batch)
     train_once(engine, batch)
+    outputs = evaluate(engine, batch)
+    return collect_weights(engine), outputs
+
+
+def evaluate(engine: BaseEngine, batch: SequenceBatch) -> ForwardOutputs:
+    """Return log-probs in batch order."""
     with engine.eval_mode():
-        local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)
         result = engine.forward_backward_batch(
-            local_batch, forward_only=True, outputs=[HeadOutput.LOGPROB]
+            rank_slice(engine, batch, split=ONE_MICRO_BATCH),
+            forward_only=True,
+            outputs=[HeadOutput.LOGPROB],
         )
-    return collect_weights(engine), engine.unshard_outputs(
-        result.outputs, sample_ids=batch.sample_ids
-    )
+    return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids)
 
 
 def train_once(engine: BaseEngine, batch: SequenceBatch) -> Update:
@@ -177,9 +188,12 @@ def weights_after_loading(
     }
 
 
-def test_loaded_weights_are_used(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
-    """Forward passes after `load_weights` use the new weights."""
-    setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_loaded_weights_are_used(
+    engine_under_test: EngineUnderTest, oracle: OracleCache, compute: Compute
+) -> None:
+    """Forward passes after `load_weights` use the new weights, also from a copy in bf16."""
+    setup, batch = oracle.make_setup(QWEN2_GROUPED, compute=compute), oracle.get_batch()
     other = oracle.write_model(QWEN2_GROUPED, seed=1)
     expected = oracle.get_outputs(replace(setup, model_path=str(other)), batch, HeadOutput.LOGPROB)
     weights = load_file(other / "model.safetensors")
@@ -189,7 +203,7 @@ def test_loaded_weights_are_used(engine_under_test: EngineUnderTest, oracle: Ora
     assert_close(
         outputs.columns[HeadOutput.LOGPROB],
         expected,
-        LOGPROB,
+        BF16 if compute == "bf16" else LOGPROB,
         quantity="log-probs",
         batch=batch,
         num_ranks=engine_under_test.num_data_ranks,
@@ -199,15 +213,11 @@ def test_loaded_weights_are_used(engine_under_test: EngineUnderTest, oracle: Ora
 def outputs_after_loading(
     rank: Rank, *, setup: EngineSetup, weights: dict[str, Tensor], batch: SequenceBatch
 ) -> ForwardOutputs:
-    """Load weights into a temporary engine; return its log-probs."""
+    """Evaluate, load weights, and return the log-probs of a second evaluation."""
     engine = rank.temporary_engine(setup)
+    evaluate(engine, batch)
     engine.load_weights(NamedWeight(name, tensor) for name, tensor in weights.items())
-    with engine.eval_mode():
-        local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)
-        result = engine.forward_backward_batch(
-            local_batch, forward_only=True, outputs=[HeadOutput.LOGPROB]
-        )
-    return engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids)
+    return evaluate(engine, batch)
 
 
 @pytest.mark.parametrize("defect", ["missing", "unexpected", "repeated", "misshapen"])
