@@ -7,6 +7,7 @@ from temper_legacy_shim.configs.mapping.generation import build_evaluation, buil
 from temper_legacy_shim.configs.mapping.images import find_images
 from temper_legacy_shim.configs.mapping.model_fields import NEUTRAL, find_model_fields, find_template_arguments
 from temper_legacy_shim.configs.mapping.ppo import build_ppo
+from temper_legacy_shim.configs.mapping.refused_models import find_refused_models
 from temper_legacy_shim.configs.mapping.rules import find_rule, is_block
 from temper_legacy_shim.configs.mapping.sft import build_columns, build_sft
 from temper_legacy_shim.configs.reading.composition import OldConfig, assign, compose, forget_defaults, old_config
@@ -129,6 +130,8 @@ def _built(draft: Draft, launch: Launch) -> Draft:
     find_images(draft)
     find_model_fields(draft)
     find_template_arguments(draft)
+    if not launch.foreign:
+        find_refused_models(draft)
     _BUILDERS[launch.program](draft)
     return draft
 

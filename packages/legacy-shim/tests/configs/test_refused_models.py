@@ -1,0 +1,65 @@
+"""A model that the engine of the translation refuses is named in the report."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from temper_legacy_shim.configs import Outcome, translate
+
+HF = "actor_rollout_ref.model.path"
+
+
+def refusals(model: str, *more: str, version: str = "v0.8.0") -> list[str]:
+    translation = translate([f"{HF}={model}", *more], entry="verl.trainer.main_ppo", version=version)
+    return [finding.message for finding in translation.findings if "refuses the model" in finding.message]
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("openai/gpt-oss-20b", "has attention sinks"),
+        ("/models/Qwen3-Next-80B-A3B", "has linear, sparse, chunked or state-space layers"),
+        ("moonshotai/Moonlight-16B-A3B", "has experts whose weights"),
+        ("deepseek-ai/DeepSeek-V3", "has experts whose weights"),
+        ("deepseek-ai/DeepSeek-V4", "has linear, sparse, chunked or state-space layers"),
+        ("nvidia/Nemotron-3-Nano-30B", "has linear, sparse, chunked or state-space layers"),
+        ("google/gemma-2-9b-it", "caps or scales its logits"),
+    ],
+)
+def test_model_that_the_engine_refuses_is_named_with_the_reason(model: str, reason: str) -> None:
+    (message,) = refusals(model)
+    assert message.startswith(f"FSDPEngine refuses the model {model}: it {reason}")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "Qwen/Qwen2.5-7B",
+        "deepseek-ai/deepseek-llm-7b-chat",
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+        "google/gemma-3-1b-it",
+        "/m/gpt-osseous",
+    ],
+)
+def test_model_that_the_engine_trains_or_that_is_unknown_is_not_named(model: str) -> None:
+    assert refusals(model) == []
+
+
+def test_megatron_trains_fewer_models() -> None:
+    assert refusals("google/gemma-3-1b-it", "model_engine=megatron")[0].startswith("MegatronEngine refuses the model google/gemma-3-1b-it")
+    assert refusals("Qwen/Qwen3-30B-A3B", "model_engine=megatron") == []
+
+
+def test_config_of_a_local_folder_decides_over_its_name(tmp_path: Path) -> None:
+    (tmp_path / "gpt-oss-20b").mkdir()
+    (tmp_path / "gpt-oss-20b/config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    assert refusals(str(tmp_path / "gpt-oss-20b")) == []
+    assert len(refusals(str(tmp_path / "mine"))) == 1
+
+
+def test_warning_is_a_hazard_and_not_a_question() -> None:
+    translation = translate([f"{HF}=openai/gpt-oss-20b"], entry="verl.trainer.main_ppo", version="v0.8.0")
+    assert translation.outcome is Outcome.PINNED
