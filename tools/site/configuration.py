@@ -62,7 +62,6 @@ UNITS = {
     "profile_from": "updates",
     "prompts_per_round": "prompts",
     "prompts_per_step": "prompts",
-    "reject_kl": "nats",
     "streaming_buffer": "rows",
     "tensor_parallel_size": "processes",
     "tokens_per_update": "tokens",
@@ -125,10 +124,8 @@ NO_UNIT = frozenset(
             "gae_lambda",
             "value_clip",
             "truncate_at",
-            "mask_low",
         ),
         *(
-            "mask_high",
             "exponent",
             "weight",
             "mixture",

@@ -115,31 +115,32 @@ def test_clip_is_kept_where_the_ratio_is_to_the_sampler() -> None:
 @pytest.mark.parametrize("rejection", ["token_k1", "seq_sum_k1"])
 def test_bounds_of_k1_are_mirrored_since_k1_is_sampler_over_trainer(rejection: str) -> None:
     # rollout_corr_helper.py: token_k1 = -log_ratio, kept within [log 0.5, log 1.6].
-    level = "token" if rejection == "token_k1" else "sequence"
+    level, rule = ("token", "ratio_token") if rejection == "token_k1" else ("sequence", "ratio_sum")
     keys = (f"{CORRECTION}.rollout_is={level}", f"{CORRECTION}.rollout_rs={rejection}", f"{CORRECTION}.rollout_rs_threshold=0.5_1.6")
     weighed = correction(translated("v0.8.0", *keys))
-    assert weighed == {"level": level, "truncate_at": 2.0, "mask_low": 0.625, "mask_high": 2.0}
+    assert weighed == {"level": level, "truncate_at": 2.0, f"reject.{rule}.low": 0.625, f"reject.{rule}.high": 2.0}
     symmetric = correction(translated("v0.8.0", *keys[:2], f"{CORRECTION}.rollout_rs_threshold=2.0"))
-    assert (symmetric["mask_low"], symmetric["mask_high"]) == (0.5, 2.0)
+    assert (symmetric[f"reject.{rule}.low"], symmetric[f"reject.{rule}.high"]) == (0.5, 2.0)
 
 
 def test_bounds_of_earlier_releases_were_of_trainer_over_sampler() -> None:
     keys = (f"{CORRECTION}.rollout_rs=token", f"{CORRECTION}.rollout_rs_threshold=1.6", f"{CORRECTION}.rollout_rs_threshold_lower=0.5")
     rejected = correction(translated("v0.7.0", *keys))
-    assert (rejected["mask_low"], rejected["mask_high"]) == (0.5, 1.6)
+    assert (rejected["reject.ratio_token.low"], rejected["reject.ratio_token.high"]) == (0.5, 1.6)
 
 
 @pytest.mark.parametrize("rejection", ["token_k1", "seq_sum_k1"])
 def test_rejection_without_weights_multiplies_by_no_ratio(rejection: str) -> None:
     run = translated("v0.8.0", f"{CORRECTION}.rollout_rs={rejection}", f"{CORRECTION}.rollout_rs_threshold=0.5_1.6")
-    level = "token" if rejection == "token_k1" else "sequence"
-    assert correction(run) == {"level": level, "mask_only": True, "mask_low": 0.625, "mask_high": 2.0}
+    rule = "ratio_token" if rejection == "token_k1" else "ratio_sum"
+    assert correction(run) == {"level": "none", f"reject.{rule}.low": 0.625, f"reject.{rule}.high": 2.0}
     assert "correction" in rules_found(run, "hazard")  # rejected tokens keep their place in the denominator
 
 
 def test_range_of_weights_is_icepop() -> None:
     run = translated("v0.9.0", f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_5.0")
-    assert correction(run) == {"level": "token", "truncate_at": None, "mask_low": 0.5, "mask_high": 5.0}
+    bounds = {"reject.ratio_token.low": 0.5, "reject.ratio_token.high": 5.0}
+    assert correction(run) == {"level": "token", "truncate_at": None, **bounds}
     assert "value-unknown" not in rules_found(run, "person")
 
 

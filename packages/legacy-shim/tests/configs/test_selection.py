@@ -26,10 +26,12 @@ def _corrected(found: Translation) -> dict[str, Plain]:
 
 
 def test_the_first_release_capped_weights_or_left_out_what_lay_outside() -> None:
-    assert _corrected(_first(threshold=3.0)) == {"level": "token", "truncate_at": 3.0}
+    veto = {"reject.ratio_max.low": 1e-4}  # its default
+    assert _corrected(_first(threshold=3.0)) == {"level": "token", "truncate_at": 3.0, **veto}
     masked = _corrected(_first(threshold=4.0, mode="mask", level="sequence"))
-    assert masked == {"level": "sequence", "truncate_at": None, "mask_high": 4.0, "mask_low": 0.25}  # 1 / 4
-    assert _corrected(_first(threshold=4.0, threshold_lower=0.5, mode="mask"))["mask_low"] == 0.5
+    bounds = {"reject.ratio_sum.high": 4.0, "reject.ratio_sum.low": 0.25}  # 1 / 4
+    assert masked == {"level": "sequence", "truncate_at": None, **bounds, **veto}
+    assert _corrected(_first(threshold=4.0, threshold_lower=0.5, mode="mask"))["reject.ratio_token.low"] == 0.5
 
 
 def test_the_first_release_corrected_nothing_without_a_threshold() -> None:
@@ -48,10 +50,10 @@ def test_the_first_release_corrected_nothing_without_a_threshold() -> None:
         (_later(rollout_is="token", rollout_token_veto_threshold=0.001), True),
     ],
 )
-def test_completions_that_one_token_vetoed_are_trained_on_here_which_is_said(found: Translation, is_told: bool) -> None:
+def test_completions_that_one_token_vetoed_are_rejected_and_stay_in_the_denominator(found: Translation, is_told: bool) -> None:
     told = [finding.message for finding in found.findings if finding.level == "hazard" and finding.rule == "correction"]
-    assert bool(told) is is_told
-    assert all("veto_threshold" in each and "trained on here" in each for each in told)
+    assert bool(told) is is_told is ("reject.ratio_max.low" in _corrected(found))
+    assert all("veto_threshold" in each and "denominator" in each for each in told)
 
 
 @pytest.mark.parametrize(("level", "is_told"), [("token", False), ("sequence", True)])
@@ -78,15 +80,43 @@ def test_a_level_that_is_not_here_is_left_out_and_said() -> None:
         ),
         (
             {"rollout_rs": "token", "rollout_rs_threshold": 2.0},
-            {"level": "token", "mask_only": True, "mask_high": 2.0, "mask_low": 0.5},  # 1 / 2
+            {"level": "none", "reject.ratio_token.high": 2.0, "reject.ratio_token.low": 0.5},  # 1 / 2
         ),
         (
             {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_1.6"},
-            {"level": "token", "truncate_at": 2.0, "mask_high": 2.0, "mask_low": 0.625},  # 1 / 0.5, 1 / 1.6
+            # 1 / 0.5, 1 / 1.6
+            {"level": "token", "truncate_at": 2.0, "reject.ratio_token.high": 2.0, "reject.ratio_token.low": 0.625},
         ),
         (
             {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
-            {"level": "none", "reject_kl": 0.01, "reject_kl_estimator": "k3"},
+            {"level": "none", "reject.k3_mean.high": 0.01},
+        ),
+        (
+            {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.8_1.25"},
+            {"level": "none", "reject.ratio_mean.low": 0.8, "reject.ratio_mean.high": 1.25},
+        ),
+        (
+            {"rollout_rs": "geometric", "rollout_rs_threshold": 1.001, "rollout_rs_threshold_lower": 0.99},
+            {"level": "none", "reject.ratio_mean.low": 0.99, "reject.ratio_mean.high": 1.001},
+        ),
+        (
+            {"rollout_is": "sequence", "rollout_rs": "'token_k1,seq_max_k2,seq_sum_k3'", "rollout_rs_threshold": "'0.5_2.0,0.3,4.0'"},
+            {
+                "level": "sequence",
+                "truncate_at": 2.0,
+                "reject.ratio_token.low": 0.5,
+                "reject.ratio_token.high": 2.0,
+                "reject.k2_max.high": 0.3,
+                "reject.k3_sum.high": 4.0,
+            },
+        ),
+        (
+            {"rollout_rs": "'token_k2,token_k3'", "rollout_rs_threshold": 0.1},
+            {"level": "none", "reject.k2_token.high": 0.1, "reject.k3_token.high": 0.1},
+        ),
+        (
+            {"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
+            {"level": "none", "proximal": "rollout", "reject.ratio_token.low": 0.5, "reject.ratio_token.high": 2.0},
         ),
         ({"bypass_mode": True}, {"level": "none", "proximal": "rollout"}),
         ({"bypass_mode": True, "rollout_is": "token"}, {"level": "none", "proximal": "rollout"}),
@@ -96,10 +126,16 @@ def test_later_releases_named_weights_and_rejection_apart(asked: dict[str, objec
     assert _corrected(_later(**asked)) == corrected
 
 
-def test_two_levels_at_once_are_one_and_the_other_is_said() -> None:
+def test_weights_of_one_level_go_with_rejection_by_another() -> None:
     found = _later(rollout_is="token", rollout_rs="sequence", rollout_rs_threshold=2.0)
-    assert _corrected(found) == {"level": "token", "truncate_at": 2.0}
-    assert "correction" in rules_found(found, "hazard")
+    bounds = {"reject.ratio_sum.low": 0.5, "reject.ratio_sum.high": 2.0}
+    assert _corrected(found) == {"level": "token", "truncate_at": 2.0, **bounds}
+
+
+def test_an_unknown_rule_is_left_out_and_said() -> None:
+    found = _later(rollout_rs="'token_k1,seq_median_k2'", rollout_rs_threshold=2.0)
+    assert set(_corrected(found)) == {"level", "reject.ratio_token.low", "reject.ratio_token.high"}
+    assert any("seq_median_k2, for which" in finding.message for finding in found.findings)
 
 
 def test_a_loss_on_the_samplers_own_log_probs_is_asked_about() -> None:

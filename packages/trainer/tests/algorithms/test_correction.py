@@ -11,12 +11,20 @@ from temper_trainer.algorithms.rollout_correction import (
     compute_mismatch_metrics,
     compute_rollout_correction,
 )
-from temper_trainer.config.algorithm import RolloutCorrectionConfig
+from temper_trainer.config.algorithm import (
+    REJECTION_RULES,
+    RejectionBounds,
+    RolloutCorrectionConfig,
+)
 
 SAMPLES = from_sequences([torch.arange(4)], loss_masks=[torch.arange(4) > 0])
 ROLLOUT = torch.tensor([torch.nan, -1.0, -1.0, -1.0])
 OLD = torch.tensor([torch.nan, -0.5, -2.0, -1.0])
 """Ratios e^0.5 = 1.648721, e^-1 = 0.367879, 1."""
+
+
+def bounds(low: float | None = None, high: float | None = None) -> RejectionBounds:
+    return RejectionBounds(low=low, high=high)
 
 
 def corrected(**settings: object) -> Correction:
@@ -32,34 +40,53 @@ def test_weights_are_truncated_above() -> None:
     assert correction.metrics["correction/truncated_fraction"] == pytest.approx(1 / 3)
 
 
-def test_tokens_outside_the_bounds_are_masked_and_the_rest_normalized() -> None:
+def test_rejected_tokens_have_weight_zero_and_the_rest_is_normalized() -> None:
     # 1.2 + 1 = 2.2 over 3 tokens: times 3 / 2.2.
-    correction = corrected(truncate_at=1.2, mask_low=0.5, self_normalize=True)
+    reject = {"ratio_token": bounds(low=0.5)}
+    correction = corrected(truncate_at=1.2, reject=reject, self_normalize=True)
     assert correction.weights.tolist() == pytest.approx([0.0, 1.636364, 0.0, 1.363636], abs=1e-6)
     assert correction.metrics["correction/masked_fraction"] == pytest.approx(1 / 3)
+    assert correction.metrics["correction/masked_fraction/ratio_token"] == pytest.approx(1 / 3)
+    assert correction.metrics["correction/rejected_fraction"] == 0.0
     assert correction.metrics["correction/weight_mean"] == pytest.approx(1.0)
 
 
-def test_pure_mask_rejects_tokens_and_keeps_the_weights_of_the_others() -> None:
-    corrected_by_mask = corrected(mask_only=True, mask_low=0.5, mask_high=1.6)
-    assert corrected_by_mask.weights.tolist() == [0.0, 0.0, 0.0, 1.0]
-    assert corrected_by_mask.metrics["correction/truncated_fraction"] == 0.0
-    # The ratio of the completion is 0.606531, inside the bounds.
-    assert corrected(level="sequence", mask_only=True, mask_low=0.5).weights.tolist() == [
-        0,
-        1,
-        1,
-        1,
-    ]
+def test_rules_without_weights_only_mask() -> None:
+    masked = corrected(level="none", reject={"ratio_token": bounds(low=0.5, high=1.6)})
+    assert masked.weights.tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert masked.metrics["correction/truncated_fraction"] == 0.0
+    # The product of the completion's ratios is 0.606531, their geometric mean 0.846482.
+    for rule, low, weight in (
+        ("ratio_sum", 0.6, 1),
+        ("ratio_sum", 0.61, 0),
+        ("ratio_mean", 0.8, 1),
+    ):
+        weights = corrected(level="none", reject={rule: bounds(low=low)}).weights
+        assert weights.tolist() == [0, weight, weight, weight]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"mask_low": 0.5, "self_normalize": True}, {"mask_low": 0.5, "truncate_at": 3.0}],
-)
-def test_pure_mask_without_bounds_or_with_weights_is_refused(settings: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="mask_only"):
-        RolloutCorrectionConfig(mask_only=True, **settings)  # type: ignore[arg-type]
+def test_weights_of_completions_go_with_rejection_of_tokens_and_several_rules() -> None:
+    reject = {"ratio_token": bounds(low=0.5), "k2_max": bounds(high=0.6), "k3_mean": bounds(high=1)}
+    weights = corrected(level="sequence", reject=reject).weights
+    assert weights.tolist() == pytest.approx([0.0, 0.606531, 0.0, 0.606531], abs=1e-6)
+
+
+def test_one_outlier_token_rejects_its_completion() -> None:
+    correction = corrected(reject={"ratio_max": bounds(low=0.37)})
+    assert correction.weights.tolist() == [0.0] * 4
+    assert correction.metrics["correction/rejected_fraction"] == 1.0
+
+
+@pytest.mark.parametrize("rule", REJECTION_RULES)
+def test_every_rule_keeps_what_sampler_and_trainer_agree_on(rule: str) -> None:
+    correction = compute_rollout_correction(
+        RolloutCorrectionConfig(level="none", reject={rule: bounds(high=1.5)}),
+        samples=SAMPLES,
+        old_logprobs=OLD,
+        rollout_logprobs=OLD,
+    )
+    assert correction.weights.tolist() == [0.0, 1.0, 1.0, 1.0]
+    assert correction.metrics[f"correction/masked_fraction/{rule}"] == 0.0
 
 
 def test_sequence_weight_is_the_product_of_its_ratios() -> None:
@@ -72,7 +99,7 @@ def test_sequence_weight_is_the_product_of_its_ratios() -> None:
 @pytest.mark.parametrize(("bound", "is_rejected"), [(0.172, True), (0.173, False)])
 def test_completion_with_too_large_a_kl_is_rejected(bound: float, is_rejected: bool) -> None:
     # k3 with d = 0.5, -1, 0: 0.148721, 0.367879, 0; mean 0.172200.
-    correction = corrected(level="none", reject_kl=bound)
+    correction = corrected(level="none", reject={"k3_mean": bounds(high=bound)})
     assert correction.weights[1:].tolist() == ([0.0] * 3 if is_rejected else [1.0] * 3)
     assert correction.metrics["correction/rejected_fraction"] == float(is_rejected)
 
@@ -101,11 +128,20 @@ def test_effective_sample_fraction_is_always_reported() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"mask_low": 2.0, "mask_high": 1.0}, "the first must be smaller than the second"),
+        (
+            {"reject": {"ratio_sum": bounds(low=2.0, high=1.0)}},
+            r"reject.ratio_sum.low is 2.0 and high is 1.0: the first must be smaller",
+        ),
+        ({"reject": {"ratio_token": bounds()}}, "reject.ratio_token has no bound"),
+        ({"reject": {"k3_mean": bounds(low=1.0, high=2.0)}}, "has only an upper bound"),
+        ({"reject": {"ratio_tokens": bounds(high=2.0)}}, "Did you mean 'ratio_token'"),
+        ({"reject": {"k2_sum": bounds(high=0.0)}}, r"reject.k2_sum.high is 0.0"),
         ({"level": "none"}, "so there is no correction"),
-        ({"level": "none", "mask_low": 0.5, "reject_kl": 1.0}, "have no effect at level none"),
+        (
+            {"level": "none", "self_normalize": True, "reject": {"k3_mean": bounds(high=1.0)}},
+            "have no effect at level none",
+        ),
         ({"proximal": "rollout"}, "would correct twice"),
-        ({"reject_kl_estimator": "k1"}, "has no effect without"),
     ],
 )
 def test_contradicting_settings_are_refused(settings: dict[str, object], sentence: str) -> None:

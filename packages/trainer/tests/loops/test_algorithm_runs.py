@@ -86,7 +86,7 @@ def test_rollout_correction_reports_weights_and_changes_the_update(
 ) -> None:
     correction = (
         "algorithm.rollout_correction={level: sequence, truncate_at: 1.5, "
-        "self_normalize: true, reject_kl: 1.0}"
+        "self_normalize: true, reject: {k3_mean: {high: 1.0}, ratio_max: {low: 1.0e-4}}}"
     )
     run(tmp_path / "run", *SHORT, correction)
     (first, _) = rows(tmp_path / "run")

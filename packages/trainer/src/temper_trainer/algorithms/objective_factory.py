@@ -128,7 +128,7 @@ def needs_old_logprobs(config: AlgorithmConfig, batching: BatchingConfig) -> boo
     # The sampler's log-probs take the place of the old ones in the ratio, so only a comparison with
     # them still needs a pass.
     if correction is not None and correction.proximal == "rollout":
-        return config.kl_reward_coef > 0 or correction.reject_kl is not None
+        return config.kl_reward_coef > 0 or bool(correction.reject)
     needs_numbers = (
         config.kl_reward_coef > 0
         or correction is not None
@@ -163,7 +163,7 @@ def build_policy_objective(
         kl_clamp=config.kl_clamp,
         old_is_current=old_is_current,
         uses_correction_weights=correction is not None
-        and (correction.level != "none" or correction.reject_kl is not None),
+        and (correction.level != "none" or bool(correction.reject)),
         reports_entropy=config.entropy_target is not None,
         aggregation=build_aggregation(config),
     )

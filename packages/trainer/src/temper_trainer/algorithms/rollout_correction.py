@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -9,8 +10,15 @@ from torch import Tensor
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.metrics import Metric, weighted_mean
 from temper_engine_api.reduction import find_trained_sequences, sum_per_sequence
-from temper_trainer.algorithms.kl import MAX_LOG_RATIO, estimate_kl
-from temper_trainer.config.algorithm import RolloutCorrectionConfig
+from temper_trainer.algorithms.kl import MAX_LOG_RATIO, KlEstimator, estimate_kl
+from temper_trainer.algorithms.rejection_rules import (
+    KlRule,
+    RatioRule,
+    RejectionRule,
+    RuleScope,
+    apply_rejection_rules,
+)
+from temper_trainer.config.algorithm import RejectionBounds, RolloutCorrectionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +26,7 @@ class Correction:
     """Importance weights of a step, and the metrics that describe them."""
 
     weights: Tensor
-    """[T] float32; 0 at untrained tokens, masked tokens and rejected completions."""
+    """[T] float32; 0 at untrained and rejected tokens."""
     metrics: dict[str, float]
     """Fractions and moments over trained tokens or completions."""
 
@@ -34,40 +42,59 @@ def compute_rollout_correction(
 
     With r_t = p_old(t) / p_rollout(t):
 
-        token:     w_t = r_t
-        sequence:  w_t = product of r_s over the completion of t
+        token:     w_t = min(r_t, truncate_at)
+        sequence:  w_t = min(product of r_s over the completion of t, truncate_at)
         none:      w_t = 1
 
-    Weights outside [mask_low, mask_high] become 0, the others at most truncate_at, or 1 with
-    mask_only. All weights of a completion whose mean KL estimate exceeds reject_kl are 0. With
+    Weights of tokens that fail a rule of ``reject`` become 0, see `apply_rejection_rules`. With
     self_normalize the weights are divided by their mean over the step's trained tokens. Sums are
     float64.
 
-    Masked tokens keep counting in the loss denominators, which are fixed when the batch is planned.
+    Rejected tokens keep counting in the loss denominators, which are fixed when the batch is
+    planned.
 
     Source: truncation: Espeholt et al. 2018, arXiv:1802.01561, and Yao et al. 2025, "Your Efficient
-    RL Framework Secretly Brings You Off-Policy RL Training"; masking and sequence level: Liu et al.
-    2025, "When Speed Kills Stability"; self-normalization: Owen 2013, "Monte Carlo theory, methods
-    and examples", chapter 9.
+    RL Framework Secretly Brings You Off-Policy RL Training"; sequence level: Liu et al. 2025, "When
+    Speed Kills Stability"; self-normalization: Owen 2013, "Monte Carlo theory, methods and
+    examples", chapter 9.
     """
     mask = samples.loss_mask
-    old = torch.where(mask, old_logprobs.double(), 0.0)
-    rollout = torch.where(mask, rollout_logprobs.double(), 0.0)
-    log_ratio = old - rollout
+    log_ratio = torch.where(mask, old_logprobs.double() - rollout_logprobs.double(), 0.0)
+    rejection = apply_rejection_rules(
+        [_build_rule(name, bounds) for name, bounds in config.reject.items()],
+        log_ratio=log_ratio,
+        samples=samples,
+    )
     raw = _raw_weights(config.level, log_ratio, samples=samples)
-    is_kept = _is_within(raw, low=config.mask_low, high=config.mask_high) & mask
-    is_rejected = _find_rejected(config, old=old, rollout=rollout, samples=samples)
-    weights = _bounded_weights(config, raw)
-    weights = torch.where(is_kept & ~is_rejected[samples.sequence_index], weights, 0.0)
+    truncate_at = None if config.level == "none" else config.truncate_at
+    weights = raw if truncate_at is None else raw.clamp(max=truncate_at)
+    weights = torch.where(rejection.is_kept, weights, 0.0)
     total = float(weights.sum())
     if config.self_normalize and total > 0:
-        # Over all trained tokens, masked ones included, because the loss is divided by that number.
+        # Over all trained tokens, rejected ones included, because the loss is divided by that
+        # number.
         weights = weights * (int(mask.sum()) / total)
-    metrics = _describe(config, raw=raw[mask], weights=weights[mask], is_kept=is_kept[mask])
-    metrics["correction/rejected_fraction"] = float(
-        is_rejected[find_trained_sequences(samples)].double().mean()
+    metrics = _describe(
+        raw=raw[mask],
+        weights=weights[mask],
+        is_kept=rejection.is_kept[mask],
+        truncate_at=truncate_at,
     )
-    return Correction(weights=weights.float(), metrics=metrics)
+    kept_per_sequence = sum_per_sequence(rejection.is_kept.double(), samples)
+    is_rejected = kept_per_sequence[find_trained_sequences(samples)] == 0
+    metrics["correction/rejected_fraction"] = float(is_rejected.double().mean())
+    return Correction(weights=weights.float(), metrics=metrics | rejection.metrics)
+
+
+def _build_rule(name: str, bounds: RejectionBounds) -> RejectionRule:
+    statistic, over = name.split("_")
+    # Both parts are checked by the configuration.
+    if statistic == "ratio":
+        return RatioRule(over=cast(RuleScope, over), low=bounds.low, high=bounds.high)
+    assert bounds.high is not None
+    return KlRule(
+        over=cast(RuleScope, over), estimator=cast(KlEstimator, statistic), high=bounds.high
+    )
 
 
 def _raw_weights(level: str, log_ratio: Tensor, *, samples: SequenceBatch) -> Tensor:
@@ -79,39 +106,8 @@ def _raw_weights(level: str, log_ratio: Tensor, *, samples: SequenceBatch) -> Te
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _bounded_weights(config: RolloutCorrectionConfig, raw: Tensor) -> Tensor:
-    """Return the weights of tokens that no mask rejects."""
-    if config.mask_only:
-        return torch.ones_like(raw)
-    return raw if config.truncate_at is None else raw.clamp(max=config.truncate_at)
-
-
-def _is_within(raw: Tensor, *, low: float | None, high: float | None) -> Tensor:
-    is_within = torch.ones_like(raw, dtype=torch.bool)
-    if low is not None:
-        is_within &= raw >= low
-    if high is not None:
-        is_within &= raw <= high
-    return is_within
-
-
-def _find_rejected(
-    config: RolloutCorrectionConfig, *, old: Tensor, rollout: Tensor, samples: SequenceBatch
-) -> Tensor:
-    """Return [B] bool: True for completions whose mean KL(sampler, trainer) exceeds reject_kl."""
-    if config.reject_kl is None:
-        return torch.zeros(samples.num_sequences, dtype=torch.bool)
-    # The sampler comes first, because the estimator needs tokens drawn from its first argument.
-    kl = estimate_kl(rollout, ref_logprobs=old, estimator=config.reject_kl_estimator)
-    trained = sum_per_sequence(samples.loss_mask.double(), samples).clamp(min=1.0)
-    return (
-        sum_per_sequence(torch.where(samples.loss_mask, kl, 0.0), samples) / trained
-        > config.reject_kl
-    )
-
-
 def _describe(
-    config: RolloutCorrectionConfig, *, raw: Tensor, weights: Tensor, is_kept: Tensor
+    *, raw: Tensor, weights: Tensor, is_kept: Tensor, truncate_at: float | None
 ) -> dict[str, float]:
     if raw.numel() == 0:
         return {}
@@ -122,8 +118,8 @@ def _describe(
         "correction/masked_fraction": float((~is_kept).double().mean()),
         # Counted on the raw weights, because no truncated weight is above the bound.
         "correction/truncated_fraction": 0.0
-        if config.truncate_at is None or config.mask_only
-        else float((raw > config.truncate_at).double().mean()),
+        if truncate_at is None
+        else float((raw > truncate_at).double().mean()),
         "correction/effective_sample_fraction": float(weights.mean()) ** 2 / squares
         if squares > 0
         else 0.0,

@@ -10,12 +10,31 @@ from temper_engine_api.errors import ConfigError
 from temper_trainer.config.import_path import is_import_path
 from temper_trainer.config.ranges import check_range
 
+REJECTION_RULES = tuple(
+    f"{statistic}_{over}"
+    for statistic in ("ratio", "k2", "k3")
+    for over in ("token", "sum", "mean", "max")
+)
+"""Names of the rules in algorithm.rollout_correction.reject."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RejectionBounds:
+    """Bounds of one rule; what is outside them gets weight 0."""
+
+    low: float | None = None
+    """Lower bound on p_old / p_rollout, above 0; only for the rules by ratio. None is none."""
+    high: float | None = None
+    """Upper bound, above 0: on p_old / p_rollout, or on the KL(sampler, trainer) in nats. None is
+    none.
+    """
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCorrectionConfig:
-    """Importance weights w = p_old / p_rollout, masking and rejection.
+    """Importance weights w = p_old / p_rollout, and the rejection of tokens and completions.
 
-    They correct the difference between the sampler's log-probs and the trainer's. Masked tokens
+    They correct the difference between the sampler's log-probs and the trainer's. Rejected tokens
     keep counting in the loss denominators.
     """
 
@@ -27,26 +46,13 @@ class RolloutCorrectionConfig:
     """Upper bound on the weights, above 0; larger weights are lowered to it. None does not
     truncate.
     """
-    mask_low: float | None = None
-    """Tokens (at level sequence: completions) with a ratio below this get weight 0. None masks
-    none.
-    """
-    mask_high: float | None = None
-    """Tokens (at level sequence: completions) with a ratio above this get weight 0. None masks
-    none.
-    """
-    mask_only: bool = False
-    """Keep weight 1 inside the bounds of mask_low and mask_high: tokens (or completions) are
-    rejected by their ratio, and the others are not reweighted.
-    """
     self_normalize: bool = False
     """Divide the weights by their mean over the step's trained tokens."""
-    reject_kl: float | None = None
-    """Completions whose mean per-token KL(sampler, trainer), in nats, exceeds this get weight 0.
-    None rejects none.
+    reject: Mapping[str, RejectionBounds] = field(default_factory=dict)
+    """Bounds by rule; a token must pass all of them. A rule is the name of a statistic (ratio, or
+    the KL estimator k2 or k3) and of what it is taken over (token, or sum, mean or max over the
+    completion), such as ratio_token or k3_mean.
     """
-    reject_kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimator for reject_kl."""
     proximal: Literal["old", "rollout"] = "old"
     """Denominator of the policy loss's ratio. old: log-probs measured before the update; rollout:
     the sampler's log-probs, so that the ratio itself is the correction.
@@ -55,45 +61,17 @@ class RolloutCorrectionConfig:
     def __post_init__(self) -> None:
         name = "algorithm.rollout_correction"
         check_range(f"{name}.truncate_at", self.truncate_at, above=0)
-        check_range(f"{name}.mask_low", self.mask_low, above=0)
-        check_range(f"{name}.mask_high", self.mask_high, above=0)
-        check_range(f"{name}.reject_kl", self.reject_kl, above=0)
-        bounds = (self.mask_low, self.mask_high)
-        if (
-            self.mask_low is not None
-            and self.mask_high is not None
-            and self.mask_low >= self.mask_high
-        ):
+        for rule, bounds in self.reject.items():
+            _check_rejection_rule(rule, bounds, key=f"{name}.reject")
+        if self.level == "none" and (self.self_normalize or self.truncate_at not in (None, 2.0)):
             raise ConfigError(
-                f"{name}.mask_low is {self.mask_low} and mask_high is {self.mask_high}: the first "
-                "must be smaller than the second."
+                f"{name}: truncate_at and self_normalize have no effect at level none, where all "
+                "weights are 1: remove them."
             )
-        if self.level == "none" and (
-            bounds != (None, None) or self.self_normalize or self.truncate_at not in (None, 2.0)
-        ):
+        if self.level == "none" and not self.reject and self.proximal == "old":
             raise ConfigError(
-                f"{name}: truncate_at, mask_low, mask_high and self_normalize have no effect at "
-                "level none: remove them."
-            )
-        if self.level == "none" and self.reject_kl is None and self.proximal == "old":
-            raise ConfigError(
-                f"{name}.level is none and reject_kl is not set, so there is no correction: set "
-                "one of them, or remove the block."
-            )
-        if self.reject_kl is None and self.reject_kl_estimator != "k3":
-            raise ConfigError(
-                f"{name}.reject_kl_estimator has no effect without {name}.reject_kl: remove it, "
-                "or set reject_kl."
-            )
-        if self.mask_only and bounds == (None, None):
-            raise ConfigError(
-                f"{name}.mask_only has no effect without {name}.mask_low and mask_high: set a "
-                "bound, or remove mask_only."
-            )
-        if self.mask_only and (self.self_normalize or self.truncate_at not in (None, 2.0)):
-            raise ConfigError(
-                f"{name}: truncate_at and self_normalize have no effect with mask_only, where "
-                "every weight is 0 or 1: remove them."
+                f"{name}.level is none and reject is empty, so there is no correction: set one of "
+                "them, or remove the block."
             )
         # p / p_rollout = (p / p_old) * (p_old / p_rollout), so the weight is already in the ratio.
         if self.proximal == "rollout" and self.level != "none":
@@ -102,6 +80,29 @@ class RolloutCorrectionConfig:
                 f"correction, but level is {self.level}, which would correct twice: set "
                 "level=none or proximal=old."
             )
+
+
+def _check_rejection_rule(rule: str, bounds: RejectionBounds, *, key: str) -> None:
+    if rule not in REJECTION_RULES:
+        near = difflib.get_close_matches(rule, REJECTION_RULES, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"{key} names the rule {rule!r}, but must be one of {', '.join(REJECTION_RULES)}.{hint}"
+        )
+    check_range(f"{key}.{rule}.low", bounds.low, above=0)
+    check_range(f"{key}.{rule}.high", bounds.high, above=0)
+    if not rule.startswith("ratio") and bounds.low is not None:
+        raise ConfigError(
+            f"{key}.{rule}.low is {bounds.low}, but a KL is best at 0 and has only an upper bound: "
+            "remove it."
+        )
+    if bounds.low is None and bounds.high is None:
+        raise ConfigError(f"{key}.{rule} has no bound: set high, or remove the rule.")
+    if bounds.low is not None and bounds.high is not None and bounds.low >= bounds.high:
+        raise ConfigError(
+            f"{key}.{rule}.low is {bounds.low} and high is {bounds.high}: the first must be "
+            "smaller than the second."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,6 +53,20 @@ REMOVED_KEYS = (
         key="algorithm.adv_estimator",
         replacement="the group algorithm=NAME, or algorithm.advantage",
     ),
+    *(
+        RemovedKey(
+            key=f"algorithm.rollout_correction.{name}",
+            replacement=f"algorithm.rollout_correction.reject, with {rule}",
+            since="0.2",
+        )
+        for name, rule in (
+            ("mask_low", "ratio_token.low (with level sequence: ratio_sum.low)"),
+            ("mask_high", "ratio_token.high (with level sequence: ratio_sum.high)"),
+            ("mask_only", "ratio_token or ratio_sum, with level none"),
+            ("reject_kl_estimator", "k2_mean.high or k3_mean.high"),
+            ("reject_kl", "k3_mean.high, or the rule of another estimator"),
+        )
+    ),
     RemovedKey(key="algorithm.lam", replacement="algorithm.gae_lambda"),
     RemovedKey(
         key="algorithm.use_kl_in_reward",

@@ -134,7 +134,7 @@ def _add_correction(
     if config is None:
         return samples, {}
     columns, added, metrics = samples.columns, dict[str, Tensor](), dict[str, float]()
-    if config.level != "none" or config.reject_kl is not None:
+    if config.level != "none" or config.reject:
         correction = compute_rollout_correction(
             config,
             samples=samples,

@@ -105,8 +105,8 @@ def _first_correction(draft: Draft) -> None:
         _put(draft, "truncate_at", high, f"{block}_threshold", f"{block}_mode")
         return
     _put(draft, "truncate_at", None, f"{block}_mode")
-    _put(draft, "mask_high", high, f"{block}_threshold")
-    _put(draft, "mask_low", low if low is not None else (1 / high if high else None), f"{block}_threshold_lower")
+    low = low if low is not None else (1 / high if high else None)
+    _reject(draft, RATIO_RULES[level], (low, high), f"{block}_threshold", f"{block}_threshold_lower")
 
 
 def _correction(draft: Draft) -> None:
@@ -124,9 +124,8 @@ def _correction(draft: Draft) -> None:
     elif weighs:
         _weights(draft, weighs)
     if rejects:
-        _rejection(draft, weighs=weighs, rejects=rejects, bypasses=bypasses)
-    block = "algorithm.rollout_correction."
-    if not weighs and not bypasses and f"{block}reject_kl" in draft.settings:
+        _rejection(draft, rejects=rejects)
+    if not weighs and not bypasses and any(key.startswith(REJECT) for key in draft.settings):
         _put(draft, "level", "none", f"{CORRECTION}.rollout_is")
 
 
@@ -137,8 +136,7 @@ def _weights(draft: Draft, level: str) -> None:
     pair = _pair(draft.old.get(key))
     if pair is not None:
         _put(draft, "truncate_at", None, key)
-        _put(draft, "mask_low", pair[0], key)
-        _put(draft, "mask_high", pair[1], key)
+        _reject(draft, RATIO_RULES[level], pair, key)
     else:
         _put(draft, "truncate_at", draft.number(key), key)
     if draft.switch(f"{CORRECTION}.rollout_is_batch_normalize"):
@@ -164,29 +162,45 @@ def _bypass(draft: Draft, weighs: str) -> None:
     draft.find("correction.loss-type", key, loss_key, f"{CORRECTION}.use_policy_gradient", loss=loss)
 
 
-def _rejection(draft: Draft, *, weighs: str, rejects: str, bypasses: bool) -> None:
-    low, high = _bounds(draft)
+RATIO_RULES = {"token": "ratio_token", "sequence": "ratio_sum", "geometric": "ratio_mean"}
+"""Rule by the level that releases before 0.7.1 named."""
+REJECT = "algorithm.rollout_correction.reject."
+
+
+def _reject(draft: Draft, rule: str, bounds: tuple[float | None, float | None], *old: str) -> None:
+    """Set the bounds of a rule that are not None."""
+    for name, bound in zip(("low", "high"), bounds, strict=True):
+        if bound is not None:
+            _put(draft, f"reject.{rule}.{name}", bound, *old)
+
+
+def _rejection(draft: Draft, *, rejects: str) -> None:
+    """Translate each of the rules, which are separated by commas, as their thresholds may be."""
     keys = (f"{CORRECTION}.rollout_rs", f"{CORRECTION}.rollout_rs_threshold", f"{CORRECTION}.rollout_rs_threshold_lower")
-    kl = re.match(r"seq_mean_(k[23])\Z", rejects)
-    if kl is not None and high is not None:
-        _put(draft, "reject_kl", high, *keys)
-        _put(draft, "reject_kl_estimator", kl[1], keys[0])
-        return
-    level = {"token": "token", "token_k1": "token", "sequence": "sequence", "seq_sum_k1": "sequence"}.get(rejects)
-    is_weighed_by_range = "algorithm.rollout_correction.mask_low" in draft.settings
-    if level is None or bypasses or is_weighed_by_range or (weighs and weighs != level):
-        _no_counterpart(draft, keys[0], rejects)
-        return
-    _put(draft, "level", level, keys[0])
-    if not weighs:
-        _put(draft, "mask_only", True, f"{CORRECTION}.rollout_is", keys[0])
-    low = low if low is not None else (1 / high if high else None)
-    if rejects.endswith("_k1"):
-        # k1 is log(rollout / old), so that its bounds are those of the inverse of our ratio.
-        low, high = _inverse(high), _inverse(low)
-    _put(draft, "mask_high", high, keys[1])
-    _put(draft, "mask_low", low, keys[2], keys[1])
-    draft.find("correction.rejection", keys[0], rejects=rejects)
+    names = [name.strip() for name in rejects.split(",") if name.strip()]
+    for name, (low, high) in zip(names, _bounds(draft, count=len(names)), strict=True):
+        rule = _rule(name)
+        if rule is None or high is None or f"{REJECT}{rule}.high" in draft.settings:
+            _no_counterpart(draft, keys[0], name)
+            continue
+        if rule.startswith("ratio"):
+            low = low if low is not None else 1 / high
+            # k1 is log(rollout / old), so that its bounds are those of the inverse of our ratio.
+            bounds = (_inverse(high), _inverse(low)) if name.endswith("_k1") else (low, high)
+            _reject(draft, rule, bounds, *keys)
+        else:
+            _reject(draft, rule, (None, high), *keys)
+    if any(key.startswith(REJECT) for key in draft.settings):
+        draft.find("correction.rejection", keys[0], rejects=rejects)
+
+
+def _rule(name: str) -> str | None:
+    """Return the rule of an old name such as ``seq_mean_k3`` or ``sequence``; None if there is none."""
+    parts = re.fullmatch(r"(?:token|seq_(sum|mean|max))_(k[123])", name)
+    if parts is None:
+        return RATIO_RULES.get(name)
+    statistic = "ratio" if parts[2] == "k1" else parts[2]
+    return f"{statistic}_{parts[1] or 'token'}"
 
 
 def _inverse(bound: float | None) -> float | None:
@@ -194,21 +208,30 @@ def _inverse(bound: float | None) -> float | None:
     return None if not bound else round(1 / bound, 12)
 
 
-def _bounds(draft: Draft) -> tuple[float | None, float | None]:
-    """Return (lower, upper) of a threshold such as 2.0, ``0.6_1.6``, or a pair of keys."""
+def _bounds(draft: Draft, *, count: int) -> list[tuple[float | None, float | None]]:
+    """Return (lower, upper) for each of ``count`` rules.
+
+    A threshold is 2.0, ``0.6_1.6``, a pair of keys, or one of these for each rule with commas between them; a single one is for all rules.
+    """
     value = draft.old.get(f"{CORRECTION}.rollout_rs_threshold")
     low = draft.number(f"{CORRECTION}.rollout_rs_threshold_lower")
     if isinstance(value, str):
-        try:
-            return _pair(value) or (low, float(value))
-        except ValueError:
-            return low, None
+        parts = value.split(",")
+        bounds = [_one_bound(part.strip(), low) for part in parts]
+        return bounds if len(bounds) == count else bounds[:1] * count
     high = (
         float(value)
         if isinstance(value, int | float) and not isinstance(value, bool)
         else draft.number(f"{CORRECTION}.rollout_is_threshold")
     )
-    return low, high
+    return [(low, high)] * count
+
+
+def _one_bound(text: str, low: float | None) -> tuple[float | None, float | None]:
+    try:
+        return _pair(text) or (low, float(text))
+    except ValueError:
+        return low, None
 
 
 def _pair(value: Plain) -> tuple[float, float] | None:
@@ -221,10 +244,12 @@ def _pair(value: Plain) -> tuple[float, float] | None:
 
 
 def _veto(draft: Draft, key: str) -> None:
+    """Reject completions with a token whose probability is below this fraction of the sampler's."""
     threshold = draft.number(key)
     if threshold is None:
         return
-    draft.find("correction.veto", key, threshold=threshold)
+    _reject(draft, "ratio_max", (threshold, None), key)
+    draft.find("correction.rejection", key, rejects=f"{threshold:g}")
 
 
 def _no_counterpart(draft: Draft, key: str, value: str) -> None:
